@@ -150,7 +150,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
 def published(folder: Path, settings: TrainerSettings, log: Log, files: dict[str, bytes]) -> Iterator[Any]:
     """A function that publishes a learner's weights, and a shelf that fetches what it published over loopback."""
     key, stop, copies = SigningKey.generate(), StopToken(), Copies()
-    origin = Origin(folder / "origin", "large", key, settings=OriginSettings(delta_strides=(1,)))
+    origin = Origin(folder / "origin", "large", key, settings=OriginSettings())
     urls: list[str] = []
     ready = threading.Event()
     serving = threading.Thread(
@@ -165,7 +165,8 @@ def published(folder: Path, settings: TrainerSettings, log: Log, files: dict[str
     shelf = EngineShelf(downloader.fetch, lambda given: build("torch", given, device, dtype), 1)
 
     def publish(version: int, learner: Learner) -> PolicyManifest:
-        copied = log.timed(f"trainer: copy {version}", lambda: copies.take(learner, False))
+        copied = log.timed(f"trainer: begin copy {version}", lambda: copies.take(learner, False))
+        log.timed(f"trainer: copy {version}", copied.arrived)
         views = log.timed(f"trainer: round {version}", lambda: views_of(copied.weights, settings.publish_dtype))
         content = Content.of(files, views)
         size = sum(view.data.nbytes for view in views)

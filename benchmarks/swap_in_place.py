@@ -62,7 +62,7 @@ def _measure(
     model: nn.Module, running: nn.Module, folder: Path, share: float, steps: int
 ) -> Iterator[dict[str, float]]:
     key, stop = SigningKey.generate(), StopToken()
-    settings = OriginSettings(delta_strides=(1,))
+    settings = OriginSettings()
     with _serving(folder / "origin", stop) as url:
         origin = Origin(folder / "origin", "swap", key, settings=settings)
         downloader = Downloader([url], "swap", key.public_key, folder / "cache", stop)

@@ -21,4 +21,3 @@ def test_a_run_in_bfloat16_travels_as_deltas_and_is_written_in_place(tmp_path: P
     log = (run.path / "logs" / "worker-0.log").read_text()
     assert "which is here and 1 delta" in log
     assert "only what changed was written into the engine" in log
-    assert (run.path / "origin" / ".bases").is_dir()

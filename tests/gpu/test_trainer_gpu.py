@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from shoal.models.compiled import compile_layers
 from shoal.models.head_tables import usable
@@ -12,7 +15,7 @@ from shoal.models.logprobs import Head, hidden_states, token_logprobs
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, add_adapters, merged
 from shoal.models.packed import Packed, packed_states, supports_packing
 from shoal.models.tiny import build_tiny
-from shoal.trainer.checkpoint import Copies
+from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copies
 from shoal.trainer.learner import new_learner
 from shoal.trainer.samples import Prepared, Sample
 from shoal.trainer.settings import LoraSettings, MemorySettings, TrainerSettings
@@ -171,7 +174,9 @@ def test_adapters_in_bfloat16_are_merged_into_the_base_as_it_was():
     train_samples(learner, prepared(), StepPlan(step=0, temperature=1.0))
     base, state = build_tiny(1).state_dict(), learner.state()
     assert all(torch.equal(state[name].cpu(), value) for name, value in base.items())
-    copied = Copies().take(learner, with_training=True).weights
+    taken = Copies().take(learner, with_training=True)
+    taken.arrived()
+    copied = taken.weights
     learner.load_state(copied)
     for tensors in (state, copied):
         plain, _ = merged(tensors, {ADAPTER_FILE: shape.as_file()})
@@ -195,3 +200,31 @@ def test_a_step_in_bfloat16_moves_the_masters_as_float32_does(recompute):
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, masters[name].bfloat16())
         assert not torch.equal(masters[name], before[name])
+
+
+def test_copies_leave_beside_training_and_the_next_update_does_not_change_them(tmp_path):
+    """The host waits for nothing: with every copy queued behind half a second of work, they are begun in less."""
+    settings = TrainerSettings(
+        learning_rate=1e-2, publish_dtype="bfloat16", memory=MemorySettings(precision="bfloat16")
+    )
+    learner, copies = new_learner(build_tiny(1).cuda(), settings), Copies()
+    for step in range(2):  # the memory is locked beside the first one
+        train_samples(learner, prepared(), StepPlan(step=step, temperature=1.0))
+        copies.take(learner, with_training=True).arrived()
+    before = {name: value.clone() for name, value in [*learner.state().items(), *learner.moments().items()]}
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    began = time.monotonic()
+    copied = copies.take(learner, with_training=True)
+    begun_s = time.monotonic() - began
+    train_samples(learner, prepared(), StepPlan(step=2, temperature=1.0))
+    copied.arrived()
+    assert begun_s < 0.2
+    assert not all(torch.equal(value, before[name]) for name, value in learner.state().items())
+    assert all(torch.equal(value, before[name].bfloat16().cpu()) for name, value in copied.weights.items())
+    for name, write in copied.captured.items():
+        write(tmp_path / name)
+    saved = {**load_file(tmp_path / MODEL), **load_file(tmp_path / TRAINING)}
+    kept = {name.removeprefix(MOMENTS): value for name, value in saved.items() if "generator" not in name}
+    assert kept.keys() == before.keys()
+    assert all(torch.equal(value, before[name].cpu()) for name, value in kept.items())

@@ -31,6 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shoal.engines.batching import Batch, paged_decoder, pages_for
 from shoal.engines.decoding import Choose, Decoding, Row, Uniforms, choose_tiled
 from shoal.engines.dialogue import Line
 from shoal.engines.memory import (
@@ -45,6 +46,7 @@ from shoal.engines.memory import (
     usable_bytes,
     width,
 )
+from shoal.engines.paged import POOL_SHARE, PagedDecoder
 from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Prefill, PrefillRequest, Respond
 from shoal.engines.rows import CachedRows, RecomputedRows, Rows, bytes_kept, decodes_with_cache, follows_with_cache
 from shoal.errors import ModelError, PolicyMismatch, ResourceError
@@ -90,8 +92,10 @@ class TorchEngine:
         device: str = "cpu",
         max_rows: int = 2048,
         max_prefill_tokens: int | None = None,
+        pages: bool | None = None,
     ) -> None:
         self._setup(model_from_files(files, dtype, device, filled=False), max_rows, max_prefill_tokens)
+        self._may_page = device == "cuda" if pages is None else pages
 
     @classmethod
     def wrap(cls, model: Any, max_rows: int = 2048, max_prefill_tokens: int | None = None) -> Self:
@@ -116,8 +120,18 @@ class TorchEngine:
                 if not torch.equal(target.to(source.dtype), source):
                     raise ModelError(f"weight {name} has values that {dtype} cannot hold{NARROWER}")
         engine = TorchEngine.wrap(model, self._max_rows)
+        engine._shared, engine._may_page = False, self._may_page
         engine.memory_bytes = self.memory_bytes
         return engine
+
+    @contextmanager
+    def without_pages(self) -> Iterator[None]:
+        """Decode by the plain path: other kernels compute the same in another order."""
+        before, self._may_page = self._may_page, False
+        try:
+            yield
+        finally:
+            self._may_page = before
 
     @property
     def model(self) -> Any:
@@ -132,7 +146,9 @@ class TorchEngine:
         self._most_tile, self._tile_divisor = LEAST_TILE, 1
         self._usable, self._width = 0, width(model)
         self._kept: tuple[int, int, int] | None = None  # `bytes_kept`, once measured
-        self._loaded = self._shared = False
+        self._loaded = self._shared = self._may_page = False
+        self._pages: PagedDecoder | None = None
+        self._pages_tried = False
         self.policy: PolicyRef | None = None
         self.vocabulary_size, self.hidden_size = model.get_output_embeddings().weight.shape
         self.kind = f"{self.name}/{model.device.type}/{str(model.dtype).removeprefix('torch.')}"
@@ -192,7 +208,20 @@ class TorchEngine:
     def rows_at_once(self, tokens_each: int) -> int:
         self._measure_cache()
         self._measure_room()
-        return self._fitting_rows(tokens_each)
+        with self._inference():
+            pages = self._paged()
+        if pages is None:
+            return self._fitting_rows(tokens_each)
+        there = int(POOL_SHARE * (self._usable + pages.held_bytes)) // pages.page_bytes
+        return max(1, min(self._max_rows, there // pages_for(tokens_each)))
+
+    def _paged(self) -> PagedDecoder | None:
+        """What decodes with pages and graphs, if this device and this model can: tried once there are weights."""
+        if not self._may_page or not self._loaded:
+            return None
+        if not self._pages_tried:
+            self._pages, self._pages_tried = paged_decoder(self._model, self._usable), True
+        return self._pages
 
     def _measure_room(self) -> None:
         """How much may be computed at once, by the memory that is free now."""
@@ -230,18 +259,27 @@ class TorchEngine:
         self._measure_cache()
         self._measure_room()
         with self._inference():
-            for batch in self._batches(drawing):
-                self._draw(drawing, batch)
+            left = [row for group in drawing.groups for row in group]
+            pages = None if any(request.respond for request in drawing.requests) else self._paged()
+            if pages is not None and left:
+                prompts = [request.prompt_ids for request in drawing.requests]
+                self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
+                batch = Batch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy)
+                left = batch.draw(self._usable + pages.held_bytes, self._max_rows)
+            for begun in sorted({len(row.tokens) for row in left}):
+                for rows in self._batches(drawing, begun):
+                    self._draw(drawing, rows)
         return [[row.completion for row in group if row.completion is not None] for group in drawing.groups]
 
-    def _batches(self, drawing: _Drawing) -> Iterator[list[Row]]:
-        """Rows that can be decoded together: equal sampling, similar length, as many as fit. Groups stay whole if they
-        fit; each next batch goes by what the last one showed."""
+    def _batches(self, drawing: _Drawing, begun: int) -> Iterator[list[Row]]:
+        """Rows of which there are `begun` tokens, and that can be decoded together: equal sampling, similar length, as
+        many as fit. Groups stay whole if they fit; each next batch goes by what the last one showed."""
         requests = drawing.requests
         order = sorted(range(len(requests)), key=lambda i: (_key(requests[i].sampling), len(requests[i].prompt_ids)))
         batch: list[Row] = []
         for index in order:
-            request, rows = requests[index], drawing.groups[index]
+            request = requests[index]
+            rows = [row for row in drawing.groups[index] if row.completion is None and len(row.tokens) == begun]
             fitting = self._fitting_rows(drawing.tokens_each(index))
             if batch and (len(batch) + len(rows) > fitting or request.sampling != requests[batch[0].group].sampling):
                 yield batch

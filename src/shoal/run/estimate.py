@@ -29,7 +29,7 @@ from shoal.runtime.sizing import (
     policies_loaded,
     settle,
 )
-from shoal.shardcast import OriginSettings
+from shoal.shardcast.origin import DELTA_STRIDES, OriginSettings
 
 if TYPE_CHECKING:
     from shoal.trainer.memory import Plan, Shape
@@ -118,7 +118,7 @@ class Planning:
 
     def disk(self) -> Iterator[Disk]:
         """At most. An origin keeps the versions that leases may name, back to an anchor: where versions are deltas, two
-        whole ones, and copies that the next deltas are made from."""
+        whole ones."""
         run, payload, versions = self.recipe.run, self.payload, self.recipe.run.steps + 1
         yield self._checkpoints()
         yield Disk("trainer: export", payload, payload, "the last version")
@@ -126,12 +126,12 @@ class Planning:
         yield Disk("trainer: rollouts", rollouts, rollouts, "what each step was trained on")
         anchors = min(2, 1 + run.steps // self.recipe.trainer.anchor_every)
         kept = min(versions, max(OriginSettings().kept_versions, run.max_staleness + 2) + 1)
-        whole, bases = (anchors, _copies(run.steps)) if self.is_told_by_deltas else (kept, 0)
+        whole = anchors if self.is_told_by_deltas else kept
         ended = anchors if self.is_told_by_deltas else min(versions, kept_when_finished(run.max_staleness))
         told = _deltas(min(run.steps, anchors * self.recipe.trainer.anchor_every)) * self.delta
         told = min(told, anchors * payload) if self.is_told_by_deltas else 0.0  # together less than what they save
-        yield Disk("origin", (whole + bases) * payload + told, ended * payload + told,
-                   f"{whole} whole versions" + (f", {bases} to make deltas from, deltas" if bases else ""))  # fmt: skip
+        yield Disk("origin", whole * payload + told, ended * payload + told,
+                   f"{whole} whole versions" + (", deltas" if self.is_told_by_deltas else ""))  # fmt: skip
         mirrored = anchors if self.is_told_by_deltas else min(versions, self.recipe.relay.kept_versions)
         counts = {"relay": mirrored, "validator": self.chosen.held_versions + 1, "worker": CACHED + 1}
         for role, count in counts.items():
@@ -257,24 +257,13 @@ class Planning:
         return machines * gpu_hour * self.step_s * self.recipe.run.steps / 3600
 
 
-def _copies(steps: int) -> int:
-    """The most payloads that an origin keeps to make deltas from: 1, 2, 4 and 8 versions back, and the one being made.
-
-    >>> _copies(3), _copies(400)
-    (2, 4)
-    """
-    strides = OriginSettings().delta_strides
-    needed = [{last - last % stride for stride in strides} for last in range(min(steps, 16))]
-    return max(len((bases | {last + 1}) - {0, 16}) for last, bases in enumerate(needed))
-
-
 def _deltas(versions: int) -> int:
     """How many deltas so many versions in a row have: each to the one before, and some to one further back.
 
     >>> _deltas(3), _deltas(16)
     (4, 30)
     """
-    return sum(versions // stride for stride in OriginSettings().delta_strides)
+    return sum(versions // stride for stride in (1, *DELTA_STRIDES))
 
 
 def announced_size(recipe: Recipe) -> ModelSize:

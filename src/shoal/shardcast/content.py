@@ -259,7 +259,7 @@ def _kind(path: Path) -> str:
 T = TypeVar("T")
 R = TypeVar("R")
 
-THREADS = min(8, os.cpu_count() or 1)  # hashing, comparing, compressing and writing all let go of the interpreter
+THREADS = min(16, os.cpu_count() or 1)  # hashing, comparing, compressing and writing all let go of the interpreter
 
 
 def in_order(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:

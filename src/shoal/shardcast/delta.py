@@ -32,7 +32,7 @@ import os
 import struct
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -49,10 +49,11 @@ from shoal.shardcast.content import Content, in_order
 from shoal.shardcast.payload import ChangedValues, read_fully
 
 if TYPE_CHECKING:
-    from shoal.shardcast.origin import Base
+    from shoal.shardcast.tree import ChunkFiles
 
 Bits = npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
+Planes = npt.NDArray[np.uint8]
 
 MAGIC = b"SHOALD1\n"
 BLOCK_BYTES = 4 * 1024 * 1024
@@ -61,7 +62,7 @@ SIZE = struct.Struct("<I")
 NOTHING = HEADER.pack(0, 0, 0)
 MAX_GAP_PLANES = 3  # a block has at most 2 ** 22 values
 LEVEL = 1
-WORD_BYTES = 8
+COMPILED_FROM_BYTES = 128 * 1024 * 1024  # of a payload: below, numpy is done before numba is imported
 FRAME_SLACK_BYTES = 1024  # what a zstd frame may cost beyond its content
 UNSIGNED: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 SIGNED: dict[int, npt.DTypeLike] = {1: np.int8, 2: np.int16, 4: np.int32}
@@ -87,59 +88,80 @@ def blocks_of(entries: Sequence[Entry]) -> Iterator[Block]:
             yield Block(at, min(BLOCK_BYTES, offset + size - at), width)
 
 
-def encode_block(old: memoryview, new: memoryview, width: int) -> bytes:
-    """The delta of one block; both views have the same size."""
-    old_bits, new_bits = _bits(old, width), _bits(new, width)
-    where = _changed(old_bits, new_bits)
-    if where.size == 0:
+def encode_block(old: memoryview, new: memoryview, width: int, fast: bool = False) -> bytes:
+    """The delta of one block; both views have the same size. `fast`: by the compiled loop."""
+    was, now = (np.frombuffer(data, SIGNED[width]) for data in (old, new))
+    gaps, codes = _compare_fast(was, now) if fast else _compare(was, now)
+    if gaps.size == 0:
         return NOTHING
-    gaps = _planes(np.diff(where, prepend=-1) - 1)
-    steps = _planes(_zigzag((_line(new_bits[where]) - _line(old_bits[where])).astype(np.int64)))
+    gap_planes, step_planes = _planes(gaps), _planes(codes)
     compress = zstandard.ZstdCompressor(level=LEVEL).compress
-    packed = [compress(plane) for plane in (*gaps, *steps)]
-    header = HEADER.pack(where.size, len(gaps), len(steps)) + b"".join(SIZE.pack(len(plane)) for plane in packed)
-    return header + b"".join(packed)
+    packed = [compress(plane) for plane in (*gap_planes, *step_planes)]
+    header = HEADER.pack(gaps.size, len(gap_planes), len(step_planes))
+    return header + b"".join(SIZE.pack(len(plane)) for plane in packed) + b"".join(packed)
 
 
-@dataclass(frozen=True)
-class Changes:
-    """A delta block, decoded: at `where` (ascending) the value moves by `steps` along the line."""
+def apply_block(target: memoryview, data: bytes | memoryview, width: int, fast: bool = False) -> Integers:
+    """Turn the old values in `target` into the new ones, in place; the positions that changed, ascending.
 
-    where: Integers
-    steps: Integers
-
-
-def decode_block(data: bytes | memoryview, values: int, width: int) -> Changes:
-    """Read a delta block for `values` values, or raise `DeltaRefused`."""
-    header = _Header.read(data, values, width)
+    `DeltaRefused` if the block is damaged; then `target` may be half changed.
+    """
+    values = np.frombuffer(target, SIGNED[width])
+    header = _Header.read(data, values.size, width)
     if header.end != len(data):
         raise DeltaRefused("a delta block has another length than it says")
     if header.changes == 0:
-        return Changes(np.empty(0, np.int64), np.empty(0, np.int64))
-    planes, at = [], header.size
-    for size in header.plane_sizes:
+        return np.empty(0, np.int64)
+    planes, at = np.empty((len(header.plane_sizes), header.changes), np.uint8), header.size
+    for plane, size in zip(planes, header.plane_sizes, strict=True):
         try:
-            planes.append(np.frombuffer(inflate_exactly(bytes(data[at : at + size]), header.changes), np.uint8))
+            plane[:] = np.frombuffer(inflate_exactly(bytes(data[at : at + size]), header.changes), np.uint8)
         except CodecError as error:
             raise DeltaRefused(f"a delta block is damaged: {error}") from error
         at += size
-    where = np.cumsum(_from_planes(planes[: header.gap_planes]) + 1) - 1
-    if int(where[-1]) >= values:
-        raise DeltaRefused(f"a delta block changes value {int(where[-1])} of {values}")
-    return Changes(where, _unzigzag(_from_planes(planes[header.gap_planes :])))
+    change = _change_fast if fast else _change
+    return change(values, planes[: header.gap_planes], planes[header.gap_planes :])
 
 
-def apply_block(target: memoryview, data: bytes | memoryview, width: int) -> Integers:
-    """Turn the old values in `target` into the new ones, in place; the positions that changed."""
-    bits = _bits(target, width)
-    changes = decode_block(data, bits.size, width)
-    if changes.where.size:
-        moved = _line(bits[changes.where]) + changes.steps
-        limits = np.iinfo(SIGNED[width])
-        if int(moved.min()) < limits.min or int(moved.max()) > limits.max:
-            raise DeltaRefused("a delta block moves a value off the end of the line")
-        bits[changes.where] = _unline(moved, width)
-    return changes.where
+def _compare(was: Bits, now: Bits) -> tuple[Integers, Integers]:
+    """The gaps before the values that differ, and the codes of their steps."""
+    where = np.flatnonzero(was != now)
+    steps = (_line(now[where]) - _line(was[where])).astype(np.int64)
+    return np.diff(where, prepend=-1) - 1, ((steps << 1) ^ (steps >> 63)) - 1  # +1, -1, +2, … as 1, 0, 3, …
+
+
+def _change(values: Bits, gaps: Planes, codes: Planes) -> Integers:
+    where = np.cumsum(_from_planes(gaps) + 1) - 1
+    if int(where[-1]) >= values.size:
+        raise DeltaRefused(f"a delta block changes value {int(where[-1])} of {values.size}")
+    whole = _from_planes(codes) + 1
+    moved = _line(values[where]) + ((whole >> 1) ^ -(whole & 1))
+    limits = np.iinfo(values.dtype)
+    if int(moved.min()) < limits.min or int(moved.max()) > limits.max:
+        raise DeltaRefused("a delta block moves a value off the end of the line")
+    values[where] = _line(moved.astype(values.dtype))
+    return where
+
+
+def _compare_fast(was: Bits, now: Bits) -> tuple[Integers, Integers]:
+    from shoal.shardcast.kernels import compare
+
+    gaps, codes = np.empty(was.size, np.int64), np.empty(was.size, np.int64)
+    was, now = (array.view() for array in (was, now))
+    was.flags.writeable = now.flags.writeable = False  # a type of its own: one compilation serves all
+    whole = was.nbytes // 8 * 8 // was.itemsize
+    words = was[:whole].view(np.uint64), now[:whole].view(np.uint64)
+    count = compare(was, now, words, np.iinfo(was.dtype).min, gaps, codes)
+    return gaps[:count], codes[:count]
+
+
+def _change_fast(values: Bits, gaps: Planes, codes: Planes) -> Integers:
+    from shoal.shardcast.kernels import change
+
+    where = np.empty(gaps.shape[1], np.int64)
+    if change(values, gaps, codes, np.iinfo(values.dtype).min, where) != where.size:
+        raise DeltaRefused("a delta block changes what is not in it, or moves a value off the end of the line")
+    return where
 
 
 class DeltaReader:
@@ -231,41 +253,10 @@ class _Header:
         return cls(changes, gap_planes, sizes)
 
 
-def _bits(data: memoryview, width: int) -> Bits:
-    return np.frombuffer(data, UNSIGNED[width])
-
-
-def _changed(old: Bits, new: Bits) -> Integers:
-    """The positions that differ, ascending. Eight bytes are compared at a time, for most of them are equal."""
-    lanes = WORD_BYTES // old.itemsize
-    whole = old.size - old.size % lanes
-    words = np.flatnonzero(old[:whole].view(np.uint64) != new[:whole].view(np.uint64))
-    rows, lane = np.nonzero(old[:whole].reshape(-1, lanes)[words] != new[:whole].reshape(-1, lanes)[words])
-    where = words[rows] * lanes + lane
-    rest = np.flatnonzero(old[whole:] != new[whole:]) + whole
-    return np.concatenate([where, rest]) if rest.size else where
-
-
-def _line(bits: Bits) -> Bits:
-    """Sign and magnitude as one line: …, -2, -1 (that is -0.0), 0, 1, 2, …"""
-    wide = np.int64 if bits.itemsize == 4 else np.int32  # one size up is enough, and half the memory
-    signed: npt.NDArray[Any] = bits.view(SIGNED[bits.itemsize]).astype(wide)
-    return np.where(signed < 0, np.iinfo(SIGNED[bits.itemsize]).min - signed - 1, signed)
-
-
-def _unline(line: Integers, width: int) -> Bits:
-    signed = np.where(line < 0, np.iinfo(SIGNED[width]).min - line - 1, line)
-    return signed.astype(SIGNED[width]).view(UNSIGNED[width])
-
-
-def _zigzag(steps: Integers) -> Integers:
-    """+1, -1, +2, -2, … as 1, 0, 3, 2, …; a step is never 0."""
-    return ((steps << 1) ^ (steps >> 63)) - 1
-
-
-def _unzigzag(codes: Integers) -> Integers:
-    whole = codes + 1
-    return (whole >> 1) ^ -(whole & 1)
+def _line(values: Bits) -> Bits:
+    """Sign and magnitude as one line and back: …, -2, -1 (that is -0.0), 0, 1, 2, …"""
+    wide = np.int64 if values.itemsize >= 4 else np.int32  # one size up is enough, and half the memory
+    return np.where(values < 0, np.iinfo(values.dtype).min - values.astype(wide) - 1, values)
 
 
 def _planes(values: Integers) -> list[bytes]:
@@ -275,45 +266,42 @@ def _planes(values: Integers) -> list[bytes]:
     return [parts[:, index].tobytes() for index in range(count)]
 
 
-def _from_planes(planes: Sequence[npt.NDArray[np.uint8]]) -> Integers:
+def _from_planes(planes: Planes) -> Integers:
     values: Integers = planes[0].astype(np.int64)
     for index, plane in enumerate(planes[1:], 1):
         values |= plane.astype(np.int64) << (8 * index)
     return values
 
 
-JUDGED_AFTER_BYTES = 32 * 1024 * 1024  # of the payload: before, a few blocks that changed much say little
-
-
-class DoesNotPay(Exception):
-    """The difference is too large, or its base is not all there."""
-
-
-def difference(base: Base, content: Content, chunk_size_bytes: int, pays: float) -> Iterator[memoryview]:
-    """The delta from `base` to `content`, cut into chunks; a few blocks are held in memory.
-
-    Raises `DoesNotPay` when it needs more than the share `pays` of the bytes that it has told so far.
-    """
+def differences(
+    base: ChunkFiles, deltas: Sequence[BinaryIO], content: Content, wanted: Collection[int]
+) -> Iterator[tuple[int, dict[int, bytes]]]:
+    """What leads to `content` from `base` (number 0) and from what each of `deltas` makes of it (1, 2, …), for those
+    `wanted`: block by block, each with its end in the payload. A few blocks are held in memory."""
     scratch = threading.local()
+    readers = [DeltaReader(delta) for delta in deltas]
+    fast = content.size_bytes >= COMPILED_FROM_BYTES
 
-    def tell(block: Block) -> bytes:
+    def tell(job: tuple[Block, list[bytes]]) -> tuple[int, dict[int, bytes]]:
+        block, changes = job
         if not hasattr(scratch, "old"):
             scratch.old, scratch.new = (memoryview(bytearray(BLOCK_BYTES)) for _ in range(2))
         old = scratch.old[: block.size_bytes]
-        if not base.read_into(block.offset, old):
-            raise DoesNotPay
-        return encode_block(old, content.part(block.offset, block.size_bytes, scratch.new), block.width)
+        base.read_at(block.offset, old)
+        new = content.part(block.offset, block.size_bytes, scratch.new)
+        if np.frombuffer(new, np.uint8).ctypes.data % 8:  # between tensors of other widths
+            scratch.new[: block.size_bytes] = new
+            new = scratch.new[: block.size_bytes]
+        told = {}
+        for number in range(len(changes) + 1):
+            if number:
+                apply_block(old, changes[number - 1], block.width, fast)
+            if number in wanted:
+                told[number] = encode_block(old, new, block.width, fast)
+        return block.end, told
 
-    pending, size = bytearray(MAGIC), len(MAGIC)
-    for block, told in zip(blocks_of(content.entries), in_order(tell, blocks_of(content.entries)), strict=True):
-        pending, size = pending + told, size + len(told)
-        if size > pays * max(block.end, min(JUDGED_AFTER_BYTES, content.size_bytes)):
-            raise DoesNotPay
-        while len(pending) >= chunk_size_bytes:
-            yield memoryview(bytes(pending[:chunk_size_bytes]))
-            del pending[:chunk_size_bytes]
-    if pending:
-        yield memoryview(bytes(pending))
+    blocks = blocks_of(content.entries)
+    return in_order(tell, ((block, [reader.next(block) for reader in readers]) for block in blocks))
 
 
 # What may be remembered of how a payload differs from the one before: a share of its size, and no more than this.
@@ -326,7 +314,7 @@ def make_payload(
     """Write the payload of `target` into `output`; `DeltaRefused` if that would not be what was signed."""
     room = min(int(REMEMBERED_SHARE * target.size_bytes), REMEMBERED_BYTES) if remember else -1
     made = Made(begin, target, room, forgotten=not remember)
-    scratch = memoryview(bytearray(BLOCK_BYTES))
+    scratch, fast = memoryview(bytearray(BLOCK_BYTES)), target.size_bytes >= COMPILED_FROM_BYTES
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(base.open("rb", buffering=0))
         readers = [DeltaReader(stack.enter_context(delta.open("rb"))) for delta in deltas]
@@ -335,7 +323,7 @@ def make_payload(
             part = scratch[: block.size_bytes]
             if not read_fully(source.fileno(), block.offset, part):
                 raise DeltaRefused("the payload that a delta starts from is shorter than its manifest says")
-            where = [apply_block(part, reader.next(block), block.width) for reader in readers]
+            where = [apply_block(part, reader.next(block), block.width, fast) for reader in readers]
             verifying.write(part)
             made.note(block, where, part)
         for reader in readers:

@@ -9,29 +9,24 @@ the last anchor are together larger than the payload, or if that anchor lies far
 deltas alone. Serving is somebody else's: `run_origin` in another process or thread, nginx, a bucket. They share only
 the folder.
 
-What an origin remembers of versions it has published, so that later ones can be told as differences to them.
-
-    <tree>/.bases/0.12.json   a version's signed manifest
-    <tree>/.bases/0.12/3      chunk 3 of its payload, unless it is an anchor: then its chunks are in the tree anyway
-
-A file for each chunk, since threads that write to one file wait for each other. Only a few versions are kept (see
-`OriginSettings.delta_strides`). They are no part of what is served. A payload that this process did not write itself is
-hashed from end to end before a delta is made from it: a torn one would give every client the wrong weights.
+Earlier payloads are not kept for the next delta: they are made again from what the tree offers, block by block (the
+anchor, then delta by delta). The tree always reaches back to an anchor. Chunks that this process did not write are
+hashed before a delta is made from them: a torn one would give every client the wrong weights.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.errors import ManifestRefused, PolicyMismatch
+from shoal.errors import DeltaRefused, ManifestRefused, PolicyMismatch
 from shoal.protocol import (
     BroadcastHead,
     Chunk,
@@ -45,10 +40,9 @@ from shoal.protocol import (
 )
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
-from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.content import Content, chunk_of, in_order
+from shoal.shardcast.content import THREADS, Content, chunk_of, in_order
 from shoal.shardcast.manifest import (
     MAX_CHUNK_BYTES,
     Place,
@@ -61,13 +55,15 @@ from shoal.shardcast.manifest import (
     read_head,
     read_manifest,
 )
-from shoal.shardcast.payload import read_fully
-from shoal.shardcast.tree import HEAD, Tree, chunk_key, manifest_key, parse_label
+from shoal.shardcast.tree import HEAD, ChunkFiles, Tree, chunk_key, manifest_key
 
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0
+DELTA_STRIDES = (2, 4, 8)  # besides a delta to the version before
 DELTA_PAYS = 0.6  # of the whole payload's bytes; a larger one saves too little to be worth its detour
+JUDGED_AFTER = 32 * 1024 * 1024  # bytes of the payload: before, a few blocks that changed much say little
+WRITERS = 32  # threads that hash chunks and wait for the disk: it is fastest when many wait together
 
 OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -80,7 +76,6 @@ class OriginSettings(BaseModel):
     chunk_size_bytes: int | None = Field(default=None, gt=0, le=MAX_CHUNK_BYTES)
     kept_versions: int = Field(default=5, ge=1, le=500)
     anchor_every: int = Field(default=16, ge=1, le=60)
-    delta_strides: tuple[int, ...] = (1, 2, 4, 8)
     delta_from_bytes: int = Field(default=128 * 1024, ge=0)
 
 
@@ -93,6 +88,48 @@ class _Draft:
     chunk_size_bytes: int
     head: BroadcastHead | None
     ledger_head: LedgerHead | None
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a version is made from what the tree offers: an anchor, then deltas, each with the version it leads to."""
+
+    anchor: PolicyManifest
+    steps: tuple[tuple[PolicyManifest, Delta], ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(delta.size_bytes for _, delta in self.steps)
+
+    def extended(self, manifest: PolicyManifest, delta: Delta) -> _Way:
+        return _Way(self.anchor, (*self.steps, (manifest, delta)))
+
+    def chunked(self) -> Iterator[tuple[Sequence[Chunk], int]]:
+        """The chunks of the anchor, then of every delta; with their size."""
+        yield self.anchor.chunks, self.anchor.chunk_size_bytes
+        for manifest, delta in self.steps:
+            yield delta.chunks, manifest.chunk_size_bytes
+
+
+class _Told:
+    """A delta that is being written, chunk by chunk."""
+
+    def __init__(self, put: Callable[[memoryview], Chunk], chunk_size_bytes: int, begin: bytes) -> None:
+        self._put, self._chunk_size_bytes = put, chunk_size_bytes
+        self._pending = bytearray(begin)
+        self._chunks: list[Chunk] = []
+        self.size_bytes = len(begin)
+
+    def add(self, part: bytes) -> None:
+        self._pending += part
+        self.size_bytes += len(part)
+        while len(self._pending) >= self._chunk_size_bytes:
+            self._chunks.append(self._put(memoryview(bytes(self._pending[: self._chunk_size_bytes]))))
+            del self._pending[: self._chunk_size_bytes]
+
+    def finish(self, base: PolicyRef) -> Delta:
+        rest = [self._put(memoryview(bytes(self._pending)))] if self._pending else []
+        return Delta(base=base, size_bytes=self.size_bytes, chunks=(*self._chunks, *rest))
 
 
 class Origin:
@@ -121,7 +158,8 @@ class Origin:
         self._clock = clock
         self._settings = settings
         self._tree.prepare()
-        self._bases = Bases(self._tree, run, key.public_key, settings.delta_strides)
+        self._written: set[str] = set()  # chunks that are known to be whole
+        self._read: dict[Place, tuple[bytes, PolicyManifest]] = {}  # a large one takes a while to check
 
     def head(self) -> BroadcastHead | None:
         """The newest version published, if there is one."""
@@ -160,20 +198,18 @@ class Origin:
                     manifest = self._first_time(draft, on_progress)
                 except Exception:
                     self._collect(self._known())  # what it has written is of no use, and the disk may be full of it
-                    self._bases.sweep()
                     raise
             if not superseded and (head is None or place_of(head) != place):
                 self._advance(manifest, self._settings.kept_versions)
             return manifest
 
     def keep_newest(self, versions: int) -> None:
-        """The run is finished: so many versions stay, back to an anchor, and nothing to make deltas from."""
+        """The run is finished: so many versions stay, back to an anchor,."""
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
             head = self.head()
             newest = None if head is None else self._published(place_of(head))
             if newest is not None:
                 self._advance(newest, versions)
-            self._bases.clear()
 
     def _again(self, draft: _Draft, published: PolicyManifest | None) -> PolicyManifest:
         """A version that was published before, or is too old to be: nothing is written."""
@@ -191,25 +227,23 @@ class Origin:
 
     def _first_time(self, draft: _Draft, on_progress: OnProgress | None) -> PolicyManifest:
         content, chunk_size = draft.content, draft.chunk_size_bytes
+        ways = self._ways(draft.place)
         # A small payload (an adapter) travels whole: one chunk more or less costs nobody anything.
-        remembered = bool(content.entries) and content.size_bytes > self._settings.delta_from_bytes
-        deltas = self._deltas(draft) if remembered else ()
-        anchor = self._must_be_anchor(draft.place, deltas, content.size_bytes)
-        writer = self._bases.writer(anchor) if remembered else None
+        small = not content.entries or content.size_bytes <= self._settings.delta_from_bytes
+        deltas = () if small or not ways else self._deltas(draft, ways[max(ways)])
+        anchor = self._must_be_anchor(draft, ways, deltas)
         scratch = threading.local()
 
         def take(offset: int) -> Chunk:
-            """One chunk: read, hashed, and written where it has to be."""
+            """One chunk: read, hashed, and written if it is offered."""
             if not hasattr(scratch, "buffer"):
                 scratch.buffer = memoryview(bytearray(chunk_size))
             data = content.part(offset, min(chunk_size, content.size_bytes - offset), scratch.buffer)
-            if writer is not None:
-                writer(offset // chunk_size, data)
             return self._put(data) if anchor else chunk_of(data)
 
         chunks: list[Chunk] = []
         done = 0
-        for chunk in in_order(take, range(0, content.size_bytes, chunk_size)):
+        for chunk in in_order(take, range(0, content.size_bytes, chunk_size), WRITERS if anchor else THREADS):
             chunks.append(chunk)
             done += chunk.size_bytes
             if on_progress is not None:
@@ -221,49 +255,81 @@ class Origin:
         self._tree.sync_chunks(chunk.hash for chunk in offered(manifest))
         point("trainer.publish.before_manifest")
         self._tree.write(manifest_key(draft.place), signed)
-        if remembered:
-            self._bases.remember(manifest, signed)
         return manifest
 
-    def _must_be_anchor(self, place: Place, deltas: Sequence[Delta], size_bytes: int) -> bool:
+    def _ways(self, place: Place) -> dict[Place, _Way]:
+        """How each version before `place` is made from an anchor, by the fewest bytes of deltas."""
+        ways: dict[Place, _Way] = {}
+        for other, manifest in sorted(self._known().items()):
+            if other >= place:
+                break
+            bases = [((delta.base.incarnation, delta.base.version), delta) for delta in manifest.deltas]
+            found = [ways[base].extended(manifest, delta) for base, delta in bases if base in ways]
+            found += [_Way(manifest)] if manifest.anchor else []
+            if found:
+                ways[other] = min(found, key=lambda way: way.size_bytes)
+        return ways
+
+    def _must_be_anchor(self, draft: _Draft, ways: Mapping[Place, _Way], deltas: Sequence[Delta]) -> bool:
         """Whether the whole payload has to be offered: so that every version kept can be reached from an anchor, by
         deltas that are together no larger than the payload."""
-        known = {other: manifest for other, manifest in self._known().items() if other < place}
-        last = max((other for other, manifest in known.items() if manifest.anchor), default=None)
-        if last is None or last[0] != place[0] or place[1] - last[1] >= self._settings.anchor_every:
+        (incarnation, version), last = draft.place, max((place_of(way.anchor) for way in ways.values()), default=None)
+        if last is None or last[0] != incarnation or version - last[1] >= self._settings.anchor_every:
             return True
-        cost = {last: 0}  # of the deltas from there
-        between = {other: manifest.deltas for other, manifest in sorted(known.items()) if other > last}
-        for other, ways in (*between.items(), (place, deltas)):
-            bases = [((way.base.incarnation, way.base.version), way.size_bytes) for way in ways]
-            reached = [cost[base] + size for base, size in bases if base in cost]
-            cost[other] = min(reached, default=size_bytes + 1)
-        return cost[place] > size_bytes
+        costs = [ways[delta.base.incarnation, delta.base.version].size_bytes + delta.size_bytes for delta in deltas]
+        return min(costs, default=draft.content.size_bytes + 1) > draft.content.size_bytes
 
-    def _deltas(self, draft: _Draft) -> tuple[Delta, ...]:
-        """The deltas that pay, written as chunks; none if not even the one to the version before does."""
-        deltas: list[Delta] = []
-        for place in self._bases.candidates(draft.place):
-            base = self._bases.get(place)
-            if base is None or base.manifest.entries != draft.content.entries:
-                continue
-            from shoal.shardcast.delta import DoesNotPay, difference  # needs numpy; a first version does not
+    def _deltas(self, draft: _Draft, way: _Way) -> tuple[Delta, ...]:
+        """The deltas that pay, nearest base first, written as chunks; none if not even that to the version before does.
 
-            try:
-                parts = difference(base, draft.content, draft.chunk_size_bytes, DELTA_PAYS)
-                chunks = tuple(self._put(part) for part in parts)
-            except DoesNotPay:
-                if not deltas:
-                    break  # a longer stride pays even less
-                continue
-            size = sum(chunk.size_bytes for chunk in chunks)
-            deltas.append(Delta(base=base.manifest.policy, size_bytes=size, chunks=chunks))
-        return tuple(deltas)
+        Every version has one to the version before it; one whose number is a multiple of a longer stride also skips
+        back by that stride, so that whoever lags by n versions needs about log n deltas. All of these bases lie on the
+        way to the version before, unless an anchor lies between: its own delta leads there.
+        """
+        incarnation, version = draft.place
+        passed = [way.anchor, *(manifest for manifest, _ in way.steps)]
+        if any(manifest.entries != draft.content.entries for manifest in passed) or not self._is_whole(way):
+            return ()
+        skipped = [(incarnation, version - stride) for stride in DELTA_STRIDES if version % stride == 0]
+        last = len(passed) - 1
+        wanted = [index for index, base in enumerate(passed) if index == last or place_of(base) in skipped]
+        from shoal.shardcast.delta import MAGIC, differences  # needs numpy; a first version does not
+
+        told = {index: _Told(self._put, draft.chunk_size_bytes, MAGIC) for index in reversed(wanted)}
+        payload, *steps = (ChunkFiles(self._tree, *chunked) for chunked in way.chunked())
+        try:
+            for end, parts in differences(payload, [BufferedReader(step) for step in steps], draft.content, wanted):
+                for index, part in parts.items():
+                    if index in told:
+                        told[index].add(part)
+                        if told[index].size_bytes > DELTA_PAYS * max(end, min(JUDGED_AFTER, draft.content.size_bytes)):
+                            del told[index]
+                if last not in told:
+                    return ()  # a longer stride pays even less
+        except (FileNotFoundError, DeltaRefused) as error:
+            log.warning("policy %d.%d is offered whole: an earlier one is not all there: %s", *draft.place, error)
+            return ()
+        return tuple(each.finish(passed[index].policy) for index, each in told.items())
+
+    def _is_whole(self, way: _Way) -> bool:
+        """Whether every chunk that a version is made from has the hash that was signed."""
+
+        def check(chunk: Chunk) -> bool:
+            data = self._tree.read(chunk_key(chunk.hash))
+            return data is not None and chunk_of(memoryview(data)) == chunk
+
+        chunks = {chunk.hash: chunk for chunked, _ in way.chunked() for chunk in chunked}
+        unknown = [chunk for hash_, chunk in chunks.items() if hash_ not in self._written]
+        if not all(in_order(check, unknown)):
+            return False
+        self._written = set(chunks)
+        return True
 
     def _put(self, data: memoryview) -> Chunk:
         chunk = chunk_of(data)
         if not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
             self._tree.put_chunk(chunk.hash, data, durable=True)
+            self._written.add(chunk.hash)
         return chunk
 
     def _manifest(
@@ -288,7 +354,11 @@ class Origin:
 
     def _published(self, place: Place) -> PolicyManifest | None:
         data = self._tree.read(manifest_key(place))
-        return None if data is None else read_manifest(data, self._run, self._key.public_key)
+        if data is None:
+            return None
+        if place not in self._read or self._read[place][0] != data:
+            self._read[place] = data, read_manifest(data, self._run, self._key.public_key)
+        return self._read[place][1]
 
     def _advance(self, manifest: PolicyManifest, kept_versions: int) -> None:
         """Make `manifest` the head, then remove what is no longer kept. Clients see the new head before that."""
@@ -331,6 +401,7 @@ class Origin:
         for place in self._tree.places():
             if kept and place not in kept and place < max(kept):
                 self._tree.remove_manifest(place)
+                self._read.pop(place, None)
                 known.pop(place, None)
         self._tree.sweep_temporaries()
         if set(self._tree.places()) - known.keys():
@@ -349,145 +420,3 @@ def _as_content(content: Content | Path | str | Mapping[str, Any] | Sequence[Ten
     if all(isinstance(tensor, TensorView) for tensor in content):
         return Content.of({}, content)
     raise TypeError("what can be published: a path, arrays by name, tensors (TensorView), or a Content")
-
-
-FOLDER = ".bases"
-
-
-class Base:
-    """A payload on the disk in files of one chunk each, read a part at a time. `path_of` names a chunk's file."""
-
-    def __init__(self, manifest: PolicyManifest, path_of: Callable[[int], Path]) -> None:
-        self.manifest = manifest
-        self._path_of = path_of
-
-    def read_into(self, offset: int, buffer: memoryview) -> bool:
-        """Fill `buffer`; false if the payload is not all there."""
-        size = self.manifest.chunk_size_bytes
-        while buffer.nbytes:
-            inside = offset % size
-            count = min(size - inside, buffer.nbytes)
-            try:
-                with self._path_of(offset // size).open("rb", buffering=0) as file:
-                    if not read_fully(file.fileno(), inside, buffer[:count]):
-                        return False
-            except FileNotFoundError:
-                return False
-            offset, buffer = offset + count, buffer[count:]
-        return True
-
-    def is_whole(self) -> bool:
-        """Whether every chunk has the hash that was signed."""
-        size = self.manifest.chunk_size_bytes
-        scratch = memoryview(bytearray(size))
-        for index, chunk in enumerate(self.manifest.chunks):
-            part = scratch[: chunk.size_bytes]
-            if not self.read_into(index * size, part) or chunk_of(part) != chunk:
-                return False
-        return True
-
-
-class Bases:
-    """The payloads that an origin can tell differences to."""
-
-    def __init__(self, tree: Tree, run: str, key: str, strides: Sequence[int]) -> None:
-        self._tree = tree
-        self._folder = tree.folder / FOLDER
-        self._run, self._key = run, key
-        self._strides = sorted(set(strides))
-        self._new = self._folder / "new"
-        self._written: set[Place] = set()  # by this process, so known to be whole
-
-    def candidates(self, place: Place) -> list[Place]:
-        """The versions that `place` should have a delta to, nearest first.
-
-        Every version has one to the nearest before it; one whose number is a multiple of a longer stride also skips
-        back by that stride, so that whoever lags by n versions needs about log n deltas.
-        """
-        known = self._known()
-        before = [other for other in known if other < place]
-        wanted = [max(before)] if before and 1 in self._strides else []
-        for stride in self._strides:
-            target = (place[0], place[1] - stride)
-            if place[1] % stride == 0 and target in known and target not in wanted:
-                wanted.append(target)
-        return wanted
-
-    def get(self, place: Place) -> Base | None:
-        """The payload of `place`; None if it is not here or not what was signed (it is forgotten then)."""
-        try:
-            manifest = read_manifest(self._manifest(place).read_bytes(), self._run, self._key)
-        except (OSError, ManifestRefused):
-            self._forget(place)
-            return None
-        offered, copied = self._tree.path, self._payload(place)
-        base = Base(manifest, lambda index: offered(chunk_key(manifest.chunks[index].hash)))
-        if not manifest.anchor:
-            base = Base(manifest, lambda index: copied / str(index))
-        if place not in self._written and not base.is_whole():
-            self._forget(place)
-            return None
-        self._written.add(place)
-        return base
-
-    def writer(self, anchor: bool) -> Callable[[int, memoryview], None] | None:
-        """What writes the chunks of the next payload, by their index; None if no copy is needed. They count for
-        nothing until they are remembered."""
-        if anchor or not self._strides:
-            return None
-        self.sweep()
-        ensure_folder(self._new)
-        return self._write
-
-    def _write(self, index: int, data: memoryview) -> None:
-        path = self._new / str(index)
-        try:
-            with path.open("wb", buffering=0) as file:
-                while data.nbytes:
-                    data = data[file.write(data) :]
-        except OSError as error:
-            raise resource_error("write", path, error) from error
-
-    def remember(self, manifest: PolicyManifest, data: bytes) -> None:
-        """The payload just written is `manifest`'s, whose bytes are `data`; forget those no longer needed."""
-        if not self._strides:
-            return
-        place = place_of(manifest)
-        ensure_folder(self._folder)
-        self._forget(place)
-        if not manifest.anchor:
-            self._new.replace(self._payload(place))
-        write_atomically(self._manifest(place), data)
-        self._written.add(place)
-        self.sweep()
-        needed = {(place[0], place[1] - place[1] % stride) for stride in self._strides} | {place}
-        for other in self._known():
-            if other not in needed:
-                self._forget(other)
-
-    def sweep(self) -> None:
-        """Remove what a crash or a failure has left: a payload without its manifest, or half of one."""
-        for path in self._folder.glob("*"):
-            if path.is_dir() and not path.with_name(f"{path.name}.json").exists():
-                shutil.rmtree(path, ignore_errors=True)
-
-    def clear(self) -> None:
-        """Forget all of them: the next version is offered whole."""
-        for place in self._known():
-            self._forget(place)
-        self.sweep()
-
-    def _known(self) -> set[Place]:
-        names = (path.stem for path in self._folder.glob("*.json"))
-        return {place for name in names if (place := parse_label(name)) is not None}
-
-    def _forget(self, place: Place) -> None:
-        self._written.discard(place)
-        self._manifest(place).unlink(missing_ok=True)
-        shutil.rmtree(self._payload(place), ignore_errors=True)
-
-    def _manifest(self, place: Place) -> Path:
-        return self._folder / f"{place[0]}.{place[1]}.json"
-
-    def _payload(self, place: Place) -> Path:
-        return self._folder / f"{place[0]}.{place[1]}"

@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
+from typing import Any
 
+from shoal.errors import DeltaRefused
+from shoal.protocol import Chunk
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.shardcast.manifest import Place
 
 HEAD = "head.json"
+SYNCING = 32  # threads that wait for the disk
 NUMBER = "(0|[1-9][0-9]{0,9})"
 LABEL = re.compile(rf"{NUMBER}\.{NUMBER}", re.ASCII)
 MANIFEST = re.compile(rf"manifests/{NUMBER}\.{NUMBER}\.json", re.ASCII)
@@ -118,9 +124,9 @@ class Tree:
 
     def sync_chunks(self, chunk_hashes: Iterable[str]) -> None:
         """Make the names of these chunks durable."""
-        for prefix in {chunk_hash[:2] for chunk_hash in chunk_hashes}:
-            sync_folder(self.folder / "chunks" / prefix)
-        sync_folder(self.folder / "chunks")
+        folders = {self.folder / "chunks" / chunk_hash[:2] for chunk_hash in chunk_hashes}
+        with ThreadPoolExecutor(SYNCING) as pool:
+            list(pool.map(sync_folder, [*folders, self.folder / "chunks"]))
 
     def remove_manifest(self, place: Place) -> None:
         self.path(manifest_key(place)).unlink(missing_ok=True)
@@ -139,3 +145,35 @@ class Tree:
         for pattern in ("chunks/??/.*", "manifests/.*", f".{HEAD}.*"):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
+
+
+class ChunkFiles(RawIOBase):
+    """Chunks of one size (but for the last), each in its file, read as if they were one."""
+
+    def __init__(self, tree: Tree, chunks: Sequence[Chunk], chunk_size_bytes: int) -> None:
+        self._paths = [tree.path(chunk_key(chunk.hash)) for chunk in chunks]
+        self._chunk_size_bytes = chunk_size_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = self._read_once(self._at, memoryview(buffer).cast("B"))
+        self._at += count
+        return count
+
+    def read_at(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on; several threads may. `DeltaRefused` if there is less."""
+        while buffer.nbytes:
+            count = self._read_once(offset, buffer)
+            if count == 0:
+                raise DeltaRefused("a version is shorter than its manifest says")
+            offset, buffer = offset + count, buffer[count:]
+
+    def _read_once(self, offset: int, buffer: memoryview) -> int:
+        index, inside = divmod(offset, self._chunk_size_bytes)
+        if index >= len(self._paths):
+            return 0
+        with self._paths[index].open("rb", buffering=0) as file:
+            return os.preadv(file.fileno(), [buffer], inside)

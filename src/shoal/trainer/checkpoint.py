@@ -11,7 +11,8 @@
 
 What is written is a copy (`Captured`), so that it may be written while training continues (`Copies`):
 
-    weights, moments (CPU or GPU) ─ one pass, in front of the next step ─► memory that every later copy uses again
+    weights, moments of a CPU ─── copied in front of the next step ──► host memory that every later copy uses again
+                     of a GPU ─── copied beside it, on a stream of its own; the optimizer waits for the copy ──┘
 
 Several ranks each write a part, with their own rows; any number of ranks reads them again:
 
@@ -26,15 +27,17 @@ batches are found by it, so that the version is the only cursor. No pickle: noth
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -413,55 +416,131 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Copied:
-    """The state of one version; good until the next copy is taken. `captured` is None where no checkpoint is due, and
-    `weights` are then of the type that is published."""
+    """The state of one version: may be read once `arrived` has returned, and until the next copy is taken. `weights`
+    are of the type that is published; `captured` is None where no checkpoint is due."""
 
     weights: Mapping[str, Tensor]
     captured: Captured | None
+    arrived: Callable[[], None] = lambda: None
+
+
+class Transfer:
+    """How copies reach the host. Those of a CPU's memory are there at once."""
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies are begun inside."""
+        yield
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def before_update(self) -> None:
+        """The optimizer is about to change what is copied."""
+
+    def wait(self) -> None:
+        """Until the host may read the copies."""
+
+
+class GpuTransfer(Transfer):
+    """A stream of its own: copies run beside the next step's forward and backward passes, which only read weights. The
+    optimizer waits for them on the device, the publisher's thread on the host; the main thread waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._done = torch.cuda.Event(blocking=True)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._done.record(self._stream)
+
+    def before_update(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def wait(self) -> None:
+        self._done.synchronize()
 
 
 class Copies:
-    """Takes copies, each into the memory of the one before: whoever uses that must have finished.
+    """Takes copies of one learner, each into the memory of the one before: whoever uses that must have finished.
 
-    The memory is as large as the state itself: 4 bytes per weight, 12 with the moments. On a GPU it is page-locked, so
-    that the copy runs at the speed of the bus. Weights that are not trained are copied once. Where no checkpoint is
-    due, weights are rounded to the type that is published before they leave the device.
+    The memory is as large as the state: 4 bytes per weight, 12 with the moments, and 2 more if bfloat16 is published.
+    For a GPU it is page-locked, so that copies run by themselves at the speed of the bus. To lock pages takes seconds:
+    those of a checkpoint are locked beside the first step. Weights that are not trained are copied once.
     """
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._transfer: Transfer | None = None
+        self._reserving: threading.Thread | None = None
 
     def take(self, learner: Learner, with_training: bool) -> Copied:
         """The state as it is now; training may go on at once."""
-        copied = self._begin(learner, with_training)
-        if learner.device.type == "cuda":
-            torch.cuda.synchronize(learner.device)  # the copies were only begun
-        return copied
+        if self._transfer is None:
+            self._transfer = self._new_transfer(learner.device)
+            learner.optimizer.register_step_pre_hook(self._before_update)
+        if self._reserving is not None:
+            self._reserving.join()
+        with self._transfer.copying():
+            copied = self._begin(learner, with_training)
+        if self._reserving is None and learner.device.type == "cuda" and not learner.ranks.sharded:
+            self._reserving = threading.Thread(target=self._reserve, args=(learner,), name="page-locking", daemon=True)
+            self._reserving.start()
+        return replace(copied, arrived=self._transfer.wait)
+
+    def _new_transfer(self, device: torch.device) -> Transfer:
+        return GpuTransfer(device) if device.type == "cuda" else Transfer()
+
+    def _before_update(self, *_: object) -> None:
+        assert self._transfer is not None
+        self._transfer.before_update()
 
     def _begin(self, learner: Learner, with_training: bool) -> Copied:
-        """Nobody reads what it returns before the device has been waited for."""
+        """Nobody reads what it returns before it has arrived."""
         frozen = {name for name, weight in learner.model.named_parameters() if not weight.requires_grad}
         kept = {} if learner.masters is None else learner.masters.frozen  # on the CPU already, and nobody changes them
-        dtype = None if with_training else published_type(learner)
-        weights = {
-            name: value if name in kept else self._copy_one(name, value, name in frozen, dtype)
-            for name, value in learner.state().items()
-        }
+        state = learner.state()
+
+        def copied(dtype: torch.dtype | None) -> dict[str, Tensor]:
+            return {
+                name: value if name in kept else self._copy_one(name, value, name in frozen, dtype)
+                for name, value in state.items()
+            }
+
+        weights = copied(published_type(learner))
         if not with_training:
             return Copied(weights, None)
         training = {name: self._copy_one(name, value, False) for name, value in training_state(learner).items()}
-        return Copied(weights, captured_files(weights, training))
+        return Copied(weights, captured_files(copied(None), training))
 
     def _copy_one(self, name: str, tensor: Tensor, unchanging: bool, floating: torch.dtype | None = None) -> Tensor:
         """`floating` is what floating-point numbers are rounded to, on the device where they are."""
         dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
+        copied = unchanging and (name, dtype) in self._memory
+        held = self._room(name, tensor, dtype)
+        if not copied:
+            assert self._transfer is not None
+            self._transfer.copy(held, tensor)
+        return held
+
+    def _room(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         held = self._memory.get((name, dtype))
-        if held is not None and unchanging:
-            return held
         if held is None or held.shape != tensor.shape:
             held = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=tensor.is_cuda)
             self._memory[name, dtype] = held
-        return held.copy_(tensor, non_blocking=True)
+        return held
+
+    def _reserve(self, learner: Learner) -> None:
+        """Lock the memory that the first checkpoint with moments will need. What fails here fails again, and is
+        reported, when it is needed."""
+        with contextlib.suppress(RuntimeError):
+            for name, weight in learner.trained().items():
+                for kept in (name, *(f"{MOMENTS}{name}/{slot}" for slot in ("exp_avg", "exp_avg_sq"))):
+                    self._room(kept, weight, weight.dtype)
 
 
 def published_type(learner: Learner) -> torch.dtype | None:

@@ -6,6 +6,7 @@
                  which has shapes and no numbers; attention is taken to keep its inputs and output (flash)
     head         the tile of logits and what the softmax makes of it; on a CPU also copies of the head's size
     copy         the state that is saved and published: in the memory of a GPU's host, or beside it all on a CPU
+    copying      on a GPU, of that: the one weight that leaves it while training continues
     holes        on a CPU: what is free, and is not given back to the system
 
 What is compiled keeps less, since cheap operations are computed again: by COMPILED. That and HOLES are measured, not
@@ -34,7 +35,6 @@ from shoal.models.folder import model_folder, read_files
 from shoal.models.load import DTYPES, model_from_files
 from shoal.models.logprobs import GPU_TILE_ELEMENTS, TILE_ELEMENTS
 from shoal.models.lora import adapted_layers
-from shoal.runtime.sizing import RunSize, settle
 from shoal.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Plan:
     @property
     def certain(self) -> int:
         """Without what is estimated."""
-        estimated = ("activations", "head", "holes", "torch itself")
+        estimated = ("activations", "head", "copying", "holes", "torch itself")
         return sum(size for name, size in self.device.items() if name not in estimated)
 
 
@@ -120,7 +120,7 @@ def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int =
             **_fixed(shape, settings, processes),
             "activations": _activations(shape, settings, tokens, kind),
             "head": _head(shape, settings, tokens, kind),
-            **(copied | _holes(shape, tokens) if on_host else {}),
+            **(copied | _holes(shape, tokens) if on_host else {"copying": _copying(shape, settings, processes)}),
             "torch itself": CONTEXT_BYTES[kind],
         },
         host={} if on_host else copied,
@@ -234,16 +234,22 @@ def _fixed(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str,
 
 
 def _copied(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str, int]:
-    """Host memory of the first process for saving and publishing (`Copies`). Weights that are published in another type
-    than they are saved in are there in both; where not every version is saved, page-locked once more."""
-    size = RunSize(parameters=shape.weights)
-    narrow = settings.publish_dtype == "bfloat16" and settings.lora is None
-    copies = 0 if not narrow else 1 if settle(settings, size).checkpoint_every == 1 else 2
-    published = {"published copy": 2 * copies * shape.weights} if copies else {}
+    """Host memory of the first process for saving and publishing (`Copies`). One process publishes from what it saves,
+    unless another type is published; several save shards, and the first of them publishes the whole."""
+    state, narrow = 4 * shape.weights + 8 * shape.trained, _rounds(settings)
     if processes == 1:
-        return {"copy of the state": 4 * shape.weights + 8 * shape.trained, **published}
-    share = (4 * shape.weights + 8 * shape.trained) // processes
-    return {"whole weights": 4 * shape.weights, **published, "copy of its share": share}
+        return {"copy of the state": state, **({"published copy": 2 * shape.weights} if narrow else {})}
+    return {"whole weights": (2 if narrow else 4) * shape.weights, "copy of its share": state // processes}
+
+
+def _copying(shape: Shape, settings: TrainerSettings, processes: int) -> int:
+    """On a GPU, while weights leave it beside training: the largest one, gathered and rounded."""
+    width = (4 if processes > 1 else 0) + (2 if _rounds(settings) else 0)
+    return width * shape.vocabulary * shape.hidden
+
+
+def _rounds(settings: TrainerSettings) -> bool:
+    return settings.publish_dtype == "bfloat16" and settings.lora is None
 
 
 def _activations(shape: Shape, settings: TrainerSettings, tokens: int, kind: str) -> int:

@@ -1,7 +1,7 @@
-"""Saving and publishing beside training: weights are copied in front (`checkpoint.Copies`), what is slow is done here.
+"""Saving and publishing beside training: copies are begun in front (`checkpoint.Copies`), what is slow is done here.
 
     main thread                                 publisher thread (one version at a time)
-    copy ─► submit(Handover) ─────────────────► rows to the hub ─► checkpoint durable, if due ─► cast
+    copy ─► submit(Handover) ─────────────────► rows to the hub ─► copy arrived ─► checkpoint durable, if due
     … waits for rollouts, trains …              hub.ledger_head ─► origin.publish ─► hub.announce
     check() at every wait ◄── failure, raised ◄─────┘  hash, write, sign       workers learn of it
     wait() before the next copy: never more than one version on its way, and its memory is free again
@@ -173,6 +173,7 @@ class Publisher:
         to, began_s = self._to, self._to.clock.monotonic_s()
         to.record.report(given.rows)
         point("trainer.step.recorded")
+        given.copied.arrived()
         if given.copied.captured is not None:
             progress = Progress(to.run, given.version, self.incarnation)
             to.store.write(given.copied.captured, progress, to.files, given.scores)

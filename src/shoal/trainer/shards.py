@@ -288,8 +288,7 @@ class ShardedCopies(Copies):
                 path.unlink()
         _send(self._ranks, Copy(token, with_training))
         # One at a time: the whole model may be more than a device can hold.
-        dtype = None if with_training else checkpoint.published_type(learner)
-        state = learner.state()
+        dtype, state = checkpoint.published_type(learner), learner.state()
         whole = {name: self._copy_one(name, self._ranks.whole(value), False, dtype) for name, value in state.items()}
         if not with_training:
             return Copied(whole, None)

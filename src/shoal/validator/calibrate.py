@@ -288,6 +288,7 @@ class Subject:
     def __init__(self, worker: Engine, plan: Plan, tell: Progress) -> None:
         self._worker, self._plan, self._tell = worker, plan, tell
         self._token_row_s = 0.0
+        self._captures = worker.kind.split("/")[1] == "cuda"  # the first batch of a size takes longer than the next
         lengths = [len(prompt) for prompt in plan.prompts]
         usual = max(set(lengths), key=lengths.count)
         self._alike = [prompt for prompt in plan.prompts if len(prompt) == usual]
@@ -301,6 +302,8 @@ class Subject:
         for rows in SMALL_BATCHES:
             if self._token_row_s * rows * tokens > DRAW_S:
                 break
+            if self._captures:
+                self.drawn("warm-up", rows, tokens)
             began = time.monotonic()
             found[f"batch {rows}"] = self.drawn(f"batch {rows}", rows, tokens)
             seconds = time.monotonic() - began
@@ -320,8 +323,10 @@ class Subject:
     def _kernels(self) -> Iterator[tuple[str, Any]]:
         from shoal.engines.kernels import attention, attention_kernels
 
-        model = model_of(self._worker)
-        return ((name, attention(model, name)) for name in attention_kernels(model))
+        model, plainly = model_of(self._worker), getattr(self._worker, "without_pages", nullcontext)
+        for name in ("", *attention_kernels(model)) if model.device.type == "cuda" else attention_kernels(model):
+            with plainly():
+                yield name or "plain", attention(model, name)
 
     def cheating(self, name: str, how: Cheating) -> list[Case]:
         """What a cheat submits; as many tokens as honest ones at most."""

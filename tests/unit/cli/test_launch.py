@@ -124,7 +124,6 @@ def test_only_a_finished_run_loses_its_caches_and_older_versions(
     head = origin.head()
     assert head is not None
     assert head.kept_versions == ("0.2", "0.3", "0.4"), "the last, and two that its groups may be of"
-    assert not list((folder.path / "origin" / ".bases").iterdir())
 
 
 def test_further_processes_are_supervised_like_the_rest(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:

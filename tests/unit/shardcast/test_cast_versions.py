@@ -93,7 +93,7 @@ def fetched(downloader: Downloader, manifest: PolicyManifest) -> tuple[Payload, 
 def test_strides_and_anchors_follow_the_settings(tmp_path: Path) -> None:
     manifests = Run(tmp_path, anchor_every=6, kept_versions=3).steps(13)
     assert [manifest.policy.version for manifest in manifests if manifest.anchor] == [1, 7, 13]
-    assert [bases(manifest) for manifest in manifests[:8]] == [[], [1], [2], [3, 2], [4], [5, 4], [6], [7, 6, 4]]
+    assert [bases(manifest) for manifest in manifests[:8]] == [[], [1], [2], [3, 2], [4], [5, 4], [6], [7]]
 
 
 def test_the_next_version_costs_a_delta(tmp_path: Path, serve: Serve) -> None:
@@ -130,12 +130,11 @@ def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(tmp_path
     head = run.origin.head()
     assert head is not None
     assert head.kept_versions == ("0.5", "0.6", "0.7"), "the newest, back to its anchor"
-    assert not list((run.folder / ".bases").iterdir())
     used = sum(path.stat().st_size for path in (run.folder / "chunks").rglob("*") if path.is_file())
     assert manifests[-1].size_bytes <= used <= 2 * manifests[-1].size_bytes
     downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
     run.check(fetched(downloader, manifests[-1])[0])
-    assert run.step(8).anchor, "there is nothing left to make a delta from"
+    assert bases(run.step(8)) == [7, 6], "what is kept can be told differences to"
     run.check(fetched(downloader, run.published[8][0])[0])
     downloader.forget()
     assert not list((tmp_path / "client").glob("*.bin"))
@@ -151,8 +150,7 @@ def test_nothing_is_offered_that_is_not_there_and_nothing_stays_that_is_not_offe
     wanted = {chunk_key(chunk.hash) for manifest in kept for chunk in offered(manifest)}
     there = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "chunks").glob("??/*")}
     assert there == wanted
-    remembered = {path.stem for path in (tmp_path / ".bases").glob("*.json")}
-    assert remembered == {"0.11", "0.10", "0.8"}
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "chunks", "manifests", "head.json"}
 
 
 def test_a_delta_that_does_not_pay_is_not_offered(tmp_path: Path) -> None:
@@ -170,10 +168,11 @@ def test_a_delta_that_does_not_pay_is_not_offered(tmp_path: Path) -> None:
 
 
 def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_are(
-    tmp_path: Path, serve: Serve
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deltas of a tenth of the payload pay one by one; fifteen of them and the anchor cost more than two payloads."""
-    run = Run(tmp_path / "origin", delta_strides=(1,))
+    monkeypatch.setattr("shoal.shardcast.origin.DELTA_STRIDES", ())
+    run = Run(tmp_path / "origin")
     manifests = [run.step(version, share=0.5) for version in range(1, 17)]
     assert 0.05 < manifests[1].deltas[0].size_bytes / manifests[1].size_bytes < 0.6
     url = serve(run.folder).url
@@ -182,8 +181,11 @@ def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_a
         assert last.total_bytes <= 2 * manifest.size_bytes
 
 
-def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(tmp_path: Path, serve: Serve) -> None:
-    run = Run(tmp_path / "origin", anchor_every=8, kept_versions=12, delta_strides=(1,))
+def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.shardcast.origin.DELTA_STRIDES", ())
+    run = Run(tmp_path / "origin", anchor_every=8, kept_versions=12)
     server = serve(run.folder)
     client = make_downloader([server.url], tmp_path / "client")
     fetched(client, run.step(1))
@@ -196,10 +198,9 @@ def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(tmp
 
 
 def test_a_small_payload_travels_whole(tmp_path: Path) -> None:
-    """An adapter: below `delta_from_bytes` there is neither a delta nor a copy kept to make one from."""
+    """An adapter: below `delta_from_bytes` there is no delta."""
     run = Run(tmp_path, delta_from_bytes=1 << 20)
     assert all(manifest.anchor and not manifest.deltas for manifest in run.steps(3))
-    assert not (tmp_path / ".bases").exists()
 
 
 def test_other_names_or_shapes_need_an_anchor(tmp_path: Path) -> None:
@@ -216,22 +217,28 @@ def test_a_new_incarnation_begins_with_an_anchor(tmp_path: Path) -> None:
     assert run.origin.publish(2, Content.of(FILES, run.tensors()), incarnation=1).anchor
 
 
-def test_a_base_damaged_on_the_origins_disk_is_not_used(tmp_path: Path, serve: Serve) -> None:
+@pytest.mark.parametrize("part", ["anchor", "delta"])
+def test_a_base_damaged_on_the_origins_disk_is_not_used(tmp_path: Path, serve: Serve, part: str) -> None:
     """After a crash: the new process hashes what the old one left."""
     run = Run(tmp_path / "origin")
-    run.steps(2)
-    flip(run.folder / ".bases" / "0.2" / "0")
+    second = run.steps(2)[1]
+    chunks = second.deltas[0].chunks if part == "delta" else run.published[1][0].chunks
+    flip(run.folder / chunk_key(chunks[0].hash), 40)
     run.origin = Origin(run.folder, RUN, KEY, settings=run.origin._settings)
     third = run.step(3)
-    assert 2 not in bases(third)
-    run.check(make_downloader([serve(run.folder).url], tmp_path / "client").fetch(third.policy, 20))
+    assert third.anchor
+    assert third.deltas == ()
+    if part == "delta":  # the anchor's damaged chunk would be offered again: it is the same
+        run.check(make_downloader([serve(run.folder).url], tmp_path / "client").fetch(third.policy, 20))
 
 
 def test_without_a_base_in_reach_a_version_is_an_anchor(tmp_path: Path, serve: Serve) -> None:
-    """A crash after an anchor and before its payload was remembered: an older base alone would strand newcomers."""
-    run = Run(tmp_path / "origin", anchor_every=3, kept_versions=1)
-    run.steps(4)
-    (run.folder / ".bases" / "0.4.json").unlink()
+    run = Run(tmp_path / "origin", anchor_every=8, kept_versions=1)
+    third = run.steps(4)[2]
+    (run.folder / chunk_key(third.deltas[0].chunks[0].hash)).unlink()
+    fourth = run.published[4][0]
+    (run.folder / chunk_key(fourth.deltas[0].chunks[0].hash)).unlink()
+    (run.folder / chunk_key(fourth.deltas[1].chunks[0].hash)).unlink()
     fifth = run.step(5)
     assert fifth.anchor
     run.check(make_downloader([serve(run.folder).url], tmp_path / "client").fetch(fifth.policy, 20))
@@ -279,10 +286,10 @@ def test_a_wrong_delta_without_another_road_is_an_error(
     assert not list((tmp_path / "client").glob(f"{second.policy.digest}.bin"))
 
 
-def wrong_block(old: memoryview, new: memoryview, width: int) -> bytes:
+def wrong_block(old: memoryview, new: memoryview, width: int, fast: bool) -> bytes:
     changed = bytearray(new)
     changed[-1] ^= 1
-    return encode_block(old, memoryview(changed), width)
+    return encode_block(old, memoryview(changed), width, fast)
 
 
 def test_a_fetch_of_deltas_goes_on_where_it_was_interrupted(tmp_path: Path, serve: Serve) -> None:
@@ -356,7 +363,6 @@ def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_byt
         folder / "origin",
         anchor_every=data.draw(st.integers(1, 6)),
         kept_versions=data.draw(st.integers(1, 4)),
-        delta_strides=data.draw(st.sampled_from([(), (1,), (1, 2, 4, 8), (1, 3), (2,)])),
     )
     running = Running(lambda stop, ready: run_origin(run.folder, "127.0.0.1", 0, stop, ready))
     downloader = make_downloader([running.url], folder / "client")
@@ -371,6 +377,20 @@ def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_byt
         run.check(make_downloader([running.url], folder / "newcomer").fetch(manifest.policy, 20))
     finally:
         running.end()
+
+
+def test_a_large_payload_of_mixed_widths_goes_through_the_compiled_loops(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta, "COMPILED_FROM_BYTES", 0)
+    run = Run(tmp_path / "origin")
+    odd = {"odd": np.arange(3, dtype=np.uint8)}  # what follows lies at no multiple of two
+    for version in range(1, 5):
+        weights = np.arange(VALUES, dtype=np.int16) + (np.arange(VALUES) % 7 < version - 1)
+        manifest = run.origin.publish(version, odd | {"w": weights.astype(np.int16)})
+    assert bases(manifest) == [3, 2]
+    payload = make_downloader([serve(run.folder).url], tmp_path / "client").fetch(manifest.policy, 20)
+    assert bytes(payload.tensors[1].data) == weights.astype(np.int16).tobytes()
 
 
 # Files and folders
@@ -494,7 +514,7 @@ def test_weights_that_come_back_can_be_fetched_from_nothing(tmp_path: Path, serv
     rng = np.random.default_rng(0)
     first = rng.integers(0x3C00, 0x3D00, VALUES).astype(np.uint16)
     second, third = first + (rng.random(VALUES) < 0.01), first + (rng.random(VALUES) < 0.02)
-    origin = Origin(tmp_path / "www", RUN, KEY, settings=OriginSettings(delta_from_bytes=0, delta_strides=(1,)))
+    origin = Origin(tmp_path / "www", RUN, KEY, settings=OriginSettings(delta_from_bytes=0))
     for version, bits in enumerate((first, second, first, second, third), 1):
         manifest = origin.publish(version, {"w": bits.astype(np.int16)})
     payload = make_downloader([serve(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_stubs import RUN, SETTINGS, learner, make_group, same, tiny_loaded, weights
 
-from shoal.trainer.checkpoint import TRAINING, CheckpointStore, Copies, restore
+from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, Transfer, restore
 from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner, new_learner
-from shoal.trainer.publisher import views_of
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import LoraSettings
 from shoal.trainer.shards import ShardedCopies
@@ -50,15 +50,16 @@ def test_the_next_copy_uses_the_same_memory() -> None:
     assert same(second.weights, weights(made))
 
 
-def test_without_a_checkpoint_weights_are_copied_as_they_are_published() -> None:
+def test_weights_are_copied_as_they_are_published_and_as_they_are_saved(tmp_path: Path) -> None:
     made, copies = learner(settings=SETTINGS.model_copy(update={"publish_dtype": "bfloat16"})), Copies()
     train(made, 0)
-    narrow = copies.take(made, with_training=False).weights
-    exact = copies.take(made, with_training=True).weights
-    assert {value.dtype for value in narrow.values()} == {torch.bfloat16}
-    assert same(exact, weights(made))
-    published = [[bytes(view.data) for view in views_of(each, "bfloat16")] for each in (narrow, exact)]
-    assert published[0] == published[1]
+    exact = weights(made)
+    for with_training in (False, True):
+        copied = copies.take(made, with_training)
+        assert same(copied.weights, {name: value.bfloat16() for name, value in exact.items()})
+    assert copied.captured is not None
+    copied.captured[MODEL](tmp_path / MODEL)
+    assert same(load_file(tmp_path / MODEL), exact)
 
 
 def test_adapters_are_copied_exactly_since_they_are_merged_when_they_are_exported() -> None:
@@ -68,22 +69,65 @@ def test_adapters_are_copied_exactly_since_they_are_merged_when_they_are_exporte
     assert {value.dtype for value in copied.weights.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("with_training", [False, True])
-def test_copies_from_a_gpu_have_arrived_before_anybody_reads_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared: bool, with_training: bool
-) -> None:
-    """They are only begun one by one: the device is waited for once, after the last of them."""
-    events: list[str] = []
-    copy_one = Copies._copy_one
-    monkeypatch.setattr(Copies, "_copy_one", lambda *given: (events.append("copy"), copy_one(*given))[1])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append(f"wait for {device}"))
-    monkeypatch.setattr(Learner, "device", torch.device("cuda:3"))
-    copies = ShardedCopies(cast(Any, Ranks()), tmp_path) if shared else Copies()
-    copies.take(learner(), with_training)
-    assert events[-1] == "wait for cuda:3"
-    assert events.count("wait for cuda:3") == 1
-    assert events.count("copy") > 10
+class Late(Transfer):
+    """A device whose copies arrive as late as they may: when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.begun.append((target.zero_(), source))
+
+    def wait(self) -> None:
+        for target, source in self.begun:
+            target.copy_(source)
+        self.begun.clear()
+
+    before_update = wait
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    transfer = Late()
+    monkeypatch.setattr(Copies, "_new_transfer", lambda *_: transfer)
+    return transfer
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_taking_a_copy_waits_for_nothing(late: Late, tmp_path: Path, sharded: bool) -> None:
+    copies = ShardedCopies(cast(Any, Ranks()), tmp_path) if sharded else Copies()
+    copied = copies.take(made := learner(), with_training=False)
+    assert len(late.begun) == len(copied.weights)
+    copied.arrived()
+    assert same(copied.weights, weights(made))
+
+
+def test_an_update_does_not_change_a_copy_that_is_on_its_way(late: Late, tmp_path: Path) -> None:
+    made, copies = learner(), Copies()
+    train(made, 0)
+    before = weights(made)
+    moments = {f"{MOMENTS}{name}": value.clone() for name, value in made.moments().items()}
+    copied = copies.take(made, with_training=True)
+    train(made, 1)
+    assert not late.begun
+    assert not same(weights(made), before)
+    assert same(copied.weights, before)
+    assert copied.captured is not None
+    copied.captured[TRAINING](tmp_path / TRAINING)
+    saved = load_file(tmp_path / TRAINING)
+    assert same({name: value for name, value in saved.items() if name.startswith(MOMENTS)}, moments)
+
+
+def test_the_memory_of_a_checkpoint_is_there_before_there_are_moments() -> None:
+    made, copies = learner(), Copies()
+    copies.take(made, with_training=True)
+    copies._reserve(made)
+    reserved = {name: value.data_ptr() for (name, _), value in copies._memory.items()}
+    train(made, 0)
+    copies.take(made, with_training=True)
+    later = {name: value.data_ptr() for (name, _), value in copies._memory.items()}
+    assert {name for name in later if name not in reserved} == {name for name in later if name.endswith("/step")}
+    assert all(later[name] == where for name, where in reserved.items())
 
 
 def test_moments_are_copied_only_for_a_checkpoint() -> None:

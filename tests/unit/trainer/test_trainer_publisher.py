@@ -85,6 +85,25 @@ def test_what_cannot_be_saved_is_not_published(tmp_path: Path, hub: FakeHub) -> 
     assert hub.policies == {}
 
 
+def test_a_copy_is_read_only_once_it_has_arrived(tmp_path: Path, hub: FakeHub) -> None:
+    weight, saved = torch.zeros(4), []
+
+    def save(path: Path) -> None:
+        saved.append(weight.tolist())
+        path.touch()
+
+    made = publisher(tmp_path, hub)
+    made.submit(Handover(0, Copied({"weight": weight}, {"model.safetensors": save}, lambda: weight.fill_(2))))
+    first = made.wait()
+    made.submit(Handover(1, Copied({"weight": torch.full((4,), 2.0)}, None)))
+    second = made.wait()
+    made.close()
+    assert saved == [[2.0] * 4]
+    assert first is not None
+    assert second is not None
+    assert first.policy.digest == second.policy.digest
+
+
 def test_the_published_type_is_the_one_asked_for() -> None:
     model = tiny_model()
     half = views_of(policy_state(model), "bfloat16")

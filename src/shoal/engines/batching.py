@@ -1,0 +1,319 @@
+"""Rows come and go while the others are decoded (continuous batching), for `paged`.
+
+    waiting rows ──free slots and pages──► admitted: the keys and values of a prompt are computed once for its group
+    a window of steps ──► tokens to their rows, finished chunks to points; who has ended makes room for the next
+    while the next window runs: proofs, callbacks, completions
+
+A row takes the pages of its longest completion when it is admitted, so that none runs out of them later. When nobody
+waits and few are left, they are moved into the first slots, and a smaller step does for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.engines.decoding import Row
+from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
+from shoal.engines.paged import WINDOW, PagedDecoder, Pool, size_for
+from shoal.engines.pages import PAGE
+from shoal.engines.protocol import Chunks, Completion, GenerationRequest
+from shoal.models.logprobs import hidden_states
+from shoal.models.packed import PROBE_ERRORS
+from shoal.protocol import ProofParameters, SamplingParameters
+from shoal.toploc import PointBatch, commit, top_points
+
+log = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 16_384  # of prompts computed at once
+PROBE_TOKENS = 12
+PROBE_PROMPT = 40  # more than a page
+PROBE_BOUND = {torch.float32: 0.02}  # of the largest value; states are kept in bfloat16
+USUAL_BOUND = 0.1
+
+
+@dataclass(eq=False)
+class Prefix:
+    """What a row begins with. Its whole pages are shared by all rows that begin so."""
+
+    tokens: tuple[int, ...]
+    pages: list[int]
+    slots: list[int] = field(default_factory=list)  # of those that were admitted with it
+    users: int = 0
+
+
+@dataclass(eq=False)
+class Held:
+    """A row in a slot, its own pages, and points of finished chunks that are not proofs yet."""
+
+    row: Row
+    request: GenerationRequest
+    prefix: Prefix
+    pages: list[int]
+    drawn: int
+    points: list[PointBatch] = field(default_factory=list)
+    ended: bool = False
+
+
+class Batch:
+    """The rows of one call. `groups` are all rows of every request, for those who are told how far it is."""
+
+    def __init__(
+        self,
+        decoder: PagedDecoder,
+        requests: Sequence[GenerationRequest],
+        groups: Sequence[Sequence[Row]],
+        proof: ProofParameters | None,
+        greedy: bool = False,
+    ) -> None:
+        self._decoder, self._proof, self._greedy = decoder, proof, greedy
+        self._requests, self._groups = requests, groups
+        self._waiting = deque(row for group in groups for row in group)
+        self._held: dict[int, Held] = {}
+        self._free: list[int] = []
+
+    def draw(self, memory_bytes: int, most_rows: int) -> list[Row]:
+        """Draw all rows within `memory_bytes`. Returns those for which memory did not suffice, each with the whole
+        chunks that there are of it."""
+        rows = min(len(self._waiting), most_rows)
+        needed = max(pages_for(len(each.prompt_ids) + each.sampling.max_new_tokens - 1) for each in self._requests)
+        try:
+            pool = self._decoder.pool(rows, needed, self._proof.rows if self._proof else 0, memory_bytes)
+            if pool is not None:
+                self._run(pool)
+            return list(self._waiting)
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                self._decoder.release()
+                raise
+        left = self._salvaged()
+        self._decoder.release()
+        return left
+
+    def _run(self, pool: Pool) -> None:
+        self._free = list(range(pool.cache.pages - 1, 0, -1))
+        seen: list[Held] = []
+        self._admit(pool)
+        while self._held:
+            longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
+            steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
+            self._decoder.run(size_for(max(self._held) + 1), steps, self._greedy, self._proof is not None)
+            self._tell(seen)
+            seen = self._harvest(pool)
+            self._admit(pool)
+        self._tell(seen)
+
+    def _admit(self, pool: Pool) -> None:
+        """Take waiting rows into free slots while there are pages for them."""
+        empty = deque(slot for slot in range(len(pool.slots)) if slot not in self._held)
+        new: dict[tuple[int, ...], Prefix] = {}
+        while self._waiting and empty:
+            row = self._waiting[0]
+            request = self._requests[row.group]
+            tokens = (*request.prompt_ids, *row.tokens.tolist())
+            whole = (len(tokens) - 1) // PAGE
+            own = pages_for(len(request.prompt_ids) - 1 + request.sampling.max_new_tokens) - whole
+            if len(self._free) < own + (0 if tokens in new else whole):
+                break
+            self._waiting.popleft()
+            if tokens not in new:
+                new[tokens] = Prefix(tokens, [self._free.pop() for _ in range(whole)])
+            prefix = new[tokens]
+            slot = empty.popleft()
+            prefix.slots.append(slot)
+            prefix.users += 1
+            self._held[slot] = Held(row, request, prefix, [self._free.pop() for _ in range(own)], len(row.tokens))
+        if new:
+            self._prefill(pool, list(new.values()))
+            self._place(pool, [slot for prefix in new.values() for slot in prefix.slots])
+
+    def _prefill(self, pool: Pool, new: Sequence[Prefix]) -> None:
+        """The keys and values of every prefix but for its last token, which the first step feeds. What does not fill a
+        page is computed into the first row's own page and copied to the others."""
+        device, model = self._decoder.device, self._decoder.model
+        waiting = sorted((prefix for prefix in new if len(prefix.tokens) > 1), key=lambda prefix: len(prefix.tokens))
+        while waiting:
+            size = max(1, PREFILL_TOKENS // len(waiting[-1].tokens))
+            part, waiting = waiting[-size:], waiting[:-size]
+            shape = (len(part), len(part[-1].tokens) - 1)
+            ids, pages, live = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
+            for line, prefix in enumerate(part):
+                length = len(prefix.tokens) - 1
+                ids[line, :length], live[line, :length] = prefix.tokens[:-1], True
+                own = self._held[prefix.slots[0]].pages
+                pages[line, :length] = np.repeat([*prefix.pages, *own[:1]], PAGE)[:length]
+            ids_BL, pages_BL, live_BL = (torch.from_numpy(each).to(device) for each in (ids, pages, live))
+            offsets_BL = (torch.arange(shape[1], device=device) % PAGE).expand(shape)
+            pool.cache.at = (pages_BL[live_BL], offsets_BL[live_BL], live_BL)
+            model.base_model(input_ids=ids_BL, past_key_values=pool.cache, use_cache=True)
+        copies = [
+            (self._held[prefix.slots[0]].pages[0], self._held[slot].pages[0])
+            for prefix in new
+            for slot in prefix.slots[1:]
+            if (len(prefix.tokens) - 1) % PAGE
+        ]
+        if copies:
+            pool.cache.copy_pages(*torch.tensor(copies, device=device).T)
+
+    def _place(self, pool: Pool, places: Sequence[int]) -> None:
+        """Tell the slots what their rows need."""
+        held, device = [self._held[slot] for slot in places], self._decoder.device
+        index = torch.tensor(places, device=device)
+        columns: dict[str, list[Any]] = {
+            "token": [each.prefix.tokens[-1] for each in held],
+            "context": [len(each.prefix.tokens) - 1 for each in held],
+            "drawn": [each.drawn for each in held],
+            "limit": [each.request.sampling.max_new_tokens for each in held],
+            "eos": [each.request.sampling.eos_token_id for each in held],
+            "key_low": [each.row.seed & 0xFFFFFFFF for each in held],
+            "key_high": [each.row.seed >> 32 for each in held],
+            "begun": [each.request.begun for each in held],
+            "alive": [True] * len(held),
+            "temperature": [each.request.sampling.temperature for each in held],
+        }
+        for name, values in columns.items():
+            column = getattr(pool.slots, name)
+            column[index] = torch.tensor(values, dtype=column.dtype, device=device)
+        table = np.zeros((len(held), pool.slots.table_SW.shape[1]), dtype=np.int32)
+        for line, each in zip(table, held, strict=True):
+            line[: len(each.prefix.pages) + len(each.pages)] = each.prefix.pages + each.pages
+        pool.slots.table_SW[index] = torch.from_numpy(table).to(device)
+
+    def _harvest(self, pool: Pool) -> list[Held]:
+        """What the window drew: tokens to their rows, finished chunks to points, room of ended rows to the next."""
+        slots, proof = pool.slots, self._proof
+        drawn, alive = slots.drawn.tolist(), slots.alive.tolist()  # waits for the window
+        tokens, logprobs = pool.tokens_SW.cpu().numpy(), pool.logprobs_SW.cpu().numpy()
+        seen, gone, cuts = list(self._held.values()), list[int](), list[tuple[Held, int, int, int]]()
+        for slot, held in list(self._held.items()):
+            before, held.drawn, held.ended = held.drawn, drawn[slot], not alive[slot]
+            new = held.drawn - before
+            held.row.tokens = np.concatenate([held.row.tokens, tokens[slot, :new]])
+            held.row.logprobs = np.concatenate([held.row.logprobs, logprobs[slot, :new]])
+            if proof is not None:
+                cuts += [(held, slot, n % 2, proof.rows) for n in range(before // proof.rows, held.drawn // proof.rows)]
+                if held.ended and held.drawn % proof.rows:
+                    cuts.append((held, slot, held.drawn // proof.rows % 2, held.drawn % proof.rows))
+            if held.ended:
+                gone.append(slot)
+                del self._held[slot]
+                held.prefix.users -= 1
+                self._free += held.pages if held.prefix.users else held.pages + held.prefix.pages
+        if cuts:
+            self._fold(pool, cuts)
+        if gone:
+            slots.clear(torch.tensor(gone, device=self._decoder.device))
+            self._compact(pool)
+        return seen
+
+    def _fold(self, pool: Pool, cuts: Sequence[tuple[Held, int, int, int]]) -> None:
+        """The points of chunks: of which row, in which slot, in which half of its states, of how many tokens."""
+        assert self._proof is not None
+        rows, device = self._proof.rows, self._decoder.device
+        counts = [count for *_, count in cuts]
+        states = pool.slots.hidden_SCH.view(len(pool.slots), 2, pool.chunk, -1)
+        taken = states[[slot for _, slot, _, _ in cuts], [half for _, _, half, _ in cuts]]
+        kept = torch.arange(pool.chunk, device=device) < torch.tensor(counts, device=device)[:, None]
+        points = top_points(taken[kept], counts, self._proof.topk, rows)
+        for place, (held, *_) in enumerate(cuts):
+            held.points.append(points[place : place + 1])
+
+    def _compact(self, pool: Pool) -> None:
+        """Move rows into the first slots, where a smaller step would then do for all of them."""
+        if self._waiting or not self._held:
+            return
+        wanted = size_for(len(self._held))
+        high = [slot for slot in self._held if slot >= wanted]
+        if not high:
+            return
+        low = [slot for slot in range(wanted) if slot not in self._held][: len(high)]
+        high_N, low_N = (torch.tensor(each, device=self._decoder.device) for each in (high, low))
+        pool.slots.move(high_N, low_N)
+        pool.slots.clear(high_N)
+        for old, new in zip(high, low, strict=True):
+            self._held[new] = self._held.pop(old)
+
+    def _tell(self, seen: Sequence[Held]) -> None:
+        """Proofs and completions of what the last window drew; whoever asked for it is told."""
+        chunked = {held.row.group for held in seen if held.points}
+        _commit(seen)
+        for held in seen:
+            if held.ended and held.row.completion is None:
+                _complete(held.row, held.request)
+        for group in dict.fromkeys(held.row.group for held in seen):
+            request, rows = self._requests[group], self._groups[group]
+            if request.on_tokens is not None:
+                request.on_tokens(sum(len(row.tokens) for row in rows))
+            if request.on_chunks is not None and group in chunked:
+                request.on_chunks(lambda rows=rows: self._chunks(rows))  # type: ignore[misc]
+
+    def _chunks(self, rows: Sequence[Row]) -> dict[int, Chunks]:
+        """The finished chunks of a group, by seed."""
+        assert self._proof is not None
+        size = self._proof.rows
+        return {
+            row.seed: Chunks(row.tokens[: len(row.proofs) * size].astype(np.int32), tuple(row.proofs))
+            for row in rows
+            if row.proofs
+        }
+
+    def _salvaged(self) -> list[Row]:
+        """After memory ran out: the rows that are to be continued, with the whole chunks that there are of them."""
+        _commit(self._held.values())
+        for row in (held.row for held in self._held.values()):
+            kept = len(row.proofs) * self._proof.rows if self._proof else len(row.tokens)
+            row.tokens, row.logprobs = row.tokens[:kept].astype(np.int32), row.logprobs[:kept].astype(np.float32)
+            self._waiting.append(row)
+        return list(self._waiting)
+
+
+def _commit(seen: Iterable[Held]) -> None:
+    pairs = [(held, points) for held in seen for points in held.points]
+    if pairs:
+        for (held, _), made in zip(pairs, commit(PointBatch.concat([points for _, points in pairs])), strict=True):
+            held.row.proofs.append(made)
+            held.points = []
+
+
+def _complete(row: Row, request: GenerationRequest) -> None:
+    row.tokens, row.logprobs = row.tokens.astype(np.int32), row.logprobs.astype(np.float32)
+    finish = "eos" if row.tokens[-1] == request.sampling.eos_token_id else "length"
+    row.completion = Completion(row.tokens, row.logprobs, finish, b"".join(row.proofs))
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def paged_decoder(model: Any, memory_bytes: int) -> PagedDecoder | None:
+    """A decoder for a model that gives, token by token, the states that the model gives for a whole sequence: tried,
+    with the weights that it has. None, said in words, if it does not."""
+    try:
+        decoder = PagedDecoder(model)
+        prompt = tuple(7 * n % decoder.vocabulary for n in range(1, PROBE_PROMPT))
+        sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=PROBE_TOKENS, eos_token_id=-1)
+        request, rows = GenerationRequest(prompt, (0, 1), sampling), [Row(0, 0), Row(0, 1)]
+        proof = ProofParameters(topk=8, rows=2 * WINDOW)
+        Batch(decoder, [request], [rows], proof, greedy=True).draw(memory_bytes, len(rows))
+        pool = decoder._pool
+        if pool is None or rows[1].completion is None:
+            return None  # there is too little memory: nothing is known of the model
+        kept_TH = pool.slots.hidden_SCH[1, :PROBE_TOKENS].float()
+        ids = torch.tensor([[*prompt, *rows[1].completion.token_ids.tolist()]], device=model.device)
+        alone_TH = hidden_states(model, ids)[0, len(prompt) - 1 : -1].float()
+        bound = PROBE_BOUND.get(model.dtype, USUAL_BOUND) * float(alone_TH.abs().max())
+        if float((kept_TH - alone_TH).abs().max()) <= bound:
+            return decoder
+        why = "its states are not those of the whole sequence"
+    except (*PROBE_ERRORS, NotImplementedError, ImportError, OSError) as error:
+        if is_out_of_memory(error):
+            return None
+        why = str(error)[:200]
+    log.warning("%s is decoded without pages and graphs, which is slower: %s", type(model).__name__, why)
+    return None

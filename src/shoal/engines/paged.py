@@ -1,0 +1,225 @@
+"""One step of decoding for many rows as one CUDA graph: feed every row its token, keep the state, draw the next one.
+
+Everything that a step reads and writes lies in a `Pool` and keeps its place, so that the step of some numbers of rows
+(`SIZES`) is captured once and replayed without a word from the host. Which row is in which slot is the business of
+`batching`. Weights that are changed where they lie are seen by the captured steps.
+
+S: slots, R: rows of a step, W: pages of a row, C: tokens of a chunk, H: hidden size.
+"""
+# ruff: noqa: N815 - dimension suffixes on fields
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.engines.fused import fuse
+from shoal.engines.memory import release_memory
+from shoal.engines.pages import PAGE, PagedCache, decoding, shapes_of
+from shoal.models.logprobs import Head
+from shoal.sampling.sampler import sample
+from shoal.sampling.stream_torch import LOW_32, as_uniforms, philox4x32
+
+SIZES = (4, 16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+WINDOW = 16  # steps between two looks of the host; at most the rows of a chunk
+WARM_UPS = 2
+LOGIT_ELEMENTS = 2**28  # of one tile of logits
+POOL_SHARE = 0.7  # of the memory that may be taken: the rest is for logits, prompts and the steps themselves
+LONGS = ("token", "context", "drawn", "limit", "eos", "key_low", "key_high", "begun")
+
+
+@dataclass
+class Slots:
+    """What a step reads and writes of each slot."""
+
+    token: Tensor  # the next to be fed
+    context: Tensor  # how many are in the cache
+    drawn: Tensor  # how many there are of the completion
+    limit: Tensor
+    eos: Tensor
+    key_low: Tensor  # of the seed
+    key_high: Tensor
+    begun: Tensor
+    alive: Tensor
+    temperature: Tensor
+    table_SW: Tensor
+    hidden_SCH: Tensor  # the states of the last two chunks: one that is complete, and the next
+
+    @classmethod
+    def empty(cls, slots: int, pages: int, chunk: int, hidden: int, device: torch.device) -> Slots:
+        return cls(
+            **{name: torch.zeros(slots, dtype=torch.long, device=device) for name in LONGS},
+            alive=torch.zeros(slots, dtype=torch.bool, device=device),
+            temperature=torch.ones(slots, dtype=torch.float64, device=device),
+            table_SW=torch.zeros(slots, pages, dtype=torch.int32, device=device),
+            hidden_SCH=torch.zeros(slots, 2 * chunk, hidden, dtype=torch.bfloat16, device=device),
+        )
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        for each in fields(self):
+            column = getattr(self, each.name)
+            column[targets] = column[sources]
+
+    def clear(self, places: Tensor | slice) -> None:
+        """Nobody is there: what an idle slot writes goes to page 0."""
+        self.alive[places], self.table_SW[places], self.context[places] = False, 0, 0
+
+
+@dataclass
+class Pool:
+    """The pages, the slots, and what the steps of a window drew."""
+
+    cache: PagedCache
+    slots: Slots
+    tokens_SW: Tensor
+    logprobs_SW: Tensor
+    step_1: Tensor
+    chunk: int
+
+
+class PagedDecoder:
+    """The pool and the captured steps of one model. Called with the model in inference mode."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device = model, model.device
+        self.head = Head.of(model)
+        self.vocabulary, self.hidden = self.head.weight.shape
+        self._shapes = shapes_of(model)
+        if self.device.type == "cuda":
+            fuse(model)
+        self._tile = max(1, LOGIT_ELEMENTS // self.vocabulary)
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._memory: Any = None
+        self._pool: Pool | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(2 * heads * size for heads, size in self._shapes) * PAGE * int(self.model.dtype.itemsize)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the pool that is there takes."""
+        return 0 if self._pool is None else self._pool.cache.pages * self.page_bytes
+
+    def release(self) -> None:
+        """Give all memory back; the next call takes it again."""
+        self._graphs, self._memory, self._pool = {}, None, None
+        release_memory()
+
+    def pool(self, rows: int, pages_each: int, chunk: int, memory_bytes: int) -> Pool | None:
+        """A pool for so many rows of so many pages, or for as many of them as fit; the one that is there, if it does.
+        None if not even one row fits."""
+        size = size_for(min(rows, SIZES[-1]))
+        while size > SIZES[0] and size * self._slot_bytes(chunk) > (1 - POOL_SHARE) * memory_bytes:
+            size = SIZES[SIZES.index(size) - 1]
+        pages = min(1 + rows * pages_each, 1 + size * pages_each, int(POOL_SHARE * memory_bytes) // self.page_bytes)
+        if pages <= pages_each:
+            return None
+        width = 1 << (pages_each - 1).bit_length()  # so that longer prompts seldom need another pool
+        there = self._pool
+        fits = there is not None and len(there.slots) >= size and there.slots.table_SW.shape[1] >= pages_each
+        if there is None or not fits or there.cache.pages < pages or chunk not in (0, there.chunk):
+            self.release()
+            device, chunk = self.device, max(1, chunk)
+            there = self._pool = Pool(
+                PagedCache(self._shapes, pages, torch.empty(0, dtype=self.model.dtype, device=device)),
+                Slots.empty(size, width, chunk, self.hidden, device),
+                torch.zeros(size, WINDOW, dtype=torch.int32, device=device),
+                torch.zeros(size, WINDOW, dtype=torch.float32, device=device),
+                torch.zeros(1, dtype=torch.long, device=device),
+                chunk,
+            )
+        there.slots.clear(slice(None))
+        return there
+
+    def _slot_bytes(self, chunk: int) -> int:
+        """What a slot takes beside its pages: kept states, and logits with what sampling makes of them."""
+        return 4 * chunk * self.hidden + 8 * self.vocabulary
+
+    def run(self, size: int, steps: int, greedy: bool, proves: bool) -> None:
+        """Queue so many steps of the first `size` slots. Nobody waits for them."""
+        assert self._pool is not None
+        self._pool.step_1.zero_()
+        if self.device.type != "cuda":
+            for _ in range(steps):
+                self._step(self._pool, size, greedy, proves)
+            return
+        graph = self._captured(self._pool, size, greedy, proves)
+        for _ in range(steps):
+            graph.replay()
+
+    def _captured(self, pool: Pool, size: int, greedy: bool, proves: bool) -> torch.cuda.CUDAGraph:
+        """A step is tried first with every row asleep: it changes nothing but what the next one overwrites."""
+        key = (size, greedy, proves)
+        if key not in self._graphs:
+            alive = pool.slots.alive.clone()
+            pool.slots.alive.zero_()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    self._step(pool, *key)
+                    pool.step_1.zero_()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                self._step(pool, *key)
+            self._memory = self._memory or graph.pool()
+            self._graphs[key] = graph
+            pool.slots.alive.copy_(alive)
+        return self._graphs[key]
+
+    def _step(self, pool: Pool, size: int, greedy: bool, proves: bool) -> None:
+        """Rows that are not alive change nothing that lasts."""
+        slots, cache, here = pool.slots, pool.cache, slice(0, size)
+        position_R, alive_R, drawn_R = slots.context[here], slots.alive[here], slots.drawn[here]
+        page_R = slots.table_SW[here].gather(1, (position_R // PAGE)[:, None])[:, 0].long()
+        cache.at = (page_R, position_R % PAGE)
+        cache.table, cache.counts = slots.table_SW[here], (position_R + 1).int()
+        with decoding(self.model, cache):
+            states_R1H = self.model.base_model(
+                input_ids=slots.token[here, None], position_ids=position_R[:, None], past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state  # fmt: skip
+        hidden_RH = states_R1H[:, -1]
+        if proves:
+            rows_R = torch.arange(size, device=self.device)
+            slots.hidden_SCH[rows_R, drawn_R % (2 * pool.chunk)] = hidden_RH.to(torch.bfloat16)
+        token_R, logprob_R = self._draw(slots, here, hidden_RH, greedy)
+        for out, column in ((pool.tokens_SW, token_R), (pool.logprobs_SW, logprob_R)):
+            out[here].index_copy_(1, pool.step_1, column[:, None].to(out.dtype))
+        pool.step_1 += 1
+        slots.token[here] = torch.where(alive_R, token_R, slots.token[here])
+        position_R += alive_R
+        drawn_R += alive_R
+        alive_R &= (token_R != slots.eos[here]) & (drawn_R < slots.limit[here])
+
+    def _draw(self, slots: Slots, here: slice, hidden_RH: Tensor, greedy: bool) -> Iterator[Tensor]:
+        """The next token of every row, and its log-probability; logits in tiles."""
+        tiles = [self.head.logits(part) for part in hidden_RH.split(self._tile)] if greedy else []
+        drawn = [(logits.argmax(dim=1), logits.new_zeros(len(logits))) for logits in tiles]
+        if not greedy:
+            place_R = slots.begun[here] + slots.drawn[here]
+            zero_R = torch.zeros_like(place_R)
+            counter = (place_R & LOW_32, place_R >> 32, zero_R, zero_R)
+            word0, word1, *_ = philox4x32(counter, (slots.key_low[here], slots.key_high[here]))
+            columns = (hidden_RH, as_uniforms(word0, word1), slots.temperature[here])
+            for hidden, uniforms, heat in zip(*(column.split(self._tile) for column in columns), strict=True):
+                drawn.append(sample(self.head.logits(hidden), uniforms, heat))
+        return (torch.cat(column) for column in zip(*drawn, strict=True))
+
+
+def size_for(rows: int) -> int:
+    """The smallest captured step that has room for so many rows.
+
+    >>> size_for(65)
+    128
+    """
+    return next(size for size in SIZES if size >= rows)
