@@ -35,7 +35,7 @@ from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, ShownRow, Sub
 SCHEMA_VERSION = 5
 
 WHOLE = BigInteger().with_variant(Integer, "sqlite")  # there a whole number that is the key is where the row lies
-_TYPES = {int: WHOLE, float: Float, bool: Boolean, bytes: LargeBinary}  # all else is text, or kept as JSON
+_TYPES: dict[Any, Any] = {int: WHOLE, float: Float, bool: Boolean, bytes: LargeBinary}  # the rest is text
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _table(
     **options: Any,
 ) -> Table:
     """`refer` are columns that name rows of other tables."""
-    columns = [
+    columns: list[Column[Any]] = [
         Column(
             column,
             _TYPES.get(sort, Text),
