@@ -2,7 +2,7 @@
 
     python benchmarks/simulated_fleet.py [--workers 10000] [--minutes 60] [--group-s 300] [--seed 0]
 
-The real hub services and decisions over a database in memory, under a manual clock (`shoal.simulator`): workers of all
+The real hub services and decisions over SQLite in memory, under a manual clock (`shoal.simulator`): workers of all
 paces that come, die and come back, some that lie and return with fresh keys, some that sit on leases; four validators;
 a trainer that dies now and then; a hub that is restarted every ten minutes. A worker needs five minutes for a group, as
 with a large model; heartbeats come every ten seconds. At the end every invariant is checked (`simulator.invariants`),

@@ -35,8 +35,8 @@ PRELOADED = (
     "shoal.run.outcome",
     "shoal.run.preflight",
     "shoal.cli.status",
-    "shoal.hub.app",
-    "shoal.hub.server",
+    "shoal.hub.http.app",
+    "shoal.hub.http.server",
 )
 DEADLINE_S = 60.0
 

@@ -104,7 +104,7 @@ class Heart:
 def test_slow_heads(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow loris: a byte of the head now and then, on as many connections as one may have. They are cut off in time,
     those that say nothing at all too, and a worker is answered meanwhile."""
-    monkeypatch.setattr("shoal.hub.connections.HEAD_S", 1.0)
+    monkeypatch.setattr("shoal.hub.http.connections.HEAD_S", 1.0)
     heart = Heart(hub)
     with ExitStack() as stack:
         sockets = [stack.enter_context(plug(hub)) for _ in range(30)]
@@ -125,7 +125,7 @@ def test_slow_heads(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slow_head_on_a_connection_that_was_good(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.hub.connections.HEAD_S", 1.0)
+    monkeypatch.setattr("shoal.hub.http.connections.HEAD_S", 1.0)
     with plug(hub, ALICE) as plugged:
         plugged.sendall(b"GET /health HTTP/1.1\r\nhost: hub\r\n\r\n")
         got = b""
@@ -137,7 +137,7 @@ def test_a_slow_head_on_a_connection_that_was_good(hub: Hub, monkeypatch: pytest
 
 def test_a_slow_body(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only who has signed for a body is listened to for long, and not below a floor."""
-    monkeypatch.setattr("shoal.hub.bodies.BODY_PAUSE_S", 1.0)
+    monkeypatch.setattr("shoal.hub.http.bodies.BODY_PAUSE_S", 1.0)
     caller, heart = hub.worker(), Heart(hub)
     with plug(hub) as plugged:
         headers = {**caller.signed("POST", "/heartbeat", b" " * 60_000), "host": "hub", "content-length": "60000"}
@@ -157,7 +157,7 @@ def test_a_slow_body(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_reader_that_does_not_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for much and takes nothing: what is kept for it is bounded, and so is the time."""
-    monkeypatch.setattr("shoal.hub.connections.READ_CHECK_S", 0.5)
+    monkeypatch.setattr("shoal.hub.http.connections.READ_CHECK_S", 0.5)
     heart, ask = Heart(hub), b"GET /openapi.json HTTP/1.1\r\nhost: hub\r\n\r\n"
     with ExitStack() as stack:
         readers = []
@@ -296,7 +296,7 @@ def test_a_flood_of_one_address(fresh: Hub, record_property: Callable[[str, obje
 
 
 def test_a_proxy_that_is_trusted_speaks_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.hub.door.HOLD_S", 0.0)
+    monkeypatch.setattr("shoal.hub.http.middleware.HOLD_S", 0.0)
     proxy, settings = "127.0.0.9", {**SETTINGS, "requests_per_address_s": 0.1, "trusted_proxies": ["127.0.0.9"]}
     with running_hub(tmp_path / "run", hub=settings) as hub, calling_from(hub, proxy) as seen:
 

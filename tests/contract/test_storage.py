@@ -29,13 +29,12 @@ from shoal.hub.state.commands import (
 )
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import Progress, ShownRow, UnitRow
-from shoal.hub.storage import MemoryStorage, Presence, SqliteStorage, StaleRow, Storage
-from shoal.hub.storage.protocol import Outgoing
+from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
+from shoal.hub.storage.tables import Outgoing
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Sums, Tally
 
 IMPLEMENTATIONS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
     "sqlite": lambda _request, folder: SqliteStorage(folder / "hub.db"),
-    "memory": lambda _request, _folder: MemoryStorage(),
     "postgres": on_postgres,
 }
 
@@ -510,7 +509,7 @@ def test_who_was_heard_of_is_not_heard_of_earlier_afterwards(storage: Storage) -
         transaction.put_presence(Presence("b", 9, "old"))
         transaction.put_presence(Presence("b", 8, "new"))
     with storage.read() as reader:
-        assert reader.presences() == {"a": Presence("a", 9), "b": Presence("b", 9, "new")}
+        assert reader.presences_named(["a", "b"]) == {"a": Presence("a", 9), "b": Presence("b", 9, "new")}
 
 
 def test_presence_reports_and_alarms(storage: Storage) -> None:
@@ -524,7 +523,7 @@ def test_presence_reports_and_alarms(storage: Storage) -> None:
         alarms = ((0, "kind.a", "first"), (1, "kind.b", "second"), (0, "kind.a", "third"))
         transaction.apply([RaiseAlarm(*each, at_ms) for at_ms, each in enumerate(alarms)])
     with storage.read() as reader:
-        assert reader.presences() == {"a": replace(said, last_seen_ms=9), "b": Presence("b", 1)}
+        assert reader.presences_named(["a", "b"]) == {"a": replace(said, last_seen_ms=9), "b": Presence("b", 1)}
         assert reader.presence("a") == replace(said, last_seen_ms=9)
         assert [(report.step, report.metrics["r"]) for report in reader.reports(5)] == [(0, 2.0), (1, 3.0)]
         assert [report.step for report in reader.reports(1)] == [1]

@@ -13,11 +13,10 @@ from storagekit import apply, leased, node, on_postgres, submission
 from shoal.hub.state.commands import Command, SaveEvaluation, SaveNode, SaveSubmission, SaveTask
 from shoal.hub.state.machines import EvaluationState
 from shoal.hub.state.rows import EvaluationRow, Pool, TaskRow
-from shoal.hub.storage import MemoryStorage, SqliteStorage, StaleRow, Storage
+from shoal.hub.storage import SqliteStorage, StaleRow, Storage
 
 IMPLEMENTATIONS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
     "sqlite": lambda _request, folder: SqliteStorage(folder / "hub.db"),
-    "memory": lambda _request, _folder: MemoryStorage(),
     "postgres": on_postgres,
 }
 

@@ -11,16 +11,14 @@ import pytest
 from shoal.hub.state.commands import AddVerdict, Command, Record, SaveLease, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
-from shoal.hub.storage import MemoryStorage, Presence, SqliteStorage, Storage, StoryReader
+from shoal.hub.storage import Presence, Reader, SqliteStorage, Storage
 from shoal.hub.storage.postgres import PostgresStorage
-from shoal.hub.storage.protocol import Crew
-from shoal.hub.storage.story_queries import LEASES_TOLD
+from shoal.hub.storage.reader import LEASES_TOLD, Crew
 from shoal.ledger import append, node_subject, unit_subject
 from shoal.protocol import NodeState
 
 Maker = Callable[[pytest.FixtureRequest, Path], Storage]
 MAKERS: dict[str, Maker] = {
-    "memory": lambda _request, _path: MemoryStorage(),
     "sqlite": lambda _request, path: SqliteStorage(path / "hub.db"),
     "postgres": lambda request, _path: PostgresStorage(request.getfixturevalue("postgres").create()),
 }
@@ -55,7 +53,7 @@ def post(storage: Storage) -> None:
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
-def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoryReader]:
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     maker = MAKERS[request.param]
     storage = maker(request, tmp_path_factory.mktemp("stories"))
     commands: list[Command] = [SaveNode(node(number), None) for number in (1, 2)]
@@ -86,7 +84,7 @@ def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     storage.close()
 
 
-def test_all_leases_of_a_unit_and_the_newest_of_a_node(reader: StoryReader) -> None:
+def test_all_leases_of_a_unit_and_the_newest_of_a_node(reader: Reader) -> None:
     assert [row.lease for row in reader.leases_of_unit(7)] == ["u7a0", "u7a1", "u7a2"]
     assert reader.leases_of_unit(7)[1] == replace(lease(7, 1, 2), state=LeaseState.EXPIRED, ended_at_ms=50)
     assert [row.lease for row in reader.leases_of(node(1).node, 5)] == ["u7a2", "u7a0"]
@@ -109,7 +107,7 @@ def test_of_a_unit_that_was_passed_around_the_newest_leases_are_told(
     storage.close()
 
 
-def test_submissions_and_their_verdicts(reader: StoryReader) -> None:
+def test_submissions_and_their_verdicts(reader: Reader) -> None:
     refused, accepted = reader.submissions_of_unit(7)
     assert (refused.state, accepted.state) == (SubmissionState.REJECTED, SubmissionState.ACCEPTED)
     assert reader.submissions_of(node(1).node, True, 5) == [refused]
@@ -118,7 +116,7 @@ def test_submissions_and_their_verdicts(reader: StoryReader) -> None:
     assert reader.verdicts_of([refused.submission, accepted.submission]) == {refused.submission: '{"signed": 1}'}
 
 
-def test_ledger_entries_about_a_subject(reader: StoryReader) -> None:
+def test_ledger_entries_about_a_subject(reader: Reader) -> None:
     def kinds(subject: str, *but: str, limit: int = 9) -> list[str]:
         return [entry.kind for entry in reader.ledger_about(subject, but, limit)]
 
@@ -129,7 +127,7 @@ def test_ledger_entries_about_a_subject(reader: StoryReader) -> None:
     assert kinds(unit_subject(70)) == []
 
 
-def test_ledger_entries_of_a_kind_about_several(reader: StoryReader) -> None:
+def test_ledger_entries_of_a_kind_about_several(reader: Reader) -> None:
     found = reader.ledger_of_kind("credit", [unit_subject(8), unit_subject(7), node_subject(node(1).node)])
     assert [entry.body["unit"] for entry in found] == [7, 8]
     assert [entry.kind for entry in reader.ledger_of_kind("batch", [unit_subject(7), unit_subject(8)])] == ["batch"]
@@ -137,7 +135,7 @@ def test_ledger_entries_of_a_kind_about_several(reader: StoryReader) -> None:
     assert reader.ledger_of_kind("credit", []) == []
 
 
-def test_the_fleet_in_sums(reader: StoryReader) -> None:
+def test_the_fleet_in_sums(reader: Reader) -> None:
     assert reader.fleet(since_ms=20) == [
         Crew("trainer", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
         Crew("worker", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
@@ -146,7 +144,7 @@ def test_the_fleet_in_sums(reader: StoryReader) -> None:
     ]
 
 
-def test_nodes_in_pages_and_by_rank(reader: StoryReader) -> None:
+def test_nodes_in_pages_and_by_rank(reader: Reader) -> None:
     names = [node(number).node for number in range(6)]
     assert [row.node for row in reader.nodes_after("", 2)] == names[1:3]
     assert [row.node for row in reader.nodes_after(names[4], 9)] == names[5:]
@@ -158,7 +156,7 @@ def test_nodes_in_pages_and_by_rank(reader: StoryReader) -> None:
     assert set(reader.nodes_named([names[1], "f" * 32])) == {names[1]}
 
 
-def test_who_waits_longest(reader: StoryReader) -> None:
+def test_who_waits_longest(reader: Reader) -> None:
     assert [each.waiting_for for each in reader.waiting_presences(0, 9)] == ["y", "x"]
     assert [each.waiting_for for each in reader.waiting_presences(15, 9)] == ["y"]
     assert [each.waiting_for for each in reader.waiting_presences(0, 1)] == ["y"]

@@ -122,7 +122,7 @@ def serve(place: Place, environment: Mapping[str, str], ready: Connection) -> No
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # no hub outlives its test
-    from shoal.hub import app
+    from shoal.hub.http import app
     from shoal.hub.service import context
 
     app.TICK_S, context.LEADS_S = TICK_S, LEADS_S

@@ -36,7 +36,7 @@ from schemathesis.specs.openapi.checks import (
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "hub"))
 from hubkit import RUN_ID, Actor, Bench, fresh_request, ok, submission_body, worker_key
 
-from shoal.hub.openapi import BULK
+from shoal.hub.http.openapi import BULK
 from shoal.ledger import fold, verify
 from shoal.ledger.accounts import Account
 from shoal.protocol import LedgerPage, sign_request

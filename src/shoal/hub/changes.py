@@ -26,13 +26,9 @@ T = TypeVar("T")
 
 MAX_WAIT_S = 30.0
 GATHER_S = 0.05  # after a change, others are usually close behind: one look serves them all
-
-
+OVER_S = 1.0
 WOKEN = 16
 """How many a change wakes. Some of them may be kept from what there is by rules of their own: one would be too few."""
-
-
-OVER_S = 1.0
 
 
 class Topic(StrEnum):
@@ -173,45 +169,29 @@ async def long_poll(
 
     `who` has one poll for a topic: a newer one ends the older, which answers with what it found last, nothing.
     """
-    poll = changes.enter(topic, who)
+    poll, loop = changes.enter(topic, who), asyncio.get_running_loop()
+    end, waited = loop.time() + min(wait_s, MAX_WAIT_S), False
     try:
-        return await _repeated(changes, topic, wait_s, attempt, is_gone, look_s, poll, is_held_back)
+        while True:
+            seen = changes.count(topic)
+            answer, is_ready = await attempt()
+            left_s = end - loop.time()
+            if is_ready and waited:
+                changes.pass_on(topic)
+            if is_ready or left_s <= 0 or changes.closed:
+                return answer
+            if not poll.is_over:
+                waited, poll.held_back = True, is_held_back(answer)
+                rest_s = left_s if look_s is None else min(left_s, look_s * changes.crowd(topic))
+                await changes.wait(topic, seen, rest_s, poll)
+                await asyncio.sleep(min(GATHER_S, left_s))
+                if poll.is_over or await is_gone():  # nobody reads the answer any more: do not give work away to it
+                    changes.pass_on(topic)
+                    if not poll.is_over:
+                        return answer
+            if poll.is_over:
+                # Two machines with a copy of one key would end each other's polls without a pause: answer later.
+                await asyncio.sleep(min(OVER_S, left_s))
+                return answer
     finally:
         changes.leave(topic, who, poll)
-
-
-async def _repeated(
-    changes: Changes,
-    topic: Topic,
-    wait_s: float,
-    attempt: Callable[[], Awaitable[tuple[T, bool]]],
-    is_gone: Callable[[], Awaitable[bool]],
-    look_s: float | None,
-    poll: _Poll,
-    is_held_back: Callable[[T], bool],
-) -> T:
-    loop = asyncio.get_running_loop()
-    end, waited = loop.time() + min(wait_s, MAX_WAIT_S), False
-    while True:
-        seen = changes.count(topic)
-        answer, is_ready = await attempt()
-        left_s = end - loop.time()
-        if is_ready and waited:
-            changes.pass_on(topic)
-        if is_ready or left_s <= 0 or changes.closed:
-            return answer
-        if poll.is_over:
-            return await _late(answer, left_s)
-        waited, poll.held_back = True, is_held_back(answer)
-        rest_s = left_s if look_s is None else min(left_s, look_s * changes.crowd(topic))
-        await changes.wait(topic, seen, rest_s, poll)
-        await asyncio.sleep(min(GATHER_S, left_s))
-        if poll.is_over or await is_gone():  # nobody reads the answer any more: do not give work away to it
-            changes.pass_on(topic)
-            return await _late(answer, left_s) if poll.is_over else answer
-
-
-async def _late(answer: T, left_s: float) -> T:
-    """Two machines with a copy of one key would end each other's polls without a pause: the answer comes later."""
-    await asyncio.sleep(min(OVER_S, left_s))
-    return answer

@@ -96,28 +96,6 @@ class Buckets:
         return 0.0 if level >= 1.0 else (1.0 - level) / self._rate_s
 
 
-class Connections:
-    """How many connections an address has. 0 is no limit. Used on one event loop only."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._open: Counter[str] = Counter()
-
-    def enter(self, client: str) -> bool:
-        if self._most and self._open[client] >= self._most:
-            return False
-        self._open[client] += 1
-        return True
-
-    def leave(self, client: str) -> None:
-        self._open[client] -= 1
-        if self._open[client] <= 0:
-            del self._open[client]
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-
 class Turns:
     """So many at a time of one address; the others of the same address wait for their turn. On one event loop only."""
 

@@ -7,7 +7,7 @@
     trusted     Validator, Trainer
     invariants  problems: what must hold, whatever happened
 
-    heap ─ next event ─► clock ─► actor ─ calls ─► hub.service ─► hub.state (the real decisions) ─► MemoryStorage
+    heap ─ next event ─► clock ─► actor ─ calls ─► hub.service ─► hub.state (the real decisions) ─► SQLite in memory
       ▲                              │                 │
       └── what it does next, when ◄──┴── or waits ◄────┴ changes
 

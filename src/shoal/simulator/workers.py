@@ -38,6 +38,7 @@ class SimulatedWorker:
         self._keys = 0
         self._handed_in = 0  # by its present key
         self._leases: dict[str, tuple[Lease, float]] = {}
+        self._shown: dict[str, int] = {}  # rollouts of a lease that the hub was shown
         self.node = ""
         self.kind = "newcomer"
 
@@ -51,6 +52,7 @@ class SimulatedWorker:
                 self._handed_in = 0
                 if self._crew.proven:
                     self._world.prove(self.node)
+                self._row = self._world.known(self.node)
         except HubDown:
             self._world.at(RETRY_S, self.arrive)
             return
@@ -66,29 +68,30 @@ class SimulatedWorker:
         self._world.counts["deaths"] += 1
         self._life += 1
         self._leases.clear()
+        self._shown.clear()
         self._world.at(self._world.about(self._crew.away_s), self.arrive)
 
     def _beat(self, life: int) -> None:
         if life != self._life:
             return
         self._world.at(self._world.scenario.heartbeat_s, lambda: self._beat(life))
+        progress = self._progress()
         try:
-            row = self._world.known(self.node)  # the heartbeat itself says that it is here
-            self._world.hub.membership.heartbeat(row, Heartbeat(progress=self._progress()))
-            if row.on_probation:
-                self._show(row)
+            known = self._world.hub.membership.heartbeat(self._row, Heartbeat(progress=progress))
+            if known.node.on_probation:
+                self._show(progress)
         except (HubDown, Refusal):  # the lease may have run out
             return
 
-    def _show(self, row: NodeRow) -> None:
-        """The rollouts of each lease that are finished by now, one after the other."""
-        for name, tokens in self._progress().items():
-            shown = self._leases[name][0].seeds[: tokens // TOKENS]
-            chunks = [
-                ShownChunks(index, 0, pack_tokens(_DRAWN.token_ids), _DRAWN.proofs) for index in range(len(shown))
-            ]
-            if chunks:
-                self._world.hub.showing.show(row, name, pack(ShownProgress(chunks), level=1))
+    def _show(self, progress: dict[str, int]) -> None:
+        """The rollouts of each lease that were finished since the last time, one after the other."""
+        for name, tokens in progress.items():
+            first, end = self._shown.get(name, 0), min(tokens // TOKENS, len(self._leases[name][0].seeds))
+            if end > first:
+                drawn = pack_tokens(_DRAWN.token_ids), _DRAWN.proofs
+                chunks = [ShownChunks(index, 0, *drawn) for index in range(first, end)]
+                self._world.hub.showing.show(self._row, name, pack(ShownProgress(chunks), level=1))
+                self._shown[name] = end
 
     def _progress(self) -> dict[str, int]:
         """Tokens so far of each lease: in proportion to the time that has passed."""
@@ -159,7 +162,7 @@ class SimulatedWorker:
 
     def _let_go(self, lease: Lease, life: int) -> None:
         if life == self._life and lease.lease in self._leases:
-            del self._leases[lease.lease]
+            self._drop(lease)
             self._world.counts["sat"] += 1
             self.ask()
 
@@ -183,6 +186,10 @@ class SimulatedWorker:
                 self._world.lies.add(receipt.submission)
                 self._world.counts["lies"] += 1
         self._handed_in += 1
-        self._leases.pop(lease.lease, None)
+        self._drop(lease)
         if not self._leases:
             self.ask()
+
+    def _drop(self, lease: Lease) -> None:
+        self._leases.pop(lease.lease, None)
+        self._shown.pop(lease.lease, None)

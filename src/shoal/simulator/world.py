@@ -28,7 +28,7 @@ from shoal.hub.changes import Topic
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
-from shoal.hub.storage import MemoryStorage
+from shoal.hub.storage import SqliteStorage
 from shoal.hub.storage.blobs import Inbox
 from shoal.protocol import (
     Batch,
@@ -112,7 +112,7 @@ class World:
         self.scenario = scenario
         self.random = random.Random(scenario.seed)
         self.clock = ManualClock()
-        self.storage = MemoryStorage()
+        self.storage = SqliteStorage(None)
         self.blobs = MemoryBlobs()
         self.counts: Counter[str] = Counter()
         self.receipts: dict[str, Receipt] = {}

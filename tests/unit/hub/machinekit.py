@@ -23,7 +23,7 @@ from shoal.hub.service import Hub
 from shoal.hub.state.commands import Command, SaveNode
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, NodeRow
-from shoal.hub.storage import MemoryStorage
+from shoal.hub.storage import SqliteStorage
 from shoal.protocol import (
     Audit,
     AuditRequest,
@@ -68,7 +68,7 @@ class Play:
 
     def __init__(self, folder: Path, run: dict[str, Any], settings: dict[str, Any], **changes: Any) -> None:
         self.clock = ManualClock()
-        self.storage = MemoryStorage()
+        self.storage = SqliteStorage(None)
         self.config = replace(make_config(folder, run, settings), **changes)
         self.blobs = MemoryBlobs()
         self.restart()

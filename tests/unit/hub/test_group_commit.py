@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, create_engine, event
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import Engine, create_engine
 
 from shoal.hub.storage.grouping import Busy, GroupCommit
 
@@ -29,23 +28,21 @@ class Bench:
         self.commits = 0
 
     def _engine(self, path: Path) -> Engine:
-        engine = create_engine(f"sqlite:///{path}")
+        bench = self
 
-        @event.listens_for(engine, "connect")
-        def connect(connection: sqlite3.Connection, _record: object) -> None:
-            connection.isolation_level = None
+        class Counted(sqlite3.Connection):
+            def commit(self) -> None:
+                bench.commits += 1
+                bench.at_commit()
+                if bench.fails:
+                    raise sqlite3.OperationalError("the disk is full")
+                super().commit()
 
-        @event.listens_for(engine, "begin")
-        def begin(connection: object) -> None:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")  # type: ignore[attr-defined]
+        connecting = {"factory": Counted, "isolation_level": None, "check_same_thread": False}
+        return create_engine(f"sqlite:///{path}", connect_args=connecting)
 
-        @event.listens_for(engine, "commit")
-        def commit(_connection: object) -> None:
-            self.commits += 1
-            if self.fails:
-                raise OperationalError("COMMIT", {}, Exception("the disk is full"))
-
-        return engine
+    def at_commit(self) -> None:
+        """For a test that looks at this moment."""
 
     def say(self, who: int, durable: bool = True) -> None:
         with self.writers.write(durable) as connection:
@@ -107,7 +104,7 @@ def test_nobody_returns_before_the_commit(bench: Bench) -> None:
     """At the moment of the commit, none of its writers has returned."""
     returned: list[int] = []
     at_commit: list[int] = []
-    event.listen(bench.engines[0], "commit", lambda _connection: at_commit.append(len(returned)))
+    bench.at_commit = lambda: at_commit.append(len(returned))  # type: ignore[method-assign]
 
     def say(who: int) -> None:
         bench.say(who)
@@ -133,7 +130,7 @@ def test_a_body_that_fails_is_undone_alone(bench: Bench) -> None:
 def test_a_commit_that_fails_fails_all_its_writers_and_the_next_one_works(bench: Bench) -> None:
     bench.fails = True
     results = bench.together(*(lambda who=who: bench.say(who) for who in range(4)))
-    assert all(isinstance(result, OperationalError) for result in results)
+    assert all(isinstance(result, sqlite3.OperationalError) for result in results)
     bench.fails = False
     assert bench.said() == []
     bench.say(9)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from hubkit import HUB, ROOT, RUN_ID, TRAINER, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
 from ownerkit import ADMIN, Owner, action
@@ -14,13 +11,6 @@ from shoal.ledger import fold, open_order, verify
 from shoal.protocol import AdminRequest, LeaseReply, LedgerPage, NodeState, RunStatus, SigningKey, sign_document
 
 ALICE = worker_key(1).node
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
 
 
 @pytest.fixture

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hubkit import ROOT, TRAINER, VALIDATOR, Bench, certificate, code_of, ok, policy
 from ownerkit import ADMIN, Owner
 
-from shoal.hub import auth
 from shoal.hub import changes as changes_module
-from shoal.hub.answers import Answers
-from shoal.hub.bodies import read_body
 from shoal.hub.changes import Changes, Topic, long_poll
-from shoal.hub.door import Edge
+from shoal.hub.http import auth
+from shoal.hub.http.bodies import read_body
+from shoal.hub.http.cache import Answers
+from shoal.hub.http.middleware import Edge
 from shoal.hub.limits import Addresses
 from shoal.hub.service import Hub, Posting
 from shoal.hub.service.owner import orders_of, put_orders
@@ -27,9 +26,7 @@ from shoal.hub.service.posting import READ_POSTS
 from shoal.hub.state.commands import Record
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
-from shoal.hub.storage import SqliteStorage
-from shoal.hub.storage.queries import SqlReader
-from shoal.hub.storage.story_queries import SqlStoryReader
+from shoal.hub.storage import Reader, SqliteStorage
 from shoal.hub.waits import FORGET_AFTER_MS, Waits
 from shoal.protocol import (
     AuditRequest,
@@ -42,13 +39,6 @@ from shoal.protocol import (
 from shoal.runtime.clock import ManualClock
 
 SECOND = SigningKey.from_seed(b"w" * 32)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
 
 
 @pytest.fixture
@@ -234,11 +224,10 @@ def test_a_heartbeat_has_short_names(bench: Bench, field: str) -> None:
 
 
 def test_no_page_that_anyone_may_read_loads_every_node(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_self: SqlReader) -> None:
+    def refuse(_self: Reader) -> None:
         raise AssertionError("all nodes were loaded")
 
-    monkeypatch.setattr(SqlReader, "nodes", refuse)
-    monkeypatch.setattr(SqlReader, "presences", refuse)
+    monkeypatch.setattr(Reader, "nodes", refuse)
     for actor in (bench.trainer, bench.validator, bench.alice, bench.bob):
         ok(actor.call("POST", "/heartbeat", {}))
     ok(bench.http.get("/ready"))
@@ -334,8 +323,8 @@ def test_the_story_of_a_node_is_one_query_of_the_ledger_however_much_it_did(
 ) -> None:
     ok(bench.announce(0))
     bench.accept_groups(2)
-    about = Counted(SqlStoryReader.ledger_about)
-    monkeypatch.setattr(SqlStoryReader, "ledger_about", lambda self, *args: about(self, *args))
+    about = Counted(Reader.ledger_about)
+    monkeypatch.setattr(Reader, "ledger_about", lambda self, *args: about(self, *args))
     story = ok(bench.http.get(f"/nodes/{bench.alice.key.node}")).json()
     assert len(story["recent"]) == 2
     assert about.count == 1

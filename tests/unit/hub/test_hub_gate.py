@@ -10,8 +10,8 @@ import pytest
 from hubkit import Bench, certificate, make_config, worker_key
 
 from shoal.errors import ResourceError
-from shoal.hub import gate
 from shoal.hub.changes import Changes, Topic, long_poll
+from shoal.hub.http import calls
 from shoal.hub.service import Hub, posting
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.storage import StaleRow
@@ -20,17 +20,10 @@ from shoal.protocol import Registration
 from shoal.runtime.clock import ManualClock
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
-
-
 class TestInsisting:
     @pytest.fixture(autouse=True)
     def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gate, "PAUSE_S", 0.0)
+        monkeypatch.setattr(calls, "PAUSE_S", 0.0)
 
     def test_a_decision_that_was_overtaken_is_made_again(self) -> None:
         failures = [StaleRow("once"), StaleRow("twice")]
@@ -40,29 +33,29 @@ class TestInsisting:
                 raise failures.pop()
             return "answer"
 
-        assert gate.insist(call) == "answer"
+        assert calls.retried(call) == "answer"
 
     def test_but_not_for_ever(self) -> None:
-        calls: list[int] = []
+        made: list[int] = []
 
         def call() -> None:
-            calls.append(1)
+            made.append(1)
             raise StaleRow("always")
 
         with pytest.raises(Refusal) as caught:
-            gate.insist(call)
-        assert (caught.value.status, caught.value.code, len(calls)) == (503, "hub.busy", gate.ATTEMPTS)
+            calls.retried(call)
+        assert (caught.value.status, caught.value.code, len(made)) == (503, "hub.busy", calls.ATTEMPTS)
 
     def test_other_failures_are_not_repeated(self) -> None:
-        calls: list[int] = []
+        made: list[int] = []
 
         def call() -> None:
-            calls.append(1)
+            made.append(1)
             raise ResourceError("the disk is full")
 
         with pytest.raises(ResourceError):
-            gate.insist(call)
-        assert len(calls) == 1
+            calls.retried(call)
+        assert len(made) == 1
 
     def test_routes_insist(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         register, failures = bench.app.state.hub.membership.register, [StaleRow("once")]

@@ -180,7 +180,7 @@ class TestNodes:
         body = Registration(public_key=stranger.key.public_key, role="validator")
         assert code_of(stranger.call("POST", "/nodes", body)) == (403, "auth.certificate")
         with calm.app.state.hub.context.storage.read() as reader:
-            assert stranger.key.node not in reader.presences()
+            assert reader.presence(stranger.key.node) is None
 
     @pytest.mark.parametrize("field", ["doing", "waiting_for"])
     def test_control_characters_reach_nobodys_terminal(self, calm: Bench, field: str) -> None:

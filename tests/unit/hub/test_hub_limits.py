@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from asgikit import AsgiTransport
 from shoal.errors import ConfigError
-from shoal.hub.connections import Gatekeeper
-from shoal.hub.limits import Addresses, Buckets, Connections, Intake, TooMuch, Turns
-from shoal.hub.metrics import StateMetrics
+from shoal.hub.http.connections import Gatekeeper
+from shoal.hub.http.metrics import StateMetrics
+from shoal.hub.limits import Addresses, Buckets, Intake, TooMuch, Turns
 from shoal.hub.state.refusals import Refusal
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.logs import JsonFormatter
@@ -96,18 +96,6 @@ def test_a_proxy_that_is_none() -> None:
         Addresses(["my-proxy"])
 
 
-def test_connections_are_counted_down_again() -> None:
-    connections = Connections(2)
-    assert [connections.enter("a"), connections.enter("a"), connections.enter("a"), connections.enter("b")] == [
-        True, True, False, True,
-    ]  # fmt: skip
-    connections.leave("a")
-    assert connections.enter("a")
-    for client in ("a", "a", "b"):
-        connections.leave(client)
-    assert len(connections) == 0
-
-
 def test_who_may_connect() -> None:
     codes: list[str] = []
     keeper = Gatekeeper(Addresses(["10.0.0.1"]), per_address=1, in_all=100, refused=codes.append)
@@ -123,6 +111,10 @@ def test_who_may_connect() -> None:
     assert refusal is not None
     assert refusal.startswith(b"HTTP/1.1 503 ")
     assert codes == ["rate.connections", "hub.busy"]
+    keeper.leave("")
+    keeper.leave("192.0.2.7")
+    assert not keeper.open, "nothing is kept of who has left"
+    assert keeper.admit("192.0.2.7", 4) == ("192.0.2.7", None)
 
 
 def test_turns_are_taken_by_address_and_forgotten() -> None:
@@ -273,7 +265,7 @@ def test_new_keys_of_one_address_are_counted_and_known_ones_are_not(tmp_path: Pa
 
 
 def test_an_address_that_asks_too_often_is_held_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.hub.door.HOLD_S", 0.0)
+    monkeypatch.setattr("shoal.hub.http.middleware.HOLD_S", 0.0)
     bench = Bench(tmp_path / "hub", settings={"requests_per_address_s": 0.2})
     try:
         away = Elsewhere(bench)
@@ -290,13 +282,6 @@ def test_an_address_that_asks_too_often_is_held_and_refused(tmp_path: Path, monk
 
 
 # ── what is seen of it ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
 
 
 def metrics_of(bench: Bench) -> dict[str, float]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hubkit import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, fresh_request, ok
 
 from shoal import ledger
@@ -21,13 +19,6 @@ from shoal.protocol import (
     open_document,
     unpack,
 )
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
 
 
 def test_three_steps_from_policy_to_finish(bench: Bench) -> None:

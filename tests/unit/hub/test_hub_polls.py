@@ -5,22 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 from hubkit import Bench, fresh_request, ok
 
 from shoal.hub.changes import Changes, Topic, long_poll
 from shoal.hub.waits import FORGET_AFTER_MS, Waits
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
 
 
 class Background:

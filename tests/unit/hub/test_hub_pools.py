@@ -23,7 +23,7 @@ from shoal.hub.service import Hub
 from shoal.hub.state.commands import SaveTask
 from shoal.hub.state.draws import task_index
 from shoal.hub.state.rows import Pool, TaskRow
-from shoal.hub.storage import MemoryStorage
+from shoal.hub.storage import SqliteStorage
 from shoal.protocol import Batch, Outcome
 from shoal.runtime.clock import ManualClock
 
@@ -222,7 +222,7 @@ class TestUnusable:
 
 
 def test_a_run_keeps_its_pools(tmp_path: Path) -> None:
-    storage, config = MemoryStorage(), make_config(tmp_path)
+    storage, config = SqliteStorage(None), make_config(tmp_path)
     Hub(replace(config, pools=POOLS), ManualClock(), storage)
     Hub(replace(config, pools=POOLS), ManualClock(), storage)
     for other in (None, POOLS.model_copy(update={"easy_share": 0.8})):
@@ -231,14 +231,14 @@ def test_a_run_keeps_its_pools(tmp_path: Path) -> None:
 
 
 def test_a_run_without_pools_does_not_get_any_later(tmp_path: Path) -> None:
-    storage, config = MemoryStorage(), make_config(tmp_path)
+    storage, config = SqliteStorage(None), make_config(tmp_path)
     Hub(config, ManualClock(), storage)
     with pytest.raises(ConfigError, match="whose pools is None"):
         Hub(replace(config, pools=POOLS), ManualClock(), storage)
 
 
 def test_a_run_of_an_older_hub_had_no_pools(tmp_path: Path) -> None:
-    storage, config = MemoryStorage(), make_config(tmp_path)
+    storage, config = SqliteStorage(None), make_config(tmp_path)
     Hub(config, ManualClock(), storage)
     with storage.write() as transaction:
         known = json.loads(transaction.setting("run") or "")

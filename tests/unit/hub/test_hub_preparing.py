@@ -71,7 +71,7 @@ def play(folder: Path, **changes: Any) -> tuple[Play, Slow]:
     stage = Play(folder, RUN, {}, environment=slow, encode=slow.encode, **changes)
 
     def nobody_waits() -> None:
-        assert stage.storage._writer is None, "made inside a write transaction"
+        assert not stage.storage._writers._lock.locked(), "made inside a write transaction"
 
     slow.meanwhile = nobody_waits
     for _ in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import re
 import signal
@@ -34,7 +33,8 @@ from hubkit import (
 )
 
 from shoal.errors import ConfigError, EnvironmentSetupError, ResourceError
-from shoal.hub import HubConfig, create_app, run_hub, server
+from shoal.hub import HubConfig, create_app, run_hub
+from shoal.hub.http import server
 from shoal.protocol import (
     LeaseRequest,
     PolicyAnnouncement,
@@ -350,22 +350,13 @@ class TestPages:
         assert home.headers["content-type"].startswith("text/html")
         assert f"shoal join http://hub/#{fingerprint(ROOT.public_key)}" in home.text
         assert "http://" not in home.text.replace("http://hub/", ""), "no file from elsewhere"
-        docs = http.get("/docs")
-        assert docs.headers["content-type"].startswith("text/html")
-        for page in (home.text, docs.text):
-            assert "<script" not in page
-            assert 'src="' not in page
-            assert not re.search(r'href="(https?:)?//', page), "no file from elsewhere"
-        document = http.get("/openapi.json").json()
-        for path, methods in document["paths"].items():
-            for method, call in methods.items():
-                assert f"<h3>{method.upper()} {path}</h3>" in docs.text
-                assert html.escape(call["summary"]) in docs.text
-        assert "<code>LeaseRequest</code>, for example <code>{&quot;request&quot;" in docs.text
-        assert "<code>Receipt</code>" in docs.text
+        assert "<script" not in home.text
+        assert 'src="' not in home.text
+        assert not re.search(r'href="(https?:)?//', home.text), "no file from elsewhere"
+        assert http.get("/docs").status_code == 404, "the framework's page would load scripts from elsewhere"
         assert http.get("/redoc").status_code == 404
 
 
 def test_the_hub_starts_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import shoal.hub.server, shoal.ledger"  # None: importing it fails
+    code = "import sys; sys.modules['torch'] = None; import shoal.hub.http.server, shoal.ledger"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,7 +13,7 @@ from hubkit import Bench, code_of, fresh_request, ok, submission_body
 from sqlalchemy.exc import OperationalError
 
 from shoal.errors import ResourceError
-from shoal.hub.door import HEADER_REQUEST
+from shoal.hub.http.middleware import HEADER_REQUEST
 from shoal.protocol import Outcome
 
 

@@ -10,6 +10,8 @@ import pytest
 from hubkit import ROOT, RUN_ID, Bench, Rollout, code_of, fresh_request, ok, submission_body
 from hubkit import pack_logprobs as logprobs
 
+from shoal.hub.service.showing import Showing
+from shoal.hub.state.rows import Moment
 from shoal.ledger import Chain, Keys, Proofs
 from shoal.protocol import (
     Audit,
@@ -121,6 +123,23 @@ def test_a_validator_is_given_one_shown_rollout_and_again_after_each_doubling(be
     assert bench.audits() == (), "96 tokens are not twice as many as 64"
     shown(bench, lease, chunks(1, start=32))
     assert len(bench.audits()) == 1
+
+
+def test_of_two_shown_leases_the_one_that_ends_first_is_looked_at_first_also_by_a_new_hub(bench: Bench) -> None:
+    mine, [other] = leased(bench), bench.bob.lease(fresh_request())
+    shown(bench, mine, chunks())
+    bench.clock.advance(1)
+    ok(bench.bob.call("POST", f"/leases/{other.lease}/progress", pack(ShownProgress([chunks()]))))
+    bench.clock.advance(1)
+    shown(bench, mine, chunks(start=32))  # so that it ends after the other
+    context = bench.app.state.hub.context
+    new = Showing(context)
+    with context.storage.read() as reader:
+        moment = Moment(context.rules, reader.progress(), context.clock.now_ms())
+        found = [new.audit(reader, moment, (), idle=True) for _ in range(3)]
+    for audits in (found, [*bench.audits(), *bench.audits(), *bench.audits(), None]):
+        leases = [None if audit is None else Lease.model_validate(audit.lease.document).lease for audit in audits]
+        assert leases == [other.lease, mine.lease, None]
 
 
 def test_a_certain_failure_bans_ends_the_lease_and_can_be_checked_later(bench: Bench) -> None:

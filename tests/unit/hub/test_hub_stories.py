@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,13 +38,6 @@ FAILED: dict[str, Any] = {
     "message": "token 3 of sample 0 was not drawn with its seed",
     "checks": (CheckResult(check="sampling", passed=False, evidence={"outside": 812, "limit": 14}, message="no"),),
 }
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
 
 
 def unit_story(bench: Bench, unit: int) -> UnitStory:

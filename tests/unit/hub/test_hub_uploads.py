@@ -12,8 +12,8 @@ from hubkit import HUB, Actor, Bench, code_of, ok, submission_body
 
 from s3kit import KEYS, Shop, s3_server
 from shoal.errors import ResourceError
+from shoal.hub.http.calls import UploadSlots
 from shoal.hub.service.uploads import SWEEP_EVERY_MS
-from shoal.hub.slots import UploadSlots
 from shoal.protocol import Lease, Receipt, RunInfo, SignedDocument, open_document, submission_digest
 from shoal.protocol.submission import UploadTicket
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,13 +14,6 @@ from shoal.protocol.signing import sign_values
 
 OWNER, OTHER = SigningKey.from_seed(b"o" * 32), SigningKey.from_seed(b"p" * 32)
 CAROL = worker_key(5)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
 
 
 def vouch(node: str = CAROL.node, owner: SigningKey = OWNER, by: SigningKey | None = None) -> SignedDocument:

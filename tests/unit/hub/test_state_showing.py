@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from statekit import NOW_MS, lease, rules
+from statekit import rules
 
 from shoal.hub.state import showing
 from shoal.hub.state.refusals import Refusal
@@ -96,13 +96,8 @@ def test_however_messages_are_cut_lost_and_repeated_the_copy_becomes_the_group(d
 
 
 def test_a_lease_is_looked_at_when_it_shows_something_and_again_after_each_doubling():
-    soon = replace(lease(0), progress=64, deadline_ms=NOW_MS + 1)
-    late = replace(lease(1), progress=32)
-    assert showing.next_lease([late, soon], {}) == soon
-    assert showing.next_lease([late, soon], {"u0a0": 33}) == late
-    assert showing.next_lease([late, soon], {"u0a0": 32}) == soon
-    assert showing.next_lease([late, soon], {"u0a0": 64, "u1a0": 17}) is None
-    assert showing.next_lease([replace(soon, progress=0)], {}) is None
+    assert [showing.is_due(tokens, 0) for tokens in (0, 1, 64)] == [False, True, True]
+    assert [showing.is_due(64, looked_at) for looked_at in (32, 33, 64)] == [True, False, False]
 
 
 @given(

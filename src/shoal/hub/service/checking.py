@@ -69,9 +69,7 @@ class Checking:
         leases = self._work.entrust(node, request) if generates else ()
         if leases:
             self._context.waits.done(node_label(node))
-        with self._context.storage.read() as reader:
-            digest, wanted = in_force_of(reader).digest, wanted_of(reader)
-        return reply.model_copy(update={"generate": leases, "calibration": digest, "wanted": wanted})
+        return reply.model_copy(update={"generate": leases}) if leases else reply
 
     def _claim(self, node: NodeRow, request: AuditRequest, evaluates: bool) -> AuditReply:
         context, slice_ = self._context, None
@@ -96,12 +94,13 @@ class Checking:
                 idle = not claims and slice_ is None
                 shown = self._showing.audit(reader, moment, (audit.size_bytes for audit in found), idle)
                 found = found if shown is None else (*found, shown)
+            digest, wanted_kinds = in_force_of(reader).digest, wanted_of(reader)
         if found:
             point("hub.audit.after_commit")
         if found or slice_ is not None:
             context.waits.done(node_label(node))
             evaluation = None if slice_ is None else self._evaluating.document(slice_)
-            return AuditReply(audits=found, evaluation=evaluation)
+            return AuditReply(audits=found, evaluation=evaluation, calibration=digest, wanted=wanted_kinds)
         finished = pacing.is_finished(moment.rules, moment.progress) and not pending
         finished = finished and not (evaluates and self._evaluating.pending())
         halted = orders.halted(moment.now_ms)
@@ -112,7 +111,7 @@ class Checking:
             context.waits.done(node_label(node))
         else:
             context.waits.waiting(node_label(node), waiting, moment.now_ms)
-        return AuditReply(waiting=waiting, finished=finished)
+        return AuditReply(waiting=waiting, finished=finished, calibration=digest, wanted=wanted_kinds)
 
     def _next(self, transaction: Writer, moment: Moment, count: int) -> list[SubmissionRow]:
         """What is audited next: the lowest units; while established nodes are here, newcomers' by their share."""

@@ -73,6 +73,7 @@ class Drawing:
         self._sheets: OrderedDict[int, Sheet] = OrderedDict()
         self._lock = threading.Lock()
         self._making = threading.Lock()  # who comes second finds made what the first one made
+        self._has_dialogues = has_dialogues(context.config.environment)
         self.unusable = 0  # tasks passed over since the start because they cannot be used
 
     # ── before a decision ────────────────────────────────────────────────────────────────────────────────────────
@@ -196,7 +197,7 @@ class Drawing:
     def _dialogue(self, task: Task) -> DialogueTerms | None:
         """How the environment answers in a task, with what frames its words."""
         config = self._context.config
-        rule = dialogue_of(config.environment, task) if has_dialogues(config.environment) else None
+        rule = dialogue_of(config.environment, task) if self._has_dialogues else None
         if rule is None:
             return None
         before, after = config.frame

@@ -61,10 +61,11 @@ class Membership:
                 counters=heartbeat.counters,
             )
             fresh = transaction.node(node.node) or node
-            said = transaction.presence(node.node)
+            moment = Moment(self._context.rules, transaction.progress(counted=False), now_ms)
+            if fresh.role == "validator":
+                said = transaction.presence(node.node)
+                transaction.apply(canary_alarm(fresh, said, presence, moment.progress.next_step))
             transaction.put_presence(presence)
-            moment = Moment(self._context.rules, transaction.progress(), now_ms)
-            transaction.apply(canary_alarm(fresh, said, presence, moment.progress.next_step))
             deadlines = self._renew(transaction, moment, fresh, heartbeat.progress)
         return HeartbeatReply(
             node=node_view(fresh, presence, moment.rules, now_ms),
@@ -130,6 +131,6 @@ def check_vouch(registration: Registration) -> None:
 def canary_alarm(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:
     """An alarm for each known-bad submission that a validator says it let pass; its further heartbeats add none."""
     known = before.counters.get(MISSED, 0) if before is not None else 0
-    if node.role != "validator" or now.counters.get(MISSED, 0) <= known:
+    if now.counters.get(MISSED, 0) <= known:
         return []
     return [RaiseAlarm(step, f"canary.missed.{node.node[:8]}", canary_problem(node, now), now.last_seen_ms)]

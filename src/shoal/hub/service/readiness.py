@@ -15,7 +15,7 @@ from shoal.hub.service.owner import orders_of
 from shoal.hub.service.staffing import standstill
 from shoal.hub.state import pacing
 from shoal.hub.state.rows import NodeRow
-from shoal.hub.storage import Presence, StoryReader
+from shoal.hub.storage import Presence, Reader
 from shoal.protocol import Conduct, Message, NodeState
 
 HERE_MS = 60_000
@@ -62,7 +62,7 @@ class Ready:
         halted = orders.halted(now_ms)
         return Readiness(ready=not found, problems=found, conduct=orders.conduct, halted=halted, standstill=nobody)
 
-    def _of_roles(self, reader: StoryReader, now_ms: int) -> list[str]:
+    def _of_roles(self, reader: Reader, now_ms: int) -> list[str]:
         trusted = reader.nodes_ranked("trusted", MAX_TRUSTED)
         presences = reader.presences_named([node.node for node in trusted])
         here = [

@@ -14,8 +14,8 @@ from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.machines import SubmissionState, UnitState
 from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import NodeRow, SubmissionRow
-from shoal.hub.storage import Reader, StoryReader
-from shoal.hub.storage.protocol import Rank
+from shoal.hub.storage import Reader
+from shoal.hub.storage.reader import Rank
 from shoal.protocol import (
     Evaluation,
     LedgerHead,
@@ -110,7 +110,7 @@ class Reporting:
                 standstill=tuple(standstill(self._context, reader, now_ms)),
             )
 
-    def _waits(self, reader: StoryReader, now_ms: int) -> list[Wait]:
+    def _waits(self, reader: Reader, now_ms: int) -> list[Wait]:
         """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet.
 
         Of very many, those that have waited longest. Once the last batch is written, only the trainer counts.
@@ -141,7 +141,7 @@ class Reporting:
         ]
         return [*waits, *_folded("unit", leased), *_folded("submission of unit", checked)]
 
-    def _trainers_waits(self, reader: StoryReader, now_ms: int) -> list[Wait]:
+    def _trainers_waits(self, reader: Reader, now_ms: int) -> list[Wait]:
         """What a trainer says that it waits for: a publication to be taken, say."""
         said = reader.waiting_presences(now_ms - SILENT_AFTER_MS, MAX_WAITING)
         rows = reader.nodes_named([each.node for each in said])
@@ -184,7 +184,7 @@ class Reporting:
         return sign_document(info, config.key)
 
 
-def _notable(reader: StoryReader, total: int) -> list[NodeRow]:
+def _notable(reader: Reader, total: int) -> list[NodeRow]:
     """All nodes, or of very many: the trusted, those in trouble, those who did most, and who was heard of last."""
     if total <= NODES_SHOWN:
         return reader.nodes()

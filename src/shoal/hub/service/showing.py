@@ -5,6 +5,10 @@
                                                                        └ right, or unsure ─► nothing is said
     PUT /submissions ─► audit with what was shown
 
+Leases that are due to be looked at wait in this process, the one that ends first in front: to go through all that show
+something with each request of a validator would be most of the hub's work. A new hub, or one that shares its database
+with others, looks for them in the database.
+
 What validators are given is kept in this process until the verdict on it comes: a hub that was restarted meanwhile does
 not know it any more, and the lease is looked at again. Only what failed becomes a submission, of the bytes that failed.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush, heapreplace
 
 from shoal.errors import CodecError
 from shoal.hub.changes import Topic
@@ -46,6 +51,8 @@ SHOWN_LIMITS = BodyLimits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYT
 AUDIT_SHARE = 1 / 16
 """What shown progress may take of the bytes that validators are given while submissions wait; bytes are tokens."""
 MOST_GIVEN = 64
+SEARCH_EVERY_MS, SEARCH_SHARED_MS = 60_000, 1_000
+"""How often the database is searched for shown leases: by the only hub, which knows them, and by one of several."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,9 @@ class Showing:
         self._context = context
         self._lock = threading.Lock()
         self._looked_at: dict[str, int] = {}  # lease: its shown tokens when it was last given to a validator
+        self._due: list[tuple[int, str, int]] = []  # a heap: deadline, lease, shown tokens; a later deadline comes late
+        self._queued: set[str] = set()  # the leases in it
+        self._searched_ms = -SEARCH_EVERY_MS
         self._given: dict[str, Given] = {}  # by digest, the newest last
         self._owed_bytes = 0.0
 
@@ -81,9 +91,11 @@ class Showing:
             tokens, part, new = showing.take(context.rules, context.config.proof, lease, last, said.chunks)
             if part is None or not fresh.on_probation:  # others are believed: nothing has to be kept of them
                 return ProgressReply(tokens=tokens, deadline_ms=held.lease.deadline_ms)
-            moment = Moment(context.rules, transaction.progress(), context.clock.now_ms())
+            moment = Moment(context.rules, transaction.progress(counted=False), context.clock.now_ms())
             renewed = leases.renew(moment, [held], {lease: sum(tokens)})
             transaction.apply([AddShown(replace(part, body=pack(ShownProgress(new)))), *renewed])
+        with self._lock:
+            self._queue(each.row for each in renewed)
         context.changes.notify(Topic.AUDITS)
         deadline_ms = renewed[0].row.deadline_ms if renewed else held.lease.deadline_ms
         return ProgressReply(tokens=tokens, deadline_ms=deadline_ms)
@@ -100,10 +112,8 @@ class Showing:
         """One rollout of one lease for a validator that got submissions of so many bytes; None if none is due."""
         with self._lock:
             self._owed_bytes += AUDIT_SHARE * sum(claimed)
-            candidates = reader.showing()
-            known = {row.lease for row in candidates}
-            self._looked_at = {name: tokens for name, tokens in self._looked_at.items() if name in known}
-            row = showing.next_lease(candidates, self._looked_at)
+            self._search(reader, moment.now_ms)
+            row = self._next_lease(reader)
             if row is None:
                 self._owed_bytes = 0.0
                 return None
@@ -125,6 +135,39 @@ class Showing:
             deadline_ms=moment.now_ms + moment.rules.audit_ms,
             depth="progress",
         )
+
+    def _queue(self, rows: Iterable[LeaseRow]) -> None:
+        for row in rows:
+            if row.lease not in self._queued and showing.is_due(row.progress, self._looked_at.get(row.lease, 0)):
+                self._queued.add(row.lease)
+                heappush(self._due, (row.deadline_ms, row.lease, row.progress))
+
+    def _search(self, reader: Reader, now_ms: int) -> None:
+        """Find what others were shown, now and then; and forget what has ended."""
+        every_ms = SEARCH_SHARED_MS if self._context.storage.is_shared else SEARCH_EVERY_MS
+        if now_ms - self._searched_ms >= every_ms:
+            self._searched_ms = now_ms
+            candidates = reader.showing()
+            known = {row.lease for row in candidates}
+            self._looked_at = {name: tokens for name, tokens in self._looked_at.items() if name in known}
+            self._queue(candidates)
+
+    def _next_lease(self, reader: Reader) -> LeaseRow | None:
+        """The lease to look at: of those that are due, the one that ends first. It stays in the queue."""
+        while self._due:
+            deadline_ms, name, tokens = self._due[0]
+            held = reader.holding(name)
+            row = held.lease if held is not None and held.lease.state is LeaseState.ACTIVE else None
+            if row is None or not showing.is_due(row.progress, self._looked_at.get(name, 0)):
+                if row is not None and row.progress < tokens:
+                    return None  # this view is older than what was shown: the next request sees it
+                heappop(self._due)
+                self._queued.discard(name)
+            elif row.deadline_ms > deadline_ms:
+                heapreplace(self._due, (row.deadline_ms, name, tokens))
+            else:
+                return row
+        return None
 
     def _sampled(self, reader: Reader, row: LeaseRow, signed: SignedDocument) -> bytes:
         """A submission with nothing in it but what was shown of one rollout, which nobody can tell in advance."""

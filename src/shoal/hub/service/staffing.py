@@ -15,7 +15,7 @@ from shoal.hub.service.owner import orders_of
 from shoal.hub.state import calibrations, pacing
 from shoal.hub.state.nodes import HERE_MS
 from shoal.hub.state.rows import NodeRow
-from shoal.hub.storage import StoryReader
+from shoal.hub.storage import Reader
 from shoal.protocol import NodeState
 
 STARTING_MS = 60_000
@@ -24,7 +24,7 @@ NEWEST = 50
 DOING = {"trainer": "train", "validator": "check", "worker": "work"}
 
 
-def standstill(context: Context, reader: StoryReader, now_ms: int) -> list[str]:
+def standstill(context: Context, reader: Reader, now_ms: int) -> list[str]:
     """Why the run stands still for want of somebody, a sentence for each role; empty while there is somebody, before
     the first policy, when the run is finished, and when its owner has halted it."""
     progress = reader.progress()
@@ -41,7 +41,7 @@ def standstill(context: Context, reader: StoryReader, now_ms: int) -> list[str]:
     return found or _unjudgeable(context, reader, now_ms)
 
 
-def _nobody(context: Context, reader: StoryReader, role: str, now_ms: int) -> str:
+def _nobody(context: Context, reader: Reader, role: str, now_ms: int) -> str:
     known = [row for rank in ("sanctioned", "seen") for row in reader.nodes_ranked(rank, NEWEST) if row.role == role]
     start = f"start {'one' if not known else 'another'} with `shoal {role}`"
     if role == "worker":
@@ -51,11 +51,11 @@ def _nobody(context: Context, reader: StoryReader, role: str, now_ms: int) -> st
     return f"nobody is left to {DOING[role]}: {_fate(reader, known, now_ms)}; {start}"
 
 
-def _taken(context: Context, reader: StoryReader) -> Sequence[str]:
+def _taken(context: Context, reader: Reader) -> Sequence[str]:
     return calibrations.taken(in_force_of(reader), context.config.profiles, context.config.measurable)
 
 
-def _fate(reader: StoryReader, known: Sequence[NodeRow], now_ms: int) -> str:
+def _fate(reader: Reader, known: Sequence[NodeRow], now_ms: int) -> str:
     """What became of the one that was heard of last, a sanctioned one before others."""
     presences = reader.presences_named([row.node for row in known])
     heard = {
@@ -71,7 +71,7 @@ def _fate(reader: StoryReader, known: Sequence[NodeRow], now_ms: int) -> str:
     return f"{who} was heard of {(now_ms - heard[row.node]) // 1000} s ago for the last time"
 
 
-def _unjudgeable(context: Context, reader: StoryReader, now_ms: int) -> list[str]:
+def _unjudgeable(context: Context, reader: Reader, now_ms: int) -> list[str]:
     """That all workers here are of kinds that no validator can judge yet."""
     rows = [row for row in reader.nodes_ranked("seen", NEWEST) if row.role == "worker"]
     presences = reader.presences_named([row.node for row in rows])

@@ -16,7 +16,7 @@ from shoal.hub.state.orders import REVOKED
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.state.units import TRUSTED_AFTER, VOID_ATTEMPTS, VOID_INCARNATION, VOID_STALE, is_entrusted
-from shoal.hub.storage import Reader, StoryReader
+from shoal.hub.storage import Reader
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
 from shoal.protocol import (
     Evidence,
@@ -126,7 +126,7 @@ class Stories:
         with self._context.storage.read() as reader:
             return EvidencePage(evidence=tuple(evidence_of(reader, reader.ledger_after(after, limit))))
 
-    def _submissions(self, reader: StoryReader, rows: Sequence[SubmissionRow]) -> tuple[SubmissionStory, ...]:
+    def _submissions(self, reader: Reader, rows: Sequence[SubmissionRow]) -> tuple[SubmissionStory, ...]:
         voids = reader.ledger_of_kind("void", list(dict.fromkeys(unit_subject(row.unit) for row in rows)))
         voided = {entry.body.get("submission") for entry in voids}
         verdicts = reader.verdicts_of([row.submission for row in rows])

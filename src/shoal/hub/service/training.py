@@ -95,7 +95,7 @@ class Training:
         with context.storage.read() as reader:
             if reader.batch(step) is not None:
                 return ""
-            moment = Moment(context.rules, reader.progress(), context.clock.now_ms())
+            moment = Moment(context.rules, reader.progress(counted=False), context.clock.now_ms())
             return self._choose(reader, moment, step)[0].waiting
 
     def _choose(self, reader: Reader, moment: Moment, step: int) -> tuple[batches.Choice, Sequence[UnitRow]]:

@@ -116,7 +116,8 @@ class Upkeep:
         """Give out pending credit that is due. Also when the run is finished, or the policy of audits was changed."""
         context = self._context
         with context.storage.read() as reader:
-            is_due = bool(reader.due_credit(_due_until_ms(reader, Moment(context.rules, reader.progress(), now_ms)), 1))
+            moment = Moment(context.rules, reader.progress(counted=False), now_ms)
+            is_due = bool(reader.due_credit(_due_until_ms(reader, moment), 1))
         if is_due:
             with context.decision(exclusive=True) as (transaction, moment):
                 due = transaction.due_credit(_due_until_ms(transaction, moment), MATURED_PER_TICK)

@@ -275,7 +275,7 @@ class Work:
         """Whether it would be taken as things stand, before anything is stored; raises the refusal if not."""
         context = self._context
         with context.storage.read() as reader:
-            moment = Moment(context.rules, reader.progress(), context.clock.now_ms())
+            moment = Moment(context.rules, reader.progress(counted=False), context.clock.now_ms())
             return self._receive(reader, moment, node, arrival, lambda _row: "")  # nothing is promised yet
 
     def _receive(

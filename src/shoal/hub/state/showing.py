@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import LeaseRow, Rules, ShownRow
+from shoal.hub.state.rows import Rules, ShownRow
 from shoal.protocol import ProofParameters
 from shoal.protocol.submission import ShownChunks, ShownPrefix, shown_digest
 
@@ -61,10 +61,9 @@ def _malformed(rollout: int, why: str) -> Refusal:
     return Refusal(422, "progress.malformed", f"the chunks of rollout {rollout} cannot be taken: {why}")
 
 
-def next_lease(leases: Sequence[LeaseRow], looked_at: Mapping[str, int]) -> LeaseRow | None:
-    """The lease to look at: of those that showed enough since the last time, the one that ends first."""
-    due = [row for row in leases if row.progress >= max(1, GROWTH * looked_at.get(row.lease, 0))]
-    return min(due, key=lambda row: (row.deadline_ms, row.lease), default=None)
+def is_due(tokens: int, looked_at: int) -> bool:
+    """Whether a lease that has shown so many tokens is to be looked at, when it had shown `looked_at` the last time."""
+    return tokens >= max(1, GROWTH * looked_at)
 
 
 def next_rollout(tokens: Sequence[int], fraction: float) -> int:

@@ -21,9 +21,8 @@ from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, s
 
 from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.storage import tables
-from shoal.hub.storage.opening import DATABASE_FILE, open_storage
-from shoal.hub.storage.protocol import Reader, Storage
-from shoal.hub.storage.queries import SqlReader
+from shoal.hub.storage.opening import DATABASE_FILE, Storage, open_storage
+from shoal.hub.storage.reader import Reader
 from shoal.hub.storage.schema import unhurried
 from shoal.hub.storage.sqlite import SqliteStorage
 from shoal.runtime.files import make_private, resource_error
@@ -106,8 +105,6 @@ def snapshot(database: str, folder: Path, target: Path) -> None:
 
 def connection_of(reader: Reader) -> Connection:
     """The open transaction behind a reader or a writer."""
-    if not isinstance(reader, SqlReader):
-        raise ShoalError("only a database can be copied, not what is in memory")
     return reader._connection
 
 

@@ -12,12 +12,14 @@ during the one before it. An fsync takes milliseconds and a decision one: withou
 
 from __future__ import annotations
 
+import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection, Engine, RootTransaction
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import Connection, Engine
+
+from shoal.hub.storage.reader import driver_of
 
 MOST = 64
 """Writers in one group: the first of them waits for all the others' bodies."""
@@ -31,21 +33,30 @@ class Busy(Exception):
 class _Group:
     """Writers that are committed together."""
 
-    def __init__(self, connection: Connection, transaction: RootTransaction, durable: bool) -> None:
-        self.connection, self.transaction, self.durable = connection, transaction, durable
+    def __init__(self, connection: Connection, durable: bool) -> None:
+        self.connection, self.driver, self.durable = connection, driver_of(connection), durable
+        self.driver.execute("BEGIN IMMEDIATE")
         self.size = 0
         self.error: BaseException | None = None
-        self.ended = threading.Event()
+        self.ended = threading.Event() if durable else None  # nobody waits for the others
+
+    def end(self) -> None:
+        if self.ended is not None:
+            self.ended.set()
 
 
 class GroupCommit:
     """The one writer at a time of an SQLite file. `durable` and `relaxed` are engines whose commits are and are not
-    on disk when they return."""
+    on disk when they return, and which begin no transactions by themselves. `on_loss` is called when writers that had
+    done their part are undone with others."""
 
-    def __init__(self, durable: Engine, relaxed: Engine, patience_s: float) -> None:
+    def __init__(
+        self, durable: Engine, relaxed: Engine, patience_s: float, on_loss: Callable[[], None] = lambda: None
+    ) -> None:
         self._engines = {True: durable, False: relaxed}
         self._connections: dict[bool, Connection] = {}
         self._patience_s = patience_s
+        self._on_loss = on_loss
         self._lock = threading.Lock()
         self._queue_lock = threading.Lock()
         self._queued = 0
@@ -57,8 +68,16 @@ class GroupCommit:
         self._enter()
         try:
             group = self._join(durable)
-            with self._undoable(group):
+            alone = group.size == 1  # the first in a group has nobody beside it to spare
+            if not alone:
+                group.driver.execute("SAVEPOINT body")
+            try:
                 yield group.connection
+            except BaseException as error:
+                (self._fail if alone else self._undo)(group, error)
+                raise
+            if not alone:
+                group.driver.execute("RELEASE body")
             self._end_unless_more_come(group)
         finally:
             self._lock.release()
@@ -91,35 +110,18 @@ class GroupCommit:
         if self._group is None:
             connection = self._connections.get(durable)
             if connection is None:
-                connection = self._engines[durable].connect().execution_options(shoal_begin="BEGIN IMMEDIATE")
-                self._connections[durable] = connection
-            self._group = _Group(connection, connection.begin(), durable)
+                connection = self._connections[durable] = self._engines[durable].connect()
+            self._group = _Group(connection, durable)
         self._group.size += 1
         return self._group
 
-    @contextmanager
-    def _undoable(self, group: _Group) -> Iterator[None]:
-        """Undo this body alone if it fails; the first in a group has nobody beside it to spare."""
-        alone = group.size == 1
-        if not alone:
-            group.connection.exec_driver_sql("SAVEPOINT body")
-        try:
-            yield
-        except BaseException as error:
-            if alone:
-                self._fail(group, error)
-            else:
-                self._undo(group, error)
-            raise
-        if not alone:
-            group.connection.exec_driver_sql("RELEASE body")
-
     def _undo(self, group: _Group, error: BaseException) -> None:
-        """Back to the savepoint. Where the disk failed, SQLite has undone everything already: then all have failed."""
+        """Undo one body alone. Where the disk failed, SQLite has undone everything already: then all have failed."""
         try:
-            group.connection.exec_driver_sql("ROLLBACK TO body")
-            group.connection.exec_driver_sql("RELEASE body")
-        except SQLAlchemyError:
+            group.driver.execute("ROLLBACK TO body")
+            group.driver.execute("RELEASE body")
+        except sqlite3.Error:
+            self._on_loss()
             self._fail(group, error)
             return
         self._end_unless_more_come(group)
@@ -133,23 +135,24 @@ class GroupCommit:
     def _end(self, group: _Group) -> None:
         self._group = None
         try:
-            group.transaction.commit()
+            group.driver.commit()
         except BaseException as error:
             group.error = error
+            self._on_loss()
             self._drop_connection(group)
             raise
         finally:
-            group.ended.set()
+            group.end()
 
     def _fail(self, group: _Group, error: BaseException) -> None:
         """Give up the whole group."""
         self._group = None
         group.error = error
         try:
-            group.transaction.rollback()
-        except SQLAlchemyError:
+            group.driver.rollback()
+        except sqlite3.Error:
             self._drop_connection(group)
-        group.ended.set()
+        group.end()
 
     def _drop_connection(self, group: _Group) -> None:
         """How far a failed commit or rollback came is anybody's guess; closing the connection undoes the rest."""
@@ -159,7 +162,7 @@ class GroupCommit:
 
     def _await(self, group: _Group) -> None:
         """Return when the group is committed. Should its last writer have given up in the queue, commit it here."""
-        while not group.ended.wait(LOOK_S):
+        while group.ended is not None and not group.ended.wait(LOOK_S):
             if self._lock.acquire(blocking=False):
                 try:
                     if group is self._group:

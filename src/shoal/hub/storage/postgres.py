@@ -17,9 +17,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from sqlalchemy import Connection, Engine, Select, Table, create_engine, make_url, select, text
+from sqlalchemy import Connection, Engine, create_engine, make_url, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -27,10 +26,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Progress
-from shoal.hub.storage import schema, tables
-from shoal.hub.storage.protocol import StaleRow
-from shoal.hub.storage.story_queries import SqlStoryReader
-from shoal.hub.storage.writes import SqlWriter, is_overtaken
+from shoal.hub.storage import schema
+from shoal.hub.storage.reader import Reader, among
+from shoal.hub.storage.writer import StaleRow, Writer, is_overtaken
 
 log = logging.getLogger("shoal.hub")
 
@@ -61,6 +59,7 @@ _LEAD = text(
     RETURNING name
     """
 )
+_RESIGN = text("DELETE FROM leaders WHERE name = :name AND holder = :holder")
 
 
 class PostgresStorage:
@@ -85,18 +84,18 @@ class PostgresStorage:
         return True
 
     @contextmanager
-    def read(self) -> Iterator[SqlStoryReader]:
+    def read(self) -> Iterator[Reader]:
         with self._failures(), self._readers.begin() as connection:
-            yield SqlStoryReader(connection)
+            yield Reader(connection)
 
     @contextmanager
-    def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[SqlWriter]:
+    def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[Writer]:
         with self._failures(), self._engine.begin() as connection:
             if not durable:
                 connection.execute(_RELAXED)
             if exclusive:
                 connection.execute(_EXCLUSIVE)
-            yield SqlWriter(connection) if exclusive else PostgresWriter(connection)
+            yield Writer(connection) if exclusive else PostgresWriter(connection)
 
     def now_ms(self) -> int:
         with self._failures(), self._engine.begin() as connection:
@@ -109,9 +108,8 @@ class PostgresStorage:
             return connection.execute(_LEAD, values).first() is not None
 
     def resign(self, name: str, holder: str) -> None:
-        table = tables.leaders
         with self._failures(), self._engine.begin() as connection:
-            connection.execute(table.delete().where(table.c.name == name, table.c.holder == holder))
+            connection.execute(_RESIGN, {"name": name, "holder": holder})
 
     def close(self) -> None:
         self._engine.dispose()
@@ -138,7 +136,7 @@ class PostgresStorage:
         )
 
 
-class PostgresWriter(SqlWriter):
+class PostgresWriter(Writer):
     """A writer beside others: what it reads of single rows stays as it is until the end.
 
     The run's lock is taken with the first thing that it does, unless that concerns nobody else: a nonce and a sign of
@@ -179,17 +177,16 @@ class PostgresWriter(SqlWriter):
             return super().forget_nonces(before_ms, limit)
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
-        table = tables.nodes
-        query = select(table.c.node).where(table.c.node.in_(sorted(set(nodes)))).order_by(table.c.node)
-        self._connection.execute(self._locked(query, table))
+        listed, values = among(sorted(set(nodes)))
+        self._rows(f"SELECT node FROM nodes WHERE node IN {listed} ORDER BY node{self._lock('nodes')}", **values)
 
     def frontier(self) -> Progress:
         self._connection.execute(_AT_FRONTIER)
         return self.progress()
 
-    def _locked(self, query: Select[Any], *rows_of: Table, skip: bool = False) -> Select[Any]:
+    def _lock(self, *tables: str, skip: bool = False) -> str:
         # Not the strongest lock: rows that merely refer to a locked one may be written meanwhile.
-        return query.with_for_update(of=rows_of, skip_locked=skip, key_share=True)
+        return f" FOR NO KEY UPDATE OF {', '.join(tables)}{' SKIP LOCKED' if skip else ''}"
 
 
 def parsed(url: str) -> URL:

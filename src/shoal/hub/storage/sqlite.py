@@ -6,6 +6,9 @@
 
 `synchronous=FULL`: a commit is on disk when it returns. Writes that may be lost with the machine, but not with the
 process (nonces, presence), go through connections of their own with `synchronous=NORMAL` and cost no fsync.
+
+What a decision needs to know of all rows together (how many units are alive, what newcomers have in hand) is counted
+once and then kept by the one process that writes (`counts`): for ten thousand workers counting takes milliseconds.
 """
 
 from __future__ import annotations
@@ -19,34 +22,39 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DatabaseError
+from sqlalchemy.pool import NullPool, Pool, StaticPool
 
 from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.storage import schema
+from shoal.hub.storage.counts import CountingWriter, Counts
 from shoal.hub.storage.grouping import Busy, GroupCommit
-from shoal.hub.storage.story_queries import SqlStoryReader
-from shoal.hub.storage.writes import SqlWriter
+from shoal.hub.storage.reader import Reader, driver_of
 from shoal.runtime.files import ensure_folder, is_full, make_private, resource_error
 
 BUSY_TIMEOUT_MS = 10_000
-CONNECTIONS = 48
-"""More than the threads that serve requests, so that nobody waits for a connection."""
 _LOST = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
 
 class SqliteStorage:
-    """Implements `protocol.Storage` on one file."""
+    """Implements `protocol.Storage` on one file; without a `path` in memory, for simulations and tests: there who reads
+    excludes who writes, and closing it loses nothing."""
 
-    def __init__(self, path: Path) -> None:
-        ensure_folder(path.parent)
-        make_private(path)  # it holds the seeds of units to come; what SQLite puts beside it has the same mode
-        for suffix in ("-wal", "-shm"):
-            if (beside := path.with_name(path.name + suffix)).exists():
-                make_private(beside)
-        self._path = path
-        self._durable = _engine(path, synchronous="FULL")
-        self._relaxed = _engine(path, synchronous="NORMAL")
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._in_memory = path or Path(":memory:"), path is None
+        if path is None:
+            self._durable = self._relaxed = _engine("", StaticPool)
+        else:
+            ensure_folder(path.parent)
+            make_private(path)  # it holds the seeds of units to come; what SQLite puts beside it has the same mode
+            for suffix in ("-wal", "-shm"):
+                if (beside := path.with_name(path.name + suffix)).exists():
+                    make_private(beside)
+            self._durable = _engine(f"/{path}", NullPool, "journal_mode=WAL", "synchronous=FULL")
+            self._relaxed = _engine(f"/{path}", NullPool, "journal_mode=WAL", "synchronous=NORMAL")
+        self._counts = Counts()
+        self._idle: list[Connection] = []  # of readers
         # SQLite lets one writer in at a time and makes the others poll; these hand over at once.
-        self._writers = GroupCommit(self._durable, self._relaxed, BUSY_TIMEOUT_MS / 1000)
+        self._writers = GroupCommit(self._durable, self._relaxed, BUSY_TIMEOUT_MS / 1000, self._counts.forget)
         try:
             self._prepare()
         except ShoalError:
@@ -67,36 +75,59 @@ class SqliteStorage:
         """There is nobody to leave it to."""
 
     @contextmanager
-    def read(self) -> Iterator[SqlStoryReader]:
-        with self._failures(), _transaction(self._durable, "BEGIN") as connection:
-            yield SqlStoryReader(connection)
+    def read(self) -> Iterator[Reader]:
+        try:
+            with self._writers.write(False) if self._in_memory else self._view() as connection:
+                yield Reader(connection)
+        except (DatabaseError, sqlite3.Error) as error:
+            raise self._explained(error) from error
 
     @contextmanager
-    def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[SqlWriter]:  # noqa: ARG002  always
+    def _view(self) -> Iterator[Connection]:
         try:
-            with self._failures(), self._writers.write(durable) as connection:
-                yield SqlWriter(connection)
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._relaxed.connect()
+        try:
+            driver_of(connection).execute("BEGIN")
+            yield connection
+        finally:
+            driver_of(connection).rollback()  # nothing was changed
+            self._idle.append(connection)
+
+    @contextmanager
+    def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[CountingWriter]:  # noqa: ARG002  always
+        try:
+            with self._writers.write(durable and not self._in_memory) as connection:
+                writer = CountingWriter(connection, self._counts)
+                try:
+                    yield writer
+                except BaseException:
+                    writer.undone()
+                    raise
+        except (DatabaseError, sqlite3.Error) as error:
+            raise self._explained(error) from error
         except Busy as error:
             raise ResourceError(
                 f"the database {self._path} was busy for {BUSY_TIMEOUT_MS // 1000} s; is the disk stuck?"
             ) from error
 
     def close(self) -> None:
-        with self._failures():
+        if self._in_memory:
+            return
+        try:
             self._writers.close()
+        except (DatabaseError, sqlite3.Error) as error:
+            raise self._explained(error) from error
+        while self._idle:
+            self._idle.pop().close()
         self._durable.dispose()
         self._relaxed.dispose()
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """What the database says about its disk, as one sentence. The transaction is undone by then."""
-        try:
-            yield
-        except DatabaseError as error:
-            raise self._explained(error.orig) from error
-
-    def _explained(self, error: BaseException | None) -> ResourceError:
-        """A full disk has several faces here: not every call of SQLite says so itself."""
+    def _explained(self, error: BaseException) -> ResourceError:
+        """What the database says about its disk, as one sentence. The transaction is undone by then. A full disk has
+        several faces here: not every call of SQLite says so itself."""
+        error = getattr(error, "orig", error)
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and is_full(self._path.parent)):
             return resource_error("write to the database", self._path, OSError(errno.ENOSPC, "disk full"))
@@ -111,24 +142,13 @@ class SqliteStorage:
             schema.prepare(transaction._connection, str(self._path))
 
 
-def _engine(path: Path, synchronous: str) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", pool_size=CONNECTIONS, max_overflow=0, pool_timeout=30)
+def _engine(place: str, pool: type[Pool], *pragmas: str) -> Engine:
+    engine = create_engine(f"sqlite://{place}", poolclass=pool, connect_args={"check_same_thread": False})
 
     @event.listens_for(engine, "connect")
     def _connect(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # transactions are begun by `_begin` alone
-        for pragma in ("journal_mode=WAL", f"synchronous={synchronous}", "foreign_keys=ON"):
+        connection.isolation_level = None  # transactions are begun here and by `grouping` alone
+        for pragma in (*pragmas, "foreign_keys=ON", f"busy_timeout={BUSY_TIMEOUT_MS}"):
             connection.execute(f"PRAGMA {pragma}")
-        connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql(connection.get_execution_options()["shoal_begin"])
 
     return engine
-
-
-@contextmanager
-def _transaction(engine: Engine, begin: str) -> Iterator[Connection]:
-    with engine.connect().execution_options(shoal_begin=begin) as connection, connection.begin():
-        yield connection

@@ -1,29 +1,21 @@
 """Answers that are the same for everybody: computed once for all who ask, one at a time.
 
-    strangers ─► one that is a second old at most ─┐
-    this machine ─► one that began after it asked ─┴─► under way already? wait for it : compute it (a thread) ─► kept
-
-Anyone may ask for them as often as they like, and they cost more than anything else that anyone may ask for. Whoever is
-on this machine reads its own writes.
+Anyone may ask for them as often as they like, and they cost more than anything else that anyone may ask for: strangers
+get one that is a second old at most, whoever is on this machine one that began after it asked.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shoal.runtime.clock import Clock, SystemClock
 
 KEPT_S = 1.0
 
-T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
-
-
-class Compute(Protocol[T_co]):
-    def __call__(self) -> Coroutine[Any, Any, T_co]: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class Answers:
         self._clock = clock
         self._kept: dict[str, _Kept] = {}
 
-    async def get(self, name: str, max_age_s: float, compute: Compute[T]) -> T:
+    async def get(self, name: str, max_age_s: float, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """An answer whose computation began `max_age_s` before this call at the earliest."""
         since_s = self._clock.monotonic_s() - max_age_s
         while True:

@@ -10,17 +10,17 @@ each, and others do not notice.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from dataclasses import dataclass
 from typing import Any, Final
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.hub.answers import KEPT_S, Answers
+from shoal.hub.http.cache import KEPT_S, Answers
+from shoal.hub.http.metrics import HubMetrics
 from shoal.hub.limits import Addresses, Buckets, Intake, Receiving, Turns
-from shoal.hub.metrics import HubMetrics
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.logs import log_fields
@@ -57,7 +57,9 @@ class Visit:
 
 def visit_of(scope: Scope) -> Visit:
     """The visit that the door has begun; a new one where there is no door."""
-    visit: Visit = scope.setdefault(VISIT, Visit(secrets.token_hex(8)))
+    if VISIT not in scope:
+        scope[VISIT] = Visit(secrets.token_hex(8))
+    visit: Visit = scope[VISIT]
     return visit
 
 
@@ -93,19 +95,16 @@ class Edge:
         if self.addresses is None or not peer:
             return ""
         client = self.addresses.client(peer[0])
-        if not client and not self._warned:
-            self._warn_of_proxy(scope, peer[0], self.addresses)
-        return client
-
-    def _warn_of_proxy(self, scope: Scope, peer: str, addresses: Addresses) -> None:
-        """This machine counts under no address; whoever comes through a proxy on it that nobody named, neither."""
-        if not addresses.is_proxy(peer) and any(name == b"x-forwarded-for" for name, _ in scope["headers"]):
+        # This machine counts under no address; whoever comes through a proxy on it that nobody named, neither.
+        forwarded = any(name == b"x-forwarded-for" for name, _ in scope["headers"])
+        if not client and not self._warned and forwarded and not self.addresses.is_proxy(peer[0]):
             self._warned = True
             log.warning(
                 "requests come through a proxy at %s that the hub was not told of: no limit by address holds for them; "
                 "name it in hub.trusted_proxies",
-                peer,
+                peer[0],
             )
+        return client
 
 
 class Door:
@@ -157,7 +156,9 @@ class Door:
             return
         visit.code = "rate.address"
         await asyncio.sleep(HOLD_S)
-        await _too_many(answer, "your address asks too often: ask again in a second, and less often")
+        sentence = "your address asks too often: ask again in a second, and less often"
+        refusal = JSONResponse({"code": visit.code, "message": sentence}, 429, {"retry-after": "1"})
+        await refusal(scope, receive, answer)
 
     def _log(self, visit: Visit, scope: Scope, status: int, took_s: float) -> None:
         """Every request for who debugs; refusals for everybody, but only so many."""
@@ -169,7 +170,9 @@ class Door:
                 self._hidden += 1
         if not log.isEnabledFor(level):
             return
-        path = _shown_path(scope)
+        # The path as it was sent, percent signs and all: no control character of a stranger's reaches a terminal.
+        raw: bytes = scope.get("raw_path") or scope["path"].encode()
+        path = raw[:SHOWN_PATH_BYTES].decode("ascii", errors="backslashreplace")
         fields: dict[str, Any] = {
             "request": visit.number, "method": scope["method"], "path": path, "status": status,
             "code": visit.code, "node": visit.node, "address": visit.client, "took_ms": round(took_s * 1000),
@@ -181,20 +184,3 @@ class Door:
 
 
 _SAID = ("request", "code", "node", "address", "took_ms", "not_shown")
-
-
-def _shown_path(scope: Scope) -> str:
-    """As it was sent, percent signs and all: no control character of a stranger's reaches a terminal."""
-    raw: bytes = scope.get("raw_path") or scope["path"].encode()
-    return raw[:SHOWN_PATH_BYTES].decode("ascii", errors="backslashreplace")
-
-
-async def _too_many(send: Send, sentence: str) -> None:
-    body = json.dumps({"code": "rate.address", "message": sentence}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"retry-after", b"1"),
-    ]
-    await send({"type": "http.response.start", "status": 429, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

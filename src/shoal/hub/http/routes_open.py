@@ -1,32 +1,46 @@
-"""Routes for anyone: the run, its status, the ledger, health, and a page to start from."""
+"""Routes that need no signature: the run, its status, the ledger, why things happened, a page to start from; and the
+owner's orders, which are signed documents themselves."""
 
 from __future__ import annotations
 
 from html import escape
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from shoal.hub.docs_page import docs_page
-from shoal.hub.door import Edge, max_age_s
-from shoal.hub.gate import HubDependency, serve
-from shoal.hub.metrics import CONTENT_TYPE as METRICS_TYPE
-from shoal.hub.openapi import describes
+from shoal.hub.http.bodies import parse_json, read_body
+from shoal.hub.http.calls import HubDependency, serve
+from shoal.hub.http.metrics import CONTENT_TYPE as METRICS_TYPE
+from shoal.hub.http.middleware import Edge, max_age_s
+from shoal.hub.http.openapi import describes
 from shoal.hub.service.readiness import Readiness
-from shoal.protocol import EvaluationPage, LedgerPage, RunStatus, SignedDocument, fingerprint
+from shoal.protocol import (
+    AdminReply,
+    AdminRequest,
+    EvaluationPage,
+    EvidencePage,
+    LedgerPage,
+    NodePage,
+    NodeStory,
+    RunStatus,
+    SignedDocument,
+    UnitStory,
+    fingerprint,
+)
+from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
+from shoal.protocol.story import MAX_NODES_PER_PAGE
 
 router = APIRouter()
 
-_READY = describes("run")
-_READY["responses"][200] = {"model": Readiness, "description": "ready"}
-_READY["responses"][503] = {"model": Readiness, "description": "not ready; `problems` says why"}
-
-_METRICS = describes("run")
-_METRICS["responses"][200] = {
-    "description": "metrics as text",
-    "content": {METRICS_TYPE: {"schema": {"type": "string"}}},
+_READY: dict[int, dict[str, Any]] = {
+    200: {"model": Readiness, "description": "ready"},
+    503: {"model": Readiness, "description": "not ready; `problems` says why"},
 }
+_TEXT = {200: {"description": "metrics as text", "content": {METRICS_TYPE: {"schema": {"type": "string"}}}}}
+_METRICS = describes("run", answers=_TEXT)
+NODE = "^[0-9a-f]{0,64}$"
+MAX_ORDER_BYTES = 64 * 1024
 
 
 @router.get("/run", summary="What a node needs to take part", **describes("run"))
@@ -47,7 +61,7 @@ async def health() -> dict[str, bool]:
     return {"ok": True}
 
 
-@router.get("/ready", summary="Whether the run can go on by itself", **_READY)
+@router.get("/ready", summary="Whether the run can go on by itself", **describes("run", answers=_READY))
 async def ready(request: Request, hub: HubDependency) -> JSONResponse:
     """For load balancers and watchdogs: 200 while trainer and validators are here, audits catch the known-bad
     submissions that are mixed in, and the disk takes what comes; else 503 with what is wrong, a sentence each."""
@@ -98,6 +112,57 @@ async def ledger_head(hub: HubDependency) -> SignedDocument:
     return await serve(hub.reporting.ledger_head)
 
 
+@router.get("/units/{unit}", summary="What happened to a unit, and why", **describes("run", (404, 422)))
+async def unit_story(
+    unit: Annotated[int, Path(ge=0, le=2**62, description="the unit's number")], hub: HubDependency
+) -> UnitStory:
+    """Every lease and how it ended, every submission with its signed verdict, the rule that decided, and the ledger
+    entries about it. Its seeds, and the leases, which hold them, are told once it is decided."""
+    return await serve(hub.stories.unit, unit)
+
+
+@router.get("/ledger/evidence", summary="The signed documents behind ledger rows", **describes("run", (422,)))
+async def ledger_evidence(
+    hub: HubDependency,
+    after: Annotated[int, Query(ge=-1, le=2**62, description="index of the last row you have; -1 for none")] = -1,
+    limit: Annotated[int, Query(ge=1, le=MAX_EVIDENCE_PER_PAGE, description="ledger rows to look at")] = 100,
+) -> EvidencePage:
+    """For each row among them that gives or refuses credit: the receipt that the hub signed and the verdict that the
+    validator signed, whose hashes the row holds."""
+    return await serve(hub.stories.evidence, after, limit)
+
+
+@router.get("/nodes/{node}", summary="What is held of a node, and why", **describes("run", (404, 422)))
+async def node_story(
+    node: Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="the node's id")], hub: HubDependency
+) -> NodeStory:
+    """Its standing, its last leases and submissions, what was refused with the signed verdicts, and its sanctions:
+    what one needs to appeal."""
+    return await serve(hub.stories.node, node)
+
+
+@router.get("/nodes", summary="All nodes, a page at a time", **describes("run", (422,)))
+async def nodes(
+    hub: HubDependency,
+    after: Annotated[str, Query(pattern=NODE, description="the last node you have; empty for none")] = "",
+    limit: Annotated[int, Query(ge=1, le=MAX_NODES_PER_PAGE, description="nodes at most")] = 200,
+) -> NodePage:
+    """In order of their ids. `/status` shows those that matter most."""
+    return await serve(hub.stories.nodes, after, limit)
+
+
+@router.post(
+    "/admin",
+    summary="Order something as the run's owner",
+    **describes("owner", (400, 401, 403, 404, 409, 413, 422), AdminRequest),
+)
+async def admin(request: Request, hub: HubDependency) -> AdminReply:
+    """An `AdminAction` signed by the run's root key, or by an admin key with its certificate. The request itself is
+    not signed: the action is, is dated, and is carried out once. The ledger keeps it, with what it changed."""
+    body = await read_body(request, MAX_ORDER_BYTES)
+    return await serve(hub.administration.act, parse_json(body, AdminRequest))
+
+
 @router.get("/", include_in_schema=False)
 async def home(request: Request, hub: HubDependency) -> HTMLResponse:
     """A page without scripts or outside files: what this is, how to join, where to look."""
@@ -105,11 +170,6 @@ async def home(request: Request, hub: HubDependency) -> HTMLResponse:
     join = f"shoal join {request.base_url}#{fingerprint(config.root_key)}"
     page = _HOME.format(name=escape(config.run.name), run=escape(config.run_id), join=escape(join))
     return HTMLResponse(page)
-
-
-@router.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> HTMLResponse:
-    return HTMLResponse(docs_page(request.app.openapi()))
 
 
 _HOME = """<!doctype html>
@@ -126,7 +186,7 @@ pre {{ background: #eee; color: #111; padding: 1rem; overflow-x: auto }}
 <li><a href="ledger">ledger</a> and its signed <a href="ledger/head">head</a></li>
 <li><a href="ready">ready</a>: whether the run can go on by itself; <a href="metrics">metrics</a> for Prometheus</li>
 <li><a href="run">run</a>: what a node needs to take part</li>
-<li><a href="docs">docs</a>: every call (<a href="openapi.json">openapi.json</a>)</li>
+<li><a href="openapi.json">openapi.json</a>: every call</li>
 </ul>
 </body></html>
 """

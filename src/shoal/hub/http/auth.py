@@ -18,8 +18,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from shoal.errors import SignatureError
-from shoal.hub.bodies import parse_json, read_body
-from shoal.hub.door import Edge, visit_of
+from shoal.hub.http.bodies import M, parse_json, read_body
+from shoal.hub.http.middleware import Edge, visit_of
 from shoal.hub.limits import TooMuch
 from shoal.hub.service import Context
 from shoal.hub.state.nodes import require_welcome
@@ -115,6 +115,14 @@ def _find(context: Context, node: str) -> NodeRow:
     if row is None:
         raise Refusal(401, "auth.unknown_node", f"node {node[:32]} is not registered: register it with POST /nodes")
     return row
+
+
+async def signed(
+    context: Context, request: Request, kind: type[M], *roles: Role, max_bytes: int = SMALL_BODY_BYTES
+) -> tuple[NodeRow, M]:
+    """Who sent a signed request, and the message in its body."""
+    caller = await authenticate(context, request, roles, max_bytes)
+    return caller.node, parse_json(caller.body, kind)
 
 
 def _check_body(signature: RequestSignature, body: bytes) -> None:

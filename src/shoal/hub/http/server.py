@@ -19,9 +19,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from shoal.errors import ResourceError
-from shoal.hub.app import create_app
-from shoal.hub.connections import IDLE_S, MAX_HEAD_BYTES, Gatekeeper, guarded_by
-from shoal.hub.door import Edge
+from shoal.hub.http.app import create_app
+from shoal.hub.http.connections import IDLE_S, MAX_HEAD_BYTES, Gatekeeper, guarded_by
+from shoal.hub.http.middleware import Edge
 from shoal.hub.limits import Addresses
 from shoal.hub.service import Hub
 from shoal.hub.settings import HubConfig, HubSettings
@@ -68,22 +68,16 @@ def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None])
 @contextlib.contextmanager
 def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
     """The folder for itself and the port. The folder first: its last hub may be just ending, and has the port until
-    then. A folder that is not there yet is not made for a hub that finds its port taken."""
+    then. A folder that is not there yet is not made for a hub that finds its port taken. Hubs that share a database
+    may be many, also in one folder."""
     with contextlib.ExitStack() as stack:
-        is_new = not config.folder.exists()
-        if not is_new:
-            stack.enter_context(_alone(config, stop))
+        is_new, is_alone = not config.folder.exists(), not config.settings.database
+        if is_alone and not is_new:
+            stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
         listener = stack.enter_context(contextlib.closing(bind(config.settings, stop)))
-        if is_new:
-            stack.enter_context(_alone(config, stop))
+        if is_alone and is_new:
+            stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
         yield listener
-
-
-def _alone(config: HubConfig, stop: StopToken) -> contextlib.AbstractContextManager[object]:
-    """One hub for a database in a folder; those that share a server may be many, also in one folder."""
-    if config.settings.database:
-        return contextlib.nullcontext()
-    return FolderLock(config.folder).acquire(stop, LOCK_WAIT_S)
 
 
 def _server_config(app: FastAPI, settings: HubSettings) -> uvicorn.Config:
@@ -135,7 +129,7 @@ def bind(settings: HubSettings, stop: StopToken, clock: Clock = SystemClock()) -
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             if not taken or clock.monotonic_s() >= end_s or stop.wait(STOP_CHECK_S):
-                raise _listen_error(settings, error) from error
+                raise ResourceError(_why_not(settings, error)) from error
 
 
 def _listen(settings: HubSettings) -> socket.socket:
@@ -152,15 +146,13 @@ def _listen(settings: HubSettings) -> socket.socket:
     return listener
 
 
-def _listen_error(settings: HubSettings, error: OSError) -> ResourceError:
+def _why_not(settings: HubSettings, error: OSError) -> str:
     where = f"port {settings.port} on {settings.host}"
     if error.errno == errno.EADDRINUSE:
-        return ResourceError(
-            f"{where} is taken: stop the program that uses it, or choose another port (hub.port; 0 takes any)"
-        )
+        return f"{where} is taken: stop the program that uses it, or choose another port (hub.port; 0 takes any)"
     if error.errno == errno.EACCES:
-        return ResourceError(f"{where} needs more rights: choose a port above 1023 (hub.port)")
-    return ResourceError(f"cannot listen on {where}: {error.strerror or error}; check hub.host")
+        return f"{where} needs more rights: choose a port above 1023 (hub.port)"
+    return f"cannot listen on {where}: {error.strerror or error}; check hub.host"
 
 
 def url_of(listener: socket.socket, host: str) -> str:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from shoal.hub.door import Edge, visit_of
+from shoal.hub.http.middleware import Edge, visit_of
 from shoal.hub.state.refusals import Refusal
 from shoal.protocol import Message, first_problem
 
@@ -35,9 +35,16 @@ async def read_body(request: Request, max_bytes: int, who: str = "") -> bytes:
     edge: Edge = request.app.state.edge
     visit = visit_of(request.scope)
     visit.body = edge.intake.receiving(visit.client or who)
+    body, began_s = bytearray(), asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(BODY_DEADLINE_S) as deadline:
-            return await _collect(request, max_bytes, deadline)
+        async with asyncio.timeout_at(began_s + BODY_PAUSE_S) as deadline:
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise _too_big(max_bytes)
+                visit.body.add(len(part))
+                allowed_s = min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S)
+                deadline.reschedule(began_s + allowed_s)
     except TimeoutError as error:
         sentence = (
             f"the body came too slowly: it has {BODY_DEADLINE_S:.0f} s, at {BODY_FLOOR_BYTES_S // 1024} KiB/s or more, "
@@ -46,21 +53,6 @@ async def read_body(request: Request, max_bytes: int, who: str = "") -> bytes:
         raise Refusal(503, "body.slow", sentence) from error
     except ClientDisconnect as error:
         raise Refusal(400, "body.incomplete", "the connection was closed before the body was complete") from error
-
-
-async def _collect(request: Request, max_bytes: int, deadline: asyncio.Timeout) -> bytes:
-    receiving = visit_of(request.scope).body
-    assert receiving is not None
-    body = bytearray()
-    began_s = asyncio.get_running_loop().time()
-    deadline.reschedule(began_s + BODY_PAUSE_S)
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise _too_big(max_bytes)
-        receiving.add(len(part))
-        allowed_s = min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S)
-        deadline.reschedule(began_s + allowed_s)
     return bytes(body)
 
 

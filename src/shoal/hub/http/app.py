@@ -20,23 +20,15 @@ from starlette.responses import JSONResponse
 
 from shoal import __version__
 from shoal.errors import DiskError, ResourceError, ShoalError
-from shoal.hub import (
-    openapi,
-    routes_admin,
-    routes_public,
-    routes_stories,
-    routes_trusted,
-    routes_uploads,
-    routes_worker,
-)
-from shoal.hub.auth import WrongClock
-from shoal.hub.door import HEADER_REQUEST, Door, Edge, visit_of
+from shoal.hub.http import openapi, routes_open, routes_signed
+from shoal.hub.http.auth import WrongClock
+from shoal.hub.http.calls import Busy, UploadSlots
+from shoal.hub.http.metrics import StateMetrics, run_metrics
+from shoal.hub.http.middleware import HEADER_REQUEST, Door, Edge, visit_of
 from shoal.hub.limits import TooMuch
-from shoal.hub.metrics import StateMetrics, run_metrics
 from shoal.hub.service import Hub
 from shoal.hub.service.figures import Figures, read_figures
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
-from shoal.hub.slots import Busy, UploadSlots
 from shoal.hub.state.refusals import Refusal
 from shoal.protocol import Problem, SignedDocument
 from shoal.runtime.clock import Clock, SystemClock
@@ -48,13 +40,13 @@ log = logging.getLogger("shoal.hub")
 
 def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
     """The hub over `config.folder`: opened here, closed when the app's lifespan ends, or by `app.state.hub.close()`."""
-    # The framework's own pages load scripts from elsewhere: `/docs` is ours (`docs_page`).
+    # Without the framework's own pages: they load scripts from elsewhere.
     title = f"shoal hub: {config.run.name}"
     app = FastAPI(title=title, version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.hub = Hub(config, clock)
     # Bodies of submissions are held in memory while they are checked: this bounds how many at a time.
     app.state.uploads = UploadSlots(CONCURRENT_UPLOADS)
-    for routes in (routes_public, routes_stories, routes_worker, routes_uploads, routes_trusted, routes_admin):
+    for routes in (routes_open, routes_signed):
         app.router.routes.extend(routes.router.routes)  # as they are: `include_router` would build each anew
     edge = app.state.edge = Edge(config)
     hub: Hub = app.state.hub
@@ -126,7 +118,7 @@ async def _on_bad_parameter(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path}; the calls are listed at /docs"
+    message = f"{error.detail}: {request.method} {request.url.path}; the calls are listed at /openapi.json"
     answer = _problem(request, error.status_code, f"http.{error.status_code}", message)
     answer.headers.update(error.headers or {})
     return answer

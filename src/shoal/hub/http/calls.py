@@ -1,23 +1,30 @@
-"""How a route gets at the hub, and a long poll at its caller.
+"""How a route gets at the hub, a long poll at its caller, and a submission at a slot.
 
 route ─► serve ─► service, in a thread ─┬─► answer
            ▲                            └─ somebody else was at the same rows (`StaleRow`): nothing was done
            └── again, a little later ──────┘   after a few times: 503 hub.busy
+
+PUT /submissions/…  ─┐                      ┌─► a slot is free ─► stored
+POST …/commit ─► one ┴─► wait, with an end ─┤
+             of a key                       └─► none in time ─► 503 hub.busy, Retry-After
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, ParamSpec, TypeAlias, TypeVar
 
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from shoal.hub.changes import Topic, long_poll
-from shoal.hub.door import visit_of
+from shoal.hub.http.middleware import visit_of
+from shoal.hub.limits import TooMuch
 from shoal.hub.service import Hub
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.storage import StaleRow
@@ -29,6 +36,10 @@ ATTEMPTS = 6
 PAUSE_S = 0.01
 LOOK_AGAIN_S = 0.5
 """What another hub changes in a shared database comes without notice: a long poll looks again so often."""
+
+WAIT_S = 15.0
+"""Well within what a client waits for an answer. A store that hangs lets go of a slot after its own deadlines."""
+AGAIN_S = 2
 
 log = logging.getLogger("shoal.hub")
 
@@ -43,10 +54,10 @@ HubDependency: TypeAlias = Annotated[Hub, Depends(hub_of)]
 
 async def serve(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a service in a thread, and again if its decision was overtaken."""
-    return await run_in_threadpool(insist, lambda: call(*args, **kwargs))
+    return await run_in_threadpool(retried, lambda: call(*args, **kwargs))
 
 
-def insist(call: Callable[[], T]) -> T:
+def retried(call: Callable[[], T]) -> T:
     """The answer of a service. A decision whose rows changed under it was undone as a whole, so it can be made anew;
     every call of the hub may be repeated, for callers do so too."""
     for attempt in range(ATTEMPTS):
@@ -87,3 +98,41 @@ async def poll(
         return await long_poll(hub.context.changes, topic, wait_s, attempt, gone, look_s, visit.node, is_held_back)
     finally:  # what was waited for is no time that the hub took
         visit.waited_s = time.monotonic() - began_s - worked_s
+
+
+class Busy(Refusal):
+    """503, and after how many seconds to ask again."""
+
+    def __init__(self, sentence: str, retry_after_s: int) -> None:
+        super().__init__(503, "hub.busy", sentence)
+        self.retry_after_s = retry_after_s
+
+
+class UploadSlots:
+    """Use as an asynchronous context manager: inside, a slot is held."""
+
+    def __init__(self, count: int, wait_s: float = WAIT_S) -> None:
+        self._free = asyncio.Semaphore(count)
+        self._wait_s = wait_s
+        self._committing: set[str] = set()
+
+    async def __aenter__(self) -> None:
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._free.acquire()
+        except TimeoutError as error:
+            raise Busy("many submissions are being stored just now; hand it in again in a moment", AGAIN_S) from error
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._free.release()
+
+    @contextmanager
+    def committing(self, key: str) -> Iterator[None]:
+        """One commit of a key at a time: each reads a whole upload from the store, whatever it turns out to be."""
+        if key in self._committing:
+            raise TooMuch("rate.uploads", "another commit of this key is being taken in: one after the other", 1.0)
+        self._committing.add(key)
+        try:
+            yield
+        finally:
+            self._committing.discard(key)

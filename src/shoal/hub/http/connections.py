@@ -14,8 +14,10 @@ bounded time and a bounded number of bytes. (Slow bodies are `bodies.py`'s: only
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +26,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from shoal.hub.limits import Addresses, Connections
+from shoal.hub.limits import Addresses
 
 HEAD_S = 10.0
 MAX_HEAD_BYTES = 16 * 1024
@@ -50,8 +52,8 @@ class Gatekeeper:
         self, addresses: Addresses, per_address: int, in_all: int, refused: Callable[[str], None] = lambda _code: None
     ) -> None:
         self.addresses = addresses
-        self._connections = Connections(per_address)
-        self._in_all = in_all
+        self.open: Counter[str] = Counter()  # by client
+        self._per_address, self._in_all = per_address or math.inf, in_all  # 0 is no limit
         self._refused = refused  # is told the code of every refusal
 
     def admit(self, address: str, open_now: int) -> tuple[str, bytes | None]:
@@ -60,14 +62,17 @@ class Gatekeeper:
             self._refused("hub.busy")
             return "", _answer(503, "Service Unavailable", "hub.busy", FULL)
         client = "" if self.addresses.is_proxy(address) else self.addresses.client(address)
-        if client and not self._connections.enter(client):
+        if client and self.open[client] >= self._per_address:
             self._refused("rate.connections")
             return "", _answer(429, "Too Many Requests", "rate.connections", TOO_MANY)
+        if client:
+            self.open[client] += 1
         return client, None
 
     def leave(self, client: str) -> None:
-        if client:
-            self._connections.leave(client)
+        self.open[client] -= 1
+        if self.open[client] <= 0:  # nothing is kept of who has none
+            del self.open[client]
 
 
 def guarded_by(gatekeeper: Gatekeeper) -> type[H11Protocol]:
@@ -91,8 +96,7 @@ class GuardedConnection(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._client = ""
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._read_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # "head", "read"
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -102,13 +106,13 @@ class GuardedConnection(H11Protocol):
             transport.write(refusal)
             transport.close()
             return
-        self._head_timer = self.loop.call_later(HEAD_S, self._cut)
+        self._start("head", HEAD_S, self._cut)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.keeper.leave(self._client)
         self._client = ""
-        self._stop_head_timer()
-        self._stop_read_timer()
+        self._stop("head")
+        self._stop("read")
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -116,11 +120,11 @@ class GuardedConnection(H11Protocol):
             return
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._stop_head_timer()
+            self._stop("head")
             if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > AHEAD_BYTES:
                 self._cut()  # requests ahead of their answers: reading stops, but every look at the client reads on
-        elif self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_S, self._cut)
+        elif "head" not in self._timers:
+            self._start("head", HEAD_S, self._cut)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  ours says more
         """Bytes that are no request. Nothing is logged: whoever sends them must not fill the disk with it either."""
@@ -142,12 +146,12 @@ class GuardedConnection(H11Protocol):
         self._watch_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        self._stop_read_timer()
+        self._stop("read")
         super().resume_writing()
 
     def _watch_reader(self, unread_bytes: int) -> None:
-        self._stop_read_timer()
-        self._read_timer = self.loop.call_later(READ_CHECK_S, self._check_reader, unread_bytes)
+        self._stop("read")
+        self._start("read", READ_CHECK_S, lambda: self._check_reader(unread_bytes))
 
     def _check_reader(self, unread_bytes: int) -> None:
         left_bytes = self.transport.get_write_buffer_size()
@@ -158,21 +162,18 @@ class GuardedConnection(H11Protocol):
 
     def _cut(self) -> None:
         """End it now. Without lingering: the system would keep what nobody reads for minutes, megabytes of it."""
-        self._stop_head_timer()
+        self._stop("head")
         connected = self.transport.get_extra_info("socket")
         if connected is not None:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
         self.transport.abort()
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _start(self, name: str, after_s: float, action: Callable[[], None]) -> None:
+        self._timers[name] = self.loop.call_later(after_s, action)
 
-    def _stop_read_timer(self) -> None:
-        if self._read_timer is not None:
-            self._read_timer.cancel()
-            self._read_timer = None
+    def _stop(self, name: str) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
 
 
 def _answer(status: int, phrase: str, code: str, sentence: str) -> bytes:

@@ -1,0 +1,158 @@
+"""What decisions need to know of all rows together, kept by the one process that writes to an SQLite file.
+
+    where the run stands (`Progress`)     kept while units are leased and submitted; read again after anything else
+    how many units are alive, by state    kept until an accepted one changes: it may have been in a batch, or not
+    what newcomers have in hand           a sum for each network; a node whose rows changed is read again, alone
+
+Only a writer uses them: nobody writes beside it. What a transaction that fails has changed is read again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeGuard
+
+from sqlalchemy import Connection
+
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UNDECIDED_UNITS, LeaseState, UnitState
+from shoal.hub.state.rows import InHand, Progress
+from shoal.hub.storage.reader import IN_HAND, NEWCOMER, UNJUDGED
+from shoal.hub.storage.writer import Writer
+
+
+class Hands:
+    """Units in hand of each node on probation, and their sums by network: all, those of unproven nodes, and of these
+    the ones that are not brief. Nodes in `changed` are to be read again."""
+
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self.changed = set(nodes)
+        self._nodes: dict[str, tuple[str, list[int]]] = {}
+        self._networks: dict[str, list[int]] = {}
+
+    def refresh(self, read: Callable[[str], tuple[str, list[int]] | None]) -> None:
+        for node in self.changed:
+            self._add(self._nodes.pop(node, None), -1)
+            now = read(node)
+            if now is not None and any(now[1]):
+                self._nodes[node] = now
+                self._add(now, 1)
+        self.changed.clear()
+
+    def _add(self, held: tuple[str, list[int]] | None, sign: int) -> None:
+        if held is not None:
+            network, counts = held
+            before = self._networks.pop(network, [0, 0, 0])
+            after = [one + sign * other for one, other in zip(before, counts, strict=True)]
+            if any(after):
+                self._networks[network] = after
+
+    def of(self, node: str) -> InHand:
+        own = self._nodes[node][1][0] if node in self._nodes else 0
+        parts = ({network: sums[place] for network, sums in self._networks.items()} for place in range(3))
+        return InHand(own, *parts)
+
+
+class Counts:
+    """Of one file; all are None until a writer needs them."""
+
+    progress: Progress | None = None
+    alive: Counter[UnitState] | None = None
+    hands: Hands | None = None
+
+    def forget(self) -> None:
+        self.progress = self.alive = self.hands = None
+
+
+class CountingWriter(Writer):
+    """A writer that nobody writes beside."""
+
+    def __init__(self, connection: Connection, counts: Counts) -> None:
+        super().__init__(connection)
+        self._counts = counts
+        self._changed: set[str] = set()  # nodes, by this transaction
+        self._is_moved = False
+
+    def undone(self) -> None:
+        """The transaction has failed."""
+        if self._is_moved:
+            self._counts.progress = self._counts.alive = None
+        if self._counts.hands is not None:
+            self._counts.hands.changed |= self._changed
+
+    def progress(self, counted: bool = True) -> Progress:  # noqa: ARG002  it is kept
+        if self._counts.progress is None:
+            self._counts.progress = super().progress()
+        return self._counts.progress
+
+    def alive_counts(self) -> dict[UnitState, int]:
+        if self._counts.alive is None:
+            self._counts.alive = Counter(super().alive_counts())
+        return dict(+self._counts.alive)
+
+    def newcomers_in_hand(self, node: str) -> InHand:
+        if self._counts.hands is None:
+            self._counts.hands = Hands(holder for (holder,) in self._rows(_HOLDERS))
+        self._counts.hands.refresh(self._hand)
+        return self._counts.hands.of(node)
+
+    def _hand(self, node: str) -> tuple[str, list[int]] | None:
+        rows = self._rows(_HAND, node=node)
+        if not rows:
+            return None
+        network, passed, leased, brief, submitted = rows[0]
+        units = leased + submitted
+        return network, [units, 0, 0] if passed else [units, units, leased - brief]
+
+    def _apply(self, command: Command) -> None:
+        super()._apply(command)
+        if isinstance(command, SaveUnit):
+            self._counts.progress = _after(self._counts.progress, command)
+            self._counts.alive = _alive_after(self._counts.alive, command)
+            self._is_moved = True
+        elif isinstance(command, AddBatch | AddPolicy):
+            self._counts.progress = None
+            self._is_moved = True
+        elif _moves_units(command):
+            self._changed.add(command.row.node)
+            if self._counts.hands is not None:
+                self._counts.hands.changed.add(command.row.node)
+
+
+_HOLDERS = f"SELECT DISTINCT node FROM ({IN_HAND}) AS hands"
+_LEASED = f"SELECT count(*) FROM leases WHERE leases.node = :node AND leases.state = '{LeaseState.ACTIVE}'"
+_HAND = f"""SELECT nodes.network, nodes.passed, ({_LEASED}), ({_LEASED} AND leases.brief),
+    (SELECT count(*) FROM submissions WHERE submissions.node = :node AND {UNJUDGED})
+    FROM nodes WHERE nodes.node = :node AND {NEWCOMER}"""
+
+
+def _after(progress: Progress | None, command: SaveUnit) -> Progress | None:
+    """Where the run stands with this unit; None if that is to be read again."""
+    row, was = command.row, command.was
+    if progress is None or not row.alive:
+        return None
+    if was is None and row.unit == progress.next_unit:
+        return replace(progress, next_unit=row.unit + 1, alive=progress.alive + 1)
+    return progress if was in UNDECIDED_UNITS else None
+
+
+def _alive_after(alive: Counter[UnitState] | None, command: SaveUnit) -> Counter[UnitState] | None:
+    """The units alive with this one; None if they are to be counted again."""
+    row, was = command.row, command.was
+    if alive is None or not (was is None or was in UNDECIDED_UNITS):
+        return None
+    if was is not None:
+        alive[was] -= 1
+    alive[row.state] += row.alive
+    return alive
+
+
+def _moves_units(command: Command) -> TypeGuard[SaveLease | SaveSubmission | SaveNode]:
+    """Whether a node may have more or fewer units in hand than before, or count otherwise."""
+    if isinstance(command, SaveLease):
+        return command.was is not command.row.state
+    if isinstance(command, SaveSubmission):
+        return (command.was in UNDECIDED_SUBMISSIONS) != (command.row.state in UNDECIDED_SUBMISSIONS)
+    return isinstance(command, SaveNode)

@@ -1,0 +1,195 @@
+"""Applying commands inside one write transaction."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+from sqlalchemy.exc import IntegrityError
+
+from shoal import ledger
+from shoal.errors import ShoalError
+from shoal.hub.state.commands import (
+    AddBatch,
+    AddPolicy,
+    AddShown,
+    AddVerdict,
+    Command,
+    RaiseAlarm,
+    Record,
+    SaveEvaluation,
+    SaveLease,
+    SaveNode,
+    SaveSubmission,
+    SaveTask,
+    SaveUnit,
+)
+from shoal.hub.state.rows import Progress
+from shoal.hub.storage import tables
+from shoal.hub.storage.mapping import (
+    ALARMS,
+    EVALUATIONS,
+    LEASES,
+    NODES,
+    PRESENCE,
+    SHOWN,
+    SUBMISSIONS,
+    TASKS,
+    UNITS,
+    VERDICTS,
+    Mapped,
+    insert,
+)
+from shoal.hub.storage.reader import UNJUDGED, Reader
+from shoal.hub.storage.tables import Presence
+from shoal.protocol import LedgerEntry, StepReport
+
+Save: TypeAlias = SaveUnit | SaveLease | SaveSubmission | SaveNode | SaveEvaluation
+
+_SAVED: dict[type, Mapped[Any]] = {
+    SaveUnit: UNITS,
+    SaveLease: LEASES,
+    SaveSubmission: SUBMISSIONS,
+    SaveNode: NODES,
+    SaveEvaluation: EVALUATIONS,
+}
+_SEEN = """last_seen_ms = CASE WHEN excluded.last_seen_ms > presence.last_seen_ms
+    THEN excluded.last_seen_ms ELSE presence.last_seen_ms END"""  # databases do not agree on a name for the greater one
+_HEARD = f"{PRESENCE.insert} ON CONFLICT (node) DO UPDATE SET {_SEEN}"
+_SAID = "".join(f", {name} = excluded.{name}" for name in ("doing", "waiting_for", "waiting_since_ms", "counters"))
+_INSERT_POLICY, _INSERT_BATCH = insert(tables.policies), insert(tables.batches)
+_INSERT_OUTGOING = insert(tables.ledger_outbox, but="id")
+_INSERT_NONCE = f"{insert(tables.nonces)} ON CONFLICT DO NOTHING"
+_PUT_SETTING = f"{insert(tables.meta)} ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+_PUT_REPORT = f"""{insert(tables.reports)}
+    ON CONFLICT (step) DO UPDATE SET metrics = excluded.metrics, at_ms = excluded.at_ms"""
+_OVERTAKEN = frozenset(
+    {"23505", "23503", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", "SQLITE_CONSTRAINT_FOREIGNKEY"}
+)
+"""A row that is there already, or one that is not there: by PostgreSQL's codes and by SQLite's names."""
+
+
+class StaleRow(ShoalError):
+    """A row is not as the decision saw it, or a constraint forbids the change. The transaction is undone."""
+
+
+class Writer(Reader):
+    """A view that can be changed; nothing is visible to others before the transaction ends well."""
+
+    def apply(self, commands: Iterable[Command]) -> None:
+        """Do what the decision asked for, in order. A row that is not in the state it `was` in is an error."""
+        for command in commands:
+            try:
+                self._apply(command)
+            except (IntegrityError, sqlite3.IntegrityError) as error:
+                if not is_overtaken(error):
+                    raise
+                raise StaleRow(f"{type(command).__name__} contradicts what is stored: {error}") from error
+
+    def _apply(self, command: Command) -> None:
+        if type(command) in _SAVED:
+            self._save(_SAVED[type(command)], command)  # type: ignore[arg-type]
+        else:
+            _APPLY[type(command)](self, command)
+
+    def _save(self, mapped: Mapped[Any], command: Save) -> None:
+        values = mapped.write(command.row)
+        if command.was is None:
+            self._execute(mapped.insert, values)
+            return
+        values["was"] = command.was.value
+        if self._execute(mapped.update, values).rowcount != 1:
+            named = " ".join(str(values[key]) for key in mapped.keys)
+            raise StaleRow(f"{mapped.name} {named} is no longer {command.was.value}")
+
+    def lock_nodes(self, nodes: Iterable[str]) -> None:
+        """Let nobody else decide about these nodes until the end. Whoever touches several locks them first, at once:
+        two that lock each other's in turn would wait for each other."""
+
+    def frontier(self) -> Progress:
+        """Let nobody else make units until the end, and say how things stand now. To be called last: after that,
+        no row that somebody else may hold is waited for."""
+        return self.progress()
+
+    def post(self, entries: Sequence[LedgerEntry], up_to: int) -> None:
+        """Append to the ledger and drop what was outgoing up to that number."""
+        rows = [{**entry.model_dump(), "body": json.dumps(entry.body)} for entry in entries]
+        self._connection.execute(tables.ledger.insert(), rows)
+        about = [{"subject": name, "index": entry.index} for entry in entries for name in ledger.subjects(entry)]
+        if about:
+            self._connection.execute(tables.ledger_subjects.insert(), about)
+        self._execute("DELETE FROM ledger_outbox WHERE id <= :up_to", {"up_to": up_to})
+
+    def put_setting(self, key: str, value: str) -> None:
+        self._execute(_PUT_SETTING, {"key": key, "value": value})
+
+    def put_presence(self, presence: Presence) -> None:
+        self._execute(_HEARD + _SAID, PRESENCE.write(presence))
+
+    def touch_presence(self, node: str, now_ms: int) -> None:
+        """The node was heard of; what it said before stays. When it was last heard of never goes back, though two
+        hubs' clocks may be a little apart."""
+        self._execute(_HEARD, PRESENCE.write(Presence(node, last_seen_ms=now_ms)))
+
+    def put_report(self, report: StepReport, at_ms: int) -> None:
+        values = {"step": report.step, "metrics": json.dumps(report.metrics), "at_ms": at_ms}
+        self._execute(_PUT_REPORT, values)
+
+    def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
+        """Whether this is the first time that `node` uses `nonce`."""
+        values = {"node": node, "nonce": nonce, "expires_at_ms": expires_at_ms}
+        return bool(self._execute(_INSERT_NONCE, values).rowcount == 1)
+
+    def forget_nonces(self, before_ms: int, limit: int) -> int:
+        """Drop up to `limit` nonces that expired before then; how many."""
+        expired = "SELECT node, nonce FROM nonces WHERE expires_at_ms < :before_ms LIMIT :most"
+        values = {"before_ms": before_ms, "most": limit}
+        return int(self._execute(f"DELETE FROM nonces WHERE (node, nonce) IN ({expired})", values).rowcount)
+
+    def forget_shown(self, before_ms: int) -> int:
+        """Drop what was shown of leases that ended before then and have no submission that is to be judged yet; how
+        many parts."""
+        undecided = f"SELECT submissions.lease FROM submissions WHERE {UNJUDGED}"
+        ended = f"SELECT lease FROM leases WHERE ended_at_ms < :before_ms AND lease NOT IN ({undecided})"
+        return int(self._execute(f"DELETE FROM shown WHERE lease IN ({ended})", {"before_ms": before_ms}).rowcount)
+
+    def _save_task(self, command: SaveTask) -> None:
+        self._execute(TASKS.upsert, TASKS.write(command.row))
+
+    def _add_policy(self, command: AddPolicy) -> None:
+        self._execute(_INSERT_POLICY, {**command.policy.model_dump(), "announced_at_ms": command.announced_at_ms})
+
+    def _add_batch(self, command: AddBatch) -> None:
+        self._execute(_INSERT_BATCH, {"step": command.batch.step, "document": command.batch.model_dump_json()})
+
+    def _add_verdict(self, command: AddVerdict) -> None:
+        self._execute(VERDICTS.insert, vars(command))
+
+    def _add_shown(self, command: AddShown) -> None:
+        self._execute(SHOWN.insert, SHOWN.write(command.row))
+
+    def _raise_alarm(self, command: RaiseAlarm) -> None:
+        self._execute(ALARMS.upsert, vars(command))
+
+    def _record(self, command: Record) -> None:
+        ledger.append(None, command.kind, command.body, command.at_ms)  # what cannot be chained fails here
+        self._execute(_INSERT_OUTGOING, {**vars(command), "body": json.dumps(command.body)})
+
+
+def is_overtaken(error: BaseException) -> bool:
+    """Whether somebody else was first, so that deciding anew may help. What a column never takes is a defect."""
+    said = getattr(error, "orig", error)  # SQLAlchemy wraps what PostgreSQL's driver says
+    return not _OVERTAKEN.isdisjoint((getattr(said, "sqlstate", None), getattr(said, "sqlite_errorname", None)))
+
+
+_APPLY: dict[type, Callable[[Writer, Any], None]] = {
+    SaveTask: Writer._save_task,
+    AddPolicy: Writer._add_policy,
+    AddBatch: Writer._add_batch,
+    AddVerdict: Writer._add_verdict,
+    AddShown: Writer._add_shown,
+    RaiseAlarm: Writer._raise_alarm,
+    Record: Writer._record,
+}
