@@ -112,31 +112,17 @@ def fetch(
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
     version: Annotated[str, typer.Option("--version", metavar="N", help="Which one.")] = "newest",
-    peers: Peers = None,
-    share: Annotated[
-        int | None,
-        typer.Option(
-            "--share",
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help="Let others take from here what was fetched; stays until stopped.",
-        ),
-    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Keep fetching new versions.")] = False,
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach a source.")] = 10,
     patience_s: Annotated[
         float, typer.Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
     ] = 60,
-    host: Annotated[str, typer.Option("--host", help="Address that --share listens on.")] = "0.0.0.0",
     force: Annotated[bool, typer.Option("--force", help="Replace files that were not fetched from here.")] = False,
 ) -> None:
     """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
     from shoal.shardcast.cast.fetch import FetchRequest, run_fetch
 
-    request = FetchRequest(
-        tuple(sources), tuple(peers or ()), output, version, share, follow, wait_s, patience_s, host, force
-    )
+    request = FetchRequest(tuple(sources), output, version, follow, wait_s, patience_s, force)
     raise typer.Exit(run_fetch(request, lambda: _begin("fetch"), _terminal()))
 
 
