@@ -260,7 +260,7 @@ def _workers(scene: Scene) -> Table:
     names = labels(nodes)
     found = [_worker(node, names[node.node], processes.get(node.name), scene) for node in nodes]
     for name in processes.keys() - {node.name for node in nodes}:
-        state = processes[name].state
+        state: str = processes[name].state
         found.append((name, 0, 0, 0, "starting" if state == "running" else state, ""))
     few = len(found) <= MAX_WORKERS
     found.sort(key=lambda row: (0, 0, row[0]) if few else (row[4] in STATE_STYLES, -row[3], row[0]))
@@ -308,7 +308,7 @@ def _processes(scene: Scene, width: int) -> Iterator[Text]:
     others = []
     for process in scene.processes:
         if not process.name.startswith("worker-"):
-            said = "done" if process.why == "is done" else process.state
+            said: str = "done" if process.why == "is done" else process.state
             said = doing.get(process.name, "") if process.state == "running" else said
             others.append(f"{process.name}: {said}" if said else process.name)
     yield _row("processes", " · ".join(others))

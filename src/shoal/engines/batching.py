@@ -23,7 +23,7 @@ from shoal.engines.decoding import Row
 from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
 from shoal.engines.paged import WINDOW, PagedDecoder, Pool, size_for
 from shoal.engines.pages import PAGE
-from shoal.engines.protocol import Chunks, Completion, GenerationRequest
+from shoal.engines.protocol import Chunks, Completion, Finish, GenerationRequest
 from shoal.models.logprobs import hidden_states
 from shoal.models.packed import PROBE_ERRORS
 from shoal.protocol import ProofParameters, SamplingParameters
@@ -283,7 +283,7 @@ def _commit(seen: Iterable[Held]) -> None:
 
 def _complete(row: Row, request: GenerationRequest) -> None:
     row.tokens, row.logprobs = row.tokens.astype(np.int32), row.logprobs.astype(np.float32)
-    finish = "eos" if row.tokens[-1] == request.sampling.eos_token_id else "length"
+    finish: Finish = "eos" if row.tokens[-1] == request.sampling.eos_token_id else "length"
     row.completion = Completion(row.tokens, row.logprobs, finish, b"".join(row.proofs))
 
 

@@ -161,7 +161,7 @@ class PagedDecoder:
         if key not in self._graphs:
             alive = pool.slots.alive.clone()
             pool.slots.alive.zero_()
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):
@@ -203,7 +203,7 @@ class PagedDecoder:
 
     def _draw(self, slots: Slots, here: slice, hidden_RH: Tensor, greedy: bool) -> Iterator[Tensor]:
         """The next token of every row, and its log-probability; logits in tiles."""
-        tiles = [self.head.logits(part) for part in hidden_RH.split(self._tile)] if greedy else []
+        tiles = [self.head.logits(part) for part in torch.split(hidden_RH, self._tile)] if greedy else []
         drawn = [(logits.argmax(dim=1), logits.new_zeros(len(logits))) for logits in tiles]
         if not greedy:
             place_R = slots.begun[here] + slots.drawn[here]
@@ -211,7 +211,7 @@ class PagedDecoder:
             counter = (place_R & LOW_32, place_R >> 32, zero_R, zero_R)
             word0, word1, *_ = philox4x32(counter, (slots.key_low[here], slots.key_high[here]))
             columns = (hidden_RH, as_uniforms(word0, word1), slots.temperature[here])
-            for hidden, uniforms, heat in zip(*(column.split(self._tile) for column in columns), strict=True):
+            for hidden, uniforms, heat in zip(*(torch.split(column, self._tile) for column in columns), strict=True):
                 drawn.append(sample(self.head.logits(hidden), uniforms, heat))
         return (torch.cat(column) for column in zip(*drawn, strict=True))
 

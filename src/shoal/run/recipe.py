@@ -68,17 +68,10 @@ class RelaySection(BaseModel):
     disk_budget_gb: float | None = Field(
         default=None, gt=0, description="bytes of chunks kept on disk at most; the oldest versions go first"
     )
-    rate_per_client_mbit: float | None = Field(
-        default=None, gt=0, description="what one address is sent per second at most"
-    )
 
     @property
     def settings(self) -> RelaySettings:
-        return RelaySettings(
-            kept_versions=self.keep_versions,
-            disk_budget_gb=self.disk_budget_gb,
-            rate_per_client_mbit=self.rate_per_client_mbit,
-        )
+        return RelaySettings(kept_versions=self.keep_versions, disk_budget_gb=self.disk_budget_gb)
 
 
 class Recipe(BaseModel):

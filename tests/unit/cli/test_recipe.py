@@ -37,7 +37,7 @@ hub: credit_window_s newcomer_share refill_cap drop_equal leases_per_node reques
 hub: connections_per_address
 validator: max_audits keep_versions profiles device dtype memory_share count engine
 worker: units_per_lease device dtype memory_share count engine
-relay: count keep_versions disk_budget_gb rate_per_client_mbit
+relay: count keep_versions disk_budget_gb
 """
 MOST_SETTINGS = 130  # only goes down, unless a commit says why
 
