@@ -18,15 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shoal.cli.main import app as cli
-from shoal.hub import (
-    openapi,
-    routes_admin,
-    routes_public,
-    routes_stories,
-    routes_trusted,
-    routes_uploads,
-    routes_worker,
-)
+from shoal.hub.http import openapi, routes_open, routes_signed
 from shoal.run.recipe import Recipe
 from shoal.trainer.guards import GuardRule, GuardSettings
 from shoal.validator import checks, verdicts
@@ -141,7 +133,7 @@ def meaning(parameter: Any) -> str:
 
 def http_page() -> str:
     api = FastAPI(title="shoal hub")
-    for module in (routes_public, routes_stories, routes_worker, routes_uploads, routes_trusted, routes_admin):
+    for module in (routes_open, routes_signed):
         api.include_router(module.router)
     openapi.install(api)
     document = api.openapi()

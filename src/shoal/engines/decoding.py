@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,16 @@ import torch
 from torch import Tensor
 
 from shoal.engines.dialogue import Line
-from shoal.engines.protocol import Chunks, Completion
+from shoal.engines.protocol import Chunks, Completion, GenerationRequest
 from shoal.engines.rows import Rows
 from shoal.models.logprobs import Head
 from shoal.protocol import ProofParameters
+from shoal.sampling.sampler import sample
 from shoal.sampling.stream import uniforms_at
 from shoal.toploc import PointBatch, commit, top_points
+
+UNIFORM_BLOCK = 256
+TELL_EVERY = 4  # steps of decoding between two words about progress: each is a wait for the device
 
 # Chooses the next token of each row: (logits_RV, step, row indices) -> (tokens_R, logprobs_R).
 Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
@@ -271,6 +276,85 @@ class Decoding:
                 self.lines[place] = line
             self._complete(place, tokens, logprobs, proofs)
         return left
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One call: its requests, the rows of each, and how tokens are chosen."""
+
+    requests: Sequence[GenerationRequest]
+    groups: list[list[Row]]
+    proof: ProofParameters | None
+    greedy: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool = False) -> Drawing:
+        groups = [[Row(index, seed) for seed in request.seeds] for index, request in enumerate(requests)]
+        return cls(requests, groups, proof, greedy)
+
+    def tokens_each(self, group: int) -> int:
+        """How many tokens a row of this group has at most, its prompt included."""
+        request = self.requests[group]
+        return len(request.prompt_ids) + request.sampling.max_new_tokens
+
+    def choice(self, decoding: Decoding, device: torch.device) -> Choose:
+        if self.greedy:
+            return _most_probable
+        sampling = self.requests[decoding.rows[0].group].sampling
+        begun = [self.requests[row.group].begun for row in decoding.rows]
+        block = min(UNIFORM_BLOCK, sampling.max_new_tokens)
+        stream = Uniforms([row.seed for row in decoding.rows], begun, block, device)
+
+        def choose(logits_RV: Tensor, step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
+            return sample(logits_RV, stream.at(step)[rows_R], sampling.temperature)
+
+        return choose
+
+    def watch(self, decoding: Decoding) -> Callable[[], None]:
+        """What is called after every step: it tells who asked for it what there is of each group.
+
+        Rows of a group that are not in this batch are finished, or wait to be continued.
+        """
+        places: dict[int, list[int]] = {}
+        for place, row in enumerate(decoding.rows):
+            places.setdefault(row.group, []).append(place)
+        told = [self.requests[group] for group in places]
+        if all(request.on_tokens is None and request.on_chunks is None for request in told):
+            return _nothing
+        here = set(map(id, decoding.rows))
+        others = {group: [row for row in self.groups[group] if id(row) not in here] for group in places}
+
+        def tell() -> None:
+            if decoding.step % TELL_EVERY == 0:
+                lengths_R = decoding.lengths()
+                for group, own in places.items():
+                    on_tokens = self.requests[group].on_tokens
+                    if on_tokens is not None:
+                        on_tokens(int(lengths_R[own].sum()) + sum(len(row.tokens) for row in others[group]))
+            if self.proof is not None and decoding.step % self.proof.rows == 0:
+                chunks = cache(decoding.chunks)  # computed once, for the first group that asks
+                for group, own in places.items():
+                    on_chunks = self.requests[group].on_chunks
+                    if on_chunks is not None:
+                        on_chunks(partial(_chunks_of, decoding.rows, own, others[group], chunks))
+
+        return tell
+
+
+def _chunks_of(
+    rows: Sequence[Row], places: Sequence[int], others: Sequence[Row], chunks: Callable[[], list[Chunks]]
+) -> dict[int, Chunks]:
+    """The finished chunks of one group, by seed."""
+    found = {row.seed: Chunks(row.tokens, tuple(row.proofs)) for row in others if row.proofs}
+    return found | {rows[place].seed: chunks()[place] for place in places}
+
+
+def _most_probable(logits_RV: Tensor, _step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
+    return logits_RV.argmax(dim=1), torch.zeros(len(rows_R), device=logits_RV.device)
 
 
 def choose_tiled(head: Head, state: Rows, step: int, choose: Choose, tile_elements: int) -> tuple[Tensor, Tensor]:

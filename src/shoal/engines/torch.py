@@ -20,10 +20,9 @@ B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shoal.engines.batching import Batch, paged_decoder, pages_for
-from shoal.engines.decoding import Choose, Decoding, Row, Uniforms, choose_tiled
+from shoal.engines.decoding import Decoding, Drawing, Row, choose_tiled
 from shoal.engines.dialogue import Line
 from shoal.engines.memory import (
     ALLOWANCE,
@@ -47,14 +46,14 @@ from shoal.engines.memory import (
     width,
 )
 from shoal.engines.paged import POOL_SHARE, PagedDecoder
-from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Prefill, PrefillRequest, Respond
+from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest, Respond
 from shoal.engines.rows import CachedRows, RecomputedRows, Rows, bytes_kept, decodes_with_cache, follows_with_cache
 from shoal.errors import ModelError, PolicyMismatch, ResourceError
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
 from shoal.models.state import NARROWER, apply_state, change_state, policy_state
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
-from shoal.sampling.sampler import sample, token_statistics
+from shoal.sampling.sampler import token_statistics
 from shoal.shardcast import ChangedValues
 from shoal.toploc import PointBatch, top_points
 
@@ -63,19 +62,13 @@ log = logging.getLogger(__name__)
 COMPACT_BELOW = 0.8
 TILE_ELEMENTS = 2**23
 TILE_ELEMENTS_GPU = 2**28  # a GPU wants few, large tiles: a gigabyte of float32 each
-UNIFORM_BLOCK = 256
 SHARED_WORTH = 0.2  # the share of a batch that is prompts once more, from which on they are computed only once
 CATCH_UP = 64  # tokens of each row at once, where a batch is continued from what was kept of it
 LEAST_TILE = 2**20
 TILE_SHARE = 16  # a tile of logits takes at most this part of the memory that may be used
 EXPANDED = 4  # tensors of the size of the fastest growing one that a layer has at the same time
-TELL_EVERY = 4  # steps of decoding between two words about progress: each is a wait for the device
 PREFILL_TOKENS = 65_536
 PREFILL_TOKENS_CPU = 4_096  # larger batches fall out of the processor's caches: a third slower
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""
 
 
 class TorchEngine:
@@ -168,7 +161,7 @@ class TorchEngine:
     def generate(
         self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
     ) -> list[list[Completion]]:
-        return self._drawn(_Drawing.of(requests, proof))
+        return self._drawn(Drawing.of(requests, proof))
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         results: dict[int, Prefill] = {}
@@ -190,7 +183,7 @@ class TorchEngine:
             temperature=1.0, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
         )
         requests = [GenerationRequest(prompt, (0,), sampling) for prompt in prompts]
-        return [group[0].token_ids for group in self._drawn(_Drawing.of(requests, None, greedy=True))]
+        return [group[0].token_ids for group in self._drawn(Drawing.of(requests, None, greedy=True))]
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -255,7 +248,7 @@ class TorchEngine:
         each = computed_token_bytes(config, self._model.dtype.itemsize, self._width) + scores_bytes(config) * longest
         return max(1, self._usable // each)
 
-    def _drawn(self, drawing: _Drawing) -> list[list[Completion]]:
+    def _drawn(self, drawing: Drawing) -> list[list[Completion]]:
         self._measure_cache()
         self._measure_room()
         with self._inference():
@@ -271,7 +264,7 @@ class TorchEngine:
                     self._draw(drawing, rows)
         return [[row.completion for row in group if row.completion is not None] for group in drawing.groups]
 
-    def _batches(self, drawing: _Drawing, begun: int) -> Iterator[list[Row]]:
+    def _batches(self, drawing: Drawing, begun: int) -> Iterator[list[Row]]:
         """Rows of which there are `begun` tokens, and that can be decoded together: equal sampling, similar length, as
         many as fit. Groups stay whole if they fit; each next batch goes by what the last one showed."""
         requests = drawing.requests
@@ -296,7 +289,7 @@ class TorchEngine:
         own = self._kept[1] // self._token_bytes() if self._kept else 0
         return max(1, min(self._max_rows, self._room.tokens // (tokens_each + own), self._computable(tokens_each)))
 
-    def _draw(self, drawing: _Drawing, batch: list[Row]) -> None:
+    def _draw(self, drawing: Drawing, batch: list[Row]) -> None:
         """Draw the rows of a batch; where memory runs out, half as many at once, from what was kept of them."""
         waiting = [batch]
         while waiting:
@@ -305,7 +298,7 @@ class TorchEngine:
             left = self._try_draw(drawing, rows[:size])
             waiting += [part for part in (rows[size:], left) if part]
 
-    def _try_draw(self, drawing: _Drawing, batch: list[Row]) -> list[Row]:
+    def _try_draw(self, drawing: Drawing, batch: list[Row]) -> list[Row]:
         """Draw the rows of a batch; returns those for which memory did not suffice."""
         decoding = self._decoding(drawing, batch)
         size = len(batch) * max(drawing.tokens_each(row.group) for row in batch)
@@ -332,13 +325,13 @@ class TorchEngine:
         )  # fmt: skip
         return left
 
-    def _decoding(self, drawing: _Drawing, batch: list[Row]) -> Decoding:
+    def _decoding(self, drawing: Drawing, batch: list[Row]) -> Decoding:
         sampling = drawing.requests[batch[0].group].sampling
         return Decoding(
             batch, sampling.max_new_tokens, sampling.eos_token_id, drawing.proof, partial(self._line, drawing)
         )
 
-    def _line(self, drawing: _Drawing, row: Row) -> Line | None:
+    def _line(self, drawing: Drawing, row: Row) -> Line | None:
         """For a row of a request whose turns are answered."""
         request = drawing.requests[row.group]
         if request.respond is None:
@@ -352,7 +345,7 @@ class TorchEngine:
             self._refuse_unknown(min(given), max(given))
         return given
 
-    def _decode(self, drawing: _Drawing, decoding: Decoding) -> None:
+    def _decode(self, drawing: Drawing, decoding: Decoding) -> None:
         """Prefill each prompt once, repeat it for its rows, and decode until every row has finished."""
         choose, watch = drawing.choice(decoding, self._model.device), drawing.watch(decoding)
         state = self._rows_after(drawing, decoding.rows)
@@ -369,7 +362,7 @@ class TorchEngine:
                 tokens_R = tokens_R[keep_R]
             state.advance(self._model, tokens_R)
 
-    def _rows_after(self, drawing: _Drawing, rows: Sequence[Row]) -> Rows:
+    def _rows_after(self, drawing: Drawing, rows: Sequence[Row]) -> Rows:
         """The rows after their prompts and what was kept of them."""
         groups = list(dict.fromkeys(row.group for row in rows))
         prompts = [drawing.requests[group].prompt_ids for group in groups]
@@ -506,81 +499,6 @@ class TorchEngine:
     def _refuse_unknown(self, smallest: int, largest: int) -> None:
         if smallest < 0 or largest >= self.vocabulary_size:
             raise ValueError(f"a token is outside the vocabulary of {self.vocabulary_size}")
-
-
-@dataclass(frozen=True)
-class _Drawing:
-    """One call: its requests, the rows of each, and how tokens are chosen."""
-
-    requests: Sequence[GenerationRequest]
-    groups: list[list[Row]]
-    proof: ProofParameters | None
-    greedy: bool
-
-    @classmethod
-    def of(cls, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool = False) -> _Drawing:
-        groups = [[Row(index, seed) for seed in request.seeds] for index, request in enumerate(requests)]
-        return cls(requests, groups, proof, greedy)
-
-    def tokens_each(self, group: int) -> int:
-        """How many tokens a row of this group has at most, its prompt included."""
-        request = self.requests[group]
-        return len(request.prompt_ids) + request.sampling.max_new_tokens
-
-    def choice(self, decoding: Decoding, device: torch.device) -> Choose:
-        if self.greedy:
-            return _most_probable
-        sampling = self.requests[decoding.rows[0].group].sampling
-        begun = [self.requests[row.group].begun for row in decoding.rows]
-        block = min(UNIFORM_BLOCK, sampling.max_new_tokens)
-        stream = Uniforms([row.seed for row in decoding.rows], begun, block, device)
-
-        def choose(logits_RV: Tensor, step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
-            return sample(logits_RV, stream.at(step)[rows_R], sampling.temperature)
-
-        return choose
-
-    def watch(self, decoding: Decoding) -> Callable[[], None]:
-        """What is called after every step: it tells who asked for it what there is of each group.
-
-        Rows of a group that are not in this batch are finished, or wait to be continued.
-        """
-        places: dict[int, list[int]] = {}
-        for place, row in enumerate(decoding.rows):
-            places.setdefault(row.group, []).append(place)
-        told = [self.requests[group] for group in places]
-        if all(request.on_tokens is None and request.on_chunks is None for request in told):
-            return _nothing
-        here = set(map(id, decoding.rows))
-        others = {group: [row for row in self.groups[group] if id(row) not in here] for group in places}
-
-        def tell() -> None:
-            if decoding.step % TELL_EVERY == 0:
-                lengths_R = decoding.lengths()
-                for group, own in places.items():
-                    on_tokens = self.requests[group].on_tokens
-                    if on_tokens is not None:
-                        on_tokens(int(lengths_R[own].sum()) + sum(len(row.tokens) for row in others[group]))
-            if self.proof is not None and decoding.step % self.proof.rows == 0:
-                chunks = cache(decoding.chunks)  # computed once, for the first group that asks
-                for group, own in places.items():
-                    on_chunks = self.requests[group].on_chunks
-                    if on_chunks is not None:
-                        on_chunks(partial(_chunks_of, decoding.rows, own, others[group], chunks))
-
-        return tell
-
-
-def _chunks_of(
-    rows: Sequence[Row], places: Sequence[int], others: Sequence[Row], chunks: Callable[[], list[Chunks]]
-) -> dict[int, Chunks]:
-    """The finished chunks of one group, by seed."""
-    found = {row.seed: Chunks(row.tokens, tuple(row.proofs)) for row in others if row.proofs}
-    return found | {rows[place].seed: chunks()[place] for place in places}
-
-
-def _most_probable(logits_RV: Tensor, _step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
-    return logits_RV.argmax(dim=1), torch.zeros(len(rows_R), device=logits_RV.device)
 
 
 def _length(request: PrefillRequest) -> int:
