@@ -4,7 +4,7 @@
     accepted by a full audit, in no batch yet ──► stays, unless the node is banned for it (audits by reputation only)
     waiting for a light audit, or in one ───────► waits for a full one
     credit pending ─────────────────────────────► void
-    credit final (its window has passed) ───────► stays, and so does its group: no unit is paid twice
+    credit final (its window has passed) ───────► stays; its unit is void: not trained on, and not paid twice
 
 A pulled unit was alive and stays alive, so pacing counts it as before. It is undecided again, so a synchronous batch
 that needs it waits for it; whoever generates it next does so under the same seeds. A batch that is written down stays.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.hub.state.commands import Command, Record, SaveSubmission, SaveUnit
-from shoal.hub.state.machines import SubmissionState
+from shoal.hub.state.machines import SubmissionState, UnitState
 from shoal.hub.state.rows import Filled, SubmissionRow
 from shoal.protocol import Verdict
 
@@ -33,17 +33,18 @@ class Stake:
 
 
 def pull(stake: Stake, verdict: Verdict, banned: bool, now_ms: int) -> list[Command]:
-    """Take back the accepted groups that are in no batch and whose credit was pending: those audited lightly, and all
-    if the node is `banned`."""
-    taken = [
-        filled
-        for filled in stake.untrained
-        if filled.submission.matures_at_ms is not None and (banned or filled.submission.depth == "light")
+    """Take back the accepted groups that are in no batch: those audited lightly, and all if the node is `banned`. Where
+    their credit was pending, their units are open again; where it is final, they are void."""
+    failing = [filled for filled in stake.untrained if banned or filled.submission.depth == "light"]
+    taken = [filled for filled in failing if filled.submission.matures_at_ms is not None]
+    commands: list[Command] = [
+        SaveUnit(filled.unit.to(UnitState.VOID, reason=PULLED), filled.unit.state)
+        for filled in failing
+        if filled.submission.matures_at_ms is None
     ]
     if not taken:
-        return []
+        return commands
     message = f"its node failed the audit of unit {verdict.unit} ({verdict.reason or 'no reason given'})"
-    commands: list[Command] = []
     for filled in taken:
         commands.append(SaveSubmission(_pulled(filled.submission, message, now_ms), filled.submission.state))
         commands.append(SaveUnit(filled.unit.reopened(), filled.unit.state))
