@@ -371,7 +371,7 @@ RATCHETS = {
     "files": 425,
     "files in the fullest folder": 28,
     "names of classes used twice": 25,
-    "test lines": 72_420,
+    "test lines": 72_450,
 }
 
 

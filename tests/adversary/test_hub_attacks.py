@@ -227,7 +227,7 @@ def test_a_flood_of_requests(hub: Hub) -> None:
         thread.start()
     try:
         waits_s = []
-        for _ in range(10):
+        while len(waits_s) < 10 or (not flooded and sum(waits_s) < 30):  # until the flood is there
             started_s = time.monotonic()
             ok(worker.call("POST", "/heartbeat", b"{}"))
             waits_s.append(time.monotonic() - started_s)
