@@ -34,10 +34,10 @@ from shoal.hub.door import HEADER_REQUEST, Door, Edge, visit_of
 from shoal.hub.limits import TooMuch
 from shoal.hub.metrics import StateMetrics, run_metrics
 from shoal.hub.service import Hub
-from shoal.hub.service.figures import Figures, read_figures
+from shoal.hub.service.reporting import Figures, read_figures
 from shoal.hub.settings import HubConfig
 from shoal.hub.slots import Busy, UploadSlots
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.protocol import Problem, SignedDocument
 from shoal.runtime.clock import Clock, SystemClock
 

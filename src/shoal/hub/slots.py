@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shoal.hub.limits import TooMuch
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 
 WAIT_S = 15.0
 """Well within what a client waits for an answer. A store that hangs lets go of a slot after its own deadlines."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hubkit import ROOT, TRAINER, VALIDATOR, Bench, certificate, code_of, ok, policy
 from ownerkit import ADMIN, Owner
+from shoal.hub.service.owner import orders_of, put_orders
 
 from shoal.hub import auth
 from shoal.hub import changes as changes_module
@@ -21,11 +22,9 @@ from shoal.hub.bodies import read_body
 from shoal.hub.changes import Changes, Topic, long_poll
 from shoal.hub.door import Edge
 from shoal.hub.limits import Addresses
-from shoal.hub.service import Hub, Posting
-from shoal.hub.service.owner import orders_of, put_orders
-from shoal.hub.service.posting import READ_POSTS
-from shoal.hub.state.commands import Record
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.service import Hub
+from shoal.hub.service.upkeep import READ_POSTS, Posting
+from shoal.hub.state.commands import Record, Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import SqliteStorage
 from shoal.hub.storage.queries import SqlReader

@@ -10,10 +10,9 @@ import pytest
 from hubkit import Bench, certificate, make_config, worker_key
 
 from shoal.errors import ResourceError
-from shoal.hub import gate
 from shoal.hub.changes import Changes, Topic, long_poll
-from shoal.hub.service import Hub, posting
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.service import Hub, context, retry, upkeep
+from shoal.hub.state.commands import Refusal
 from shoal.hub.storage import StaleRow
 from shoal.ledger import verify
 from shoal.protocol import Registration
@@ -27,10 +26,10 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
-class TestInsisting:
+class TestRetry:
     @pytest.fixture(autouse=True)
     def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gate, "PAUSE_S", 0.0)
+        monkeypatch.setattr(context, "PAUSE_S", 0.0)
 
     def test_a_decision_that_was_overtaken_is_made_again(self) -> None:
         failures = [StaleRow("once"), StaleRow("twice")]
@@ -40,7 +39,7 @@ class TestInsisting:
                 raise failures.pop()
             return "answer"
 
-        assert gate.insist(call) == "answer"
+        assert retry(call) == "answer"
 
     def test_but_not_for_ever(self) -> None:
         calls: list[int] = []
@@ -50,8 +49,8 @@ class TestInsisting:
             raise StaleRow("always")
 
         with pytest.raises(Refusal) as caught:
-            gate.insist(call)
-        assert (caught.value.status, caught.value.code, len(calls)) == (503, "hub.busy", gate.ATTEMPTS)
+            retry(call)
+        assert (caught.value.status, caught.value.code, len(calls)) == (503, "hub.busy", context.ATTEMPTS)
 
     def test_other_failures_are_not_repeated(self) -> None:
         calls: list[int] = []
@@ -61,10 +60,10 @@ class TestInsisting:
             raise ResourceError("the disk is full")
 
         with pytest.raises(ResourceError):
-            gate.insist(call)
+            retry(call)
         assert len(calls) == 1
 
-    def test_routes_insist(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_routes_retry(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         register, failures = bench.app.state.hub.membership.register, [StaleRow("once")]
 
         def overtaken(*arguments: object) -> object:
@@ -109,7 +108,7 @@ class TestPosting:
             return reader.outbox_length()
 
     def test_a_long_outbox_is_posted_in_pages(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(posting, "POSTED_AT_A_TIME", 2)
+        monkeypatch.setattr(upkeep, "POSTED_AT_A_TIME", 2)
         assert self.outgoing(hub) == 5
         hub.posting.post()
         page = hub.reporting.ledger_page(-1, 99)

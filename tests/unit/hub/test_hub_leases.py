@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hubkit import Actor, Bench, code_of, fresh_request, ok
 
-from shoal.hub.state import sanctions
+from shoal.hub.state import nodes
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow
 from shoal.protocol import HeartbeatReply, Lease, LeaseReply, NodeState, NodeView, Outcome, Severity
@@ -183,7 +183,7 @@ class TestSuspension:
         assert code_of(bench.alice.submit(suspended[2])) == (403, "node.banned")
         banned = row_of(bench, bench.alice)
         with bench.app.state.hub.context.decision() as (transaction, moment):
-            transaction.apply(sanctions.pardon(banned, "a mistake", moment.now_ms))
+            transaction.apply(nodes.pardon(banned, "a mistake", moment.now_ms))
         assert ask(bench.alice).leases
         seen = view(bench, bench.alice)
         assert (seen.state, seen.strikes, seen.on_probation) == (NodeState.ACTIVE, 0, True)

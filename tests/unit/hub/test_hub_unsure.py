@@ -10,10 +10,9 @@ from hubkit import policy
 from machinekit import Play
 
 from shoal.hub.service.calibrating import SETTING
-from shoal.hub.service.figures import read_figures
+from shoal.hub.service.reporting import read_figures
 from shoal.hub.state.calibrations import InForce
-from shoal.hub.state.commands import SaveNode
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal, SaveNode
 from shoal.protocol import AuditRequest, Batch, Lease, NodeState, Outcome, Severity
 
 GROUPS = 3

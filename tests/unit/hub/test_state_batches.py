@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from statekit import NOW_MS, lease, leases_in, moment, of_type, policy, submission, unit, units_in
 
-from shoal.hub.state import batches, policies
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record
+from shoal.hub.state import batches
+from shoal.hub.state.batches import Standing
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.policies import Standing
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Progress, UnitRow
 from shoal.protocol import Batch
 
@@ -185,7 +184,7 @@ def test_steps_in_order_and_not_past_the_end() -> None:
 
 def announce(new: Any, known: Any = None, standing: Standing | None = None, **changes: Any) -> list[Any]:
     progress = Progress(**{"policy": policy(3), "next_step": 4, **changes})
-    return policies.announce(moment(progress=progress), known, standing or Standing(), new)
+    return batches.announce(moment(progress=progress), known, standing or Standing(), new)
 
 
 class TestPolicies:

@@ -13,12 +13,10 @@ from collections import OrderedDict
 from shoal.environments import identity_of
 from shoal.errors import EnvironmentSetupError, ModelError, ProtocolError
 from shoal.hub.changes import Topic
-from shoal.hub.service.context import Context
+from shoal.hub.service.context import Context, require_trusted
 from shoal.hub.service.drawing import HELD_OUT, Drawing
-from shoal.hub.service.owner import require_trusted
 from shoal.hub.state import evaluations
-from shoal.hub.state.machines import EvaluationState
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import EvaluationRow, Moment, NodeRow
 from shoal.hub.storage import Writer
 from shoal.protocol import (
@@ -29,7 +27,7 @@ from shoal.protocol import (
     SignedDocument,
     open_document,
     sign_document,
-)
+)  # fmt: skip
 
 MOST_VERSIONS = 1024
 MOST_KEPT = 128
@@ -76,16 +74,10 @@ class Evaluating:
         transaction.apply(evaluations.put_back(transaction.evaluations_under_way(), validator.node, moment.now_ms))
         if not wanted:
             return None
-        rows = [
-            row
-            for row in transaction.evaluations_under_way()
-            if row.state is EvaluationState.OPEN and self._tasks(row) is not None
-        ]
+        rows = [row for row in transaction.evaluations_under_way() if self._tasks(row) is not None]
         chosen = evaluations.claim(moment, rows, validator.node)
-        if chosen is None:
-            return None
-        transaction.apply([chosen])
-        return chosen.row
+        transaction.apply([] if chosen is None else [chosen])
+        return None if chosen is None else chosen.row
 
     def pending(self) -> bool:
         """Whether a slice is still to be done by somebody."""
@@ -130,7 +122,7 @@ class Evaluating:
         for index in range(row.first, min(row.first + row.tasks, len(split))):
             try:
                 task = split[index]
-                found.append(EvaluationTask(task=task.id, prompt_ids=self._drawing.held_out_prompt(task, index).ids))
+                found.append(EvaluationTask(task=task.id, prompt_ids=self._drawing.prompt(task, HELD_OUT, index).ids))
             except (EnvironmentSetupError, ModelError) as error:
                 self._drawing.pass_over(HELD_OUT, index, error)
         return tuple(found)
@@ -162,9 +154,8 @@ def require_environment(context: Context, digest: str, code: str, what: str) -> 
     """Refuse what was scored with other tasks, or by other rules, than the run's."""
     own = identity_of(context.config.environment)
     if digest and digest != own.digest:
-        raise Refusal(
-            422,
-            code,
+        sentence = (
             f"the {what} is of environment {digest[:16]}…, the run's is {own.name} ({own.digest[:16]}…): "
-            "start the validator with the recipe and the data of this run",
+            "start the validator with the recipe and the data of this run"
         )
+        raise Refusal(422, code, sentence)

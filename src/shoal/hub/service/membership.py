@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.errors import ProtocolError
-from shoal.hub.service.context import Context, node_view
-from shoal.hub.service.owner import require_trusted
+from shoal.hub.service.context import Context, node_view, require_trusted
 from shoal.hub.service.readiness import MISSED, canary_problem
 from shoal.hub.state import leases, nodes, pacing
-from shoal.hub.state.commands import RaiseAlarm
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.state.rows import Moment, NodeRow
 from shoal.hub.storage import Presence, Writer
 from shoal.protocol import (
@@ -22,7 +20,7 @@ from shoal.protocol import (
     Vouch,
     node_id,
     open_document,
-)
+)  # fmt: skip
 from shoal.protocol.node import check_spoken
 from shoal.runtime.crash import point
 
@@ -36,7 +34,10 @@ class Membership:
 
     def register(self, registration: Registration) -> NodeView:
         """Take a node in. The request's signature was checked against the key in the registration."""
-        self._check_version(registration)
+        try:
+            check_spoken("node", registration.protocol_version)
+        except ProtocolError as error:
+            raise Refusal(409, "protocol.version", str(error)) from error
         self._check_role(registration)
         check_vouch(registration)
         with self._context.decision() as (transaction, moment):
@@ -85,12 +86,6 @@ class Membership:
         transaction.apply(renewed)
         rows = {held.lease.lease: held.lease for held in holdings} | {each.row.lease: each.row for each in renewed}
         return {name: row.deadline_ms for name, row in rows.items()}
-
-    def _check_version(self, registration: Registration) -> None:
-        try:
-            check_spoken("node", registration.protocol_version)
-        except ProtocolError as error:
-            raise Refusal(409, "protocol.version", str(error)) from error
 
     def _check_role(self, registration: Registration) -> None:
         """Trusted roles need a certificate of the root key for this run, this role and this very key."""

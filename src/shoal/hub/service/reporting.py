@@ -1,14 +1,15 @@
-"""What anyone may read: the run, its status with who waits for whom, the ledger."""
+"""What anyone may read: the run, its status with who waits for whom, its figures for `GET /metrics`, the ledger."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+
 from shoal import ledger
 from shoal.hub.service.calibrating import in_force_of
-from shoal.hub.service.context import Context, node_label, node_view
-from shoal.hub.service.owner import orders_of
-from shoal.hub.service.posting import Posting
-from shoal.hub.service.readiness import no_sample
-from shoal.hub.service.staffing import standstill
+from shoal.hub.service.context import Context, node_label, node_view, orders_of, shared
+from shoal.hub.service.readiness import MAX_TRUSTED, no_sample, standstill
+from shoal.hub.service.upkeep import Posting
 from shoal.hub.state import calibrations, evaluations, pacing
 from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.machines import SubmissionState, UnitState
@@ -17,6 +18,7 @@ from shoal.hub.state.rows import NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, StoryReader
 from shoal.hub.storage.protocol import Rank
 from shoal.protocol import (
+    Conduct,
     Evaluation,
     LedgerHead,
     LedgerPage,
@@ -27,7 +29,7 @@ from shoal.protocol import (
     SignedDocument,
     Wait,
     sign_document,
-)
+)  # fmt: skip
 
 VERDICTS_SHOWN = 20
 VERDICTS_SEARCHED = 500
@@ -42,6 +44,7 @@ NODES_SHOWN = 200
 RANKS: tuple[tuple[Rank, int], ...] = (("trusted", 40), ("sanctioned", 40), ("credit", 60), ("seen", NODES_SHOWN))
 SILENT_AFTER_MS = 60_000
 """A node that has not been heard of for so long is gone, not waiting."""
+NO_WASTE = pacing.Waste(0, 0, 0, 0)
 
 
 class Reporting:
@@ -222,11 +225,70 @@ def _telling(reader: Reader) -> list[SubmissionRow]:
 
 
 def _recent(row: SubmissionRow) -> RecentVerdict:
-    return RecentVerdict(
-        unit=row.unit,
-        node=row.node,
-        outcome=row.state.value,
-        reason=row.reason,
-        message=row.message,
-        decided_at_ms=row.decided_at_ms or 0,
+    told = {"outcome": row.state.value, "decided_at_ms": row.decided_at_ms or 0}
+    return RecentVerdict(**{**shared(row, RecentVerdict), **told})
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How the run stands, in numbers. `nodes` is by (role, state, here or away), `alarms` by the first word of their
+    code; `waiting_s` is how long the longest of those that wait now has waited."""
+
+    units: dict[str, int]
+    submissions: dict[str, int]
+    nodes: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    credit: int = 0
+    pending: int = 0
+    version: int = 0
+    finished: bool = False
+    ledger_rows: int = 0
+    outbox_rows: int = 0
+    leads: bool = True
+    waiting: int = 0
+    waiting_s: float = 0.0
+    waste: pacing.Waste = NO_WASTE
+    conduct: Conduct = "running"
+    pools: dict[str, int] = field(default_factory=dict)
+    unusable: int = 0
+    measured: Evaluation | None = None
+    no_sample: int = 0
+    alarms: Counter[tuple[str, ...]] = field(default_factory=Counter)
+
+
+def read_figures(context: Context, late: int = 0, unusable: int = 0) -> Figures:
+    """`late` is how many submissions this hub has refused because their unit had gone to somebody else, `unusable` how
+    many tasks it has passed over because they cannot be used."""
+    now_ms = context.clock.now_ms()
+    with context.storage.read() as reader:
+        fleet, progress, last = reader.fleet(now_ms - SILENT_AFTER_MS), reader.progress(), reader.ledger_last()
+        units, submissions, outbox_rows = reader.unit_counts(), reader.submission_counts(), reader.outbox_length()
+        orders, alarms = orders_of(reader), reader.alarm_counts()
+        trusted = reader.nodes_ranked("trusted", MAX_TRUSTED)
+        unscored = no_sample(trusted, reader.presences_named([node.node for node in trusted]))
+        pools = reader.pool_counts() if context.config.pools is not None else {}
+        slices = reader.evaluations_since(0, VERSIONS_SHOWN) if context.rules.evaluation is not None else []
+    measured = [
+        each for each in evaluations.results(slices) if each.complete and not each.partial and each.mean is not None
+    ]
+    waits = context.waits.current(now_ms)
+    return Figures(
+        units=units,
+        submissions=submissions,
+        nodes=Counter({(crew.role, crew.state, "here" if crew.here else "away"): crew.count for crew in fleet}),
+        credit=sum(crew.credit for crew in fleet),
+        pending=sum(crew.pending for crew in fleet),
+        version=progress.policy.version if progress.policy else 0,
+        finished=pacing.is_finished(context.rules, progress),
+        ledger_rows=last.index + 1 if last else 0,
+        outbox_rows=outbox_rows,
+        leads=context.leads,
+        waiting=len(waits),
+        waiting_s=max((now_ms - wait.since_ms for wait in waits), default=0) / 1000,
+        waste=pacing.waste(units, submissions.get("accepted", 0), late, sum(crew.lapsed for crew in fleet)),
+        conduct=orders.conduct,
+        pools=pools,
+        unusable=unusable,
+        measured=measured[-1] if measured else None,
+        no_sample=unscored,
+        alarms=alarms,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.protocol import Calibration, Message, PolicyRef
 from shoal.protocol.calibration import MAX_KINDS, format_of
 
@@ -72,22 +72,12 @@ def put_in_force(in_force: InForce, digest: str, made: Calibration, policy: Poli
     """After a validator's calibration. Raises unless it follows the one in force, and was measured with this
     incarnation of the policy."""
     if made.replaces != in_force.digest:
-        raise Refusal(
-            409,
-            "calibration.outdated",
-            "another calibration came into force meanwhile: fetch it, join what was measured with it, and try again",
-        )
+        sentence = "another came into force meanwhile: fetch it, join what was measured with it, and try again"
+        raise Refusal(409, "calibration.outdated", sentence)
     if policy is None or made.policy.incarnation != policy.incarnation or made.policy.version > policy.version:
         raise Refusal(409, "calibration.policy", f"policy {made.policy.label} is none that this run has now")
-    return in_force.model_copy(
-        update={
-            "digest": digest,
-            "policy": made.policy,
-            "kinds": tuple(sorted(made.kinds)),
-            "refused": dict(made.refused),
-            "machines": made.machines,
-        }
-    )
+    measured = {"kinds": tuple(sorted(made.kinds)), "refused": dict(made.refused), "machines": made.machines}
+    return in_force.model_copy(update={"digest": digest, "policy": made.policy, **measured})
 
 
 def open_kinds(in_force: InForce, digest: str, made: Calibration) -> InForce:
