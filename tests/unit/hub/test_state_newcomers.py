@@ -13,7 +13,7 @@ from statekit import Granted, grant, moment, node, policy, submission, unit
 from shoal.hub.service.turns import Place, Turns
 from shoal.hub.state import newcomers
 from shoal.hub.state.leases import Ask
-from shoal.hub.state.newcomers import Crowd, Queue
+from shoal.hub.state.newcomers import Crowd
 from shoal.hub.state.rows import InHand, Progress
 
 HERE = Crowd(established=True)
@@ -347,10 +347,10 @@ class TestTurns:
         assert list(networks) == ["honest"]
 
 
-def queue(established: int, fresh: int, owed: float = 0.0, cost: int = 1) -> Queue:
+def queue(established: int, fresh: int, owed: float = 0.0, cost: int = 1) -> tuple[Any, Any, float]:
     """Newcomers have the lowest units, and `cost` times as many tokens each."""
     low = [submission(number, who=2, tokens=cost) for number in range(fresh)]
-    return Queue([submission(number, tokens=1) for number in range(fresh, fresh + established)], low, owed)
+    return [submission(number, tokens=1) for number in range(fresh, fresh + established)], low, owed
 
 
 class TestAudits:
@@ -359,18 +359,18 @@ class TestAudits:
         [(100, 100, 2), (100, 1, 1), (3, 100, 5), (0, 100, 8), (100, 0, 0), (2, 3, 3)],
     )
     def test_newcomers_get_their_share_and_what_others_leave(self, established: int, fresh: int, expected: int) -> None:
-        chosen, _ = newcomers.choose(queue(established, fresh), 8, 0.25)
+        chosen, _ = newcomers.choose(*queue(established, fresh), 8, 0.25)
         assert sum(row.node == node(2).node for row in chosen) == expected
         assert len(chosen) == min(8, established + fresh)
 
     def test_each_side_lowest_unit_first(self) -> None:
-        chosen, _ = newcomers.choose(queue(10, 10), 8, 0.25)
+        chosen, _ = newcomers.choose(*queue(10, 10), 8, 0.25)
         assert sorted(row.unit for row in chosen) == [0, 1, 10, 11, 12, 13, 14, 15]
 
     def test_a_validator_that_takes_one_at_a_time_takes_every_fourth_from_newcomers(self) -> None:
         owed, taken = 0.0, []
         for _ in range(12):
-            (row,), owed = newcomers.choose(queue(50, 50, owed), 1, 0.25)
+            (row,), owed = newcomers.choose(*queue(50, 50, owed), 1, 0.25)
             taken.append(row.node == node(2).node)
         assert taken == [False, False, False, True] * 3
 
@@ -379,7 +379,7 @@ class TestAudits:
         """By number they would get a quarter of the audits, which is 93 % of the tokens."""
         owed, tokens = 0.0, {node(1).node: 0, node(2).node: 0}
         for _ in range(4800 // count):
-            chosen, owed = newcomers.choose(queue(count, count, owed, cost=40), count, 0.25)
+            chosen, owed = newcomers.choose(*queue(count, count, owed, cost=40), count, 0.25)
             for row in chosen:
                 tokens[row.node] += row.tokens
         theirs = tokens[node(2).node] / sum(tokens.values())
@@ -392,7 +392,7 @@ class TestAudits:
     def test_nobody_starves_and_no_audit_is_wasted(self, share: float, claims: list[tuple[int, int, int]]) -> None:
         owed, promised, given_to_them = 0.0, 0.0, 0
         for count, established, fresh in claims:
-            chosen, owed = newcomers.choose(queue(established, fresh, owed), count, share)
+            chosen, owed = newcomers.choose(*queue(established, fresh, owed), count, share)
             taken = sum(row.node == node(2).node for row in chosen)
             assert len(chosen) == len({row.unit for row in chosen}) == min(count, established + fresh)
             if established >= count and fresh >= count:  # both could use all of it

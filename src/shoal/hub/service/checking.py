@@ -20,21 +20,20 @@ from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.reputation import NEWER, STEERED, Suspicion
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol import (
+from shoal.protocol.codec import pack
+from shoal.protocol.signing import SignedDocument, open_document
+from shoal.protocol.verdict import (
     Audit,
     AuditReply,
     AuditRequest,
     Outcome,
     RefusedVerdict,
     Severity,
-    SignedDocument,
     SubmissionBodies,
     Verdict,
     VerdictReply,
     VerdictReport,
-    open_document,
-    pack,
-)  # fmt: skip
+)
 from shoal.runtime.crash import point
 
 MAX_BODIES_BYTES = 64 * 1024 * 1024
@@ -113,14 +112,12 @@ class Checking:
             return transaction.submissions_in([SubmissionState.RECEIVED], count)
         established = transaction.waiting_audits(on_probation=False, limit=count)
         waiting = transaction.waiting_audits(on_probation=True, limit=count)
-        chosen, self._owed = newcomers.choose(newcomers.Queue(established, waiting, self._owed), count, share)
+        chosen, self._owed = newcomers.choose(established, waiting, self._owed, count, share)
         return chosen
 
     def verdicts(self, node: NodeRow, report: VerdictReport) -> VerdictReply:
-        """Apply the verdicts that this very validator signed; those that do not fit are named.
-
-        In one transaction, or where hubs share a database in one for each node: nobody is locked for another's sake.
-        """
+        """Apply the verdicts that this very validator signed; those that do not fit are named. In one transaction, or
+        where hubs share a database in one for each node: nobody is locked for another's sake."""
         rulings, refused = list[Ruling](), list[RefusedVerdict]()
         for signed in report.verdicts:
             try:
@@ -167,7 +164,6 @@ class Checking:
         return refused
 
     def bodies(self, names: Sequence[str]) -> bytes:
-        """The bytes of several submissions, packed."""
         shown = {name: body for name in names if (body := self._showing.body(name)) is not None}
         with self._context.storage.read() as reader:
             known = reader.submissions_named(names)

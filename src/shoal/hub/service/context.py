@@ -74,8 +74,6 @@ def retry(call: Callable[[], T]) -> T:
 
 
 class Context:
-    """Opens the hub's folder and holds what the services work with."""
-
     def __init__(self, config: HubConfig, clock: Clock, storage: Storage | None = None) -> None:
         self.config = config
         self.rules = config.rules
@@ -112,7 +110,6 @@ class Context:
         return self.leads
 
     def resign(self) -> None:
-        """Leave the background work to another hub at once."""
         if self.leads:
             self.storage.resign(LEADER, self.holder)
 
@@ -151,17 +148,14 @@ class Context:
         self.absence = Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
 
     def unspared(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
-        """Those of the overdue leases that are to end now."""
         return [held for held in overdue if not self.absence.spares(held.lease, now_ms)]
 
     @contextmanager
     def decision(self, sweep: bool = False, exclusive: bool = False) -> Iterator[tuple[Writer, Moment]]:
-        """One write transaction: read rows, decide, apply. `sweep` ends overdue leases first.
-
-        `exclusive` decisions change what all others rely on (the newest policy, the next step): nobody decides
-        anything beside them, at whichever hub. Others do not sweep where hubs share a database: a sweep touches the
-        nodes of others, and the leader does it every second.
-        """
+        """One write transaction: read rows, decide, apply. `sweep` ends overdue leases first. `exclusive` decisions
+        change what all others rely on (the newest policy, the next step): nobody decides anything beside them, at
+        whichever hub. Others do not sweep where hubs share a database: a sweep touches the nodes of others, and the
+        leader does it every second."""
         swept = False
         sweep = sweep and (exclusive or not self.storage.is_shared)
         with self.storage.write(exclusive=exclusive) as transaction:
@@ -243,8 +237,10 @@ class Context:
         }
 
     def _require_blobs(self) -> None:
-        """Hubs of one database must have one place for blobs: what one hub has promised, another must find."""
-        if not self.storage.is_shared:
+        """What one hub has promised, another must find: hubs of one database have one place for blobs, and a bucket
+        that is named by hand in a run that has begun lacks what was promised."""
+        store = self.config.settings.storage
+        if not self.storage.is_shared and not store:
             return
         with self.storage.write(exclusive=True) as transaction:
             mark = transaction.setting(BLOB_STORE)
@@ -252,10 +248,10 @@ class Context:
                 content = f"the blobs of shoal run {self.config.run_id} ({secrets.token_hex(8)})\n"
                 transaction.put_setting(BLOB_STORE, self.blobs.put(content.encode()))
             elif not self.blobs.has(mark):
-                where = self.config.settings.storage or str(self.config.folder / "blobs")
                 raise ConfigError(
-                    f"other hubs of this run keep submissions elsewhere than in {where}: share one folder "
-                    "among all hubs, or keep them in a bucket (hub.storage = s3://…)"
+                    f"the submissions of this run are kept elsewhere than in {store or self.config.folder / 'blobs'}: "
+                    "share one folder among all hubs, or keep them in a bucket (hub.storage = s3://…); move a run with "
+                    "`shoal backup` and `shoal restore --set hub.storage=URL`"
                 )
 
     def _identity(self) -> dict[str, Any]:
@@ -311,10 +307,8 @@ def _parsed(text: str) -> Orders:
 
 
 def require_trusted(reader: Reader, public_key: str) -> Orders:
-    """What is in force; raise if it says that this key is trusted for nothing.
-
-    To be asked inside of the decision: the key may have been revoked since its request was let in.
-    """
+    """What is in force; raise if it says that this key is trusted for nothing. To be asked inside of the decision: the
+    key may have been revoked since its request was let in."""
     orders = orders_of(reader)
     if public_key in orders.revoked:
         raise Refusal(403, "auth.revoked", "the run's owner has revoked this key: ask for another certificate")

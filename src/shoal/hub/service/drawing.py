@@ -115,7 +115,6 @@ class Drawing:
         return units, alarms
 
     def is_made(self, unit: UnitRow) -> bool:
-        """Whether the prompt of a unit that has its task is made."""
         return unit.task in self._known(unit.unit).prompts
 
     def prompt_of(self, unit: UnitRow) -> Prompt:

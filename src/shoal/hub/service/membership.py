@@ -11,17 +11,9 @@ from shoal.hub.state import leases, nodes, pacing
 from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.state.rows import Moment, NodeRow
 from shoal.hub.storage import Presence, Writer
-from shoal.protocol import (
-    Heartbeat,
-    HeartbeatReply,
-    NodeView,
-    Registration,
-    RoleCertificate,
-    Vouch,
-    node_id,
-    open_document,
-)  # fmt: skip
-from shoal.protocol.node import check_spoken
+from shoal.protocol.identity import node_id
+from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeView, Registration, RoleCertificate, Vouch, check_spoken
+from shoal.protocol.signing import open_document
 from shoal.runtime.crash import point
 
 MAX_VOUCH_BYTES = 2048
@@ -75,10 +67,8 @@ class Membership:
         )
 
     def _renew(self, transaction: Writer, moment: Moment, node: NodeRow, progress: Mapping[str, int]) -> dict[str, int]:
-        """The deadlines of the leases that the node is at work on, later ones where it has made progress.
-
-        On probation that has to be shown (`showing`), not said: fresh keys cost nothing, and may say anything.
-        """
+        """The deadlines of the leases that the node is at work on, later ones where it has made progress. On probation
+        that has to be shown (`showing`), not said: fresh keys cost nothing, and may say anything."""
         if not progress:
             return {}
         holdings = [held for held in transaction.holdings(node.node) if held.lease.lease in progress]

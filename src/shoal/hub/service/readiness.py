@@ -39,11 +39,9 @@ AUDITED = ("accepted", "rejected", "unsure")
 
 
 class Readiness(Message):
-    """The answer of `GET /ready`: what is wrong, a sentence each; ready if nothing is.
-
-    A run that its owner has paused, or lets drain, is ready: `conduct` says so, and `halted` since when and why. So is
-    one that nobody works for: workers must reach it to join. `standstill` says that, and whoever else is missing.
-    """
+    """The answer of `GET /ready`: what is wrong, a sentence each; ready if nothing is. A run that its owner has paused,
+    or lets drain, is ready: `conduct` says so, and `halted` since when and why. So is one that nobody works for:
+    workers must reach it to join. `standstill` says that, and whoever else is missing."""
 
     ready: bool
     problems: tuple[str, ...] = ()
@@ -77,7 +75,13 @@ class Ready:
             for node in trusted
             if node.node in presences and now_ms - presences[node.node].last_seen_ms <= HERE_MS
         ]
-        missing = [] if pacing.is_finished(self._context.rules, reader.progress()) else missing_roles(here)
+        filled = {node.role for node, _ in here if node.state is NodeState.ACTIVE}
+        finished = pacing.is_finished(self._context.rules, reader.progress())
+        missing = [
+            f"no {role} was heard of for {HERE_MS // 1000} s: start one with `shoal {role}`"
+            for role in ("trainer", "validator")
+            if role not in filled and not finished
+        ]
         checks = [
             problem(node, presence)
             for node, presence in here
@@ -91,17 +95,14 @@ class Ready:
         if self._context.failure is not None:
             return outage(self._context.failure)
         if self._probed_ms is None or now_ms - self._probed_ms >= PROBE_EVERY_MS:
-            self._probed_ms, self._probe = now_ms, self._write()
+            self._probed_ms, self._probe = now_ms, ""
+            try:
+                with self._context.storage.write(durable=False) as transaction:
+                    transaction.put_setting("probed_at_ms", str(now_ms))
+            except ResourceError as error:
+                log.error("/ready: %s", error)
+                self._probe = outage(error)
         return self._probe
-
-    def _write(self) -> str:
-        try:
-            with self._context.storage.write(durable=False) as transaction:
-                transaction.put_setting("probed_at_ms", str(self._context.clock.now_ms()))
-        except ResourceError as error:
-            log.error("/ready: %s", error)
-            return outage(error)
-        return ""
 
 
 def outage(error: ShoalError) -> str:
@@ -111,16 +112,6 @@ def outage(error: ShoalError) -> str:
     if isinstance(error, ResourceError):
         return "the hub cannot write to its database: its log says why, and what to do"
     return "the hub cannot go on, and ends: its log says why, and what to do"
-
-
-def missing_roles(here: Sequence[tuple[NodeRow, Presence]]) -> list[str]:
-    """A sentence for each role that a run cannot do without and that nobody fills."""
-    filled = {node.role for node, _ in here if node.state is NodeState.ACTIVE}
-    return [
-        f"no {role} was heard of for {HERE_MS // 1000} s: start one with `shoal {role}`"
-        for role in ("trainer", "validator")
-        if role not in filled
-    ]
 
 
 def canary_problem(node: NodeRow, presence: Presence) -> str:

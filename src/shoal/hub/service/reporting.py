@@ -12,24 +12,16 @@ from shoal.hub.service.readiness import MAX_TRUSTED, no_sample, standstill
 from shoal.hub.service.upkeep import Posting
 from shoal.hub.state import calibrations, evaluations, pacing
 from shoal.hub.state.calibrations import InForce
-from shoal.hub.state.machines import SubmissionState, UnitState
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UnitState
 from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, StoryReader
 from shoal.hub.storage.protocol import Rank
-from shoal.protocol import (
-    Conduct,
-    Evaluation,
-    LedgerHead,
-    LedgerPage,
-    OwnerOrders,
-    RecentVerdict,
-    RunInfo,
-    RunStatus,
-    SignedDocument,
-    Wait,
-    sign_document,
-)  # fmt: skip
+from shoal.protocol.evaluation import Evaluation
+from shoal.protocol.node import RunInfo
+from shoal.protocol.policy import LedgerHead
+from shoal.protocol.signing import SignedDocument, sign_document
+from shoal.protocol.status import Conduct, LedgerPage, OwnerOrders, RecentVerdict, RunStatus, Wait
 
 VERDICTS_SHOWN = 20
 VERDICTS_SEARCHED = 500
@@ -86,6 +78,8 @@ class Reporting:
             nodes = _notable(reader, sum(counts.values()))
             presences = reader.presences_named([node.node for node in nodes])
             outgoing = reader.outbox(1)
+            measures = self._context.rules.evaluation is not None
+            slices = reader.evaluations_since(0, VERSIONS_SHOWN) if measures else []
             return RunStatus(
                 run=config.run_id,
                 name=config.run.name,
@@ -108,56 +102,37 @@ class Reporting:
                 outbox=reader.outbox_length() if outgoing else 0,
                 outbox_since_ms=outgoing[0].at_ms if outgoing else None,
                 pools=reader.pool_counts() if config.pools is not None else {},
-                evaluations=tuple(self._evaluations(reader)),
+                evaluations=tuple(evaluations.results(slices)),
                 no_sample=no_sample(nodes, presences),
                 standstill=tuple(standstill(self._context, reader, now_ms)),
             )
 
     def _waits(self, reader: StoryReader, now_ms: int) -> list[Wait]:
-        """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet.
-
-        Of very many, those that have waited longest. Once the last batch is written, only the trainer counts.
-        """
+        """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet. Of
+        very many, those that have waited longest. Once the last batch is written, only the trainer counts: it may wait
+        for a publication to be taken, say."""
         progress, rules = reader.progress(), self._context.rules
         if pacing.is_finished(rules, progress):
             return []
-        if progress.next_step >= rules.steps:
-            return self._trainers_waits(reader, now_ms)
+        last = progress.next_step >= rules.steps
         said = reader.waiting_presences(now_ms - SILENT_AFTER_MS, MAX_WAITING)
-        held = reader.oldest_holdings(MAX_PENDING)
-        pending = reader.submissions_in([SubmissionState.RECEIVED, SubmissionState.AUDITING], MAX_PENDING)
+        held = [] if last else reader.oldest_holdings(MAX_PENDING)
+        pending = [] if last else reader.submissions_in(UNDECIDED_SUBMISSIONS, MAX_PENDING)
         concerned = [each.node for each in said] + [each.lease.node for each in held]
         concerned += [row.validator for row in pending if row.validator]
         rows = reader.nodes_named(list(dict.fromkeys(concerned)))
-        names = {node: node_label(row) for node, row in rows.items()}
+        names = {node: node_label(row) for node, row in rows.items() if not last or row.role == "trainer"}
         shut_out = {node_label(row) for row in reader.nodes_ranked("sanctioned", MAX_WAITING)}
-        waits = [wait for wait in self._context.waits.current(now_ms) if wait.who not in shut_out]
-        polling = {wait.who for wait in waits}
-        for presence in said:
-            who = names.get(presence.node, presence.node)
-            if who not in shut_out and who not in polling:
-                waits.append(Wait(who=who, what=presence.waiting_for, since_ms=presence.waiting_since_ms))
+        polls = [] if last else self._context.waits.current(now_ms)
+        waits = [wait for wait in polls if wait.who not in shut_out]
+        hidden = shut_out | {wait.who for wait in waits}
+        for each in said:
+            if each.node in names and names[each.node] not in hidden:
+                waits.append(Wait(who=names[each.node], what=each.waiting_for, since_ms=each.waiting_since_ms))
         leased = [(each.unit.unit, names[each.lease.node], each.lease.issued_at_ms) for each in held]
-        checked = [
-            (row.unit, names.get(row.validator or "", "a validator to take them"), row.received_at_ms)
-            for row in pending
-        ]
+        nobody = "a validator to take them"
+        checked = [(row.unit, names.get(row.validator or "", nobody), row.received_at_ms) for row in pending]
         return [*waits, *_folded("unit", leased), *_folded("submission of unit", checked)]
-
-    def _trainers_waits(self, reader: StoryReader, now_ms: int) -> list[Wait]:
-        """What a trainer says that it waits for: a publication to be taken, say."""
-        said = reader.waiting_presences(now_ms - SILENT_AFTER_MS, MAX_WAITING)
-        rows = reader.nodes_named([each.node for each in said])
-        return [
-            Wait(who=node_label(row), what=each.waiting_for, since_ms=each.waiting_since_ms)
-            for each in said
-            if (row := rows.get(each.node)) is not None and row.role == "trainer"
-        ]
-
-    def _evaluations(self, reader: Reader) -> list[Evaluation]:
-        if self._context.rules.evaluation is None:
-            return []
-        return evaluations.results(reader.evaluations_since(0, VERSIONS_SHOWN))
 
     def _head(self, reader: Reader) -> LedgerHead:
         return ledger.head_of(self._context.config.run_id, reader.ledger_last())

@@ -23,23 +23,21 @@ from shoal.hub.state.commands import AddShown, Refusal, SaveSubmission
 from shoal.hub.state.machines import LeaseState
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol import (
+from shoal.protocol.codec import BodyLimits, pack, unpack
+from shoal.protocol.lease import Lease
+from shoal.protocol.signing import SignedDocument
+from shoal.protocol.submission import (
+    SHOWN_BYTES,
     SUBMISSION_FORMAT,
-    Audit,
-    BodyLimits,
-    Lease,
-    Outcome,
+    ProgressReply,
     Rollout,
-    Severity,
-    SignedDocument,
+    ShownPrefix,
+    ShownProgress,
     Submission,
-    Verdict,
-    pack,
     pack_tokens,
     submission_digest,
-    unpack,
-)  # fmt: skip
-from shoal.protocol.submission import SHOWN_BYTES, ProgressReply, ShownPrefix, ShownProgress
+)
+from shoal.protocol.verdict import Audit, Outcome, Severity, Verdict
 
 SHOWN_LIMITS = BodyLimits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYTES)
 AUDIT_SHARE = 1 / 16
@@ -79,7 +77,6 @@ class Showing:
         return ProgressReply(tokens=tokens, deadline_ms=deadline_ms)
 
     def prefixes(self, reader: Reader, lease: str) -> tuple[ShownPrefix, ...]:
-        """What the submission of a lease has to begin with."""
         return submissions.prefixes(self._shown(reader, lease))
 
     def _shown(self, reader: Reader, lease: str) -> dict[int, tuple[bytes, bytes]]:
@@ -154,11 +151,9 @@ class Showing:
                 self._context.blobs.put(body)
 
     def receive(self, transaction: Writer, moment: Moment, verdict: Verdict) -> SubmissionRow:
-        """Make what failed the submission of its lease; the verdict is applied to that like any other.
-
-        The lease may have ended meanwhile: to give it back or let it lapse does not undo what was shown. The unit is
-        left alone, whoever has it now; the ban ends the lease and frees the unit if the node still holds it.
-        """
+        """Make what failed the submission of its lease; the verdict is applied to that like any other. The lease may
+        have ended meanwhile: to give it back or let it lapse does not undo what was shown. The unit is left alone,
+        whoever has it now; the ban ends the lease and frees the unit if the node still holds it."""
         if verdict.submission not in self._given:
             raise unknown_submission(verdict.submission)
         lease, body = self._given[verdict.submission]

@@ -18,19 +18,11 @@ from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.state.units import TRUSTED_AFTER, VOID_ATTEMPTS, VOID_INCARNATION, VOID_STALE, is_entrusted
 from shoal.hub.storage import Reader, StoryReader
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
-from shoal.protocol import (
-    Evidence,
-    EvidencePage,
-    LeaseStory,
-    LedgerEntry,
-    NodePage,
-    NodeState,
-    NodeStory,
-    Outcome,
-    SignedDocument,
-    SubmissionStory,
-    UnitStory,
-)  # fmt: skip
+from shoal.protocol.node import NodeState
+from shoal.protocol.signing import SignedDocument
+from shoal.protocol.status import Evidence, EvidencePage, LedgerEntry
+from shoal.protocol.story import LeaseStory, NodePage, NodeStory, SubmissionStory, UnitStory
+from shoal.protocol.verdict import Outcome
 from shoal.runtime.text import count_of
 
 LEASES_SHOWN = 50
@@ -106,7 +98,6 @@ class Stories:
         )
 
     def evidence(self, after: int, limit: int) -> EvidencePage:
-        """The signed documents behind the ledger rows after `after`, of `limit` rows."""
         self._posting.post_for_reader()
         with self._context.storage.read() as reader:
             return EvidencePage(evidence=tuple(evidence_of(reader, reader.ledger_after(after, limit))))
@@ -162,7 +153,6 @@ def _lease(row: LeaseRow, decided: bool) -> LeaseStory:
 
 
 def lease_sentence(row: LeaseRow) -> str:
-    """How a lease ended."""
     early = row.ended_at_ms is not None and row.ended_at_ms < row.deadline_ms
     return {
         LeaseState.ACTIVE: "its node works on it",
@@ -174,7 +164,6 @@ def lease_sentence(row: LeaseRow) -> str:
 
 
 def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
-    """How a unit stands."""
     if unit.state == UnitState.OPEN and is_entrusted(unit):
         return (
             f"waits for a validator to generate it, after {count_of(unit.failures, 'attempt')} that nobody could judge"
@@ -230,7 +219,6 @@ def rule_of(row: SubmissionRow, severity: str) -> str:
 
 
 def node_sentence(row: NodeRow) -> str:
-    """How a node stands."""
     if row.state is NodeState.BANNED:
         if row.reason == REVOKED:
             return f"banned: {row.reason}, and that is for good"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.errors import ProtocolError
@@ -12,19 +11,11 @@ from shoal.hub.state import batches, evaluations
 from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.state.rows import Moment, NodeRow, UnitRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol import (
-    BatchReply,
-    PolicyAnnouncement,
-    SignedDocument,
-    StepReport,
-    Submission,
-    TrainingBatch,
-    TrainingGroup,
-    TrainingRollout,
-    open_document,
-    pack,
-    unpack,
-)  # fmt: skip
+from shoal.protocol.batch import BatchReply, StepReport, TrainingBatch, TrainingGroup, TrainingRollout
+from shoal.protocol.codec import pack, unpack
+from shoal.protocol.policy import PolicyAnnouncement
+from shoal.protocol.signing import SignedDocument, open_document
+from shoal.protocol.submission import Submission
 from shoal.runtime.crash import point
 
 
@@ -44,10 +35,14 @@ class Training:
         policy = announcement.policy
         with context.decision(exclusive=True) as (transaction, moment):
             require_trusted(transaction, node.public_key)
-            active = [holding.lease for holding in transaction.holdings()]
-            standing = batches.Standing(transaction.alive_units(), active, transaction.batched_units())
-            known = transaction.policy(policy.incarnation, policy.version)
-            announced = batches.announce(moment, known, standing, policy)
+            announced = batches.announce(
+                moment,
+                policy,
+                known=transaction.policy(policy.incarnation, policy.version),
+                alive=transaction.alive_units(),
+                leases=[holding.lease for holding in transaction.holdings()],
+                batched=transaction.batched_units(),
+            )
             transaction.apply(announced)
             if announced and moment.rules.evaluation is not None:
                 tasks = len(context.config.environment.tasks("held_out"))
@@ -77,44 +72,40 @@ class Training:
 
     def _glance(self, step: int) -> str:
         """What the batch waits for, without making anybody wait: an exclusive decision stops all hubs for a moment."""
-        context = self._context
-        with context.storage.read() as reader:
-            if reader.batch(step) is not None:
-                return ""
-            return self._choose(reader, context.moment(reader), step)[0].waiting
+        with self._context.storage.read() as reader:
+            known = reader.batch(step) is not None
+            return "" if known else self._choose(reader, self._context.moment(reader), step)[1]
 
-    def _choose(self, reader: Reader, moment: Moment, step: int) -> tuple[batches.Choice, Sequence[UnitRow]]:
-        """The units of the batch, or what it waits for; and those it was chosen among. None while the run is paused."""
+    def _choose(self, reader: Reader, moment: Moment, step: int) -> tuple[list[UnitRow] | None, str]:
+        """The units of the batch, or None and what it waits for. None while the run is paused."""
         orders = orders_of(reader)
         halted = orders.halted(moment.now_ms)
         if orders.conduct == "paused":
-            return batches.Choice(waiting=halted), ()
-        few = batches.too_few(moment, reader.alive_counts(), step)
-        alive = () if few else reader.alive_units()
-        choice = batches.Choice(waiting=few) if few else batches.choose(moment, alive, step)
-        if choice.units is None and halted:
-            return batches.Choice(waiting=f"{choice.waiting.removesuffix(batches.NOBODY_ASKS)}; {halted}"), alive
-        return choice, alive
+            return None, halted
+        waiting = batches.too_few(moment, reader.alive_counts(), step)
+        chosen, waiting = (None, waiting) if waiting else batches.choose(moment, reader.alive_units(), step)
+        if chosen is None and halted:
+            waiting = f"{waiting.removesuffix(batches.NOBODY_ASKS)}; {halted}"
+        return chosen, waiting
 
     def _write_down(self, transaction: Writer, moment: Moment, step: int) -> str:
         """Write the batch down if it is complete; otherwise what it waits for."""
-        choice, alive = self._choose(transaction, moment, step)
-        if choice.units is None:
-            return choice.waiting
-        names = [unit.submission for unit in choice.units if unit.submission is not None]
+        chosen, waiting = self._choose(transaction, moment, step)
+        if chosen is None:
+            return waiting
+        names = [unit.submission for unit in chosen if unit.submission is not None]
         sampled = batches.Sampled(transaction.submissions_named(names), transaction.dropped_submissions(step))
         if moment.rules.pools is not None:
             lost = transaction.units_named([row.unit for row in sampled.dropped])
-            tasks = {unit.unit: unit.task for unit in (*choice.units, *lost.values())}
+            tasks = {unit.unit: unit.task for unit in (*chosen, *lost.values())}
             sampled = replace(sampled, tasks=tasks, known=transaction.task_rows(sorted(set(tasks.values()))))
         leases = [holding.lease for holding in transaction.holdings()] if moment.rules.max_staleness else []
-        _batch, commands = batches.write_down(moment, alive, choice.units, sampled, leases)
+        _batch, commands = batches.write_down(moment, transaction.alive_units(), chosen, sampled, leases)
         transaction.apply(commands)
         point("hub.batch.before_commit")
         return ""
 
     def rollouts(self, step: int) -> bytes:
-        """The groups of a written batch with the validators' rewards, packed."""
         context = self._context
         with context.storage.read() as reader:
             batch = reader.batch(step)

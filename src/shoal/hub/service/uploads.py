@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from shoal.errors import ConfigError, ResourceError
+from shoal.errors import ResourceError
 from shoal.hub.service.context import Context
 from shoal.hub.service.work import Work
 from shoal.hub.state import submissions
@@ -28,7 +28,6 @@ log = logging.getLogger("shoal.hub")
 
 ORPHANED_S = 6 * 3600.0
 SWEEP_EVERY_MS = 3_600_000
-NEWEST = 20
 
 
 class Uploads:
@@ -38,23 +37,6 @@ class Uploads:
         self._limit = context.config.submission_limits.compressed_bytes
         self._swept_ms: int | None = None
         self._sweeping = threading.Lock()
-        if context.config.settings.storage:
-            self._require_this_runs_store()
-
-    def _require_this_runs_store(self) -> None:
-        """A bucket that was named by hand in a run that has begun lacks what was promised: better said now."""
-        with self._context.storage.read() as reader:
-            known = reader.decided_submissions(NEWEST)
-        try:
-            if not known or any(self._context.blobs.has(row.submission) for row in known):
-                return
-        except ResourceError as error:  # it may be back when it is needed
-            log.warning("the store cannot be asked now: %s", error)
-            return
-        raise ConfigError(
-            f"hub.storage = {self._context.config.settings.storage} has none of this run's submissions: leave "
-            "hub.storage as it was, or move the run with `shoal backup` and `shoal restore --set hub.storage=URL`"
-        )
 
     def ticket(self, node: NodeRow, lease: str, request: UploadRequest) -> SignedDocument:
         """Leave to upload these bytes, or the refusal that handing them in would meet."""

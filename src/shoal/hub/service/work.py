@@ -14,7 +14,7 @@ from shoal.environments import identity_of
 from shoal.errors import CodecError, ConfigError, EnvironmentSetupError, ModelError
 from shoal.hub.changes import Topic
 from shoal.hub.service.calibrating import Calibrating
-from shoal.hub.service.context import Context, node_label, orders_of
+from shoal.hub.service.context import Context, node_label, orders_of, shared
 from shoal.hub.service.drawing import Drawing, NotReady
 from shoal.hub.service.turns import Place
 from shoal.hub.state import draws, leases, newcomers, nodes, pacing, reputation, submissions
@@ -22,20 +22,12 @@ from shoal.hub.state.commands import Command, Refusal, SaveNode
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
 from shoal.ledger import head_of
-from shoal.protocol import (
-    SUBMISSION_FORMAT,
-    AuditRequest,
-    Lease,
-    LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    NodeState,
-    Receipt,
-    SignedDocument,
-    Submission,
-    submission_digest,
-    unpack,
-)  # fmt: skip
+from shoal.protocol.codec import unpack
+from shoal.protocol.lease import Lease, LeaseRelease, LeaseReply, LeaseRequest
+from shoal.protocol.node import NodeState
+from shoal.protocol.signing import SignedDocument
+from shoal.protocol.submission import SUBMISSION_FORMAT, Receipt, Submission, submission_digest
+from shoal.protocol.verdict import AuditRequest
 from shoal.runtime.crash import point
 
 ENTRUSTED = 4
@@ -62,10 +54,8 @@ class Work:
 
     def lease(self, node: NodeRow, request: LeaseRequest, network: str = "", address: str = "") -> LeaseReply:
         """Leases for a worker, or none and why. Tasks are made before the decision, which is made anew (`retry`) if
-        others took those units meanwhile.
-
-        `network` is where it asks from (empty: this very machine), `address` from where in it; that is not kept.
-        """
+        others took those units meanwhile. `network` is where it asks from (empty: this very machine), `address` from
+        where in it; that is not kept."""
         self.drawing.prepare(self._next_unit, request.max_units)
         try:
             return self._lease(node, request, Place(network, address, node.node))
@@ -202,11 +192,8 @@ class Work:
         return self._tempo_at[1]
 
     def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int, place: Place) -> newcomers.Crowd:
-        """How things stand between newcomers and established nodes.
-
-        One that is at its limit is not asking, nor one that only asks: who delivers nothing must not keep work from
-        those who would.
-        """
+        """How things stand between newcomers and established nodes. One that is at its limit is not asking, nor one
+        that only asks: who delivers nothing must not keep work from those who would."""
         since_ms = moment.now_ms - newcomers.HERE_MS
         if not node.on_probation:
             delivers = self._delivered_ms.get(node.node, 0) >= _counts_since_ms(moment)
@@ -302,9 +289,7 @@ class Work:
 
     def _check_header(self, body: bytes, row: SubmissionRow) -> int:
         """Refuse what cannot be meant: bytes that are no submission, or one of another run, node, lease or unit.
-
-        Returns how many tokens a prefill of it has.
-        """
+        Returns how many tokens a prefill of it has."""
         try:
             submission = unpack(body, Submission, self._limits)
         except CodecError as error:
@@ -323,18 +308,7 @@ class Work:
 
     def _receipt(self, reader: Reader, row: SubmissionRow) -> str:
         run = self._context.config.run_id
-        return self._context.sign(
-            Receipt(
-                run=run,
-                node=row.node,
-                lease=row.lease,
-                unit=row.unit,
-                submission=row.submission,
-                size_bytes=row.size_bytes,
-                received_at_ms=row.received_at_ms,
-                ledger=head_of(run, reader.ledger_last()),
-            )
-        )
+        return self._context.sign(Receipt(run=run, ledger=head_of(run, reader.ledger_last()), **shared(row, Receipt)))
 
     def _lease_document(self, lease: LeaseRow, unit: UnitRow, profile: str, calibration: str) -> str:
         config = self._context.config
@@ -346,11 +320,8 @@ class Work:
         identity = identity_of(config.environment)
         return self._context.sign(
             Lease(
+                **shared(lease, Lease),
                 run=config.run_id,
-                lease=lease.lease,
-                node=lease.node,
-                unit=unit.unit,
-                attempt=lease.attempt,
                 policy=lease.policy,
                 task=unit.task,
                 prompt_ids=prompt.ids,
@@ -365,9 +336,6 @@ class Work:
                 data_digest=identity.data_digest,
                 length_target=prompt.length_target,
                 dialogue=prompt.dialogue,
-                issued_at_ms=lease.issued_at_ms,
-                deadline_ms=lease.deadline_ms,
-                hard_deadline_ms=lease.hard_deadline_ms,
             )
         )
 

@@ -27,16 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.hub.state import credits, nodes, pacing, reputation
-from shoal.hub.state.commands import (
-    AddVerdict,
-    Command,
-    RaiseAlarm,
-    Record,
-    Refusal,
-    SaveNode,
-    SaveSubmission,
-    SaveUnit,
-)  # fmt: skip
+from shoal.hub.state.commands import AddVerdict, Command, Record, Refusal, SaveNode, SaveSubmission, SaveUnit, alarm
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
 from shoal.hub.state.rows import Filled, Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
@@ -165,12 +156,11 @@ def _wasted(moment: Moment, case: VerdictCase, verdict: Verdict) -> list[Command
     node = replace(case.node, rejected=case.node.rejected + rejected, unsure=case.node.unsure + (not rejected))
     commands: list[Command] = [SaveNode(node, case.node.state)]
     if rejected:
-        step = moment.progress.next_step
         message = (
-            f"step {step}: a validator rejected a group that validator {node.name} had generated itself "
-            f"({verdict.reason}): one of the two is broken; `shoal why {case.unit.unit}` has the verdict"
+            f"a validator rejected a group that validator {node.name} had generated itself ({verdict.reason}): one of "
+            f"the two is broken; `shoal why {case.unit.unit}` has the verdict"
         )
-        commands.append(RaiseAlarm(step, f"trusted.{verdict.reason}", message, moment.now_ms))
+        commands.append(alarm(moment, f"trusted.{verdict.reason}", message))
     return commands + (fail(moment, [case.unit], verdict.reason, trusted=True) if case.is_current else [])
 
 
@@ -192,13 +182,12 @@ def disagreement(moment: Moment, submission: SubmissionRow, ruling: Ruling) -> l
     }
     if contradicts.get(submission.state) != ruling.verdict.outcome:
         return []
-    step, reason = moment.progress.next_step, ruling.verdict.reason or submission.reason
     message = (
-        f"step {step}: validators {submission.validator} and {ruling.validator} disagree about unit {submission.unit} "
-        f"({reason}); the first verdict stands. One of them is wrong: run `shoal doctor --selftest` on both, and stop "
-        "the one that fails"
+        f"validators {submission.validator} and {ruling.validator} disagree about unit {submission.unit} "
+        f"({ruling.verdict.reason or submission.reason}); the first verdict stands. One of them is wrong: run "
+        "`shoal doctor --selftest` on both, and stop the one that fails"
     )
-    return [RaiseAlarm(step, "verdict.disagreement", message, moment.now_ms)]
+    return [alarm(moment, "verdict.disagreement", message)]
 
 
 def _require_fitting(rules: Rules, case: VerdictCase, verdict: Verdict) -> None:
@@ -312,11 +301,9 @@ def task_rewards(rewards: Sequence[RolloutReward]) -> list[float]:
 
 def has_equal_rewards(rewards: Sequence[RolloutReward], of: Literal["task", "total"] = "task") -> bool:
     """Whether a group teaches nothing: the task's part of the reward (else the whole) is the same everywhere; or, `of`
-    the total, the whole is.
-
-    A length bonus may differ while the task's answer does not; such a group is dropped all the same. What judges say is
-    worth learning, also where the task's own reward is the same. A group of one rollout is kept.
-    """
+    the total, the whole is. A length bonus may differ while the task's answer does not; such a group is dropped all the
+    same. What judges say is worth learning, also where the task's own reward is the same. A group of one rollout is
+    kept."""
     if of == "total":
         return len(rewards) > 1 and len({reward.value for reward in rewards}) == 1
     judged = [sorted(item for item in reward.parts.items() if item[0].startswith(JUDGE_PART)) for reward in rewards]

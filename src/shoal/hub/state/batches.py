@@ -19,16 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.hub.state import draws, pacing
-from shoal.hub.state.commands import (
-    AddBatch,
-    AddPolicy,
-    Command,
-    RaiseAlarm,
-    Record,
-    Refusal,
-    SaveLease,
-    SaveUnit,
-)  # fmt: skip
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, SaveLease, SaveUnit
 from shoal.hub.state.machines import UNDECIDED_UNITS, LeaseState, UnitState
 from shoal.hub.state.rows import LeaseRow, Moment, Progress, Rules, SubmissionRow, TaskRow, UnitRow
 from shoal.hub.state.units import VOID_INCARNATION, VOID_STALE
@@ -38,17 +29,16 @@ NOBODY_ASKS = " (no unit is given out: no worker is asking)"
 """Not said where the run's owner has ordered that none is."""
 
 
-@dataclass(frozen=True)
-class Standing:
-    """What an announcement may touch: alive units, active leases, units in batches that are not marked trained yet."""
-
-    alive: Sequence[UnitRow] = ()
-    leases: Sequence[LeaseRow] = ()
-    batched: Sequence[UnitRow] = ()
-
-
-def announce(moment: Moment, known: PolicyRef | None, standing: Standing, policy: PolicyRef) -> list[Command]:
-    """Make `policy` the newest one. `known` is what was announced before under its (incarnation, version)."""
+def announce(
+    moment: Moment,
+    policy: PolicyRef,
+    known: PolicyRef | None = None,
+    alive: Sequence[UnitRow] = (),
+    leases: Sequence[LeaseRow] = (),
+    batched: Sequence[UnitRow] = (),
+) -> list[Command]:
+    """Make `policy` the newest one. `known` is what was announced before under its (incarnation, version), `batched`
+    are the units in batches that are not marked trained yet."""
     newest, now_ms, next_step = moment.progress.policy, moment.now_ms, moment.progress.next_step
     if known is not None:
         if known.digest != policy.digest:
@@ -65,24 +55,16 @@ def announce(moment: Moment, known: PolicyRef | None, standing: Standing, policy
     body = {"incarnation": policy.incarnation, "version": policy.version, "digest": policy.digest}
     commands: list[Command] = [AddPolicy(policy, now_ms), Record("policy", body, now_ms)]
     if newest is not None and policy.incarnation > newest.incarnation:
-        leases = [lease for lease in standing.leases if lease.state == LeaseState.ACTIVE]
-        void = [unit for unit in standing.alive if unit.alive]
-        commands += [SaveLease(lease.to(LeaseState.VOID, now_ms), lease.state) for lease in leases]
+        active = [lease for lease in leases if lease.state == LeaseState.ACTIVE]
+        void = [unit for unit in alive if unit.alive]
+        commands += [SaveLease(lease.to(LeaseState.VOID, now_ms), lease.state) for lease in active]
         commands += [SaveUnit(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in void]
-    trained = [unit for unit in standing.batched if unit.step is not None and unit.step < policy.version]
+    trained = [unit for unit in batched if unit.step is not None and unit.step < policy.version]
     return commands + [SaveUnit(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The units of the batch in order, or None and what it waits for."""
-
-    units: tuple[UnitRow, ...] | None = None
-    waiting: str = ""
-
-
-def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> Choice:
-    """Which units the batch of `step` consists of, if it is complete."""
+def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> tuple[list[UnitRow] | None, str]:
+    """The units of the batch of `step` in order, or None and what it waits for."""
     rules, progress = moment.rules, moment.progress
     _require_next(rules, progress, step)
     ready = sorted((unit for unit in alive if _is_usable(rules, step, unit)), key=lambda unit: unit.unit)
@@ -90,17 +72,15 @@ def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> Choice:
     chosen = ready[: rules.groups_per_step]
     wanted = pacing.wanted_groups(rules, progress)
     if len(ready) < wanted:
-        return Choice(waiting=_waiting(progress, len(ready), wanted, Counter(unit.state for unit in undecided)))
+        return None, _waiting(progress, len(ready), wanted, Counter(unit.state for unit in undecided))
     if rules.max_staleness == 0 and any(not chosen or unit.unit < chosen[-1].unit for unit in undecided):
-        return Choice(waiting=f"step {step}: a lower-numbered unit can still come in")
-    return Choice(units=tuple(chosen))
+        return None, f"step {step}: a lower-numbered unit can still come in"
+    return chosen, ""
 
 
 def too_few(moment: Moment, alive: Mapping[UnitState, int], step: int) -> str:
-    """What the batch of `step` waits for, where counting alone tells: fewer groups are accepted than it needs.
-
-    A trainer that waits asks after every verdict; `choose` looks at every unit that is alive.
-    """
+    """What the batch of `step` waits for, where counting alone tells: fewer groups are accepted than it needs. A
+    trainer that waits asks after every verdict; `choose` looks at every unit that is alive."""
     rules, progress = moment.rules, moment.progress
     _require_next(rules, progress, step)
     accepted, wanted = alive.get(UnitState.ACCEPTED, 0), pacing.wanted_groups(rules, progress)
@@ -109,10 +89,8 @@ def too_few(moment: Moment, alive: Mapping[UnitState, int], step: int) -> str:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was accepted for a step: the submissions of its chosen units by name, and those dropped meanwhile.
-
-    `tasks` are the tasks of all their units, `known` the rows that these tasks have; where difficulty counts.
-    """
+    """What was accepted for a step: the submissions of its chosen units by name, and those dropped meanwhile. `tasks`
+    are the tasks of all their units, `known` the rows that these tasks have; where difficulty counts."""
 
     chosen: Mapping[str, SubmissionRow]
     dropped: Sequence[SubmissionRow] = ()
@@ -197,8 +175,7 @@ def _waiting(progress: Progress, ready: int, wanted: int, alive: Mapping[UnitSta
 
 def too_old(rules: Rules, step: int, alive: Sequence[UnitRow], leases: Sequence[LeaseRow]) -> list[UnitRow]:
     """The alive units whose groups are too old for `step`, or will be when they come in: those that are accepted, that
-    wait for a verdict, or that are leased under an old policy. A place that they hold is lost to units of use.
-    """
+    wait for a verdict, or that are leased under an old policy. A place that they hold is lost to units of use."""
     leased = {lease.unit: lease.version for lease in leases if lease.state == LeaseState.ACTIVE}
     versions = {unit.unit: leased.get(unit.unit) if unit.state == UnitState.LEASED else unit.version for unit in alive}
     return [

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from shoal.errors import HubRefused
 from shoal.hub.state.machines import EvaluationState, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
+from shoal.hub.state.rows import EvaluationRow, LeaseRow, Moment, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
 from shoal.protocol import Batch, NodeState, PolicyRef
 
 
@@ -94,6 +94,11 @@ class RaiseAlarm:
     at_ms: int
 
 
+def alarm(moment: Moment, code: str, message: str) -> RaiseAlarm:
+    step = moment.progress.next_step
+    return RaiseAlarm(step, code, f"step {step}: {message}", moment.now_ms)
+
+
 @dataclass(frozen=True)
 class Record:
     """Append to the ledger, in the same transaction as the change that it records."""
@@ -104,6 +109,16 @@ class Record:
 
 
 Command: TypeAlias = (
-    SaveUnit | SaveLease | SaveSubmission | SaveNode | SaveEvaluation | SaveTask | AddPolicy | AddBatch | AddVerdict
-    | AddShown | RaiseAlarm | Record
-)  # fmt: skip
+    SaveUnit
+    | SaveLease
+    | SaveSubmission
+    | SaveNode
+    | SaveEvaluation
+    | SaveTask
+    | AddPolicy
+    | AddBatch
+    | AddVerdict
+    | AddShown
+    | RaiseAlarm
+    | Record
+)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import EnvironmentSetupError
-from shoal.hub.state.commands import Command, RaiseAlarm, SaveTask
+from shoal.hub.state.commands import Command, SaveTask, alarm
 from shoal.hub.state.rows import Moment, Pool, PoolRules, TaskRow
 
 FEISTEL_ROUNDS = 6
@@ -41,10 +41,8 @@ def unit_seeds(secret: bytes, run: str, unit: int, count: int) -> tuple[str, ...
 
 
 def audit_fraction(secret: bytes, submission: str) -> float:
-    """A number in [0, 1) that a submission's bytes fix and nobody without the secret can tell.
-
-    Whoever hands in bytes cannot know whether they will be audited fully, and cannot try others: the first stand.
-    """
+    """A number in [0, 1) that a submission's bytes fix and nobody without the secret can tell. Whoever hands in bytes
+    cannot know whether they will be audited fully, and cannot try others: the first stand."""
     return _fraction(hmac.new(secret, b"shoal/audit/v1" + submission.encode(), hashlib.sha256).digest())
 
 
@@ -147,19 +145,18 @@ def pick(rules: PoolRules | None, seed: int, unit: int, known: Sequence[Candidat
 
 def alarms(moment: Moment, unit: int, picked: Pick) -> list[Command]:
     """What the run's owner should know about how this unit got its task, if anything."""
-    step, now_ms = moment.progress.next_step, moment.now_ms
     if picked.task is None:
         message = (
-            f"unit {unit}: none of the {MOST_DRAWN} tasks drawn for it can be used, so no unit is made any more; "
-            "look for unusable tasks in the hub's log, and mend the data"
+            f"none of the {MOST_DRAWN} tasks drawn for unit {unit} can be used, so no unit is made any more; look for "
+            "unusable tasks in the hub's log, and mend the data"
         )
-        return [RaiseAlarm(step, NO_TASK, message, now_ms)]
+        return [alarm(moment, NO_TASK, message)]
     if picked.exhausted:
         message = (
-            f"step {step}: all of the {MOST_DRAWN} tasks drawn for a unit are retired (solved), so that it is "
-            "one of these again: the policy has outgrown the tasks; harder ones would teach it more"
+            f"all of the {MOST_DRAWN} tasks drawn for a unit are retired (solved), so that it is one of these again: "
+            "the policy has outgrown the tasks; harder ones would teach it more"
         )
-        return [RaiseAlarm(step, EXHAUSTED, message, now_ms)]
+        return [alarm(moment, EXHAUSTED, message)]
     return []
 
 

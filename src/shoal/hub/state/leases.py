@@ -55,17 +55,14 @@ class Absence:
         return lease.issued_at_ms < self.until_ms and self.from_ms < lease.deadline_ms < self.until_ms + self.grace_ms
 
     def spares(self, lease: LeaseRow, now_ms: int) -> bool:
-        """Whether the lease goes on for now, although its deadline has passed."""
         return now_ms < self.until_ms + self.grace_ms and self.struck(lease)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A worker's request: `held` leases are active already.
-
-    `tempo` is how fast the run goes, if that is known. `policy` is the one that the worker has loaded (None: whichever
-    is the newest); `behind` if it asks for leases under it though a newer one is out.
-    """
+    """A worker's request: `held` leases are active already. `tempo` is how fast the run goes, if that is known.
+    `policy` is the one that the worker has loaded (None: whichever is the newest); `behind` if it asks for leases under
+    it though a newer one is out."""
 
     node: NodeRow
     request: str
@@ -80,11 +77,9 @@ class Ask:
 @dataclass(frozen=True)
 class Plan:
     """What a request may have: these open units `again` and so many `fresh` ones, under a policy. If nothing comes of
-    it, the reason in words; `held_back` if the reason is in the node, not in a lack of units.
-
-    `short` if the node could start at once and only a unit is wanting: there is none, newcomers have their share, or it
-    `yields` to others; "inside" if it is others of its own network that have them, or are first.
-    """
+    it, the reason in words; `held_back` if the reason is in the node, not in a lack of units. `short` if the node could
+    start at once and only a unit is wanting: there is none, newcomers have their share, or it `yields` to others;
+    "inside" if it is others of its own network that have them, or are first."""
 
     waiting: str = ""
     held_back: bool = False
@@ -220,7 +215,6 @@ def issue(moment: Moment, ask: Ask, planned: Plan, fresh: Sequence[UnitRow] = ()
 
 
 def issued(leases: Sequence[tuple[LeaseRow, UnitRow]], next_unit: int) -> list[Command]:
-    """What giving out signed leases changes; units from `next_unit` on are new."""
     commands: list[Command] = []
     for lease, unit in leases:
         after = unit.to(UnitState.LEASED, attempt=unit.attempt + 1)
@@ -237,13 +231,11 @@ def longest_ms(rules: Rules, node: NodeRow, brief: bool = False) -> int:
 
 
 def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) -> int:
-    """How long a lease lasts before any progress, for a node that is to generate so many units together.
-
-    On probation progress is shown in chunks of `proof_rows` tokens. With fewer than `FIRST_LEASE` of them, one may
-    take longer than `lease_s` though the group is finished in time, so a first lease lasts as long as it can at once.
-    After that it is `PACE_MARGIN` times what the node has needed so far: an established one is believed, but its engine
-    says something every few tokens only.
-    """
+    """How long a lease lasts before any progress, for a node that is to generate so many units together. On probation
+    progress is shown in chunks of `proof_rows` tokens. With fewer than `FIRST_LEASE` of them, one may take longer than
+    `lease_s` though the group is finished in time, so a first lease lasts as long as it can at once. After that it is
+    `PACE_MARGIN` times what the node has needed so far: an established one is believed, but its engine says something
+    every few tokens only."""
     most_ms = longest_ms(rules, node, brief)
     if node.unproven and node.lapses < LONG_TRIES and rules.max_new_tokens < FIRST_LEASE * rules.proof_rows:
         return most_ms
@@ -251,10 +243,8 @@ def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) ->
 
 
 def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, int]) -> list[SaveLease]:
-    """Give a node more time for the active leases on which it says to have gone on: `lease_s` from now.
-
-    What it says is believed as far as a group has tokens, and never beyond the hard deadline.
-    """
+    """Give a node more time for the active leases on which it says to have gone on: `lease_s` from now. What it says is
+    believed as far as a group has tokens, and never beyond the hard deadline."""
     most = moment.rules.group_size * moment.rules.max_new_tokens
     renewed = []
     for lease in (held.lease for held in holdings):
@@ -269,10 +259,8 @@ def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, in
 def expire(
     moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
 ) -> list[Command]:
-    """End the leases that are past their deadline. What the hub's last `absence` struck is nobody's fault.
-
-    That is no failure of the unit: whoever hoards leases, or hands in rubbish, must not be able to void work.
-    """
+    """End the leases that are past their deadline. What the hub's last `absence` struck is nobody's fault. That is no
+    failure of the unit: whoever hoards leases, or hands in rubbish, must not be able to void work."""
     active = [held for held in holdings if held.lease.state is LeaseState.ACTIVE]
     return end(moment, [held for held in active if held.lease.deadline_ms <= moment.now_ms], holders, absence)
 
@@ -281,9 +269,7 @@ def abandon(
     moment: Moment, node: NodeRow, holdings: Sequence[Holding], request: str, held: Container[str]
 ) -> list[Command]:
     """End the leases that their node no longer knows, as if they had run out; those of this very `request` stand.
-
-    Ended, not given back: should the work turn up after all, it is taken while its unit is free.
-    """
+    Ended, not given back: should the work turn up after all, it is taken while its unit is free."""
     lost = [each for each in holdings if each.lease.request != request and each.lease.lease not in held]
     return end(moment, lost, {node.node: node})
 
@@ -292,10 +278,8 @@ def end(
     moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
 ) -> list[Command]:
     """End active leases: their time is over, or their node has lost them or is gone. Their units are open again.
-
     `holders` are the nodes that hold them. Each pays once for all that lapses now, but for validators: theirs count as
-    attempts on the unit instead, so that no step waits for ever for what none of them can do.
-    """
+    attempts on the unit instead, so that no step waits for ever for what none of them can do."""
     ours = [held for held in holdings if holders[held.lease.node].trusted]
     theirs = [held for held in holdings if not holders[held.lease.node].trusted]
     lapsed = [held.lease.node for held in theirs if absence is None or not absence.struck(held.lease)]
@@ -316,10 +300,8 @@ def _still_leased(holdings: Sequence[Holding]) -> list[UnitRow]:
 
 
 def release(moment: Moment, node: NodeRow, holdings: Sequence[Holding]) -> list[Command]:
-    """A worker gives leases back. Ended ones are ignored, so that asking twice is harmless.
-
-    A release is no failure of the unit: no number of stopping workers can void it. It halves the node's window.
-    """
+    """A worker gives leases back. Ended ones are ignored, so that asking twice is harmless. A release is no failure of
+    the unit: no number of stopping workers can void it. It halves the node's window."""
     if any(held.lease.node != node.node for held in holdings):
         raise Refusal(403, "lease.not_yours", "a lease that is to be given back belongs to another node")
     given = [held for held in holdings if held.lease.state is LeaseState.ACTIVE]

@@ -48,12 +48,10 @@ OVER = "the suspension is over"
 
 
 def register(known: NodeRow | None, registration: Registration, now_ms: int) -> tuple[NodeRow, list[Command]]:
-    """The node's row. The same registration again changes nothing; a key cannot change its role, nor its owner.
-    A banned node keeps the name that it was banned under: it is found by it, and reappears under no other.
-
-    The owner is the key that signed the vouch which the node brought along; the first one stays. A worker is written
-    into the ledger with its first accepted work (`joined`), trusted roles at once.
-    """
+    """The node's row. The same registration again changes nothing; a key cannot change its role, nor its owner. A
+    banned node keeps the name that it was banned under: it is found by it, and reappears under no other. The owner is
+    the key that signed the vouch which the node brought along; the first one stays. A worker is written into the ledger
+    with its first accepted work (`joined`), trusted roles at once."""
     vouch = registration.vouch
     owner, document = ("", "") if vouch is None else (vouch.signed_by, vouch.model_dump_json())
     name, software = registration.name, registration.software
@@ -91,7 +89,6 @@ def joined(row: NodeRow, now_ms: int, certificate: SignedDocument | None = None)
 
 
 def _vouched(row: NodeRow, now_ms: int) -> list[Command]:
-    """The ledger's row of an owner, with the document that the owner signed."""
     body = {"node": row.node, "owner": row.owner, "vouch": json.loads(row.vouch or "null")}
     return [Record("vouch", body, now_ms)] if row.owner else []
 
@@ -115,19 +112,16 @@ def liveness(last_seen_ms: int, now_ms: int) -> Liveness:
 
 
 def window(rules: Rules, node: NodeRow) -> int:
-    """How many leases the node may hold now."""
     if node.doubt >= reputation.DOUBTED:
         return 1
     return min(node.window or max(1, rules.leases_per_node // FIRST_PART), rules.leases_per_node)
 
 
 def widened(rules: Rules, node: NodeRow) -> NodeRow:
-    """The node after a group of it was accepted."""
     return replace(node, window=min(window(rules, node) + 1, rules.leases_per_node))
 
 
 def lapse(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Command]:
-    """What it costs a node that `count` of its leases lapsed at one time."""
     halved = max(1, window(rules, node) // 2)
     after = replace(node, window=halved, lapsed=node.lapsed + count, lapses=node.lapses + count)
     if node.state is NodeState.ACTIVE and after.window == 1 and after.lapses >= LAPSES_TO_SUSPEND:
@@ -136,24 +130,20 @@ def lapse(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Command]
 
 
 def give_back(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Command]:
-    """What it costs a node to give `count` leases back."""
     if window(rules, node) == 1:
         return lapse(rules, node, count, now_ms)
     return [SaveNode(replace(node, window=window(rules, node) // 2), node.state)]
 
 
 def delivered(node: NodeRow, lease: LeaseRow, now_ms: int) -> NodeRow:
-    """The node after it submitted something for `lease`: it is at work, and this is how fast.
-
-    Leases of one request are generated together and come back together, so each has taken its part of the time only.
-    """
+    """The node after it submitted something for `lease`: it is at work, and this is how fast. Leases of one request are
+    generated together and come back together, so each has taken its part of the time only."""
     took_ms = max(1, (now_ms - lease.issued_at_ms) // max(1, lease.granted))
     pace_ms = took_ms if node.pace_ms == 0 else (node.pace_ms * (PACE_WEIGHT - 1) + took_ms) // PACE_WEIGHT
     return replace(node, lapses=0, pace_ms=max(1, pace_ms))
 
 
 def is_over(node: NodeRow) -> bool:
-    """Whether the node has too many strikes to stay."""
     return node.certain >= CERTAIN_TO_BAN or node.statistical >= STATISTICAL_TO_BAN
 
 
@@ -227,13 +217,11 @@ def lift(node: NodeRow, now_ms: int) -> tuple[NodeRow, list[Command]]:
 
 
 def suspended_for(node: NodeRow, now_ms: int) -> str:
-    """What a suspended node that asks for work is told."""
     if node.until_ms is None:
         return f"this node is suspended until the run's owner pardons it: {node.reason}"
     return f"this node is suspended for {-(-(node.until_ms - now_ms) // 1000)} s more: {node.reason}"
 
 
 def _recorded(row: NodeRow, now_ms: int, **more: Any) -> list[Command]:
-    """The ledger's row of a sanction, if the node is in the ledger at all."""
     body = {"node": row.node, "state": row.state.value, "reason": row.reason, **more}
     return [Record("sanction", body, now_ms)] if row.on_chain else []

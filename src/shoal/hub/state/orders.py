@@ -20,18 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.hub.state.commands import Refusal
-from shoal.protocol import (
-    AdminAction,
-    AdminVerb,
-    Conduct,
-    Message,
-    OwnerOrders,
-    RoleCertificate,
-    SignedDocument,
-    open_document,
-)  # fmt: skip
-from shoal.protocol.admin import MAX_RELAYS
-from shoal.protocol.signing import MAX_SKEW_MS
+from shoal.protocol.admin import MAX_RELAYS, AdminAction, AdminVerb
+from shoal.protocol.node import RoleCertificate
+from shoal.protocol.signing import MAX_SKEW_MS, Message, SignedDocument, open_document
+from shoal.protocol.status import Conduct, OwnerOrders
 
 REMEMBERED_MS = 3 * MAX_SKEW_MS
 CONDUCTS: Mapping[AdminVerb, Conduct] = {
@@ -64,7 +56,6 @@ class Orders(Message):
         return OwnerOrders(conduct=self.conduct, since_ms=self.since_ms, reason=self.reason)
 
     def halted(self, now_ms: int) -> str:
-        """Why no work is given out, in words; empty if it is."""
         if self.conduct == "running":
             return ""
         why = f": {self.reason}" if self.reason else ""
@@ -73,15 +64,12 @@ class Orders(Message):
         return f"the run's owner {what} ({since}){why}"
 
     def sources(self, configured: Iterable[str]) -> tuple[str, ...]:
-        """Where weights are fetched from."""
         found = [url for url in configured if url not in self.removed]
         return tuple(dict.fromkeys([*found, *self.relays]))
 
     def trusted(self, configured: Iterable[SignedDocument]) -> tuple[SignedDocument, ...]:
-        """The certificates in force: those that the hub was started with and later ones, without revoked keys.
-
-        An admin's is not among them: it comes with each order, and nobody else has to know of it.
-        """
+        """The certificates in force: those that the hub was started with and later ones, without revoked keys. An
+        admin's is not among them: it comes with each order, and nobody else has to know of it."""
         found = {
             str(signed.document.get("public_key")): signed
             for signed in (*configured, *self.certificates)
@@ -92,8 +80,6 @@ class Orders(Message):
 
 @dataclass(frozen=True)
 class Estate:
-    """What the hub was started with, as far as orders touch it."""
-
     run: str
     root_key: str
     hub_key: str

@@ -59,7 +59,6 @@ def cap(rules: Rules, progress: Progress) -> int:
 
 
 def room(rules: Rules, progress: Progress) -> int:
-    """How many units may be made now."""
     return max(0, cap(rules, progress) - progress.alive)
 
 
@@ -69,7 +68,6 @@ def wanted_groups(rules: Rules, progress: Progress) -> int:
 
 
 def is_stale(rules: Rules, step: int, version: int) -> bool:
-    """Whether a group of `version` is too old for `step`."""
     return step - version > rules.max_staleness
 
 
@@ -109,9 +107,7 @@ def lease_size(moment: Moment, pace: Tempo | None, pace_ms: int, held: int, coun
 @dataclass(frozen=True)
 class Waste:
     """Groups that were generated for nothing because of timing, of all `generated` well; and leases that lapsed.
-
-    `stale` were accepted too late to be trained on, `late` refused because their unit had gone to somebody else.
-    """
+    `stale` were accepted too late to be trained on, `late` refused because their unit had gone to somebody else."""
 
     generated: int
     stale: int

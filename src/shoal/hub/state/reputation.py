@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shoal.hub.state.commands import Command, RaiseAlarm
+from shoal.hub.state.commands import Command, RaiseAlarm, alarm
 from shoal.hub.state.rows import PROBATION_AUDITS, Moment, NodeRow, Rules
 from shoal.protocol import Depth, Outcome, Severity, Tally, Verdict
 from shoal.protocol.branches import ENOUGH, FORGOTTEN, GainEvidence
@@ -61,11 +61,9 @@ NEWER = "gains/newer"
 
 
 def full_audit_probability(rules: Rules, node: NodeRow) -> float:
-    """How likely it is that the next submission of `node` is audited fully.
-
-    0 for a validator's own groups: its computing needs no proof. Under `audit = "reputation"`: 1 on probation and up to
-    a streak of 10, then 10/streak, and never below 5 %.
-    """
+    """How likely it is that the next submission of `node` is audited fully. 0 for a validator's own groups: its
+    computing needs no proof. Under `audit = "reputation"`: 1 on probation and up to a streak of 10, then 10/streak, and
+    never below 5 %."""
     if node.trusted:
         return 0.0
     if rules.audit == "all" or node.on_probation or node.streak <= ALWAYS_UNTIL:
@@ -74,7 +72,6 @@ def full_audit_probability(rules: Rules, node: NodeRow) -> float:
 
 
 def depth_for(rules: Rules, node: NodeRow, fraction: float) -> Depth:
-    """The depth that the draw `fraction`, a number in [0, 1), means for this node."""
     return "full" if fraction < full_audit_probability(rules, node) else "light"
 
 
@@ -141,30 +138,28 @@ def recent(record: Tally) -> Tally:
 
 
 def failing_kind(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict: Verdict) -> RaiseAlarm | None:
-    """The alarm if this statistical rejection is that of a whole kind; None if the verdict counts as it is.
-
-    `kin` are the workers of the same kind that failed this check, or passed audits, within `WITHIN_MS`.
-    """
+    """The alarm if this statistical rejection is that of a whole kind; None if the verdict counts as it is. `kin` are
+    the workers of the same kind that failed this check, or passed audits, within `WITHIN_MS`."""
     if verdict.outcome != Outcome.REJECTED or verdict.severity is not Severity.STATISTICAL or node.trusted:
         return None
     if verdict.reason == STEERED:
         return None
-    step, since_ms = moment.progress.next_step, moment.now_ms - WITHIN_MS
-    others = [row for row in kin if row.node != node.node]
-    fail = [row for row in others if row.failed_check == verdict.reason and row.failed_at_ms >= since_ms]
-    failed_names = {row.node for row in fail}
-    failures = independent([node, *fail])
-    if failures < MANY or failures <= independent(
-        row for row in others if row.node not in failed_names and row.passed > 0
-    ):
+    since_ms = moment.now_ms - WITHIN_MS
+    others = {row.node: row for row in kin if row.node != node.node}
+    failing = {
+        name: row for name, row in others.items() if row.failed_check == verdict.reason and row.failed_at_ms >= since_ms
+    }
+    passing = [row for name, row in others.items() if name not in failing and row.passed > 0]
+    failures = independent([node, *failing.values()])
+    if failures < MANY or failures <= independent(passing):
         return None
     message = (
-        f"step {step}: most machines of kind {node.kind} fail {verdict.reason}, so their work is unsure: nobody is "
+        f"most machines of kind {node.kind} fail {verdict.reason}, so their work is unsure: nobody is "
         "struck for it, and it is neither paid nor trained on. Their driver, library or hardware differs from what was "
         "calibrated: calibrate that kind again, on a machine like theirs if there is one, and pardon who was banned "
         "for it before (`shoal admin pardon`)"
     )
-    return RaiseAlarm(step, f"kind.{verdict.reason}.{node.kind}", message, moment.now_ms)
+    return alarm(moment, f"kind.{verdict.reason}.{node.kind}", message)
 
 
 def failed_with_kind(node: NodeRow, verdict: Verdict, now_ms: int) -> NodeRow:
@@ -212,9 +207,9 @@ def counted(node: NodeRow, verdict: Verdict) -> NodeRow:
 
 
 def gains_alarm(moment: Moment, whose: str) -> Command:
-    step = moment.progress.next_step
+    whom = "one owner" if whose == "its owner" else "newcomers"
     message = (
-        f"step {step}: tokens that pass only by the tolerance are chosen for their reward, by nodes of "
-        f"{'one owner' if whose == 'its owner' else 'newcomers'}; their groups with such tokens are given out again"
+        f"tokens that pass only by the tolerance are chosen for their reward, by nodes of {whom}; their groups with "
+        "such tokens are given out again"
     )
-    return RaiseAlarm(step, STEERED, message, moment.now_ms)
+    return alarm(moment, STEERED, message)

@@ -83,7 +83,6 @@ def receive(
 
 
 def received(node: NodeRow, holding: Holding, row: SubmissionRow, now_ms: int) -> list[Command]:
-    """What a new submission, with its receipt, changes."""
     lease, unit = holding.lease, holding.unit
     commands: list[Command] = [
         SaveNode(nodes.delivered(node, lease, now_ms), node.state),
@@ -172,7 +171,6 @@ def joined_parts(parts: Sequence[Sequence[ShownChunks]]) -> dict[int, tuple[byte
 
 
 def prefixes(shown: Mapping[int, tuple[bytes, bytes]]) -> tuple[ShownPrefix, ...]:
-    """What a submission has to begin with."""
     return tuple(
         ShownPrefix(rollout=rollout, tokens=len(ids) // 4, proof_bytes=len(proofs), digest=shown_digest(ids, proofs))
         for rollout, (ids, proofs) in shown.items()

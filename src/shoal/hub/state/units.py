@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.hub.state.commands import Command, RaiseAlarm, SaveUnit
+from shoal.hub.state.commands import Command, RaiseAlarm, SaveUnit, alarm
 from shoal.hub.state.machines import UnitState
 from shoal.hub.state.pacing import overdraw
 from shoal.hub.state.rows import Moment, UnitRow
@@ -50,20 +50,17 @@ def no_units() -> dict[str, int]:
 
 
 def is_entrusted(unit: UnitRow) -> bool:
-    """Whether only a validator may generate the unit now."""
     return unit.failures >= TRUSTED_AFTER
 
 
 def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "", trusted: bool = False) -> list[Command]:
-    """Count an attempt on each of `units` that came to nothing; `reason` is that of the verdict, if there was one.
-
-    They are open again with the same task and seeds; void after too many attempts of our own (`trusted`), only then.
-    """
+    """Count an attempt on each of `units` that came to nothing; `reason` is that of the verdict, if there was one. They
+    are open again with the same task and seeds; void after too many attempts of our own (`trusted`), only then."""
     progress, step = moment.progress, moment.progress.next_step
     commands: list[Command] = []
     if reason in UNJUDGED:  # always the same words, so it is said once a step
-        message = f"step {step}: groups {UNJUDGED[reason]} ({reason}); the validators' logs say why"
-        commands.append(RaiseAlarm(step, f"unjudged.{reason}", message, moment.now_ms))
+        message = f"groups {UNJUDGED[reason]} ({reason}); the validators' logs say why"
+        commands.append(alarm(moment, f"unjudged.{reason}", message))
     given_up = 0
     for unit in units:
         failures = unit.failures + 1 if trusted else max(unit.failures, min(unit.failures + 1, TRUSTED_AFTER))
@@ -75,10 +72,10 @@ def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "", trusted: bo
         commands.append(SaveUnit(after, unit.state))
     if given_up:  # no unit's number: the same words are said once
         message = (
-            f"step {step}: units were given up, each after {TRUSTED_TRIES} attempts of the validators themselves that "
-            "came to nothing: they could not generate or score them; the validators' logs say why"
+            f"units were given up, each after {TRUSTED_TRIES} attempts of the validators themselves that came to "
+            "nothing: they could not generate or score them; the validators' logs say why"
         )
-        commands.append(RaiseAlarm(step, "unit.attempts", message, moment.now_ms))
+        commands.append(alarm(moment, "unit.attempts", message))
         commands += refill_alarm(replace(moment, progress=replace(progress, failed=progress.failed + given_up)))
     return commands
 
