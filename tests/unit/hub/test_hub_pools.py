@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import random
 from collections.abc import Sequence
@@ -207,7 +206,7 @@ class TestUnusable:
         play.announce(0)
         assert play.lease(play.workers[0], 3) == []
         status = play.hub.reporting.status()
-        assert "none of the 64 tasks drawn for it can be used" in status.alarms[0]
+        assert "none of the 64 tasks drawn for unit 0 can be used" in status.alarms[0]
         assert any("no task that was drawn for unit 0 can be used" in wait.what for wait in status.waits)
 
     def test_a_prompt_that_is_too_long_is_passed_over(self, tmp_path: Path) -> None:
@@ -232,18 +231,6 @@ def test_a_run_keeps_its_pools(tmp_path: Path) -> None:
 
 def test_a_run_without_pools_does_not_get_any_later(tmp_path: Path) -> None:
     storage, config = MemoryStorage(), make_config(tmp_path)
-    Hub(config, ManualClock(), storage)
-    with pytest.raises(ConfigError, match="whose pools is None"):
-        Hub(replace(config, pools=POOLS), ManualClock(), storage)
-
-
-def test_a_run_of_an_older_hub_had_no_pools(tmp_path: Path) -> None:
-    storage, config = MemoryStorage(), make_config(tmp_path)
-    Hub(config, ManualClock(), storage)
-    with storage.write() as transaction:
-        known = json.loads(transaction.setting("run") or "")
-        del known["pools"]
-        transaction.put_setting("run", json.dumps(known))
     Hub(config, ManualClock(), storage)
     with pytest.raises(ConfigError, match="whose pools is None"):
         Hub(replace(config, pools=POOLS), ManualClock(), storage)

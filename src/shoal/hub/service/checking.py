@@ -128,7 +128,7 @@ class Checking:
         parts: dict[str, list[Ruling]] = {}
         for ruling in rulings:
             parts.setdefault(ruling.verdict.node if self._context.storage.is_shared else "", []).append(ruling)
-        refused += [each for part in parts.values() for each in self._rule(node, part)]
+        refused += [each for part in parts.values() or [[]] for each in self._rule(node, part)]
         failed = any(ruling.verdict.outcome != Outcome.ACCEPTED for ruling in rulings)
         # what waited for a light audit may wait for a full one now, and a unit for a validator to generate it
         again = (Topic.AUDITS,) if failed else ()
