@@ -77,14 +77,6 @@ class TestRenewal:
         assert beat(bench, bench.alice, **{lease.lease: 12}).deadlines == {}, "it has run out"
         assert bench.bob.lease(fresh_request())[0].unit == lease.unit
 
-    def test_without_progress_it_runs_out(self, bench: Bench) -> None:
-        (lease,) = bench.alice.lease(fresh_request())
-        first = beat(bench, bench.alice, **{lease.lease: 3})
-        pass_time(bench, 6)
-        assert beat(bench, bench.alice, **{lease.lease: 3}).deadlines == first.deadlines
-        pass_time(bench, 5)
-        assert beat(bench, bench.alice, **{lease.lease: 3}).deadlines == {}
-
     def test_one_cannot_renew_what_is_not_ones_own(self, bench: Bench) -> None:
         (lease,) = bench.alice.lease(fresh_request())
         bench.clock.advance(5)
@@ -187,15 +179,6 @@ class TestSuspension:
         assert ask(bench.alice).leases
         seen = view(bench, bench.alice)
         assert (seen.state, seen.strikes, seen.on_probation) == (NodeState.ACTIVE, 0, True)
-
-
-def test_liveness_is_an_axis_of_its_own(bench: Bench) -> None:
-    beat(bench, bench.alice)
-    seen = []
-    for seconds in (0, 21, 280):
-        bench.clock.advance(seconds)
-        seen.append((view(bench, bench.alice).liveness, view(bench, bench.alice).state))
-    assert seen == [(liveness, NodeState.ACTIVE) for liveness in ("here", "silent", "gone")]
 
 
 def test_what_came_too_late_is_counted(bench: Bench) -> None:

@@ -155,42 +155,36 @@ class TestSanctions:
         assert nodes.pardon(after, "again", NOW_MS) == [], "twice is harmless"
 
 
-class TestBite:
+class TestLeaseSize:
     """Steps take 10 s; policy 3 may be trained on in steps 3 and 4."""
 
-    def bite(self, pace_ms: int, *, since_ms: int = 0, held_leases: int = 0, step: int = 3, staleness: int = 1) -> int:
+    def size(self, pace_ms: int, *, since_ms: int = 0, held_leases: int = 0, step: int = 3, staleness: int = 1) -> int:
         progress = Progress(policy=policy(3), next_step=step)
         now = moment(progress=progress, max_staleness=staleness)
         return pacing.lease_size(now, Tempo(10_000, NOW_MS - since_ms), pace_ms, held_leases, 8)
 
-    def test_a_fast_node_gets_all(self) -> None:
-        assert self.bite(1_000) == 8
+    @pytest.mark.parametrize(
+        ("pace_ms", "changes", "expected"),
+        [
+            (1_000, {}, 8),
+            (3_000, {}, 5),  # 20 s are left, 15 of them are sure
+            (3_000, {"step": 4}, 2),  # only one step is left
+            (3_000, {"since_ms": 6_000}, 3),  # and part of one is over
+            (60_000, {}, 1),  # the slowest gets one
+            (3_000, {"held_leases": 4}, 1),
+            (3_000, {"held_leases": 5}, 0),
+            (500, {"step": 4, "since_ms": 100_000}, 3),  # a step that is overdue still has a quarter
+            (0, {}, 8),
+            (50_000, {"staleness": 0}, 8),
+            (100_000, {"staleness": 0}, 4),  # the hard deadline: 600 s, of which 450 are sure
+            (1_000_000, {"staleness": 0}, 1),
+        ],
+    )
+    def test_a_node_gets_what_it_can_return_in_time(self, pace_ms: int, changes: dict[str, int], expected: int) -> None:
+        assert self.size(pace_ms, **changes) == expected
 
-    def test_a_slow_one_what_it_can_have_back(self) -> None:
-        assert self.bite(3_000) == 5, "20 s are left, 15 of them are sure"
-        assert self.bite(3_000, step=4) == 2, "only one step is left"
-        assert self.bite(3_000, since_ms=6_000) == 3, "and part of one is over"
-
-    def test_the_slowest_gets_one(self) -> None:
-        assert self.bite(60_000) == 1
-
-    def test_what_it_holds_counts(self) -> None:
-        assert self.bite(3_000, held_leases=4) == 1
-        assert self.bite(3_000, held_leases=5) == 0
-
-    def test_a_step_that_is_overdue_still_has_a_quarter(self) -> None:
-        assert self.bite(500, step=4, since_ms=100_000) == 3
-
-    def test_nobody_gets_less_while_nothing_is_known_or_nothing_can_be_late_for_a_step(self) -> None:
-        now = moment(max_staleness=1)
-        assert pacing.lease_size(now, None, 50_000, 0, 8) == 8
-        assert self.bite(0) == 8
-        assert self.bite(50_000, staleness=0) == 8
-
-    def test_nobody_gets_more_than_it_can_do_before_the_hard_deadline(self) -> None:
-        """600 s, of which 450 are sure."""
-        assert self.bite(100_000, staleness=0) == 4
-        assert self.bite(1_000_000, staleness=0) == 1
+    def test_nobody_gets_less_while_nothing_is_known(self) -> None:
+        assert pacing.lease_size(moment(max_staleness=1), None, 50_000, 0, 8) == 8
 
     def test_the_tempo_is_the_mean_of_the_last_steps(self) -> None:
         assert pacing.tempo([5]) is None
@@ -203,7 +197,7 @@ class TestBite:
     def test_whoever_holds_nothing_gets_something(
         self, pace_ms: int, since_ms: int, held_leases: int, step: int, staleness: int
     ) -> None:
-        found = self.bite(pace_ms, since_ms=since_ms, held_leases=held_leases, step=step, staleness=staleness)
+        found = self.size(pace_ms, since_ms=since_ms, held_leases=held_leases, step=step, staleness=staleness)
         assert int(held_leases == 0) <= found <= 8
 
 
