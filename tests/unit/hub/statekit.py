@@ -70,7 +70,7 @@ class Granted:
 
     leases: tuple[LeaseRow, ...]
     commands: tuple[Command, ...]
-    plan: leases.Plan
+    plan: leases.LeasePlan
 
 
 def grant(now: Moment, open_units: Sequence[UnitRow], ask: leases.Ask, taskless: Container[int] = ()) -> Granted:

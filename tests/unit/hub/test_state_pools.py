@@ -12,7 +12,7 @@ from statekit import moment
 from shoal.hub.state import draws
 from shoal.hub.state.audits import pass_rate
 from shoal.hub.state.commands import RaiseAlarm, SaveTask
-from shoal.hub.state.draws import Candidate, Pick, Result
+from shoal.hub.state.draws import Drawn, Pick, Result
 from shoal.hub.state.rows import Pool, PoolRules, TaskRow
 from shoal.protocol import RolloutReward
 
@@ -109,8 +109,8 @@ class TestPassRate:
 
 def pick(rows: dict[str, TaskRow], drawn: Sequence[str | None], rules: PoolRules | None = RULES, unit: int = 0) -> Pick:
     """All that is drawn after these cannot be used."""
-    known = [Candidate(task, rows.get(task or ""), usable=True) for task in drawn]
-    return draws.pick(rules, SEED, unit, known + [Candidate(None)] * (draws.MOST_DRAWN - len(known)))
+    known = [Drawn(task, rows.get(task or ""), usable=True) for task in drawn]
+    return draws.pick(rules, SEED, unit, known + [Drawn(None)] * (draws.MOST_DRAWN - len(known)))
 
 
 class TestPick:

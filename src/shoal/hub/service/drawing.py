@@ -128,7 +128,7 @@ class Drawing:
 
     def _pick(self, unit: int, sheet: Sheet, rows: Mapping[str, TaskRow]) -> draws.Pick:
         known = [
-            draws.Candidate(
+            draws.Drawn(
                 name,
                 rows.get(name or ""),
                 isinstance(sheet.prompts[name], Prompt) if name in sheet.prompts else None,

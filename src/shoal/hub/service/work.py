@@ -66,7 +66,7 @@ class Work:
             raise
 
     def _lease(self, node: NodeRow, request: LeaseRequest, place: Place) -> LeaseReply:
-        context, planned = self._context, leases.Plan()
+        context, planned = self._context, leases.LeasePlan()
         with context.decision(sweep=True) as (transaction, moment):
             terms = self._calibrating.terms(transaction, request.profile)
             fresh = self._arrived(transaction, node, moment, place.network, request.profile, terms.measured)
@@ -76,7 +76,7 @@ class Work:
             if known:  # the same request gets the same leases again
                 granted = known
             elif halted:
-                planned, granted = leases.Plan(halted), []
+                planned, granted = leases.LeasePlan(halted), []
             else:
                 ask, open_units, moment = self._ask(transaction, moment, node, request, place)
                 planned = leases.plan(moment, open_units, ask)

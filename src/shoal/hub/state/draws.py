@@ -99,7 +99,7 @@ def _feistel(value: int, half_bits: int, key: str) -> int:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Drawn:
     """A task drawn for a unit (None: its data cannot be used), its row, and whether its prompt can be asked (None: not
     known yet, for to find out takes longer than anything else here)."""
 
@@ -118,7 +118,7 @@ class Pick:
     unknown: int | None = None
 
 
-def pick(rules: PoolRules | None, seed: int, unit: int, known: Sequence[Candidate]) -> Pick:
+def pick(rules: PoolRules | None, seed: int, unit: int, known: Sequence[Drawn]) -> Pick:
     """The first candidate that may be taken. If shares speak against all that are not retired, the first of these."""
     passed: list[tuple[bool, int]] = []
     for attempt, each in enumerate(known):

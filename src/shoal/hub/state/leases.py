@@ -75,7 +75,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LeasePlan:
     """What a request may have: these open units `again` and so many `fresh` ones, under a policy. If nothing comes of
     it, the reason in words; `held_back` if the reason is in the node, not in a lack of units. `short` if the node could
     start at once and only a unit is wanting: there is none, newcomers have their share, or it `yields` to others;
@@ -90,32 +90,32 @@ class Plan:
     policy: PolicyRef | None = None
 
 
-def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> Plan:
+def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> LeasePlan:
     """Which units, and how many new ones, a worker may have now."""
     nodes.require_welcome(ask.node)
     if ask.node.state is NodeState.SUSPENDED:
-        return Plan(nodes.suspended_for(ask.node, moment.now_ms), held_back=True)
+        return LeasePlan(nodes.suspended_for(ask.node, moment.now_ms), held_back=True)
     rules, progress, crowd = moment.rules, moment.progress, ask.crowd
     policy = progress.policy
     if policy is None or pacing.is_finished(rules, progress):
-        return Plan("the run is finished" if policy else "no policy has been published yet")
+        return LeasePlan("the run is finished" if policy else "no policy has been published yet")
     if ask.policy is not None and ask.policy != policy:
         if not (ask.behind and pacing.serves(rules, progress, ask.policy)):
             waiting = f"policy {ask.policy.label} is not the newest: load policy {policy.label}, then ask again"
-            return Plan(waiting, held_back=True)
+            return LeasePlan(waiting, held_back=True)
         policy = ask.policy
         moment = replace(moment, progress=replace(progress, policy=policy))  # so are room and time left
     most = nodes.window(rules, ask.node)
     if ask.held >= most:
         waiting = f"this node holds {ask.held} leases, the most that it may hold now: submit or release some"
-        return Plan(waiting, held_back=True)
+        return LeasePlan(waiting, held_back=True)
     count = pacing.lease_size(moment, ask.tempo, ask.node.pace_ms, ask.held, min(ask.max_units, most - ask.held))
     if count <= 0:
         waiting = (
             f"a group takes this node {ask.node.pace_ms / 1000:.1f} s and it holds {ask.held}: with more, they would "
             f"be back when policy {policy.label} is too old to train on"
         )
-        return Plan(waiting, held_back=True)
+        return LeasePlan(waiting, held_back=True)
     room = newcomers.room_for(moment, ask.node, crowd)
     if room is not None and room < 1:
         return _crowded(moment, ask)
@@ -124,43 +124,43 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> Plan:
     left = newcomers.left_by_turns(moment, ask.node, crowd, free)
     if left < 1 <= free:
         waiting = "newcomers of other networks are first: they had fewer units"
-        return Plan(waiting, held_back=True, short="everywhere", yields=True)
+        return LeasePlan(waiting, held_back=True, short="everywhere", yields=True)
     left = min(left, newcomers.left_inside(moment, ask.node, crowd, left))
     if left < 1 <= free:
         waiting = "other newcomers of this network are first: they had fewer units"
-        return Plan(waiting, held_back=True, short="inside", yields=True)
+        return LeasePlan(waiting, held_back=True, short="inside", yields=True)
     if ask.node.lapses and newcomers.is_brief(moment, ask.node, crowd):
         waiting = (
             "units are left for `lease_s` only, and this node's last lease came to nothing: it gets one that lasts "
             "longer when other new keys have finished theirs"
         )
-        return Plan(waiting, held_back=True, short="everywhere")
+        return LeasePlan(waiting, held_back=True, short="everywhere")
     count = min(count, left) if room is None else min(count, left, room)
     chosen = tuple(sorted(again, key=lambda unit: unit.unit)[:count])
     fresh = min(count - len(chosen), pacing.room(rules, moment.progress))
     held_back = len(again) < len(open_units)
-    return Plan(why_no_unit(moment), held_back, "everywhere", again=chosen, fresh=fresh, policy=policy)
+    return LeasePlan(why_no_unit(moment), held_back, "everywhere", again=chosen, fresh=fresh, policy=policy)
 
 
-def _crowded(moment: Moment, ask: Ask) -> Plan:
+def _crowded(moment: Moment, ask: Ask) -> LeasePlan:
     """Newcomers have their share: all together, those of the node's network, or the node itself."""
     own = newcomers.own_room(moment, ask.node, ask.crowd)
     if own is not None and own < 1 and ask.crowd.in_hand.own:
         waiting = "this node has one unit in hand, the most that it may have until its first group is accepted"
-        return Plan(waiting, held_back=True)
+        return LeasePlan(waiting, held_back=True)
     if own is not None and own < 1:
         units = ask.crowd.in_hand.unproven[ask.node.network]
         waiting = (
             f"other new keys of this network have {units} units in hand, the most that they may have together until "
             "one of their groups is accepted"
         )
-        return Plan(waiting, held_back=True, short="inside")
+        return LeasePlan(waiting, held_back=True, short="inside")
     counted, most = newcomers.counted(moment, ask.node, ask.crowd), newcomers.most_in_hand(moment)
     waiting = (
         f"nodes on probation have {counted} units in hand, and may have {most} together while established "
         f"ones are here: a place comes free with every group that is judged; probation ends after {PROBATION_AUDITS}"
     )
-    return Plan(waiting, held_back=True, short="everywhere")
+    return LeasePlan(waiting, held_back=True, short="everywhere")
 
 
 def why_no_unit(moment: Moment) -> str:
@@ -176,14 +176,16 @@ def why_no_unit(moment: Moment) -> str:
     return f"all {progress.alive} units of step {progress.next_step} (policy {label}) are given out or being checked"
 
 
-def entrust(moment: Moment, units: Sequence[UnitRow]) -> Plan:
+def entrust(moment: Moment, units: Sequence[UnitRow]) -> LeasePlan:
     """What a validator generates, under the newest policy: units that are open for validators only."""
     if moment.progress.policy is None or pacing.is_finished(moment.rules, moment.progress):
-        return Plan()
-    return Plan(again=tuple(units), policy=moment.progress.policy)
+        return LeasePlan()
+    return LeasePlan(again=tuple(units), policy=moment.progress.policy)
 
 
-def issue(moment: Moment, ask: Ask, planned: Plan, fresh: Sequence[UnitRow] = ()) -> list[tuple[LeaseRow, UnitRow]]:
+def issue(
+    moment: Moment, ask: Ask, planned: LeasePlan, fresh: Sequence[UnitRow] = ()
+) -> list[tuple[LeaseRow, UnitRow]]:
     """The leases that come of a plan, each with its unit as it was; `fresh` are those that were made by it."""
     units, policy = [*planned.again, *fresh], planned.policy
     if policy is None:
