@@ -138,9 +138,9 @@ def http_page() -> str:
     openapi.install(api)
     document = api.openapi()
     parts = ["# The hub's HTTP calls\n", NOTE, document["info"]["description"].strip() + "\n"]
-    for tag in openapi.TAGS:
-        parts.append(f"## {tag['name']}\n\n{tag['description']}\n\n| call | what it does | answers |\n|---|---|---|")
-        parts += [row(path, method, call) for path, method, call in calls(document, tag["name"])]
+    for name, said in openapi.TAGS.items():
+        parts.append(f"## {name}\n\n{said}\n\n| call | what it does | answers |\n|---|---|---|")
+        parts += [row(path, method, call) for path, method, call in calls(document, name)]
         parts.append("")
     return "\n".join(parts)
 

@@ -77,6 +77,7 @@ class Batch:
         self._waiting = deque(row for group in groups for row in group)
         self._held: dict[int, Held] = {}
         self._free: list[int] = []
+        self._seen: list[Held] = []  # what the last window drew of, until it is told
 
     def draw(self, memory_bytes: int, most_rows: int) -> list[Row]:
         """Draw all rows within `memory_bytes`. Returns those for which memory did not suffice, each with the whole
@@ -98,16 +99,15 @@ class Batch:
 
     def _run(self, pool: Pool) -> None:
         self._free = list(range(pool.cache.pages - 1, 0, -1))
-        seen: list[Held] = []
         self._admit(pool)
         while self._held:
             longest = max(each.request.sampling.max_new_tokens - each.drawn for each in self._held.values())
             steps = min(WINDOW, longest, self._proof.rows if self._proof else WINDOW)
             self._decoder.run(size_for(max(self._held) + 1), steps, self._greedy, self._proof is not None)
-            self._tell(seen)
-            seen = self._harvest(pool)
+            self._tell()
+            self._seen = self._harvest(pool)
             self._admit(pool)
-        self._tell(seen)
+        self._tell()
 
     def _admit(self, pool: Pool) -> None:
         """Take waiting rows into free slots while there are pages for them."""
@@ -239,8 +239,9 @@ class Batch:
         for old, new in zip(high, low, strict=True):
             self._held[new] = self._held.pop(old)
 
-    def _tell(self, seen: Sequence[Held]) -> None:
+    def _tell(self) -> None:
         """Proofs and completions of what the last window drew; whoever asked for it is told."""
+        seen, self._seen = self._seen, []
         chunked = {held.row.group for held in seen if held.points}
         _commit(seen)
         for held in seen:
@@ -265,7 +266,7 @@ class Batch:
 
     def _salvaged(self) -> list[Row]:
         """After memory ran out: the rows that are to be continued, with the whole chunks that there are of them."""
-        _commit(self._held.values())
+        self._tell()
         for row in (held.row for held in self._held.values()):
             kept = len(row.proofs) * self._proof.rows if self._proof else len(row.tokens)
             row.tokens, row.logprobs = row.tokens[:kept].astype(np.int32), row.logprobs[:kept].astype(np.float32)

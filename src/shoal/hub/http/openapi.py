@@ -32,7 +32,7 @@ _REFUSALS = {
     503: "`hub.resource`, `hub.failed`, `hub.busy`, `body.slow`: nothing was promised, try again",
 }
 
-_TAGS = {
+TAGS = {
     "run": "What anyone may read, unsigned.",
     "nodes": "Taking part: registration and heartbeats.",
     "worker": "Leases and submissions.",
@@ -90,7 +90,7 @@ def install(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            tags = [{"name": name, "description": said} for name, said in _TAGS.items()]
+            tags = [{"name": name, "description": said} for name, said in TAGS.items()]
             schema = get_openapi(
                 title=app.title, version=app.version, description=_DESCRIPTION, routes=app.routes, tags=tags
             )
