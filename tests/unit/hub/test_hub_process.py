@@ -203,7 +203,7 @@ class TestRestart:
 CHILD = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parents[1])]
 from hubkit import make_config
 from shoal.hub import run_hub
 from shoal.runtime.stop import stop_on_signals
