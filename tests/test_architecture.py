@@ -367,12 +367,12 @@ def test_the_blocker_of_torch_blocks() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 75_644,
-    "statements": 47_609,
-    "files": 453,
+    "lines": 71_960,
+    "statements": 45_560,
+    "files": 425,
     "files in the fullest folder": 28,
-    "names of classes used twice": 28,
-    "test lines": 74_100,
+    "names of classes used twice": 25,
+    "test lines": 72_420,
 }
 
 

@@ -36,8 +36,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Iterator[Hub]:
-    """A hub of its own, for who counts what one address has had."""
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub of its own, for who counts what one address has had: five requests a second, six new keys a minute."""
+    monkeypatch.setattr("shoal.hub.http.middleware.REGISTRATIONS", 6 / 60 / 5)
     with running_hub(tmp_path / "run", hub={**SETTINGS, "requests_per_address_s": 5}) as hub:
         yield hub
 

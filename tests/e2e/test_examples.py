@@ -29,7 +29,7 @@ def test_a_reward_of_ones_own_is_one_file(tmp_path: Path) -> None:
         "trainer.evaluate_every=2", "trainer.evaluate_tasks=32",
     ]  # fmt: skip
     arguments = [part for setting in settings for part in ("--set", setting)]
-    run_python("-m", "shoal.cli", "run", str(RECIPE), "--dir", str(tmp_path / "mine"), "--processes", "one", *arguments)
+    run_python("-m", "shoal.cli", "run", str(RECIPE), "--dir", str(tmp_path / "mine"), *arguments)
     rows = metrics(tmp_path / "mine")
     assert [row["step"] for row in rows] == [0, 1, 2]
     # Its reward is graded: right digits count even where the list is not sorted to the end.

@@ -21,7 +21,7 @@ import torch
 
 from shoal.engines.decoding import Row
 from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
-from shoal.engines.paged import WINDOW, PagedDecoder, Pool, size_for
+from shoal.engines.paged import WINDOW, PagedDecoder, PagePool, size_for
 from shoal.engines.pages import PAGE
 from shoal.engines.protocol import Chunks, Completion, Finish, GenerationRequest
 from shoal.models.logprobs import hidden_states
@@ -49,7 +49,7 @@ class Prefix:
 
 
 @dataclass(eq=False)
-class Held:
+class HeldRow:
     """A row in a slot, its own pages, and points of finished chunks that are not proofs yet."""
 
     row: Row
@@ -61,7 +61,7 @@ class Held:
     ended: bool = False
 
 
-class Batch:
+class RowBatch:
     """The rows of one call. `groups` are all rows of every request, for those who are told how far it is."""
 
     def __init__(
@@ -75,9 +75,9 @@ class Batch:
         self._decoder, self._proof, self._greedy = decoder, proof, greedy
         self._requests, self._groups = requests, groups
         self._waiting = deque(row for group in groups for row in group)
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldRow] = {}
         self._free: list[int] = []
-        self._seen: list[Held] = []  # what the last window drew of, until it is told
+        self._seen: list[HeldRow] = []  # what the last window drew of, until it is told
 
     def draw(self, memory_bytes: int, most_rows: int) -> list[Row]:
         """Draw all rows within `memory_bytes`. Returns those for which memory did not suffice, each with the whole
@@ -97,7 +97,7 @@ class Batch:
         self._decoder.release()
         return left
 
-    def _run(self, pool: Pool) -> None:
+    def _run(self, pool: PagePool) -> None:
         self._free = list(range(pool.cache.pages - 1, 0, -1))
         self._admit(pool)
         while self._held:
@@ -109,7 +109,7 @@ class Batch:
             self._admit(pool)
         self._tell()
 
-    def _admit(self, pool: Pool) -> None:
+    def _admit(self, pool: PagePool) -> None:
         """Take waiting rows into free slots while there are pages for them."""
         empty = deque(slot for slot in range(len(pool.slots)) if slot not in self._held)
         new: dict[tuple[int, ...], Prefix] = {}
@@ -128,12 +128,12 @@ class Batch:
             slot = empty.popleft()
             prefix.slots.append(slot)
             prefix.users += 1
-            self._held[slot] = Held(row, request, prefix, [self._free.pop() for _ in range(own)], len(row.tokens))
+            self._held[slot] = HeldRow(row, request, prefix, [self._free.pop() for _ in range(own)], len(row.tokens))
         if new:
             self._prefill(pool, list(new.values()))
             self._place(pool, [slot for prefix in new.values() for slot in prefix.slots])
 
-    def _prefill(self, pool: Pool, new: Sequence[Prefix]) -> None:
+    def _prefill(self, pool: PagePool, new: Sequence[Prefix]) -> None:
         """The keys and values of every prefix but for its last token, which the first step feeds. What does not fill a
         page is computed into the first row's own page and copied to the others."""
         device, model = self._decoder.device, self._decoder.model
@@ -161,7 +161,7 @@ class Batch:
         if copies:
             pool.cache.copy_pages(*torch.tensor(copies, device=device).T)
 
-    def _place(self, pool: Pool, places: Sequence[int]) -> None:
+    def _place(self, pool: PagePool, places: Sequence[int]) -> None:
         """Tell the slots what their rows need."""
         held, device = [self._held[slot] for slot in places], self._decoder.device
         index = torch.tensor(places, device=device)
@@ -185,12 +185,12 @@ class Batch:
             line[: len(each.prefix.pages) + len(each.pages)] = each.prefix.pages + each.pages
         pool.slots.table_SW[index] = torch.from_numpy(table).to(device)
 
-    def _harvest(self, pool: Pool) -> list[Held]:
+    def _harvest(self, pool: PagePool) -> list[HeldRow]:
         """What the window drew: tokens to their rows, finished chunks to points, room of ended rows to the next."""
         slots, proof = pool.slots, self._proof
         drawn, alive = slots.drawn.tolist(), slots.alive.tolist()  # waits for the window
         tokens, logprobs = pool.tokens_SW.cpu().numpy(), pool.logprobs_SW.cpu().numpy()
-        seen, gone, cuts = list(self._held.values()), list[int](), list[tuple[Held, int, int, int]]()
+        seen, gone, cuts = list(self._held.values()), list[int](), list[tuple[HeldRow, int, int, int]]()
         for slot, held in list(self._held.items()):
             before, held.drawn, held.ended = held.drawn, drawn[slot], not alive[slot]
             new = held.drawn - before
@@ -212,7 +212,7 @@ class Batch:
             self._compact(pool)
         return seen
 
-    def _fold(self, pool: Pool, cuts: Sequence[tuple[Held, int, int, int]]) -> None:
+    def _fold(self, pool: PagePool, cuts: Sequence[tuple[HeldRow, int, int, int]]) -> None:
         """The points of chunks: of which row, in which slot, in which half of its states, of how many tokens."""
         assert self._proof is not None
         rows, device = self._proof.rows, self._decoder.device
@@ -224,7 +224,7 @@ class Batch:
         for place, (held, *_) in enumerate(cuts):
             held.points.append(points[place : place + 1])
 
-    def _compact(self, pool: Pool) -> None:
+    def _compact(self, pool: PagePool) -> None:
         """Move rows into the first slots, where a smaller step would then do for all of them."""
         if self._waiting or not self._held:
             return
@@ -274,7 +274,7 @@ class Batch:
         return list(self._waiting)
 
 
-def _commit(seen: Iterable[Held]) -> None:
+def _commit(seen: Iterable[HeldRow]) -> None:
     pairs = [(held, points) for held in seen for points in held.points]
     if pairs:
         for (held, _), made in zip(pairs, commit(PointBatch.concat([points for _, points in pairs])), strict=True):
@@ -301,7 +301,7 @@ def paged_decoder(model: Any, memory_bytes: int) -> PagedDecoder | None:
         sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=PROBE_TOKENS, eos_token_id=-1)
         request, rows = GenerationRequest(prompt, (0, 1), sampling), [Row(0, 0), Row(0, 1)]
         proof = ProofParameters(topk=8, rows=2 * WINDOW)
-        Batch(decoder, [request], [rows], proof, greedy=True).draw(memory_bytes, len(rows))
+        RowBatch(decoder, [request], [rows], proof, greedy=True).draw(memory_bytes, len(rows))
         pool = decoder._pool
         if pool is None or rows[1].completion is None:
             return None  # there is too little memory: nothing is known of the model

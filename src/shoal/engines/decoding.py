@@ -283,7 +283,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class GenerationCall:
     """One call: its requests, the rows of each, and how tokens are chosen."""
 
     requests: Sequence[GenerationRequest]
@@ -292,7 +292,9 @@ class Drawing:
     greedy: bool
 
     @classmethod
-    def of(cls, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool = False) -> Drawing:
+    def of(
+        cls, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool = False
+    ) -> GenerationCall:
         groups = [[Row(index, seed) for seed in request.seeds] for index, request in enumerate(requests)]
         return cls(requests, groups, proof, greedy)
 

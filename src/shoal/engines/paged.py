@@ -1,7 +1,7 @@
 """One step of decoding for many rows as one CUDA graph: feed every row its token, keep the state, draw the next one.
 
-Everything that a step reads and writes lies in a `Pool` and keeps its place, so that the step of some numbers of rows
-(`SIZES`) is captured once and replayed without a word from the host. Which row is in which slot is the business of
+Everything that a step reads and writes lies in a `PagePool` and keeps its place, so that the step of some numbers of
+rows (`SIZES`) is captured once and replayed without a word from the host. Which row is in which slot is the business of
 `batching`. Weights that are changed where they lie are seen by the captured steps.
 
 S: slots, R: rows of a step, W: pages of a row, C: tokens of a chunk, H: hidden size.
@@ -73,7 +73,7 @@ class Slots:
 
 
 @dataclass
-class Pool:
+class PagePool:
     """The pages, the slots, and what the steps of a window drew."""
 
     cache: PagedCache
@@ -97,7 +97,7 @@ class PagedDecoder:
         self._tile = max(1, LOGIT_ELEMENTS // self.vocabulary)
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
-        self._pool: Pool | None = None
+        self._pool: PagePool | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -113,7 +113,7 @@ class PagedDecoder:
         self._graphs, self._memory, self._pool = {}, None, None
         release_memory()
 
-    def pool(self, rows: int, pages_each: int, chunk: int, memory_bytes: int) -> Pool | None:
+    def pool(self, rows: int, pages_each: int, chunk: int, memory_bytes: int) -> PagePool | None:
         """A pool for so many rows of so many pages, or for as many of them as fit; the one that is there, if it does.
         None if not even one row fits."""
         size = size_for(min(rows, SIZES[-1]))
@@ -128,7 +128,7 @@ class PagedDecoder:
         if there is None or not fits or there.cache.pages < pages or chunk not in (0, there.chunk):
             self.release()
             device, chunk = self.device, max(1, chunk)
-            there = self._pool = Pool(
+            there = self._pool = PagePool(
                 PagedCache(self._shapes, pages, torch.empty(0, dtype=self.model.dtype, device=device)),
                 Slots.empty(size, width, chunk, self.hidden, device),
                 torch.zeros(size, WINDOW, dtype=torch.int32, device=device),
@@ -155,7 +155,7 @@ class PagedDecoder:
         for _ in range(steps):
             graph.replay()
 
-    def _captured(self, pool: Pool, size: int, greedy: bool, proves: bool) -> torch.cuda.CUDAGraph:
+    def _captured(self, pool: PagePool, size: int, greedy: bool, proves: bool) -> torch.cuda.CUDAGraph:
         """A step is tried first with every row asleep: it changes nothing but what the next one overwrites."""
         key = (size, greedy, proves)
         if key not in self._graphs:
@@ -176,7 +176,7 @@ class PagedDecoder:
             pool.slots.alive.copy_(alive)
         return self._graphs[key]
 
-    def _step(self, pool: Pool, size: int, greedy: bool, proves: bool) -> None:
+    def _step(self, pool: PagePool, size: int, greedy: bool, proves: bool) -> None:
         """Rows that are not alive change nothing that lasts."""
         slots, cache, here = pool.slots, pool.cache, slice(0, size)
         position_R, alive_R, drawn_R = slots.context[here], slots.alive[here], slots.drawn[here]

@@ -30,8 +30,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.engines.batching import Batch, paged_decoder, pages_for
-from shoal.engines.decoding import Decoding, Drawing, Row, choose_tiled
+from shoal.engines.batching import RowBatch, paged_decoder, pages_for
+from shoal.engines.decoding import Decoding, GenerationCall, Row, choose_tiled
 from shoal.engines.dialogue import Line
 from shoal.engines.memory import (
     ALLOWANCE,
@@ -161,7 +161,7 @@ class TorchEngine:
     def generate(
         self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
     ) -> list[list[Completion]]:
-        return self._drawn(Drawing.of(requests, proof))
+        return self._drawn(GenerationCall.of(requests, proof))
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         results: dict[int, Prefill] = {}
@@ -183,7 +183,7 @@ class TorchEngine:
             temperature=1.0, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
         )
         requests = [GenerationRequest(prompt, (0,), sampling) for prompt in prompts]
-        return [group[0].token_ids for group in self._drawn(Drawing.of(requests, None, greedy=True))]
+        return [group[0].token_ids for group in self._drawn(GenerationCall.of(requests, None, greedy=True))]
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -248,7 +248,7 @@ class TorchEngine:
         each = computed_token_bytes(config, self._model.dtype.itemsize, self._width) + scores_bytes(config) * longest
         return max(1, self._usable // each)
 
-    def _drawn(self, drawing: Drawing) -> list[list[Completion]]:
+    def _drawn(self, drawing: GenerationCall) -> list[list[Completion]]:
         self._measure_cache()
         self._measure_room()
         with self._inference():
@@ -257,14 +257,14 @@ class TorchEngine:
             if pages is not None and left:
                 prompts = [request.prompt_ids for request in drawing.requests]
                 self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
-                batch = Batch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy)
+                batch = RowBatch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy)
                 left = batch.draw(self._usable + pages.held_bytes, self._max_rows)
             for begun in sorted({len(row.tokens) for row in left}):
                 for rows in self._batches(drawing, begun):
                     self._draw(drawing, rows)
         return [[row.completion for row in group if row.completion is not None] for group in drawing.groups]
 
-    def _batches(self, drawing: Drawing, begun: int) -> Iterator[list[Row]]:
+    def _batches(self, drawing: GenerationCall, begun: int) -> Iterator[list[Row]]:
         """Rows of which there are `begun` tokens, and that can be decoded together: equal sampling, similar length, as
         many as fit. Groups stay whole if they fit; each next batch goes by what the last one showed."""
         requests = drawing.requests
@@ -289,7 +289,7 @@ class TorchEngine:
         own = self._kept[1] // self._token_bytes() if self._kept else 0
         return max(1, min(self._max_rows, self._room.tokens // (tokens_each + own), self._computable(tokens_each)))
 
-    def _draw(self, drawing: Drawing, batch: list[Row]) -> None:
+    def _draw(self, drawing: GenerationCall, batch: list[Row]) -> None:
         """Draw the rows of a batch; where memory runs out, half as many at once, from what was kept of them."""
         waiting = [batch]
         while waiting:
@@ -298,7 +298,7 @@ class TorchEngine:
             left = self._try_draw(drawing, rows[:size])
             waiting += [part for part in (rows[size:], left) if part]
 
-    def _try_draw(self, drawing: Drawing, batch: list[Row]) -> list[Row]:
+    def _try_draw(self, drawing: GenerationCall, batch: list[Row]) -> list[Row]:
         """Draw the rows of a batch; returns those for which memory did not suffice."""
         decoding = self._decoding(drawing, batch)
         size = len(batch) * max(drawing.tokens_each(row.group) for row in batch)
@@ -325,13 +325,13 @@ class TorchEngine:
         )  # fmt: skip
         return left
 
-    def _decoding(self, drawing: Drawing, batch: list[Row]) -> Decoding:
+    def _decoding(self, drawing: GenerationCall, batch: list[Row]) -> Decoding:
         sampling = drawing.requests[batch[0].group].sampling
         return Decoding(
             batch, sampling.max_new_tokens, sampling.eos_token_id, drawing.proof, partial(self._line, drawing)
         )
 
-    def _line(self, drawing: Drawing, row: Row) -> Line | None:
+    def _line(self, drawing: GenerationCall, row: Row) -> Line | None:
         """For a row of a request whose turns are answered."""
         request = drawing.requests[row.group]
         if request.respond is None:
@@ -345,7 +345,7 @@ class TorchEngine:
             self._refuse_unknown(min(given), max(given))
         return given
 
-    def _decode(self, drawing: Drawing, decoding: Decoding) -> None:
+    def _decode(self, drawing: GenerationCall, decoding: Decoding) -> None:
         """Prefill each prompt once, repeat it for its rows, and decode until every row has finished."""
         choose, watch = drawing.choice(decoding, self._model.device), drawing.watch(decoding)
         state = self._rows_after(drawing, decoding.rows)
@@ -362,7 +362,7 @@ class TorchEngine:
                 tokens_R = tokens_R[keep_R]
             state.advance(self._model, tokens_R)
 
-    def _rows_after(self, drawing: Drawing, rows: Sequence[Row]) -> Rows:
+    def _rows_after(self, drawing: GenerationCall, rows: Sequence[Row]) -> Rows:
         """The rows after their prompts and what was kept of them."""
         groups = list(dict.fromkeys(row.group for row in rows))
         prompts = [drawing.requests[group].prompt_ids for group in groups]

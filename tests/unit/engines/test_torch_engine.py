@@ -143,7 +143,7 @@ def test_a_wrapped_model_is_used_as_it_is_and_keeps_its_mode(model):
 
 def test_long_completions_read_their_stream_block_by_block(model, monkeypatch):
     whole = TorchEngine.wrap(model).generate(requests(3))
-    monkeypatch.setattr("shoal.engines.torch.UNIFORM_BLOCK", 5)
+    monkeypatch.setattr("shoal.engines.decoding.UNIFORM_BLOCK", 5)
     blocks = TorchEngine.wrap(model).generate(requests(3))
     assert max(len(completion.token_ids) for completion in whole[0]) > 10
     for one, two in zip(whole, blocks, strict=True):

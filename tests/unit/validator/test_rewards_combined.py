@@ -70,7 +70,8 @@ class Opinion:
 
 
 def seated(judge: Opinion, label: str = "taste", kind: str = "openai", **changes: object) -> Seated:
-    given = {"label": label, "kind": kind, "url": "http://judge.test/v1", "model": "m", "path": Path("rm"), **changes}
+    where = {"path": Path("rm")} if kind == "classifier" else {"url": "http://judge.test/v1", "model": "m"}
+    given = {"label": label, **where, **changes}
     return Seated(JudgeSettings(**given), judge)  # type: ignore[arg-type]
 
 
