@@ -302,6 +302,19 @@ class TestPendingCredit:
         accounts = ledger.fold(entries_of(bench))
         assert (accounts.total_credit, accounts.total_earned) == (12, 18)
 
+    def test_after_a_ban_nobody_trains_on_a_group_whose_credit_is_final(self, bench: Bench) -> None:
+        hand_in(bench, bench.alice)
+        accept(bench, bench.audits())
+        self.pass_time(bench, 101)
+        ok(bench.alice.call("POST", "/heartbeat", {}))
+        hand_in(bench, bench.alice)
+        (caught,) = bench.audits()
+        assert bench.status().units["accepted"] == 1
+        ok(bench.judge(caught, severity=Severity.CERTAIN, **CAUGHT))
+        units = bench.status().units
+        assert (units["accepted"], units["void"]) == (0, 1), "paid for, so it is not given out again"
+        assert self.view(bench, bench.alice) == (6, 0)
+
 
 class TestDeadValidators:
     def test_a_validator_that_dies_in_the_middle_loses_nothing(self, bench: Bench) -> None:

@@ -16,7 +16,7 @@ What a failed audit does to the rest of its node's work: what nobody looked at c
     accepted by a full audit, in no batch yet ──► stays, unless the node is banned for it (audits by reputation only)
     waiting for a light audit, or in one ───────► waits for a full one
     credit pending ─────────────────────────────► void
-    credit final (its window has passed) ───────► stays, and so does its group: no unit is paid twice
+    credit final (its window has passed) ───────► stays; its unit is void: not trained on, and not paid twice
 """
 
 from __future__ import annotations
@@ -264,19 +264,23 @@ def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
 
 
 def pull(untrained: Sequence[Filled], verdict: Verdict, banned: bool, now_ms: int) -> list[Command]:
-    """Take back the accepted groups that are in no batch and whose credit was pending: those audited lightly, and all
-    if the node is `banned`. Their units were alive and stay alive, so pacing counts them as before."""
+    """Take back the accepted groups that are in no batch: those audited lightly, and all if the node is `banned`. Where
+    their credit was pending, their units are open again. Where it is final, the unit is void: nobody trains on it, and
+    nobody is paid for it again."""
     message = f"its node failed the audit of unit {verdict.unit} ({verdict.reason or 'no reason given'})"
     commands, units = list[Command](), list[int]()
     for unit, row in ((filled.unit, filled.submission) for filled in untrained):
-        if row.matures_at_ms is None or not (banned or row.depth == "light"):
+        if not (banned or row.depth == "light"):
+            continue
+        if row.matures_at_ms is None:
+            commands.append(SaveUnit(unit.to(UnitState.VOID, reason=PULLED), unit.state))
             continue
         taken = {"reason": PULLED, "message": message, "decided_at_ms": now_ms, "matures_at_ms": None}
         commands.append(SaveSubmission(row.to(SubmissionState.PULLED, **taken), row.state))
         commands.append(SaveUnit(unit.reopened(), unit.state))
         units.append(unit.unit)
     body = {"node": verdict.node, "units": units, "submission": verdict.submission, "reason": verdict.reason}
-    return [*commands, Record("pulled", body, now_ms)] if units else []
+    return [*commands, Record("pulled", body, now_ms)] if units else commands
 
 
 def audit_fully(waiting: Sequence[SubmissionRow], but: str) -> list[Command]:
