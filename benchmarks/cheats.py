@@ -35,13 +35,7 @@ from shoal.adversary import CHEATS, Cheat, find_cheat  # noqa: E402
 from shoal.adversary.copies import Steal  # noqa: E402
 from shoal.adversary.steering import Steer  # noqa: E402
 from shoal.engines.shelf import LoadedPolicy  # noqa: E402
-from shoal.protocol import (  # noqa: E402
-    Lease,
-    Outcome,
-    Submission,
-    TrainingGroup,
-    TrainingRollout,
-)
+from shoal.protocol import Lease, Outcome, Submission, TrainingGroup, TrainingRollout  # noqa: E402
 from shoal.run.recipe import Recipe, load_recipe  # noqa: E402  # noqa: E402
 from shoal.trainer.learner import new_learner  # noqa: E402
 from shoal.trainer.step import StepWork, train_step  # noqa: E402

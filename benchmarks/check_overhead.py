@@ -99,10 +99,7 @@ def main() -> None:
     budget = bench.engine._max_prefill_tokens
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     pairs = timed(
-        options.repeat,
-        clock,
-        lambda: bare_prefill(bench, budget),
-        lambda: judge.verdicts(bench.dockets, bench.loaded),
+        options.repeat, clock, lambda: bare_prefill(bench, budget), lambda: judge.verdicts(bench.dockets, bench.loaded)
     )
     bare, judged = (min(column) for column in zip(*pairs, strict=True))
     typical = statistics.median(one / two for one, two in pairs)

@@ -27,7 +27,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 # What a loss takes, as docs/concepts/objective.md says, where the recipe's own values are for another one.
 TAKES: dict[str, dict[str, object]] = {
-    "gspo": {"clip_epsilon": 3e-4, "objective": {"clip_high": 4e-4, "normalisation": "samples"}},
+    "gspo": {"clip_epsilon": 3e-4, "objective": {"clip_high": 4e-4, "normalisation": "samples"}}
 }
 
 

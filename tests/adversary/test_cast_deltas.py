@@ -199,10 +199,7 @@ def test_after_a_bad_delta_another_one_is_taken(trap: Trap) -> None:
     newest = bytes(tensors_of(3, VALUES)[0].data)
     second = trap.set(trap.true, anchor=False)
     roads = []
-    for base, data in (
-        (trap.first, b"S" * 40),
-        (second, true_delta(trap.new, newest, third)),
-    ):
+    for base, data in ((trap.first, b"S" * 40), (second, true_delta(trap.new, newest, third))):
         chunks = tuple(Chunk(hash=name, size_bytes=len(piece)) for name, piece in _pieces(data))
         roads.append(Delta(base=base.policy, size_bytes=len(data), chunks=chunks))
         write_tree(trap.lab.www, second, dict(_pieces(data)))

@@ -55,8 +55,7 @@ def trials(name: str, count: int, units: int, group_size: int = 4) -> list[Trial
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tokens", "share"),
-    [("int8", 2048, 0.9), ("int4", 64, 0.9), ("own-dice", 2 * 32, 0.9)],
+    ("name", "tokens", "share"), [("int8", 2048, 0.9), ("int4", 64, 0.9), ("own-dice", 2 * 32, 0.9)]
 )
 def test_tokens_until_it_is_caught(name: str, tokens: int, share: float) -> None:
     """Groups of about 28 tokens; of the tiny policy's few are of ordinary entropy, hence twice 32 for other dice."""

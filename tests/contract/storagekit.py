@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from shoal.hub.state.commands import (
-    Command,
-    SaveLease,
-    SaveUnit,
-)
+from shoal.hub.state.commands import Command, SaveLease, SaveUnit
 from shoal.hub.state.machines import UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Storage, tables

@@ -49,8 +49,7 @@ def test_new_database_has_all_tables_and_opens_again(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "said"),
-    [("99", r"newer shoal \(schema 99.*upgrade shoal"), ("1", "older shoal"), ("x", "not a hub's")],
+    ("version", "said"), [("99", r"newer shoal \(schema 99.*upgrade shoal"), ("1", "older shoal"), ("x", "not a hub's")]
 )
 def test_database_of_another_schema_is_refused(place: Place, version: str, said: str) -> None:
     place.open().close()

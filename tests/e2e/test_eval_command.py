@@ -130,10 +130,7 @@ def test_a_run_is_held_against_what_it_trained_on(tmp_path: Path, capsys: pytest
     assert "1 of the evaluated tasks are in the training set, 1 of them in batches" in capsys.readouterr().err
     assert not (tmp_path / "leaky").exists()
     assert main([*command, "--env", str(leaky), "--out", str(tmp_path / "leaky"), "--allow-leaks"]) == 0
-    assert (summary_of(tmp_path / "leaky")["tasks"], summary_of(tmp_path / "leaky")["left_out"]) == (
-        2,
-        ["leaky/1"],
-    )
+    assert (summary_of(tmp_path / "leaky")["tasks"], summary_of(tmp_path / "leaky")["left_out"]) == (2, ["leaky/1"])
 
 
 def start(out: Path, *more: str) -> subprocess.Popen[str]:

@@ -278,11 +278,7 @@ class Books:
             assert (account.credit, account.pending) == (row.credit, row.pending) == (account.credit, 0)
             assert account.credit + account.void == self.earned(row.node)
             outcomes = Counter(each.outcome for each in self.verdicts.values() if each.node == row.node)
-            counted = {
-                Outcome.ACCEPTED: row.accepted,
-                Outcome.REJECTED: row.rejected,
-                Outcome.UNSURE: row.unsure,
-            }
+            counted = {Outcome.ACCEPTED: row.accepted, Outcome.REJECTED: row.rejected, Outcome.UNSURE: row.unsure}
             assert outcomes == +Counter(counted)
         banned = [entry.body["node"] for entry in entries if entry.kind == "sanction"]
         assert banned == [CHEAT.node], "punished once"

@@ -185,11 +185,7 @@ def bucket(folder: Path) -> Iterator[BucketSite]:
         host, port = server.get_host_and_port()
         url = f"http://{host}:{port}"
         client = boto3.client(
-            "s3",
-            endpoint_url=url,
-            aws_access_key_id="test",
-            aws_secret_access_key="test",
-            region_name="us-east-1",
+            "s3", endpoint_url=url, aws_access_key_id="test", aws_secret_access_key="test", region_name="us-east-1"
         )
         yield BucketSite(folder / "origin", client, url)
         client.close()

@@ -165,8 +165,7 @@ def test_a_thousand_workers_for_ten_minutes(tmp_path: Path) -> None:
     )
     run = RunSettings(steps=1000, groups_per_step=512, group_size=2, max_staleness=2)
     simulation = Simulation(
-        tmp_path,
-        scenario(11, crews=crews, run=run, seconds=600, validators=4, audit_s=0.02, claims=32, restarts_s=200),
+        tmp_path, scenario(11, crews=crews, run=run, seconds=600, validators=4, audit_s=0.02, claims=32, restarts_s=200)
     )
     simulation.run()
     assert problems(simulation.world) == []

@@ -29,8 +29,7 @@ data = typer.Typer(
 )
 
 WhereArgument = Annotated[
-    str,
-    typer.Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe (TOML), or a run's folder."),
+    str, typer.Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe (TOML), or a run's folder.")
 ]
 Settings = Annotated[
     list[str] | None,

@@ -64,8 +64,7 @@ def evaluate(
     max_new_tokens: MaxTokens = None,
     seed: Seed = 0,
     split: Annotated[
-        str | None,
-        typer.Option("--split", help="held_out, train or all.  [default: held_out; all of a data file]"),
+        str | None, typer.Option("--split", help="held_out, train or all.  [default: held_out; all of a data file]")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where results go.  [default: evals/MODEL-ENV-…]")

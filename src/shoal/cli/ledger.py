@@ -47,8 +47,7 @@ def verify(
         typer.Option("--witness", metavar="KEY[@URL]", help="A witness that you trust: its heads must fit."),
     ] = None,
     without_evidence: Annotated[
-        bool,
-        typer.Option("--without-evidence", help="Leave out receipts and verdicts: then no credit is proven."),
+        bool, typer.Option("--without-evidence", help="Leave out receipts and verdicts: then no credit is proven.")
     ] = False,
     wait_s: Wait = 3,
 ) -> None:

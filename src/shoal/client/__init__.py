@@ -13,12 +13,4 @@ from shoal.client.hub import HubClient
 from shoal.client.transport import ClientOptions
 from shoal.client.trust import TrustedRun, split_join_url
 
-__all__ = [
-    "Activity",
-    "ClientOptions",
-    "HubClient",
-    "Pace",
-    "RegularHeartbeat",
-    "TrustedRun",
-    "split_join_url",
-]
+__all__ = ["Activity", "ClientOptions", "HubClient", "Pace", "RegularHeartbeat", "TrustedRun", "split_join_url"]

@@ -111,11 +111,7 @@ class RegularHeartbeat:
     """Use as a context manager; `refusal` is the hub's "no", if it ever said so."""
 
     def __init__(
-        self,
-        client: HubClient,
-        every_s: float,
-        activity: Activity,
-        on_reply: Callable[[HeartbeatReply], None],
+        self, client: HubClient, every_s: float, activity: Activity, on_reply: Callable[[HeartbeatReply], None]
     ) -> None:
         self._client = client
         self._every_s = every_s

@@ -30,14 +30,7 @@ from pydantic import ValidationError
 
 from shoal.client.http import HEADERS, REACH
 from shoal.client.hubs import Hubs
-from shoal.errors import (
-    DeadlineExceeded,
-    HubRefused,
-    HubUnreachable,
-    ProtocolError,
-    ShutOut,
-    SignatureError,
-)
+from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError, ShutOut, SignatureError
 from shoal.protocol import HubClock, Problem, SignedDocument, SigningKey, sign_request
 from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME
 from shoal.runtime.clock import Backoff, Clock

@@ -51,12 +51,7 @@ class EngineShelf:
     """How long a caller that can do something else meanwhile waits for a policy."""
 
     def __init__(
-        self,
-        fetch: Fetch,
-        build: Build,
-        held: int,
-        memory_bytes: int = 0,
-        check: Check = lambda _files, _entries: None,
+        self, fetch: Fetch, build: Build, held: int, memory_bytes: int = 0, check: Check = lambda _files, _entries: None
     ) -> None:
         if held < 1:
             raise ValueError(f"a shelf holds at least one policy, not {held}")

@@ -177,7 +177,5 @@ class HubConfig:
     @property
     def sampling(self) -> SamplingParameters:
         return SamplingParameters(
-            temperature=self.run.temperature,
-            max_new_tokens=self.run.max_new_tokens,
-            eos_token_id=self.eos_token_id,
+            temperature=self.run.temperature, max_new_tokens=self.run.max_new_tokens, eos_token_id=self.eos_token_id
         )

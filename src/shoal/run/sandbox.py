@@ -77,10 +77,7 @@ def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, f
     """Work as `request` says, inside; the exit code. The hub was met already: `root` is the run's root fingerprint."""
     inner = _inner(request, urls, folder, root)
     bubblewrap = _bubblewrap()
-    with (
-        closing(HubClient.of_a_person(urls, 10.0, root, stop)) as client,
-        _forwarder() as forwarder,
-    ):
+    with closing(HubClient.of_a_person(urls, 10.0, root, stop)) as client, _forwarder() as forwarder:
         _open_ways(forwarder, urls, client)
         around = [bubblewrap, *_options(folder, forwarder.folder)]
         _probe(around)

@@ -41,11 +41,7 @@ class PayloadFile:
     """A payload or a delta being filled; a `Keeper` for the pool."""
 
     def __init__(
-        self,
-        path: Path,
-        chunks: Sequence[Chunk],
-        chunk_size_bytes: int,
-        donors: Mapping[str, _Donor] | None = None,
+        self, path: Path, chunks: Sequence[Chunk], chunk_size_bytes: int, donors: Mapping[str, _Donor] | None = None
     ) -> None:
         self.path = path
         self._donors = donors or {}

@@ -137,10 +137,7 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 
 def open_payload(
-    manifest: PolicyManifest,
-    whole: memoryview,
-    path: Path | None = None,
-    made: Made | None = None,
+    manifest: PolicyManifest, whole: memoryview, path: Path | None = None, made: Made | None = None
 ) -> Payload:
     files: dict[str, memoryview] = {}
     tensors: list[TensorView] = []

@@ -42,13 +42,7 @@ from pathlib import Path
 from shoal.client import Activity, HubClient
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError, ShoalError
 from shoal.models.tokenizer import TextTokenizer
-from shoal.protocol import (
-    Batch,
-    PolicyManifest,
-    PolicyRef,
-    SigningKey,
-    TrainingBatch,
-)
+from shoal.protocol import Batch, PolicyManifest, PolicyRef, SigningKey, TrainingBatch
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.sizing import RunSize, settle
 from shoal.runtime.stop import StopToken

@@ -134,7 +134,5 @@ def _trackers(config: TrainerConfig, info: RunInfo) -> Trackers:
 
 
 def _origin(config: TrainerConfig, info: RunInfo) -> Origin:
-    kept = OriginSettings(
-        kept_versions=max(OriginSettings().kept_versions, info.max_staleness + 2),
-    )
+    kept = OriginSettings(kept_versions=max(OriginSettings().kept_versions, info.max_staleness + 2))
     return Origin(config.origin_folder, info.run, config.key, settings=kept)

@@ -25,13 +25,7 @@ from shoal.client import HubClient
 from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch
 from shoal.models.load import DTYPES
 from shoal.models.state import lent_view
-from shoal.protocol import (
-    PolicyAnnouncement,
-    PolicyManifest,
-    SigningKey,
-    TensorView,
-    sign_document,
-)
+from shoal.protocol import PolicyAnnouncement, PolicyManifest, SigningKey, TensorView, sign_document
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.shardcast import Content

@@ -146,11 +146,7 @@ class Measurement:
 
 
 def measure(
-    worker: Engine,
-    validators: Mapping[str, Engine],
-    plan: Plan,
-    tell: Progress = log.debug,
-    sizes: Sequence[int] = (),
+    worker: Engine, validators: Mapping[str, Engine], plan: Plan, tell: Progress = log.debug, sizes: Sequence[int] = ()
 ) -> Measurement:
     """Measure the kind of `worker` as `validators` see it. The worker's engine may be one of these, as for a second
     look: its weights change while it draws, and are its own again when everything is seen. Of blocks of `sizes` tokens,
@@ -232,11 +228,7 @@ def _tokens(cases: Sequence[Case]) -> int:
 def _profile(plan: Plan, key: str, bands: Mapping[str, Bands]) -> Profile:
     widest = functools.reduce(Bands.joined, bands.values())
     measured = Measured(
-        model=plan.model,
-        tokens=widest.tokens,
-        date=plan.date,
-        validators=tuple(bands),
-        bands=widest.numbers(),
+        model=plan.model, tokens=widest.tokens, date=plan.date, validators=tuple(bands), bands=widest.numbers()
     )
     formats = tuple(sorted({machine.rpartition("/")[2] for machine in bands}))
     return limits_from(widest, key).model_copy(update={"measured": measured, "validators": formats})

@@ -171,10 +171,7 @@ def test_an_end_of_sequence_token_that_the_model_cannot_say(model: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"worker": {"engine": "scripted", "dtype": "bfloat16"}},
-            r"\[worker\] the engine scripted does not",
-        ),
+        ({"worker": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[worker\] the engine scripted does not"),
         ({"validator": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[validator\] the engine scripted does not"),
         (
             {"worker": {"dtype": "bfloat16"}},

@@ -166,10 +166,7 @@ def test_an_honest_ledger_holds(run: Path) -> None:
         ),
         (forge_a_batch, r"row 6 is not the one that was signed for \(the manifest of policy 0.1\)"),
         (forge_a_time, r"row 3 is not the one that the hub named in the receipt behind row 5"),
-        (
-            forge_credit,
-            r"row 3 \(credit\) is not proven: .* accepted with 30 tokens; the row has 32",
-        ),
+        (forge_credit, r"row 3 \(credit\) is not proven: .* accepted with 30 tokens; the row has 32"),
         (lose_a_verdict, r"row 3 \(credit\) is not proven: its signed verdict is missing"),
     ],
 )

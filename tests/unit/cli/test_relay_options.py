@@ -66,10 +66,7 @@ def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[Rela
     assert configs[0].reach == PUBLIC_ONLY
 
 
-@pytest.mark.parametrize(
-    "option",
-    [["--keep", "0"], ["--disk-budget-gb", "0"], ["--connections-per-client", "0"]],
-)
+@pytest.mark.parametrize("option", [["--keep", "0"], ["--disk-budget-gb", "0"], ["--connections-per-client", "0"]])
 def test_a_limit_that_cannot_be_is_a_mistake_of_the_user(configs: list[RelayConfig], option: list[str]) -> None:
     assert main(["relay", "--run-info", HUB, *option]) == 2
     assert configs == []

@@ -12,16 +12,7 @@ from rich.console import Console
 from shoal.cli.printing import Sheet, console
 from shoal.cli.status import render, show_status
 from shoal.errors import HubUnreachable
-from shoal.protocol import (
-    LedgerHead,
-    NodeState,
-    NodeView,
-    OwnerOrders,
-    RecentVerdict,
-    RunStatus,
-    StepReport,
-    Wait,
-)
+from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RecentVerdict, RunStatus, StepReport, Wait
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 

@@ -26,11 +26,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("taken", "found"),
-    [
-        (FLOAT32, ("cpu", "float32")),
-        (BFLOAT16, ("cpu", "bfloat16")),
-        ((*BFLOAT16, *FLOAT32), ("cpu", "float32")),
-    ],
+    [(FLOAT32, ("cpu", "float32")), (BFLOAT16, ("cpu", "bfloat16")), ((*BFLOAT16, *FLOAT32), ("cpu", "float32"))],
     ids=["float32", "bfloat16", "both"],
 )
 @pytest.mark.usefixtures("no_gpu")

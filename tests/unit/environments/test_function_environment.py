@@ -145,10 +145,7 @@ def test_a_missing_file_and_misplaced_options(tmp_path, load):
 
 @pytest.mark.parametrize(
     "body",
-    [
-        "return {'value': 0.5, 'parts': {'style': 1}, 'notes': 'neat'}",
-        "return Score(0.5, {'style': True}, 'neat')",
-    ],
+    ["return {'value': 0.5, 'parts': {'style': 1}, 'notes': 'neat'}", "return Score(0.5, {'style': True}, 'neat')"],
 )
 def test_a_score_may_have_parts_and_notes(load, body):
     environment = load(f"from shoal.environments import Score\ntasks = [('p', 'a')]\ndef score(t, c): {body}\n")

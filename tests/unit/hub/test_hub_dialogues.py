@@ -37,9 +37,7 @@ class Talking(FakeEnvironment):
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     plain = hubkit.make_config
     monkeypatch.setattr(
-        hubkit,
-        "make_config",
-        lambda *a, **k: replace(plain(*a, **k), environment=Talking(), frame=((7, 8), (9,))),
+        hubkit, "make_config", lambda *a, **k: replace(plain(*a, **k), environment=Talking(), frame=((7, 8), (9,)))
     )
     bench = Bench(tmp_path / "hub", run={"groups_per_step": 8})
     bench.announce(0)

@@ -28,14 +28,7 @@ from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Reader, SqliteStorage
 from shoal.hub.waits import FORGET_AFTER_MS, Waits
-from shoal.protocol import (
-    AuditRequest,
-    PolicyAnnouncement,
-    Registration,
-    SigningKey,
-    VerdictReport,
-    sign_document,
-)
+from shoal.protocol import AuditRequest, PolicyAnnouncement, Registration, SigningKey, VerdictReport, sign_document
 from shoal.runtime.clock import ManualClock
 
 SECOND = SigningKey.from_seed(b"w" * 32)

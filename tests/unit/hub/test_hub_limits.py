@@ -27,10 +27,7 @@ from shoal.runtime.logs import JsonFormatter
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@given(
-    rate_s=st.floats(0.1, 100),
-    gaps_s=st.lists(st.floats(0, 5), min_size=1, max_size=200),
-)
+@given(rate_s=st.floats(0.1, 100), gaps_s=st.lists(st.floats(0, 5), min_size=1, max_size=200))
 def test_nobody_gets_more_than_the_burst_and_the_rate(rate_s: float, gaps_s: list[float]) -> None:
     buckets, now_s, got = Buckets(rate_s), 0.0, 0
     for gap_s in gaps_s:

@@ -123,13 +123,7 @@ class TestDepth:
         node = node_of(bench, bench.bob)
         assert (node.record, node.strikes, node.unsure) == (Tally(tokens=6, proofs=3, accidents=1), 0, 1)
 
-    @pytest.mark.parametrize(
-        "tally",
-        [
-            Tally(tokens=2 * 16 + 1),
-            Tally(tokens=30, proofs=2, accidents=3),
-        ],
-    )
+    @pytest.mark.parametrize("tally", [Tally(tokens=2 * 16 + 1), Tally(tokens=30, proofs=2, accidents=3)])
     def test_an_impossible_tally_is_refused(self, bench: Bench, tally: Tally) -> None:
         hand_in(bench, bench.bob)
         (audit,) = bench.audits()

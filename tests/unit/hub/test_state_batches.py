@@ -208,11 +208,7 @@ class TestPolicies:
 
     @pytest.mark.parametrize(
         ("new", "code"),
-        [
-            (policy(2), "policy.order"),
-            (policy(5), "policy.order"),
-            (policy(5, incarnation=1), "policy.order"),
-        ],
+        [(policy(2), "policy.order"), (policy(5), "policy.order"), (policy(5, incarnation=1), "policy.order")],
     )
     def test_versions_follow_batches(self, new: Any, code: str) -> None:
         with pytest.raises(Refusal) as refusal:

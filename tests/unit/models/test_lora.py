@@ -8,14 +8,7 @@ import torch
 from shoal.errors import ModelError
 from shoal.models import model_folder, read_files
 from shoal.models.load import model_from_files
-from shoal.models.lora import (
-    ADAPTER_FILE,
-    AdapterShape,
-    adapter_shape,
-    add_adapters,
-    merged,
-    without_adapters,
-)
+from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters, merged, without_adapters
 from shoal.models.state import apply_state, policy_state, policy_views
 from shoal.models.tiny import build_tiny
 

@@ -127,9 +127,7 @@ CHUNKS = (Chunk(hash="ab" * 32, size_bytes=8), Chunk(hash="cd" * 32, size_bytes=
         ]
     )
 )
-def test_a_digest_covers_entries_and_chunks_in_order(
-    other: tuple[tuple[Entry, ...], int, tuple[Chunk, ...]],
-) -> None:
+def test_a_digest_covers_entries_and_chunks_in_order(other: tuple[tuple[Entry, ...], int, tuple[Chunk, ...]]) -> None:
     assert content_digest(*other) != content_digest(ENTRIES, 8, CHUNKS)
     assert content_digest(*other) == content_digest(*other)
 

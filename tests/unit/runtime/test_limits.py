@@ -12,8 +12,7 @@ from shoal.runtime.limits import MachineLimits, folder_bytes, free_memory_bytes,
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("500MB", 5 * 10**8), ("8GB", 8 * 10**9), ("8g", 8 * 10**9), ("16 GiB", 2**34), ("0.5kb", 500)],
+    ("text", "size"), [("500MB", 5 * 10**8), ("8GB", 8 * 10**9), ("8g", 8 * 10**9), ("16 GiB", 2**34), ("0.5kb", 500)]
 )
 def test_size_is_bytes(text, size):
     assert parse_size(text, "--max-disk") == size

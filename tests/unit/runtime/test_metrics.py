@@ -21,10 +21,7 @@ def test_rows_are_plain_json_lines(tmp_path: Path) -> None:
     assert (
         [json.loads(line) for line in lines]
         == log.rows()
-        == [
-            {"step": 0, "loss": 0.5},
-            {"step": 1, "loss": 0.25, "held_out": 1.0},
-        ]
+        == [{"step": 0, "loss": 0.5}, {"step": 1, "loss": 0.25, "held_out": 1.0}]
     )
 
 

@@ -54,11 +54,7 @@ def test_spaces_stay_where_a_line_is_shown_as_it_is() -> None:
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("text", NASTY.values(), ids=NASTY)
 def test_no_log_holds_what_others_wrote_uncleaned(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    text: str,
-    as_json: bool,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, as_json: bool
 ) -> None:
     monkeypatch.setenv("SHOAL_LOG_FORMAT", "json" if as_json else "text")
     logs.setup("worker", tmp_path / "worker.log", verbose=True)

@@ -14,9 +14,7 @@ from shoal.sampling import inverse, sampler
 from shoal.sampling.stream import uniforms
 
 LOGITS = hnp.arrays(
-    np.float32,
-    st.tuples(st.integers(1, 4), st.integers(1, 40)),
-    elements=st.floats(-30, 30, width=32, allow_nan=False),
+    np.float32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.floats(-30, 30, width=32, allow_nan=False)
 )
 TEMPERATURES = st.floats(0.2, 3.0)
 UNIFORMS = st.integers(0, 2**53 - 1).map(lambda bits: bits / 2**53)

@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from shoal.errors import BroadcastError, ManifestRefused
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef, TensorView, content_digest
 from shoal.shardcast.content import Content, chunk_of, digest_of
-from shoal.shardcast.manifest import (
-    MAX_HEAD_BYTES,
-    check_not_rolled_back,
-    encode,
-    read_head,
-    read_manifest,
-)
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, check_not_rolled_back, encode, read_head, read_manifest
 from shoal.shardcast.payload import open_payload
 
 names = st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]{0,20}\Z")

@@ -304,11 +304,7 @@ def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_byt
 ) -> None:
     """Any settings, any gaps in the numbers, any versions skipped by a client: bit for bit, or not offered."""
     folder = tmp_path_factory.mktemp("versions")
-    run = Run(
-        folder / "origin",
-        anchor_every=data.draw(st.integers(1, 6)),
-        kept_versions=data.draw(st.integers(1, 4)),
-    )
+    run = Run(folder / "origin", anchor_every=data.draw(st.integers(1, 6)), kept_versions=data.draw(st.integers(1, 4)))
     running = Running(lambda stop, ready: run_origin(run.folder, "127.0.0.1", 0, stop, ready))
     downloader = make_downloader([running.url], folder / "client")
     version = 0

@@ -112,12 +112,7 @@ def test_duplicates_but_for_space_and_case(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "Two  plus two?"}, {"role": "assistant", "content": "Four."}]},
         {"messages": [USER, BOT]},
-        {
-            "messages": [
-                {"role": "user", "content": " two plus\nTWO?"},
-                {"role": "assistant", "content": "four."},
-            ]
-        },
+        {"messages": [{"role": "user", "content": " two plus\nTWO?"}, {"role": "assistant", "content": "four."}]},
         {"messages": [USER, {**BOT, "content": "he"}]},
     ]
     _, outcome = chosen(tmp_path, rows, duplicates=True, files=chat_files())

@@ -60,9 +60,7 @@ def written_down(step: int, *groups: TrainingGroup) -> tuple[Batch, TrainingBatc
 
 
 STEP_7 = written_down(
-    7,
-    group(40, 6, "31=", ("13", "eos", 1.0), ("", "eos", 0.0)),
-    group(41, 7, "2 0=", ("0 2 ", "length", 0.25)),
+    7, group(40, 6, "31=", ("13", "eos", 1.0), ("", "eos", 0.0)), group(41, 7, "2 0=", ("0 2 ", "length", 0.25))
 )
 
 

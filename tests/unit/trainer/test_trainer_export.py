@@ -119,8 +119,7 @@ def test_what_a_kill_left_half_written_is_swept_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mark",
-    ["hi", "[]", "{}", '{"progress": 3}', '{"progress": {"run": "r", "version": true, "incarnation": 0}}', None],
+    "mark", ["hi", "[]", "{}", '{"progress": 3}', '{"progress": {"run": "r", "version": true, "incarnation": 0}}', None]
 )
 def test_a_file_called_as_the_mark_is_makes_no_export(tmp_path: Path, mark: str | None) -> None:
     (tmp_path / "mine").mkdir()

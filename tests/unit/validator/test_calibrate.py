@@ -23,17 +23,7 @@ from shoal.toploc import Comparisons, ProofTolerance
 from shoal.validator import bands as bands_module
 from shoal.validator import calibrate as calibrate_module
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.calibrate import (
-    BAR,
-    Catch,
-    Measurement,
-    Plan,
-    bar_for,
-    blocks_of,
-    measure,
-    model_of,
-    prompts_of,
-)
+from shoal.validator.calibrate import BAR, Catch, Measurement, Plan, bar_for, blocks_of, measure, model_of, prompts_of
 from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.case import failed, unsure
 from shoal.validator.profiles import (

@@ -12,16 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.engines import Completion, PrefillRequest
-from shoal.protocol import (
-    Lease,
-    Outcome,
-    ProofParameters,
-    SamplingParameters,
-    Submission,
-    Sums,
-    Tally,
-    Verdict,
-)
+from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, Submission, Sums, Tally, Verdict
 from shoal.sampling import SeedTolerance
 from shoal.validator import Judge, load_profiles
 from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL

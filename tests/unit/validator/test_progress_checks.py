@@ -44,10 +44,7 @@ def long_lease() -> Lease:
 def cut(of: Lease, rollout: Rollout, chunks: int) -> Rollout:
     proofs = split_proofs(rollout.proofs, len(rollout.tokens) // 4, engine().hidden_size, 16, ROWS)
     return Rollout(
-        tokens=rollout.tokens[: 4 * ROWS * chunks],
-        logprobs=b"",
-        finish="length",
-        proofs=b"".join(proofs[:chunks]),
+        tokens=rollout.tokens[: 4 * ROWS * chunks], logprobs=b"", finish="length", proofs=b"".join(proofs[:chunks])
     )
 
 

@@ -170,10 +170,7 @@ def test_an_idle_validator_loads_the_first_policy_and_rehearses_an_audit_before_
     role.run()
     assert shelf.asked == [POLICY.version]
     assert shelf.engine.prefills == 1
-    assert [(request.wait_s, request.evaluate) for request in hub.requests] == [
-        (1.0, "no"),
-        (Pace().poll_s, "now"),
-    ]
+    assert [(request.wait_s, request.evaluate) for request in hub.requests] == [(1.0, "no"), (Pace().poll_s, "now")]
     assert not hub.taken
 
 

@@ -10,19 +10,8 @@ from workerkit import RUN, SAMPLING, Bench, CountingEngine, eventually, lease
 
 from shoal.engines import GenerationRequest
 from shoal.engines.submission import submission_of
-from shoal.errors import (
-    DeadlineExceeded,
-    HubRefused,
-    HubUnreachable,
-    ShutOut,
-)
-from shoal.protocol import (
-    Lease,
-    LeaseRelease,
-    NodeState,
-    pack,
-    submission_digest,
-)
+from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ShutOut
+from shoal.protocol import Lease, LeaseRelease, NodeState, pack, submission_digest
 from shoal.worker import loop
 
 

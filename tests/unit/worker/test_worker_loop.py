@@ -14,21 +14,8 @@ from workerkit import KEY, RUN, SAMPLING, Bench, CountingEngine, eventually, lea
 from shoal.engines import GenerationRequest
 from shoal.engines.dialogue import dialogue_for
 from shoal.environments.tools import TOOLS
-from shoal.errors import (
-    ConfigError,
-    HubRefused,
-    PolicyMismatch,
-    ProtocolError,
-    ResourceError,
-    VersionNotFound,
-)
-from shoal.protocol import (
-    DialogueTerms,
-    HeartbeatReply,
-    Lease,
-    LeaseRelease,
-    NodeState,
-)
+from shoal.errors import ConfigError, HubRefused, PolicyMismatch, ProtocolError, ResourceError, VersionNotFound
+from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, NodeState
 from shoal.protocol.submission import unpack_spans
 from shoal.toploc import split_proofs
 from shoal.worker import loop as worker_loop

@@ -80,8 +80,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/evaluations", summary="How versions did on held-out tasks", **describes("run", (422,)))
 async def evaluations(
-    hub: HubDependency,
-    since: Annotated[int, Query(ge=0, le=2**31 - 1, description="the first version to tell of")] = 0,
+    hub: HubDependency, since: Annotated[int, Query(ge=0, le=2**31 - 1, description="the first version to tell of")] = 0
 ) -> EvaluationPage:
     """What validators measured while training went on, and what they are at; of each version its newest incarnation."""
     return await serve(hub.evaluating.page, since)

@@ -39,9 +39,7 @@ _REGISTRATION = {"public_key": "5f" * 32, "name": "my-laptop", "role": "worker"}
 
 
 @router.post(
-    "/nodes",
-    summary="Introduce a node",
-    **describes("nodes", (401, 403, 409, 413, 422), Registration, _REGISTRATION),
+    "/nodes", summary="Introduce a node", **describes("nodes", (401, 403, 409, 413, 422), Registration, _REGISTRATION)
 )
 async def register(request: Request, hub: HubDependency) -> NodeView:
     """Signed with the key in the body; the node id is the hash of that key. Workers need nothing else; a trainer or
@@ -191,9 +189,7 @@ async def bodies(name: Names, request: Request, hub: HubDependency) -> Response:
 
 
 @router.post(
-    "/verdicts",
-    summary="Say what audits found",
-    **describes("validator", (401, 403, 413, 422), VerdictReport),
+    "/verdicts", summary="Say what audits found", **describes("validator", (401, 403, 413, 422), VerdictReport)
 )
 async def verdicts(request: Request, hub: HubDependency) -> VerdictReply:
     """`Verdict`s signed by the calling validator. The first on a submission stands; the same outcome again is

@@ -50,8 +50,7 @@ def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None])
     with _place(config, stop) as listener:
         app = create_app(config)
         server = _Server(
-            _server_config(app, config.settings),
-            ready=lambda: on_ready(url_of(listener, config.settings.host)),
+            _server_config(app, config.settings), ready=lambda: on_ready(url_of(listener, config.settings.host))
         )
         watcher = threading.Thread(target=_stop_when_told, args=(server, app.state.hub, stop), name="hub-stop")
         watcher.start()

@@ -16,15 +16,7 @@ from shoal.hub.state.commands import Command, Record
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Moment, NodeRow
 from shoal.hub.storage import Writer
-from shoal.protocol import (
-    AdminAction,
-    AdminReply,
-    AdminRequest,
-    AdminVerb,
-    NodeState,
-    node_id,
-    open_admin,
-)
+from shoal.protocol import AdminAction, AdminReply, AdminRequest, AdminVerb, NodeState, node_id, open_admin
 
 REPEATED = AdminReply(changed=False, message="this very order was carried out before")
 

@@ -166,9 +166,5 @@ class Training:
             for rollout, reward in zip(submission.rollouts, group.rewards, strict=True)
         ]
         return TrainingGroup(
-            unit=group.unit,
-            task=unit.task,
-            version=group.policy.version,
-            prompt=submission.prompt,
-            rollouts=rollouts,
+            unit=group.unit, task=unit.task, version=group.policy.version, prompt=submission.prompt, rollouts=rollouts
         )

@@ -72,9 +72,7 @@ UNIT_MOVES: Mapping[UnitState, frozenset[UnitState]] = {
 }
 
 LEASE_MOVES: Mapping[LeaseState, frozenset[LeaseState]] = {
-    LeaseState.ACTIVE: frozenset(
-        {LeaseState.SUBMITTED, LeaseState.EXPIRED, LeaseState.RELEASED, LeaseState.VOID},
-    ),
+    LeaseState.ACTIVE: frozenset({LeaseState.SUBMITTED, LeaseState.EXPIRED, LeaseState.RELEASED, LeaseState.VOID}),
     LeaseState.EXPIRED: frozenset({LeaseState.SUBMITTED}),
     LeaseState.SUBMITTED: frozenset(),
     LeaseState.RELEASED: frozenset(),

@@ -45,12 +45,7 @@ def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) 
         raise Refusal(409, "node.banned", f"node {node.node} is banned: a suspension would be no more than that")
     until_ms = now_ms + (suspension_ms(node.suspensions) if for_ms is None else for_ms)
     moved = node if node.state is NodeState.SUSPENDED else node.to(NodeState.SUSPENDED)
-    row = replace(
-        moved,
-        reason=reason,
-        until_ms=max(until_ms, node.until_ms or 0),
-        suspensions=node.suspensions + 1,
-    )
+    row = replace(moved, reason=reason, until_ms=max(until_ms, node.until_ms or 0), suspensions=node.suspensions + 1)
     return [SaveNode(row, node.state), *recorded(row, now_ms, until_ms=row.until_ms)]
 
 

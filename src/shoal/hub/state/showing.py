@@ -94,10 +94,7 @@ def prefixes(shown: Mapping[int, tuple[bytes, bytes]]) -> tuple[ShownPrefix, ...
     """What a submission has to begin with."""
     return tuple(
         ShownPrefix(
-            rollout=rollout,
-            tokens=len(tokens) // 4,
-            proof_bytes=len(proofs),
-            digest=shown_digest(tokens, proofs),
+            rollout=rollout, tokens=len(tokens) // 4, proof_bytes=len(proofs), digest=shown_digest(tokens, proofs)
         )
         for rollout, (tokens, proofs) in shown.items()
     )

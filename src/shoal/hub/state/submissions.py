@@ -110,7 +110,5 @@ def _require_takeable(moment: Moment, node: NodeRow, holding: Holding) -> None:
         raise Refusal(410, LATE, f"lease {lease.lease} ran out, and a validator generates unit {unit.unit} now")
     if pacing.is_stale(moment.rules, moment.progress.next_step, lease.version):
         raise Refusal(
-            410,
-            LATE,
-            f"lease {lease.lease} ran out, and policy {lease.policy.label} is too old to train on now",
+            410, LATE, f"lease {lease.lease} ran out, and policy {lease.policy.label} is too old to train on now"
         )

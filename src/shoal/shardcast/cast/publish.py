@@ -120,11 +120,7 @@ def _is_within(path: Path, folder: Path) -> bool:
 
 
 def _publish(
-    request: PublishRequest,
-    content: Content,
-    key: SigningKey,
-    head: BroadcastHead | None,
-    terminal: Terminal,
+    request: PublishRequest, content: Content, key: SigningKey, head: BroadcastHead | None, terminal: Terminal
 ) -> PolicyManifest:
     name = _name(request, head)
     unchanged = _unchanged(request, content, key, head)

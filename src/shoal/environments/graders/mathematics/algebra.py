@@ -228,10 +228,7 @@ def _compare(gold: str, given: str) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    from latex2sympy2_extended.latex2sympy2 import (  # type: ignore[import-untyped]
-        NormalizationConfig,
-        normalize_latex,
-    )
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex  # type: ignore[import-untyped]
     from math_verify.parser import parse_latex_cached  # type: ignore[import-untyped]
 
     config = NormalizationConfig(basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="none")
