@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.hub.state.reputation import of_late
+from shoal.hub.state.reputation import recent
 from shoal.protocol import (
     SUBMISSION_FORMAT,
     ProofParameters,
@@ -129,7 +129,7 @@ def until_struck(tallies: Sequence[Tally], random: np.random.Generator, nodes: i
             if any(log_evidence(name, record.of(name)) >= STRIKE for name in CHANNELS):
                 lasted[node] = group
                 break
-            record = of_late(record)
+            record = recent(record)
     return lasted
 
 

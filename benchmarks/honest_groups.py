@@ -27,7 +27,7 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
-from shoal.hub.state.reputation import of_late
+from shoal.hub.state.reputation import recent
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import ProofParameters, SamplingParameters, SigningKey, Tally
@@ -82,7 +82,7 @@ class Bench:
             self.outcomes[f"{verdict.outcome.value} {verdict.reason}".strip()] += 1
             if verdict.reason:
                 print(f"  {self.machine}, group {verdict.unit}: {verdict.reason}: {verdict.message}", flush=True)
-            self.records[place] = of_late(self.records[place].plus(verdict.tally))
+            self.records[place] = recent(self.records[place].plus(verdict.tally))
         self.seconds += time.monotonic() - began_s
 
 

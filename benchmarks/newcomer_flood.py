@@ -35,7 +35,7 @@ from shoal.engines import Completion
 from shoal.engines.submission import submission_of
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings
-from shoal.hub.service import Hub
+from shoal.hub.service import Hub, retry
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow
 from shoal.protocol import (
@@ -316,7 +316,8 @@ class World:
         with self.hub.context.storage.write(durable=False) as transaction:
             transaction.touch_presence(worker.node.node, self.hub.context.clock.now_ms())  # as with any signed call
         before_s = time.perf_counter()
-        reply = self.hub.work.lease(worker.node, ask, worker.network, HOME_ADDRESS if worker.honest else FLOOD_ADDRESS)
+        address = HOME_ADDRESS if worker.honest else FLOOD_ADDRESS
+        reply = retry(lambda: self.hub.work.lease(worker.node, ask, worker.network, address))
         self.lease_times_s.append(time.perf_counter() - before_s)
         worker.leases = [Lease.model_validate(signed.document) for signed in reply.leases]
         worker.busy_until_s = self.now_s + GROUP_S

@@ -32,7 +32,7 @@ from shoal.engines.submission import submission_of
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.changes import Topic
 from shoal.hub.state import pacing
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, pack
 from shoal.simulator import Scenario
 from shoal.simulator.trusted import SimulatedTrainer, SimulatedValidator
@@ -136,7 +136,7 @@ def _as_many_as_asked_for(unpaced: bool) -> Iterator[None]:
     if not unpaced:
         yield
         return
-    with patch.object(pacing, "bite", lambda _moment, _tempo, _pace_ms, _held, count: count):
+    with patch.object(pacing, "lease_size", lambda _moment, _tempo, _pace_ms, _held, count: count):
         yield
 
 

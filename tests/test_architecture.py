@@ -6,6 +6,7 @@ Every rule is a function from sources to a list of violations, so that each is a
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -407,3 +408,16 @@ def test_what_grows_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_one.py").write_text("x = 1\n")
     expected = {"lines": 3, "statements": 4, "files": 2, "files in the fullest folder": 2}
     assert sizes(tmp_path / "src") == {**expected, "names of classes used twice": 1, "test lines": 1}
+
+
+def test_the_path_of_a_rollout_names_functions_that_are_there() -> None:
+    text = (SRC.parent / "ARCHITECTURE.md").read_text()
+    section = text[text.index("## The path of a rollout") : text.index("## The hub's HTTP interface")]
+    named = re.findall(r"`([a-z_/]+):([A-Za-z_.]+)`", section)
+    assert len(named) > 30
+    for module, function in named:
+        found: list[ast.stmt] = parsed(project()[f"shoal.{module.replace('/', '.')}"]).body
+        for part in function.split("."):
+            inside = [node for node in found if getattr(node, "name", None) == part]
+            assert inside, f"{module}:{function}"
+            found = getattr(inside[0], "body", [])

@@ -27,7 +27,7 @@ from shoal.adversary import Disguise
 from shoal.client import ClientOptions, HubClient
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.shelf import LoadedPolicy
-from shoal.hub.state import sanctions
+from shoal.hub.state import nodes
 from shoal.ledger import verify
 from shoal.protocol import (
     BatchGroup,
@@ -192,7 +192,7 @@ class Attacked:
     def running(cls, folder: Path, **changes: dict[str, Any]) -> Iterator[Attacked]:
         """A run with an honest worker that has had something accepted."""
         run = cls(folder, **changes)
-        with run.watch.listening(), patch.object(sanctions, "FIRST_MS", SUSPENDED_MS):
+        with run.watch.listening(), patch.object(nodes, "FIRST_MS", SUSPENDED_MS):
             try:
                 run.needed[HONEST] = run.start(HONEST)
                 run.wait_until("honest work", lambda: any(each.is_honest for each in run.watch.judged))

@@ -24,7 +24,7 @@ from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Score, Task
-from shoal.hub.state.gains import NEWER, Suspicion, groups_of
+from shoal.hub.state.reputation import NEWER, Suspicion, evidence_groups
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import (
     Audit,
@@ -201,7 +201,7 @@ def test_fresh_keys_do_not_begin_anew(steered: Node) -> None:
     told = [as_accepted(verdict) for verdict in steered.verdicts]
     for start in range(0, len(told), 4):
         row = NodeRow(f"{start:032x}", f"{start:064x}", "worker", f"n{start}", 0)
-        assert list(groups_of(row)) == [NEWER]
+        assert list(evidence_groups(row)) == [NEWER]
         for verdict in told[start : start + 4]:
             row = replace(row, gains=row.gains.after(verdict.branches.differences))
             suspicion = suspicion.after(verdict)

@@ -20,7 +20,7 @@ from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings, Task, build
 from shoal.hub.state.draws import task_index, unit_seeds
 from shoal.hub.state.nodes import CERTAIN_TO_BAN, STATISTICAL_TO_BAN
-from shoal.hub.state.reputation import of_late
+from shoal.hub.state.reputation import recent
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import (
@@ -77,7 +77,7 @@ class Trial:
         verdict = judged.verdict
         self.judged.append(judged)
         if verdict.outcome is not Outcome.REJECTED:
-            self.record = of_late(self.record.plus(verdict.tally))
+            self.record = recent(self.record.plus(verdict.tally))
         elif verdict.severity is Severity.STATISTICAL:
             self.record = Tally()
 

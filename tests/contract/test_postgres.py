@@ -14,9 +14,8 @@ from storagekit import apply, leased, node, on_postgres, submission
 
 from pgkit import Cluster
 from shoal.errors import ConfigError, ResourceError
-from shoal.hub.state.commands import SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.commands import Refusal, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import SubmissionState
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import UnitRow
 from shoal.hub.storage import StaleRow, Storage
 from shoal.hub.storage import postgres as postgres_module

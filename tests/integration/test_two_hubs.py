@@ -52,10 +52,9 @@ from shoal import ledger
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub import run_hub
 from shoal.hub.service import Hub
-from shoal.hub.state.commands import SaveLease, SaveUnit
-from shoal.hub.state.gains import NEWER, Suspicion
+from shoal.hub.state.commands import Refusal, SaveLease, SaveUnit
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.reputation import NEWER, Suspicion
 from shoal.hub.state.rows import LeaseRow, NodeRow, UnitRow
 from shoal.hub.storage import postgres as postgres_module
 from shoal.hub.storage import tables

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.shardcast.limits import client_of
 
 BURST_S = 10.0

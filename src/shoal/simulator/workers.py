@@ -15,7 +15,8 @@ import numpy as np
 from shoal.engines.protocol import Completion
 from shoal.engines.submission import submission_of
 from shoal.hub.changes import Topic
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.service import retry
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, Receipt, pack, pack_tokens, submission_digest
 from shoal.protocol.submission import ShownChunks, ShownProgress
@@ -117,7 +118,7 @@ class SimulatedWorker:
         try:
             row = self._world.signed_in(self.node)
             self.kind = self._kind(row)
-            reply = self._world.hub.work.lease(row, request, self._crew.network, self._crew.address)
+            reply = retry(lambda: self._world.hub.work.lease(row, request, self._crew.network, self._crew.address))
         except HubDown:
             self._later(RETRY_S, life)
             return

@@ -12,7 +12,7 @@ has a mean of at most 1, and so has the product over submissions, and the mean o
 product ever exceeds 1/α with a probability of at most α. ψ = e^θ − 1 is that of a Poisson number of units,
 θ / (1 − θ) that of a Poisson number of exponential ones: both tails are heavier than a bell's.
 
-A record whose sum is below what is expected begins anew (`reputation.of_late`): nobody saves up honest work to spend it
+A record whose sum is below what is expected begins anew (`reputation.recent`): nobody saves up honest work to spend it
 later. So in n submissions there are n beginnings, and an honest node is struck with a probability of at most n · α.
 """
 

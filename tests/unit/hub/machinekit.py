@@ -19,9 +19,8 @@ from hubkit import (
     worker_key,
 )
 
-from shoal.hub.service import Hub
-from shoal.hub.state.commands import Command, SaveNode
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.service import Hub, retry
+from shoal.hub.state.commands import Command, Refusal, SaveNode
 from shoal.hub.state.rows import Holding, NodeRow
 from shoal.hub.storage import SqliteStorage
 from shoal.protocol import (
@@ -110,9 +109,10 @@ class Play:
         with self.storage.write() as transaction:
             transaction.touch_presence(worker.node, self.hub.context.clock.now_ms())  # as `auth` does
         asked = LeaseRequest(request=request or fresh_request(), max_units=count, profile=profile)
-        reply = attempt(lambda: self.hub.work.lease(worker, asked))
+        reply = attempt(lambda: retry(lambda: self.hub.work.lease(worker, asked)))
         if isinstance(reply, Refusal):
-            assert reply.code == "node.banned"
+            if reply.code != "node.banned":
+                raise reply
             return []
         found = [Lease.model_validate(signed.document) for signed in reply.leases]
         self.leases += [lease for lease in found if lease not in self.leases]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.hub.state import leases
 from shoal.hub.state.commands import Command, SaveLease, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, Progress, Rules, SubmissionRow, UnitRow
@@ -60,6 +62,28 @@ def lease(number: int = 0, who: int = 1, **changes: Any) -> LeaseRow:
 
 def held(number: int = 0, who: int = 1, state: UnitState = UnitState.LEASED, **changes: Any) -> Holding:
     return Holding(lease(number, who, **changes), unit(number, state, attempt=1))
+
+
+@dataclass(frozen=True)
+class Granted:
+    """What came of a request: the leases as they are signed and written, or why there are none."""
+
+    leases: tuple[LeaseRow, ...]
+    commands: tuple[Command, ...]
+    plan: leases.LeasePlan
+
+
+def grant(now: Moment, open_units: Sequence[UnitRow], ask: leases.Ask, taskless: Container[int] = ()) -> Granted:
+    """As the service does it: plan, draw, issue, sign. Units in `taskless` have no task that can be used."""
+    plan, fresh = leases.plan(now, open_units, ask), list[UnitRow]()
+    for number in range(now.progress.next_unit, now.progress.next_unit + plan.fresh):
+        if number in taskless:
+            break
+        fresh.append(UnitRow(number, f"drawn-{number}"))
+    issued = leases.issue(now, ask, plan, fresh)
+    signed = [(replace(row, document=f"signed {row.lease}"), of) for row, of in issued]
+    commands = leases.issued(signed, now.progress.next_unit)
+    return Granted(tuple(row for row, _ in signed), tuple(commands), plan)
 
 
 def submission(number: int = 0, who: int = 1, **changes: Any) -> SubmissionRow:

@@ -22,8 +22,8 @@ from machinekit import Play
 
 from shoal import ledger
 from shoal.hub.service import Hub
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import SubmissionRow
 from shoal.protocol import Audit, Lease, NodeState, Outcome, Receipt, Severity
 from shoal.runtime import crash

@@ -20,11 +20,10 @@ from shoal.hub.http.bodies import read_body
 from shoal.hub.http.cache import Answers
 from shoal.hub.http.middleware import Edge
 from shoal.hub.limits import Addresses
-from shoal.hub.service import Hub, Posting
-from shoal.hub.service.owner import orders_of, put_orders
-from shoal.hub.service.posting import READ_POSTS
-from shoal.hub.state.commands import Record
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.service import Hub
+from shoal.hub.service.context import ORDERS, orders_of
+from shoal.hub.service.upkeep import READ_POSTS, Posting
+from shoal.hub.state.commands import Record, Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Reader, SqliteStorage
 from shoal.hub.waits import FORGET_AFTER_MS, Waits
@@ -100,7 +99,8 @@ def test_what_was_on_its_way_when_a_key_was_revoked_is_refused(bench: Bench) -> 
     hub, validator, trainer = hub_of(bench), row_of(bench, VALIDATOR), row_of(bench, TRAINER)
     with hub.context.storage.write() as transaction:
         revoked = (VALIDATOR.public_key, TRAINER.public_key)
-        put_orders(transaction, orders_of(transaction).model_copy(update={"revoked": revoked}))
+        orders = orders_of(transaction).model_copy(update={"revoked": revoked})
+        transaction.put_setting(ORDERS, orders.model_dump_json())
     announcement = PolicyAnnouncement(run=hub.context.config.run_id, policy=policy(1), created_at_ms=0)
     for call in (
         lambda: hub.checking.audits(validator, AuditRequest(max_audits=1)),

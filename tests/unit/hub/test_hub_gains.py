@@ -11,7 +11,7 @@ import pytest
 from hubkit import Actor, Bench, code_of, fresh_request, ok, worker_key
 
 from shoal.hub.state.commands import SaveNode
-from shoal.hub.state.gains import NEWER, POOLED_AUDITS, Suspicion, groups_of
+from shoal.hub.state.reputation import NEWER, POOLED_AUDITS, Suspicion, evidence_groups
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Audit, Outcome, Severity
 from shoal.protocol.branches import ENOUGH, Branches, GainEvidence
@@ -136,5 +136,5 @@ def test_an_owner_answers_for_all_its_nodes(bench: Bench) -> None:
 
 def test_whose_evidence_a_node_counts_for() -> None:
     row = NodeRow("1" * 32, "1" * 64, "worker", "n", 0)
-    assert list(groups_of(row)) == [NEWER]
-    assert list(groups_of(replace(row, owner="ab", passed=POOLED_AUDITS))) == ["gains/ab"]
+    assert list(evidence_groups(row)) == [NEWER]
+    assert list(evidence_groups(replace(row, owner="ab", passed=POOLED_AUDITS))) == ["gains/ab"]

@@ -11,19 +11,18 @@ from hubkit import Bench, certificate, make_config, worker_key
 
 from shoal.errors import ResourceError
 from shoal.hub.changes import Changes, Topic, long_poll
-from shoal.hub.http import calls
-from shoal.hub.service import Hub, posting
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.service import Hub, context, retry, upkeep
+from shoal.hub.state.commands import Refusal
 from shoal.hub.storage import StaleRow
 from shoal.ledger import verify
 from shoal.protocol import Registration
 from shoal.runtime.clock import ManualClock
 
 
-class TestInsisting:
+class TestRetry:
     @pytest.fixture(autouse=True)
     def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(calls, "PAUSE_S", 0.0)
+        monkeypatch.setattr(context, "PAUSE_S", 0.0)
 
     def test_a_decision_that_was_overtaken_is_made_again(self) -> None:
         failures = [StaleRow("once"), StaleRow("twice")]
@@ -33,7 +32,7 @@ class TestInsisting:
                 raise failures.pop()
             return "answer"
 
-        assert calls.retried(call) == "answer"
+        assert retry(call) == "answer"
 
     def test_but_not_for_ever(self) -> None:
         made: list[int] = []
@@ -43,8 +42,8 @@ class TestInsisting:
             raise StaleRow("always")
 
         with pytest.raises(Refusal) as caught:
-            calls.retried(call)
-        assert (caught.value.status, caught.value.code, len(made)) == (503, "hub.busy", calls.ATTEMPTS)
+            retry(call)
+        assert (caught.value.status, caught.value.code, len(made)) == (503, "hub.busy", context.ATTEMPTS)
 
     def test_other_failures_are_not_repeated(self) -> None:
         made: list[int] = []
@@ -54,10 +53,10 @@ class TestInsisting:
             raise ResourceError("the disk is full")
 
         with pytest.raises(ResourceError):
-            calls.retried(call)
+            retry(call)
         assert len(made) == 1
 
-    def test_routes_insist(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_routes_retry(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         register, failures = bench.app.state.hub.membership.register, [StaleRow("once")]
 
         def overtaken(*arguments: object) -> object:
@@ -102,7 +101,7 @@ class TestPosting:
             return reader.outbox_length()
 
     def test_a_long_outbox_is_posted_in_pages(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(posting, "POSTED_AT_A_TIME", 2)
+        monkeypatch.setattr(upkeep, "POSTED_AT_A_TIME", 2)
         assert self.outgoing(hub) == 5
         hub.posting.post()
         page = hub.reporting.ledger_page(-1, 99)

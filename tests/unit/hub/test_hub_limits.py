@@ -20,7 +20,7 @@ from shoal.errors import ConfigError
 from shoal.hub.http.connections import Gatekeeper
 from shoal.hub.http.metrics import StateMetrics
 from shoal.hub.limits import Addresses, Buckets, Intake, TooMuch, Turns
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.logs import JsonFormatter
 

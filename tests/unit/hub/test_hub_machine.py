@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from machinekit import Play
 
 from shoal import ledger
-from shoal.hub.state import newcomers, pacing, sanctions, windows
+from shoal.hub.state import newcomers, nodes, pacing
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Moment, NodeRow
 from shoal.hub.state.units import TRUSTED_AFTER, VOID_ATTEMPTS, VOID_STALE
 from shoal.protocol import Audit, Batch, Lease, NodeState, Outcome, Receipt, Severity
@@ -153,14 +153,14 @@ class HubMachine(RuleBasedStateMachine):
     def suspend(self, who: int, seconds: int | None) -> None:
         worker = self.play.workers[who % len(self.play.workers)]
         for_ms = None if seconds is None else seconds * 1000
-        refusal = self.play.sanction(worker, lambda row, _, now_ms: sanctions.suspend(row, "owner", now_ms, for_ms))
+        refusal = self.play.sanction(worker, lambda row, _, now_ms: nodes.suspend(row, "owner", now_ms, for_ms))
         assert (refusal is not None) == (self.node(worker.node).state == NodeState.BANNED)
 
     @rule(who=INDEX)
     def pardon(self, who: int) -> None:
         worker = self.play.workers[who % len(self.play.workers)]
         before = self.node(worker.node)
-        assert self.play.sanction(worker, lambda row, _, now_ms: sanctions.pardon(row, "owner", now_ms)) is None
+        assert self.play.sanction(worker, lambda row, _, now_ms: nodes.pardon(row, "owner", now_ms)) is None
         after = self.node(worker.node)
         assert after.state == NodeState.ACTIVE
         assert (after.credit, after.pending) == (before.credit, before.pending)
@@ -369,10 +369,10 @@ class HubMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_holds_more_than_its_window_ever_allowed(self) -> None:
         with self.play.storage.read() as reader:
-            nodes, holdings = reader.nodes(), reader.holdings()
+            everybody, holdings = reader.nodes(), reader.holdings()
         rules = self.play.rules
-        for row in nodes:
-            assert 1 <= windows.of(rules, row) <= rules.leases_per_node
+        for row in everybody:
+            assert 1 <= nodes.window(rules, row) <= rules.leases_per_node
             assert 0 <= row.lapses <= row.lapsed
             assert sum(held.lease.node == row.node for held in holdings) <= rules.leases_per_node
             assert (row.until_ms is not None) == (row.state == NodeState.SUSPENDED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import random
 from collections.abc import Sequence
@@ -124,8 +123,11 @@ def test_solved_tasks_retire_and_others_take_their_place(tmp_path: Path) -> None
         assert rows[task].last_unit == last
 
 
-def test_pools_change_with_batches_only(tmp_path: Path) -> None:
-    play = Play(tmp_path, RUN, {}, environment=RowEnvironment(), pools=POOLS)
+@pytest.mark.parametrize(("pools", "counts"), [(POOLS, {"normal": 3}), (None, {})])
+def test_pools_change_with_batches_only_and_without_pools_nothing_is_kept(
+    tmp_path: Path, pools: PoolSettings | None, counts: dict[str, int]
+) -> None:
+    play = Play(tmp_path, RUN, {}, environment=RowEnvironment(), pools=pools)
     play.join(streak=100)
     play.announce(0)
     for lease in play.lease(play.workers[0], 3):
@@ -136,21 +138,8 @@ def test_pools_change_with_batches_only(tmp_path: Path) -> None:
         assert reader.pool_counts() == {}
     assert isinstance(play.batch(0), Batch)
     with play.storage.read() as reader:
-        assert reader.pool_counts() == {"normal": 3}
-    assert play.hub.reporting.status().pools == {"normal": 3}
-
-
-def test_without_pools_nothing_is_kept_of_tasks(tmp_path: Path) -> None:
-    play = Play(tmp_path, RUN, {})
-    play.join(streak=100)
-    play.announce(0)
-    for lease in play.lease(play.workers[0], 3):
-        play.submit(lease)
-    for audit in play.claim():
-        play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0, 1.0, 1.0))
-    assert isinstance(play.batch(0), Batch)
-    with play.storage.read() as reader:
-        assert reader.pool_counts() == {}
+        assert reader.pool_counts() == counts
+    assert play.hub.reporting.status().pools == counts
 
 
 def test_when_everything_is_solved_the_owner_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -192,22 +181,13 @@ class TestUnusable:
         assert sum("row 1 has no prompt" in line for line in said) == 1
         assert play.hub.work.drawing.unusable > len(said) - 1
 
-    def test_the_same_tasks_are_drawn_again(self, tmp_path: Path) -> None:
-        found = []
-        for name in ("a", "b"):
-            play = Play(tmp_path / name, RUN, {}, environment=RowEnvironment(bad=frozenset({1, 2, 3, 4, 5, 6})))
-            play.join(streak=100)
-            play.announce(0)
-            found.append([lease.task for lease in play.lease(play.workers[0], 3)])
-        assert found[0] == found[1]
-
     def test_if_there_is_none_the_owner_is_told(self, tmp_path: Path) -> None:
         play = Play(tmp_path, RUN, {}, environment=RowEnvironment(bad=frozenset(range(12))))
         play.join(streak=100)
         play.announce(0)
         assert play.lease(play.workers[0], 3) == []
         status = play.hub.reporting.status()
-        assert "none of the 64 tasks drawn for it can be used" in status.alarms[0]
+        assert "none of the 64 tasks drawn for unit 0 can be used" in status.alarms[0]
         assert any("no task that was drawn for unit 0 can be used" in wait.what for wait in status.waits)
 
     def test_a_prompt_that_is_too_long_is_passed_over(self, tmp_path: Path) -> None:
@@ -222,28 +202,10 @@ class TestUnusable:
 
 
 def test_a_run_keeps_its_pools(tmp_path: Path) -> None:
-    storage, config = SqliteStorage(None), make_config(tmp_path)
-    Hub(replace(config, pools=POOLS), ManualClock(), storage)
-    Hub(replace(config, pools=POOLS), ManualClock(), storage)
-    for other in (None, POOLS.model_copy(update={"easy_share": 0.8})):
+    config, changed = make_config(tmp_path), POOLS.model_copy(update={"easy_share": 0.8})
+    for kept, other in ((POOLS, None), (POOLS, changed), (None, POOLS)):
+        storage = SqliteStorage(None)
+        Hub(replace(config, pools=kept), ManualClock(), storage)
+        Hub(replace(config, pools=kept), ManualClock(), storage)
         with pytest.raises(ConfigError, match="whose pools is"):
             Hub(replace(config, pools=other), ManualClock(), storage)
-
-
-def test_a_run_without_pools_does_not_get_any_later(tmp_path: Path) -> None:
-    storage, config = SqliteStorage(None), make_config(tmp_path)
-    Hub(config, ManualClock(), storage)
-    with pytest.raises(ConfigError, match="whose pools is None"):
-        Hub(replace(config, pools=POOLS), ManualClock(), storage)
-
-
-def test_a_run_of_an_older_hub_had_no_pools(tmp_path: Path) -> None:
-    storage, config = SqliteStorage(None), make_config(tmp_path)
-    Hub(config, ManualClock(), storage)
-    with storage.write() as transaction:
-        known = json.loads(transaction.setting("run") or "")
-        del known["pools"]
-        transaction.put_setting("run", json.dumps(known))
-    Hub(config, ManualClock(), storage)
-    with pytest.raises(ConfigError, match="whose pools is None"):
-        Hub(replace(config, pools=POOLS), ManualClock(), storage)

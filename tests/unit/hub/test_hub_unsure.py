@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hubkit import policy
 from machinekit import Play
 
 from shoal.hub.service.calibrating import SETTING
-from shoal.hub.service.figures import read_figures
+from shoal.hub.service.reporting import read_figures
 from shoal.hub.state.calibrations import InForce
-from shoal.hub.state.commands import SaveNode
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal, SaveNode
 from shoal.protocol import AuditRequest, Batch, Lease, NodeState, Outcome, Severity
 
 GROUPS = 3
@@ -173,7 +171,7 @@ def test_who_works_as_a_kind_that_nobody_measured_is_a_newcomer_and_audited_full
     play = Play(tmp_path, run, hub, measurable=(other, "torch/cuda/bfloat16"))
     play.announce(0)
     with play.storage.write() as transaction:
-        in_force = InForce(digest="c" * 64, policy=policy(0), kinds=("torch/cuda/bfloat16",))
+        in_force = InForce(digest="c" * 64, kinds=("torch/cuda/bfloat16",))
         transaction.put_setting(SETTING, in_force.model_dump_json())
     worker = play.join(streak=10_000)
     play.lease(worker, 1)

@@ -23,11 +23,10 @@ from statekit import (
     verdict,
 )
 
-from shoal.hub.state import audits, reputation, windows
+from shoal.hub.state import audits, nodes, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
-from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record
+from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Refusal
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow, Progress
 from shoal.protocol import NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
 from shoal.protocol.branches import Branches
@@ -223,21 +222,21 @@ class TestUnsure:
     def test_a_node_that_is_always_unsure_gets_one_lease_at_a_time_after_four(self) -> None:
         row, allowed = node(1, window=8), []
         for _ in range(5):
-            allowed.append(windows.of(rules(), row))
+            allowed.append(nodes.window(rules(), row))
             (row,) = nodes_in(judge(case(node=row), outcome=Outcome.UNSURE, reason="sampling.accident"))
         assert allowed == [8, 8, 8, 8, 1]
         for _ in range(64):  # 4.5 - 64/64 = 3.5
             (row,) = nodes_in(judge(case(node=row)))
-        assert windows.of(rules(), row) == 1
+        assert nodes.window(rules(), row) == 1
         (row,) = nodes_in(judge(case(node=row)))
-        assert windows.of(rules(), row) > 1
+        assert nodes.window(rules(), row) > 1
 
     def test_an_unsure_group_in_fifty_is_no_doubt_where_that_is_the_formats_rate(self) -> None:
         row = node(1, window=8)
         for number in range(2000):
             outcome = Outcome.UNSURE if number % 50 == 0 else Outcome.ACCEPTED
             (row,) = nodes_in(judge(case(node=row), outcome=outcome, reason="sampling.accident", unsure_rate=0.02))
-            assert windows.of(rules(), row) == 8
+            assert nodes.window(rules(), row) == 8
 
     def test_what_our_own_machinery_failed_is_no_doubt(self) -> None:
         row = node(1)

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from statekit import NOW_MS, lease, leases_in, moment, of_type, policy, submission, unit, units_in
 
-from shoal.hub.state import batches, policies
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record
+from shoal.hub.state import batches
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.policies import Standing
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Progress, UnitRow
 from shoal.protocol import Batch
 
@@ -41,10 +39,10 @@ def choose(alive: list[UnitRow], step: int = 0, version: int = 0, **changes: Any
         if row.state == UnitState.ACCEPTED
     }
     now = moment(progress=progress, **changes)
-    choice = batches.choose(now, alive, step)
-    if choice.units is None:
-        return Chosen(waiting=choice.waiting)
-    return Chosen(*batches.write_down(now, alive, choice.units, batches.Sampled(rows, lost)))
+    chosen, waiting = batches.choose(now, alive, step)
+    if chosen is None:
+        return Chosen(waiting=waiting)
+    return Chosen(*batches.write_down(now, alive, chosen, batches.Sampled(rows, lost)))
 
 
 class TestSynchronous:
@@ -183,15 +181,15 @@ def test_steps_in_order_and_not_past_the_end() -> None:
         assert (refusal.value.status, refusal.value.code) == (409, code)
 
 
-def announce(new: Any, known: Any = None, standing: Standing | None = None, **changes: Any) -> list[Any]:
+def announce(new: Any, known: Any = None, standing: dict[str, Any] | None = None, **changes: Any) -> list[Any]:
     progress = Progress(**{"policy": policy(3), "next_step": 4, **changes})
-    return policies.announce(moment(progress=progress), known, standing or Standing(), new)
+    return batches.announce(moment(progress=progress), new, known, **(standing or {}))
 
 
 class TestPolicies:
     def test_a_new_version_is_recorded_and_marks_its_batch_trained(self) -> None:
         rows = [accepted(0, step=2), accepted(1, step=3), accepted(2, step=4)]
-        commands = announce(policy(4), standing=Standing(batched=rows, alive=[accepted(3)], leases=[lease(5)]))
+        commands = announce(policy(4), standing={"batched": rows, "alive": [accepted(3)], "leases": [lease(5)]})
         assert of_type(commands, AddPolicy) == [AddPolicy(policy(4), NOW_MS)]
         assert of_type(commands, Record)[0].body == {"incarnation": 0, "version": 4, "digest": "d" * 64}
         assert {number: row.state for number, row in units_in(commands).items()} == {
@@ -223,7 +221,7 @@ class TestPolicies:
     def test_a_new_incarnation_voids_what_is_in_no_batch(self) -> None:
         alive = [unit(0), unit(1, UnitState.LEASED), unit(2, UnitState.SUBMITTED), accepted(3)]
         ended = replace(lease(8), state=LeaseState.EXPIRED)
-        standing = Standing(alive=alive, leases=[lease(1), ended], batched=[accepted(9, step=2), accepted(10, step=3)])
+        standing = {"alive": alive, "leases": [lease(1), ended], "batched": [accepted(9, step=2), accepted(10, step=3)]}
         commands = announce(policy(3, incarnation=1), standing=standing)
         after = units_in(commands)
         assert {number: (after[number].state, after[number].reason) for number in range(4)} == dict.fromkeys(

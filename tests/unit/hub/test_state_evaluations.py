@@ -8,9 +8,8 @@ import pytest
 from statekit import NOW_MS, moment, policy
 
 from shoal.hub.state import evaluations
-from shoal.hub.state.commands import Command, SaveEvaluation
+from shoal.hub.state.commands import Command, Refusal, SaveEvaluation
 from shoal.hub.state.machines import EvaluationState, IllegalMove
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, Moment
 from shoal.protocol import EvaluationReport
 

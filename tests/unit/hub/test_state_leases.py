@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from statekit import (
     NOW_MS,
+    Granted,
+    grant,
     held,
-    lease,
     leases_in,
     moment,
     node,
@@ -21,17 +22,14 @@ from statekit import (
     units_in,
 )
 
-from shoal.hub.state import leases, sanctions, submissions
-from shoal.hub.state.commands import SaveLease
-from shoal.hub.state.leases import Ask, Draws
+from shoal.hub.state import leases, nodes, submissions
+from shoal.hub.state.commands import Command, Refusal, SaveLease
+from shoal.hub.state.leases import Ask
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.pacing import Tempo
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, Progress, SubmissionRow
 from shoal.hub.state.submissions import Arrival
 from shoal.protocol import NodeState
-
-DRAWS = Draws(task_of=lambda number: f"drawn-{number}", document=lambda row, _unit: f"signed {row.lease}")
 
 
 def ask(max_units: int = 1, held_leases: int = 0, **changes: object) -> Ask:
@@ -41,61 +39,56 @@ def ask(max_units: int = 1, held_leases: int = 0, **changes: object) -> Ask:
 class TestGrant:
     def test_open_units_come_first_lowest_first_then_new_ones(self) -> None:
         now = moment(progress=Progress(policy=policy(), next_unit=6, alive=2))
-        grant = leases.grant(now, [unit(5, attempt=2), unit(3)], ask(4, window=4), DRAWS)
-        assert [row.lease for row in grant.leases] == ["u3a0", "u5a2", "u6a0", "u7a0"]
-        after = units_in(grant.commands)
+        found = grant(now, [unit(5, attempt=2), unit(3)], ask(4, window=4))
+        assert [row.lease for row in found.leases] == ["u3a0", "u5a2", "u6a0", "u7a0"]
+        after = units_in(found.commands)
         assert {row.state for row in after.values()} == {UnitState.LEASED}
         assert (after[5].attempt, after[5].task) == (3, "task-5")
         assert after[6].task == "drawn-6"
-        assert grant.leases[0].document == "signed u3a0"
-        assert grant.leases[0].deadline_ms == NOW_MS + 60_000
-        assert {row.hard_deadline_ms for row in grant.leases} == {NOW_MS + 600_000}
-        assert {row.granted for row in grant.leases} == {4}
+        assert found.leases[0].document == "signed u3a0"
+        assert found.leases[0].deadline_ms == NOW_MS + 60_000
+        assert {row.hard_deadline_ms for row in found.leases} == {NOW_MS + 600_000}
+        assert {row.granted for row in found.leases} == {4}
 
     def test_no_more_new_units_than_pacing_leaves_room_for(self) -> None:
         now = moment(progress=Progress(policy=policy(), next_unit=3, alive=3))
-        assert [row.unit for row in leases.grant(now, [], ask(4), DRAWS).leases] == [3]
+        assert [row.unit for row in grant(now, [], ask(4)).leases] == [3]
         full = moment(progress=Progress(policy=policy(), next_unit=4, alive=4))
-        grant = leases.grant(full, [], ask(4), DRAWS)
-        assert (grant.leases, grant.commands) == ((), ())
-        assert grant.waiting == "all 4 units of step 0 (policy 0.0) are given out or being checked"
+        found = grant(full, [], ask(4))
+        assert (found.leases, found.commands) == ((), ())
+        assert found.plan.waiting == "all 4 units of step 0 (policy 0.0) are given out or being checked"
 
     def test_the_newest_policy_is_used(self) -> None:
         now = moment(progress=Progress(policy=policy(3, incarnation=1), next_step=3))
-        assert leases.grant(now, [], ask(), DRAWS).leases[0].policy == policy(3, incarnation=1)
+        assert grant(now, [], ask()).leases[0].policy == policy(3, incarnation=1)
 
     def test_a_node_holds_only_so_many(self) -> None:
         now = moment()
-        assert len(leases.grant(now, [], ask(4, held_leases=1, window=2), DRAWS).leases) == 1
-        assert "holds 2 leases" in leases.grant(now, [], ask(4, held_leases=2, window=2), DRAWS).waiting
+        assert len(grant(now, [], ask(4, held_leases=1, window=2)).leases) == 1
+        assert "holds 2 leases" in grant(now, [], ask(4, held_leases=2, window=2)).plan.waiting
 
     def test_a_newcomer_gets_a_quarter(self) -> None:
         now = moment(leases_per_node=8)
-        assert len(leases.grant(now, [], ask(4), DRAWS).leases) == 2
-        assert "holds 2 leases" in leases.grant(now, [], ask(4, held_leases=2), DRAWS).waiting
-        assert len(leases.grant(moment(leases_per_node=2), [], ask(4), DRAWS).leases) == 1
+        assert len(grant(now, [], ask(4)).leases) == 2
+        assert "holds 2 leases" in grant(now, [], ask(4, held_leases=2)).plan.waiting
+        assert len(grant(moment(leases_per_node=2), [], ask(4)).leases) == 1
 
     def test_a_slow_node_gets_what_it_can_have_back_in_time(self) -> None:
         progress = Progress(policy=policy(3), next_step=3)
         now = moment(progress=progress, groups_per_step=16, max_staleness=1, leases_per_node=64)
         slow = replace(ask(8, pace_ms=3_000), tempo=Tempo(10_000, NOW_MS))
-        assert len(leases.grant(now, [], slow, DRAWS).leases) == 5
-        full = leases.grant(now, [], replace(slow, held=5), DRAWS)
+        assert len(grant(now, [], slow).leases) == 5
+        full = grant(now, [], replace(slow, held=5))
         assert full.leases == ()
-        assert full.waiting.startswith("a group takes this node 3.0 s and it holds 5")
-
-    def test_the_same_request_gets_the_same_again_whatever_happened_since(self) -> None:
-        before = (lease(3), lease(5))
-        again = leases.grant(moment(), [unit(1)], replace(ask(4), granted=before), DRAWS)
-        assert (again.leases, again.commands) == (before, ())
+        assert full.plan.waiting.startswith("a group takes this node 3.0 s and it holds 5")
 
     def test_a_banned_node_is_refused_and_a_suspended_one_told_how_long(self) -> None:
         with pytest.raises(Refusal, match="because") as refusal:
-            leases.grant(moment(), [unit(0)], ask(state=NodeState.BANNED, reason="because"), DRAWS)
+            grant(moment(), [unit(0)], ask(state=NodeState.BANNED, reason="because"))
         assert (refusal.value.status, refusal.value.code) == (403, "node.banned")
         suspended = ask(state=NodeState.SUSPENDED, reason="because", until_ms=NOW_MS + 42_001)
-        grant = leases.grant(moment(), [unit(0)], suspended, DRAWS)
-        assert (grant.leases, grant.waiting) == ((), "this node is suspended for 43 s more: because")
+        found = grant(moment(), [unit(0)], suspended)
+        assert (found.leases, found.plan.waiting) == ((), "this node is suspended for 43 s more: because")
 
     def test_why_there_is_nothing(self) -> None:
         waits = {
@@ -107,15 +100,12 @@ class TestGrant:
             "the run needs no more groups: its last step is being trained": Progress(policy=policy(9), next_step=10),
         }
         for expected, progress in waits.items():
-            assert leases.grant(moment(progress=progress), [], ask(), DRAWS).waiting == expected
+            assert grant(moment(progress=progress), [], ask()).plan.waiting == expected
 
     def test_units_end_at_one_that_has_no_task(self) -> None:
         """Without gaps: a number that is left out would never be made."""
-        some = Draws(task_of=lambda number: None if number == 1 else f"drawn-{number}", document=DRAWS.document)
-        granted = leases.grant(moment(), [], ask(4), some)
-        assert [lease.unit for lease in granted.leases] == [0]
-        none = Draws(task_of=lambda _number: None, document=DRAWS.document)
-        assert leases.grant(moment(), [], ask(4), none).waiting.startswith("no task that was drawn for unit 0")
+        assert [row.unit for row in grant(moment(), [], ask(4), taskless={1}).leases] == [0]
+        assert grant(moment(), [], ask(4), taskless={0}).plan.waiting.startswith("no task that was drawn for unit 0")
 
 
 class TestExpiry:
@@ -193,37 +183,37 @@ ARRIVAL = Arrival(node=node(1).node, lease="u0a0", submission="a" * 64, size_byt
 
 def receive(
     holding: Holding, existing: SubmissionRow | None = None, now: Moment | None = None
-) -> submissions.Reception:
-    return submissions.receive(
-        now or moment(), node(1, lapses=3), holding, existing, ARRIVAL, lambda row: f"receipt {row.lease}"
-    )
+) -> tuple[int, list[Command]]:
+    worker = node(1, lapses=3)
+    status, row = submissions.receive(now or moment(), worker, holding, existing, ARRIVAL)
+    if status == submissions.SAME_AGAIN:
+        assert row is existing
+        return status, []
+    return status, submissions.received(worker, holding, replace(row, receipt="signed"), NOW_MS)
 
 
 class TestReceive:
     def test_new(self) -> None:
-        reception = receive(held(0))
-        assert reception.status == 201
-        (row,) = submissions_in(reception.commands)
-        assert (row.submission, row.receipt, row.size_bytes) == ("a" * 64, "receipt u0a0", 12)
-        after = units_in(reception.commands)[0]
+        status, commands = receive(held(0))
+        assert status == 201
+        (row,) = submissions_in(commands)
+        assert (row.submission, row.receipt, row.size_bytes) == ("a" * 64, "signed", 12)
+        after = units_in(commands)[0]
         assert (after.state, after.submission, after.version) == (UnitState.SUBMITTED, "a" * 64, 0)
-        assert leases_in(reception.commands) == {"u0a0": LeaseState.SUBMITTED}
-        (after_node,) = nodes_in(reception.commands)
-        assert after_node.lapses == 0
+        assert leases_in(commands) == {"u0a0": LeaseState.SUBMITTED}
+        assert nodes_in(commands)[0].lapses == 0
 
     def test_the_same_again_and_another_body(self) -> None:
-        existing = replace(submission(0), submission="a" * 64)
-        reception = receive(held(0), existing)
-        assert (reception.status, reception.row, reception.commands) == (200, existing, ())
+        assert receive(held(0), replace(submission(0), submission="a" * 64)) == (200, [])
         with pytest.raises(Refusal) as refusal:
             receive(held(0), submission(0))
         assert refusal.value.status == 409
 
     def test_what_is_too_old_by_now_is_taken_and_fills_no_unit(self) -> None:
         overtaken = Holding(held(0).lease, unit(0, UnitState.VOID, attempt=1, reason="stale"))
-        reception = receive(overtaken)
-        assert (reception.status, units_in(reception.commands)) == (201, {})
-        assert leases_in(reception.commands) == {"u0a0": LeaseState.SUBMITTED}
+        status, commands = receive(overtaken)
+        assert (status, units_in(commands)) == (201, {})
+        assert leases_in(commands) == {"u0a0": LeaseState.SUBMITTED}
 
     def test_its_lease_can_end_in_every_other_way_too(self) -> None:
         overtaken = Holding(held(0, deadline_ms=0).lease, unit(0, UnitState.VOID, attempt=1, reason="stale"))
@@ -231,18 +221,17 @@ class TestReceive:
         for commands in (
             leases.expire(moment(), [overtaken], known),
             leases.release(moment(), node(1), [overtaken]),
-            sanctions.ban(node(1), "x", [overtaken], NOW_MS),
+            nodes.ban(node(1), "x", [overtaken], NOW_MS),
         ):
             assert len(leases_in(commands)) == 1
             assert units_in(commands) == {}
 
     def test_past_the_deadline_but_not_noticed_yet(self) -> None:
-        assert receive(held(0, deadline_ms=0)).status == 201
+        assert receive(held(0, deadline_ms=0))[0] == 201
 
     def test_late_while_the_unit_is_free(self) -> None:
         expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0, attempt=1, failures=1))
-        reception = receive(expired)
-        assert units_in(reception.commands)[0].state == UnitState.SUBMITTED
+        assert units_in(receive(expired)[1])[0].state == UnitState.SUBMITTED
 
     @pytest.mark.parametrize("state", [state for state in UnitState if state != UnitState.OPEN])
     def test_late_when_the_unit_has_moved_on(self, state: UnitState) -> None:
@@ -273,12 +262,12 @@ class TestReceive:
 class TestPolicyOfTheWorker:
     """Version 5 is the newest, step 5 has no batch yet, and groups may be two versions old."""
 
-    def grant(self, version: int | None, behind: bool, incarnation: int = 0, alive: int = 0) -> leases.Grant:
+    def grant(self, version: int | None, behind: bool, incarnation: int = 0, alive: int = 0) -> Granted:
         progress = Progress(policy=policy(5), next_step=5, alive=alive)
         now = moment(progress=progress, max_staleness=2)
         held = None if version is None else policy(version, incarnation)
         ask = Ask(node(1, passed=8), "request-1", max_units=8, held=0, policy=held, behind=behind)
-        return leases.grant(now, [], ask, DRAWS)
+        return grant(now, [], ask)
 
     @pytest.mark.parametrize(("version", "behind"), [(None, False), (5, False), (5, True)])
     def test_leases_are_for_the_newest_one(self, version: int | None, behind: bool) -> None:
@@ -286,8 +275,8 @@ class TestPolicyOfTheWorker:
 
     def test_who_has_an_older_one_is_told_to_load_the_newest(self) -> None:
         found = self.grant(4, behind=False)
-        assert (found.leases, found.held_back) == ((), True)
-        assert found.waiting == "policy 0.4 is not the newest: load policy 0.5, then ask again"
+        assert (found.leases, found.plan.held_back) == ((), True)
+        assert found.plan.waiting == "policy 0.4 is not the newest: load policy 0.5, then ask again"
 
     def test_who_cannot_have_the_newest_soon_gets_leases_for_its_own(self) -> None:
         granted = self.grant(4, behind=True).leases

@@ -8,15 +8,14 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from statekit import moment, node, policy, submission, unit
+from statekit import Granted, grant, moment, node, policy, submission, unit
 
 from shoal.hub.service.turns import Place, Turns
-from shoal.hub.state import leases, newcomers
-from shoal.hub.state.leases import Ask, Draws, Grant
-from shoal.hub.state.newcomers import Crowd, Queue
+from shoal.hub.state import newcomers
+from shoal.hub.state.leases import Ask
+from shoal.hub.state.newcomers import Crowd
 from shoal.hub.state.rows import InHand, Progress
 
-DRAWS = Draws(task_of=str, document=lambda row, _unit: row.lease)
 HERE = Crowd(established=True)
 HOME = "192.0.2.0/24"
 
@@ -25,22 +24,27 @@ def hands(units: int = 0, own: int = 0, unproven: int = 0, network: str = "") ->
     return InHand(own, {network: units}, {network: unproven})
 
 
-def grant(crowd: Crowd, max_units: int = 8, passed: int = 1, **changes: Any) -> Grant:
+def granted(crowd: Crowd, max_units: int = 8, passed: int = 1, **changes: Any) -> Granted:
     """16 units may be alive, of which 2 are open; newcomers get a quarter."""
     progress = Progress(policy=policy(), next_unit=4, alive=2)
     now = moment(progress=progress, groups_per_step=16, leases_per_node=64, **changes)
     ask = Ask(node=node(1, passed=passed), request="request-1", max_units=max_units, held=0, crowd=crowd)
-    return leases.grant(now, [unit(0, attempt=1), unit(1, attempt=2)], ask, DRAWS)
+    return grant(now, [unit(0, attempt=1), unit(1, attempt=2)], ask)
+
+
+def declined(found: Granted) -> tuple[bool, str, bool]:
+    assert found.leases == ()
+    return found.plan.held_back, found.plan.short, found.plan.yields
 
 
 class TestLeases:
     def test_newcomers_together_hold_their_share_while_established_nodes_are_here(self) -> None:
-        assert len(grant(HERE).leases) == 4
-        assert len(grant(replace(HERE, in_hand=hands(3))).leases) == 1
-        none = grant(replace(HERE, in_hand=hands(4)))
+        assert len(granted(HERE).leases) == 4
+        assert len(granted(replace(HERE, in_hand=hands(3))).leases) == 1
+        none = granted(replace(HERE, in_hand=hands(4)))
         assert (none.leases, none.commands) == ((), ())
-        assert none.waiting.startswith("nodes on probation have 4 units in hand, and may have 4 together")
-        assert "probation ends after 8" in none.waiting
+        assert none.plan.waiting.startswith("nodes on probation have 4 units in hand, and may have 4 together")
+        assert "probation ends after 8" in none.plan.waiting
 
     @pytest.mark.parametrize(
         ("crowd", "changes"),
@@ -52,33 +56,33 @@ class TestLeases:
         ids=["nobody else is here", "an established node", "no share"],
     )
     def test_otherwise_there_is_no_bound(self, crowd: Crowd, changes: dict[str, Any]) -> None:
-        assert [row.unit for row in grant(crowd, **changes).leases] == [0, 1, 4, 5, 6, 7, 8, 9]
+        assert [row.unit for row in granted(crowd, **changes).leases] == [0, 1, 4, 5, 6, 7, 8, 9]
 
     def test_a_small_share_is_one_and_none_is_none(self) -> None:
-        assert len(grant(HERE, newcomer_share=0.01).leases) == 1
-        assert grant(HERE, newcomer_share=0.0).leases == ()
-        assert len(grant(Crowd(), newcomer_share=0.0).leases) == 8, "who else should do it"
+        assert len(granted(HERE, newcomer_share=0.01).leases) == 1
+        assert granted(HERE, newcomer_share=0.0).leases == ()
+        assert len(granted(Crowd(), newcomer_share=0.0).leases) == 8, "who else should do it"
 
     def test_units_that_were_tried_before_are_left_to_established_nodes_that_ask(self) -> None:
-        assert [row.unit for row in grant(replace(HERE, asking=True)).leases] == [4, 5, 6, 7]
-        assert [row.unit for row in grant(HERE).leases] == [0, 1, 4, 5], "nobody asks: a newcomer is better than none"
+        assert [row.unit for row in granted(replace(HERE, asking=True)).leases] == [4, 5, 6, 7]
+        assert [row.unit for row in granted(HERE).leases] == [0, 1, 4, 5], "nobody asks: a newcomer is better than none"
 
 
 class TestFirstUnits:
     """16 units may be alive; newcomers may have 4 of them in hand while established nodes are here."""
 
-    def grant(self, in_hand: InHand, *, network: str = HOME, here: bool = True, **changes: Any) -> Grant:
+    def grant(self, in_hand: InHand, *, network: str = HOME, here: bool = True, **changes: Any) -> Granted:
         now = moment(progress=Progress(policy=policy()), groups_per_step=16, **changes)
         crowd = Crowd(in_hand, established=here)
-        return leases.grant(now, [], Ask(node(1, passed=0, network=network), "request-1", 8, 0, crowd=crowd), DRAWS)
+        return grant(now, [], Ask(node(1, passed=0, network=network), "request-1", 8, 0, crowd=crowd))
 
     @pytest.mark.parametrize("here", [True, False])
     def test_a_new_key_has_one_unit_in_hand_until_its_first_group_is_accepted(self, here: bool) -> None:
         assert len(self.grant(hands(), here=here).leases) == 1
         none = self.grant(hands(1, 1, 1, HOME), here=here)
-        assert (none.leases, none.held_back) == ((), True)
+        assert (none.leases, none.plan.held_back) == ((), True)
         assert (
-            none.waiting
+            none.plan.waiting
             == "this node has one unit in hand, the most that it may have until its first group is accepted"
         )
 
@@ -86,7 +90,7 @@ class TestFirstUnits:
         assert len(self.grant(hands(1, 0, 1, HOME)).leases) == 1
         none = self.grant(hands(2, 0, 2, HOME))
         assert none.leases == ()
-        assert "other new keys of this network have 2 units in hand" in none.waiting
+        assert "other new keys of this network have 2 units in hand" in none.plan.waiting
         assert len(self.grant(hands(2, 0, 2, "198.51.100.0/24")).leases) == 1, "of another network"
         assert len(self.grant(hands(3, 0, 3), network="").leases) == 1, "this machine's own processes are no flood"
 
@@ -96,7 +100,7 @@ class TestFirstUnits:
         assert len(self.grant(InHand(0, flood, flood)).leases) == 1
         assert len(self.grant(InHand(0, flood | {HOME: 1}, flood)).leases) == 1
         none = self.grant(InHand(0, flood | {HOME: 2}, flood))
-        assert none.waiting.startswith("nodes on probation have 4 units in hand, and may have 4 together")
+        assert none.plan.waiting.startswith("nodes on probation have 4 units in hand, and may have 4 together")
 
     def test_half_of_what_new_keys_may_have_is_lent_for_lease_s_only(self) -> None:
         """Of 8 for newcomers a network may have 4, of these 2 for longer, and all networks together 4."""
@@ -105,7 +109,7 @@ class TestFirstUnits:
             now = moment(progress=Progress(policy=policy()), groups_per_step=32)
             asker = node(1, passed=0, network=network)
             crowd = Crowd(InHand(0, long, long, long), established=True)
-            (row,) = leases.grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd), DRAWS).leases
+            (row,) = grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd)).leases
             assert row.brief == (row.hard_deadline_ms - now.now_ms == row.deadline_ms - now.now_ms == 60_000)
             return (row.hard_deadline_ms - now.now_ms) / 1000
 
@@ -120,9 +124,9 @@ class TestFirstUnits:
         long = {"a": 2, "b": 2}
         asker = node(1, passed=0, network=HOME, lapses=1)
         crowd = Crowd(InHand(0, long, long, long), established=True)
-        found = leases.grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd), DRAWS)
-        assert (found.leases, found.held_back, found.short, found.yields) == ((), True, "everywhere", False)
-        assert found.waiting.startswith("units are left for `lease_s` only")
+        found = grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd))
+        assert declined(found) == (True, "everywhere", False)
+        assert found.plan.waiting.startswith("units are left for `lease_s` only")
 
     def test_long_leases_of_other_networks_count_for_half_of_the_share_together(self) -> None:
         """Three networks have 2 each, of a share of 4: from a time when nobody established was here."""
@@ -146,31 +150,31 @@ class TestFirstUnits:
         now = moment(progress=Progress(policy=policy()), groups_per_step=32)
         crowd = Crowd(hands(in_hand, 0, in_hand, HOME), established=True, taken=taken)
         asker = Ask(node(1, passed=0, network=HOME), "request-1", 1, 0, crowd=crowd)
-        assert len(leases.grant(now, [], asker, DRAWS).leases) == units
+        assert len(grant(now, [], asker).leases) == units
 
     def test_nothing_is_on_top_of_the_share_for_an_address_that_wastes_units(self) -> None:
         flood = {"198.51.100.0/24": 8}
         now = moment(progress=Progress(policy=policy()), groups_per_step=16)
         crowd = Crowd(InHand(0, flood, flood), established=True)
         asker = Ask(node(1, passed=0, network=HOME), "request-1", 1, 0, crowd=crowd)
-        assert len(leases.grant(now, [], asker, DRAWS).leases) == 1
+        assert len(grant(now, [], asker).leases) == 1
         wasteful = replace(asker, crowd=replace(crowd, taken=1))
-        assert leases.grant(now, [], wasteful, DRAWS).leases == ()
+        assert grant(now, [], wasteful).leases == ()
 
     def test_in_its_network_a_node_leaves_a_place_to_each_that_is_before_it(self) -> None:
         """Of 4 places for the new keys of a network two are left, and one other is before this node."""
 
-        def grant(ahead: int, unproven: int = 2, network: str = HOME) -> Grant:
+        def with_ahead(ahead: int, unproven: int = 2, network: str = HOME) -> Granted:
             now = moment(progress=Progress(policy=policy()), groups_per_step=32)
             crowd = Crowd(hands(unproven, 0, unproven, network), established=True, ahead_inside=ahead)
             asker = node(1, passed=0, network=network)
-            return leases.grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd), DRAWS)
+            return grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd))
 
-        assert len(grant(ahead=1).leases) == 1
-        found = grant(ahead=2)
-        assert (found.leases, found.held_back, found.short, found.yields) == ((), True, "inside", True)
-        assert found.waiting == "other newcomers of this network are first: they had fewer units"
-        assert grant(ahead=0, unproven=4).short == "inside", "its own network lacks a place"
+        assert len(with_ahead(ahead=1).leases) == 1
+        found = with_ahead(ahead=2)
+        assert declined(found) == (True, "inside", True)
+        assert found.plan.waiting == "other newcomers of this network are first: they had fewer units"
+        assert with_ahead(ahead=0, unproven=4).plan.short == "inside", "its own network lacks a place"
 
     def test_in_a_young_run_they_have_half_of_all_units(self) -> None:
         assert len(self.grant(hands(7, 0, 7, HOME), here=False).leases) == 1
@@ -180,15 +184,15 @@ class TestFirstUnits:
     def test_who_had_more_turns_yields_to_other_networks(self) -> None:
         """16 units may be alive."""
 
-        def grant(alive: int, ahead: int) -> Grant:
+        def with_alive(alive: int, ahead: int) -> Granted:
             now = moment(progress=Progress(policy=policy(), alive=alive), groups_per_step=16)
-            return leases.grant(now, [], Ask(node(1), "request-1", 8, 0, crowd=Crowd(ahead=ahead)), DRAWS)
+            return grant(now, [], Ask(node(1), "request-1", 8, 0, crowd=Crowd(ahead=ahead)))
 
-        found = grant(alive=14, ahead=2)
-        assert (found.leases, found.held_back, found.short, found.yields) == ((), True, "everywhere", True)
-        assert found.waiting == "newcomers of other networks are first: they had fewer units"
-        assert len(grant(alive=13, ahead=2).leases) == 1, "one for each of them, and one more"
-        assert not grant(alive=16, ahead=2).yields, "there is nothing to leave to others"
+        found = with_alive(alive=14, ahead=2)
+        assert declined(found) == (True, "everywhere", True)
+        assert found.plan.waiting == "newcomers of other networks are first: they had fewer units"
+        assert len(with_alive(alive=13, ahead=2).leases) == 1, "one for each of them, and one more"
+        assert not with_alive(alive=16, ahead=2).plan.yields, "there is nothing to leave to others"
 
     @pytest.mark.parametrize(
         ("passed", "hard_ms", "expected_ms"), [(0, 600_000, 240_000), (0, 90_000, 90_000), (1, 600_000, 600_000)]
@@ -197,7 +201,7 @@ class TestFirstUnits:
         self, passed: int, hard_ms: int, expected_ms: int
     ) -> None:
         now = moment(progress=Progress(policy=policy()), lease_hard_ms=hard_ms, max_new_tokens=256)
-        (row,) = leases.grant(now, [], Ask(node(1, passed=passed), "request-1", 1, 0), DRAWS).leases
+        (row,) = grant(now, [], Ask(node(1, passed=passed), "request-1", 1, 0)).leases
         assert (row.deadline_ms - now.now_ms, row.hard_deadline_ms - now.now_ms) == (60_000, expected_ms)
 
     @pytest.mark.parametrize(
@@ -218,13 +222,13 @@ class TestFirstUnits:
     ) -> None:
         now = moment(progress=Progress(policy=policy()), max_new_tokens=tokens)
         ask = Ask(node(1, passed=passed, pace_ms=pace_ms), "request-1", 1, 0)
-        (row,) = leases.grant(now, [], ask, DRAWS).leases
+        (row,) = grant(now, [], ask).leases
         assert row.deadline_ms - now.now_ms == expected_ms
 
     @pytest.mark.parametrize(("lapses", "expected_ms"), [(1, 240_000), (2, 60_000)])
     def test_who_let_two_leases_lapse_in_a_row_has_lease_s_again(self, lapses: int, expected_ms: int) -> None:
         now = moment(progress=Progress(policy=policy()))
-        (row,) = leases.grant(now, [], Ask(node(1, passed=0, lapses=lapses), "request-1", 1, 0), DRAWS).leases
+        (row,) = grant(now, [], Ask(node(1, passed=0, lapses=lapses), "request-1", 1, 0)).leases
         assert row.deadline_ms - now.now_ms == expected_ms
 
 
@@ -343,10 +347,10 @@ class TestTurns:
         assert list(networks) == ["honest"]
 
 
-def queue(established: int, fresh: int, owed: float = 0.0, cost: int = 1) -> Queue:
+def queue(established: int, fresh: int, owed: float = 0.0, cost: int = 1) -> tuple[Any, Any, float]:
     """Newcomers have the lowest units, and `cost` times as many tokens each."""
     low = [submission(number, who=2, tokens=cost) for number in range(fresh)]
-    return Queue([submission(number, tokens=1) for number in range(fresh, fresh + established)], low, owed)
+    return [submission(number, tokens=1) for number in range(fresh, fresh + established)], low, owed
 
 
 class TestAudits:
@@ -355,18 +359,18 @@ class TestAudits:
         [(100, 100, 2), (100, 1, 1), (3, 100, 5), (0, 100, 8), (100, 0, 0), (2, 3, 3)],
     )
     def test_newcomers_get_their_share_and_what_others_leave(self, established: int, fresh: int, expected: int) -> None:
-        chosen, _ = newcomers.choose(queue(established, fresh), 8, 0.25)
+        chosen, _ = newcomers.choose(*queue(established, fresh), 8, 0.25)
         assert sum(row.node == node(2).node for row in chosen) == expected
         assert len(chosen) == min(8, established + fresh)
 
     def test_each_side_lowest_unit_first(self) -> None:
-        chosen, _ = newcomers.choose(queue(10, 10), 8, 0.25)
+        chosen, _ = newcomers.choose(*queue(10, 10), 8, 0.25)
         assert sorted(row.unit for row in chosen) == [0, 1, 10, 11, 12, 13, 14, 15]
 
     def test_a_validator_that_takes_one_at_a_time_takes_every_fourth_from_newcomers(self) -> None:
         owed, taken = 0.0, []
         for _ in range(12):
-            (row,), owed = newcomers.choose(queue(50, 50, owed), 1, 0.25)
+            (row,), owed = newcomers.choose(*queue(50, 50, owed), 1, 0.25)
             taken.append(row.node == node(2).node)
         assert taken == [False, False, False, True] * 3
 
@@ -375,7 +379,7 @@ class TestAudits:
         """By number they would get a quarter of the audits, which is 93 % of the tokens."""
         owed, tokens = 0.0, {node(1).node: 0, node(2).node: 0}
         for _ in range(4800 // count):
-            chosen, owed = newcomers.choose(queue(count, count, owed, cost=40), count, 0.25)
+            chosen, owed = newcomers.choose(*queue(count, count, owed, cost=40), count, 0.25)
             for row in chosen:
                 tokens[row.node] += row.tokens
         theirs = tokens[node(2).node] / sum(tokens.values())
@@ -388,7 +392,7 @@ class TestAudits:
     def test_nobody_starves_and_no_audit_is_wasted(self, share: float, claims: list[tuple[int, int, int]]) -> None:
         owed, promised, given_to_them = 0.0, 0.0, 0
         for count, established, fresh in claims:
-            chosen, owed = newcomers.choose(queue(established, fresh, owed), count, share)
+            chosen, owed = newcomers.choose(*queue(established, fresh, owed), count, share)
             taken = sum(row.node == node(2).node for row in chosen)
             assert len(chosen) == len({row.unit for row in chosen}) == min(count, established + fresh)
             if established >= count and fresh >= count:  # both could use all of it

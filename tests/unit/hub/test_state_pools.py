@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from statekit import moment
 
-from shoal.hub.state import draws, pools
+from shoal.hub.state import draws
+from shoal.hub.state.audits import pass_rate
 from shoal.hub.state.commands import RaiseAlarm, SaveTask
-from shoal.hub.state.pools import Pick, Result
-from shoal.hub.state.rewards import pass_rate
+from shoal.hub.state.draws import Drawn, Pick, Result
 from shoal.hub.state.rows import Pool, PoolRules, TaskRow
 from shoal.protocol import RolloutReward
 
@@ -27,7 +27,7 @@ def row(pool: Pool, task: str = "t") -> TaskRow:
 def history(*rates: float, rules: PoolRules = RULES) -> TaskRow:
     found: TaskRow | None = None
     for unit, rate in enumerate(rates):
-        found = pools.after(rules, found, Result(unit, "t", rate))
+        found = draws.after(rules, found, Result(unit, "t", rate))
     assert found is not None
     return found
 
@@ -78,7 +78,7 @@ class TestRows:
 
     def test_results_are_taken_in_order_of_unit_whatever_came_first(self) -> None:
         results = [Result(3, "a", 0.0), Result(1, "a", 1.0), Result(2, "b", 0.5)]
-        forwards, backwards = (pools.fold(RULES, {}, each) for each in (results, results[::-1]))
+        forwards, backwards = (draws.fold(RULES, {}, each) for each in (results, results[::-1]))
         assert {command.row.task: command.row for command in forwards if isinstance(command, SaveTask)} == {
             command.row.task: command.row for command in backwards if isinstance(command, SaveTask)
         }
@@ -86,7 +86,7 @@ class TestRows:
         assert (rows["a"].rate, rows["a"].solved, rows["a"].last_unit) == (0.5, 0, 3)
 
     def test_what_is_known_goes_on(self) -> None:
-        (saved,) = pools.fold(RULES, {"a": TaskRow("a", 1, 1.0, solved=1), "z": row(Pool.EASY)}, [Result(9, "a", 1.0)])
+        (saved,) = draws.fold(RULES, {"a": TaskRow("a", 1, 1.0, solved=1), "z": row(Pool.EASY)}, [Result(9, "a", 1.0)])
         assert isinstance(saved, SaveTask)
         assert (saved.row.groups, saved.row.pool) == (2, Pool.RETIRED)
 
@@ -108,7 +108,9 @@ class TestPassRate:
 
 
 def pick(rows: dict[str, TaskRow], drawn: Sequence[str | None], rules: PoolRules | None = RULES, unit: int = 0) -> Pick:
-    return pools.pick(rules, (SEED, unit), drawn, rows.get)
+    """All that is drawn after these cannot be used."""
+    known = [Drawn(task, rows.get(task or ""), usable=True) for task in drawn]
+    return draws.pick(rules, SEED, unit, known + [Drawn(None)] * (draws.MOST_DRAWN - len(known)))
 
 
 class TestPick:
@@ -140,11 +142,11 @@ class TestPick:
         rows = {"a": row(Pool.RETIRED), "b": row(Pool.RETIRED)}
         exhausted = pick(rows, [None, "a", "b"])
         assert exhausted == Pick("a", exhausted=True)
-        (alarm,) = pools.alarms(moment(), 4, exhausted)
+        (alarm,) = draws.alarms(moment(), 4, exhausted)
         assert isinstance(alarm, RaiseAlarm)
         assert (alarm.code, "are retired (solved)" in alarm.message) == ("pools.exhausted", True)
-        assert pools.alarms(moment(), 5, exhausted) == [alarm], "the same words for every unit of a step"
-        (alarm,) = pools.alarms(moment(), 4, Pick(None))
+        assert draws.alarms(moment(), 5, exhausted) == [alarm], "the same words for every unit of a step"
+        (alarm,) = draws.alarms(moment(), 4, Pick(None))
         assert isinstance(alarm, RaiseAlarm)
         assert alarm.code == "tasks.unusable"
-        assert pools.alarms(moment(), 4, Pick("a")) == []
+        assert draws.alarms(moment(), 4, Pick("a")) == []

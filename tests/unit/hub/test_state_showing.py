@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from statekit import rules
 
-from shoal.hub.state import showing
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state import submissions
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import ShownRow
 from shoal.protocol import BodyLimits, ProofParameters, pack, pack_tokens, unpack
 from shoal.protocol.submission import ShownChunks, ShownProgress, shown_digest
@@ -26,7 +26,7 @@ def chunks(rollout: int, start: int, tokens: Sequence[int], proofs: bytes | None
 
 
 def take(last: ShownRow | None, *said: ShownChunks) -> tuple[tuple[int, ...], ShownRow | None, list[ShownChunks]]:
-    return showing.take(RULES, PROOF, "u0a0", last, said)
+    return submissions.take_shown(RULES, PROOF, "u0a0", last, said)
 
 
 def test_chunks_are_taken_where_the_copy_ends_and_others_are_left_out():
@@ -85,25 +85,25 @@ def test_however_messages_are_cut_lost_and_repeated_the_copy_becomes_the_group(d
             last, bodies = replace(row_, body=body), [*bodies, body]
         if data.draw(st.booleans()):
             have = (0, 0) if last is None else last.tokens  # what the next answer says
-    found = showing.joined([unpack(body, ShownProgress, BodyLimits()).chunks for body in bodies])
+    found = submissions.joined_parts([unpack(body, ShownProgress, BodyLimits()).chunks for body in bodies])
     for row, (tokens, proof) in found.items():
         assert pack_tokens(whole[row]).startswith(tokens)
         assert b"".join(proofs[row]).startswith(proof)
         assert len(tokens) // 4 == (last.tokens[row] if last else 0)
-    for prefix in showing.prefixes(found):
+    for prefix in submissions.prefixes(found):
         begins = pack_tokens(whole[prefix.rollout][: prefix.tokens])
         assert prefix.digest == shown_digest(begins, b"".join(proofs[prefix.rollout])[: prefix.proof_bytes])
 
 
 def test_a_lease_is_looked_at_when_it_shows_something_and_again_after_each_doubling():
-    assert [showing.is_due(tokens, 0) for tokens in (0, 1, 64)] == [False, True, True]
-    assert [showing.is_due(64, looked_at) for looked_at in (32, 33, 64)] == [True, False, False]
+    assert [submissions.is_shown_due(tokens, 0) for tokens in (0, 1, 64)] == [False, True, True]
+    assert [submissions.is_shown_due(64, looked_at) for looked_at in (32, 33, 64)] == [True, False, False]
 
 
 @given(
     tokens=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), fraction=st.floats(0, 1, exclude_max=True)
 )
 def test_a_rollout_is_picked_in_proportion_to_what_was_shown_of_it(tokens, fraction):
-    picked = showing.next_rollout(tokens, fraction)
+    picked = submissions.next_shown_rollout(tokens, fraction)
     assert tokens[picked] > 0
     assert sum(tokens[:picked]) <= fraction * sum(tokens) <= sum(tokens[: picked + 1])

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from statekit import NOW_MS, held, lease, leases_in, moment, node, nodes_in, of_type, policy, rules, units_in
 
-from shoal.hub.state import pacing, sanctions, windows
-from shoal.hub.state.commands import Record
+from shoal.hub.state import nodes, pacing
+from shoal.hub.state.commands import Record, Refusal
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.pacing import Tempo
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow, Progress
 from shoal.protocol import NodeState
 
@@ -21,28 +20,28 @@ RULES = rules(leases_per_node=64)
 
 
 def lapse(row: NodeRow, count: int = 1, now_ms: int = NOW_MS) -> NodeRow:
-    (after,) = nodes_in(windows.lapse(RULES, row, count, now_ms))
+    (after,) = nodes_in(nodes.lapse(RULES, row, count, now_ms))
     return after
 
 
 class TestWindow:
     def test_it_begins_with_a_quarter_and_widens_by_one(self) -> None:
         row = node(1)
-        assert windows.of(RULES, row) == 16
-        assert windows.of(rules(leases_per_node=3), row) == 1
+        assert nodes.window(RULES, row) == 16
+        assert nodes.window(rules(leases_per_node=3), row) == 1
         for _ in range(100):
-            row = windows.widened(RULES, row)
-        assert windows.of(RULES, row) == 64
+            row = nodes.widened(RULES, row)
+        assert nodes.window(RULES, row) == 64
 
     def test_it_never_exceeds_what_the_run_allows_now(self) -> None:
-        assert windows.of(rules(leases_per_node=4), node(1, window=64)) == 4
+        assert nodes.window(rules(leases_per_node=4), node(1, window=64)) == 4
 
     def test_who_takes_and_never_delivers_ends_with_one_and_suspended(self) -> None:
         row, held_at_a_time = node(1), []
         for _ in range(10):
             if row.state is NodeState.ACTIVE:
-                held_at_a_time.append(windows.of(RULES, row))
-                row = lapse(row, windows.of(RULES, row))
+                held_at_a_time.append(nodes.window(RULES, row))
+                row = lapse(row, nodes.window(RULES, row))
         assert held_at_a_time == [16, 8, 4, 2]
         assert (row.window, row.state, row.lapsed) == (1, NodeState.SUSPENDED, 30)
         assert row.reason == "leases.lapsed: 30 leases in a row came to nothing"
@@ -53,7 +52,7 @@ class TestWindow:
             row = lapse(row)
             assert row.until_ms is not None
             waits.append((row.until_ms - NOW_MS) // 60_000)
-            row, _ = sanctions.lift(replace(row, until_ms=NOW_MS), NOW_MS)
+            row, _ = nodes.lift(replace(row, until_ms=NOW_MS), NOW_MS)
         assert waits == [1, 2, 4, 8]
 
     def test_a_machine_that_is_switched_off_once_is_not_suspended(self) -> None:
@@ -66,61 +65,61 @@ class TestWindow:
         assert (row.until_ms, row.suspensions, row.lapsed) == (NOW_MS + 9, 1, 1)
 
     def test_giving_back_halves_and_is_no_lapse(self) -> None:
-        (row,) = nodes_in(windows.give_back(rules(), node(1, window=8), 8, NOW_MS))
+        (row,) = nodes_in(nodes.give_back(rules(), node(1, window=8), 8, NOW_MS))
         assert (row.window, row.lapses, row.state) == (4, 0, NodeState.ACTIVE)
 
     def test_taking_and_giving_back_for_ever_ends_in_a_suspension(self) -> None:
         row = node(1, window=1)
-        for _ in range(windows.LAPSES_TO_SUSPEND):
-            (row,) = nodes_in(windows.give_back(rules(), row, 1, NOW_MS))
-        assert (row.state, row.lapsed) == (NodeState.SUSPENDED, windows.LAPSES_TO_SUSPEND)
+        for _ in range(nodes.LAPSES_TO_SUSPEND):
+            (row,) = nodes_in(nodes.give_back(rules(), row, 1, NOW_MS))
+        assert (row.state, row.lapsed) == (NodeState.SUSPENDED, nodes.LAPSES_TO_SUSPEND)
 
     def test_handing_something_in_ends_the_row_of_lapses(self) -> None:
-        row = windows.delivered(node(1, lapses=7), lease(0), NOW_MS + 1)
+        row = nodes.delivered(node(1, lapses=7), lease(0), NOW_MS + 1)
         assert row.lapses == 0
 
     @given(st.lists(st.one_of(st.just(0), st.integers(1, 64)), max_size=60), st.integers(1, 64))
     def test_it_stays_within_bounds(self, events: list[int], most: int) -> None:
         row, bounds = node(1), rules(leases_per_node=most)
         for lapsing in events:
-            row = nodes_in(windows.lapse(bounds, row, lapsing, NOW_MS))[0] if lapsing else windows.widened(bounds, row)
-            assert 1 <= windows.of(bounds, row) <= most
+            row = nodes_in(nodes.lapse(bounds, row, lapsing, NOW_MS))[0] if lapsing else nodes.widened(bounds, row)
+            assert 1 <= nodes.window(bounds, row) <= most
             assert 1 <= row.window <= most
 
 
 class TestPace:
     def test_it_is_the_time_of_one_group_of_those_that_came_together(self) -> None:
         together = lease(0, granted=4)
-        row = windows.delivered(node(1), together, NOW_MS + 20_000)
+        row = nodes.delivered(node(1), together, NOW_MS + 20_000)
         assert row.pace_ms == 5_000
-        row = windows.delivered(row, lease(1), NOW_MS + 9_000)
+        row = nodes.delivered(row, lease(1), NOW_MS + 9_000)
         assert row.pace_ms == (3 * 5_000 + 9_000) // 4
 
     def test_a_clock_that_stood_still_gives_no_pace_of_nothing(self) -> None:
-        assert windows.delivered(node(1), lease(0), NOW_MS).pace_ms == 1
+        assert nodes.delivered(node(1), lease(0), NOW_MS).pace_ms == 1
 
 
 class TestSanctions:
     def test_suspensions_double_up_to_a_day(self) -> None:
-        minutes = [sanctions.suspension_ms(count) // 60_000 for count in (0, 1, 2, 10, 11, 1000)]
+        minutes = [nodes.suspension_ms(count) // 60_000 for count in (0, 1, 2, 10, 11, 1000)]
         assert minutes == [1, 2, 4, 1024, 1440, 1440]
 
     def test_a_suspension_is_in_the_ledger_with_its_end(self) -> None:
-        (record,) = of_type(sanctions.suspend(node(1, accepted=1), "because", NOW_MS), Record)
+        (record,) = of_type(nodes.suspend(node(1, accepted=1), "because", NOW_MS), Record)
         assert record.kind == "sanction"
         expected = {"node": node(1).node, "state": "suspended", "reason": "because", "until_ms": NOW_MS + 60_000}
         assert record.body == expected
 
     def test_the_owner_says_how_long_and_never_shortens_by_accident(self) -> None:
-        (row,) = nodes_in(sanctions.suspend(node(1), "x", NOW_MS, for_ms=5_000))
+        (row,) = nodes_in(nodes.suspend(node(1), "x", NOW_MS, for_ms=5_000))
         assert row.until_ms == NOW_MS + 5_000
-        (again,) = nodes_in(sanctions.suspend(row, "y", NOW_MS, for_ms=1_000))
+        (again,) = nodes_in(nodes.suspend(row, "y", NOW_MS, for_ms=1_000))
         assert (again.until_ms, again.suspensions, again.reason) == (NOW_MS + 5_000, 2, "y")
 
     def test_it_ends_by_itself_when_the_time_is_over(self) -> None:
         row = node(1, state=NodeState.SUSPENDED, until_ms=NOW_MS, reason="x", passed=9, suspensions=1, accepted=9)
-        assert sanctions.lift(replace(row, until_ms=NOW_MS + 1), NOW_MS)[1] == []
-        after, commands = sanctions.lift(row, NOW_MS)
+        assert nodes.lift(replace(row, until_ms=NOW_MS + 1), NOW_MS)[1] == []
+        after, commands = nodes.lift(row, NOW_MS)
         assert nodes_in(commands) == [after]
         assert (after.state, after.reason, after.until_ms, after.passed) == (NodeState.ACTIVE, "", None, 9)
         assert after.suspensions == 1, "the next one is longer"
@@ -129,19 +128,19 @@ class TestSanctions:
     @pytest.mark.parametrize("state", [NodeState.ACTIVE, NodeState.BANNED])
     def test_nothing_else_ends_by_itself(self, state: NodeState) -> None:
         row = node(1, state=state)
-        assert sanctions.lift(row, NOW_MS) == (row, [])
+        assert nodes.lift(row, NOW_MS) == (row, [])
 
     def test_without_an_end_it_waits_for_the_owner(self) -> None:
         row = node(1, state=NodeState.SUSPENDED, reason="x")
-        assert sanctions.lift(row, NOW_MS) == (row, [])
-        assert "until the run's owner pardons it" in sanctions.waiting(row, NOW_MS)
+        assert nodes.lift(row, NOW_MS) == (row, [])
+        assert "until the run's owner pardons it" in nodes.suspended_for(row, NOW_MS)
 
     def test_a_banned_node_cannot_get_away_with_a_suspension(self) -> None:
         with pytest.raises(Refusal, match="is banned"):
-            sanctions.suspend(node(1, state=NodeState.BANNED), "x", NOW_MS)
+            nodes.suspend(node(1, state=NodeState.BANNED), "x", NOW_MS)
 
     def test_a_ban_frees_what_the_node_holds(self) -> None:
-        commands = sanctions.ban(node(1, until_ms=5, state=NodeState.SUSPENDED), "x", [held(0), held(1, who=2)], NOW_MS)
+        commands = nodes.ban(node(1, until_ms=5, state=NodeState.SUSPENDED), "x", [held(0), held(1, who=2)], NOW_MS)
         assert leases_in(commands) == {"u0a0": LeaseState.VOID}
         assert units_in(commands)[0].state == UnitState.OPEN
         (row,) = nodes_in(commands)
@@ -150,48 +149,42 @@ class TestSanctions:
     @pytest.mark.parametrize("state", [NodeState.SUSPENDED, NodeState.BANNED])
     def test_a_pardon_makes_it_a_newcomer(self, state: NodeState) -> None:
         row = node(1, state=state, certain=1, statistical=1, passed=50, streak=50, lapses=9, soft=5, suspensions=7)
-        (after,) = nodes_in(sanctions.pardon(replace(row, until_ms=5), "a mistake", NOW_MS))
+        (after,) = nodes_in(nodes.pardon(replace(row, until_ms=5), "a mistake", NOW_MS))
         assert (after.state, after.strikes, after.on_probation) == (NodeState.ACTIVE, 0, True)
         assert (after.streak, after.lapses, after.soft, after.suspensions, after.until_ms) == (0, 0, 0, 0, None)
-        assert sanctions.pardon(after, "again", NOW_MS) == [], "twice is harmless"
+        assert nodes.pardon(after, "again", NOW_MS) == [], "twice is harmless"
 
 
-class TestBite:
+class TestLeaseSize:
     """Steps take 10 s; policy 3 may be trained on in steps 3 and 4."""
 
-    def bite(self, pace_ms: int, *, since_ms: int = 0, held_leases: int = 0, step: int = 3, staleness: int = 1) -> int:
+    def size(self, pace_ms: int, *, since_ms: int = 0, held_leases: int = 0, step: int = 3, staleness: int = 1) -> int:
         progress = Progress(policy=policy(3), next_step=step)
         now = moment(progress=progress, max_staleness=staleness)
-        return pacing.bite(now, Tempo(10_000, NOW_MS - since_ms), pace_ms, held_leases, 8)
+        return pacing.lease_size(now, Tempo(10_000, NOW_MS - since_ms), pace_ms, held_leases, 8)
 
-    def test_a_fast_node_gets_all(self) -> None:
-        assert self.bite(1_000) == 8
+    @pytest.mark.parametrize(
+        ("pace_ms", "changes", "expected"),
+        [
+            (1_000, {}, 8),
+            (3_000, {}, 5),  # 20 s are left, 15 of them are sure
+            (3_000, {"step": 4}, 2),  # only one step is left
+            (3_000, {"since_ms": 6_000}, 3),  # and part of one is over
+            (60_000, {}, 1),  # the slowest gets one
+            (3_000, {"held_leases": 4}, 1),
+            (3_000, {"held_leases": 5}, 0),
+            (500, {"step": 4, "since_ms": 100_000}, 3),  # a step that is overdue still has a quarter
+            (0, {}, 8),
+            (50_000, {"staleness": 0}, 8),
+            (100_000, {"staleness": 0}, 4),  # the hard deadline: 600 s, of which 450 are sure
+            (1_000_000, {"staleness": 0}, 1),
+        ],
+    )
+    def test_a_node_gets_what_it_can_return_in_time(self, pace_ms: int, changes: dict[str, int], expected: int) -> None:
+        assert self.size(pace_ms, **changes) == expected
 
-    def test_a_slow_one_what_it_can_have_back(self) -> None:
-        assert self.bite(3_000) == 5, "20 s are left, 15 of them are sure"
-        assert self.bite(3_000, step=4) == 2, "only one step is left"
-        assert self.bite(3_000, since_ms=6_000) == 3, "and part of one is over"
-
-    def test_the_slowest_gets_one(self) -> None:
-        assert self.bite(60_000) == 1
-
-    def test_what_it_holds_counts(self) -> None:
-        assert self.bite(3_000, held_leases=4) == 1
-        assert self.bite(3_000, held_leases=5) == 0
-
-    def test_a_step_that_is_overdue_still_has_a_quarter(self) -> None:
-        assert self.bite(500, step=4, since_ms=100_000) == 3
-
-    def test_nobody_gets_less_while_nothing_is_known_or_nothing_can_be_late_for_a_step(self) -> None:
-        now = moment(max_staleness=1)
-        assert pacing.bite(now, None, 50_000, 0, 8) == 8
-        assert self.bite(0) == 8
-        assert self.bite(50_000, staleness=0) == 8
-
-    def test_nobody_gets_more_than_it_can_do_before_the_hard_deadline(self) -> None:
-        """600 s, of which 450 are sure."""
-        assert self.bite(100_000, staleness=0) == 4
-        assert self.bite(1_000_000, staleness=0) == 1
+    def test_nobody_gets_less_while_nothing_is_known(self) -> None:
+        assert pacing.lease_size(moment(max_staleness=1), None, 50_000, 0, 8) == 8
 
     def test_the_tempo_is_the_mean_of_the_last_steps(self) -> None:
         assert pacing.tempo([5]) is None
@@ -204,7 +197,7 @@ class TestBite:
     def test_whoever_holds_nothing_gets_something(
         self, pace_ms: int, since_ms: int, held_leases: int, step: int, staleness: int
     ) -> None:
-        found = self.bite(pace_ms, since_ms=since_ms, held_leases=held_leases, step=step, staleness=staleness)
+        found = self.size(pace_ms, since_ms=since_ms, held_leases=held_leases, step=step, staleness=staleness)
         assert int(held_leases == 0) <= found <= 8
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shoal.hub.state.reputation import of_late
+from shoal.hub.state.reputation import recent
 from shoal.protocol import Tally
 from shoal.sampling import SeedTolerance, check_seeded
 from shoal.sampling.check import distances
@@ -119,7 +119,7 @@ def recorded(chance: float, submissions: int):
         alone, changed, record = alone + (evidence(this) < STRIKE), changed + count, record.plus(this)
         if evidence(record) >= STRIKE:
             return n, alone, changed / record.tokens
-        record = of_late(record)
+        record = recent(record)
     return None, alone, changed / record.tokens
 
 

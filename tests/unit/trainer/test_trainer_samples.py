@@ -9,7 +9,7 @@ import pytest
 
 from shoal.algorithms.registry import ADVANTAGES
 from shoal.errors import ProtocolError
-from shoal.hub.state.rewards import has_equal_rewards
+from shoal.hub.state.audits import has_equal_rewards
 from shoal.protocol import RolloutReward, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.trainer.samples import Prepared, check_staleness, prepare
 

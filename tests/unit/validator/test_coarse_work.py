@@ -16,7 +16,7 @@ from honest import EOS, POLICY, engine, weights
 from shoal.engines import GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.submission import submission_of
-from shoal.hub.state.reputation import of_late
+from shoal.hub.state.reputation import recent
 from shoal.protocol import ProofParameters, SamplingParameters, Sums, Tally, pack_logprobs
 from shoal.sampling import uniforms
 from shoal.validator.bands import Bands, limits_from
@@ -85,7 +85,7 @@ def test_honest_groups_never_seen_before_pass_alone_and_as_one_node() -> None:
     for case in groups(100, 60):
         judged = replace(case, profile=limits(), record=record)
         assert outcome(judged) == ""
-        record = of_late(record.plus(judged.tally))
+        record = recent(record.plus(judged.tally))
 
 
 def test_log_probabilities_far_off_for_one_token_in_twenty_are_a_strike_within_a_few_groups() -> None:
@@ -94,7 +94,7 @@ def test_log_probabilities_far_off_for_one_token_in_twenty_are_a_strike_within_a
     for case in groups(100, 20):
         lie = saying(case, lambda values, _: values - 1.4 * (random.random(len(values)) < 0.05))
         found.append(outcome(replace(lie, record=record)))
-        record = of_late(record.plus(lie.tally))
+        record = recent(record.plus(lie.tally))
         if found[-1] in ("logprobs.mismatch", "sampling.seed"):
             break
     assert len(found) <= 4
@@ -114,7 +114,7 @@ def test_what_leans_less_is_found_by_the_record() -> None:
         if outcome(lie):
             assert outcome(lie) == "logprobs.mismatch"
             break
-        passed, record = passed + 1, of_late(record.plus(lie.tally))
+        passed, record = passed + 1, recent(record.plus(lie.tally))
     assert 0 < passed < 50
 
 
@@ -140,7 +140,7 @@ def test_honest_sums_with_a_shared_error_are_struck_less_often_than_promised() -
             sums = Sums(seen=float(each), expected=mean, shared=(shared * mean) ** 2)
             record = record.plus(Tally(channels={"distance": sums}))
             struck += log_evidence("distance", record.of("distance")) >= math.log(1000)
-            record = of_late(record)
+            record = recent(record)
     assert struck <= 30 * nodes / 1000
 
 

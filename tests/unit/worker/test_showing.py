@@ -12,7 +12,7 @@ import pytest
 from shoal.engines import Chunks, Completion, GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import HubRefused, HubUnreachable
-from shoal.hub.state import showing as state
+from shoal.hub.state import submissions as state
 from shoal.hub.state.rows import Rules, ShownRow
 from shoal.protocol import (
     HeartbeatReply,
@@ -65,7 +65,7 @@ class ShownHub:
             if self.failures:
                 raise self.failures.pop()
             self.sizes.append(sum(len(each.tokens) + len(each.proofs) for each in progress.chunks))
-            tokens, part, new = state.take(RULES, PROOF, lease, self.last, progress.chunks)
+            tokens, part, new = state.take_shown(RULES, PROOF, lease, self.last, progress.chunks)
             if part is not None:
                 self.last, self.parts = part, [*self.parts, new]
             if self.loses_answers:
@@ -79,7 +79,7 @@ class ShownHub:
 
     @property
     def copy(self) -> dict[int, tuple[bytes, bytes]]:
-        return state.joined(self.parts)
+        return state.joined_parts(self.parts)
 
 
 @pytest.fixture

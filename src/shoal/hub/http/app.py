@@ -27,9 +27,9 @@ from shoal.hub.http.metrics import StateMetrics, run_metrics
 from shoal.hub.http.middleware import HEADER_REQUEST, Door, Edge, visit_of
 from shoal.hub.limits import TooMuch
 from shoal.hub.service import Hub
-from shoal.hub.service.figures import Figures, read_figures
+from shoal.hub.service.reporting import Figures, read_figures
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.protocol import Problem, SignedDocument
 from shoal.runtime.clock import Clock, SystemClock
 

@@ -22,8 +22,8 @@ from shoal.hub.http.bodies import M, parse_json, read_body
 from shoal.hub.http.middleware import Edge, visit_of
 from shoal.hub.limits import TooMuch
 from shoal.hub.service import Context
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.nodes import require_welcome
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import (
     HubClock,

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from shoal.hub.http.middleware import Edge, visit_of
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.protocol import Message, first_problem
 
 M = TypeVar("M", bound=Message)

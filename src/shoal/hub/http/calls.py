@@ -1,8 +1,6 @@
 """How a route gets at the hub, a long poll at its caller, and a submission at a slot.
 
-route ─► serve ─► service, in a thread ─┬─► answer
-           ▲                            └─ somebody else was at the same rows (`StaleRow`): nothing was done
-           └── again, a little later ──────┘   after a few times: 503 hub.busy
+route ─► serve ─► service, in a thread, again if its decision was overtaken (`service.context.retry`) ─► answer
 
 PUT /submissions/…  ─┐                      ┌─► a slot is free ─► stored
 POST …/commit ─► one ┴─► wait, with an end ─┤
@@ -12,8 +10,6 @@ POST …/commit ─► one ┴─► wait, with an end ─┤
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,23 +21,18 @@ from starlette.concurrency import run_in_threadpool
 from shoal.hub.changes import Topic, long_poll
 from shoal.hub.http.middleware import visit_of
 from shoal.hub.limits import TooMuch
-from shoal.hub.service import Hub
-from shoal.hub.state.refusals import Refusal
-from shoal.hub.storage import StaleRow
+from shoal.hub.service import Hub, retry
+from shoal.hub.state.commands import Refusal
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ATTEMPTS = 6
-PAUSE_S = 0.01
 LOOK_AGAIN_S = 0.5
 """What another hub changes in a shared database comes without notice: a long poll looks again so often."""
 
 WAIT_S = 15.0
 """Well within what a client waits for an answer. A store that hangs lets go of a slot after its own deadlines."""
 AGAIN_S = 2
-
-log = logging.getLogger("shoal.hub")
 
 
 def hub_of(request: Request) -> Hub:
@@ -54,22 +45,7 @@ HubDependency: TypeAlias = Annotated[Hub, Depends(hub_of)]
 
 async def serve(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a service in a thread, and again if its decision was overtaken."""
-    return await run_in_threadpool(retried, lambda: call(*args, **kwargs))
-
-
-def retried(call: Callable[[], T]) -> T:
-    """The answer of a service. A decision whose rows changed under it was undone as a whole, so it can be made anew;
-    every call of the hub may be repeated, for callers do so too."""
-    for attempt in range(ATTEMPTS):
-        try:
-            return call()
-        except StaleRow as error:
-            log.debug("decided again: %s", error)
-            last = error
-        if attempt + 1 < ATTEMPTS:
-            time.sleep(PAUSE_S * 2**attempt * (1 + random.random()))
-    log.warning("gave up after %d attempts: %s", ATTEMPTS, last)
-    raise Refusal(503, "hub.busy", "many were at the same work at once; try again in a moment") from last
+    return await run_in_threadpool(retry, lambda: call(*args, **kwargs))
 
 
 async def poll(

@@ -19,7 +19,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from shoal.hub.limits import Intake
-from shoal.hub.service.figures import Figures
+from shoal.hub.service.reporting import Figures
 from shoal.protocol import Evaluation
 from shoal.runtime.clock import Clock, SystemClock
 

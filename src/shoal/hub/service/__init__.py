@@ -1,24 +1,23 @@
 """What the hub does: each call is one or two transactions around a decision of `hub.state`.
 
-    context     Context: configuration, storage, secret, clock; `decision()`
+    context     Context: configuration, storage, secret, clock; `decision()`, `retry()`
     membership  Membership: register, heartbeat
     work        Work: lease, release, submit                     (workers)
+    drawing     Drawing: which task a unit gets, and its prompt
+    turns       Turns: whose turn it is among newcomers
     uploads     Uploads: ticket, commit                          (workers, past the hub)
     showing     Showing: chunks of a lease at work               (workers on probation; looked at by validators)
     calibrating Calibrating: terms, publish, document           (validators, the owner; documents: anyone)
     checking    Checking: audits, verdicts, bodies               (validators)
     evaluating  Evaluating: slices of evaluations, reports       (validators; results: anyone)
-    drawing     Drawing: which task a unit gets, and its prompt
     training    Training: announce, batch, rollouts, report      (trainer)
-    reporting   Reporting: run_info, status, ledger              (anyone)
+    reporting   Reporting: run_info, status, figures, ledger     (anyone)
     stories     Stories: unit, node, nodes: why                  (anyone)
-    admin       Administration: act                              (the owner; orders in force: owner)
-    readiness   Ready: check                                     (anyone)
-    staffing    standstill: who is missing, and what to do       (readiness, reporting)
-    posting     Posting: post (the ledger's outbox)              (upkeep, and whoever reads the ledger)
-    upkeep      Upkeep: tick
+    admin       Administration: act                              (the owner)
+    readiness   Ready: check; standstill: who is missing         (anyone)
+    upkeep      Upkeep: tick; Posting: the ledger's outbox
 
-Services are synchronous and know nothing of HTTP: a refusal is an exception (`state.refusals.Refusal`).
+Services are synchronous and know nothing of HTTP: a refusal is an exception (`state.commands.Refusal`).
 """
 
 from __future__ import annotations
@@ -29,21 +28,22 @@ from shoal.errors import ShoalError
 from shoal.hub.service.admin import Administration
 from shoal.hub.service.calibrating import Calibrating
 from shoal.hub.service.checking import Checking
-from shoal.hub.service.context import Context
+from shoal.hub.service.context import Context, retry
 from shoal.hub.service.evaluating import Evaluating
 from shoal.hub.service.membership import Membership
-from shoal.hub.service.posting import Posting
 from shoal.hub.service.readiness import Ready
 from shoal.hub.service.reporting import Reporting
 from shoal.hub.service.showing import Showing
 from shoal.hub.service.stories import Stories
 from shoal.hub.service.training import Training
-from shoal.hub.service.upkeep import Upkeep
+from shoal.hub.service.upkeep import Posting, Upkeep
 from shoal.hub.service.uploads import Uploads
 from shoal.hub.service.work import Work
 from shoal.hub.settings import HubConfig
 from shoal.hub.storage import Storage
 from shoal.runtime.clock import Clock
+
+__all__ = ["Context", "Hub", "retry"]
 
 log = logging.getLogger("shoal.hub")
 
@@ -80,22 +80,3 @@ class Hub:
         except ShoalError as error:  # what is recorded is in the outbox, on disk: the next to lead posts it
             log.warning("the last rows of the ledger are not posted yet: %s", error)
         self.context.close()
-
-
-__all__ = [
-    "Administration",
-    "Calibrating",
-    "Checking",
-    "Context",
-    "Evaluating",
-    "Hub",
-    "Membership",
-    "Posting",
-    "Ready",
-    "Reporting",
-    "Stories",
-    "Training",
-    "Upkeep",
-    "Uploads",
-    "Work",
-]

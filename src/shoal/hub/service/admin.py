@@ -1,6 +1,6 @@
 """What the run's owner orders: checked from the root key down, carried out and recorded in one transaction.
 
-AdminRequest ─► signed by the root, or by an admin it certified ─► not revoked ─► new ─► fresh ─► obey ─► ledger
+AdminRequest ─► signed by the root, or by an admin it certified ─► not revoked ─► new ─► fresh ─► apply_order ─► ledger
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from typing import Any
 
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
-from shoal.hub.service.context import Context
-from shoal.hub.service.owner import estate_of, orders_of, put_orders
-from shoal.hub.state import orders, sanctions
-from shoal.hub.state.commands import Command, Record
-from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import Moment, NodeRow
+from shoal.hub.service.context import ORDERS, Context, orders_of
+from shoal.hub.state import nodes, orders
+from shoal.hub.state.commands import Command, Record, Refusal
+from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Writer
 from shoal.protocol import AdminAction, AdminReply, AdminRequest, AdminVerb, NodeState, node_id, open_admin
 
@@ -23,27 +21,40 @@ REPEATED = AdminReply(changed=False, message="this very order was carried out be
 
 class Administration:
     def __init__(self, context: Context) -> None:
+        config = context.config
         self._context = context
+        self._estate = orders.Estate(
+            config.run_id, config.root_key, config.key.public_key, config.sources, config.last_resort,
+            config.certificates,
+        )  # fmt: skip
 
     def act(self, request: AdminRequest) -> AdminReply:
         """Carry an order out, once. The same order again gets the same state, and an answer that says so."""
-        action, by_root = self._open(request)
-        with self._context.storage.read() as reader:  # who repeats old orders makes nobody wait
-            if self._is_repeated(orders_of(reader), request, action, self._context.clock.now_ms()):
+        context = self._context
+        try:
+            action = open_admin(request, context.config.run_id, context.config.root_key)
+        except ProtocolError as error:
+            raise Refusal(403, "admin.signature", f"the order does not hold: {error}") from error
+        by_root = request.action.signed_by == context.config.root_key
+        with context.storage.read() as reader:  # who repeats old orders makes nobody wait
+            if self._is_repeated(orders_of(reader), request, action, context.clock.now_ms()):
                 return REPEATED
-        with self._context.decision(exclusive=True) as (transaction, moment):
+        with context.decision(exclusive=True) as (transaction, moment):
             known = orders_of(transaction)
             if self._is_repeated(known, request, action, moment.now_ms):
                 return REPEATED
-            obeyed = self._obey(known, action, by_root, moment)
-            commands = self._about_nodes(transaction, moment, action, known)
-            changed = obeyed.changed and (bool(commands) or action.verb not in orders.SANCTIONS)
+            try:
+                after, changed, message = orders.apply_order(known, action, self._estate, by_root, moment.now_ms)
+            except ProtocolError as error:
+                raise Refusal(422, "admin.certificate", f"a certificate in the order does not hold: {error}") from error
+            commands = self._about_nodes(transaction, moment.now_ms, action, known)
+            changed = changed and (bool(commands) or action.verb not in orders.SANCTIONS)
             if changed:
                 commands.append(Record("admin", _body(action, request, by_root), moment.now_ms))
             transaction.apply(commands)
-            put_orders(transaction, obeyed.orders)
-        self._context.changes.notify(*Topic)
-        return AdminReply(changed=changed, message=obeyed.message if changed else f"nothing to do: {obeyed.message}")
+            transaction.put_setting(ORDERS, after.model_dump_json())
+        context.changes.notify(*Topic)
+        return AdminReply(changed=changed, message=message if changed else f"nothing to do: {message}")
 
     def _is_repeated(self, known: orders.Orders, request: AdminRequest, action: AdminAction, now_ms: int) -> bool:
         """Whether this very order was carried out before; raise if it may not be carried out (any more)."""
@@ -54,28 +65,13 @@ class Administration:
         orders.require_fresh(action, now_ms)
         return False
 
-    def _open(self, request: AdminRequest) -> tuple[AdminAction, bool]:
-        config = self._context.config
-        try:
-            action = open_admin(request, config.run_id, config.root_key)
-        except ProtocolError as error:
-            raise Refusal(403, "admin.signature", f"the order does not hold: {error}") from error
-        return action, request.action.signed_by == config.root_key
-
-    def _obey(self, known: orders.Orders, action: AdminAction, by_root: bool, moment: Moment) -> orders.Obeyed:
-        try:
-            return orders.obey(known, action, estate_of(self._context.config), by_root, moment.now_ms)
-        except ProtocolError as error:
-            raise Refusal(422, "admin.certificate", f"a certificate in the order does not hold: {error}") from error
-
     def _about_nodes(
-        self, transaction: Writer, moment: Moment, action: AdminAction, known: orders.Orders
+        self, transaction: Writer, now_ms: int, action: AdminAction, known: orders.Orders
     ) -> list[Command]:
         """What an order does to a node: a sanction or its end; and whose key is revoked is shut out."""
-        now_ms = moment.now_ms
         if action.verb is AdminVerb.REVOKE:
             node = transaction.node(node_id(action.target))
-            return [] if node is None else self._ban(transaction, node, orders.REVOKED, now_ms)
+            return [] if node is None else _ban(transaction, node, orders.REVOKED, now_ms)
         if action.verb not in orders.SANCTIONS:
             return []
         node = transaction.node(action.target)
@@ -84,16 +80,16 @@ class Administration:
         reason = action.reason or "by order of the run's owner"
         if action.verb is AdminVerb.PARDON:
             orders.require_pardonable(known, node.public_key)
-            return sanctions.pardon(node, reason, now_ms)
+            return nodes.pardon(node, reason, now_ms)
         orders.require_worker(node.role, node.public_key)
         if action.verb is AdminVerb.BAN:
-            return self._ban(transaction, node, reason, now_ms)
-        return sanctions.suspend(node, reason, now_ms, round(action.for_s * 1000) or None)
+            return _ban(transaction, node, reason, now_ms)
+        return nodes.suspend(node, reason, now_ms, round(action.for_s * 1000) or None)
 
-    def _ban(self, transaction: Writer, node: NodeRow, reason: str, now_ms: int) -> list[Command]:
-        if node.state is NodeState.BANNED:
-            return []
-        return sanctions.ban(node, reason, transaction.holdings(node.node), now_ms)
+
+def _ban(transaction: Writer, node: NodeRow, reason: str, now_ms: int) -> list[Command]:
+    banned = node.state is NodeState.BANNED
+    return [] if banned else nodes.ban(node, reason, transaction.holdings(node.node), now_ms)
 
 
 def _body(action: AdminAction, request: AdminRequest, by_root: bool) -> dict[str, Any]:

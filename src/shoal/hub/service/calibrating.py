@@ -9,12 +9,10 @@ from functools import lru_cache
 
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
-from shoal.hub.service.context import Context
-from shoal.hub.service.owner import orders_of
+from shoal.hub.service.context import Context, orders_of
 from shoal.hub.state import calibrations
 from shoal.hub.state.calibrations import CalibrationTerms, InForce
-from shoal.hub.state.commands import RaiseAlarm
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import Calibration, SignedDocument, document_hash, open_document
 from shoal.protocol.calibration import format_of
@@ -33,18 +31,16 @@ class Calibrating:
         in_force = in_force_of(transaction)
         if kind not in calibrations.taken(InForce(owners=in_force.owners), config.profiles, config.measurable):
             known = calibrations.taken(in_force, config.profiles, config.measurable)
-            raise Refusal(
-                403,
-                "profile.unknown",
+            sentence = (
                 f"no validator of this run can judge work of {kind}; the run takes {', '.join(known)}: choose by "
                 "--device and --dtype (worker.device and worker.dtype of a recipe) one of these, or measure yours with "
-                "`shoal doctor --calibrate` and ask the run's owner to open it (`shoal admin calibrate`)",
+                "`shoal doctor --calibrate` and ask the run's owner to open it (`shoal admin calibrate`)"
             )
-        found = calibrations.terms(in_force, kind, config.profiles)
+            raise Refusal(403, "profile.unknown", sentence)
         wanted = wanted_of(transaction)
         if format_of(kind) not in wanted:
             transaction.put_setting(WANTED, " ".join([*wanted, format_of(kind)]))
-        return found
+        return calibrations.terms(in_force, kind, config.profiles)
 
     def publish(self, signed: SignedDocument) -> None:
         """Put a calibration in force: a validator's for all leases from now on, the owner's for the kinds in it."""

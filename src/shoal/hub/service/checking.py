@@ -9,38 +9,34 @@ from typing import Literal
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.calibrating import in_force_of, wanted_of
-from shoal.hub.service.context import Context, node_label
+from shoal.hub.service.context import Context, node_label, require_trusted
 from shoal.hub.service.evaluating import Evaluating, require_environment
-from shoal.hub.service.owner import require_trusted
-from shoal.hub.service.showing import Showing
+from shoal.hub.service.showing import Showing, unknown_submission
 from shoal.hub.service.work import Work
-from shoal.hub.state import gains, kinds, newcomers, pacing
-from shoal.hub.state.audits import DECIDED, Ruling, VerdictCase, abandon, claim, disagreement, expire, judge
+from shoal.hub.state import audits, newcomers, pacing, reputation
+from shoal.hub.state.audits import Ruling, VerdictCase
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.machines import SubmissionState
-from shoal.hub.state.pulls import Stake
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.reputation import NEWER, STEERED, Suspicion
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol import (
+from shoal.protocol.codec import pack
+from shoal.protocol.signing import SignedDocument, open_document
+from shoal.protocol.verdict import (
     Audit,
     AuditReply,
     AuditRequest,
     Outcome,
     RefusedVerdict,
     Severity,
-    SignedDocument,
     SubmissionBodies,
     Verdict,
     VerdictReply,
     VerdictReport,
-    open_document,
-    pack,
 )
 from shoal.runtime.crash import point
 
 MAX_BODIES_BYTES = 64 * 1024 * 1024
-TRIES = 4
-"""Slices that are made for one request, if others are faster each time to claim them."""
 
 
 class Checking:
@@ -59,11 +55,8 @@ class Checking:
         if evaluates and request.evaluate != "idle":
             self._evaluating.prepare(node)
         reply = self._claim(node, request, evaluates)
-        for _ in range(TRIES):
-            if not evaluates or reply.audits or reply.evaluation or reply.finished:
-                break
-            if not self._evaluating.prepare(node):
-                break
+        idle = evaluates and not (reply.audits or reply.evaluation or reply.finished)
+        if idle and self._evaluating.prepare(node):
             reply = self._claim(node, request, evaluates)
         generates = request.generates and request.evaluate != "only" and not reply.finished
         leases = self._work.entrust(node, request) if generates else ()
@@ -75,12 +68,13 @@ class Checking:
         context, slice_ = self._context, None
         with context.decision() as (transaction, moment):
             orders = require_trusted(transaction, node.public_key)
-            transaction.apply(expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
+            transaction.apply(audits.expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
             free = []
             if request.evaluate != "only":
-                transaction.apply(abandon(transaction.claimed_by(node.node), node.node, frozenset(request.left)))
+                claimed = transaction.claimed_by(node.node)
+                transaction.apply(audits.abandon(claimed, node.node, frozenset(request.left)))
                 free = self._next(transaction, moment, request.max_audits)
-            claims = claim(moment, free, node.node, request.max_audits)
+            claims = audits.claim(moment, free, node.node, request.max_audits)
             transaction.apply(claims)
             if evaluates:
                 wanted = request.evaluate != "idle" or not claims
@@ -88,7 +82,7 @@ class Checking:
             if claims:
                 point("hub.audit.before_commit")
         with context.storage.read() as reader:  # not above: whoever claims must lock no node
-            found = tuple(self._audit(reader, claimed.row) for claimed in claims)
+            found = tuple(self._audit(reader, each.row) for each in claims)
             pending = bool(claims) or bool(reader.submissions_in([SubmissionState.AUDITING], 1))
             if request.evaluate != "only":
                 idle = not claims and slice_ is None
@@ -102,16 +96,13 @@ class Checking:
             evaluation = None if slice_ is None else self._evaluating.document(slice_)
             return AuditReply(audits=found, evaluation=evaluation, calibration=digest, wanted=wanted_kinds)
         finished = pacing.is_finished(moment.rules, moment.progress) and not pending
-        finished = finished and not (evaluates and self._evaluating.pending())
-        halted = orders.halted(moment.now_ms)
-        waiting = "the run is finished" if finished else "submissions: none is waiting to be checked"
-        if halted and not finished:
-            waiting = f"{waiting}; {halted}"
-        if finished:
+        if finished and not (evaluates and self._evaluating.pending()):
             context.waits.done(node_label(node))
-        else:
-            context.waits.waiting(node_label(node), waiting, moment.now_ms)
-        return AuditReply(waiting=waiting, finished=finished, calibration=digest, wanted=wanted_kinds)
+            return AuditReply(waiting="the run is finished", finished=True, calibration=digest, wanted=wanted_kinds)
+        halted = orders.halted(moment.now_ms)
+        waiting = "submissions: none is waiting to be checked" + (f"; {halted}" if halted else "")
+        context.waits.waiting(node_label(node), waiting, moment.now_ms)
+        return AuditReply(waiting=waiting, calibration=digest, wanted=wanted_kinds)
 
     def _next(self, transaction: Writer, moment: Moment, count: int) -> list[SubmissionRow]:
         """What is audited next: the lowest units; while established nodes are here, newcomers' by their share."""
@@ -120,49 +111,49 @@ class Checking:
             return transaction.submissions_in([SubmissionState.RECEIVED], count)
         established = transaction.waiting_audits(on_probation=False, limit=count)
         waiting = transaction.waiting_audits(on_probation=True, limit=count)
-        chosen, self._owed = newcomers.choose(newcomers.Queue(established, waiting, self._owed), count, share)
+        chosen, self._owed = newcomers.choose(established, waiting, self._owed, count, share)
         return chosen
 
     def verdicts(self, node: NodeRow, report: VerdictReport) -> VerdictReply:
-        """Apply the verdicts that this very validator signed; those that do not fit are named.
-
-        In one transaction, or where hubs share a database in one for each node: nobody is locked for another's sake.
-        """
-        rulings = [self._open(node, signed) for signed in report.verdicts]
-        self._showing.keep(each.verdict for each in rulings if isinstance(each, Ruling))
-        pairs = list(zip(report.verdicts, rulings, strict=True))
-        parts = _by_node(pairs) if self._context.storage.is_shared else [pairs]
-        refused = [each for part in parts for each in self._rule(node, part)]
-        failed = any(isinstance(each, Ruling) and each.verdict.outcome != Outcome.ACCEPTED for each in rulings)
+        """Apply the verdicts that this very validator signed; those that do not fit are named. In one transaction, or
+        where hubs share a database in one for each node: nobody is locked for another's sake."""
+        rulings, refused = list[Ruling](), list[RefusedVerdict]()
+        for signed in report.verdicts:
+            try:
+                rulings.append(self._open(node, signed))
+            except Refusal as refusal:
+                refused.append(_refused(str(signed.document.get("submission", ""))[:64], refusal))
+        self._showing.keep(ruling.verdict for ruling in rulings)
+        parts: dict[str, list[Ruling]] = {}
+        for ruling in rulings:
+            parts.setdefault(ruling.verdict.node if self._context.storage.is_shared else "", []).append(ruling)
+        refused += [each for part in parts.values() or [[]] for each in self._rule(node, part)]
+        failed = any(ruling.verdict.outcome != Outcome.ACCEPTED for ruling in rulings)
         # what waited for a light audit may wait for a full one now, and a unit for a validator to generate it
         again = (Topic.AUDITS,) if failed else ()
         self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *again)
         return VerdictReply(refused=tuple(refused))
 
-    def _rule(
-        self, validator: NodeRow, pairs: Sequence[tuple[SignedDocument, Ruling | Refusal]]
-    ) -> list[RefusedVerdict]:
+    def _rule(self, validator: NodeRow, rulings: Sequence[Ruling]) -> list[RefusedVerdict]:
         refused, counted = list[RefusedVerdict](), list[tuple[NodeRow, Verdict]]()
         with self._context.decision() as (transaction, moment):
             require_trusted(transaction, validator.public_key)
-            transaction.lock_nodes(each.verdict.node for _, each in pairs if isinstance(each, Ruling))
-            for signed, ruling in pairs:
-                if isinstance(ruling, Refusal):
-                    refused.append(_refused(signed, ruling))
-                    continue
+            transaction.lock_nodes(ruling.verdict.node for ruling in rulings)
+            for ruling in rulings:
+                verdict = ruling.verdict
                 try:
-                    case = self._case(transaction, moment, ruling.verdict)
+                    case = self._case(transaction, moment, verdict)
                     moment = self._context.moment(transaction)
-                    commands = judge(moment, case, ruling)
+                    commands = audits.judge(moment, case, ruling)
                     transaction.apply(commands)
-                    if commands and gains.counts(ruling.verdict):  # not the same verdict again
-                        counted.append((case.node, ruling.verdict))
-                    if ruling.verdict.outcome == Outcome.ACCEPTED and case.node.on_probation:
+                    if commands and (verdict.branches.differences or verdict.reason == STEERED):  # not the same again
+                        counted.append((case.node, verdict))
+                    if verdict.outcome == Outcome.ACCEPTED and case.node.on_probation:
                         self._context.turns.earned(case.node.network, case.node.node, moment.now_ms)
                 except Refusal as refusal:
-                    refused.append(_refused(signed, refusal))
-                    if refusal.code == DECIDED:
-                        transaction.apply(disagreement(moment, case.submission, ruling))
+                    refused.append(_refused(verdict.submission, refusal))
+                    if refusal.code == audits.DECIDED:
+                        transaction.apply(audits.disagreement(moment, case.submission, ruling))
             if counted:
                 transaction.frontier()  # one at a time: the evidence of many nodes is in one row
             for each, verdict in counted:
@@ -172,61 +163,57 @@ class Checking:
         return refused
 
     def bodies(self, names: Sequence[str]) -> bytes:
-        """The bytes of several submissions, packed."""
         shown = {name: body for name in names if (body := self._showing.body(name)) is not None}
         with self._context.storage.read() as reader:
             known = reader.submissions_named(names)
         for name in names:
             if name not in known and name not in shown:
-                raise _unknown(name)
+                raise unknown_submission(name)
         if sum(row.size_bytes for row in known.values()) + sum(map(len, shown.values())) > MAX_BODIES_BYTES:
             raise Refusal(413, "submission.too_many", f"together they exceed {MAX_BODIES_BYTES} bytes: ask for fewer")
         bodies = [shown[name] if name in shown else self._context.blobs.get(name) for name in names]
         return pack(SubmissionBodies(bodies), level=1)
 
-    def _open(self, node: NodeRow, signed: SignedDocument) -> Ruling | Refusal:
+    def _open(self, node: NodeRow, signed: SignedDocument) -> Ruling:
         try:
             verdict = open_document(signed, Verdict, node.public_key)
         except ProtocolError as error:
-            return Refusal(422, "verdict.signature", str(error))
+            raise Refusal(422, "verdict.signature", str(error)) from error
         if verdict.run != self._context.config.run_id:
-            return Refusal(422, "verdict.run", f"the verdict is for run {verdict.run[:80]}")
+            raise Refusal(422, "verdict.run", f"the verdict is for run {verdict.run[:80]}")
         if not verdict.environment_digest:
-            return Refusal(422, "verdict.environment", "the verdict does not say which environment it was scored with")
-        try:
-            require_environment(self._context, verdict.environment_digest, "verdict.environment", "verdict")
-        except Refusal as refusal:
-            return refusal
+            raise Refusal(422, "verdict.environment", "the verdict does not say which environment it was scored with")
+        require_environment(self._context, verdict.environment_digest, "verdict.environment", "verdict")
         return Ruling(verdict, node.node, signed.model_dump_json())
 
     def _case(self, transaction: Writer, moment: Moment, verdict: Verdict) -> VerdictCase:
+        """All that the verdict may touch; of what passed, and never failed before, that is little."""
         submission = transaction.submission(verdict.submission)
         if submission is None:
-            self._showing.receive(transaction, moment, verdict)
-            submission = transaction.submission(verdict.submission)
-        if submission is None:
-            raise _unknown(verdict.submission)
+            submission = self._showing.receive(transaction, moment, verdict)
         unit, node = transaction.unit(submission.unit), transaction.node(submission.node)
         assert unit is not None, "a foreign key ties a submission to its unit"
         assert node is not None, "a foreign key ties a submission to its node"
+        case = VerdictCase(submission, unit, node)
         if verdict.outcome != Outcome.REJECTED and not node.failed_at_ms:
-            return VerdictCase(submission, unit, node)
-        held, kin = transaction.holding(submission.lease), list[NodeRow]()
+            return case
+        held = transaction.holding(submission.lease)
         assert held is not None, "a foreign key ties a submission to its lease"
-        leased_ms = held.lease.issued_at_ms
+        case = replace(case, leased_at_ms=held.lease.issued_at_ms)
         if verdict.outcome != Outcome.REJECTED:
-            return VerdictCase(submission, unit, node, leased_at_ms=leased_ms)
-        stake = Stake(
-            untrained=tuple(transaction.untrained(node.node)),
-            light=tuple(transaction.light_audits(node.node)),
-            pending=tuple(transaction.pending_credit(node.node)),
-        )
+            return case
         if verdict.severity is Severity.STATISTICAL:
             profile = SignedDocument.model_validate_json(held.lease.document).document["profile"]
             node = replace(node, kind=str(profile))  # it may have asked for another kind of lease since
-            kin = transaction.kin(node.kind, verdict.reason, moment.now_ms - kinds.WITHIN_MS)
-        holdings = tuple(transaction.holdings(node.node))
-        return VerdictCase(submission, unit, node, holdings, stake, leased_ms, tuple(kin))
+            since_ms = moment.now_ms - reputation.WITHIN_MS
+            case = replace(case, node=node, kin=transaction.kin(node.kind, verdict.reason, since_ms))
+        return replace(
+            case,
+            holdings=transaction.holdings(node.node),
+            untrained=transaction.untrained(node.node),
+            light=transaction.light_audits(node.node),
+            pending=transaction.pending_credit(node.node),
+        )
 
     def _audit(self, reader: Reader, row: SubmissionRow) -> Audit:
         holding, node = reader.holding(row.lease), reader.node(row.node)
@@ -248,20 +235,20 @@ class Checking:
         )
 
 
-def _suspicion(reader: Reader, key: str) -> gains.Suspicion:
+def _suspicion(reader: Reader, key: str) -> Suspicion:
     stored = reader.setting(key)
-    return gains.Suspicion() if stored is None else gains.Suspicion.model_validate_json(stored)
+    return Suspicion() if stored is None else Suspicion.model_validate_json(stored)
 
 
 def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdict) -> None:
     """Count what a verdict says of branches for its node's owner and for all newer nodes, too."""
-    for key, whose in gains.groups_of(node).items():
+    for key, whose in reputation.evidence_groups(node).items():
         before = _suspicion(transaction, key)
         after = before.after(verdict)
         if after != before:
             transaction.put_setting(key, after.model_dump_json())
         if after.distrusted and not before.distrusted:
-            transaction.apply([gains.alarm(moment, whose)])
+            transaction.apply([reputation.gains_alarm(moment, whose)])
 
 
 def _distrusted(reader: Reader, node: NodeRow) -> Literal["", "its owner", "newcomers"]:
@@ -269,22 +256,8 @@ def _distrusted(reader: Reader, node: NodeRow) -> Literal["", "its owner", "newc
     probation are held liable: others have been looked at."""
     if node.owner and _suspicion(reader, f"gains/{node.owner}").distrusted:
         return "its owner"
-    return "newcomers" if node.on_probation and _suspicion(reader, gains.NEWER).distrusted else ""
+    return "newcomers" if node.on_probation and _suspicion(reader, NEWER).distrusted else ""
 
 
-def _by_node(
-    pairs: Sequence[tuple[SignedDocument, Ruling | Refusal]],
-) -> list[list[tuple[SignedDocument, Ruling | Refusal]]]:
-    parts: dict[str, list[tuple[SignedDocument, Ruling | Refusal]]] = {}
-    for signed, ruling in pairs:
-        parts.setdefault(ruling.verdict.node if isinstance(ruling, Ruling) else "", []).append((signed, ruling))
-    return list(parts.values())
-
-
-def _refused(signed: SignedDocument, refusal: Refusal) -> RefusedVerdict:
-    submission = str(signed.document.get("submission", ""))[:64]
+def _refused(submission: str, refusal: Refusal) -> RefusedVerdict:
     return RefusedVerdict(submission=submission, status=refusal.status, code=refusal.code, message=refusal.sentence)
-
-
-def _unknown(submission: str) -> Refusal:
-    return Refusal(404, "submission.unknown", f"there is no submission {submission[:64]} in this run")

@@ -1,4 +1,10 @@
-"""What all services share: configuration, storage, the run's secret, the clock, and one way to make a decision."""
+"""What all services share: configuration, storage, the run's secret, the clock, and one way to make a decision.
+
+call ─► retry ─► decision: one write transaction ─┬─► answer
+          ▲      rows read, `hub.state` decides,  └─ somebody else was at the same rows (`StaleRow`), or tasks are
+          │      commands applied                    not made yet (`drawing.NotReady`): nothing was done
+          └── again, a little later ──────────────── after a few times: 503 hub.busy
+"""
 
 from __future__ import annotations
 
@@ -6,23 +12,28 @@ import hashlib
 import json
 import logging
 import os
+import random
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from shoal.errors import ConfigError, EnvironmentSetupError, ShoalError
 from shoal.hub.changes import Changes, Topic
 from shoal.hub.service.turns import Turns
 from shoal.hub.settings import HubConfig
-from shoal.hub.state import leases, windows
-from shoal.hub.state.absence import Absence
-from shoal.hub.state.commands import Record
-from shoal.hub.state.nodes import liveness
+from shoal.hub.state import leases, nodes
+from shoal.hub.state.commands import Record, Refusal
+from shoal.hub.state.leases import Absence
+from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
-from shoal.hub.storage import Presence, Reader, Storage, Writer, open_blobs, open_storage
+from shoal.hub.storage import Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
 from shoal.hub.storage.opening import DATABASE_FILE
 from shoal.hub.waits import Waits
@@ -32,21 +43,37 @@ from shoal.runtime.clock import Clock, SharedClock, SteadyClock
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 
+T = TypeVar("T")
+
+ATTEMPTS = 6
+PAUSE_S = 0.01
 SECRET_BYTES = 32
 NOTABLE_MS = 1_000
-GONE_AFTER_MS = 20_000
-"""Four heartbeats of a worker with its ordinary settings; the longest that they allow is half of this."""
 LEADER = "upkeep"
 LEADS_S = 4.0
 """The lead is renewed every second; another hub takes over so long after the leader was last alive. Should both believe
 to lead for a moment, nothing happens twice: whatever is done, is done by one transaction after the other."""
+ORDERS = "orders"
 
 log = logging.getLogger("shoal.hub")
 
 
-class Context:
-    """Opens the hub's folder and holds what the services work with."""
+def retry(call: Callable[[], T]) -> T:
+    """The answer of a service. A decision whose rows changed under it was undone as a whole, so it can be made anew;
+    every call of the hub may be repeated, for callers do so too. Nothing else in the hub repeats a decision."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return call()
+        except StaleRow as error:
+            log.debug("decided again: %s", error)
+            last = error
+        if attempt + 1 < ATTEMPTS:
+            time.sleep(PAUSE_S * 2**attempt * (1 + random.random()))
+    log.warning("gave up after %d attempts: %s", ATTEMPTS, last)
+    raise Refusal(503, "hub.busy", "many were at the same work at once; try again in a moment") from last
 
+
+class Context:
     def __init__(self, config: HubConfig, clock: Clock, storage: Storage | None = None) -> None:
         self.config = config
         self.rules = config.rules
@@ -56,7 +83,10 @@ class Context:
         ensure_folder(config.folder, private=True)
         self.blobs = open_blobs(config.settings.storage, config.settings.storage_endpoint, config.folder / "blobs")
         self.storage: Storage = storage or open_storage(config.settings.database, config.folder)
-        self.secret = _load_or_create_secret(config.folder / "secret", is_new=self._is_new())
+        with self.storage.read() as reader:
+            self._require_restored(reader)
+            is_new = reader.setting("run") is None
+        self.secret = _load_or_create_secret(config.folder / "secret", is_new)
         self._shared_clock = SharedClock(clock)
         self._agree_on_time()
         self.clock = self._steady(self._shared_clock)
@@ -71,11 +101,6 @@ class Context:
         self._require_blobs()
         self.lead()
 
-    def _is_new(self) -> bool:
-        with self.storage.read() as reader:
-            self._require_restored(reader)
-            return reader.setting("run") is None
-
     def lead(self) -> bool:
         """Whether this hub does the background work of the run; to be asked more often than every `LEADS_S`."""
         led, self.leads = self.leads, self.storage.lead(LEADER, self.holder, LEADS_S)
@@ -85,22 +110,12 @@ class Context:
         return self.leads
 
     def resign(self) -> None:
-        """Leave the background work to another hub at once."""
         if self.leads:
             self.storage.resign(LEADER, self.holder)
 
     def close(self) -> None:
         self.changes.close()
         self.storage.close()
-
-    def _require_restored(self, reader: Reader) -> None:
-        """Rows that a restore copied belong to the folder that it made at its end: the hub there is the first."""
-        mark, restored = reader.setting(INCOMING), self.config.folder / RESTORED
-        if mark and not (restored.is_file() and restored.read_text() == mark):
-            raise ConfigError(
-                "a `shoal restore` has copied a run into hub.database, and was not completed, or its hub was not yet "
-                "started: start the hub of the restored folder first; if there is none, give the same command again"
-            )
 
     def fail(self, error: ShoalError) -> None:
         """The hub cannot keep its promises any more: the process ends with the first such error (`server`)."""
@@ -114,12 +129,11 @@ class Context:
         if self.storage.is_shared:  # somebody's wrong clock must not become everybody's: the database's is right
             written_ms = min(written_ms, now_ms + NOTABLE_MS)
         self.was_away(min(written_ms or now_ms, now_ms), max(now_ms, written_ms))
-        ahead_ms = written_ms - now_ms
-        if ahead_ms > NOTABLE_MS:
-            log.warning(
-                "this machine's clock is %.0f s behind what the hub wrote down last: the hub's own goes on from there",
-                ahead_ms / 1000,
+        if written_ms - now_ms > NOTABLE_MS:
+            behind = (
+                "this machine's clock is %.0f s behind what the hub wrote down last: the hub's own goes on from there"
             )
+            log.warning(behind, (written_ms - now_ms) / 1000)
         return SteadyClock(clock, written_ms)
 
     def _agree_on_time(self) -> None:
@@ -131,20 +145,17 @@ class Context:
 
     def was_away(self, from_ms: int, until_ms: int) -> None:
         """Nobody could reach the hub between these times: what ran out meanwhile goes on for a little."""
-        self.absence = Absence(from_ms, until_ms, min(self.rules.lease_ms, GONE_AFTER_MS))
+        self.absence = Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
 
     def unspared(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
-        """Those of the overdue leases that are to end now."""
         return [held for held in overdue if not self.absence.spares(held.lease, now_ms)]
 
     @contextmanager
     def decision(self, sweep: bool = False, exclusive: bool = False) -> Iterator[tuple[Writer, Moment]]:
-        """One write transaction: read rows, decide, apply. `sweep` ends overdue leases first.
-
-        `exclusive` decisions change what all others rely on (the newest policy, the next step): nobody decides
-        anything beside them, at whichever hub. Others do not sweep where hubs share a database: a sweep touches the
-        nodes of others, and the leader does it every second.
-        """
+        """One write transaction: read rows, decide, apply. `sweep` ends overdue leases first. `exclusive` decisions
+        change what all others rely on (the newest policy, the next step): nobody decides anything beside them, at
+        whichever hub. Others do not sweep where hubs share a database: a sweep touches the nodes of others, and the
+        leader does it every second."""
         swept = False
         sweep = sweep and (exclusive or not self.storage.is_shared)
         with self.storage.write(exclusive=exclusive) as transaction:
@@ -168,55 +179,66 @@ class Context:
             return signed
         return sign_values(signed.kind, signed.document, self.config.key)
 
-    def moment(self, transaction: Writer) -> Moment:
-        return Moment(self.rules, transaction.progress(), self.clock.now_ms())
+    def moment(self, reader: Reader, counted: bool = True) -> Moment:
+        """What a decision goes by. Units alive are 0 unless `counted`: not all need to know how many there are."""
+        return Moment(self.rules, reader.progress(counted=counted), self.clock.now_ms())
+
+    def _require_restored(self, reader: Reader) -> None:
+        """Rows that a restore copied belong to the folder that it made at its end: the hub there is the first."""
+        mark, restored = reader.setting(INCOMING), self.config.folder / RESTORED
+        if mark and not (restored.is_file() and restored.read_text() == mark):
+            raise ConfigError(
+                "a `shoal restore` has copied a run into hub.database, and was not completed, or its hub was not yet "
+                "started: start the hub of the restored folder first; if there is none, give the same command again"
+            )
 
     def _begin_run(self) -> None:
         """Write down what the run is on the first start; refuse to continue it as something else."""
-        identity = self._identity()
+        folder, identity = self.config.folder, self._identity()
         with self.storage.write(exclusive=True) as transaction:
             known = transaction.setting("run")
             self._require_restored(transaction)
             if transaction.setting(INCOMING):
                 transaction.put_setting(INCOMING, "")
             if known is None:
-                if self.config.settings.database and (self.config.folder / DATABASE_FILE).exists():
+                if self.config.settings.database and (folder / DATABASE_FILE).exists():
                     raise ConfigError(
-                        f"hub.database is empty, and {self.config.folder} holds the run: leave hub.database as it was, "
+                        f"hub.database is empty, and {folder} holds the run: leave hub.database as it was, "
                         "or move the run with `shoal backup` and `shoal restore --set hub.database=URL`"
                     )
                 transaction.put_setting("run", json.dumps(identity))
                 transaction.apply([Record("run", self._first_row(identity), self.clock.now_ms())])
                 point("hub.start.before_commit")
                 return
-        for key, value in {"pools": None, **json.loads(known)}.items():
-            if key == "environment_digest" and identity[key] != value:
+        changed = [(key, value) for key, value in json.loads(known).items() if identity.get(key) != value]
+        for key, value in changed:
+            if key == "environment_digest":
                 raise ConfigError(
                     f"the environment {self.config.environment.name} (tasks, options or reward file) has changed since "
-                    f"the run in {self.config.folder.parent} began: put it back, or start a new run with another --dir"
+                    f"the run in {folder.parent} began: put it back, or start a new run with another --dir"
                 )
-            if key == "secret_hash" and identity[key] != value:
+            if key == "secret_hash":
                 raise ConfigError(
-                    f"the secret in {self.config.folder / 'secret'} is not the one that this run began with: all hubs "
-                    "of a run need the same, so copy it from the hub that began the run, or restore it from a backup"
+                    f"the secret in {folder / 'secret'} is not the one that this run began with: all hubs of a run "
+                    "need the same, so copy it from the hub that began the run, or restore it from a backup"
                 )
-            if identity.get(key) != value:
-                raise ConfigError(
-                    f"{self.config.folder} holds a run whose {key} is {value!r}, not {identity.get(key)!r}: "
-                    "continue it with the same settings, or use another folder"
-                )
+            raise ConfigError(
+                f"{folder} holds a run whose {key} is {value!r}, not {identity.get(key)!r}: continue it with the same "
+                "settings, or use another folder"
+            )
 
     def _first_row(self, identity: dict[str, Any]) -> dict[str, Any]:
         """What a reader of the ledger needs to check the rest: the root key, how much a group can earn at most, how
         it is audited, and the certificate of the hub's key, which signs receipts."""
         told = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens", "audit")
         hubs = [each for each in self.config.certificates if each.document.get("role") == "hub"]
-        certificates = [each.model_dump(mode="json") for each in hubs]
-        return {**{key: identity[key] for key in told}, "certificates": certificates}
+        return {**{key: identity[key] for key in told}, "certificates": [each.model_dump(mode="json") for each in hubs]}
 
     def _require_blobs(self) -> None:
-        """Hubs of one database must have one place for blobs: what one hub has promised, another must find."""
-        if not self.storage.is_shared:
+        """What one hub has promised, another must find: hubs of one database have one place for blobs, and a bucket
+        that is named by hand in a run that has begun lacks what was promised."""
+        store = self.config.settings.storage
+        if not self.storage.is_shared and not store:
             return
         with self.storage.write(exclusive=True) as transaction:
             mark = transaction.setting(BLOB_STORE)
@@ -225,12 +247,10 @@ class Context:
                 transaction.put_setting(BLOB_STORE, self.blobs.put(content.encode()))
             elif not self.blobs.has(mark):
                 raise ConfigError(
-                    f"other hubs of this run keep submissions elsewhere than in {self._blobs_at()}: share one folder "
-                    "among all hubs, or keep them in a bucket (hub.storage = s3://…)"
+                    f"the submissions of this run are kept elsewhere than in {store or self.config.folder / 'blobs'}: "
+                    "share one folder among all hubs, or keep them in a bucket (hub.storage = s3://…); move a run with "
+                    "`shoal backup` and `shoal restore --set hub.storage=URL`"
                 )
-
-    def _blobs_at(self) -> str:
-        return self.config.settings.storage or str(self.config.folder / "blobs")
 
     def _identity(self) -> dict[str, Any]:
         """What may not change while a run lasts. `steps` may: a run can be continued for longer."""
@@ -248,22 +268,20 @@ class Context:
 
 def _load_or_create_secret(path: Path, is_new: bool) -> bytes:
     """The run's secret: without it nobody can tell the seeds of a unit in advance. Readable by its owner only."""
-    if not path.exists() and not is_new:
-        raise ConfigError(
-            f"the run's secret {path} is missing: restore it from a backup, or copy it from another hub of the run; "
-            "without it no unit is the same"
-        )
     if not path.exists():
+        if not is_new:
+            raise ConfigError(
+                f"the run's secret {path} is missing: restore it from a backup, or copy it from another hub of the "
+                "run; without it no unit is the same"
+            )
         write_atomically(path, secrets.token_hex(SECRET_BYTES).encode(), mode=0o600)
         point("hub.start.after_secret")
     try:
-        text = path.read_text()
+        secret = bytes.fromhex(path.read_text().strip())
     except OSError as error:
         raise resource_error("read the run's secret", path, error) from error
-    try:
-        secret = bytes.fromhex(text.strip())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a secret of {SECRET_BYTES} bytes in hex; restore it from a backup") from error
+    except ValueError:
+        secret = b""
     if len(secret) != SECRET_BYTES:
         raise ConfigError(f"{path} is not a secret of {SECRET_BYTES} bytes in hex; restore it from a backup")
     return secret
@@ -276,30 +294,42 @@ def holders(transaction: Writer, holdings: Sequence[Holding]) -> dict[str, NodeR
     return {name: row for name in names if (row := transaction.node(name)) is not None}
 
 
+def orders_of(reader: Reader) -> Orders:
+    """What the run's owner has ordered; asked for with every lease, so that the last few are kept parsed."""
+    return _parsed(reader.setting(ORDERS) or "{}")
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> Orders:
+    return Orders.model_validate_json(text)
+
+
+def require_trusted(reader: Reader, public_key: str) -> Orders:
+    """What is in force; raise if it says that this key is trusted for nothing. To be asked inside of the decision: the
+    key may have been revoked since its request was let in."""
+    orders = orders_of(reader)
+    if public_key in orders.revoked:
+        raise Refusal(403, "auth.revoked", "the run's owner has revoked this key: ask for another certificate")
+    return orders
+
+
+def shared(row: object, model: type[BaseModel]) -> dict[str, Any]:
+    """What a row and a message about it have in common, by the names of their fields."""
+    return {name: value for name, value in vars(row).items() if name in model.model_fields}
+
+
 def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: int) -> NodeView:
     """A node as others see it: trust, liveness and sanction, each by itself."""
     last_seen_ms = presence.last_seen_ms if presence else node.registered_at_ms
-    return NodeView(
-        node=node.node,
-        name=node.name,
-        role=node.role,
-        state=node.state,
-        accepted=node.accepted,
-        rejected=node.rejected,
-        unsure=node.unsure,
-        strikes=node.strikes,
-        credit=node.credit,
-        pending=node.pending,
-        on_probation=node.on_probation,
-        reason=node.reason,
-        doing=presence.doing if presence else "",
-        last_seen_ms=last_seen_ms,
-        liveness=liveness(last_seen_ms, now_ms),
-        until_ms=node.until_ms,
-        suspensions=node.suspensions,
-        window=windows.of(rules, node) if node.role == "worker" else 0,
-        owner=node.owner,
-    )
+    derived = {
+        "strikes": node.strikes,
+        "on_probation": node.on_probation,
+        "doing": presence.doing if presence else "",
+        "last_seen_ms": last_seen_ms,
+        "liveness": nodes.liveness(last_seen_ms, now_ms),
+        "window": nodes.window(rules, node) if node.role == "worker" else 0,
+    }
+    return NodeView(**{**shared(node, NodeView), **derived})
 
 
 def node_label(node: NodeRow) -> str:

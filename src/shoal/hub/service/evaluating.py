@@ -8,46 +8,30 @@ report ─► signed by its validator, of this environment ─► the slice is d
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 
 from shoal.environments import identity_of
 from shoal.errors import EnvironmentSetupError, ModelError, ProtocolError
 from shoal.hub.changes import Topic
-from shoal.hub.service.context import Context
+from shoal.hub.service.context import Context, require_trusted
 from shoal.hub.service.drawing import HELD_OUT, Drawing
-from shoal.hub.service.owner import require_trusted
 from shoal.hub.state import evaluations
-from shoal.hub.state.machines import EvaluationState
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import EvaluationRow, Moment, NodeRow
 from shoal.hub.storage import Writer
-from shoal.protocol import (
-    EvaluationPage,
-    EvaluationReport,
-    EvaluationSlice,
-    EvaluationTask,
-    SignedDocument,
-    open_document,
-    sign_document,
-)
+from shoal.protocol.evaluation import EvaluationPage, EvaluationReport, EvaluationSlice, EvaluationTask
+from shoal.protocol.signing import SignedDocument, open_document, sign_document
 
 MOST_VERSIONS = 1024
-MOST_KEPT = 128
-"""Slices whose tasks are kept: they are the same for every version."""
 
 
 class Evaluating:
-    """Slices out, reports in. `drawing` makes prompts as it does for units.
-
-    The tasks of a slice may take long to make. So that is done by `prepare`, neither in a transaction nor while the
-    time of a claim runs, and by one at a time.
-    """
+    """Slices out, reports in. `drawing` makes prompts as it does for units. The tasks of a slice may take long to make.
+    So that is done by `prepare`, neither in a transaction nor while the time of a claim runs, and by one at a time."""
 
     def __init__(self, context: Context, drawing: Drawing) -> None:
         self._context = context
         self._drawing = drawing
-        self._made: OrderedDict[tuple[int, int], tuple[EvaluationTask, ...]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._made: dict[tuple[int, int], tuple[EvaluationTask, ...]] = {}  # the same for every version
         self._making = threading.Lock()
 
     def prepare(self, validator: NodeRow) -> bool:
@@ -55,17 +39,12 @@ class Evaluating:
         before. False also while another one is being made: those who wait are told when it is."""
         with self._context.storage.read() as reader:
             rows = evaluations.free(reader.evaluations_under_way(), validator.node, self._context.clock.now_ms())
-        if not rows or any(self._tasks(row) is not None for row in rows):
+        if not rows or any((row.first, row.tasks) in self._made for row in rows):
             return False
         if not self._making.acquire(blocking=False):
             return False
         try:
-            row = rows[0]
-            found = self._make(row)
-            with self._lock:
-                self._made[row.first, row.tasks] = found
-                while len(self._made) > MOST_KEPT:
-                    self._made.popitem(last=False)
+            self._made[rows[0].first, rows[0].tasks] = self._make(rows[0])
         finally:
             self._making.release()
         self._context.changes.notify(Topic.AUDITS)
@@ -76,19 +55,12 @@ class Evaluating:
         transaction.apply(evaluations.put_back(transaction.evaluations_under_way(), validator.node, moment.now_ms))
         if not wanted:
             return None
-        rows = [
-            row
-            for row in transaction.evaluations_under_way()
-            if row.state is EvaluationState.OPEN and self._tasks(row) is not None
-        ]
+        rows = [row for row in transaction.evaluations_under_way() if (row.first, row.tasks) in self._made]
         chosen = evaluations.claim(moment, rows, validator.node)
-        if chosen is None:
-            return None
-        transaction.apply([chosen])
-        return chosen.row
+        transaction.apply([] if chosen is None else [chosen])
+        return None if chosen is None else chosen.row
 
     def pending(self) -> bool:
-        """Whether a slice is still to be done by somebody."""
         with self._context.storage.read() as reader:
             return bool(reader.evaluations_under_way())
 
@@ -105,13 +77,12 @@ class Evaluating:
     def document(self, row: EvaluationRow) -> SignedDocument:
         """The slice as it goes to its validator."""
         config = self._context.config
-        made = self._tasks(row)
         return sign_document(
             EvaluationSlice(
                 run=config.run_id,
                 policy=row.policy,
                 first=row.first,
-                tasks=self._make(row) if made is None else made,  # many others may have been made since the claim
+                tasks=self._made[row.first, row.tasks],
                 sampling=config.sampling,
                 environment_digest=config.environment.digest,
                 deadline_ms=row.claimed_until_ms or 0,
@@ -119,18 +90,13 @@ class Evaluating:
             config.key,
         )
 
-    def _tasks(self, row: EvaluationRow) -> tuple[EvaluationTask, ...] | None:
-        """The tasks of a slice, if they are made."""
-        with self._lock:
-            return self._made.get((row.first, row.tasks))
-
     def _make(self, row: EvaluationRow) -> tuple[EvaluationTask, ...]:
         """The held-out tasks of a slice. Those that cannot be used are left out: they are no sample."""
         split, found = self._context.config.environment.tasks("held_out"), []
         for index in range(row.first, min(row.first + row.tasks, len(split))):
             try:
                 task = split[index]
-                found.append(EvaluationTask(task=task.id, prompt_ids=self._drawing.held_out_prompt(task, index).ids))
+                found.append(EvaluationTask(task=task.id, prompt_ids=self._drawing.prompt(task, HELD_OUT, index).ids))
             except (EnvironmentSetupError, ModelError) as error:
                 self._drawing.pass_over(HELD_OUT, index, error)
         return tuple(found)
@@ -152,7 +118,6 @@ class Evaluating:
             transaction.apply(evaluations.report(row, said, node.node, document, moment.now_ms))
 
     def page(self, since: int) -> EvaluationPage:
-        """What is known of the versions from `since` on."""
         with self._context.storage.read() as reader:
             found = evaluations.results(reader.evaluations_since(since, MOST_VERSIONS))
         return EvaluationPage(evaluations=tuple(found))
@@ -162,9 +127,8 @@ def require_environment(context: Context, digest: str, code: str, what: str) -> 
     """Refuse what was scored with other tasks, or by other rules, than the run's."""
     own = identity_of(context.config.environment)
     if digest and digest != own.digest:
-        raise Refusal(
-            422,
-            code,
+        sentence = (
             f"the {what} is of environment {digest[:16]}…, the run's is {own.name} ({own.digest[:16]}…): "
-            "start the validator with the recipe and the data of this run",
+            "start the validator with the recipe and the data of this run"
         )
+        raise Refusal(422, code, sentence)

@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.errors import ProtocolError
-from shoal.hub.service.context import Context, node_view
-from shoal.hub.service.owner import require_trusted
+from shoal.hub.service.context import Context, node_view, require_trusted
 from shoal.hub.service.readiness import MISSED, canary_problem
 from shoal.hub.state import leases, nodes, pacing
-from shoal.hub.state.commands import RaiseAlarm
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.state.rows import Moment, NodeRow
 from shoal.hub.storage import Presence, Writer
-from shoal.protocol import (
-    Heartbeat,
-    HeartbeatReply,
-    NodeView,
-    Registration,
-    RoleCertificate,
-    Vouch,
-    node_id,
-    open_document,
-)
-from shoal.protocol.node import check_spoken
+from shoal.protocol.identity import node_id
+from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeView, Registration, RoleCertificate, Vouch, check_spoken
+from shoal.protocol.signing import open_document
 from shoal.runtime.crash import point
 
 MAX_VOUCH_BYTES = 2048
@@ -36,7 +26,10 @@ class Membership:
 
     def register(self, registration: Registration) -> NodeView:
         """Take a node in. The request's signature was checked against the key in the registration."""
-        self._check_version(registration)
+        try:
+            check_spoken("node", registration.protocol_version)
+        except ProtocolError as error:
+            raise Refusal(409, "protocol.version", str(error)) from error
         self._check_role(registration)
         check_vouch(registration)
         with self._context.decision() as (transaction, moment):
@@ -75,10 +68,8 @@ class Membership:
         )
 
     def _renew(self, transaction: Writer, moment: Moment, node: NodeRow, progress: Mapping[str, int]) -> dict[str, int]:
-        """The deadlines of the leases that the node is at work on, later ones where it has made progress.
-
-        On probation that has to be shown (`showing`), not said: fresh keys cost nothing, and may say anything.
-        """
+        """The deadlines of the leases that the node is at work on, later ones where it has made progress. On probation
+        that has to be shown (`showing`), not said: fresh keys cost nothing, and may say anything."""
         if not progress:
             return {}
         holdings = [held for held in transaction.holdings(node.node) if held.lease.lease in progress]
@@ -86,12 +77,6 @@ class Membership:
         transaction.apply(renewed)
         rows = {held.lease.lease: held.lease for held in holdings} | {each.row.lease: each.row for each in renewed}
         return {name: row.deadline_ms for name, row in rows.items()}
-
-    def _check_version(self, registration: Registration) -> None:
-        try:
-            check_spoken("node", registration.protocol_version)
-        except ProtocolError as error:
-            raise Refusal(409, "protocol.version", str(error)) from error
 
     def _check_role(self, registration: Registration) -> None:
         """Trusted roles need a certificate of the root key for this run, this role and this very key."""

@@ -1,33 +1,27 @@
-"""What anyone may read: the run, its status with who waits for whom, the ledger."""
+"""What anyone may read: the run, its status with who waits for whom, its figures for `GET /metrics`, the ledger."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+
 from shoal import ledger
 from shoal.hub.service.calibrating import in_force_of
-from shoal.hub.service.context import Context, node_label, node_view
-from shoal.hub.service.owner import orders_of
-from shoal.hub.service.posting import Posting
-from shoal.hub.service.readiness import no_sample
-from shoal.hub.service.staffing import standstill
+from shoal.hub.service.context import Context, node_label, node_view, orders_of, shared
+from shoal.hub.service.readiness import MAX_TRUSTED, no_sample, standstill
+from shoal.hub.service.upkeep import Posting
 from shoal.hub.state import calibrations, evaluations, pacing
 from shoal.hub.state.calibrations import InForce
-from shoal.hub.state.machines import SubmissionState, UnitState
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UnitState
 from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import NodeRow, SubmissionRow
 from shoal.hub.storage import Reader
 from shoal.hub.storage.reader import Rank
-from shoal.protocol import (
-    Evaluation,
-    LedgerHead,
-    LedgerPage,
-    OwnerOrders,
-    RecentVerdict,
-    RunInfo,
-    RunStatus,
-    SignedDocument,
-    Wait,
-    sign_document,
-)
+from shoal.protocol.evaluation import Evaluation
+from shoal.protocol.node import RunInfo
+from shoal.protocol.policy import LedgerHead
+from shoal.protocol.signing import SignedDocument, sign_document
+from shoal.protocol.status import Conduct, LedgerPage, OwnerOrders, RecentVerdict, RunStatus, Wait
 
 VERDICTS_SHOWN = 20
 VERDICTS_SEARCHED = 500
@@ -42,6 +36,7 @@ NODES_SHOWN = 200
 RANKS: tuple[tuple[Rank, int], ...] = (("trusted", 40), ("sanctioned", 40), ("credit", 60), ("seen", NODES_SHOWN))
 SILENT_AFTER_MS = 60_000
 """A node that has not been heard of for so long is gone, not waiting."""
+NO_WASTE = pacing.Waste(0, 0, 0, 0)
 
 
 class Reporting:
@@ -83,6 +78,8 @@ class Reporting:
             nodes = _notable(reader, sum(counts.values()))
             presences = reader.presences_named([node.node for node in nodes])
             outgoing = reader.outbox(1)
+            measures = self._context.rules.evaluation is not None
+            slices = reader.evaluations_since(0, VERSIONS_SHOWN) if measures else []
             return RunStatus(
                 run=config.run_id,
                 name=config.run.name,
@@ -105,56 +102,37 @@ class Reporting:
                 outbox=reader.outbox_length() if outgoing else 0,
                 outbox_since_ms=outgoing[0].at_ms if outgoing else None,
                 pools=reader.pool_counts() if config.pools is not None else {},
-                evaluations=tuple(self._evaluations(reader)),
+                evaluations=tuple(evaluations.results(slices)),
                 no_sample=no_sample(nodes, presences),
                 standstill=tuple(standstill(self._context, reader, now_ms)),
             )
 
     def _waits(self, reader: Reader, now_ms: int) -> list[Wait]:
-        """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet.
-
-        Of very many, those that have waited longest. Once the last batch is written, only the trainer counts.
-        """
+        """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet. Of
+        very many, those that have waited longest. Once the last batch is written, only the trainer counts: it may wait
+        for a publication to be taken, say."""
         progress, rules = reader.progress(), self._context.rules
         if pacing.is_finished(rules, progress):
             return []
-        if progress.next_step >= rules.steps:
-            return self._trainers_waits(reader, now_ms)
+        last = progress.next_step >= rules.steps
         said = reader.waiting_presences(now_ms - SILENT_AFTER_MS, MAX_WAITING)
-        held = reader.oldest_holdings(MAX_PENDING)
-        pending = reader.submissions_in([SubmissionState.RECEIVED, SubmissionState.AUDITING], MAX_PENDING)
+        held = [] if last else reader.oldest_holdings(MAX_PENDING)
+        pending = [] if last else reader.submissions_in(UNDECIDED_SUBMISSIONS, MAX_PENDING)
         concerned = [each.node for each in said] + [each.lease.node for each in held]
         concerned += [row.validator for row in pending if row.validator]
         rows = reader.nodes_named(list(dict.fromkeys(concerned)))
-        names = {node: node_label(row) for node, row in rows.items()}
+        names = {node: node_label(row) for node, row in rows.items() if not last or row.role == "trainer"}
         shut_out = {node_label(row) for row in reader.nodes_ranked("sanctioned", MAX_WAITING)}
-        waits = [wait for wait in self._context.waits.current(now_ms) if wait.who not in shut_out]
-        polling = {wait.who for wait in waits}
-        for presence in said:
-            who = names.get(presence.node, presence.node)
-            if who not in shut_out and who not in polling:
-                waits.append(Wait(who=who, what=presence.waiting_for, since_ms=presence.waiting_since_ms))
+        polls = [] if last else self._context.waits.current(now_ms)
+        waits = [wait for wait in polls if wait.who not in shut_out]
+        hidden = shut_out | {wait.who for wait in waits}
+        for each in said:
+            if each.node in names and names[each.node] not in hidden:
+                waits.append(Wait(who=names[each.node], what=each.waiting_for, since_ms=each.waiting_since_ms))
         leased = [(each.unit.unit, names[each.lease.node], each.lease.issued_at_ms) for each in held]
-        checked = [
-            (row.unit, names.get(row.validator or "", "a validator to take them"), row.received_at_ms)
-            for row in pending
-        ]
+        nobody = "a validator to take them"
+        checked = [(row.unit, names.get(row.validator or "", nobody), row.received_at_ms) for row in pending]
         return [*waits, *_folded("unit", leased), *_folded("submission of unit", checked)]
-
-    def _trainers_waits(self, reader: Reader, now_ms: int) -> list[Wait]:
-        """What a trainer says that it waits for: a publication to be taken, say."""
-        said = reader.waiting_presences(now_ms - SILENT_AFTER_MS, MAX_WAITING)
-        rows = reader.nodes_named([each.node for each in said])
-        return [
-            Wait(who=node_label(row), what=each.waiting_for, since_ms=each.waiting_since_ms)
-            for each in said
-            if (row := rows.get(each.node)) is not None and row.role == "trainer"
-        ]
-
-    def _evaluations(self, reader: Reader) -> list[Evaluation]:
-        if self._context.rules.evaluation is None:
-            return []
-        return evaluations.results(reader.evaluations_since(0, VERSIONS_SHOWN))
 
     def _head(self, reader: Reader) -> LedgerHead:
         return ledger.head_of(self._context.config.run_id, reader.ledger_last())
@@ -222,11 +200,70 @@ def _telling(reader: Reader) -> list[SubmissionRow]:
 
 
 def _recent(row: SubmissionRow) -> RecentVerdict:
-    return RecentVerdict(
-        unit=row.unit,
-        node=row.node,
-        outcome=row.state.value,
-        reason=row.reason,
-        message=row.message,
-        decided_at_ms=row.decided_at_ms or 0,
+    told = {"outcome": row.state.value, "decided_at_ms": row.decided_at_ms or 0}
+    return RecentVerdict(**{**shared(row, RecentVerdict), **told})
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How the run stands, in numbers. `nodes` is by (role, state, here or away), `alarms` by the first word of their
+    code; `waiting_s` is how long the longest of those that wait now has waited."""
+
+    units: dict[str, int]
+    submissions: dict[str, int]
+    nodes: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    credit: int = 0
+    pending: int = 0
+    version: int = 0
+    finished: bool = False
+    ledger_rows: int = 0
+    outbox_rows: int = 0
+    leads: bool = True
+    waiting: int = 0
+    waiting_s: float = 0.0
+    waste: pacing.Waste = NO_WASTE
+    conduct: Conduct = "running"
+    pools: dict[str, int] = field(default_factory=dict)
+    unusable: int = 0
+    measured: Evaluation | None = None
+    no_sample: int = 0
+    alarms: Counter[tuple[str, ...]] = field(default_factory=Counter)
+
+
+def read_figures(context: Context, late: int = 0, unusable: int = 0) -> Figures:
+    """`late` is how many submissions this hub has refused because their unit had gone to somebody else, `unusable` how
+    many tasks it has passed over because they cannot be used."""
+    now_ms = context.clock.now_ms()
+    with context.storage.read() as reader:
+        fleet, progress, last = reader.fleet(now_ms - SILENT_AFTER_MS), reader.progress(), reader.ledger_last()
+        units, submissions, outbox_rows = reader.unit_counts(), reader.submission_counts(), reader.outbox_length()
+        orders, alarms = orders_of(reader), reader.alarm_counts()
+        trusted = reader.nodes_ranked("trusted", MAX_TRUSTED)
+        unscored = no_sample(trusted, reader.presences_named([node.node for node in trusted]))
+        pools = reader.pool_counts() if context.config.pools is not None else {}
+        slices = reader.evaluations_since(0, VERSIONS_SHOWN) if context.rules.evaluation is not None else []
+    measured = [
+        each for each in evaluations.results(slices) if each.complete and not each.partial and each.mean is not None
+    ]
+    waits = context.waits.current(now_ms)
+    return Figures(
+        units=units,
+        submissions=submissions,
+        nodes=Counter({(crew.role, crew.state, "here" if crew.here else "away"): crew.count for crew in fleet}),
+        credit=sum(crew.credit for crew in fleet),
+        pending=sum(crew.pending for crew in fleet),
+        version=progress.policy.version if progress.policy else 0,
+        finished=pacing.is_finished(context.rules, progress),
+        ledger_rows=last.index + 1 if last else 0,
+        outbox_rows=outbox_rows,
+        leads=context.leads,
+        waiting=len(waits),
+        waiting_s=max((now_ms - wait.since_ms for wait in waits), default=0) / 1000,
+        waste=pacing.waste(units, submissions.get("accepted", 0), late, sum(crew.lapsed for crew in fleet)),
+        conduct=orders.conduct,
+        pools=pools,
+        unusable=unusable,
+        measured=measured[-1] if measured else None,
+        no_sample=unscored,
+        alarms=alarms,
     )

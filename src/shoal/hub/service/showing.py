@@ -17,35 +17,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heappop, heappush, heapreplace
 
 from shoal.errors import CodecError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
-from shoal.hub.state import draws, leases, showing, submissions
-from shoal.hub.state.commands import AddShown, SaveSubmission
+from shoal.hub.state import draws, leases, submissions
+from shoal.hub.state.commands import AddShown, Refusal, SaveSubmission
 from shoal.hub.state.machines import LeaseState
-from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import LeaseRow, Moment, NodeRow
+from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol import (
+from shoal.protocol.codec import BodyLimits, pack, unpack
+from shoal.protocol.lease import Lease
+from shoal.protocol.signing import SignedDocument
+from shoal.protocol.submission import (
+    SHOWN_BYTES,
     SUBMISSION_FORMAT,
-    Audit,
-    BodyLimits,
-    Lease,
-    Outcome,
+    ProgressReply,
     Rollout,
-    Severity,
-    SignedDocument,
+    ShownPrefix,
+    ShownProgress,
     Submission,
-    Verdict,
-    pack,
     pack_tokens,
     submission_digest,
-    unpack,
 )
-from shoal.protocol.submission import SHOWN_BYTES, ProgressReply, ShownPrefix, ShownProgress
+from shoal.protocol.verdict import Audit, Outcome, Severity, Verdict
 
 SHOWN_LIMITS = BodyLimits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYTES)
 AUDIT_SHARE = 1 / 16
@@ -53,14 +50,6 @@ AUDIT_SHARE = 1 / 16
 MOST_GIVEN = 64
 SEARCH_EVERY_MS, SEARCH_SHARED_MS = 60_000, 1_000
 """How often the database is searched for shown leases: by the only hub, which knows them, and by one of several."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a validator was given to look at: the lease, and the bytes."""
-
-    lease: str
-    body: bytes
 
 
 class Showing:
@@ -71,7 +60,7 @@ class Showing:
         self._due: list[tuple[int, str, int]] = []  # a heap: deadline, lease, shown tokens; a later deadline comes late
         self._queued: set[str] = set()  # the leases in it
         self._searched_ms = -SEARCH_EVERY_MS
-        self._given: dict[str, Given] = {}  # by digest, the newest last
+        self._given: dict[str, tuple[str, bytes]] = {}  # lease and bytes by digest, the newest last
         self._owed_bytes = 0.0
 
     def show(self, node: NodeRow, lease: str, body: bytes) -> ProgressReply:
@@ -88,10 +77,10 @@ class Showing:
             if held.lease.state is not LeaseState.ACTIVE:
                 raise Refusal(410, submissions.LATE, f"lease {lease} has ended: it is {held.lease.state.value}")
             last = transaction.last_shown(lease)
-            tokens, part, new = showing.take(context.rules, context.config.proof, lease, last, said.chunks)
+            tokens, part, new = submissions.take_shown(context.rules, context.config.proof, lease, last, said.chunks)
             if part is None or not fresh.on_probation:  # others are believed: nothing has to be kept of them
                 return ProgressReply(tokens=tokens, deadline_ms=held.lease.deadline_ms)
-            moment = Moment(context.rules, transaction.progress(counted=False), context.clock.now_ms())
+            moment = context.moment(transaction, counted=False)
             renewed = leases.renew(moment, [held], {lease: sum(tokens)})
             transaction.apply([AddShown(replace(part, body=pack(ShownProgress(new)))), *renewed])
         with self._lock:
@@ -101,12 +90,13 @@ class Showing:
         return ProgressReply(tokens=tokens, deadline_ms=deadline_ms)
 
     def prefixes(self, reader: Reader, lease: str) -> tuple[ShownPrefix, ...]:
-        """What the submission of a lease has to begin with."""
-        return showing.prefixes(self._shown(reader, lease))
+        return submissions.prefixes(self._shown(reader, lease))
 
     def _shown(self, reader: Reader, lease: str) -> dict[int, tuple[bytes, bytes]]:
         limits = BodyLimits(inflated_bytes=2 * SHOWN_BYTES)
-        return showing.joined([unpack(part.body, ShownProgress, limits).chunks for part in reader.shown(lease)])
+        return submissions.joined_parts(
+            [unpack(part.body, ShownProgress, limits).chunks for part in reader.shown(lease)]
+        )
 
     def audit(self, reader: Reader, moment: Moment, claimed: Iterable[int], idle: bool) -> Audit | None:
         """One rollout of one lease for a validator that got submissions of so many bytes; None if none is due."""
@@ -124,7 +114,7 @@ class Showing:
             self._owed_bytes = max(0.0, self._owed_bytes - len(body))
             self._looked_at[row.lease] = row.progress
             name = submission_digest(body)
-            self._given[name] = Given(row.lease, body)
+            self._given[name] = (row.lease, body)
             while len(self._given) > MOST_GIVEN:
                 del self._given[next(iter(self._given))]
         return Audit(
@@ -138,7 +128,8 @@ class Showing:
 
     def _queue(self, rows: Iterable[LeaseRow]) -> None:
         for row in rows:
-            if row.lease not in self._queued and showing.is_due(row.progress, self._looked_at.get(row.lease, 0)):
+            is_due = submissions.is_shown_due(row.progress, self._looked_at.get(row.lease, 0))
+            if is_due and row.lease not in self._queued:
                 self._queued.add(row.lease)
                 heappush(self._due, (row.deadline_ms, row.lease, row.progress))
 
@@ -158,7 +149,7 @@ class Showing:
             deadline_ms, name, tokens = self._due[0]
             held = reader.holding(name)
             row = held.lease if held is not None and held.lease.state is LeaseState.ACTIVE else None
-            if row is None or not showing.is_due(row.progress, self._looked_at.get(name, 0)):
+            if row is None or not submissions.is_shown_due(row.progress, self._looked_at.get(name, 0)):
                 if row is not None and row.progress < tokens:
                     return None  # this view is older than what was shown: the next request sees it
                 heappop(self._due)
@@ -174,7 +165,7 @@ class Showing:
         shown, lease = self._shown(reader, row.lease), Lease.model_validate(signed.document)
         tokens = [len(shown.get(rollout, (b"", b""))[0]) for rollout in range(self._context.rules.group_size)]
         fraction = draws.audit_fraction(self._context.secret, f"progress/{row.lease}/{sum(tokens)}")
-        picked = showing.next_rollout(tokens, fraction)
+        picked = submissions.next_shown_rollout(tokens, fraction)
         nothing = Rollout(tokens=b"", logprobs=b"", finish="length")
         rollouts = [nothing] * len(tokens)
         rollouts[picked] = Rollout(tokens=shown[picked][0], logprobs=b"", finish="length", proofs=shown[picked][1])
@@ -195,8 +186,7 @@ class Showing:
 
     def body(self, name: str) -> bytes | None:
         """What a validator was given under this name, if this process still has it."""
-        given = self._given.get(name)
-        return None if given is None else given.body
+        return self._given[name][1] if name in self._given else None
 
     def keep(self, verdicts: Iterable[Verdict]) -> None:
         """Store what these verdicts are about, for whoever wants to check them. Before they are applied."""
@@ -205,28 +195,31 @@ class Showing:
             if body is not None and _is_failure(verdict):
                 self._context.blobs.put(body)
 
-    def receive(self, transaction: Writer, moment: Moment, verdict: Verdict) -> None:
-        """Make what failed the submission of its lease; the verdict is applied to that like any other.
-
-        The lease may have ended meanwhile: to give it back or let it lapse does not undo what was shown. The unit is
-        left alone, whoever has it now; the ban ends the lease and frees the unit if the node still holds it.
-        """
-        given = self._given.get(verdict.submission)
-        if given is None:
-            return
+    def receive(self, transaction: Writer, moment: Moment, verdict: Verdict) -> SubmissionRow:
+        """Make what failed the submission of its lease; the verdict is applied to that like any other. The lease may
+        have ended meanwhile: to give it back or let it lapse does not undo what was shown. The unit is left alone,
+        whoever has it now; the ban ends the lease and frees the unit if the node still holds it."""
+        if verdict.submission not in self._given:
+            raise unknown_submission(verdict.submission)
+        lease, body = self._given[verdict.submission]
         if not _is_failure(verdict):
             raise Refusal(422, "verdict.progress", "of shown progress nothing is reported but a certain failure")
-        held = transaction.holding(given.lease)
+        held = transaction.holding(lease)
         assert held is not None, "leases are never deleted"
         if (verdict.unit, verdict.node) != (held.lease.unit, held.lease.node):
             raise Refusal(422, "verdict.mismatch", "the verdict names another unit or node than the shown lease")
-        if transaction.submission_of_lease(given.lease) is not None:
-            raise Refusal(409, "verdict.late", f"lease {given.lease} has a submission, which is judged by itself")
-        size_bytes = len(given.body)
-        arrival = submissions.Arrival(verdict.node, given.lease, verdict.submission, size_bytes, depth="progress")
-        transaction.apply([SaveSubmission(submissions.new_row(held.lease, arrival, moment.now_ms), None)])
+        if transaction.submission_of_lease(lease) is not None:
+            raise Refusal(409, "verdict.late", f"lease {lease} has a submission, which is judged by itself")
+        arrival = submissions.Arrival(verdict.node, lease, verdict.submission, len(body), depth="progress")
+        row = submissions.new_row(held.lease, arrival, moment.now_ms)
+        transaction.apply([SaveSubmission(row, None)])
+        return row
 
 
 def _is_failure(verdict: Verdict) -> bool:
     certain = verdict.outcome is Outcome.REJECTED and verdict.severity is Severity.CERTAIN
     return certain and verdict.reason.startswith("progress.")
+
+
+def unknown_submission(name: str) -> Refusal:
+    return Refusal(404, "submission.unknown", f"there is no submission {name[:64]} in this run")

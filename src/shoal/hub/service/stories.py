@@ -8,30 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from shoal.hub.service.context import Context, node_view
-from shoal.hub.service.posting import Posting
+from shoal.hub.service.context import Context, node_view, shared
+from shoal.hub.service.upkeep import Posting
 from shoal.hub.state import draws
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.orders import REVOKED
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.state.units import TRUSTED_AFTER, VOID_ATTEMPTS, VOID_INCARNATION, VOID_STALE, is_entrusted
 from shoal.hub.storage import Reader
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
-from shoal.protocol import (
-    Evidence,
-    EvidencePage,
-    LeaseStory,
-    LedgerEntry,
-    NodePage,
-    NodeState,
-    NodeStory,
-    Outcome,
-    SignedDocument,
-    SubmissionStory,
-    UnitStory,
-)
-from shoal.protocol.story import CreditState
+from shoal.protocol.node import NodeState
+from shoal.protocol.signing import SignedDocument
+from shoal.protocol.status import Evidence, EvidencePage, LedgerEntry
+from shoal.protocol.story import LeaseStory, NodePage, NodeStory, SubmissionStory, UnitStory
+from shoal.protocol.verdict import Outcome
 from shoal.runtime.text import count_of
 
 LEASES_SHOWN = 50
@@ -61,21 +52,15 @@ class Stories:
         decided = is_decided(unit)
         config = self._context.config
         seeds = draws.unit_seeds(self._context.secret, config.run_id, number, config.run.group_size) if decided else ()
-        return UnitStory(
-            run=config.run_id,
-            unit=unit.unit,
-            task=unit.task,
-            state=unit.state.value,
-            sentence=unit_sentence(unit, leases),
-            failures=unit.failures,
-            version=unit.version,
-            step=unit.step,
-            lost_step=unit.lost_step,
-            seeds=seeds,
-            leases=tuple(_lease(row, decided) for row in leases),
-            submissions=told,
-            ledger=tuple(entries),
-        )
+        derived = {
+            "run": config.run_id,
+            "sentence": unit_sentence(unit, leases),
+            "seeds": seeds,
+            "leases": tuple(_lease(row, decided) for row in leases),
+            "submissions": told,
+            "ledger": tuple(entries),
+        }
+        return UnitStory(**{**shared(unit, UnitStory), **derived})
 
     def node(self, node: str) -> NodeStory:
         with self._context.storage.read() as reader:
@@ -90,24 +75,16 @@ class Stories:
             recent = self._submissions(reader, reader.submissions_of(node, False, RECENT_SHOWN))
             refused = self._submissions(reader, reader.submissions_of(node, True, REFUSED_SHOWN))
             entries = reader.ledger_about(node_subject(node), EARNINGS, ENTRIES_SHOWN)
-        return NodeStory(
-            run=self._context.config.run_id,
-            node=view,
-            public_key=row.public_key,
-            registered_at_ms=row.registered_at_ms,
-            sentence=node_sentence(row),
-            streak=row.streak,
-            passed=row.passed,
-            certain=row.certain,
-            statistical=row.statistical,
-            lapsed=row.lapsed,
-            pace_ms=row.pace_ms,
-            record=row.record,
-            leases=tuple(_lease(lease, decided=False) for lease in leases),
-            recent=recent,
-            refused=refused,
-            ledger=tuple(entries),
-        )
+        derived = {
+            "run": self._context.config.run_id,
+            "node": view,
+            "sentence": node_sentence(row),
+            "leases": tuple(_lease(lease, decided=False) for lease in leases),
+            "recent": recent,
+            "refused": refused,
+            "ledger": tuple(entries),
+        }
+        return NodeStory(**{**shared(row, NodeStory), **derived})
 
     def nodes(self, after: str, limit: int) -> NodePage:
         now_ms = self._context.clock.now_ms()
@@ -121,7 +98,6 @@ class Stories:
         )
 
     def evidence(self, after: int, limit: int) -> EvidencePage:
-        """The signed documents behind the ledger rows after `after`, of `limit` rows."""
         self._posting.post_for_reader()
         with self._context.storage.read() as reader:
             return EvidencePage(evidence=tuple(evidence_of(reader, reader.ledger_after(after, limit))))
@@ -130,35 +106,22 @@ class Stories:
         voids = reader.ledger_of_kind("void", list(dict.fromkeys(unit_subject(row.unit) for row in rows)))
         voided = {entry.body.get("submission") for entry in voids}
         verdicts = reader.verdicts_of([row.submission for row in rows])
-        return tuple(
-            self._submission(row, verdicts.get(row.submission), is_void=row.submission in voided) for row in rows
-        )
+        return tuple(_submission(row, verdicts.get(row.submission), row.submission in voided) for row in rows)
 
-    def _submission(self, row: SubmissionRow, verdict: str | None, is_void: bool) -> SubmissionStory:
-        signed = None if verdict is None else SignedDocument.model_validate_json(verdict)
-        severity = "" if signed is None else str(signed.document.get("severity") or "")
-        return SubmissionStory(
-            submission=row.submission,
-            lease=row.lease,
-            unit=row.unit,
-            node=row.node,
-            state=row.state.value,
-            size_bytes=row.size_bytes,
-            received_at_ms=row.received_at_ms,
-            decided_at_ms=row.decided_at_ms,
-            validator=row.validator,
-            depth=row.depth,
-            reason=row.reason,
-            message=row.message,
-            rule=rule_of(row, severity),
-            generated_tokens=row.generated_tokens,
-            rewards=row.rewards,
-            credit=credit_for(row.generated_tokens),
-            credit_state=_credit_state(row, is_void),
-            matures_at_ms=row.matures_at_ms,
-            receipt=SignedDocument.model_validate_json(row.receipt) if row.receipt else None,
-            verdict=signed,
-        )
+
+def _submission(row: SubmissionRow, verdict: str | None, is_void: bool) -> SubmissionStory:
+    """What became of a submission; of its credit, by the row while it is pending, afterwards by the ledger."""
+    signed = None if verdict is None else SignedDocument.model_validate_json(verdict)
+    severity = "" if signed is None else str(signed.document.get("severity") or "")
+    credit_state = "none" if row.generated_tokens == 0 else "void" if is_void else "final"
+    derived = {
+        "rule": rule_of(row, severity),
+        "credit": credit_for(row.generated_tokens),
+        "credit_state": "pending" if row.generated_tokens and row.matures_at_ms is not None else credit_state,
+        "receipt": SignedDocument.model_validate_json(row.receipt) if row.receipt else None,
+        "verdict": signed,
+    }
+    return SubmissionStory(**{**shared(row, SubmissionStory), **derived})
 
 
 def evidence_of(reader: Reader, entries: Iterable[LedgerEntry]) -> Iterator[Evidence]:
@@ -183,35 +146,13 @@ def is_decided(unit: UnitRow) -> bool:
     return unit.state in (UnitState.TRAINED, UnitState.DROPPED, UnitState.VOID)
 
 
-def _credit_state(row: SubmissionRow, is_void: bool) -> CreditState:
-    """What became of the credit: by the row while it is pending, afterwards by the ledger."""
-    if row.generated_tokens == 0:
-        return "none"
-    if row.matures_at_ms is not None:
-        return "pending"
-    return "void" if is_void else "final"
-
-
 def _lease(row: LeaseRow, decided: bool) -> LeaseStory:
-    return LeaseStory(
-        lease=row.lease,
-        unit=row.unit,
-        node=row.node,
-        attempt=row.attempt,
-        policy=row.policy,
-        issued_at_ms=row.issued_at_ms,
-        deadline_ms=row.deadline_ms,
-        hard_deadline_ms=row.hard_deadline_ms,
-        progress=row.progress,
-        state=row.state.value,
-        ended_at_ms=row.ended_at_ms,
-        sentence=lease_sentence(row),
-        document=SignedDocument.model_validate_json(row.document) if decided and row.document else None,
-    )
+    document = SignedDocument.model_validate_json(row.document) if decided and row.document else None
+    derived = {"policy": row.policy, "sentence": lease_sentence(row), "document": document}
+    return LeaseStory(**{**shared(row, LeaseStory), **derived})
 
 
 def lease_sentence(row: LeaseRow) -> str:
-    """How a lease ended."""
     early = row.ended_at_ms is not None and row.ended_at_ms < row.deadline_ms
     return {
         LeaseState.ACTIVE: "its node works on it",
@@ -223,7 +164,6 @@ def lease_sentence(row: LeaseRow) -> str:
 
 
 def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
-    """How a unit stands."""
     if unit.state == UnitState.OPEN and is_entrusted(unit):
         return (
             f"waits for a validator to generate it, after {count_of(unit.failures, 'attempt')} that nobody could judge"
@@ -279,7 +219,6 @@ def rule_of(row: SubmissionRow, severity: str) -> str:
 
 
 def node_sentence(row: NodeRow) -> str:
-    """How a node stands."""
     if row.state is NodeState.BANNED:
         if row.reason == REVOKED:
             return f"banned: {row.reason}, and that is for good"

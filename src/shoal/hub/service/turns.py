@@ -67,10 +67,8 @@ class Turns:
         self._lock = threading.Lock()
 
     def ahead(self, place: Place, now_ms: int, longest_ms: int) -> tuple[int, int]:
-        """How many other networks, and how many others inside this one, wait and have had fewer turns.
-
-        Who has yielded for `longest_ms` in vain is behind nobody.
-        """
+        """How many other networks, and how many others inside this one, wait and have had fewer turns. Who has yielded
+        for `longest_ms` in vain is behind nobody."""
         with self._lock:
             found = [0, 0]
             for depth, (around, own) in enumerate(self._path(place)):
@@ -92,10 +90,8 @@ class Turns:
             around = own
 
     def asked(self, place: Place, units: int, now_ms: int, yielded: bool = False, only_inside: bool = False) -> None:
-        """A newcomer asked and got so many units; it waits if it got none.
-
-        If it lacks a unit `only_inside` its network, because others there have them, the network does not wait.
-        """
+        """A newcomer asked and got so many units; it waits if it got none. If it lacks a unit `only_inside` its
+        network, because others there have them, the network does not wait."""
         with self._lock:
             around = self._networks
             for depth, name in enumerate(place.names()):
@@ -112,7 +108,6 @@ class Turns:
                 around = own
 
     def earned(self, network: str, node: str, now_ms: int) -> None:
-        """A group of one of its newcomers was accepted."""
         with self._lock:
             found = self._networks.within.get(network)
             if found is None:

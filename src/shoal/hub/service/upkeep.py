@@ -1,6 +1,12 @@
 """What happens without being asked: leases and audits that ran out, workers that are gone, credit that is due, the
 ledger's outbox, nonces no longer needed, alarms for the log. Of several hubs on one database, one does it: the leader.
 
+    decisions, at any hub ─► outbox ─► post: one exclusive transaction, so that nobody is half-way through recording
+                                        └► entries hashed onto the last one ─► ledger; rows dropped from the outbox
+
+Accepting work thus never waits for the chain's last row. Nothing is lost or posted twice, whoever is killed when: the
+rows move from one table to the other in one transaction, and two that post at the same time do so one after the other.
+
 A lease lasts `lease_s`, but only while its worker is heard of: one that was switched off or cut off stops sending
 heartbeats, and nobody has to wait for its leases to run out. If it was merely slow, its work is taken while the unit is
 free, like any other work that comes late.
@@ -9,18 +15,29 @@ free, like any other work that comes late.
 from __future__ import annotations
 
 import logging
+import threading
 
+from shoal import ledger
 from shoal.hub.changes import Topic
-from shoal.hub.service.context import GONE_AFTER_MS, Context, holders
+from shoal.hub.limits import Buckets
+from shoal.hub.service.context import Context, holders
 from shoal.hub.service.evaluating import Evaluating
-from shoal.hub.service.posting import Posting
 from shoal.hub.state import audits, credits, leases
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS
+from shoal.hub.state.nodes import HERE_MS
 from shoal.hub.state.rows import Moment
 from shoal.hub.storage import Reader
+from shoal.protocol import LedgerEntry
 from shoal.protocol.signing import MAX_SKEW_MS
+from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 
+POSTED_AT_A_TIME = 500
+"""Others wait while a page is posted, so a long outbox is posted in pages."""
+READ_POSTS_PER_S, READ_POSTS = 4.0, 40
+"""Posting makes all others wait for a moment, and anyone may read: so many times at once, and then every 250 ms, is it
+done for a reader's sake. The upkeep does it each second anyway."""
+PATIENCE_S = 1.0
 FORGET_EVERY_MS = 60_000
 NONCES_PER_PAGE = 5_000
 MATURED_PER_TICK = 500
@@ -30,6 +47,54 @@ ASLEEP_MS = 5_000
 """Ticks come once a second. After a longer pause it was the hub that was away (stopped, suspended), not the workers."""
 
 log = logging.getLogger("shoal.hub")
+
+
+class Posting:
+    """The ledger's outbox, moved into the hash chain in order, by the leader alone."""
+
+    def __init__(self, context: Context, clock: Clock = SystemClock()) -> None:
+        self._context = context
+        self._clock = clock  # readers' buckets go by real time, whatever clock the hub goes by
+        self._lock = threading.Lock()
+        self._readers = Buckets(READ_POSTS_PER_S, READ_POSTS / READ_POSTS_PER_S)
+
+    def post(self) -> None:
+        """Move all that is in the outbox now, if this hub leads."""
+        if self._context.leads:
+            with self._lock:
+                self._post_all()
+
+    def post_for_reader(self) -> None:
+        """As `post`, now and then: who reads the ledger here reads its own writes, unless very many read very often."""
+        if not self._context.leads or not self._outgoing():
+            return
+        if self._readers.take("", self._clock.monotonic_s()) > 0 or not self._lock.acquire(timeout=PATIENCE_S):
+            return
+        try:
+            self._post_all()
+        finally:
+            self._lock.release()
+
+    def _outgoing(self) -> int:
+        with self._context.storage.read() as reader:
+            return reader.outbox_length()
+
+    def _post_all(self) -> None:
+        for _ in range(0, self._outgoing(), POSTED_AT_A_TIME):
+            self._post_page()
+
+    def _post_page(self) -> None:
+        with self._context.storage.write(exclusive=True) as transaction:
+            outgoing, last = transaction.outbox(POSTED_AT_A_TIME), transaction.ledger_last()
+            entries: list[LedgerEntry] = []
+            for row in outgoing:
+                last = ledger.append(last, row.kind, row.body, row.at_ms)
+                entries.append(last)
+            if entries:
+                transaction.post(entries, outgoing[-1].id)
+                point("hub.ledger.before_commit")
+        if entries:
+            point("hub.ledger.after_commit")
 
 
 class Upkeep:
@@ -101,7 +166,7 @@ class Upkeep:
 
     def _end_silent(self, now_ms: int) -> None:
         """End the leases of workers that have not been heard of for long, if the hub has listened all the while."""
-        context, since_ms = self._context, now_ms - GONE_AFTER_MS
+        context, since_ms = self._context, now_ms - HERE_MS
         if since_ms < context.absence.until_ms:
             return
         with context.storage.read() as reader:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 
-from shoal.errors import ConfigError, ResourceError
+from shoal.errors import ResourceError
 from shoal.hub.service.context import Context
 from shoal.hub.service.work import Work
 from shoal.hub.state import submissions
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage.blobs import Inbox
 from shoal.protocol import SignedDocument, submission_digest
@@ -28,7 +28,6 @@ log = logging.getLogger("shoal.hub")
 
 ORPHANED_S = 6 * 3600.0
 SWEEP_EVERY_MS = 3_600_000
-NEWEST = 20
 
 
 class Uploads:
@@ -38,33 +37,15 @@ class Uploads:
         self._limit = context.config.submission_limits.compressed_bytes
         self._swept_ms: int | None = None
         self._sweeping = threading.Lock()
-        if context.config.settings.storage:
-            self._require_this_runs_store()
-
-    def _require_this_runs_store(self) -> None:
-        """A bucket that was named by hand in a run that has begun lacks what was promised: better said now."""
-        with self._context.storage.read() as reader:
-            known = reader.decided_submissions(NEWEST)
-        try:
-            if not known or any(self._context.blobs.has(row.submission) for row in known):
-                return
-        except ResourceError as error:  # it may be back when it is needed
-            log.warning("the store cannot be asked now: %s", error)
-            return
-        raise ConfigError(
-            f"hub.storage = {self._context.config.settings.storage} has none of this run's submissions: leave "
-            "hub.storage as it was, or move the run with `shoal backup` and `shoal restore --set hub.storage=URL`"
-        )
 
     def ticket(self, node: NodeRow, lease: str, request: UploadRequest) -> SignedDocument:
         """Leave to upload these bytes, or the refusal that handing them in would meet."""
         inbox = self._inbox()
         if request.size_bytes > self._limit:
-            raise Refusal(
-                413, "body.too_big", f"the submission is larger than the {self._limit} bytes that are allowed here"
-            )
+            sentence = f"the submission is larger than the {self._limit} bytes that are allowed here"
+            raise Refusal(413, "body.too_big", sentence)
         arrival = submissions.Arrival(node.node, lease, request.submission, request.size_bytes)
-        needed = self._work.consider(node, arrival).status != submissions.SAME_AGAIN
+        needed = self._work.consider(node, arrival)[0] != submissions.SAME_AGAIN
         now_ms = self._context.clock.now_ms()
         ticket = UploadTicket(
             run=self._context.config.run_id,
@@ -84,19 +65,17 @@ class Uploads:
     def commit(self, node: NodeRow, lease: str, commit: UploadCommit) -> tuple[int, SignedDocument]:
         """(201 or 200, the signed receipt), as `Work.submit` gives it for the bytes that were uploaded."""
         inbox = self._inbox()
-        early = self._work.consider(node, submissions.Arrival(node.node, lease, commit.submission, 0))
-        if early.status == submissions.SAME_AGAIN:
-            return early.status, self._context.signed_before(early.row.receipt)
+        status, row = self._work.consider(node, submissions.Arrival(node.node, lease, commit.submission, 0))
+        if status == submissions.SAME_AGAIN:
+            return status, self._context.signed_before(row.receipt)
         body = inbox.take(lease, self._limit)
         if body is None:
-            raise Refusal(
-                409, "upload.missing", f"nothing was uploaded for lease {lease}, or more than allowed: upload it again"
-            )
+            sentence = f"nothing was uploaded for lease {lease}, or more than allowed: upload it again"
+            raise Refusal(409, "upload.missing", sentence)
         if submission_digest(body) != commit.submission:
             inbox.discard(lease)  # or the same bytes are read again for every commit that names something else
-            raise Refusal(
-                422, "upload.other_bytes", f"what was uploaded for lease {lease} does not have the hash that was named"
-            )
+            sentence = f"what was uploaded for lease {lease} does not have the hash that was named"
+            raise Refusal(422, "upload.other_bytes", sentence)
         try:
             answer = self._work.submit(node, lease, body)
         except Refusal as refusal:
@@ -110,9 +89,8 @@ class Uploads:
     def _inbox(self) -> Inbox:
         inbox = self._context.blobs.inbox
         if inbox is None:
-            raise Refusal(
-                409, "upload.by_hub", "this run takes submissions at the hub itself: PUT /submissions/{lease}"
-            )
+            sentence = "this run takes submissions at the hub itself: PUT /submissions/{lease}"
+            raise Refusal(409, "upload.by_hub", sentence)
         return inbox
 
     def _sweep_once_in_a_while(self, inbox: Inbox, now_ms: int) -> None:

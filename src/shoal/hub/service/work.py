@@ -8,46 +8,32 @@ PUT ─► caps ─► would it be taken at all? ─► decode ─► blob + fsy
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from shoal.environments import identity_of
 from shoal.errors import CodecError, ConfigError, EnvironmentSetupError, ModelError
 from shoal.hub.changes import Topic
 from shoal.hub.service.calibrating import Calibrating
-from shoal.hub.service.context import Context, node_label
+from shoal.hub.service.context import Context, node_label, orders_of, shared
 from shoal.hub.service.drawing import Drawing, NotReady
-from shoal.hub.service.owner import orders_of
 from shoal.hub.service.turns import Place
-from shoal.hub.state import draws, leases, newcomers, pacing, reputation, sanctions, submissions, windows
-from shoal.hub.state.commands import Command, SaveNode
-from shoal.hub.state.nodes import require_welcome
-from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
+from shoal.hub.state import draws, leases, newcomers, nodes, pacing, reputation, submissions
+from shoal.hub.state.commands import Command, Refusal, SaveNode
+from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
 from shoal.ledger import head_of
-from shoal.protocol import (
-    SUBMISSION_FORMAT,
-    AuditRequest,
-    Lease,
-    LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    NodeState,
-    PolicyRef,
-    Receipt,
-    SignedDocument,
-    Submission,
-    submission_digest,
-    unpack,
-)
+from shoal.protocol.codec import unpack
+from shoal.protocol.lease import Lease, LeaseRelease, LeaseReply, LeaseRequest
+from shoal.protocol.node import NodeState
+from shoal.protocol.signing import SignedDocument
+from shoal.protocol.submission import SUBMISSION_FORMAT, Receipt, Submission, submission_digest
+from shoal.protocol.verdict import AuditRequest
 from shoal.runtime.crash import point
 
-TRIES = 8
-"""Decisions on one request, if others are faster each time to take the units whose tasks were made for it."""
 ENTRUSTED = 4
 """Units that a validator gets at once to generate: a batch worth an engine's while, and audits do not wait long."""
+AHEAD = 4
+"""How many requests' worth of tasks who was overtaken makes: others are likely to be overtaken just now, too."""
 
 
 class Work:
@@ -62,94 +48,112 @@ class Work:
         self._delivered_ms: dict[str, int] = {}
         self._delivered_lock = threading.Lock()
         self._tempo_at: tuple[int, pacing.Tempo | None] = (-1, None)
-        self._next_unit: int | None = None  # as far as this process knows: whose task is wanted next
+        with context.storage.read() as reader:
+            self._next_unit = reader.progress().next_unit  # as far as this process knows: whose task is wanted next
         self.late = 0  # submissions refused since the start because their unit had gone to somebody else
 
     def lease(self, node: NodeRow, request: LeaseRequest, network: str = "", address: str = "") -> LeaseReply:
-        """Leases for a worker, or none and why. Tasks are made before the decision, or between two of them.
+        """Leases for a worker, or none and why. Tasks are made before the decision, which is made anew (`retry`) if
+        others took those units meanwhile. `network` is where it asks from (empty: this very machine), `address` from
+        where in it; that is not kept."""
+        self.drawing.prepare(self._next_unit, request.max_units)
+        try:
+            return self._lease(node, request, Place(network, address, node.node))
+        except NotReady as missing:
+            self.drawing.prepare_again(missing.again)
+            if missing.first is not None:
+                self.drawing.prepare(missing.first, AHEAD * request.max_units)
+            raise
 
-        `network` is where it asks from (empty: this very machine), `address` from where in it; that is not kept.
-        """
-        place = Place(network, address, node.node)
-        if self._next_unit is not None:
-            self.drawing.prepare(self._next_unit, request.max_units)
-        for _ in range(TRIES):
-            try:
-                return self._decide(node, request, place)
-            except NotReady as missing:
-                self.drawing.prepare_again(missing.again)
-                if missing.first is not None:
-                    self.drawing.prepare(missing.first, request.max_units)
-        return LeaseReply(waiting="a unit: others took those whose tasks were made meanwhile; ask again")
-
-    def _decide(self, node: NodeRow, request: LeaseRequest, place: Place) -> LeaseReply:
-        context = self._context
-        alarms: list[Command] = []
+    def _lease(self, node: NodeRow, request: LeaseRequest, place: Place) -> LeaseReply:
+        context, planned = self._context, leases.LeasePlan()
         with context.decision(sweep=True) as (transaction, moment):
             terms = self._calibrating.terms(transaction, request.profile)
             fresh = self._arrived(transaction, node, moment, place.network, request.profile, terms.measured)
             lost = self._abandon(transaction, moment, fresh, request)
-            ask, open_units, moment = self._ask(transaction, moment, fresh, request, place)
-            halted = "" if ask.granted else orders_of(transaction).halted(moment.now_ms) or terms.waiting
-            signs = partial(self._lease_document, profile=request.profile, calibration=terms.calibration)
-            drawn = self._draws(transaction, moment, signs, alarms, open_units)
-            granted = leases.Grant(waiting=halted) if halted else leases.grant(moment, open_units, ask, drawn)
-            transaction.apply([*granted.commands, *alarms])
-            if granted.leases:
+            known = transaction.requested_leases(node.node, request.request)
+            halted = orders_of(transaction).halted(moment.now_ms) or terms.waiting
+            if known:  # the same request gets the same leases again
+                granted = known
+            elif halted:
+                planned, granted = leases.LeasePlan(halted), []
+            else:
+                ask, open_units, moment = self._ask(transaction, moment, node, request, place)
+                planned = leases.plan(moment, open_units, ask)
+                missing = [unit for unit in planned.again if not self.drawing.is_made(unit)]
+                if missing:
+                    raise NotReady(again=missing)
+                new, alarms = self.drawing.fresh_units(transaction, moment, planned.fresh)
+                issued = leases.issue(moment, ask, planned, new)
+                granted = self._issue(transaction, moment, issued, request.profile, terms.calibration, alarms)
+            if granted:
                 point("hub.lease.before_commit")
-        if granted.leases:
+        if granted:
             point("hub.lease.after_commit")
-        self._note_units(moment, granted)
-        self._note_turn(moment, ask, granted, place)
+        self._next_unit = max([self._next_unit, moment.progress.next_unit, *(lease.unit + 1 for lease in granted)])
+        short = bool(planned.short)
+        if fresh.on_probation and not known and (short or granted):  # who has another reason than a lack does not wait
+            inside = not granted and planned.short == "inside"
+            context.turns.asked(place, len(granted), moment.now_ms, planned.yields, inside)
         if lost:
             context.changes.notify(Topic.LEASES)  # others may have got nothing for want of these units
         finished = pacing.is_finished(moment.rules, moment.progress)
-        if granted.leases or finished:
+        if granted or finished:
             context.waits.done(node_label(node))
         else:
-            context.waits.waiting(node_label(node), f"a unit: {granted.waiting}", moment.now_ms)
-        documents = tuple(context.signed_before(lease.document) for lease in granted.leases)
+            context.waits.waiting(node_label(node), f"a unit: {planned.waiting}", moment.now_ms)
         return LeaseReply(
-            leases=documents,
-            waiting=granted.waiting,
+            leases=tuple(context.signed_before(lease.document) for lease in granted),
+            waiting="" if granted else planned.waiting,
             finished=finished,
             policy=moment.progress.policy,
-            held_back=granted.held_back,
+            held_back=not granted and planned.held_back,
         )
+
+    def _issue(
+        self,
+        transaction: Writer,
+        moment: Moment,
+        issued: list[tuple[LeaseRow, UnitRow]],
+        profile: str,
+        calibration: str,
+        alarms: list[Command],
+    ) -> list[LeaseRow]:
+        """Sign leases and write them down."""
+        signed = [
+            (replace(lease, document=self._lease_document(lease, unit, profile, calibration)), unit)
+            for lease, unit in issued
+        ]
+        transaction.apply([*leases.issued(signed, moment.progress.next_unit), *alarms])
+        return [lease for lease, _ in signed]
 
     def entrust(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
         """Leases for a validator: those that it holds, or else some of the units that nobody could judge."""
-        with self._context.storage.read() as reader:
-            if not reader.open_units(1, entrusted=True) and not reader.holdings(node.node):
-                return ()
-        for _ in range(TRIES):
-            try:
-                return self._entrust(node, request)
-            except NotReady as missing:
-                self.drawing.prepare_again(missing.again)
-        return ()
-
-    def _entrust(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
         context, left = self._context, frozenset(request.left)
+        with context.storage.read() as reader:
+            units = reader.open_units(ENTRUSTED, entrusted=True)
+            if not units and not reader.holdings(node.node):
+                return ()
+        self.drawing.prepare_again(units)
         with context.decision(sweep=True) as (transaction, moment):
             holdings = transaction.holdings(node.node)
             transaction.apply(leases.give_up(moment, holdings, left))
-            held = tuple(each.lease for each in holdings if each.lease.lease not in left)
+            held = [each.lease for each in holdings if each.lease.lease not in left]
             if not held and not orders_of(transaction).halted(moment.now_ms):
                 units = transaction.open_units(ENTRUSTED, entrusted=True)
-                signs = partial(self._lease_document, profile=request.generates, calibration="")
-                drawn = self._draws(transaction, moment, signs, [], units)
-                granted = leases.entrust(moment, units, transaction.node(node.node) or node, drawn)
-                transaction.apply(granted.commands)
-                held = granted.leases
-        self.drawing.forget([lease.unit for lease in held])
+                made = [unit for unit in units if self.drawing.is_made(unit)]  # others come with the next request
+                planned = leases.entrust(moment, made)
+                name = f"entrusted-u{units[0].unit}a{units[0].attempt}" if units else ""
+                ask = leases.Ask(transaction.node(node.node) or node, name, len(units), held=0)
+                issued = leases.issue(moment, ask, planned)
+                held = self._issue(transaction, moment, issued, request.generates, "", [])
         return tuple(context.signed_before(lease.document) for lease in held)
 
     def _arrived(
         self, transaction: Writer, node: NodeRow, moment: Moment, network: str, kind: str, measured: bool
     ) -> NodeRow:
         """The node as it is now; a suspension that is over ends here, where that matters."""
-        before, commands = sanctions.lift(transaction.node(node.node) or node, moment.now_ms)
+        before, commands = nodes.lift(transaction.node(node.node) or node, moment.now_ms)
         fresh = replace(before if measured else reputation.unmeasured(before), network=network, kind=kind)
         if fresh != before:
             commands.append(SaveNode(fresh, fresh.state))
@@ -162,20 +166,20 @@ class Work:
         """The request with all that decides about it, the units that are open, and the moment to decide at."""
         fresh = transaction.node(node.node) or node  # what lapsed just now may have cost it something
         held = len(transaction.holdings(node.node))
-        granted = tuple(transaction.requested_leases(node.node, request.request))
         open_units = transaction.open_units(request.max_units)
         if self._context.storage.is_shared and (fresh.on_probation or len(open_units) < request.max_units):
             moment = replace(moment, progress=transaction.frontier())
+        policy = request.policy
+        is_known = policy is not None and transaction.policy(policy.incarnation, policy.version) == policy
         ask = leases.Ask(
             node=fresh,
             request=request.request,
             max_units=request.max_units,
             held=held,
-            granted=granted,
             crowd=self._crowd(transaction, moment, fresh, held, place),
             tempo=self._tempo(transaction, moment),
-            policy=request.policy,
-            behind=request.behind and _is_known(transaction, request.policy),
+            policy=policy,
+            behind=request.behind and is_known,
         )
         return ask, open_units, moment
 
@@ -188,16 +192,12 @@ class Work:
         return self._tempo_at[1]
 
     def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int, place: Place) -> newcomers.Crowd:
-        """How things stand between newcomers and established nodes.
-
-        One that is at its limit is not asking, nor one that only asks: who delivers nothing must not keep work from
-        those who would.
-        """
+        """How things stand between newcomers and established nodes. One that is at its limit is not asking, nor one
+        that only asks: who delivers nothing must not keep work from those who would."""
         since_ms = moment.now_ms - newcomers.HERE_MS
         if not node.on_probation:
-            delivered_ms = self._delivered_ms.get(node.node, 0)
-            delivers = delivered_ms >= _counts_since_ms(moment)
-            if delivers and held < windows.of(moment.rules, node) and node.state is NodeState.ACTIVE:
+            delivers = self._delivered_ms.get(node.node, 0) >= _counts_since_ms(moment)
+            if delivers and held < nodes.window(moment.rules, node) and node.state is NodeState.ACTIVE:
                 self._asked_ms = moment.now_ms
             return newcomers.Crowd()
         ahead, ahead_inside = self._context.turns.ahead(place, moment.now_ms, moment.rules.lease_ms)
@@ -209,12 +209,6 @@ class Work:
             ahead_inside=ahead_inside,
             taken=self._context.turns.taken(place),
         )
-
-    def _note_turn(self, moment: Moment, ask: leases.Ask, granted: leases.Grant, place: Place) -> None:
-        """Who got no unit for another reason than a lack of them does not wait, and nobody has to yield to it."""
-        if ask.node.on_probation and not ask.granted and (granted.leases or granted.short):
-            inside = granted.short == "inside"
-            self._context.turns.asked(place, len(granted.leases), moment.now_ms, granted.yields, inside)
 
     def _note_delivery(self, node: str, moment: Moment) -> None:
         """Who delivered last is last in the dictionary, so that what no longer counts goes from its front."""
@@ -253,134 +247,68 @@ class Work:
         """(201 or 200, the signed receipt). On return the submission survives any crash."""
         context = self._context
         arrival = submissions.Arrival(node.node, lease, submission_digest(body), len(body))
-        early = self.consider(node, arrival)
-        if early.status == submissions.SAME_AGAIN:
-            return early.status, context.signed_before(early.row.receipt)
-        arrival = replace(arrival, tokens=self._check_header(body, early.row))
+        status, row = self.consider(node, arrival)
+        if status == submissions.SAME_AGAIN:
+            return status, context.signed_before(row.receipt)
+        arrival = replace(arrival, tokens=self._check_header(body, row))
         point("hub.submit.before_blob")
         context.blobs.put(body)
         point("hub.submit.after_blob")
         with context.decision() as (transaction, moment):
             transaction.lock_nodes([node.node])
-            receipt = partial(self._receipt, transaction)
-            reception = self._receive(transaction, moment, node, arrival, receipt)
-            transaction.apply(reception.commands)
+            status, row, fresh, holding = self._receive(transaction, moment, node, arrival)
+            if status == submissions.CREATED:
+                row = replace(row, receipt=self._receipt(transaction, row))
+                transaction.apply(submissions.received(fresh, holding, row, moment.now_ms))
             point("hub.submit.before_commit")
         point("hub.submit.after_commit")
         self._note_delivery(node.node, moment)
         context.changes.notify(Topic.AUDITS)
-        return reception.status, context.signed_before(reception.row.receipt)
+        return status, context.signed_before(row.receipt)
 
-    def consider(self, node: NodeRow, arrival: submissions.Arrival) -> submissions.Reception:
+    def consider(self, node: NodeRow, arrival: submissions.Arrival) -> tuple[int, SubmissionRow]:
         """Whether it would be taken as things stand, before anything is stored; raises the refusal if not."""
-        context = self._context
-        with context.storage.read() as reader:
-            moment = Moment(context.rules, reader.progress(counted=False), context.clock.now_ms())
-            return self._receive(reader, moment, node, arrival, lambda _row: "")  # nothing is promised yet
+        with self._context.storage.read() as reader:
+            return self._receive(reader, self._context.moment(reader, counted=False), node, arrival)[:2]
 
     def _receive(
-        self,
-        reader: Reader,
-        moment: Moment,
-        node: NodeRow,
-        arrival: submissions.Arrival,
-        receipt: Callable[[SubmissionRow], str],
-    ) -> submissions.Reception:
+        self, reader: Reader, moment: Moment, node: NodeRow, arrival: submissions.Arrival
+    ) -> tuple[int, SubmissionRow, NodeRow, Holding]:
         fresh = reader.node(arrival.node) or node
         holding = submissions.check_owner(reader.holding(arrival.lease), arrival.node, arrival.lease)
         existing = reader.submission_of_lease(arrival.lease)
         if existing is None:
-            require_welcome(fresh)
+            nodes.require_welcome(fresh)
             fraction = draws.audit_fraction(self._context.secret, arrival.submission)
             arrival = replace(arrival, depth=reputation.depth_for(moment.rules, fresh, fraction))
         try:
-            return submissions.receive(moment, fresh, holding, existing, arrival, receipt)
+            return *submissions.receive(moment, fresh, holding, existing, arrival), fresh, holding
         except Refusal as refusal:
             self.late += refusal.code == submissions.LATE
             raise
 
     def _check_header(self, body: bytes, row: SubmissionRow) -> int:
         """Refuse what cannot be meant: bytes that are no submission, or one of another run, node, lease or unit.
-
-        Returns how many tokens a prefill of it has.
-        """
+        Returns how many tokens a prefill of it has."""
         try:
             submission = unpack(body, Submission, self._limits)
         except CodecError as error:
             raise Refusal(422, "submission.malformed", str(error)) from error
-        expected = {
-            "format": SUBMISSION_FORMAT,
-            "run": self._context.config.run_id,
-            "node": row.node,
-            "lease": row.lease,
-            "unit": row.unit,
-        }
-        if len(submission.rollouts) != self._context.rules.group_size:
-            raise Refusal(
-                422,
-                "submission.group",
-                f"the submission has {len(submission.rollouts)} rollouts; groups have {self._context.rules.group_size}",
-            )
-        for name, value in expected.items():
+        group_size, rollouts = self._context.rules.group_size, submission.rollouts
+        if len(rollouts) != group_size:
+            sentence = f"the submission has {len(rollouts)} rollouts; groups have {group_size}"
+            raise Refusal(422, "submission.group", sentence)
+        expected = {"run": self._context.config.run_id, "node": row.node, "lease": row.lease, "unit": row.unit}
+        for name, value in {"format": SUBMISSION_FORMAT, **expected}.items():
             found = getattr(submission, name)
             if found != value:
-                raise Refusal(
-                    422, "submission.mismatch", f"the submission's {name} is {found!r}; this lease has {value!r}"
-                )
-        return sum(len(submission.prompt) + len(rollout.tokens) for rollout in submission.rollouts) // 4
+                sentence = f"the submission's {name} is {found!r}; this lease has {value!r}"
+                raise Refusal(422, "submission.mismatch", sentence)
+        return sum(len(submission.prompt) + len(rollout.tokens) for rollout in rollouts) // 4
 
     def _receipt(self, reader: Reader, row: SubmissionRow) -> str:
-        return self._context.sign(
-            Receipt(
-                run=self._context.config.run_id,
-                node=row.node,
-                lease=row.lease,
-                unit=row.unit,
-                submission=row.submission,
-                size_bytes=row.size_bytes,
-                received_at_ms=row.received_at_ms,
-                ledger=head_of(self._context.config.run_id, reader.ledger_last()),
-            )
-        )
-
-    def _note_units(self, moment: Moment, granted: leases.Grant) -> None:
-        units = [lease.unit for lease in granted.leases]
-        self.drawing.forget(units)
-        self._next_unit = max([self._next_unit or 0, moment.progress.next_unit, *(unit + 1 for unit in units)])
-
-    def _draws(
-        self,
-        reader: Reader,
-        moment: Moment,
-        signs: Callable[[LeaseRow, UnitRow], str],
-        alarms: list[Command],
-        open_units: Sequence[UnitRow],
-    ) -> leases.Draws:
-        """How this decision gets tasks and documents; what the owner should know of it is added to `alarms`.
-
-        Who can have some new units does not wait until the tasks of more are made.
-        """
-        drawn: list[int] = []
-
-        def task_of(unit: int) -> str | None:
-            try:
-                task, raised = self.drawing.task_of(reader, moment, unit)
-            except NotReady:
-                if drawn:
-                    return None
-                raise
-            drawn.append(unit)
-            alarms.extend(raised)
-            return task
-
-        def document(lease: LeaseRow, unit: UnitRow) -> str:
-            try:
-                return signs(lease, unit)
-            except NotReady as missing:
-                others = [each for each in open_units if not self.drawing.is_ready(each)]
-                raise NotReady(again=[*missing.again, *others]) from None
-
-        return leases.Draws(task_of, document)
+        run = self._context.config.run_id
+        return self._context.sign(Receipt(run=run, ledger=head_of(run, reader.ledger_last()), **shared(row, Receipt)))
 
     def _lease_document(self, lease: LeaseRow, unit: UnitRow, profile: str, calibration: str) -> str:
         config = self._context.config
@@ -392,11 +320,8 @@ class Work:
         identity = identity_of(config.environment)
         return self._context.sign(
             Lease(
+                **shared(lease, Lease),
                 run=config.run_id,
-                lease=lease.lease,
-                node=lease.node,
-                unit=unit.unit,
-                attempt=lease.attempt,
                 policy=lease.policy,
                 task=unit.task,
                 prompt_ids=prompt.ids,
@@ -411,16 +336,8 @@ class Work:
                 data_digest=identity.data_digest,
                 length_target=prompt.length_target,
                 dialogue=prompt.dialogue,
-                issued_at_ms=lease.issued_at_ms,
-                deadline_ms=lease.deadline_ms,
-                hard_deadline_ms=lease.hard_deadline_ms,
             )
         )
-
-
-def _is_known(reader: Reader, policy: PolicyRef | None) -> bool:
-    """Whether this very policy was announced."""
-    return policy is not None and reader.policy(policy.incarnation, policy.version) == policy
 
 
 def _counts_since_ms(moment: Moment) -> int:

@@ -1,48 +1,57 @@
 """Audits: who checks what, until when, and what a verdict changes.
 
     received ─ claim ─► auditing ─ verdict ─► accepted ─► credit; unit accepted, dropped (equal rewards) or void (stale)
-       ▲                   │                  rejected ─► strike, perhaps a ban; unit open again; see `pulls`
+       ▲                   │                  rejected ─► strike, perhaps a ban; unit open again; the rest as below
        └── claim ran out ──┘                  unsure ─► nothing for anybody; unit open again (`units`)
 
-A statistical rejection is unsure if most machines of that kind fail the same check (`kinds`). A validator's own group
-earns nothing and costs nothing: if it cannot be used, that is an attempt of ours that came to nothing.
+A statistical rejection is unsure if most machines of that kind fail the same check (`reputation`). A validator's own
+group earns nothing and costs nothing: if it cannot be used, that is an attempt of ours that came to nothing.
 
 The first verdict on a submission stands. The same outcome again, also from another validator, is harmless. What is to
 be audited fully cannot be accepted after a light audit; it can be rejected, for a failed check is a failed check.
+
+What a failed audit does to the rest of its node's work: what nobody looked at closely is not believed any more.
+
+    accepted by a light audit, in no batch yet ─► pulled; the unit is open again, task and seeds unchanged
+    accepted by a full audit, in no batch yet ──► stays, unless the node is banned for it (audits by reputation only)
+    waiting for a light audit, or in one ───────► waits for a full one
+    credit pending ─────────────────────────────► void
+    credit final (its window has passed) ───────► stays; its unit is void: not trained on, and not paid twice
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from shoal.hub.state import credits, gains, kinds, nodes, pacing, pulls, reputation, windows
-from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state import credits, nodes, pacing, reputation
+from shoal.hub.state.commands import AddVerdict, Command, Record, Refusal, SaveNode, SaveSubmission, SaveUnit, alarm
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
-from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rewards import has_equal_rewards, pass_rate
-from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
+from shoal.hub.state.rows import Filled, Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
-from shoal.protocol import Outcome, Severity, Tally, Verdict, document_hash
+from shoal.protocol import Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
 from shoal.protocol.branches import Branches
+
+DECIDED = "verdict.decided"
+PULLED = "node.failed"
+TASK_PART, JUDGE_PART = "task", "judge."
 
 
 def expire(submissions: Sequence[SubmissionRow], now_ms: int) -> list[Command]:
     """Put back what a validator claimed and did not judge in time."""
-    return [_put_back(row) for row in submissions if _is_claimed(row) and (row.claimed_until_ms or 0) <= now_ms]
+    return [_put_back(row) for row in _claimed(submissions) if (row.claimed_until_ms or 0) <= now_ms]
 
 
 def abandon(submissions: Sequence[SubmissionRow], validator: str, left: Container[str]) -> list[Command]:
     """Put back what a validator that asks for more claimed before: it has lost it, but for those `left` for later."""
-    return [
-        _put_back(row)
-        for row in submissions
-        if _is_claimed(row) and row.validator == validator and row.submission not in left
-    ]
+    own = [row for row in _claimed(submissions) if row.validator == validator]
+    return [_put_back(row) for row in own if row.submission not in left]
 
 
-def _is_claimed(row: SubmissionRow) -> bool:
-    return row.state == SubmissionState.AUDITING
+def _claimed(submissions: Sequence[SubmissionRow]) -> list[SubmissionRow]:
+    return [row for row in submissions if row.state == SubmissionState.AUDITING]
 
 
 def _put_back(row: SubmissionRow) -> SaveSubmission:
@@ -59,22 +68,31 @@ def claim(moment: Moment, waiting: Sequence[SubmissionRow], validator: str, coun
     ]
 
 
-DECIDED = "verdict.decided"
-
-
 @dataclass(frozen=True)
 class VerdictCase:
     """All that a verdict may touch: the submission, its unit, its node, the leases that the node holds, and what else
-    it has at stake. `leased_at_ms` is when the submission's lease was issued, 0 where nothing has failed; `kin` are
-    nodes of the same kind."""
+    it has at stake if an audit fails: accepted groups in no batch (`untrained`), what waits for a `light` audit, and
+    what it has `pending` credit for. `leased_at_ms` is when the submission's lease was issued, 0 where nothing has
+    failed; `kin` are nodes of the same kind."""
 
     submission: SubmissionRow
     unit: UnitRow
     node: NodeRow
-    holdings: tuple[Holding, ...] = ()
-    stake: pulls.Stake = field(default_factory=pulls.Stake)
+    holdings: Sequence[Holding] = ()
     leased_at_ms: int = 0
-    kin: tuple[NodeRow, ...] = ()
+    kin: Sequence[NodeRow] = ()
+    untrained: Sequence[Filled] = ()
+    light: Sequence[SubmissionRow] = ()
+    pending: Sequence[SubmissionRow] = ()
+
+    @property
+    def is_current(self) -> bool:
+        return self.unit.state == UnitState.SUBMITTED and self.unit.submission == self.submission.submission
+
+    @property
+    def is_before_failure(self) -> bool:
+        """Whether the work was leased before its node last failed a statistical check."""
+        return self.node.failed_at_ms > 0 and self.leased_at_ms <= self.node.failed_at_ms
 
 
 @dataclass(frozen=True)
@@ -92,11 +110,11 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     _require_fitting(moment.rules, case, verdict)
     if submission.state not in UNDECIDED_SUBMISSIONS:
         return _judge_again(submission, verdict)
-    if _is_before_failure(case):  # the record has begun anew since: a second strike rests on fresh data alone
+    if case.is_before_failure:  # the record has begun anew since: a second strike rests on fresh data alone
         verdict = verdict.model_copy(update={"tally": Tally(), "branches": Branches()})
         ruling = replace(ruling, verdict=verdict)
-    case = replace(case, node=gains.counted(case.node, verdict))
-    spread = kinds.failing(moment, case.node, case.kin, verdict)
+    case = replace(case, node=reputation.counted(case.node, verdict))
+    spread = reputation.failing_kind(moment, case.node, case.kin, verdict)
     outcome = Outcome.UNSURE if spread else verdict.outcome
     accepted, paid = outcome == Outcome.ACCEPTED, not case.node.trusted
     decided = submission.to(
@@ -119,33 +137,31 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     if accepted:
         return commands + _accept(moment, case, decided, ruling)
     if case.node.trusted:
-        return commands + _wasted(moment, case, ruling)
+        return commands + _wasted(moment, case, verdict)
     if outcome == Outcome.REJECTED:
         return commands + _reject(moment, case, ruling)
     if spread:
-        return [*commands, *_unsure(moment, case, kinds.failed(case.node, verdict, moment.now_ms), ""), spread]
-    node = reputation.unsure(case.node, verdict, own_fault=verdict.reason not in NOT_THE_NODES)
-    return commands + _unsure(moment, case, node, verdict.reason)
+        node, reason = reputation.failed_with_kind(case.node, verdict, moment.now_ms), ""
+        commands.append(spread)
+    else:
+        node = reputation.unsure(case.node, verdict, own_fault=verdict.reason not in NOT_THE_NODES)
+        reason = verdict.reason
+    commands.append(SaveNode(node, case.node.state))
+    return commands + (fail(moment, [case.unit], reason) if case.is_current else [])
 
 
-def _unsure(moment: Moment, case: VerdictCase, node: NodeRow, reason: str) -> list[Command]:
-    failed = fail(moment, [case.unit], reason) if _is_current(case) else []
-    return [SaveNode(node, case.node.state), *failed]
-
-
-def _wasted(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
+def _wasted(moment: Moment, case: VerdictCase, verdict: Verdict) -> list[Command]:
     """A group that a validator generated cannot be used: an attempt of ours, and no sanction."""
-    verdict, rejected = ruling.verdict, ruling.verdict.outcome == Outcome.REJECTED
+    rejected = verdict.outcome == Outcome.REJECTED
     node = replace(case.node, rejected=case.node.rejected + rejected, unsure=case.node.unsure + (not rejected))
     commands: list[Command] = [SaveNode(node, case.node.state)]
     if rejected:
-        step = moment.progress.next_step
         message = (
-            f"step {step}: a validator rejected a group that validator {node.name} had generated itself "
-            f"({verdict.reason}): one of the two is broken; `shoal why {case.unit.unit}` has the verdict"
+            f"a validator rejected a group that validator {node.name} had generated itself ({verdict.reason}): one of "
+            f"the two is broken; `shoal why {case.unit.unit}` has the verdict"
         )
-        commands.append(RaiseAlarm(step, f"trusted.{verdict.reason}", message, moment.now_ms))
-    return commands + (fail(moment, [case.unit], verdict.reason, trusted=True) if _is_current(case) else [])
+        commands.append(alarm(moment, f"trusted.{verdict.reason}", message))
+    return commands + (fail(moment, [case.unit], verdict.reason, trusted=True) if case.is_current else [])
 
 
 def _judge_again(submission: SubmissionRow, verdict: Verdict) -> list[Command]:
@@ -166,109 +182,144 @@ def disagreement(moment: Moment, submission: SubmissionRow, ruling: Ruling) -> l
     }
     if contradicts.get(submission.state) != ruling.verdict.outcome:
         return []
-    step, reason = moment.progress.next_step, ruling.verdict.reason or submission.reason
     message = (
-        f"step {step}: validators {submission.validator} and {ruling.validator} disagree about unit {submission.unit} "
-        f"({reason}); the first verdict stands. One of them is wrong: run `shoal doctor --selftest` on both, and stop "
-        "the one that fails"
+        f"validators {submission.validator} and {ruling.validator} disagree about unit {submission.unit} "
+        f"({ruling.verdict.reason or submission.reason}); the first verdict stands. One of them is wrong: run "
+        "`shoal doctor --selftest` on both, and stop the one that fails"
     )
-    return [RaiseAlarm(step, "verdict.disagreement", message, moment.now_ms)]
+    return [alarm(moment, "verdict.disagreement", message)]
 
 
 def _require_fitting(rules: Rules, case: VerdictCase, verdict: Verdict) -> None:
+    """Refuse what no group of this run can have: impossible sums would spoil their node's record, for or against it."""
+    tally, branches, most = verdict.tally, verdict.branches, rules.group_size * rules.max_new_tokens
     if (verdict.unit, verdict.node) != (case.submission.unit, case.submission.node):
         raise Refusal(422, "verdict.mismatch", "the verdict names another unit or node than its submission")
-    if verdict.outcome != Outcome.REJECTED:  # an unsure audit joins the record, too
-        _require_possible(rules, verdict.tally)
-    if len(verdict.branches.differences) > verdict.branches.looked or verdict.branches.looked > rules.group_size:
-        raise Refusal(422, "verdict.branches", f"{verdict.branches.looked} branches of {rules.group_size} rollouts")
+    if verdict.outcome != Outcome.REJECTED and (tally.tokens > most or tally.accidents > tally.proofs):
+        sums = f"{tally.tokens} tokens, {tally.accidents} accidents in {tally.proofs} proofs"
+        raise Refusal(422, "verdict.tally", f"the tally is impossible: {sums}")
+    if len(branches.differences) > branches.looked or branches.looked > rules.group_size:
+        raise Refusal(422, "verdict.branches", f"{branches.looked} branches of {rules.group_size} rollouts")
     if verdict.outcome != Outcome.ACCEPTED:
         return
     if len(verdict.rewards) != rules.group_size:
-        raise Refusal(
-            422, "verdict.rewards", f"{len(verdict.rewards)} rewards for a group of {rules.group_size} rollouts"
-        )
-    if not 0 <= verdict.generated_tokens <= rules.group_size * rules.max_new_tokens:
+        sentence = f"{len(verdict.rewards)} rewards for a group of {rules.group_size} rollouts"
+        raise Refusal(422, "verdict.rewards", sentence)
+    if not 0 <= verdict.generated_tokens <= most:
         raise Refusal(422, "verdict.tokens", f"{verdict.generated_tokens} generated tokens are impossible for this run")
     if verdict.depth == "light" and case.submission.depth == "full":
         raise Refusal(422, "verdict.depth", "this submission is to be audited fully; the verdict is of a light audit")
 
 
-def _require_possible(rules: Rules, tally: Tally) -> None:
-    """Sums that no group of this run can have would spoil their node's record, for or against it."""
-    if tally.tokens > rules.group_size * rules.max_new_tokens or tally.accidents > tally.proofs:
-        raise Refusal(
-            422,
-            "verdict.tally",
-            f"the tally is impossible: {tally.tokens} tokens, {tally.accidents} accidents in {tally.proofs} proofs",
-        )
-
-
 def _accept(moment: Moment, case: VerdictCase, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
-    progress, verdict = moment.progress, ruling.verdict
-    commands = _paid(moment, case, decided, ruling)
-    unit = case.unit
-    if not _is_current(case):
+    progress, unit, commands = moment.progress, case.unit, list[Command]()
+    if case.node.trusted:  # a validator's own group is neither credit nor trust
+        commands.append(SaveNode(replace(case.node, accepted=case.node.accepted + 1), case.node.state))
+    else:
+        widened = nodes.widened(moment.rules, reputation.passed(case.node, ruling.verdict))
+        node, record = credits.earn(widened, decided, ruling.document, moment.now_ms)
+        joined = [] if case.node.on_chain else nodes.joined(node, moment.now_ms)
+        commands += [SaveNode(node, case.node.state), *joined, record]
+    if not case.is_current:
         return commands  # the unit is void meanwhile; the work was done, so its credit stays
     if pacing.is_stale(moment.rules, progress.next_step, case.submission.version):
         return [*commands, SaveUnit(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state)]
-    if has_equal_rewards(verdict.rewards, moment.rules.drop_equal):
+    if has_equal_rewards(ruling.verdict.rewards, moment.rules.drop_equal):
         dropped = unit.to(UnitState.DROPPED, lost_step=progress.next_step, reason="equal rewards")
         after = replace(progress, dropped=progress.dropped + 1)
         return [*commands, SaveUnit(dropped, unit.state), *refill_alarm(replace(moment, progress=after))]
     return [*commands, SaveUnit(unit.to(UnitState.ACCEPTED), unit.state)]
 
 
-def _paid(moment: Moment, case: VerdictCase, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
-    """What an accepted submission does for its node: a validator's own is neither credit nor trust."""
-    if case.node.trusted:
-        return [SaveNode(replace(case.node, accepted=case.node.accepted + 1), case.node.state)]
-    widened = windows.widened(moment.rules, reputation.passed(case.node, ruling.verdict))
-    node, record = credits.earn(widened, decided, ruling.document, moment.now_ms)
-    joined = [] if case.node.on_chain else nodes.joined(node, moment.now_ms)
-    return [SaveNode(node, case.node.state), *joined, record]
-
-
 def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
-    verdict, stake, now_ms = ruling.verdict, case.stake, moment.now_ms
-    body = {
-        "node": case.node.node,
-        "unit": case.submission.unit,
-        "submission": case.submission.submission,
-        "reason": verdict.reason,
-        "severity": verdict.severity.value if verdict.severity else "",
-        "validator": ruling.validator,
-        "verdict": document_hash(ruling.document),
-    }
-    rejected = [Record("rejected", body, now_ms)] if case.node.on_chain else []
-    reopened = [SaveUnit(case.unit.reopened(), case.unit.state)] if _is_current(case) else []  # the node failed, not it
-    severity = _fresh_severity(case, verdict)
-    if severity is None:  # soft: it costs the credit of this submission, and no trust
-        return [*rejected, *nodes.reject(case.node, verdict, severity, case.holdings, now_ms), *reopened]
-    node, voided = credits.void(case.node, stake.pending, verdict.reason, now_ms)
-    struck = reputation.failed(node, severity, verdict.reason, now_ms)
-    disbelieved = moment.rules.audit == "reputation" and nodes.is_over(struck)
-    return [
-        *rejected,
-        *voided,
-        *nodes.reject(node, verdict, severity, case.holdings, now_ms),
-        *pulls.pull(stake, verdict, disbelieved, now_ms),
-        *pulls.deepen(stake.light, but=case.submission.submission),
-        *reopened,
-    ]
+    verdict, now_ms = ruling.verdict, moment.now_ms
+    commands: list[Command] = []
+    if case.node.on_chain:
+        body = {
+            "node": case.node.node,
+            "unit": case.submission.unit,
+            "submission": case.submission.submission,
+            "reason": verdict.reason,
+            "severity": verdict.severity.value if verdict.severity else "",
+            "validator": ruling.validator,
+            "verdict": document_hash(ruling.document),
+        }
+        commands.append(Record("rejected", body, now_ms))
+    severity = verdict.severity
+    if severity is Severity.STATISTICAL and case.node.statistical > 0 and case.is_before_failure:
+        severity = None  # a second strike needs fresh data: this comes of the same machine in the same state
+    node = case.node
+    if severity is not None:
+        node, voided = credits.void(case.node, case.pending, verdict.reason, now_ms)
+        commands += voided
+    commands += nodes.reject(node, verdict, severity, case.holdings, now_ms)
+    if severity is not None:
+        struck = reputation.failed(node, severity, verdict.reason, now_ms)
+        banned = moment.rules.audit == "reputation" and nodes.is_over(struck)
+        commands += pull(case.untrained, verdict, banned, now_ms)
+        commands += audit_fully(case.light, but=case.submission.submission)
+    if case.is_current:  # the node failed, not the unit
+        commands.append(SaveUnit(case.unit.reopened(), case.unit.state))
+    return commands
 
 
-def _fresh_severity(case: VerdictCase, verdict: Verdict) -> Severity | None:
-    """How much the rejection counts. A second statistical strike needs fresh data: work that was leased before the
-    first one comes of the same machine in the same state, and is rejected without a further strike."""
-    again = verdict.severity is Severity.STATISTICAL and case.node.statistical > 0
-    return None if again and _is_before_failure(case) else verdict.severity
+def pull(untrained: Sequence[Filled], verdict: Verdict, banned: bool, now_ms: int) -> list[Command]:
+    """Take back the accepted groups that are in no batch: those audited lightly, and all if the node is `banned`. Where
+    their credit was pending, their units are open again. Where it is final, the unit is void: nobody trains on it, and
+    nobody is paid for it again."""
+    message = f"its node failed the audit of unit {verdict.unit} ({verdict.reason or 'no reason given'})"
+    commands, units = list[Command](), list[int]()
+    for unit, row in ((filled.unit, filled.submission) for filled in untrained):
+        if not (banned or row.depth == "light"):
+            continue
+        if row.matures_at_ms is None:
+            commands.append(SaveUnit(unit.to(UnitState.VOID, reason=PULLED), unit.state))
+            continue
+        taken = {"reason": PULLED, "message": message, "decided_at_ms": now_ms, "matures_at_ms": None}
+        commands.append(SaveSubmission(row.to(SubmissionState.PULLED, **taken), row.state))
+        commands.append(SaveUnit(unit.reopened(), unit.state))
+        units.append(unit.unit)
+    body = {"node": verdict.node, "units": units, "submission": verdict.submission, "reason": verdict.reason}
+    return [*commands, Record("pulled", body, now_ms)] if units else commands
 
 
-def _is_before_failure(case: VerdictCase) -> bool:
-    """Whether the work was leased before its node last failed a statistical check."""
-    return case.node.failed_at_ms > 0 and case.leased_at_ms <= case.node.failed_at_ms
+def audit_fully(waiting: Sequence[SubmissionRow], but: str) -> list[Command]:
+    """Have all of `waiting` audited fully, except the submission `but`. Light audits under way are given up."""
+    commands: list[Command] = []
+    for row in waiting:
+        if row.submission != but:
+            after = row if row.state != SubmissionState.AUDITING else _put_back(row).row
+            commands.append(SaveSubmission(replace(after, depth="full"), row.state))
+    return commands
 
 
-def _is_current(case: VerdictCase) -> bool:
-    return case.unit.state == UnitState.SUBMITTED and case.unit.submission == case.submission.submission
+# ── what a group's rewards say about its task: the task's own part of them, without what length or a judge added ──────
+
+
+def task_rewards(rewards: Sequence[RolloutReward]) -> list[float]:
+    """The part `task` of every reward; the whole ones, unless all have that part."""
+    if all(TASK_PART in reward.parts for reward in rewards):
+        return [reward.parts[TASK_PART] for reward in rewards]
+    return [reward.value for reward in rewards]
+
+
+def has_equal_rewards(rewards: Sequence[RolloutReward], of: Literal["task", "total"] = "task") -> bool:
+    """Whether a group teaches nothing: the task's part of the reward (else the whole) is the same everywhere; or, `of`
+    the total, the whole is. A length bonus may differ while the task's answer does not; such a group is dropped all the
+    same. What judges say is worth learning, also where the task's own reward is the same. A group of one rollout is
+    kept."""
+    if of == "total":
+        return len(rewards) > 1 and len({reward.value for reward in rewards}) == 1
+    judged = [sorted(item for item in reward.parts.items() if item[0].startswith(JUDGE_PART)) for reward in rewards]
+    told = {(task, *said) for task, said in zip(task_rewards(rewards), judged, strict=True)}
+    return len(rewards) > 1 and len(told) == 1
+
+
+def pass_rate(rewards: Sequence[RolloutReward]) -> float | None:
+    """How much of its task a group solved, 0 to 1; None of an empty group. The same in whatever order they come.
+
+    >>> pass_rate([RolloutReward(value=1.0), RolloutReward(value=-0.5)])
+    0.5
+    """
+    solved = [min(1.0, max(0.0, value)) for value in task_rewards(rewards)]
+    return math.fsum(solved) / len(solved) if solved else None

@@ -1,7 +1,11 @@
-"""Batches: which groups a step consists of.
+"""Policies announced by the trainer, and batches: which groups a step consists of.
 
-The lowest-numbered accepted groups within the staleness bound, in order of unit. With `max_staleness` 0 a batch is
-written down only when no lower-numbered unit can still come in, so it does not depend on who was fast. Once written
+Within one incarnation a version is announced once, with one digest, and versions go up. A new incarnation means that
+the trainer could not reproduce a published digest: open leases and groups of the old one that are in no batch are void
+(a batch that is written down stays, and is trained on as it is).
+
+A batch is the lowest-numbered accepted groups within the staleness bound, in order of unit. With `max_staleness` 0 it
+is written down only when no lower-numbered unit can still come in, so it does not depend on who was fast. Once written
 it never changes. What is left over and too old for the following step is void, and so is what is still being generated
 or checked and will be too old: others get its place. Who generates it hands it in all the same, and its credit stays.
 """
@@ -14,28 +18,53 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import pacing, pools
-from shoal.hub.state.commands import AddBatch, Command, RaiseAlarm, Record, SaveUnit
+from shoal.hub.state import draws, pacing
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, SaveLease, SaveUnit
 from shoal.hub.state.machines import UNDECIDED_UNITS, LeaseState, UnitState
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, Moment, Progress, Rules, SubmissionRow, TaskRow, UnitRow
-from shoal.hub.state.units import VOID_STALE
-from shoal.protocol import Batch, BatchGroup, canonical_json
+from shoal.hub.state.units import VOID_INCARNATION, VOID_STALE
+from shoal.protocol import Batch, BatchGroup, PolicyRef, canonical_json
 
 NOBODY_ASKS = " (no unit is given out: no worker is asking)"
 """Not said where the run's owner has ordered that none is."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The units of the batch in order, or None and what it waits for."""
+def announce(
+    moment: Moment,
+    policy: PolicyRef,
+    known: PolicyRef | None = None,
+    alive: Sequence[UnitRow] = (),
+    leases: Sequence[LeaseRow] = (),
+    batched: Sequence[UnitRow] = (),
+) -> list[Command]:
+    """Make `policy` the newest one. `known` is what was announced before under its (incarnation, version), `batched`
+    are the units in batches that are not marked trained yet."""
+    newest, now_ms, next_step = moment.progress.policy, moment.now_ms, moment.progress.next_step
+    if known is not None:
+        if known.digest != policy.digest:
+            was = f"policy {policy.label} was announced with digest {known.digest[:16]}…"
+            raise Refusal(409, "policy.digest", f"{was}: weights that differ need a new incarnation")
+        return []
+    if newest is not None and policy.incarnation < newest.incarnation:
+        over = f"incarnation {policy.incarnation} is over: the newest policy is {newest.label}"
+        raise Refusal(409, "policy.incarnation", over)
+    if newest is not None and policy.incarnation == newest.incarnation and policy.version < newest.version:
+        raise Refusal(409, "policy.order", f"policy {policy.label} is older than the newest, {newest.label}")
+    if policy.version > next_step:
+        raise Refusal(409, "policy.order", f"version {policy.version} cannot exist yet: step {next_step} has no batch")
+    body = {"incarnation": policy.incarnation, "version": policy.version, "digest": policy.digest}
+    commands: list[Command] = [AddPolicy(policy, now_ms), Record("policy", body, now_ms)]
+    if newest is not None and policy.incarnation > newest.incarnation:
+        active = [lease for lease in leases if lease.state == LeaseState.ACTIVE]
+        void = [unit for unit in alive if unit.alive]
+        commands += [SaveLease(lease.to(LeaseState.VOID, now_ms), lease.state) for lease in active]
+        commands += [SaveUnit(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in void]
+    trained = [unit for unit in batched if unit.step is not None and unit.step < policy.version]
+    return commands + [SaveUnit(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
 
-    units: tuple[UnitRow, ...] | None = None
-    waiting: str = ""
 
-
-def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> Choice:
-    """Which units the batch of `step` consists of, if it is complete."""
+def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> tuple[list[UnitRow] | None, str]:
+    """The units of the batch of `step` in order, or None and what it waits for."""
     rules, progress = moment.rules, moment.progress
     _require_next(rules, progress, step)
     ready = sorted((unit for unit in alive if _is_usable(rules, step, unit)), key=lambda unit: unit.unit)
@@ -43,17 +72,15 @@ def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> Choice:
     chosen = ready[: rules.groups_per_step]
     wanted = pacing.wanted_groups(rules, progress)
     if len(ready) < wanted:
-        return Choice(waiting=_waiting(progress, len(ready), wanted, Counter(unit.state for unit in undecided)))
+        return None, _waiting(progress, len(ready), wanted, Counter(unit.state for unit in undecided))
     if rules.max_staleness == 0 and any(not chosen or unit.unit < chosen[-1].unit for unit in undecided):
-        return Choice(waiting=f"step {step}: a lower-numbered unit can still come in")
-    return Choice(units=tuple(chosen))
+        return None, f"step {step}: a lower-numbered unit can still come in"
+    return chosen, ""
 
 
 def too_few(moment: Moment, alive: Mapping[UnitState, int], step: int) -> str:
-    """What the batch of `step` waits for, where counting alone tells: fewer groups are accepted than it needs.
-
-    A trainer that waits asks after every verdict; `choose` looks at every unit that is alive.
-    """
+    """What the batch of `step` waits for, where counting alone tells: fewer groups are accepted than it needs. A
+    trainer that waits asks after every verdict; `choose` looks at every unit that is alive."""
     rules, progress = moment.rules, moment.progress
     _require_next(rules, progress, step)
     accepted, wanted = alive.get(UnitState.ACCEPTED, 0), pacing.wanted_groups(rules, progress)
@@ -62,10 +89,8 @@ def too_few(moment: Moment, alive: Mapping[UnitState, int], step: int) -> str:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was accepted for a step: the submissions of its chosen units by name, and those dropped meanwhile.
-
-    `tasks` are the tasks of all their units, `known` the rows that these tasks have; where difficulty counts.
-    """
+    """What was accepted for a step: the submissions of its chosen units by name, and those dropped meanwhile. `tasks`
+    are the tasks of all their units, `known` the rows that these tasks have; where difficulty counts."""
 
     chosen: Mapping[str, SubmissionRow]
     dropped: Sequence[SubmissionRow] = ()
@@ -81,28 +106,41 @@ def write_down(
     leases: Sequence[LeaseRow] = (),
 ) -> tuple[Batch, list[Command]]:
     """The batch of the next step and what writing it down changes. `leases` are the active ones."""
-    groups = tuple(_group(unit, sampled.chosen) for unit in chosen)
+    rules, step, now_ms = moment.rules, moment.progress.next_step, moment.now_ms
+    groups = []
+    for unit in chosen:
+        row = sampled.chosen[unit.submission or ""]
+        group = BatchGroup(
+            unit=unit.unit, submission=row.submission, node=row.node, policy=row.policy, rewards=row.rewards
+        )
+        groups.append(group)
+    rewards = [*(group.rewards for group in groups), *(row.rewards for row in sampled.dropped)]
     batch = Batch(
-        step=moment.progress.next_step,
-        groups=groups,
+        step=step,
+        groups=tuple(groups),
         dropped_groups=moment.progress.dropped,
-        sampled_reward=mean_reward([*(group.rewards for group in groups), *(row.rewards for row in sampled.dropped)]),
-        written_at_ms=moment.now_ms,
+        sampled_reward=mean_reward(rewards),
+        written_at_ms=now_ms,
     )
-    commands = _write(moment.rules, batch, chosen, too_old(moment.rules, batch.step + 1, alive, leases))
-    return batch, commands + _learn(moment.rules, sampled)
-
-
-def _learn(rules: Rules, sampled: Sampled) -> list[Command]:
-    """What the groups of this batch, and those dropped before it, say about their tasks."""
+    # The unit stays accepted until the next version is out; what changes is the step it belongs to.
+    commands: list[Command] = [AddBatch(batch)]
+    commands += [SaveUnit(replace(unit, step=step), unit.state) for unit in chosen]
+    taken = {unit.unit for unit in chosen}
+    stale = [unit for unit in too_old(rules, step + 1, alive, leases) if unit.unit not in taken]
+    commands += [SaveUnit(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state) for unit in stale]
+    if len(chosen) < rules.groups_per_step:
+        message = f"step {step} was written down with {len(chosen)} of {rules.groups_per_step} groups"
+        commands.append(RaiseAlarm(step, "batch.short", message, now_ms))
+    body = {"step": step, "units": [unit.unit for unit in chosen], "digest": batch_digest(batch)}
+    commands.append(Record("batch", body, now_ms))
     if rules.pools is None:
-        return []
+        return batch, commands
     results = [
-        pools.Result(row.unit, sampled.tasks[row.unit], row.pass_rate)
+        draws.Result(row.unit, sampled.tasks[row.unit], row.pass_rate)
         for row in (*sampled.chosen.values(), *sampled.dropped)
         if row.pass_rate is not None
     ]
-    return pools.fold(rules.pools, sampled.known, results)
+    return batch, commands + draws.fold(rules.pools, sampled.known, results)
 
 
 def mean_reward(groups: Iterable[Sequence[float]]) -> float | None:
@@ -135,41 +173,14 @@ def _waiting(progress: Progress, ready: int, wanted: int, alive: Mapping[UnitSta
     return f"step {progress.next_step}: {ready} of {wanted} groups{rest}"
 
 
-def _group(unit: UnitRow, submissions: Mapping[str, SubmissionRow]) -> BatchGroup:
-    submission = submissions[unit.submission or ""]
-    return BatchGroup(
-        unit=unit.unit,
-        submission=submission.submission,
-        node=submission.node,
-        policy=submission.policy,
-        rewards=submission.rewards,
-    )
-
-
 def too_old(rules: Rules, step: int, alive: Sequence[UnitRow], leases: Sequence[LeaseRow]) -> list[UnitRow]:
     """The alive units whose groups are too old for `step`, or will be when they come in: those that are accepted, that
-    wait for a verdict, or that are leased under an old policy. A place that they hold is lost to units of use.
-    """
+    wait for a verdict, or that are leased under an old policy. A place that they hold is lost to units of use."""
     leased = {lease.unit: lease.version for lease in leases if lease.state == LeaseState.ACTIVE}
     versions = {unit.unit: leased.get(unit.unit) if unit.state == UnitState.LEASED else unit.version for unit in alive}
     return [
         unit for unit in alive if (version := versions[unit.unit]) is not None and pacing.is_stale(rules, step, version)
     ]
-
-
-def _write(rules: Rules, batch: Batch, chosen: Sequence[UnitRow], stale: Sequence[UnitRow]) -> list[Command]:
-    # The unit stays accepted until the next version is out; what changes is the step it belongs to.
-    commands: list[Command] = [AddBatch(batch)]
-    commands += [SaveUnit(replace(unit, step=batch.step), unit.state) for unit in chosen]
-    taken = {unit.unit for unit in chosen}
-    for unit in stale:
-        if unit.unit not in taken:
-            commands.append(SaveUnit(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state))
-    if len(chosen) < rules.groups_per_step:
-        message = f"step {batch.step} was written down with {len(chosen)} of {rules.groups_per_step} groups"
-        commands.append(RaiseAlarm(batch.step, "batch.short", message, batch.written_at_ms))
-    body = {"step": batch.step, "units": [unit.unit for unit in chosen], "digest": batch_digest(batch)}
-    return [*commands, Record("batch", body, batch.written_at_ms)]
 
 
 def batch_digest(batch: Batch) -> str:

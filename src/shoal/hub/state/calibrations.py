@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.protocol import Calibration, Message, PolicyRef
 from shoal.protocol.calibration import MAX_KINDS, format_of
 
@@ -24,10 +24,8 @@ class InForce(Message):
     """The validators' calibration in force, and by kind those that the owner signed, the last at `owners_at_ms`."""
 
     digest: str = ""
-    policy: PolicyRef | None = None
     kinds: tuple[str, ...] = ()
     refused: dict[str, str] = Field(default={})
-    machines: tuple[str, ...] = ()
     owners: dict[str, str] = Field(default={})
     owners_at_ms: int = 0
 
@@ -72,28 +70,17 @@ def put_in_force(in_force: InForce, digest: str, made: Calibration, policy: Poli
     """After a validator's calibration. Raises unless it follows the one in force, and was measured with this
     incarnation of the policy."""
     if made.replaces != in_force.digest:
-        raise Refusal(
-            409,
-            "calibration.outdated",
-            "another calibration came into force meanwhile: fetch it, join what was measured with it, and try again",
-        )
+        sentence = "another came into force meanwhile: fetch it, join what was measured with it, and try again"
+        raise Refusal(409, "calibration.outdated", sentence)
     if policy is None or made.policy.incarnation != policy.incarnation or made.policy.version > policy.version:
         raise Refusal(409, "calibration.policy", f"policy {made.policy.label} is none that this run has now")
-    return in_force.model_copy(
-        update={
-            "digest": digest,
-            "policy": made.policy,
-            "kinds": tuple(sorted(made.kinds)),
-            "refused": dict(made.refused),
-            "machines": made.machines,
-        }
-    )
+    measured = {"kinds": tuple(sorted(made.kinds)), "refused": dict(made.refused)}
+    return in_force.model_copy(update={"digest": digest, **measured})
 
 
 def open_kinds(in_force: InForce, digest: str, made: Calibration) -> InForce:
-    """After a calibration that the owner signed: its kinds are judged by it from now on, whatever is measured.
-
-    Anyone can read an old one and send it again: it must not take the place of what the owner signed since."""
+    """After a calibration that the owner signed: its kinds are judged by it from now on, whatever is measured. Anyone
+    can read an old one and send it again: it must not take the place of what the owner signed since."""
     owners = {**in_force.owners, **dict.fromkeys(made.kinds, digest)}
     if owners == in_force.owners:
         return in_force

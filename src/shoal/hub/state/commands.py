@@ -1,4 +1,4 @@
-"""What the decision core asks for. The service applies a list of commands in the transaction its rows came from.
+"""What a decision asks for: commands that are applied in the transaction its rows came from, or a refusal.
 
 A `Save…` carries the whole new row and the state the old one had (`was`; None means that the row is new). Storage
 writes only over a row that still is in that state, so that even two hubs on one database cannot both make a move.
@@ -9,9 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from shoal.errors import HubRefused
 from shoal.hub.state.machines import EvaluationState, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
+from shoal.hub.state.rows import EvaluationRow, LeaseRow, Moment, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
 from shoal.protocol import Batch, NodeState, PolicyRef
+
+
+class Refusal(HubRefused):
+    """How the hub says no: an HTTP status, a stable code for programs, a sentence for people."""
+
+    def __init__(self, status: int, code: str, sentence: str) -> None:
+        super().__init__(status, code, sentence)
+        self.sentence = sentence
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,11 @@ class RaiseAlarm:
     at_ms: int
 
 
+def alarm(moment: Moment, code: str, message: str) -> RaiseAlarm:
+    step = moment.progress.next_step
+    return RaiseAlarm(step, code, f"step {step}: {message}", moment.now_ms)
+
+
 @dataclass(frozen=True)
 class Record:
     """Append to the ledger, in the same transaction as the change that it records."""
@@ -95,6 +109,16 @@ class Record:
 
 
 Command: TypeAlias = (
-    SaveUnit | SaveLease | SaveSubmission | SaveNode | SaveEvaluation | SaveTask | AddPolicy | AddBatch | AddVerdict
-    | AddShown | RaiseAlarm | Record
-)  # fmt: skip
+    SaveUnit
+    | SaveLease
+    | SaveSubmission
+    | SaveNode
+    | SaveEvaluation
+    | SaveTask
+    | AddPolicy
+    | AddBatch
+    | AddVerdict
+    | AddShown
+    | RaiseAlarm
+    | Record
+)

@@ -1,55 +1,53 @@
-"""What a unit consists of follows from its number: its seeds (secret) and its task (public). Audits are drawn here too.
+"""What a unit consists of: its seeds (secret), its task (public). How audits are drawn.
 
 Seeds are HMAC-SHA256 under the run's secret, so nobody can tell the seeds of a unit that it has not been given, and
 a unit that is issued again has the same ones. Tasks follow a keyed permutation of the train split, another one in
 each epoch, so that every task occurs exactly once per epoch. The permutation is computed for one position at a time
 (a Feistel network over the next power of four, walked until it lands inside): no list of a million tasks is shuffled.
 
-Which task a unit gets, so that anyone can check it: the first of `candidates(n, seed, unit)` that can be used. Its row
-may be unusable (`UnusableTask`), or difficulty may speak against it (`pools`, whose dice are `share`); both are public,
-and so is the seed.
+    a new unit ─► candidates ─► the first that can be used, is not retired and is in the share of its pool that is taken
+    batch n is written ─► its groups, and those dropped since the batch before ─ in order of unit ─► rows of their tasks
+            pass rate ≥ easy ─► easy        ≤ hard ─► hard        wholly solved so many times in a row ─► retired
+
+Rows change in the transaction that writes a batch and in no other one. So with `max_staleness` 0, where a batch is
+written when all its units are decided and units of the next step are made only after it, the tasks of all units follow
+from the verdicts alone, in whatever order those came. Seed, data and rows are public: anyone can draw the tasks again.
+Should all candidates of a unit be retired, its own task of the epoch is taken; if that is not solved now, it is back.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from shoal.errors import EnvironmentSetupError
+from shoal.hub.state.commands import Command, SaveTask, alarm
+from shoal.hub.state.rows import Moment, Pool, PoolRules, TaskRow
 
-SEED_HEX = 16
-FRACTION_BYTES = 8
 FEISTEL_ROUNDS = 6
 MOST_DRAWN = 64
 """Tasks that are drawn for a unit before it takes what there is."""
+RECENT = 0.5
+"""What the newest group weighs in the recent pass rate; the rest is the rate before it."""
+NO_TASK, EXHAUSTED = "tasks.unusable", "pools.exhausted"
 
 
 def unit_seeds(secret: bytes, run: str, unit: int, count: int) -> tuple[str, ...]:
-    """One 64-bit seed per rollout, as 16 hex digits.
-
-    >>> unit_seeds(b"k", "demo", 7, 2) == unit_seeds(b"k", "demo", 7, 2)
-    True
-    """
-    return tuple(_seed(secret, run, unit, index) for index in range(count))
-
-
-def _seed(secret: bytes, run: str, unit: int, index: int) -> str:
-    message = f"shoal/seed/v1\n{run}\n{unit}\n{index}".encode()
-    return hmac.new(secret, message, hashlib.sha256).hexdigest()[:SEED_HEX]
+    """One 64-bit seed per rollout, as 16 hex digits."""
+    texts = [f"shoal/seed/v1\n{run}\n{unit}\n{index}".encode() for index in range(count)]
+    return tuple(hmac.new(secret, text, hashlib.sha256).hexdigest()[:16] for text in texts)
 
 
 def audit_fraction(secret: bytes, submission: str) -> float:
-    """A number in [0, 1) that a submission's bytes fix and nobody without the secret can tell.
-
-    Whoever hands in bytes cannot know whether they will be audited fully, and cannot try others: the first stand.
-    """
-    digest = hmac.new(secret, b"shoal/audit/v1" + submission.encode(), hashlib.sha256).digest()
-    return _fraction(digest)
+    """A number in [0, 1) that a submission's bytes fix and nobody without the secret can tell. Whoever hands in bytes
+    cannot know whether they will be audited fully, and cannot try others: the first stand."""
+    return _fraction(hmac.new(secret, b"shoal/audit/v1" + submission.encode(), hashlib.sha256).digest())
 
 
 def _fraction(digest: bytes) -> float:
-    return (int.from_bytes(digest[:FRACTION_BYTES], "big") >> 11) / 2**53  # as many bits as a float holds exactly
+    return (int.from_bytes(digest[:8], "big") >> 11) / 2**53  # as many bits as a float holds exactly
 
 
 def task_index(task_count: int, seed: int, unit: int) -> int:
@@ -79,8 +77,7 @@ def candidates(task_count: int, seed: int, unit: int) -> Iterator[int]:
 
 def share(seed: int, unit: int, attempt: int) -> float:
     """A public number in [0, 1): whether the candidate of this attempt is among the share of its pool that is taken."""
-    digest = hashlib.sha256(f"shoal/share/v1\n{seed}\n{unit}\n{attempt}".encode()).digest()
-    return _fraction(digest)
+    return _fraction(hashlib.sha256(f"shoal/share/v1\n{seed}\n{unit}\n{attempt}".encode()).digest())
 
 
 def permute(position: int, size: int, key: str) -> int:
@@ -99,3 +96,96 @@ def _feistel(value: int, half_bits: int, key: str) -> int:
         digest = hashlib.sha256(f"shoal/tasks/v1\n{key}\n{turn}\n{right}".encode()).digest()
         left, right = right, left ^ (int.from_bytes(digest[:8], "big") & mask)
     return (left << half_bits) | right
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A task drawn for a unit (None: its data cannot be used), its row, and whether its prompt can be asked (None: not
+    known yet, for to find out takes longer than anything else here)."""
+
+    task: str | None
+    row: TaskRow | None = None
+    usable: bool | None = None
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The task of a unit. None: none that was drawn can be used; or the candidate number `unknown` has to be made
+    first. `exhausted`: all that can be used are retired."""
+
+    task: str | None = None
+    exhausted: bool = False
+    unknown: int | None = None
+
+
+def pick(rules: PoolRules | None, seed: int, unit: int, known: Sequence[Drawn]) -> Pick:
+    """The first candidate that may be taken. If shares speak against all that are not retired, the first of these."""
+    passed: list[tuple[bool, int]] = []
+    for attempt, each in enumerate(known):
+        if each.task is None:
+            continue
+        if rules is not None and each.row is not None:
+            shares = {Pool.EASY: rules.easy_share, Pool.HARD: rules.hard_share, Pool.RETIRED: 0.0}
+            if share(seed, unit, attempt) >= shares.get(each.row.pool, 1.0):
+                passed.append((each.row.pool is Pool.RETIRED, attempt))
+                continue
+        if each.usable is None:
+            return Pick(unknown=attempt)
+        if each.usable:
+            return Pick(each.task)
+    if len(known) < MOST_DRAWN:
+        return Pick(unknown=len(known))
+    for retired, attempt in sorted(passed):
+        if known[attempt].usable is None:
+            return Pick(unknown=attempt)
+        if known[attempt].usable:
+            return Pick(known[attempt].task, exhausted=retired)
+    return Pick()
+
+
+def alarms(moment: Moment, unit: int, picked: Pick) -> list[Command]:
+    """What the run's owner should know about how this unit got its task, if anything."""
+    if picked.task is None:
+        message = (
+            f"none of the {MOST_DRAWN} tasks drawn for unit {unit} can be used, so no unit is made any more; look for "
+            "unusable tasks in the hub's log, and mend the data"
+        )
+        return [alarm(moment, NO_TASK, message)]
+    if picked.exhausted:
+        message = (
+            f"all of the {MOST_DRAWN} tasks drawn for a unit are retired (solved), so that it is one of these again: "
+            "the policy has outgrown the tasks; harder ones would teach it more"
+        )
+        return [alarm(moment, EXHAUSTED, message)]
+    return []
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the group of a unit came to: the part of its task that it solved."""
+
+    unit: int
+    task: str
+    rate: float
+
+
+def fold(rules: PoolRules, known: Mapping[str, TaskRow], results: Sequence[Result]) -> list[Command]:
+    """The rows of the tasks that were seen, after these results in order of unit. `known` are their rows before."""
+    rows = dict(known)
+    for result in sorted(results, key=lambda each: each.unit):
+        rows[result.task] = after(rules, rows.get(result.task), result)
+    return [SaveTask(row) for task, row in rows.items() if row != known.get(task)]
+
+
+def after(rules: PoolRules, row: TaskRow | None, result: Result) -> TaskRow:
+    """A task's row after one more group."""
+    before = row or TaskRow(result.task)
+    rate = result.rate if before.groups == 0 else RECENT * result.rate + (1 - RECENT) * before.rate
+    solved = before.solved + 1 if result.rate >= 1 else 0
+    if rules.retire_after and solved >= rules.retire_after:
+        pool = Pool.RETIRED
+    elif rate >= rules.easy:
+        pool = Pool.EASY
+    else:
+        pool = Pool.HARD if rate <= rules.hard else Pool.NORMAL
+    return replace(before, groups=before.groups + 1, rate=rate, solved=solved, last_unit=result.unit, pool=pool)

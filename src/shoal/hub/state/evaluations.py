@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from shoal.hub.state.commands import Command, SaveEvaluation
+from shoal.hub.state.commands import Command, Refusal, SaveEvaluation
 from shoal.hub.state.machines import EvaluationState
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, Moment
 from shoal.protocol import Evaluation, EvaluationReport, PolicyRef
 
@@ -100,17 +99,10 @@ def report(
         is_theirs = row.state is EvaluationState.CLAIMED and row.validator == validator
         return [_failed(row)] if is_theirs else []
     if len(said.scores) > row.tasks:
-        raise Refusal(
-            422, "evaluation.scores", f"{len(said.scores)} scores for a slice of {row.tasks} tasks at {said.first}"
-        )
-    done = row.to(
-        EvaluationState.DONE,
-        validator=validator,
-        claimed_until_ms=None,
-        scores=said.scores,
-        document=document,
-        decided_at_ms=now_ms,
-    )
+        sentence = f"{len(said.scores)} scores for a slice of {row.tasks} tasks at {said.first}"
+        raise Refusal(422, "evaluation.scores", sentence)
+    found = {"scores": said.scores, "document": document, "decided_at_ms": now_ms}
+    done = row.to(EvaluationState.DONE, validator=validator, claimed_until_ms=None, **found)
     return [SaveEvaluation(done, row.state)]
 
 

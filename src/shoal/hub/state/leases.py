@@ -3,7 +3,7 @@
 worker asks ─► open units, lowest number first ─► then new ones, while pacing leaves room ─► leases
                (within its window and its pace; a newcomer: within newcomers' share, and new units only while
                established nodes are asking)
-worker generates ─► its heartbeats say how many tokens (on probation, its chunks show them: `showing`)
+worker generates ─► its heartbeats say how many tokens (on probation, its chunks show them: `submissions`)
                ─► more than before: `lease_s` from now, `lease_hard_s` in all
 deadline passes, the worker gives up or is gone ─► the unit is open again, task and seeds unchanged; a smaller window
 validator asks for audits ─► units that nobody could judge twice (`units`) ─► leases of its own, by the same deadlines
@@ -15,16 +15,14 @@ Where a slow machine could show nothing within `lease_s`, it has longer at once 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shoal.hub.state import newcomers, pacing, sanctions, windows
-from shoal.hub.state.absence import Absence
-from shoal.hub.state.commands import Command, SaveLease, SaveUnit
+from shoal.hub.state import newcomers, nodes, pacing
+from shoal.hub.state.commands import Command, Refusal, SaveLease, SaveUnit
 from shoal.hub.state.machines import LeaseState, UnitState
-from shoal.hub.state.nodes import require_welcome
-from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import PROBATION_AUDITS, Holding, LeaseRow, Moment, NodeRow, Rules, UnitRow
 from shoal.hub.state.units import fail
 from shoal.protocol import NodeState, PolicyRef
@@ -36,21 +34,40 @@ PACE_MARGIN = 2
 LONG_TRIES = 2
 """First leases in a row that last long at once: a machine may be started again in its first, and who sits on them gets
 short ones after that."""
+Short = Literal["", "everywhere", "inside"]
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Nobody could reach the hub between these times: it was stopped or suspended, or its database was away.
+
+    from ──────────── away ──────────── until ──── grace ────┐
+         deadlines that fall in here, of leases given out    └─► end only now, and count as nobody's fault
+         before the hub was back                                 (what was overdue before, is overdue)
+    """
+
+    from_ms: int
+    until_ms: int
+    grace_ms: int
+
+    def struck(self, lease: LeaseRow) -> bool:
+        """Whether the absence took from a lease the time in which its work would have been submitted."""
+        return lease.issued_at_ms < self.until_ms and self.from_ms < lease.deadline_ms < self.until_ms + self.grace_ms
+
+    def spares(self, lease: LeaseRow, now_ms: int) -> bool:
+        return now_ms < self.until_ms + self.grace_ms and self.struck(lease)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A worker's request: `held` leases are active already, `granted` are those that this very request got before.
-
-    `tempo` is how fast the run goes, if that is known. `policy` is the one that the worker has loaded (None: whichever
-    is the newest); `behind` if it asks for leases under it though a newer one is out.
-    """
+    """A worker's request: `held` leases are active already. `tempo` is how fast the run goes, if that is known.
+    `policy` is the one that the worker has loaded (None: whichever is the newest); `behind` if it asks for leases under
+    it though a newer one is out."""
 
     node: NodeRow
     request: str
     max_units: int
     held: int
-    granted: tuple[LeaseRow, ...] = ()
     crowd: newcomers.Crowd = field(default_factory=newcomers.Crowd)
     tempo: pacing.Tempo | None = None
     policy: PolicyRef | None = None
@@ -58,192 +75,153 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Grant:
-    """The leases, or none and the reason in words; `held_back` if the reason is in the node, not in a lack of units.
+class LeasePlan:
+    """What a request may have: these open units `again` and so many `fresh` ones, under a policy. If nothing comes of
+    it, the reason in words; `held_back` if the reason is in the node, not in a lack of units. `short` if the node could
+    start at once and only a unit is wanting: there is none, newcomers have their share, or it `yields` to others;
+    "inside" if it is others of its own network that have them, or are first."""
 
-    `short` if the node could start at once and only a unit is wanting: there is none, newcomers have their share, or it
-    `yields` to others; "inside" if it is others of its own network that have them, or are first.
-    """
-
-    leases: tuple[LeaseRow, ...] = ()
-    commands: tuple[Command, ...] = ()
     waiting: str = ""
     held_back: bool = False
-    short: Literal["", "everywhere", "inside"] = ""
+    short: Short = ""
     yields: bool = False
+    again: tuple[UnitRow, ...] = ()
+    fresh: int = 0
+    policy: PolicyRef | None = None
 
 
-@dataclass(frozen=True)
-class Draws:
-    """How a unit gets its task (None: there is none that can be used) and a lease its signed form."""
-
-    task_of: Callable[[int], str | None]
-    document: Callable[[LeaseRow, UnitRow], str]
-
-
-def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws) -> Grant:
-    """Leases for `ask`; the same request gets the same leases again."""
-    if ask.granted:
-        return Grant(leases=ask.granted)
-    require_welcome(ask.node)
+def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> LeasePlan:
+    """Which units, and how many new ones, a worker may have now."""
+    nodes.require_welcome(ask.node)
     if ask.node.state is NodeState.SUSPENDED:
-        return Grant(waiting=sanctions.waiting(ask.node, moment.now_ms), held_back=True)
-    rules, progress = moment.rules, moment.progress
+        return LeasePlan(nodes.suspended_for(ask.node, moment.now_ms), held_back=True)
+    rules, progress, crowd = moment.rules, moment.progress, ask.crowd
     policy = progress.policy
     if policy is None or pacing.is_finished(rules, progress):
-        return Grant(waiting="the run is finished" if policy else "no policy has been published yet")
+        return LeasePlan("the run is finished" if policy else "no policy has been published yet")
     if ask.policy is not None and ask.policy != policy:
         if not (ask.behind and pacing.serves(rules, progress, ask.policy)):
-            return Grant(waiting=_outdated(ask.policy, policy), held_back=True)
+            waiting = f"policy {ask.policy.label} is not the newest: load policy {policy.label}, then ask again"
+            return LeasePlan(waiting, held_back=True)
         policy = ask.policy
         moment = replace(moment, progress=replace(progress, policy=policy))  # so are room and time left
-    most = windows.of(rules, ask.node)
+    most = nodes.window(rules, ask.node)
     if ask.held >= most:
-        return Grant(
-            waiting=f"this node holds {ask.held} leases, the most that it may hold now: submit or release some",
-            held_back=True,
-        )
-    count = pacing.bite(moment, ask.tempo, ask.node.pace_ms, ask.held, min(ask.max_units, most - ask.held))
+        waiting = f"this node holds {ask.held} leases, the most that it may hold now: submit or release some"
+        return LeasePlan(waiting, held_back=True)
+    count = pacing.lease_size(moment, ask.tempo, ask.node.pace_ms, ask.held, min(ask.max_units, most - ask.held))
     if count <= 0:
-        return Grant(waiting=_too_slow(ask, policy), held_back=True)
-    room = newcomers.room_for(moment, ask.node, ask.crowd)
+        waiting = (
+            f"a group takes this node {ask.node.pace_ms / 1000:.1f} s and it holds {ask.held}: with more, they would "
+            f"be back when policy {policy.label} is too old to train on"
+        )
+        return LeasePlan(waiting, held_back=True)
+    room = newcomers.room_for(moment, ask.node, crowd)
     if room is not None and room < 1:
-        return Grant(waiting=_crowded(moment, ask), held_back=True, short=_lacks(moment, ask))
-    again = open_units if newcomers.may_try_again(moment, ask.node, ask.crowd) else ()
+        return _crowded(moment, ask)
+    again = open_units if newcomers.may_try_again(moment, ask.node, crowd) else ()
     free = len(again) + pacing.room(rules, moment.progress)
-    left = newcomers.left_by_turns(moment, ask.node, ask.crowd, free)
+    left = newcomers.left_by_turns(moment, ask.node, crowd, free)
     if left < 1 <= free:
         waiting = "newcomers of other networks are first: they had fewer units"
-        return Grant(waiting=waiting, held_back=True, short="everywhere", yields=True)
-    left = min(left, newcomers.left_inside(moment, ask.node, ask.crowd, left))
+        return LeasePlan(waiting, held_back=True, short="everywhere", yields=True)
+    left = min(left, newcomers.left_inside(moment, ask.node, crowd, left))
     if left < 1 <= free:
         waiting = "other newcomers of this network are first: they had fewer units"
-        return Grant(waiting=waiting, held_back=True, short="inside", yields=True)
-    if ask.node.lapses and newcomers.is_brief(moment, ask.node, ask.crowd):
-        return Grant(waiting=_BRIEF, held_back=True, short="everywhere")
-    units = _pick_units(moment, again, draws, min(count, left) if room is None else min(count, left, room))
-    if not units:
-        return Grant(waiting=why_no_unit(moment), held_back=len(again) < len(open_units), short="everywhere")
-    return _lease_units(moment, units, ask, policy, draws)
+        return LeasePlan(waiting, held_back=True, short="inside", yields=True)
+    if ask.node.lapses and newcomers.is_brief(moment, ask.node, crowd):
+        waiting = (
+            "units are left for `lease_s` only, and this node's last lease came to nothing: it gets one that lasts "
+            "longer when other new keys have finished theirs"
+        )
+        return LeasePlan(waiting, held_back=True, short="everywhere")
+    count = min(count, left) if room is None else min(count, left, room)
+    chosen = tuple(sorted(again, key=lambda unit: unit.unit)[:count])
+    fresh = min(count - len(chosen), pacing.room(rules, moment.progress))
+    held_back = len(again) < len(open_units)
+    return LeasePlan(why_no_unit(moment), held_back, "everywhere", again=chosen, fresh=fresh, policy=policy)
 
 
-def entrust(moment: Moment, units: Sequence[UnitRow], node: NodeRow, draws: Draws) -> Grant:
-    """Leases under the newest policy for a validator, of units that are open for validators only."""
-    policy = moment.progress.policy
-    if policy is None or not units or pacing.is_finished(moment.rules, moment.progress):
-        return Grant()
-    first = units[0]
-    ask = Ask(node=node, request=f"entrusted-u{first.unit}a{first.attempt}", max_units=len(units), held=0)
-    return _lease_units(moment, [(unit, False) for unit in units], ask, policy, draws)
-
-
-def give_up(moment: Moment, holdings: Sequence[Holding], left: Container[str]) -> list[Command]:
-    """End those of a validator's leases that it names: it could not generate their units."""
-    given = [held for held in holdings if held.lease.lease in left and held.lease.state is LeaseState.ACTIVE]
-    ended = [SaveLease(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
-    return [*ended, *fail(moment, _still_leased(given), trusted=True)]
-
-
-_BRIEF = (
-    "units are left for `lease_s` only, and this node's last lease came to nothing: it gets one that lasts longer when "
-    "other new keys have finished theirs"
-)
-
-
-def _lacks(moment: Moment, ask: Ask) -> Literal["", "everywhere", "inside"]:
-    """What a node lacks that may have no unit as far as newcomers' share goes."""
-    own = newcomers.own_room(moment, ask.node, ask.crowd)
-    if own is None or own > 0:
-        return "everywhere"
-    return "" if ask.crowd.in_hand.own else "inside"
-
-
-def _outdated(policy: PolicyRef, newest: PolicyRef) -> str:
-    return f"policy {policy.label} is not the newest: load policy {newest.label}, then ask again"
-
-
-def _crowded(moment: Moment, ask: Ask) -> str:
+def _crowded(moment: Moment, ask: Ask) -> LeasePlan:
+    """Newcomers have their share: all together, those of the node's network, or the node itself."""
     own = newcomers.own_room(moment, ask.node, ask.crowd)
     if own is not None and own < 1 and ask.crowd.in_hand.own:
-        return "this node has one unit in hand, the most that it may have until its first group is accepted"
+        waiting = "this node has one unit in hand, the most that it may have until its first group is accepted"
+        return LeasePlan(waiting, held_back=True)
     if own is not None and own < 1:
         units = ask.crowd.in_hand.unproven[ask.node.network]
-        return (
+        waiting = (
             f"other new keys of this network have {units} units in hand, the most that they may have together until "
             "one of their groups is accepted"
         )
+        return LeasePlan(waiting, held_back=True, short="inside")
     counted, most = newcomers.counted(moment, ask.node, ask.crowd), newcomers.most_in_hand(moment)
-    return (
+    waiting = (
         f"nodes on probation have {counted} units in hand, and may have {most} together while established "
         f"ones are here: a place comes free with every group that is judged; probation ends after {PROBATION_AUDITS}"
     )
-
-
-def _too_slow(ask: Ask, policy: PolicyRef) -> str:
-    return (
-        f"a group takes this node {ask.node.pace_ms / 1000:.1f} s and it holds {ask.held}: with more, they would be "
-        f"back when policy {policy.label} is too old to train on"
-    )
+    return LeasePlan(waiting, held_back=True, short="everywhere")
 
 
 def why_no_unit(moment: Moment) -> str:
     """Why there is nothing to give out, in words."""
     rules, progress = moment.rules, moment.progress
     label = progress.policy.label if progress.policy else "?"
-    most = pacing.cap(rules, progress)
     if pacing.room(rules, progress) > 0:
         return f"no task that was drawn for unit {progress.next_unit} can be used: the alarms say more"
     if progress.next_step >= rules.steps:
         return "the run needs no more groups: its last step is being trained"
-    if most == 0:
+    if pacing.cap(rules, progress) == 0:
         return f"all groups for policy {label} are generated: waiting for the trainer to publish the next one"
     return f"all {progress.alive} units of step {progress.next_step} (policy {label}) are given out or being checked"
 
 
-def _pick_units(moment: Moment, open_units: Sequence[UnitRow], draws: Draws, count: int) -> list[tuple[UnitRow, bool]]:
-    """Up to `count` units, each with whether it is new."""
-    progress = moment.progress
-    again = sorted(open_units, key=lambda unit: unit.unit)[:count]
-    fresh = min(count - len(again), pacing.room(moment.rules, progress))
-    return [(unit, False) for unit in again] + [(unit, True) for unit in _fresh_units(progress.next_unit, fresh, draws)]
+def entrust(moment: Moment, units: Sequence[UnitRow]) -> LeasePlan:
+    """What a validator generates, under the newest policy: units that are open for validators only."""
+    if moment.progress.policy is None or pacing.is_finished(moment.rules, moment.progress):
+        return LeasePlan()
+    return LeasePlan(again=tuple(units), policy=moment.progress.policy)
 
 
-def _fresh_units(first: int, count: int, draws: Draws) -> list[UnitRow]:
-    """New units in order of their numbers, up to one that has no task."""
-    units = []
-    for number in range(first, first + count):
-        task = draws.task_of(number)
-        if task is None:
-            break
-        units.append(UnitRow(number, task))
-    return units
-
-
-def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, policy: PolicyRef, draws: Draws) -> Grant:
-    leases: list[LeaseRow] = []
-    commands: list[Command] = []
-    brief = newcomers.is_brief(moment, ask.node, ask.crowd)
-    for unit, is_new in units:
-        lease = LeaseRow(
-            lease=f"u{unit.unit}a{unit.attempt}",  # unique, because every lease of a unit has its own attempt
-            unit=unit.unit,
-            node=ask.node.node,
-            attempt=unit.attempt,
-            request=ask.request,
-            incarnation=policy.incarnation,
-            version=policy.version,
-            digest=policy.digest,
-            issued_at_ms=moment.now_ms,
-            deadline_ms=moment.now_ms + at_first_ms(moment.rules, ask.node, ask.held + len(units), brief),
-            hard_deadline_ms=moment.now_ms + longest_ms(moment.rules, ask.node, brief),
-            granted=len(units),
-            brief=brief,
+def issue(
+    moment: Moment, ask: Ask, planned: LeasePlan, fresh: Sequence[UnitRow] = ()
+) -> list[tuple[LeaseRow, UnitRow]]:
+    """The leases that come of a plan, each with its unit as it was; `fresh` are those that were made by it."""
+    units, policy = [*planned.again, *fresh], planned.policy
+    if policy is None:
+        return []
+    under = replace(moment, progress=replace(moment.progress, policy=policy))
+    brief = newcomers.is_brief(under, ask.node, ask.crowd)
+    first_ms = at_first_ms(moment.rules, ask.node, ask.held + len(units), brief)
+    return [
+        (
+            LeaseRow(
+                lease=f"u{unit.unit}a{unit.attempt}",  # unique, because every lease of a unit has its own attempt
+                unit=unit.unit,
+                node=ask.node.node,
+                attempt=unit.attempt,
+                request=ask.request,
+                incarnation=policy.incarnation,
+                version=policy.version,
+                digest=policy.digest,
+                issued_at_ms=moment.now_ms,
+                deadline_ms=moment.now_ms + first_ms,
+                hard_deadline_ms=moment.now_ms + longest_ms(moment.rules, ask.node, brief),
+                granted=len(units),
+                brief=brief,
+            ),
+            unit,
         )
-        lease = replace(lease, document=draws.document(lease, unit))
-        leases.append(lease)
+        for unit in units
+    ]
+
+
+def issued(leases: Sequence[tuple[LeaseRow, UnitRow]], next_unit: int) -> list[Command]:
+    commands: list[Command] = []
+    for lease, unit in leases:
         after = unit.to(UnitState.LEASED, attempt=unit.attempt + 1)
-        commands += [SaveUnit(after, None if is_new else unit.state), SaveLease(lease, None)]
-    return Grant(leases=tuple(leases), commands=tuple(commands))
+        commands += [SaveUnit(after, None if unit.unit >= next_unit else unit.state), SaveLease(lease, None)]
+    return commands
 
 
 def longest_ms(rules: Rules, node: NodeRow, brief: bool = False) -> int:
@@ -255,13 +233,11 @@ def longest_ms(rules: Rules, node: NodeRow, brief: bool = False) -> int:
 
 
 def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) -> int:
-    """How long a lease lasts before any progress, for a node that is to generate so many units together.
-
-    On probation progress is shown in chunks of `proof_rows` tokens. With fewer than `FIRST_LEASE` of them, one may
-    take longer than `lease_s` though the group is finished in time, so a first lease lasts as long as it can at once.
-    After that it is `PACE_MARGIN` times what the node has needed so far: an established one is believed, but its engine
-    says something every few tokens only.
-    """
+    """How long a lease lasts before any progress, for a node that is to generate so many units together. On probation
+    progress is shown in chunks of `proof_rows` tokens. With fewer than `FIRST_LEASE` of them, one may take longer than
+    `lease_s` though the group is finished in time, so a first lease lasts as long as it can at once. After that it is
+    `PACE_MARGIN` times what the node has needed so far: an established one is believed, but its engine says something
+    every few tokens only."""
     most_ms = longest_ms(rules, node, brief)
     if node.unproven and node.lapses < LONG_TRIES and rules.max_new_tokens < FIRST_LEASE * rules.proof_rows:
         return most_ms
@@ -269,10 +245,8 @@ def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) ->
 
 
 def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, int]) -> list[SaveLease]:
-    """Give a node more time for the active leases on which it says to have gone on: `lease_s` from now.
-
-    What it says is believed as far as a group has tokens, and never beyond the hard deadline.
-    """
+    """Give a node more time for the active leases on which it says to have gone on: `lease_s` from now. What it says is
+    believed as far as a group has tokens, and never beyond the hard deadline."""
     most = moment.rules.group_size * moment.rules.max_new_tokens
     renewed = []
     for lease in (held.lease for held in holdings):
@@ -285,44 +259,36 @@ def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, in
 
 
 def expire(
-    moment: Moment, holdings: Sequence[Holding], nodes: Mapping[str, NodeRow], absence: Absence | None = None
+    moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
 ) -> list[Command]:
-    """End the leases that are past their deadline; their units are open again. What the hub's last `absence` struck
-    is nobody's fault.
-
-    That is no failure of the unit: whoever hoards leases, or hands in rubbish, must not be able to void work.
-    """
-    return end(moment, [held for held in holdings if _is_overdue(held.lease, moment.now_ms)], nodes, absence)
+    """End the leases that are past their deadline. What the hub's last `absence` struck is nobody's fault. That is no
+    failure of the unit: whoever hoards leases, or hands in rubbish, must not be able to void work."""
+    active = [held for held in holdings if held.lease.state is LeaseState.ACTIVE]
+    return end(moment, [held for held in active if held.lease.deadline_ms <= moment.now_ms], holders, absence)
 
 
 def abandon(
     moment: Moment, node: NodeRow, holdings: Sequence[Holding], request: str, held: Container[str]
 ) -> list[Command]:
     """End the leases that their node no longer knows, as if they had run out; those of this very `request` stand.
-
-    Ended, not given back: should the work turn up after all, it is taken while its unit is free.
-    """
+    Ended, not given back: should the work turn up after all, it is taken while its unit is free."""
     lost = [each for each in holdings if each.lease.request != request and each.lease.lease not in held]
     return end(moment, lost, {node.node: node})
 
 
 def end(
-    moment: Moment, holdings: Sequence[Holding], nodes: Mapping[str, NodeRow], absence: Absence | None = None
+    moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
 ) -> list[Command]:
     """End active leases: their time is over, or their node has lost them or is gone. Their units are open again.
-
-    `nodes` are those that hold them. Each pays once for all that lapses now (`windows`), but for validators: theirs
-    count as attempts on the unit instead, so that no step waits for ever for what none of them can do.
-    """
-    now_ms = moment.now_ms
-    commands: list[Command] = []
-    ours = [held for held in holdings if nodes[held.lease.node].trusted]
-    commands += fail(moment, _still_leased(ours), trusted=True)
-    theirs = [held for held in holdings if not nodes[held.lease.node].trusted]
-    lapsed = [held.lease for held in theirs if absence is None or not absence.struck(held.lease)]
-    for name, count in windows.count_by_node(lapsed).items():
-        commands += windows.lapse(moment.rules, nodes[name], count, now_ms)
-    commands += [SaveLease(held.lease.to(LeaseState.EXPIRED, now_ms), held.lease.state) for held in holdings]
+    `holders` are the nodes that hold them. Each pays once for all that lapses now, but for validators: theirs count as
+    attempts on the unit instead, so that no step waits for ever for what none of them can do."""
+    ours = [held for held in holdings if holders[held.lease.node].trusted]
+    theirs = [held for held in holdings if not holders[held.lease.node].trusted]
+    lapsed = [held.lease.node for held in theirs if absence is None or not absence.struck(held.lease)]
+    commands = fail(moment, _still_leased(ours), trusted=True)
+    for name, count in sorted(Counter(lapsed).items()):
+        commands += nodes.lapse(moment.rules, holders[name], count, moment.now_ms)
+    commands += [SaveLease(held.lease.to(LeaseState.EXPIRED, moment.now_ms), held.lease.state) for held in holdings]
     return commands + reopened(theirs)
 
 
@@ -335,23 +301,20 @@ def _still_leased(holdings: Sequence[Holding]) -> list[UnitRow]:
     return [held.unit for held in holdings if held.unit.state is UnitState.LEASED]
 
 
-def _is_overdue(lease: LeaseRow, now_ms: int) -> bool:
-    return lease.state == LeaseState.ACTIVE and lease.deadline_ms <= now_ms
-
-
 def release(moment: Moment, node: NodeRow, holdings: Sequence[Holding]) -> list[Command]:
-    """A worker gives leases back. Ended ones are ignored, so that asking twice is harmless.
-
-    A release is no failure of the unit: no number of stopping workers can void it. It halves the node's window.
-    """
-    commands: list[Command] = []
-    for held in holdings:
-        if held.lease.node != node.node:
-            raise Refusal(403, "lease.not_yours", f"lease {held.lease.lease} belongs to another node")
-        if held.lease.state == LeaseState.ACTIVE:
-            commands.append(SaveLease(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state))
-            commands += reopened([held])
-    if not commands:
+    """A worker gives leases back. Ended ones are ignored, so that asking twice is harmless. A release is no failure of
+    the unit: no number of stopping workers can void it. It halves the node's window."""
+    if any(held.lease.node != node.node for held in holdings):
+        raise Refusal(403, "lease.not_yours", "a lease that is to be given back belongs to another node")
+    given = [held for held in holdings if held.lease.state is LeaseState.ACTIVE]
+    if not given:
         return []
-    given = sum(isinstance(command, SaveLease) for command in commands)
-    return [*windows.give_back(moment.rules, node, given, moment.now_ms), *commands]
+    ended = [SaveLease(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
+    return [*nodes.give_back(moment.rules, node, len(given), moment.now_ms), *ended, *reopened(given)]
+
+
+def give_up(moment: Moment, holdings: Sequence[Holding], left: Container[str]) -> list[Command]:
+    """End those of a validator's leases that it names: it could not generate their units."""
+    given = [held for held in holdings if held.lease.lease in left and held.lease.state is LeaseState.ACTIVE]
+    ended = [SaveLease(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
+    return [*ended, *fail(moment, _still_leased(given), trusted=True)]

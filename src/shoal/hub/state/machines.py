@@ -66,39 +66,30 @@ UNIT_MOVES: Mapping[UnitState, frozenset[UnitState]] = {
     UnitState.LEASED: frozenset({UnitState.SUBMITTED, UnitState.OPEN, UnitState.VOID}),
     UnitState.SUBMITTED: frozenset({UnitState.ACCEPTED, UnitState.DROPPED, UnitState.OPEN, UnitState.VOID}),
     UnitState.ACCEPTED: frozenset({UnitState.TRAINED, UnitState.OPEN, UnitState.VOID}),
-    UnitState.DROPPED: frozenset(),
-    UnitState.TRAINED: frozenset(),
-    UnitState.VOID: frozenset(),
+    **dict.fromkeys((UnitState.DROPPED, UnitState.TRAINED, UnitState.VOID), frozenset[UnitState]()),
 }
-
 LEASE_MOVES: Mapping[LeaseState, frozenset[LeaseState]] = {
-    LeaseState.ACTIVE: frozenset({LeaseState.SUBMITTED, LeaseState.EXPIRED, LeaseState.RELEASED, LeaseState.VOID}),
+    LeaseState.ACTIVE: frozenset(LeaseState) - {LeaseState.ACTIVE},
     LeaseState.EXPIRED: frozenset({LeaseState.SUBMITTED}),
-    LeaseState.SUBMITTED: frozenset(),
-    LeaseState.RELEASED: frozenset(),
-    LeaseState.VOID: frozenset(),
+    **dict.fromkeys((LeaseState.SUBMITTED, LeaseState.RELEASED, LeaseState.VOID), frozenset[LeaseState]()),
 }
-
 SUBMISSION_MOVES: Mapping[SubmissionState, frozenset[SubmissionState]] = {
     SubmissionState.RECEIVED: frozenset({SubmissionState.AUDITING, *OUTCOMES}),
     SubmissionState.AUDITING: frozenset({SubmissionState.RECEIVED, *OUTCOMES}),
     SubmissionState.ACCEPTED: frozenset({SubmissionState.PULLED}),
-    SubmissionState.REJECTED: frozenset(),
-    SubmissionState.UNSURE: frozenset(),
-    SubmissionState.PULLED: frozenset(),
+    **dict.fromkeys(
+        (SubmissionState.REJECTED, SubmissionState.UNSURE, SubmissionState.PULLED), frozenset[SubmissionState]()
+    ),
 }
-
 NODE_MOVES: Mapping[NodeState, frozenset[NodeState]] = {
     NodeState.ACTIVE: frozenset({NodeState.SUSPENDED, NodeState.BANNED}),
     NodeState.SUSPENDED: frozenset({NodeState.ACTIVE, NodeState.BANNED}),
     NodeState.BANNED: frozenset({NodeState.ACTIVE}),  # only by the owner's pardon
 }
-
 EVALUATION_MOVES: Mapping[EvaluationState, frozenset[EvaluationState]] = {
     EvaluationState.OPEN: frozenset({EvaluationState.CLAIMED, EvaluationState.DONE, EvaluationState.VOID}),
     EvaluationState.CLAIMED: frozenset({EvaluationState.OPEN, EvaluationState.DONE, EvaluationState.VOID}),
-    EvaluationState.DONE: frozenset(),
-    EvaluationState.VOID: frozenset(),
+    **dict.fromkeys((EvaluationState.DONE, EvaluationState.VOID), frozenset[EvaluationState]()),
 }
 
 S = TypeVar("S", bound=StrEnum)
@@ -109,9 +100,5 @@ class IllegalMove(ShoalError):
 
 
 def check_move(moves: Mapping[S, frozenset[S]], source: S, target: S, who: str) -> None:
-    """Raise `IllegalMove` unless `source ─► target` is in the table.
-
-    >>> check_move(UNIT_MOVES, UnitState.OPEN, UnitState.LEASED, "unit 3")
-    """
     if target not in moves[source]:
         raise IllegalMove(f"{who} cannot go from {source.value} to {target.value}")

@@ -32,8 +32,6 @@ from shoal.hub.state.rows import InHand, Moment, NodeRow, SubmissionRow
 
 HERE_MS = 30_000
 """An established node that was heard of within this time is here; one that asked for work within it is asking."""
-
-
 FIRST_UNITS = 1
 """In the hands of a key that has passed no audit. Counted until the group is judged, not until it is submitted: rubbish
 is submitted at once, and would bring the next unit."""
@@ -156,34 +154,25 @@ def is_bounded(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
     return node.on_probation and crowd.established and moment.rules.newcomer_share < 1
 
 
-@dataclass(frozen=True)
-class Queue:
-    """Submissions that wait for an audit, each part lowest unit first; `owed` tokens are saved up for newcomers."""
-
-    established: Sequence[SubmissionRow]
-    newcomers: Sequence[SubmissionRow]
-    owed: float = 0.0
-
-
-def choose(queue: Queue, count: int, share: float) -> tuple[list[SubmissionRow], float]:
-    """Which `count` submissions are audited next, and what is owed to newcomers after that.
-
-    Every audit of an established node's group saves up tokens for newcomers, so that they get `share` of all tokens; a
-    group of theirs is next when there is enough for it. What one side leaves the other takes.
-    """
-    if not queue.newcomers:
-        return list(queue.established[:count]), 0.0
-    established, newcomers = deque(queue.established), deque(queue.newcomers)
+def choose(
+    established: Sequence[SubmissionRow], newcomers: Sequence[SubmissionRow], owed: float, count: int, share: float
+) -> tuple[list[SubmissionRow], float]:
+    """Which `count` submissions are audited next, and how many tokens are owed to newcomers after that. Both parts wait
+    for an audit, lowest unit first. Every audit of an established node's group saves up tokens for newcomers, so that
+    they get `share` of all tokens; a group of theirs is next when there is enough for it. What one side leaves the
+    other takes."""
+    if not newcomers:
+        return list(established[:count]), 0.0
+    costs = [_cost(row) for row in (*established[:count], *newcomers)]
+    first, second = deque(established), deque(newcomers)
     chosen: list[SubmissionRow] = []
-    owed = queue.owed
-    while len(chosen) < count and (established or newcomers):
-        if newcomers and (not established or owed >= _cost(newcomers[0])):
-            chosen.append(newcomers.popleft())
+    while len(chosen) < count and (first or second):
+        if second and (not first or owed >= _cost(second[0])):
+            chosen.append(second.popleft())
             owed = max(0.0, owed - _cost(chosen[-1]))
         else:
-            chosen.append(established.popleft())
+            chosen.append(first.popleft())
             owed += _cost(chosen[-1]) * share / (1 - share)
-    costs = [_cost(row) for row in (*queue.established[:count], *queue.newcomers)]
     return chosen, min(owed, max(costs) / (1 - share))  # what nobody claimed is not saved up for ever
 
 

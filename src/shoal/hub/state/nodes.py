@@ -1,13 +1,22 @@
-"""Nodes: registration, what rejected work costs them, and whether they are here.
+"""Nodes: registration, whether they are here, how many leases they may hold, and sanctions.
 
-    rejected, certain ──────► banned                                      (`sanctions`)
-    rejected, statistical ──► suspended and on probation, its record empty; banned for a second one that rests on work
-                              leased after the first
-    rejected, no severity ──► costs the credit of this submission only; 4 in a row suspend
+    window      at first a quarter of `leases_per_node`, at least one; one more for each accepted group; half when
+                leases lapse (ran out, lost by their node, or their node is gone) or are given back; one while too many
+                groups are unsure (`reputation`)
+    sanction    active ─ a statistical strike, 8 lapses or 4 soft rejections in a row ─► suspended ─ time over ─► active
+                   ▲                                                                         │
+                   └────────────────── pardon by the owner ◄── banned ◄── one certain, or two statistical failures
 
-A statistical strike is forgiven after many full audits passed in a row (`reputation`). A banned node gets no leases;
-those it holds are void and their units open again. What it had handed in before is still judged, each submission by its
-own verdict.
+What lapses at one time halves the window once, however many leases it was: a machine that is switched off with eight
+leases has failed once. Giving back halves too, because nobody can tell a worker that stops from one that takes units to
+keep them from others. By itself it does not suspend: a worker that stops every evening must not be shut out for it. But
+a node whose window is one and that gives back again and again, with nothing delivered in between, only makes work for
+the hub: that counts as lapsed.
+
+The first suspension lasts a minute, each further one twice as long, up to a day. Its end is decided when the node asks
+for work. A suspended node gets no leases; what it holds it may submit. A banned one gets none; those it holds are void
+and their units open again; what it had submitted before is still judged. Every sanction of a node that ever had work
+accepted is a row of the ledger; whoever makes keys for nothing does not fill the ledger.
 """
 
 from __future__ import annotations
@@ -17,66 +26,54 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.hub.state import reputation, sanctions
-from shoal.hub.state.commands import Command, Record, SaveNode
-from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import Holding, NodeRow
-from shoal.protocol import NodeState, Registration, Severity, SignedDocument, Verdict, node_id
+from shoal.hub.state import reputation
+from shoal.hub.state.commands import Command, Record, Refusal, SaveLease, SaveNode, SaveUnit
+from shoal.hub.state.machines import LeaseState, UnitState
+from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, Rules
+from shoal.protocol import NodeState, Registration, Severity, SignedDocument, Tally, Verdict, node_id
 from shoal.protocol.node import Liveness
 
-CERTAIN_TO_BAN = 1
-STATISTICAL_TO_BAN = 2
+CERTAIN_TO_BAN, STATISTICAL_TO_BAN = 1, 2
 SOFT_TO_SUSPEND = 4
-
 HERE_MS = 20_000
 """Four heartbeats with ordinary settings. A worker that is not here any more loses its leases."""
 SILENT_MS = 300_000
 """After this long a node is gone, not merely out of sight."""
+FIRST_PART = 4
+LAPSES_TO_SUSPEND = 8
+PACE_WEIGHT = 4
+"""The newest measurement counts a quarter in a node's pace."""
+FIRST_MS, LONGEST_MS = 60_000, 24 * 60 * 60 * 1000
+OVER = "the suspension is over"
 
 
 def register(known: NodeRow | None, registration: Registration, now_ms: int) -> tuple[NodeRow, list[Command]]:
-    """The node's row. The same registration again changes nothing; a key cannot change its role, nor its owner.
-    A banned node keeps the name that it was banned under: it is found by it, and reappears under no other.
-
-    The owner is the key that signed the vouch which the node brought along; the first one stays, whatever comes later
-    without any. A worker is written into the ledger with its first accepted work (`joined`), trusted roles at once.
-    """
+    """The node's row. The same registration again changes nothing; a key cannot change its role, nor its owner. A
+    banned node keeps the name that it was banned under: it is found by it, and reappears under no other. The owner is
+    the key that signed the vouch which the node brought along; the first one stays. A worker is written into the ledger
+    with its first accepted work (`joined`), trusted roles at once."""
     vouch = registration.vouch
     owner, document = ("", "") if vouch is None else (vouch.signed_by, vouch.model_dump_json())
+    name, software = registration.name, registration.software
     if known is None:
         row = NodeRow(
-            node=node_id(registration.public_key),
-            public_key=registration.public_key,
-            role=registration.role,
-            name=registration.name,
-            registered_at_ms=now_ms,
-            software=registration.software,
-            owner=owner,
-            vouch=document,
-        )
+            node_id(registration.public_key), registration.public_key, registration.role, name, now_ms, software,
+            owner=owner, vouch=document,
+        )  # fmt: skip
         return row, [SaveNode(row, None), *(joined(row, now_ms, registration.certificate) if row.on_chain else [])]
     if known.role != registration.role:
-        raise Refusal(
-            409,
-            "node.role",
-            f"this key is registered as {known.role}; use another key to take part as {registration.role}",
-        )
+        sentence = f"this key is registered as {known.role}; use another key to take part as {registration.role}"
+        raise Refusal(409, "node.role", sentence)
     if known.owner and owner not in ("", known.owner):
-        raise Refusal(
-            409,
-            "vouch.owner",
+        sentence = (
             f"node {known.node} has an owner already ({known.owner[:16]}…), and what it earns stays with that one; "
-            "give this machine a new key to work for another owner (another --folder)",
+            "give this machine a new key to work for another owner (another --folder)"
         )
+        raise Refusal(409, "vouch.owner", sentence)
     if known.state is NodeState.BANNED:
         return known, []
-    row = replace(
-        known,
-        name=registration.name,
-        software=registration.software,
-        owner=known.owner or owner,
-        vouch=known.vouch or document,
-    )
+    owner, document = known.owner or owner, known.vouch or document
+    row = replace(known, name=name, software=software, owner=owner, vouch=document)
     vouched = _vouched(row, now_ms) if row.on_chain and not known.owner else []
     return row, [] if row == known else [SaveNode(row, known.state), *vouched]
 
@@ -87,20 +84,17 @@ def joined(row: NodeRow, now_ms: int, certificate: SignedDocument | None = None)
     body: dict[str, Any] = {"node": row.node, "public_key": row.public_key, "role": row.role, "name": row.name}
     if certificate is not None:
         body["certificate"] = certificate.model_dump(mode="json")
-    sanction = [] if row.state is NodeState.ACTIVE else sanctions.recorded(row, now_ms, until_ms=row.until_ms)
+    sanction = [] if row.state is NodeState.ACTIVE else _recorded(row, now_ms, until_ms=row.until_ms)
     return [Record("node", body, now_ms), *_vouched(row, now_ms), *sanction]
 
 
 def _vouched(row: NodeRow, now_ms: int) -> list[Command]:
-    """The ledger's row of an owner, with the document that the owner signed."""
-    if not row.owner:
-        return []
-    body = {"node": row.node, "owner": row.owner, "vouch": json.loads(row.vouch)}
-    return [Record("vouch", body, now_ms)]
+    body = {"node": row.node, "owner": row.owner, "vouch": json.loads(row.vouch or "null")}
+    return [Record("vouch", body, now_ms)] if row.owner else []
 
 
 def require_welcome(node: NodeRow) -> None:
-    """Raise if the node is banned. A suspended one gets nothing to do, but may hand in what it has done."""
+    """Raise if the node is banned. A suspended one gets nothing to do, but may submit what it has done."""
     if node.state is NodeState.BANNED:
         raise Refusal(403, "node.banned", f"this node is banned: {node.reason}")
 
@@ -117,8 +111,39 @@ def liveness(last_seen_ms: int, now_ms: int) -> Liveness:
     return "silent" if unheard_ms <= SILENT_MS else "gone"
 
 
+def window(rules: Rules, node: NodeRow) -> int:
+    if node.doubt >= reputation.DOUBTED:
+        return 1
+    return min(node.window or max(1, rules.leases_per_node // FIRST_PART), rules.leases_per_node)
+
+
+def widened(rules: Rules, node: NodeRow) -> NodeRow:
+    return replace(node, window=min(window(rules, node) + 1, rules.leases_per_node))
+
+
+def lapse(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Command]:
+    halved = max(1, window(rules, node) // 2)
+    after = replace(node, window=halved, lapsed=node.lapsed + count, lapses=node.lapses + count)
+    if node.state is NodeState.ACTIVE and after.window == 1 and after.lapses >= LAPSES_TO_SUSPEND:
+        return suspend(after, f"leases.lapsed: {after.lapses} leases in a row came to nothing", now_ms)
+    return [SaveNode(after, node.state)]
+
+
+def give_back(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Command]:
+    if window(rules, node) == 1:
+        return lapse(rules, node, count, now_ms)
+    return [SaveNode(replace(node, window=window(rules, node) // 2), node.state)]
+
+
+def delivered(node: NodeRow, lease: LeaseRow, now_ms: int) -> NodeRow:
+    """The node after it submitted something for `lease`: it is at work, and this is how fast. Leases of one request are
+    generated together and come back together, so each has taken its part of the time only."""
+    took_ms = max(1, (now_ms - lease.issued_at_ms) // max(1, lease.granted))
+    pace_ms = took_ms if node.pace_ms == 0 else (node.pace_ms * (PACE_WEIGHT - 1) + took_ms) // PACE_WEIGHT
+    return replace(node, lapses=0, pace_ms=max(1, pace_ms))
+
+
 def is_over(node: NodeRow) -> bool:
-    """Whether the node has too many strikes to stay."""
     return node.certain >= CERTAIN_TO_BAN or node.statistical >= STATISTICAL_TO_BAN
 
 
@@ -131,9 +156,72 @@ def reject(
         return [SaveNode(struck, node.state)]
     reason = f"{verdict.reason}: {verdict.message}" if verdict.message else verdict.reason
     if severity is not None and is_over(struck):
-        return sanctions.ban(struck, reason, holdings, now_ms)
+        return ban(struck, reason, holdings, now_ms)
     if severity is not None:
-        return sanctions.suspend(struck, reason, now_ms)
+        return suspend(struck, reason, now_ms)
     if node.state is NodeState.ACTIVE and struck.soft >= SOFT_TO_SUSPEND:
-        return sanctions.suspend(struck, f"{struck.soft} groups in a row were rejected, the last for {reason}", now_ms)
+        return suspend(struck, f"{struck.soft} groups in a row were rejected, the last for {reason}", now_ms)
     return [SaveNode(struck, node.state)]
+
+
+def suspension_ms(suspensions: int) -> int:
+    """How long a node is suspended that was suspended so many times before.
+
+    >>> [suspension_ms(count) // 60_000 for count in (0, 1, 2, 50)]
+    [1, 2, 4, 1440]
+    """
+    return min(LONGEST_MS, FIRST_MS << min(suspensions, 20))
+
+
+def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) -> list[Command]:
+    """Give the node nothing to do for a while; one that is suspended already stays so at least as long as it was."""
+    if node.state is NodeState.BANNED:
+        raise Refusal(409, "node.banned", f"node {node.node} is banned: a suspension would be no more than that")
+    until_ms = now_ms + (suspension_ms(node.suspensions) if for_ms is None else for_ms)
+    moved = node if node.state is NodeState.SUSPENDED else node.to(NodeState.SUSPENDED)
+    until_ms = max(until_ms, node.until_ms or 0)
+    row = replace(moved, reason=reason, until_ms=until_ms, suspensions=node.suspensions + 1)
+    return [SaveNode(row, node.state), *_recorded(row, now_ms, until_ms=until_ms)]
+
+
+def ban(node: NodeRow, reason: str, holdings: Sequence[Holding], now_ms: int) -> list[Command]:
+    """Ban a node; its active leases are void and their units open again, without counting as failures of the unit."""
+    banned = node.to(NodeState.BANNED, reason=reason, until_ms=None)
+    commands: list[Command] = [SaveNode(banned, node.state), *_recorded(banned, now_ms)]
+    for held in holdings:
+        if held.lease.node == node.node and held.lease.state == LeaseState.ACTIVE:
+            commands.append(SaveLease(held.lease.to(LeaseState.VOID, now_ms), held.lease.state))
+            if held.unit.state is UnitState.LEASED:  # not too old meanwhile
+                commands.append(SaveUnit(held.unit.reopened(), held.unit.state))
+    return commands
+
+
+def pardon(node: NodeRow, reason: str, now_ms: int) -> list[Command]:
+    """The owner takes a sanction back: active again, without strikes or record, and on probation like anybody new."""
+    if node.state is NodeState.ACTIVE:
+        return []
+    row = replace(
+        node.to(NodeState.ACTIVE, reason="", until_ms=None),
+        certain=0, statistical=0, streak=0, passed=0, soft=0, lapses=0, suspensions=0, record=Tally(), doubt=0.0,
+        failed_check="",
+    )  # fmt: skip
+    return [SaveNode(row, node.state), *_recorded(row, now_ms, reason=reason)]
+
+
+def lift(node: NodeRow, now_ms: int) -> tuple[NodeRow, list[Command]]:
+    """The node as it is now: active again if its suspension is over. The next one follows from how many there were."""
+    if node.state is not NodeState.SUSPENDED or node.until_ms is None or node.until_ms > now_ms:
+        return node, []
+    row = node.to(NodeState.ACTIVE, reason="", until_ms=None)
+    return row, [SaveNode(row, node.state), *_recorded(row, now_ms, reason=OVER)]
+
+
+def suspended_for(node: NodeRow, now_ms: int) -> str:
+    if node.until_ms is None:
+        return f"this node is suspended until the run's owner pardons it: {node.reason}"
+    return f"this node is suspended for {-(-(node.until_ms - now_ms) // 1000)} s more: {node.reason}"
+
+
+def _recorded(row: NodeRow, now_ms: int, **more: Any) -> list[Command]:
+    body = {"node": row.node, "state": row.state.value, "reason": row.reason, **more}
+    return [Record("sanction", body, now_ms)] if row.on_chain else []

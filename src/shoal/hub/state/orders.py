@@ -19,19 +19,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.hub.state.refusals import Refusal
-from shoal.protocol import (
-    AdminAction,
-    AdminVerb,
-    Conduct,
-    Message,
-    OwnerOrders,
-    RoleCertificate,
-    SignedDocument,
-    open_document,
-)
-from shoal.protocol.admin import MAX_RELAYS
-from shoal.protocol.signing import MAX_SKEW_MS
+from shoal.hub.state.commands import Refusal
+from shoal.protocol.admin import MAX_RELAYS, AdminAction, AdminVerb
+from shoal.protocol.node import RoleCertificate
+from shoal.protocol.signing import MAX_SKEW_MS, Message, SignedDocument, open_document
+from shoal.protocol.status import Conduct, OwnerOrders
 
 REMEMBERED_MS = 3 * MAX_SKEW_MS
 CONDUCTS: Mapping[AdminVerb, Conduct] = {
@@ -64,7 +56,6 @@ class Orders(Message):
         return OwnerOrders(conduct=self.conduct, since_ms=self.since_ms, reason=self.reason)
 
     def halted(self, now_ms: int) -> str:
-        """Why no work is given out, in words; empty if it is."""
         if self.conduct == "running":
             return ""
         why = f": {self.reason}" if self.reason else ""
@@ -73,15 +64,12 @@ class Orders(Message):
         return f"the run's owner {what} ({since}){why}"
 
     def sources(self, configured: Iterable[str]) -> tuple[str, ...]:
-        """Where weights are fetched from."""
         found = [url for url in configured if url not in self.removed]
         return tuple(dict.fromkeys([*found, *self.relays]))
 
     def trusted(self, configured: Iterable[SignedDocument]) -> tuple[SignedDocument, ...]:
-        """The certificates in force: those that the hub was started with and later ones, without revoked keys.
-
-        An admin's is not among them: it comes with each order, and nobody else has to know of it.
-        """
+        """The certificates in force: those that the hub was started with and later ones, without revoked keys. An
+        admin's is not among them: it comes with each order, and nobody else has to know of it."""
         found = {
             str(signed.document.get("public_key")): signed
             for signed in (*configured, *self.certificates)
@@ -92,8 +80,6 @@ class Orders(Message):
 
 @dataclass(frozen=True)
 class Estate:
-    """What the hub was started with, as far as orders touch it."""
-
     run: str
     root_key: str
     hub_key: str
@@ -101,33 +87,16 @@ class Estate:
     last_resort: tuple[str, ...]
     certificates: tuple[SignedDocument, ...]
 
-    def role_of(self, orders: Orders, key: str) -> str:
-        """The role that the root key has given to a key; empty if none."""
-        for signed in (*self.certificates, *orders.certificates):
-            if signed.document.get("public_key") == key:
-                return str(signed.document.get("role", ""))
-        return ""
-
-
-@dataclass(frozen=True)
-class Obeyed:
-    """What an order leads to. Sanctions are left to the caller: they are about a node, not about the run."""
-
-    orders: Orders
-    changed: bool
-    message: str
-
 
 def require_fresh(action: AdminAction, now_ms: int) -> None:
     """Refuse an order that is dated elsewhere than now: it may be an old one that somebody kept."""
-    off_s = (action.issued_at_ms - now_ms) / 1000
-    if abs(off_s) * 1000 > MAX_SKEW_MS:
-        raise Refusal(
-            401,
-            "admin.skew",
-            f"the order is dated {abs(off_s):.0f} s {'ahead of' if off_s > 0 else 'behind'} the hub's clock; at most "
-            f"{MAX_SKEW_MS // 1000} s are allowed: set this machine's clock, and give the order again",
+    off_ms = action.issued_at_ms - now_ms
+    if abs(off_ms) > MAX_SKEW_MS:
+        sentence = (
+            f"the order is dated {abs(off_ms) / 1000:.0f} s {'ahead of' if off_ms > 0 else 'behind'} the hub's clock; "
+            f"at most {MAX_SKEW_MS // 1000} s are allowed: set this machine's clock, and give the order again"
         )
+        raise Refusal(401, "admin.skew", sentence)
 
 
 def is_repeated(orders: Orders, action: AdminAction) -> bool:
@@ -143,63 +112,54 @@ def require_pardonable(orders: Orders, public_key: str) -> None:
 
 def require_worker(role: str, public_key: str) -> None:
     """Refuse to ban or suspend whom the root key vouches for: the run would wait for it, or end, with nothing said.
-
-    Its key is what it is trusted by, so that is what is taken from it.
-    """
+    Its key is what it is trusted by, so that is what is taken from it."""
     if role == "trainer":
         raise Refusal(409, "admin.role", "a trainer cannot be banned or suspended: pause the run, or end it")
     if role != "worker":
         raise Refusal(409, "admin.role", f"a {role} cannot be banned or suspended: shoal admin revoke RUN {public_key}")
 
 
-def obey(orders: Orders, action: AdminAction, estate: Estate, by_root: bool, now_ms: int) -> Obeyed:
-    """What the owner's order makes of what is in force. An order that asks for what is so already changes nothing."""
+def apply_order(
+    orders: Orders, action: AdminAction, estate: Estate, by_root: bool, now_ms: int
+) -> tuple[Orders, bool, str]:
+    """What is in force after the owner's order, whether that changed anything, and in words. Sanctions are left to the
+    caller: they are about a node, not about the run."""
     kept = tuple((known, at_ms) for known, at_ms in orders.seen if now_ms - at_ms <= REMEMBERED_MS)
     noted = orders.model_copy(update={"seen": (*kept, (action.id, now_ms))})
-    changes, message = _change(noted, action, estate, by_root, now_ms)
-    changed = any(getattr(noted, name) != value for name, value in changes.items())
-    if action.verb in CONDUCTS and noted.conduct == changes["conduct"]:
-        changed = False
-    if not changed and action.verb not in SANCTIONS:
-        return Obeyed(noted, False, message)
-    return Obeyed(noted.model_copy(update=changes), True, message)
-
-
-def _change(
-    orders: Orders, action: AdminAction, estate: Estate, by_root: bool, now_ms: int
-) -> tuple[dict[str, Any], str]:
-    verb = action.verb
+    verb, changes = action.verb, dict[str, Any]()
     if verb in CONDUCTS:
-        conduct = CONDUCTS[verb]
-        return {"conduct": conduct, "since_ms": now_ms, "reason": action.reason}, f"the run is {conduct}"
-    if verb in (AdminVerb.ADD_RELAY, AdminVerb.REMOVE_RELAY):
-        return _relay(orders, action, estate)
-    if verb is AdminVerb.CERTIFY:
-        return _certify(orders, action, estate)
-    if verb is AdminVerb.REVOKE:
-        return _revoke(orders, action, estate, by_root)
-    return {}, f"node {action.target} is {PARTICIPLES[verb]}"
+        message = f"the run is {CONDUCTS[verb]}"
+        if noted.conduct != CONDUCTS[verb]:
+            changes = {"conduct": CONDUCTS[verb], "since_ms": now_ms, "reason": action.reason}
+    elif verb in (AdminVerb.ADD_RELAY, AdminVerb.REMOVE_RELAY):
+        changes, message = _relay(noted, action, estate)
+    elif verb is AdminVerb.CERTIFY:
+        changes, message = _certify(noted, action, estate)
+    elif verb is AdminVerb.REVOKE:
+        changes, message = _revoke(noted, action, estate, by_root)
+    else:
+        message = f"node {action.target} is {PARTICIPLES[verb]}"
+    changed = any(getattr(noted, name) != value for name, value in changes.items()) or verb in SANCTIONS
+    return noted.model_copy(update=changes), changed, message
 
 
 def _relay(orders: Orders, action: AdminAction, estate: Estate) -> tuple[dict[str, Any], str]:
-    url = action.target.rstrip("/")
+    url, sources = action.target.rstrip("/"), orders.sources(estate.sources)
     if not url.startswith(("http://", "https://")):
         raise Refusal(422, "admin.relay", f"{action.target[:80]!r} is no address of a relay: http://host:port")
     removed = tuple(known for known in orders.removed if known != url)
     relays = tuple(known for known in orders.relays if known != url)
     if action.verb is AdminVerb.ADD_RELAY:
-        if url in orders.sources(estate.sources):
+        if url in sources:
             return {}, f"{url} is a relay of this run"
         if len(relays) >= MAX_RELAYS:
             raise Refusal(409, "admin.relays", f"the run has {MAX_RELAYS} added relays: remove one first")
         return {"removed": removed, "relays": relays if url in estate.sources else (*relays, url)}, f"{url} was added"
-    after = orders.model_copy(update={"relays": relays, "removed": (*removed, url)})
-    if not after.sources(estate.sources) and not estate.last_resort:
+    if not set(sources) - {url} and not estate.last_resort:
         raise Refusal(409, "admin.last_source", f"{url} is the only place that weights come from: add another first")
-    if url not in orders.sources(estate.sources):
+    if url not in sources:
         return {}, f"{url} is no relay of this run"
-    changed = (*removed, url) if url in estate.sources else removed
-    return {"relays": relays, "removed": changed}, f"{url} was removed"
+    return {"relays": relays, "removed": (*removed, url) if url in estate.sources else removed}, f"{url} was removed"
 
 
 def _certify(orders: Orders, action: AdminAction, estate: Estate) -> tuple[dict[str, Any], str]:
@@ -208,22 +168,25 @@ def _certify(orders: Orders, action: AdminAction, estate: Estate) -> tuple[dict[
     known, names = list(orders.certificates), []
     for signed in action.certificates:
         certificate = open_document(signed, RoleCertificate, estate.root_key)
+        key = certificate.public_key
         if certificate.run != estate.run:
             raise Refusal(422, "admin.certificate", f"a certificate is for run {certificate.run[:80]}")
         if certificate.role == "trainer":
-            raise Refusal(
-                409, "admin.trainer", "a run has one trainer key, which signs every policy: it cannot be added to"
-            )
-        if certificate.public_key in orders.revoked:
-            raise Refusal(409, "admin.revoked", f"key {certificate.public_key[:16]}… was revoked: make a new one")
-        if not any(each.document.get("public_key") == certificate.public_key for each in known):
+            sentence = "a run has one trainer key, which signs every policy: it cannot be added to"
+            raise Refusal(409, "admin.trainer", sentence)
+        if key in orders.revoked:
+            raise Refusal(409, "admin.revoked", f"key {key[:16]}… was revoked: make a new one")
+        if not any(each.document.get("public_key") == key for each in known):
             known.append(signed)
-        names.append(f"{certificate.role} {certificate.public_key[:16]}…")
+        names.append(f"{certificate.role} {key[:16]}…")
     return {"certificates": tuple(known)}, f"trusted from now on: {', '.join(names)}"
 
 
 def _revoke(orders: Orders, action: AdminAction, estate: Estate, by_root: bool) -> tuple[dict[str, Any], str]:
-    key, role = action.target, estate.role_of(orders, action.target)
+    key = action.target
+    certified = (*estate.certificates, *orders.certificates)
+    roles = [str(signed.document.get("role", "")) for signed in certified if signed.document.get("public_key") == key]
+    role = roles[0] if roles else ""
     if len(key) != 64 or not set(key) <= set("0123456789abcdef"):
         raise Refusal(422, "admin.key", "a key is named by its public half, 64 hex digits")
     if key == estate.root_key:
@@ -233,7 +196,6 @@ def _revoke(orders: Orders, action: AdminAction, estate: Estate, by_root: bool) 
     if role == "trainer":
         raise Refusal(409, "admin.trainer", "without the trainer's key no policy can be believed: end the run instead")
     if role != "validator" and not by_root:
-        raise Refusal(
-            403, "admin.root_needed", f"only the root key revokes the key of {role or 'somebody who is no validator'}"
-        )
+        whose = role or "somebody who is no validator"
+        raise Refusal(403, "admin.root_needed", f"only the root key revokes the key of {whose}")
     return {"revoked": tuple(dict.fromkeys([*orders.revoked, key]))}, f"key {key[:16]}… is trusted for nothing now"

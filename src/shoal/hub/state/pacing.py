@@ -8,10 +8,9 @@ A lost unit (equal rewards, or too many attempts) leaves room for another one, i
 than `refill_cap × groups_per_step`, every further loss lowers the cap instead, and by as much what the step waits
 for: the step takes what there is. Counting it this way, and not by who came first, keeps staleness 0 deterministic.
 
-A node gets no more units at a time than it can have back before their leases end for good, and while their policy may
-still be trained on (`bite`), as far as its own pace and that of the last steps tell. It always gets one if it has none:
-a slow node still earns, is measured again, and a unit that nobody else takes is not left lying. A synchronous step
-waits for all its units: there nothing comes too late for a step.
+A node gets no more units at a time than it can return before their leases end for good, and while their policy may
+still be trained on (`lease_size`), by its own pace and that of the last steps. It always gets one if it has none: a
+slow node still earns and is measured again. A synchronous step waits for all its units: there nothing comes too late.
 """
 
 from __future__ import annotations
@@ -55,15 +54,11 @@ def serves(rules: Rules, progress: Progress, policy: PolicyRef) -> bool:
 
 
 def cap(rules: Rules, progress: Progress) -> int:
-    """The most units that may be alive now.
-
-    With 16 groups a step and `max_staleness` 1, right after version 3 is out and before batch 3: 32.
-    """
+    """The most units that may be alive now. With 16 groups a step and `max_staleness` 1, after version 3: 32."""
     return max(0, rules.groups_per_step * steps_served(rules, progress) - overdraw(rules, progress))
 
 
 def room(rules: Rules, progress: Progress) -> int:
-    """How many units may be made now."""
     return max(0, cap(rules, progress) - progress.alive)
 
 
@@ -73,13 +68,12 @@ def wanted_groups(rules: Rules, progress: Progress) -> int:
 
 
 def is_stale(rules: Rules, step: int, version: int) -> bool:
-    """Whether a group of `version` is too old for `step`."""
     return step - version > rules.max_staleness
 
 
 @dataclass(frozen=True)
 class Tempo:
-    """How fast the run goes: what a step took of late, and when the last batch was written."""
+    """How fast the run goes: what a step took recently, and when the last batch was written."""
 
     step_ms: int
     written_at_ms: int
@@ -97,20 +91,15 @@ def tempo(written_at_ms: Sequence[int]) -> Tempo | None:
     return Tempo(max(1, (last - first) // (len(written_at_ms) - 1)), last)
 
 
-def time_left_ms(moment: Moment, pace: Tempo) -> int:
-    """How long the newest policy may probably still be trained on: until the batch of its last step is written."""
-    due_ms = pace.step_ms - (moment.now_ms - pace.written_at_ms)
-    steps = max(1, steps_served(moment.rules, moment.progress))
-    return max(due_ms, pace.step_ms // OVERDUE_PART) + (steps - 1) * pace.step_ms
-
-
-def bite(moment: Moment, pace: Tempo | None, pace_ms: int, held: int, count: int) -> int:
+def lease_size(moment: Moment, pace: Tempo | None, pace_ms: int, held: int, count: int) -> int:
     """How many of `count` units a node gets that takes `pace_ms` for one and holds `held` already."""
     if pace_ms <= 0:
         return count
     left_ms = moment.rules.lease_hard_ms
-    if pace is not None and moment.rules.max_staleness > 0:
-        left_ms = min(left_ms, time_left_ms(moment, pace))
+    if pace is not None and moment.rules.max_staleness > 0:  # until the batch of the policy's last step is written
+        due_ms = pace.step_ms - (moment.now_ms - pace.written_at_ms)
+        further = max(1, steps_served(moment.rules, moment.progress)) - 1
+        left_ms = min(left_ms, max(due_ms, pace.step_ms // OVERDUE_PART) + further * pace.step_ms)
     doable = round(SURE * left_ms) // pace_ms - held
     return min(count, max(doable, int(held == 0)))
 
@@ -118,10 +107,7 @@ def bite(moment: Moment, pace: Tempo | None, pace_ms: int, held: int, count: int
 @dataclass(frozen=True)
 class Waste:
     """Groups that were generated for nothing because of timing, of all `generated` well; and leases that lapsed.
-
-    `stale` were accepted too late to be trained on, `late` refused because their unit had gone to somebody else.
-    Groups with equal rewards are not among them: they were in time. What was generated of lapsed leases is not known.
-    """
+    `stale` were accepted too late to be trained on, `late` refused because their unit had gone to somebody else."""
 
     generated: int
     stale: int
@@ -134,9 +120,7 @@ class Waste:
 
 
 def waste(units: Mapping[str, int], accepted: int, late: int, lapsed: int) -> Waste:
-    """From the counts of units by state, and those of accepted submissions, late ones and lapsed leases.
-
-    Whatever was accepted and fills no unit that was, or will be, trained on or dropped came too late.
-    """
+    """By counts of units by state, accepted and late submissions, lapsed leases. Whatever was accepted and fills no
+    unit that was, or will be, trained on or dropped came too late."""
     filling = sum(units.get(state, 0) for state in ("accepted", "dropped", "trained"))
     return Waste(accepted + late, max(0, accepted - filling), late, lapsed)

@@ -7,37 +7,63 @@
 
 Doubt is a cumulative sum: + 1 for an unsure group that is not our own machinery's fault, - k for one that a full audit
 accepted, never below 0, where k is twice the rate at which honest work of that kind is unsure (`Verdict.unsure_rate`),
-and 1/64 at least. From `DOUBTED` on a node has one lease at a time (`windows`). Honest work that is unsure at that very
-rate gets there once in 60,000 groups (rate 0.5 %), 2,900 (2 %) or 1,600 (5 %), and is there for 0.5 % of its groups at
-most; who is always unsure is there after four.
+and 1/64 at least. From `DOUBTED` on a node has one lease at a time. Honest work that is unsure at that very rate gets
+there once in 60,000 groups (rate 0.5 %), 2,900 (2 %) or 1,600 (5 %); who is always unsure is there after four.
 
 Only full audits raise the streak. If light ones did, a sleeper would need 200 honest submissions to be audited at 5 %,
 about 40 of them fully; so it needs about 2,000, because at p = 10/streak the next full audit is streak/10 submissions
 away. And a streak cannot be lengthened by what nobody looked at.
+
+Kinds: when machines of one kind (`engine/device/number format`) fail a statistical check together, it is the kind that
+differs (driver, library, policy), not its owners that cheat: what the check says of that kind is unsure, with an alarm.
+
+    rule    at least `MANY` independent nodes of the kind, this one among them, failed this very check within
+            `WITHIN_MS`, and they are more than the independent nodes of the kind that pass their audits
+    counts  a node with `PROBATION_AUDITS` accepted groups counts by itself; all others of one network (/24, /48) count
+            once together
+
+It protects no cheat: unsure work is neither trained on nor paid, gets its node one lease at a time, and after two
+attempts a validator generates the unit. Certain failures ban as ever, and so do better rewards than the seeds'
+branches: no driver knows the reward.
+
+Gains: what follows when the evidence says that tolerance was used to buy reward (`protocol.branches`).
+
+    a node's evidence suffices ─► the validator rejects the group: a strike; the node's evidence begins anew
+    its owner's does ──────────► groups of all nodes of that owner with tokens that pass by tolerance are unsure
+    that of newer nodes does ──► the same for nodes on probation, and an alarm: nobody gains by changing keys
+
+Owners and newer nodes are trusted again once the evidence has fallen to 10³: unsure groups are looked at, too. What a
+node is struck for is taken out of the others' evidence, so that one cheater does not shut out all newcomers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
-from shoal.protocol import Depth, Severity, Tally, Verdict
+from shoal.hub.state.commands import Command, RaiseAlarm, alarm
+from shoal.hub.state.rows import PROBATION_AUDITS, Moment, NodeRow, Rules
+from shoal.protocol import Depth, Outcome, Severity, Tally, Verdict
+from shoal.protocol.branches import ENOUGH, FORGOTTEN, GainEvidence
+from shoal.protocol.signing import Message
 
-ALWAYS_UNTIL = 10
-LEAST = 0.05
+ALWAYS_UNTIL, LEAST = 10, 0.05
 FORGIVEN_AFTER = 1_000
 """Full audits passed since a statistical strike after which it is forgotten, and how often the node was suspended.
 Honest work fails such a check once in 10,000 audits or so: without this every honest node would be banned in the long
 run."""
 DOUBTED, MOST_DOUBT, LEAST_FORGIVEN = 3.5, 4.5, 1 / 64
+MANY, WITHIN_MS = 3, 3_600_000
+STEERED = "sampling.steered"
+POOLED_AUDITS = 128
+"""Full audits until a node's evidence is its own alone: about as many as that takes to suffice."""
+NEWER = "gains/newer"
 
 
 def full_audit_probability(rules: Rules, node: NodeRow) -> float:
-    """How likely it is that the next submission of `node` is audited fully.
-
-    0 for a validator's own groups: its computing needs no proof. Under `audit = "reputation"`: 1 on probation and up to
-    a streak of 10, then 10/streak, and never below 5 %.
-    """
+    """How likely it is that the next submission of `node` is audited fully. 0 for a validator's own groups: its
+    computing needs no proof. Under `audit = "reputation"`: 1 on probation and up to a streak of 10, then 10/streak, and
+    never below 5 %."""
     if node.trusted:
         return 0.0
     if rules.audit == "all" or node.on_probation or node.streak <= ALWAYS_UNTIL:
@@ -46,7 +72,6 @@ def full_audit_probability(rules: Rules, node: NodeRow) -> float:
 
 
 def depth_for(rules: Rules, node: NodeRow, fraction: float) -> Depth:
-    """The depth that the draw `fraction`, a number in [0, 1), means for this node."""
     return "full" if fraction < full_audit_probability(rules, node) else "light"
 
 
@@ -55,16 +80,16 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
     after = replace(node, accepted=node.accepted + 1, soft=0)
     if verdict.depth != "full":
         return after
-    streak, most = node.streak + 1, node.passed + 1
+    most = node.passed + 1
     if not verdict.measured:  # by limits of its number format alone nobody is more than a newcomer
         most = max(node.passed, min(most, PROBATION_AUDITS - 1))
     return replace(
         after,
-        streak=streak,
+        streak=node.streak + 1,
         passed=most,
         statistical=0 if most >= FORGIVEN_AFTER else node.statistical,
         suspensions=0 if most >= FORGIVEN_AFTER else node.suspensions,
-        record=of_late(node.record.plus(verdict.tally)),
+        record=recent(node.record.plus(verdict.tally)),
         doubt=max(0.0, node.doubt - _forgiven(verdict)),
     )
 
@@ -77,7 +102,7 @@ def unmeasured(node: NodeRow) -> NodeRow:
 
 def unsure(node: NodeRow, verdict: Verdict, own_fault: bool) -> NodeRow:
     """The node after an unsure audit; `own_fault` if it was not our own machinery that failed."""
-    record = of_late(node.record.plus(verdict.tally))  # so that accidents are not for the asking
+    record = recent(node.record.plus(verdict.tally))  # so that accidents are not for the asking
     if not own_fault:
         return replace(node, unsure=node.unsure + 1, record=record)
     doubt = min(MOST_DOUBT, node.doubt + 1 - _forgiven(verdict))
@@ -91,27 +116,100 @@ def _forgiven(verdict: Verdict) -> float:
 def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: int = 0) -> NodeRow:
     """The node after a rejected submission, for the reason `check`. What led to a statistical strike never counts
     again: the next one rests on a record of its own."""
-    if severity is Severity.STATISTICAL:
-        node = replace(node, record=Tally(), failed_check=check, failed_at_ms=now_ms)
-    return replace(
-        node,
-        rejected=node.rejected + 1,
-        certain=node.certain + (severity == Severity.CERTAIN),
-        statistical=node.statistical + (severity == Severity.STATISTICAL),
-        streak=node.streak if severity is None else 0,
-        passed=node.passed if severity is None else 0,
-        soft=node.soft + 1 if severity is None else node.soft,
-    )
+    if severity is None:
+        return replace(node, rejected=node.rejected + 1, soft=node.soft + 1)
+    node = replace(node, rejected=node.rejected + 1, streak=0, passed=0)
+    if severity is Severity.CERTAIN:
+        return replace(node, certain=node.certain + 1)
+    return replace(node, statistical=node.statistical + 1, record=Tally(), failed_check=check, failed_at_ms=now_ms)
 
 
-def of_late(record: Tally) -> Tally:
+def recent(record: Tally) -> Tally:
     """The record without channels that are no higher than honest work's: they begin anew.
 
     So honest work is not saved up to be spent later, and the evidence is always of one stretch of work.
 
     >>> from shoal.protocol import Sums
-    >>> sorted(of_late(Tally(channels={"a": Sums(seen=2, expected=3), "b": Sums(seen=3, expected=2)})).channels)
+    >>> sorted(recent(Tally(channels={"a": Sums(seen=2, expected=3), "b": Sums(seen=3, expected=2)})).channels)
     ['b']
     """
     above = {name: sums for name, sums in record.channels.items() if sums.seen > sums.expected}
     return record.model_copy(update={"channels": above})
+
+
+def failing_kind(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict: Verdict) -> RaiseAlarm | None:
+    """The alarm if this statistical rejection is that of a whole kind; None if the verdict counts as it is. `kin` are
+    the workers of the same kind that failed this check, or passed audits, within `WITHIN_MS`."""
+    if verdict.outcome != Outcome.REJECTED or verdict.severity is not Severity.STATISTICAL or node.trusted:
+        return None
+    if verdict.reason == STEERED:
+        return None
+    since_ms = moment.now_ms - WITHIN_MS
+    others = {row.node: row for row in kin if row.node != node.node}
+    failing = {
+        name: row for name, row in others.items() if row.failed_check == verdict.reason and row.failed_at_ms >= since_ms
+    }
+    passing = [row for name, row in others.items() if name not in failing and row.passed > 0]
+    failures = independent([node, *failing.values()])
+    if failures < MANY or failures <= independent(passing):
+        return None
+    message = (
+        f"most machines of kind {node.kind} fail {verdict.reason}, so their work is unsure: nobody is "
+        "struck for it, and it is neither paid nor trained on. Their driver, library or hardware differs from what was "
+        "calibrated: calibrate that kind again, on a machine like theirs if there is one, and pardon who was banned "
+        "for it before (`shoal admin pardon`)"
+    )
+    return alarm(moment, f"kind.{verdict.reason}.{node.kind}", message)
+
+
+def failed_with_kind(node: NodeRow, verdict: Verdict, now_ms: int) -> NodeRow:
+    """The node after such a failure: no strike, but its record begins anew and the failure is remembered. The record
+    was counted by limits that are in doubt now: kept, it would fail the node under better ones, too."""
+    after = unsure(node, verdict, own_fault=True)
+    return replace(after, record=Tally(), failed_check=verdict.reason, failed_at_ms=now_ms)
+
+
+def independent(nodes: Iterable[NodeRow]) -> int:
+    """How many of the nodes count: see the module's rule."""
+    rows = list(nodes)
+    proven = sum(row.accepted >= PROBATION_AUDITS for row in rows)
+    return proven + len({row.network for row in rows if row.accepted < PROBATION_AUDITS})
+
+
+class Suspicion(Message):
+    """The evidence of several nodes together, and whether it has sufficed and is not forgotten yet."""
+
+    evidence: GainEvidence = GainEvidence()
+    distrusted: bool = False
+
+    def after(self, verdict: Verdict) -> Suspicion:
+        if verdict.outcome != Outcome.REJECTED:
+            evidence = self.evidence.after(verdict.branches.differences)
+        elif verdict.reason == STEERED:
+            evidence = self.evidence.without(ENOUGH)
+        else:
+            return self
+        still = self.distrusted and evidence.value > FORGOTTEN
+        return Suspicion(evidence=evidence, distrusted=still or evidence.suffices)
+
+
+def evidence_groups(node: NodeRow) -> dict[str, str]:
+    """Whose evidence a node's work counts for beside its own: the settings that hold it, and what they are called."""
+    found = {f"gains/{node.owner}": "its owner"} if node.owner else {}
+    return found | ({NEWER: "newcomers"} if node.passed < POOLED_AUDITS else {})
+
+
+def counted(node: NodeRow, verdict: Verdict) -> NodeRow:
+    """The node with what the branches of its submission showed."""
+    if verdict.outcome == Outcome.REJECTED:
+        return replace(node, gains=GainEvidence()) if verdict.reason == STEERED else node
+    return replace(node, gains=node.gains.after(verdict.branches.differences))
+
+
+def gains_alarm(moment: Moment, whose: str) -> Command:
+    whom = "one owner" if whose == "its owner" else "newcomers"
+    message = (
+        f"tokens that pass only by the tolerance are chosen for their reward, by nodes of {whom}; their groups with "
+        "such tokens are given out again"
+    )
+    return alarm(moment, STEERED, message)

@@ -22,7 +22,7 @@ from shoal.hub.state.machines import (
     SubmissionState,
     UnitState,
     check_move,
-)
+)  # fmt: skip
 from shoal.protocol import Depth, NodeState, PolicyRef, Role, Tally
 from shoal.protocol.branches import GainEvidence
 
@@ -84,11 +84,9 @@ class Rules:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run stands, in one transaction.
-
-    `policy` is the newest one; `next_step` the first step without a batch; `dropped` and `failed` count the units
-    that were lost (equal rewards, too many attempts) since the batch before `next_step` was written.
-    """
+    """Where the run stands, in one transaction. `policy` is the newest one; `next_step` the first step without a batch;
+    `dropped` and `failed` count the units that were lost (equal rewards, too many attempts) since the batch before
+    `next_step` was written."""
 
     policy: PolicyRef | None = None
     next_step: int = 0
@@ -110,11 +108,8 @@ class Moment:
 @dataclass(frozen=True)
 class UnitRow:
     """One group of one task. `task` never changes. `failures` counts attempts that nobody could judge (`units`);
-    `attempt` numbers its leases.
-
-    `incarnation`, `version`, `submission` belong to the submission that fills it; `step` is the batch it is in;
-    `lost_step` the step during which it was dropped or failed.
-    """
+    `attempt` numbers its leases. `incarnation`, `version`, `submission` belong to the submission that fills it; `step`
+    is the batch it is in; `lost_step` the step during which it was dropped or failed."""
 
     unit: int
     task: str
@@ -143,12 +138,10 @@ class UnitRow:
 
 @dataclass(frozen=True)
 class LeaseRow:
-    """A unit given to a node. `document` is the signed lease as JSON: an audit carries it unchanged.
-
-    `deadline_ms` is the soft one: it moves on while `progress` (tokens, as the node says) grows, up to the hard one.
-    `granted` is how many leases its request got: they are generated together, so what they take is shared by them.
-    A `brief` one ends after `lease_s`, whatever progress is made (`newcomers.is_brief`).
-    """
+    """A unit given to a node. `document` is the signed lease as JSON: an audit carries it unchanged. `deadline_ms` is
+    the soft one: it moves on while `progress` (tokens, as the node says) grows, up to the hard one. `granted` is how
+    many leases its request got: they are generated together, so what they take is shared by them. A `brief` one ends
+    after `lease_s`, whatever progress is made (`newcomers.is_brief`)."""
 
     lease: str
     unit: int
@@ -190,12 +183,10 @@ class ShownRow:
 
 @dataclass(frozen=True)
 class SubmissionRow:
-    """Bytes on the hub's disk, named by their hash; `receipt` is the signed promise as JSON.
-
-    `depth` is how it is to be audited and, once it is decided, how it was. While its credit is pending,
-    `matures_at_ms` says until when. `tokens` is how many a prefill of it has, prompts included. `pass_rate` is how
-    much of its task the group solved, 0 to 1; rows of older versions have none.
-    """
+    """Bytes on the hub's disk, named by their hash; `receipt` is the signed promise as JSON. `depth` is how it is to be
+    audited and, once it is decided, how it was. While its credit is pending, `matures_at_ms` says until when. `tokens`
+    is how many a prefill of it has, prompts included. `pass_rate` is how much of its task the group solved, 0 to 1;
+    rows of older versions have none."""
 
     submission: str
     lease: str
@@ -231,19 +222,16 @@ class SubmissionRow:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A registered key and its record. `certain` and `statistical` are its strikes by severity.
-
-    `streak` counts full audits passed since the last rejection, `passed` those since the last strike. `record` sums
-    what passed audits saw of it of late. `pending` is credit that a failed audit would still take. `owner` is the key
-    that vouched for it by the signed `vouch` (JSON). `window` is how many leases it may hold (0: what a
-    newcomer may), `lapsed` how many it let lapse, `lapses` of these in a row, `pace_ms` what a
-    group takes it, from lease to submission. `until_ms` ends the present suspension, of which there were `suspensions`.
-    `soft` counts rejections without a strike since the last group that was accepted. `network` is where it last asked
-    for work from (/24 or /48; empty: from the hub's own machine); nobody is told. `kind` is what it last asked to
-    generate with. `failed_check` is the statistical check that it failed last, at `failed_at_ms`. `doubt` grows with
-    every unsure group and falls with every accepted one (`reputation`). `gains` is the evidence that it buys reward by
-    tolerance.
-    """
+    """A registered key and its record. `certain` and `statistical` are its strikes by severity. `streak` counts full
+    audits passed since the last rejection, `passed` those since the last strike. `record` sums what passed audits saw
+    of it of late. `pending` is credit that a failed audit would still take. `owner` is the key that vouched for it by
+    the signed `vouch` (JSON). `window` is how many leases it may hold (0: what a newcomer may), `lapsed` how many it
+    let lapse, `lapses` of these in a row, `pace_ms` what a group takes it, from lease to submission. `until_ms` ends
+    the present suspension, of which there were `suspensions`. `soft` counts rejections without a strike since the last
+    group that was accepted. `network` is where it last asked for work from (/24 or /48; empty: from the hub's own
+    machine); nobody is told. `kind` is what it last asked to generate with. `failed_check` is the statistical check
+    that it failed last, at `failed_at_ms`. `doubt` grows with every unsure group and falls with every accepted one
+    (`reputation`). `gains` is the evidence that it buys reward by tolerance."""
 
     node: str
     public_key: str
@@ -321,16 +309,12 @@ class InHand:
 
 @dataclass(frozen=True)
 class Filled:
-    """A unit together with the submission that fills it."""
-
     unit: UnitRow
     submission: SubmissionRow
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A lease together with its unit."""
-
     lease: LeaseRow
     unit: UnitRow
 
@@ -349,10 +333,8 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """A slice of the evaluation of one version: the held-out tasks from `first` on, `tasks` of them.
-
-    `tries` counts what went wrong with it; once it is done it has `scores` and `document`, the signed report as JSON.
-    """
+    """A slice of the evaluation of one version: the held-out tasks from `first` on, `tasks` of them. `tries` counts
+    what went wrong with it; once it is done it has `scores` and `document`, the signed report as JSON."""
 
     incarnation: int
     version: int

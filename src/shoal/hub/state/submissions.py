@@ -1,31 +1,44 @@
-"""Submissions arriving: new (201), the same again (200), another body (409), late or void (410), not yours (403).
+"""Submissions arriving, and the progress that nodes on probation show before.
+
+    submission   new (201), the same again (200), another body (409), late or void (410), not yours (403)
+    progress     node on probation ─ chunks ─► form checked ─► appended as a part ─► the lease is renewed
+                 validator asks ─► a lease that showed twice as much as when it was last looked at ─► one rollout
+                 submission ─► its audit carries what was shown of each rollout: it must be how the rollout begins
 
 A submission after its deadline is still taken while its unit is free: work that is done is not thrown away for being
 a second late. It is refused once the unit has gone to somebody else, is finished, or would be too stale to train on.
+
+A part that does not begin where the hub's copy ends is left out, and the reply says where to begin: so messages may be
+lost, come twice or out of order. A lease is looked at when it shows its first chunk and then after each doubling, one
+rollout each time, drawn by a secret in proportion to what was shown of it: about `2 / group_size` of the cost of an
+audit of the group, and whoever made up a part of the tokens is found with that probability or more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from shoal.hub.state import pacing, windows
-from shoal.hub.state.commands import Command, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state import nodes, pacing
+from shoal.hub.state.commands import Command, Refusal, SaveLease, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import LeaseState, UnitState
-from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow
+from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, Rules, ShownRow, SubmissionRow
 from shoal.hub.state.units import is_entrusted
-from shoal.protocol import Depth
+from shoal.protocol import Depth, ProofParameters
+from shoal.protocol.submission import ShownChunks, ShownPrefix, shown_digest
 
-CREATED = 201
-SAME_AGAIN = 200
+CREATED, SAME_AGAIN = 201, 200
 LATE = "lease.late"
+GROWTH = 2
+"""A lease that was looked at is looked at again when it has shown so many times as many tokens."""
+LEAST_PROOF_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Bytes that a node wants to hand in for a lease. `size_bytes` is their length as sent, `depth` how they would be
-    audited: drawn from what is committed here, written with it, and so never drawn again."""
+    """Bytes that a node submits for a lease. `size_bytes` is their length as sent, `depth` how they would be audited:
+    drawn from what is committed here, written with it, and so never drawn again."""
 
     node: str
     lease: str
@@ -33,13 +46,6 @@ class Arrival:
     size_bytes: int
     depth: Depth = "full"
     tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Reception:
-    status: int
-    row: SubmissionRow
-    commands: tuple[Command, ...] = ()
 
 
 def check_owner(holding: Holding | None, node: str, lease: str) -> Holding:
@@ -52,63 +58,119 @@ def check_owner(holding: Holding | None, node: str, lease: str) -> Holding:
 
 
 def receive(
-    moment: Moment,
-    node: NodeRow,
-    holding: Holding,
-    existing: SubmissionRow | None,
-    arrival: Arrival,
-    receipt: Callable[[SubmissionRow], str],
-) -> Reception:
-    """Take the submission of `node`, or say why not. `existing` is what was handed in for this lease before."""
+    moment: Moment, node: NodeRow, holding: Holding, existing: SubmissionRow | None, arrival: Arrival
+) -> tuple[int, SubmissionRow]:
+    """The submission of `node`, new or the same again, or why not. `existing` is what was submitted for this lease
+    before. A new one has no receipt yet."""
     if existing is not None:
         if existing.submission != arrival.submission:
             raise Refusal(409, "submission.other_body", f"lease {arrival.lease} was already answered with another body")
-        return Reception(SAME_AGAIN, existing)
-    _require_takeable(moment, node, holding)
+        return SAME_AGAIN, existing
     lease, unit = holding.lease, holding.unit
-    row = new_row(lease, arrival, moment.now_ms)
-    row = replace(row, receipt=receipt(row))
+    if lease.state == LeaseState.VOID:
+        raise Refusal(410, "lease.void", f"lease {lease.lease} is void: its node was banned or its policy withdrawn")
+    if lease.state == LeaseState.RELEASED:
+        raise Refusal(410, "lease.released", f"lease {lease.lease} was given back")
+    if lease.state != LeaseState.ACTIVE:
+        late = f"lease {lease.lease} ran out"
+        if unit.state != UnitState.OPEN:
+            raise Refusal(410, LATE, f"{late} and unit {unit.unit} is {unit.state.value} meanwhile")
+        if is_entrusted(unit) and not node.trusted:
+            raise Refusal(410, LATE, f"{late}, and a validator generates unit {unit.unit} now")
+        if pacing.is_stale(moment.rules, moment.progress.next_step, lease.version):
+            raise Refusal(410, LATE, f"{late}, and policy {lease.policy.label} is too old to train on now")
+    return CREATED, new_row(lease, arrival, moment.now_ms)
+
+
+def received(node: NodeRow, holding: Holding, row: SubmissionRow, now_ms: int) -> list[Command]:
+    lease, unit = holding.lease, holding.unit
     commands: list[Command] = [
-        SaveNode(windows.delivered(node, lease, moment.now_ms), node.state),
+        SaveNode(nodes.delivered(node, lease, now_ms), node.state),
         SaveSubmission(row, None),
-        SaveLease(lease.to(LeaseState.SUBMITTED, moment.now_ms), lease.state),
+        SaveLease(lease.to(LeaseState.SUBMITTED, now_ms), lease.state),
     ]
     if unit.state is not UnitState.VOID:  # void: too old to train on by now, but it was asked for, so it is judged
         filled = {"incarnation": lease.incarnation, "version": lease.version, "submission": row.submission}
         commands.append(SaveUnit(unit.to(UnitState.SUBMITTED, **filled), unit.state))
-    return Reception(CREATED, row, tuple(commands))
+    return commands
 
 
 def new_row(lease: LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
     """What arrived for a lease, before anybody has judged it."""
     return SubmissionRow(
-        submission=arrival.submission,
-        lease=lease.lease,
-        unit=lease.unit,
-        node=lease.node,
-        incarnation=lease.incarnation,
-        version=lease.version,
-        digest=lease.digest,
-        size_bytes=arrival.size_bytes,
-        received_at_ms=now_ms,
-        depth=arrival.depth,
-        tokens=arrival.tokens,
+        arrival.submission, lease.lease, lease.unit, lease.node, lease.incarnation, lease.version, lease.digest,
+        arrival.size_bytes, now_ms, depth=arrival.depth, tokens=arrival.tokens,
+    )  # fmt: skip
+
+
+def take_shown(
+    rules: Rules, proof: ProofParameters, lease: str, last: ShownRow | None, chunks: Sequence[ShownChunks]
+) -> tuple[tuple[int, ...], ShownRow | None, list[ShownChunks]]:
+    """How many tokens of each rollout are there now, the next part without its body (None if nothing is new), and what
+    belongs into it."""
+    have = list(last.tokens if last is not None else [0] * rules.group_size)
+    new: list[ShownChunks] = []
+    for each in chunks:
+        _require_form(rules, proof, each)
+        if each.start == have[each.rollout]:
+            if each.start % proof.rows:
+                raise _malformed(each.rollout, f"it ended with a short chunk, at token {each.start}")
+            have[each.rollout] += len(each.tokens) // 4
+            new.append(each)
+    if not new:
+        return tuple(have), None, []
+    return tuple(have), ShownRow(lease, 0 if last is None else last.part + 1, tuple(have)), new
+
+
+def _require_form(rules: Rules, proof: ProofParameters, each: ShownChunks) -> None:
+    """Refuse what cannot be meant. How large a proof is depends on the model, so that is only bounded here."""
+    count = len(each.tokens) // 4
+    chunks = -(-count // proof.rows)
+    if each.rollout >= rules.group_size:
+        raise _malformed(each.rollout, f"groups have {rules.group_size} rollouts")
+    if len(each.tokens) % 4 or count == 0:
+        raise _malformed(each.rollout, f"{len(each.tokens)} bytes of tokens are no list of 32-bit numbers")
+    if each.start + count > rules.max_new_tokens:
+        raise _malformed(each.rollout, f"{each.start + count} tokens; at most {rules.max_new_tokens} are generated")
+    if not LEAST_PROOF_BYTES * chunks <= len(each.proofs) <= (2 + 2 * proof.topk) * chunks:
+        raise _malformed(each.rollout, f"{len(each.proofs)} bytes of proofs do not fit {chunks} chunks")
+
+
+def _malformed(rollout: int, why: str) -> Refusal:
+    return Refusal(422, "progress.malformed", f"the chunks of rollout {rollout} cannot be taken: {why}")
+
+
+def is_shown_due(tokens: int, looked_at: int) -> bool:
+    """Whether a lease that has shown so many tokens is to be looked at, when it had shown `looked_at` the last time."""
+    return tokens >= max(1, GROWTH * looked_at)
+
+
+def next_shown_rollout(tokens: Sequence[int], fraction: float) -> int:
+    """The rollout that a draw in [0, 1) picks, each in proportion to its shown tokens.
+
+    >>> [next_shown_rollout((32, 0, 96), fraction) for fraction in (0.0, 0.24, 0.25, 0.99)]
+    [0, 0, 2, 2]
+    """
+    left = fraction * sum(tokens)
+    for rollout, count in enumerate(tokens):
+        if left < count:
+            return rollout
+        left -= count
+    return max(range(len(tokens)), key=tokens.__getitem__)
+
+
+def joined_parts(parts: Sequence[Sequence[ShownChunks]]) -> dict[int, tuple[bytes, bytes]]:
+    """The tokens and proofs of every rollout of which something was shown, from all parts in order."""
+    tokens: dict[int, list[bytes]] = defaultdict(list)
+    proofs: dict[int, list[bytes]] = defaultdict(list)
+    for each in (chunk for part in parts for chunk in part):
+        tokens[each.rollout].append(each.tokens)
+        proofs[each.rollout].append(each.proofs)
+    return {rollout: (b"".join(tokens[rollout]), b"".join(proofs[rollout])) for rollout in sorted(tokens)}
+
+
+def prefixes(shown: Mapping[int, tuple[bytes, bytes]]) -> tuple[ShownPrefix, ...]:
+    return tuple(
+        ShownPrefix(rollout=rollout, tokens=len(ids) // 4, proof_bytes=len(proofs), digest=shown_digest(ids, proofs))
+        for rollout, (ids, proofs) in shown.items()
     )
-
-
-def _require_takeable(moment: Moment, node: NodeRow, holding: Holding) -> None:
-    lease, unit = holding.lease, holding.unit
-    if lease.state == LeaseState.ACTIVE:
-        return
-    if lease.state == LeaseState.VOID:
-        raise Refusal(410, "lease.void", f"lease {lease.lease} is void: its node was banned or its policy withdrawn")
-    if lease.state == LeaseState.RELEASED:
-        raise Refusal(410, "lease.released", f"lease {lease.lease} was given back")
-    if unit.state != UnitState.OPEN:
-        raise Refusal(410, LATE, f"lease {lease.lease} ran out and unit {unit.unit} is {unit.state.value} meanwhile")
-    if is_entrusted(unit) and not node.trusted:
-        raise Refusal(410, LATE, f"lease {lease.lease} ran out, and a validator generates unit {unit.unit} now")
-    if pacing.is_stale(moment.rules, moment.progress.next_step, lease.version):
-        raise Refusal(
-            410, LATE, f"lease {lease.lease} ran out, and policy {lease.policy.label} is too old to train on now"
-        )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.hub.state.commands import Command, RaiseAlarm, SaveUnit
+from shoal.hub.state.commands import Command, RaiseAlarm, SaveUnit, alarm
 from shoal.hub.state.machines import UnitState
 from shoal.hub.state.pacing import overdraw
 from shoal.hub.state.rows import Moment, UnitRow
@@ -50,48 +50,34 @@ def no_units() -> dict[str, int]:
 
 
 def is_entrusted(unit: UnitRow) -> bool:
-    """Whether only a validator may generate the unit now."""
     return unit.failures >= TRUSTED_AFTER
 
 
-def after_failure(moment: Moment, unit: UnitRow, trusted: bool = False) -> UnitRow:
-    """Open again with the same task and seeds; void after too many attempts of our own (`trusted`), and only then."""
-    if not trusted:
-        return replace(unit.reopened(), failures=max(unit.failures, min(unit.failures + 1, TRUSTED_AFTER)))
-    failures = unit.failures + 1
-    if failures >= TRUSTED_AFTER + TRUSTED_TRIES:
-        step = moment.progress.next_step
-        return unit.to(UnitState.VOID, failures=failures, lost_step=step, reason=VOID_ATTEMPTS)
-    return replace(unit.reopened(), failures=failures)
-
-
 def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "", trusted: bool = False) -> list[Command]:
-    """Count an attempt on each of `units` that came to nothing; `reason` is that of the verdict, if there was one."""
+    """Count an attempt on each of `units` that came to nothing; `reason` is that of the verdict, if there was one. They
+    are open again with the same task and seeds; void after too many attempts of our own (`trusted`), only then."""
     progress, step = moment.progress, moment.progress.next_step
-    commands: list[Command] = unjudged_alarm(moment, reason)
+    commands: list[Command] = []
+    if reason in UNJUDGED:  # always the same words, so it is said once a step
+        message = f"groups {UNJUDGED[reason]} ({reason}); the validators' logs say why"
+        commands.append(alarm(moment, f"unjudged.{reason}", message))
     given_up = 0
     for unit in units:
-        after = after_failure(moment, unit, trusted)
+        failures = unit.failures + 1 if trusted else max(unit.failures, min(unit.failures + 1, TRUSTED_AFTER))
+        if trusted and failures >= TRUSTED_AFTER + TRUSTED_TRIES:
+            after = unit.to(UnitState.VOID, failures=failures, lost_step=step, reason=VOID_ATTEMPTS)
+            given_up += 1
+        else:
+            after = replace(unit.reopened(), failures=failures)
         commands.append(SaveUnit(after, unit.state))
-        given_up += after.state == UnitState.VOID
     if given_up:  # no unit's number: the same words are said once
         message = (
-            f"step {step}: units were given up, each after {TRUSTED_TRIES} attempts of the validators themselves that "
-            "came to nothing: they could not generate or score them; the validators' logs say why"
+            f"units were given up, each after {TRUSTED_TRIES} attempts of the validators themselves that came to "
+            "nothing: they could not generate or score them; the validators' logs say why"
         )
-        commands.append(RaiseAlarm(step, "unit.attempts", message, moment.now_ms))
-        lost = replace(progress, failed=progress.failed + given_up)
-        commands += refill_alarm(replace(moment, progress=lost))
+        commands.append(alarm(moment, "unit.attempts", message))
+        commands += refill_alarm(replace(moment, progress=replace(progress, failed=progress.failed + given_up)))
     return commands
-
-
-def unjudged_alarm(moment: Moment, reason: str) -> list[Command]:
-    """An alarm at the first audit of a step that our own machinery failed; always the same words: it is said once."""
-    if reason not in UNJUDGED:
-        return []
-    step = moment.progress.next_step
-    message = f"step {step}: groups {UNJUDGED[reason]} ({reason}); the validators' logs say why"
-    return [RaiseAlarm(step, f"unjudged.{reason}", message, moment.now_ms)]
 
 
 def refill_alarm(moment: Moment) -> list[Command]:

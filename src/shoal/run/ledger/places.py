@@ -22,7 +22,7 @@ from shoal.client import HubClient, split_join_url
 from shoal.client.http import REACH, open_http
 from shoal.client.known_hubs import known_root
 from shoal.errors import BroadcastError, LedgerError, ProtocolError, UserError
-from shoal.hub.service.owner import orders_of
+from shoal.hub.service.context import orders_of
 from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import Pin, head_of
