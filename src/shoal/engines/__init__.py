@@ -17,10 +17,10 @@ An engine is made from the files that describe a model (`config.json`, …) and 
 Importing this package does not import torch.
 """
 
-from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
+from shoal.engines.protocol import PLAIN, Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.registry import ENGINES, build, check_engine, check_policy, choose, kind_of, warm_up
 
 __all__ = [
-    "ENGINES", "Chunks", "Completion", "Engine", "GenerationRequest", "Prefill", "PrefillRequest", "build",
-    "check_engine", "check_policy", "choose", "kind_of", "warm_up",
+    "ENGINES", "PLAIN", "Chunks", "Completion", "Engine", "GenerationRequest", "Prefill", "PrefillRequest",
+    "build", "check_engine", "check_policy", "choose", "kind_of", "warm_up",
 ]  # fmt: skip

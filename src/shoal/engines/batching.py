@@ -74,7 +74,7 @@ class RowBatch:
     ) -> None:
         self._decoder, self._proof, self._greedy = decoder, proof, greedy
         self._requests, self._groups = requests, groups
-        self._waiting = deque(row for group in groups for row in group)
+        self._waiting = deque(row for group in groups for row in group if row.completion is None)
         self._held: dict[int, HeldRow] = {}
         self._free: list[int] = []
         self._seen: list[HeldRow] = []  # what the last window drew of, until it is told

@@ -20,6 +20,8 @@ from shoal.shardcast import ChangedValues
 from shoal.toploc import PointBatch
 
 Finish = Literal["eos", "length"]
+PLAIN = "torch-plain"
+"""In a kind: torch's engine on a GPU without pages and captured steps, which rounds differently."""
 
 Respond = Callable[[list[int]], tuple[int, ...] | None]
 """The tokens of a completion up to the end of a turn, to the tokens that are given after it; None: it is finished."""
@@ -132,7 +134,8 @@ class Engine(Protocol):
 
     @property
     def kind(self) -> str:
-        """What its rounding depends on, `engine/device/number format`: the key of a profile."""
+        """What its rounding depends on, `engine path/device/number format`: the key of a profile. Known for sure once
+        the policy is in place."""
         ...
 
     @property

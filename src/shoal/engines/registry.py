@@ -43,11 +43,13 @@ def _loading(what: str) -> Iterator[None]:
             log.info("still loading %s, for %.0f s now", what, time.monotonic() - began_s)
 
     log.info("loading %s", what)
-    threading.Thread(target=tell, name="loading", daemon=True).start()
+    teller = threading.Thread(target=tell, name="loading", daemon=True)
+    teller.start()
     try:
         yield
     finally:
         done.set()
+        teller.join()
     log.info("%s is loaded, after %.1f s", what, time.monotonic() - began_s)
 
 

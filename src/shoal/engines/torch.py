@@ -46,7 +46,7 @@ from shoal.engines.memory import (
     width,
 )
 from shoal.engines.paged import POOL_SHARE, PagedDecoder
-from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest, Respond
+from shoal.engines.protocol import PLAIN, Completion, GenerationRequest, Prefill, PrefillRequest, Respond
 from shoal.engines.rows import CachedRows, RecomputedRows, Rows, bytes_kept, decodes_with_cache, follows_with_cache
 from shoal.errors import ModelError, PolicyMismatch, ResourceError
 from shoal.models.load import model_from_files
@@ -98,8 +98,9 @@ class TorchEngine:
         engine._loaded = engine._shared = True
         return engine
 
-    def copied(self, files: Mapping[str, bytes], dtype: str) -> TorchEngine:
-        """Another engine on the same device with a copy of the policy in place, computing in `dtype`.
+    def copied(self, files: Mapping[str, bytes], dtype: str, pages: bool = True) -> TorchEngine:
+        """Another engine on the same device with a copy of the policy in place, computing in `dtype`, without `pages`
+        by the plain path.
 
         `files` describe the model. Weights that `dtype` cannot hold are a `ModelError`: nobody computes with rounded
         ones.
@@ -113,7 +114,7 @@ class TorchEngine:
                 if not torch.equal(target.to(source.dtype), source):
                     raise ModelError(f"weight {name} has values that {dtype} cannot hold{NARROWER}")
         engine = TorchEngine.wrap(model, self._max_rows)
-        engine._shared, engine._may_page = False, self._may_page
+        engine._shared, engine._may_page = False, self._may_page and pages
         engine.memory_bytes = self.memory_bytes
         return engine
 
@@ -130,6 +131,17 @@ class TorchEngine:
     def model(self) -> Any:
         return self._model
 
+    @property
+    def kind(self) -> str:
+        """`engine/device/number format`. A GPU has two paths that round differently: `torch` decodes with pages and
+        captured steps, `torch-plain` without. Which one a model takes is tried once its weights are there."""
+        device, path = self._model.device.type, self.name
+        if device == "cuda" and self._loaded:
+            self._measure_room()
+            with self._inference():
+                path = self.name if self._paged() is not None else PLAIN
+        return f"{path}/{device}/{str(self._model.dtype).removeprefix('torch.')}"
+
     def _setup(self, model: Any, max_rows: int, max_prefill_tokens: int | None) -> None:
         self._model = model
         self._max_rows = max_rows
@@ -144,7 +156,6 @@ class TorchEngine:
         self._pages_tried = False
         self.policy: PolicyRef | None = None
         self.vocabulary_size, self.hidden_size = model.get_output_embeddings().weight.shape
-        self.kind = f"{self.name}/{model.device.type}/{str(model.dtype).removeprefix('torch.')}"
         self.size_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
@@ -257,8 +268,11 @@ class TorchEngine:
             if pages is not None and left:
                 prompts = [request.prompt_ids for request in drawing.requests]
                 self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
+            rows = self._max_rows if pages is not None else 0
+            while pages is not None and left and rows:  # fewer rows, as long as memory does not suffice
                 batch = RowBatch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy)
-                left = batch.draw(self._usable + pages.held_bytes, self._max_rows)
+                left = batch.draw(self._usable + pages.held_bytes, rows)
+                rows = min(rows, len(left)) // 2
             for begun in sorted({len(row.tokens) for row in left}):
                 for rows in self._batches(drawing, begun):
                     self._draw(drawing, rows)

@@ -209,7 +209,7 @@ class AuditReply(Message):
 
     `generate` are leases of the validator itself: units to generate and hand in like a worker. Those that it has and
     has not answered come again with each reply.
-    `calibration` is the one in force; `wanted` are number formats that workers would work in if they were measured.
+    `calibration` is the one in force; `wanted` are the kinds of the workers that asked for work.
     """
 
     audits: tuple[Audit, ...] = ()
@@ -218,4 +218,4 @@ class AuditReply(Message):
     evaluation: SignedDocument | None = Field(default=None)
     generate: tuple[SignedDocument, ...] = Field(default=(), max_length=16)
     calibration: str = ""
-    wanted: tuple[str, ...] = Field(default=(), max_length=16)
+    wanted: tuple[str, ...] = Field(default=(), max_length=64)

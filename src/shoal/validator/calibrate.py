@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.engines import Completion, Engine, GenerationRequest
+from shoal.engines import PLAIN, Completion, Engine, GenerationRequest
 from shoal.engines.asking import Asking
 from shoal.engines.submission import submission_of
 from shoal.environments import Environment
@@ -61,7 +61,7 @@ RESAMPLED = 200  # blocks of each size, drawn from the chunks in several orders
 MOST_ORDERS = 32
 CHEAT_TOKENS = 32
 VARIANT_TOKENS = 16
-SMALL_BATCHES = (1, 8, 64)
+SMALL_BATCHES = (1, 8, 64)  # beside the main series of 256
 ENOUGH_TOKENS = 1024  # of one kernel, for bands of its own: fewer are counted with the others
 LEAST_SEQUENCES = 32
 MOST_SEQUENCES = 512
@@ -313,12 +313,12 @@ class Subject:
         return found
 
     def _kernels(self) -> Iterator[tuple[str, Any]]:
+        """Other kernels of the plain path. With pages there is one attention kernel: what varies is the batch."""
         from shoal.engines.kernels import attention, attention_kernels
 
-        model, plainly = model_of(self._worker), getattr(self._worker, "without_pages", nullcontext)
-        for name in ("", *attention_kernels(model)) if model.device.type == "cuda" else attention_kernels(model):
-            with plainly():
-                yield name or "plain", attention(model, name)
+        model, (path, device, _) = model_of(self._worker), self._worker.kind.split("/")
+        for name in () if device == "cuda" and path != PLAIN else attention_kernels(model):
+            yield name, attention(model, name)
 
     def cheating(self, name: str, how: Cheating) -> list[Case]:
         """What a cheat submits; as many tokens as honest ones at most."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shoal.engines import Engine
+from shoal.engines import PLAIN, Engine
 from shoal.engines.dialogue import dialogue_for
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
@@ -98,6 +98,7 @@ class Judge:
     lookout: Lookout | None = field(default=None, repr=False)  # None: no branches are looked at
     calibrations: Callable[[str], Profiles | None] = field(default=lambda _digest: None, repr=False)  # by digest
     second_engine: second.Engines = field(default=lambda _policy, _dtype: None, repr=False)
+    plain_kinds: set[str] = field(default_factory=set, repr=False)  # that dialogues were decoded as
 
     def knows(self, lease: Lease) -> bool:
         """Whether the lease was made for this validator's environment: if not, it has nothing to say about it."""
@@ -109,7 +110,11 @@ class Judge:
         measured = self.calibrations(lease.calibration) if lease.calibration else {}
         if measured is None:
             return None
-        return limits_for(lease.profile, format_of(engine.kind), measured, self.profiles)
+        kind = lease.profile
+        if lease.dialogue is not None and kind.startswith("torch/cuda/"):  # dialogues take the plain path
+            kind = kind.replace("torch", PLAIN, 1)
+            self.plain_kinds.add(kind)
+        return limits_for(kind, format_of(engine.kind), measured, self.profiles)
 
     def named(self, docket: Docket) -> Docket:
         """The docket, its verdict to name this environment."""

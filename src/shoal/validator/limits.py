@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from shoal.client import HubClient
-from shoal.engines import ENGINES, kind_of
+from shoal.engines import ENGINES, PLAIN, kind_of
 from shoal.engines.memory import release_memory
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ShoalError
@@ -120,7 +120,7 @@ class Calibrator:
         self._waits_s = now_s if self._waits_s is None else self._waits_s
         if (reply.audits or not is_ready) and not is_lost and now_s < self._waits_s + LATEST_S:
             own, known = format_of(self._kind), self._judge.profiles
-            wanted = [each for each in wanted if own != "float32" or self._kind_in(each) not in known]
+            wanted = [kind for kind in wanted if own != "float32" or kind not in known]
         return partial(self._measure, newest, wanted[:1], in_force, digest) if wanted else None
 
     def attempt(self, job: Callable[[], None]) -> None:
@@ -140,24 +140,29 @@ class Calibrator:
         """The number formats of this machine's device."""
         return ENGINES["torch"].formats(self.machine.partition("/")[0])
 
-    def _kind_in(self, number_format: str) -> str:
-        return f"{self._kind.rpartition('/')[0]}/{number_format}"
+    def _computes(self, kind: str) -> bool:
+        engine, device, number_format = kind.split("/")
+        is_torch = engine == "torch" or (engine == PLAIN and device == "cuda")
+        return is_torch and device == self.machine.partition("/")[0] and number_format in self._formats
 
     def _missing(self, in_force: Calibration | None, newest: PolicyRef, asked: tuple[str, ...]) -> list[str]:
-        """The number formats that this machine has to measure, the coarsest first: somebody may be waiting for it. What
+        """The kinds that this machine has to measure, the coarsest format first: somebody may be waiting for it. What
         was refused is measured again with a later policy: cheats that passed may be caught then."""
-        open_formats = {format_of(kind) for kind in self._client.run_info().profiles} | set(asked)
-        formats = [each for each in self._formats if each in open_formats - self._unable]
+        asked, device = (*asked, *self._judge.plain_kinds), self.machine.partition("/")[0]
+        open_formats = set(map(format_of, (*self._client.run_info().profiles, *asked)))
+        usual = [f"torch/{device}/{each}" for each in self._formats if each in open_formats]
+        mine = [kind for kind in dict.fromkeys([*usual, *asked]) if self._computes(kind)]
+        kinds = [kind for kind in mine if kind not in self._unable]
         # What has limits already can wait until somebody computes so; on a CPU, where coarse formats are slow, all can.
-        known, own, slow = self._judge.profiles, format_of(self._kind), self.machine.startswith("cpu/")
-        can_wait = {each for each in formats if slow or limits_for(self._kind_in(each), own, {}, known)}
-        formats = [each for each in formats if each in asked or each not in can_wait]
+        known, own = self._judge.profiles, format_of(self._kind)
+        can_wait = {kind for kind in kinds if device == "cpu" or limits_for(kind, own, {}, known)}
+        kinds = [kind for kind in kinds if kind in asked or kind not in can_wait]
         if in_force is not None and in_force.policy.incarnation == newest.incarnation:
             again = newest != in_force.policy and self._clock.monotonic_s() >= self._next_refused_s
             seen = {kind for kind, each in in_force.kinds.items() if self.machine in seen_by(each)}
             done = seen | set(() if again else in_force.refused)
-            formats = [each for each in formats if self._kind_in(each) not in done]
-        return sorted(formats)
+            kinds = [kind for kind in kinds if kind not in done]
+        return sorted(kinds, key=format_of)
 
     def _plan(self, loaded: LoadedPolicy) -> Plan:
         run = self._client.run_info()
@@ -173,17 +178,19 @@ class Calibrator:
             model=run.run,
         )
 
-    def _measure(self, policy: PolicyRef, formats: list[str], in_force: Calibration | None, digest: str) -> None:
+    def _measure(self, policy: PolicyRef, kinds: list[str], in_force: Calibration | None, digest: str) -> None:
         began_s = self._clock.monotonic_s()
         loaded = self._shelf.get(policy, self._shelf.wait_s)
         plan, found = self._plan(loaded), UnpublishedLimits(policy)
-        for number_format in formats:
+        for kind in kinds:
             try:
-                measured = self._one(loaded, number_format, plan)
+                measured = self._one(loaded, kind, plan)
             except ShoalError as error:
-                self._unable.add(number_format)
-                log.warning("work in %s cannot be measured here: %s", number_format, error)
+                self._unable.add(kind)
+                log.warning("work of %s cannot be measured here: %s", kind, error)
                 continue
+            if measured.profile.key != kind:  # this model is decoded by the plain path alone
+                self._unable.add(kind)
             refused = _problems([measured])
             found.refused |= refused
             if not refused:
@@ -198,12 +205,12 @@ class Calibrator:
         if found.kinds or found.refused:
             self._publish(found, in_force, digest)
 
-    def _one(self, loaded: LoadedPolicy, number_format: str, plan: Plan) -> Measurement:
+    def _one(self, loaded: LoadedPolicy, kind: str, plan: Plan) -> Measurement:
         from shoal.engines.torch import TorchEngine
 
         assert isinstance(loaded.engine, TorchEngine), "only torch's engine is measured"
-        worker = loaded.engine.copied(loaded.files, number_format)
-        second = self._kind_in(number_format).partition("/")[2]  # what a second look computes with
+        worker = loaded.engine.copied(loaded.files, format_of(kind), pages=not kind.startswith(f"{PLAIN}/"))
+        second = kind.partition("/")[2]  # what a second look computes with
         try:
             return measure(worker, {second: worker, self.machine: loaded.engine}, plan)
         finally:
@@ -269,25 +276,22 @@ class Calibrator:
         began_s, self._probed = self._clock.monotonic_s(), policy
         loaded = self._shelf.get(policy, self._shelf.wait_s)
         limits, plan = profiles_of(in_force), self._plan(loaded)
-        mine = [
-            each
-            for each in map(self._kind_in, ENGINES["torch"].formats(self.machine.partition("/")[0]))
-            if each in limits
-        ]
+        mine = [kind for kind in limits if self._computes(kind)]
         moved = [kind for kind in mine if self._has_moved(loaded, limits[kind], plan)]
         self._next_probe_s = began_s + (self._clock.monotonic_s() - began_s) / PROBE_SHARE
         if moved:
             log.info(
                 "honest work of %s has moved since policy %s: measured anew", ", ".join(moved), in_force.policy.label
             )
-            self._measure(policy, sorted(map(format_of, moved)), in_force, digest)
+            self._measure(policy, sorted(moved, key=format_of), in_force, digest)
 
     def _has_moved(self, loaded: LoadedPolicy, limits: Profile, plan: Plan) -> bool:
         from shoal.engines.torch import TorchEngine
 
         assert isinstance(loaded.engine, TorchEngine), "only torch's engine is measured"
         same = limits.key == loaded.engine.kind
-        worker = loaded.engine if same else loaded.engine.copied(loaded.files, format_of(limits.key))
+        pages = not limits.key.startswith(f"{PLAIN}/")
+        worker = loaded.engine if same else loaded.engine.copied(loaded.files, format_of(limits.key), pages=pages)
         try:
             return has_moved(worker, loaded.engine, plan, limits)
         finally:

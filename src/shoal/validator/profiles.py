@@ -153,7 +153,8 @@ def _builtin(key: str, **limits: Any) -> Profile:
 
 
 BUILT_IN: Profiles = {
-    key: Profile(key=key) for key in ("torch/cpu/float32", "torch/cuda/float32", "scripted/cpu/float32")
+    key: Profile(key=key)
+    for key in ("torch/cpu/float32", "torch/cuda/float32", "torch-plain/cuda/float32", "scripted/cpu/float32")
 }
 
 # SmolLM2-135M on an H200, 128 groups of 16 × 128 tokens, seen in float32 and bfloat16 (benchmarks/results).
@@ -183,7 +184,10 @@ _BFLOAT16: dict[str, Any] = {
 
 # Bands in bfloat16 depend on the model, and wide limits are what a cheater would ask for: a run takes these only if its
 # owner names them in `validator.profiles`.
-ON_REQUEST: Profiles = {key: Profile(key=key, **_BFLOAT16) for key in ("torch/cpu/bfloat16", "torch/cuda/bfloat16")}
+ON_REQUEST: Profiles = {
+    key: Profile(key=key, **_BFLOAT16)
+    for key in ("torch/cpu/bfloat16", "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16")
+}
 
 
 def widest(one: Profile, other: Profile) -> Profile:

@@ -60,7 +60,7 @@ def measurable_kinds(settings: ValidatorSettings, published: str) -> tuple[str, 
     """The other kinds that such a validator can measure, or judge by what it measured of their number format, in a run
     that publishes its weights in the format `published`: nobody computes in a coarser one."""
     formats = DTYPES if published == "bfloat16" else ("float32",)
-    kinds = [f"torch/{device}/{each}" for device in ("cpu", "cuda") for each in formats]
+    kinds = [f"{path}/{each}" for path in ("torch/cpu", "torch/cuda", "torch-plain/cuda") for each in formats]
     known = profile_keys(settings)
     return tuple(kind for kind in kinds if kind not in known)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from shoal.engines import ENGINES, Engine, choose
@@ -18,12 +18,13 @@ from shoal.worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 
-def fitted(settings: WorkerSettings, engine: str, run: RunInfo) -> WorkerSettings:
-    """The settings with the device and the number format chosen, before anything is downloaded.
+def fitted(settings: WorkerSettings, engine: str, run: RunInfo, closed: Collection[str] = ()) -> WorkerSettings:
+    """The settings with the device and the number format chosen, before anything is downloaded; none of `closed`.
 
     A `ConfigError` if the run's validators can judge nothing that this machine computes.
     """
-    device, dtype = choose(engine, settings.device, settings.dtype, run.profiles)
+    taken = [kind for kind in run.profiles if kind.partition("/")[2] not in closed]
+    device, dtype = choose(engine, settings.device, settings.dtype, taken)
     log.info("computing on %s in %s (the run takes %s)", device, dtype, ", ".join(run.profiles))
     if settings.device == "auto" and device != ENGINES[engine].device("auto"):
         log.warning("the GPU is not used: the run takes nothing that it computes; its owner may add a profile for it")

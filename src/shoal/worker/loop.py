@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
@@ -32,7 +32,7 @@ from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
 from shoal.protocol import Entry, HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
-from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
+from shoal.protocol.lease import MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.lock import FolderLock
@@ -81,22 +81,20 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         outbox = Outbox(config.folder / "outbox")
         weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
         with closing(weights) as downloader, Prefetch(downloader, stop):
-            fetch = Following(client, downloader)
+            fetch, closed = Following(client, downloader), set[str]()
             while True:
-                kind = kind_of(fit.engine, fit.settings.device, fit.settings.dtype)
-                profile = conduct.profile(kind, client.run_info().profiles)
                 shelf = _shelf(fit, conduct, fetch, run.environment)
                 chosen = config.settings.dtype == "auto"
                 try:
                     worker = Worker(
-                        client, shelf, outbox, fit.settings, stop, profile, conduct=conduct, chosen=chosen,
-                        pace=config.pace,
-                    )  # fmt: skip
+                        client, shelf, outbox, fit.settings, stop, conduct=conduct, chosen=chosen, pace=config.pace
+                    )
                     worker.run()
                     break
-                except NotTaken:
-                    log.warning("the run takes no work of %s any more: another number format is chosen", kind)
-                    fit = _fit(config, client)
+                except NotTaken as refused:
+                    log.warning("the run takes no work of %s any more: another number format is chosen", refused)
+                    closed.add(f"{fit.settings.device}/{fit.settings.dtype}")
+                    fit = _fit(config, client, closed)
         if worker.finished:
             weights.forget()
 
@@ -105,10 +103,11 @@ class NotTaken(Exception):
     """The run has measured that work of this kind cannot be judged: this machine may have another kind."""
 
 
-def _fit(config: WorkerConfig, client: HubClient) -> WorkerConfig:
-    """The configuration with the device and the number format chosen, before anything is downloaded."""
+def _fit(config: WorkerConfig, client: HubClient, closed: Collection[str] = ()) -> WorkerConfig:
+    """The configuration with the device and the number format chosen, before anything is downloaded; none of `closed`
+    (device/format)."""
     run = client.run_info()
-    settings = fitted(config.settings, config.engine, run)
+    settings = fitted(config.settings, config.engine, run, closed)
     refuse_too_large(run, settings.device, settings.dtype, config.limits)
     keep_to_share(kind_of(config.engine, settings.device, settings.dtype), settings.memory_share)
     return replace(config, settings=settings)
@@ -181,7 +180,6 @@ class Worker:
         outbox: Outbox,
         settings: WorkerSettings,
         stop: StopToken,
-        profile: str = DEFAULT_PROFILE,
         clock: Clock = SystemClock(),
         conduct: Cheat = Cheat(),
         chosen: bool = False,
@@ -195,7 +193,6 @@ class Worker:
         self._settings = settings
         self._pace = pace
         self._stop = stop
-        self._profile = profile
         self._clock = clock
         self._conduct = conduct
         self._run = client.run_info().run
@@ -274,12 +271,13 @@ class Worker:
 
     def _lease(self) -> None:
         policy = self._newest.loaded
+        profile = self._conduct.profile(self._newest.kind, self._client.run_info().profiles)
         request = LeaseRequest(
             request=uuid.uuid4().hex,
             max_units=self._units,
             wait_s=self._pace.poll_s,
             held=self._known_leases(),
-            profile=self._profile,
+            profile=profile,
             policy=policy,
             behind=self._newest.behind,
         )
@@ -298,12 +296,12 @@ class Worker:
             point("worker.lease.received")
         if not reply.leases and reply.waiting:
             log.debug("no work: %s", reply.waiting)
-            self._refuse_untaken()
+            self._refuse_untaken(profile)
 
-    def _refuse_untaken(self) -> None:
+    def _refuse_untaken(self, profile: str) -> None:
         """Validators may have measured since the start that work of this kind cannot be judged."""
-        if self._may_choose and self._profile not in self._client.refreshed_run().info.profiles:
-            raise NotTaken
+        if self._may_choose and profile not in self._client.refreshed_run().info.profiles:
+            raise NotTaken(profile)
 
     def _ask(self, request: LeaseRequest) -> LeaseReply:
         try:

@@ -16,6 +16,7 @@ from shoal.client import Activity, HubClient
 from shoal.engines.shelf import EngineShelf
 from shoal.errors import BroadcastError, DeadlineExceeded
 from shoal.protocol import HeartbeatReply, LeaseReply, PolicyRef
+from shoal.protocol.lease import DEFAULT_PROFILE
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class NewestPolicy:
         self._newest: PolicyRef | None = None
         self._outdated = True
         self.loaded: PolicyRef | None = None
+        self.kind = DEFAULT_PROFILE  # of the engine that has it
         self.finished = False
 
     def hear(self, reply: HeartbeatReply | LeaseReply) -> None:
@@ -62,7 +64,7 @@ class NewestPolicy:
             return True
         try:
             with self._activity.waiting(f"policy {newest.label}"):
-                self._shelf.get(newest, FETCH_S if self._outdated else FOLLOW_S)
+                self.kind = self._shelf.get(newest, FETCH_S if self._outdated else FOLLOW_S).engine.kind
         except (BroadcastError, DeadlineExceeded) as error:
             if not self._outdated or self._stop.is_set():
                 return not self._stop.is_set()

@@ -10,6 +10,7 @@ from machinekit import Play
 
 from shoal.hub.service.calibrating import SETTING
 from shoal.hub.service.reporting import read_figures
+from shoal.hub.state import calibrations
 from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.commands import Refusal, SaveNode
 from shoal.protocol import AuditRequest, Batch, Lease, NodeState, Outcome, Severity
@@ -183,10 +184,20 @@ def test_who_works_as_a_kind_that_nobody_measured_is_a_newcomer_and_audited_full
     assert [audit.depth for audit in play.claim(4)] == ["full"]
 
 
-def test_a_format_that_was_asked_for_is_wanted_at_every_hub_and_after_a_restart(tmp_path: Path) -> None:
+def test_a_kind_that_was_asked_for_is_wanted_at_every_hub_and_after_a_restart(tmp_path: Path) -> None:
     """The hub that a validator asks may be another one than that of the worker which waits."""
     play = Play(tmp_path, {"steps": 2}, {}, measurable=("torch/cpu/bfloat16",))
     play.announce(0)
     assert play.lease(play.join(), 1, profile="torch/cpu/bfloat16") == []
     play.restart()
-    assert play.hub.checking.audits(play.validator, AuditRequest()).wanted == ("bfloat16",)
+    assert play.hub.checking.audits(play.validator, AuditRequest()).wanted == ("torch/cpu/bfloat16",)
+
+
+def test_a_refused_path_is_closed_while_the_other_path_of_its_format_is_open() -> None:
+    """Limits of the open path are not those of the refused one: no leases by them."""
+    paged, plain = "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16"
+    in_force = InForce(digest="c" * 64, kinds=(paged,), refused={plain: "int8 passes"})
+    assert calibrations.taken(in_force, (), (paged, plain)) == (paged,)
+    assert calibrations.terms(in_force, paged, ()).calibration == "c" * 64
+    refused = calibrations.terms(in_force, plain, ())
+    assert (refused.calibration, "int8 passes" in refused.waiting) == ("", True)

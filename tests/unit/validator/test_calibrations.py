@@ -129,18 +129,18 @@ def test_a_format_without_built_in_limits_is_measured_first_and_alone_the_others
         machines=("cpu/float32",),
         made_at_ms=1,
     )
-    known = cast("Judge", SimpleNamespace(profiles=load_profiles()))
+    known = cast("Judge", SimpleNamespace(profiles=load_profiles(), plain_kinds=set()))
     calibrator = Calibrator(
         cast("HubClient", Hub(c=coarse)), cast("EngineShelf", None), known, "torch", ValidatorSettings(device="cpu"),
         ManualClock(),
     )  # fmt: skip
 
     def due(in_force: str, is_ready: bool) -> list[str]:
-        reply = AuditReply(calibration=in_force, wanted=("bfloat16", "float32"))
+        reply = AuditReply(calibration=in_force, wanted=("torch/cpu/bfloat16", "torch/cpu/float32"))
         job = calibrator.due(reply, policy, is_ready)
         return list(cast("partial[None]", job).args[1]) if job is not None else []
 
-    assert due("", is_ready=False) == ["bfloat16"]
-    assert due("", is_ready=True) == ["bfloat16"]
+    assert due("", is_ready=False) == ["torch/cpu/bfloat16"]
+    assert due("", is_ready=True) == ["torch/cpu/bfloat16"]
     assert due("c", is_ready=False) == []
-    assert due("c", is_ready=True) == ["float32"]
+    assert due("c", is_ready=True) == ["torch/cpu/float32"]

@@ -49,7 +49,7 @@ class Hub:
 
 
 def calibrator(hub: Hub, dtype: Any) -> Calibrator:
-    judge: Any = SimpleNamespace(profiles=load_profiles())
+    judge: Any = SimpleNamespace(profiles=load_profiles(), plain_kinds=set())
     settings = ValidatorSettings(device="cpu", dtype=dtype)
     return Calibrator(hub, None, judge, "torch", settings, ManualClock())  # type: ignore[arg-type]
 
@@ -92,7 +92,7 @@ def is_due(by: Calibrator) -> bool:
 
 def due(by: Calibrator) -> Callable[[], None] | None:
     by._known.clear()
-    return by.due(AuditReply(calibration=DIGEST, wanted=("bfloat16", "float32")), POLICY)
+    return by.due(AuditReply(calibration=DIGEST, wanted=("torch/cpu/bfloat16", "torch/cpu/float32")), POLICY)
 
 
 def test_what_one_machine_measures_anew_every_other_one_measures_too() -> None:
@@ -129,7 +129,7 @@ def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
     monkeypatch.setattr(limits_module, "measure", measure)
     model = load_model("tiny", "bfloat16")
     engine = TorchEngine.wrap(model.model).copied(model.files, "float32")
-    calibrator(Hub(), "float32")._one(LoadedPolicy(POLICY, engine, model.files), number_format, None)  # type: ignore[arg-type]
+    calibrator(Hub(), "float32")._one(LoadedPolicy(POLICY, engine, model.files), f"torch/cpu/{number_format}", None)  # type: ignore[arg-type]
     assert set(seen) == machines
     assert all(each.kind == f"torch/{machine}" for machine, each in seen.items())
     assert seen["cpu/float32"] is engine
@@ -146,18 +146,51 @@ def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_
     later = POLICY.model_copy(update={"version": POLICY.version + 1})
 
     def missing(policy: PolicyRef) -> list[str]:
-        return mine._missing(hub.in_force, policy, ("bfloat16",))
+        return mine._missing(hub.in_force, policy, (BFLOAT16,))
 
     assert (missing(POLICY), missing(later)) == ([], [])
     clock.advance(1000)
-    assert (missing(POLICY), missing(later)) == ([], ["bfloat16"])
+    assert (missing(POLICY), missing(later)) == ([], [BFLOAT16])
 
 
 def test_what_has_limits_already_is_measured_once_somebody_computes_so() -> None:
     """Before, the first submission of bfloat16 workers waited 25 s on an H200 for limits of float32, used by nobody."""
     mine = calibrator(Hub(), "float32")
     assert mine._missing(None, POLICY, ()) == []
-    assert mine._missing(None, POLICY, ("float32",)) == ["float32"]
+    assert mine._missing(None, POLICY, (FLOAT32,)) == [FLOAT32]
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Calibrator:
+    mine = calibrator(Hub(), "float32")
+    mine._kind = "torch/cuda/float32"
+    formats = property(lambda _self: ("bfloat16", "float32"))
+    monkeypatch.setattr(Calibrator, "_formats", formats)
+    return mine
+
+
+def test_each_path_of_a_gpu_has_limits_of_its_own_and_the_plain_one_is_measured_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, one set of limits covered both paths, and int8 weights passed in the room between them."""
+    mine, paged, plain = on_gpu(monkeypatch), "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16"
+    assert mine._missing(None, POLICY, ()) == [paged]
+    assert mine._missing(None, POLICY, (plain, "torch/cpu/bfloat16", "vllm/cuda/bfloat16")) == [paged, plain]
+    mine._judge.plain_kinds.add(plain)  # a dialogue was judged
+    assert mine._missing(None, POLICY, ()) == [paged, plain]
+
+
+def test_a_model_without_pages_is_measured_once_as_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, paged, plain = on_gpu(monkeypatch), "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16"
+    hub: Any = mine._client
+    found = measurement(Profile.model_validate({**SEEN, "key": plain}))
+    shelf = SimpleNamespace(get=lambda *_: SimpleNamespace(files={}, engine=None), wait_s=0.0)
+    monkeypatch.setattr(mine, "_shelf", shelf)
+    monkeypatch.setattr(mine, "_plan", lambda _loaded: None)
+    monkeypatch.setattr(mine, "_one", lambda *_: found)
+    mine._measure(POLICY, mine._missing(None, POLICY, ()), None, "")
+    assert set(hub.in_force.kinds) == {plain}
+    assert mine._missing(hub.in_force, POLICY, ()) == []
+    assert mine._missing(hub.in_force, POLICY, (paged,)) == [], "it cannot be measured here"
 
 
 @pytest.mark.parametrize(("blind_above", "is_refused"), [(0.2, False), (0.15, True)])
@@ -206,10 +239,10 @@ def test_a_calibration_that_cannot_be_used_is_measured_anew_at_once(how: str) ->
         hub.in_force.kinds[FLOAT32].limits["a-later-limit"] = 1.0
     mine._known.clear()
     assert mine.limits(DIGEST) is None
-    audits = AuditReply.model_construct(audits=("one",), calibration=DIGEST, wanted=("float32",))  # type: ignore[arg-type]
+    audits = AuditReply.model_construct(audits=("one",), calibration=DIGEST, wanted=("torch/cpu/float32",))  # type: ignore[arg-type]
     job = mine.due(audits, POLICY)
     assert isinstance(job, partial)
-    assert (job.func, job.args) == (mine._measure, (POLICY, ["float32"], None, DIGEST))
+    assert (job.func, job.args) == (mine._measure, (POLICY, [FLOAT32], None, DIGEST))
 
 
 def test_a_hub_that_takes_no_calibration_is_not_asked_again_for_a_minute() -> None:

@@ -185,7 +185,8 @@ class Bench:
         self.stop = StopToken()
         client: Any = self.hub
         settings = WorkerSettings(units_per_lease=4)
-        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, profile, chosen=chosen, pace=FAST)
+        self.shelf.engine.kind = profile
+        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, chosen=chosen, pace=FAST)
 
     @property
     def units(self) -> list[int]:

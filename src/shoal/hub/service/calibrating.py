@@ -26,7 +26,7 @@ class Calibrating:
         self._context = context
 
     def terms(self, transaction: Writer, kind: str) -> CalibrationTerms:
-        """What a worker of this kind is judged by; limits of its number format are wanted from now on."""
+        """What a worker of this kind is judged by; its limits are wanted from now on."""
         config = self._context.config
         in_force = in_force_of(transaction)
         if kind not in calibrations.taken(InForce(owners=in_force.owners), config.profiles, config.measurable):
@@ -38,8 +38,8 @@ class Calibrating:
             )
             raise Refusal(403, "profile.unknown", sentence)
         wanted = wanted_of(transaction)
-        if format_of(kind) not in wanted:
-            transaction.put_setting(WANTED, " ".join([*wanted, format_of(kind)]))
+        if kind not in wanted:
+            transaction.put_setting(WANTED, " ".join([*wanted, kind]))
         return calibrations.terms(in_force, kind, config.profiles)
 
     def publish(self, signed: SignedDocument) -> None:
@@ -101,7 +101,7 @@ def in_force_of(reader: Reader) -> InForce:
 
 
 def wanted_of(reader: Reader) -> tuple[str, ...]:
-    """The number formats that workers have asked for leases with, at whichever hub."""
+    """The kinds that workers have asked for leases with, at whichever hub."""
     return tuple((reader.setting(WANTED) or "").split())
 
 

@@ -51,7 +51,7 @@ def terms(in_force: InForce, kind: str, built_in: Collection[str]) -> Calibratio
     if kind in in_force.kinds or kind in built_in:
         return CalibrationTerms(in_force.digest)
     number_format = format_of(kind)
-    if number_format in {format_of(each) for each in in_force.kinds}:
+    if kind not in in_force.refused and number_format in {format_of(each) for each in in_force.kinds}:
         return CalibrationTerms(in_force.digest, measured=False)
     for refused, why in in_force.refused.items():
         if format_of(refused) == number_format:
@@ -62,8 +62,8 @@ def terms(in_force: InForce, kind: str, built_in: Collection[str]) -> Calibratio
 def taken(in_force: InForce, built_in: Collection[str], measurable: Collection[str]) -> tuple[str, ...]:
     """The kinds that a run takes work of: a worker chooses by them before it downloads anything."""
     closed = {format_of(kind) for kind in in_force.refused} - in_force.formats
-    found = [*built_in, *(kind for kind in measurable if format_of(kind) not in closed), *in_force.owners]
-    return tuple(dict.fromkeys(found))
+    open_kinds = (kind for kind in measurable if format_of(kind) not in closed and kind not in in_force.refused)
+    return tuple(dict.fromkeys([*built_in, *open_kinds, *in_force.owners]))
 
 
 def put_in_force(in_force: InForce, digest: str, made: Calibration, policy: PolicyRef | None) -> InForce:
