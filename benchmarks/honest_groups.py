@@ -41,18 +41,28 @@ from shoal.validator.verdicts import Docket
 class Bench:
     """One validator: its engine, its limits, the records of the nodes, and what it has decided."""
 
-    def __init__(self, machine: Machine, loaded: LoadedModel, worker: Engine, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        loaded: LoadedModel,
+        worker: Engine,
+        others: dict[str, Engine],
+        options: argparse.Namespace,
+    ) -> None:
         self.machine, self.files, self.begin = machine, loaded.files, options.begin
         same = str(machine) == f"{options.device}/{options.dtype}"
         self.engine = worker if same else build("torch", loaded.files, machine.device, machine.dtype)
         if not same:
             self.engine.load_policy(None, policy_views(loaded.model))
+        others.setdefault(machine.dtype, self.engine)
         self.measured: dict[str, Any] = {}
         profiles = load_profiles(options.profile)
         if options.calibrate:
             profiles = {**profiles, **self.calibrated(loaded, worker)}
         self.judge = Judge(
-            build_environment(EnvironmentSettings(name="sort")), profiles, second_engine=lambda _policy, _dtype: worker
+            build_environment(EnvironmentSettings(name="sort")),
+            profiles,
+            second_engine=lambda _, dtype: others.get(dtype),
         )
         self.records = [Tally()] * options.nodes
         self.outcomes: collections.Counter[str] = collections.Counter()
@@ -91,7 +101,8 @@ def main() -> None:
     loaded = load_model(options.model, options.dtype)
     worker = build("torch", loaded.files, options.device, options.dtype)
     worker.load_policy(None, policy_views(loaded.model))
-    benches = [Bench(Machine.parse(each), loaded, worker, options) for each in options.against]
+    others = {options.dtype: worker}  # second looks, by number format
+    benches = [Bench(Machine.parse(each), loaded, worker, others, options) for each in options.against]
     eos = worker.vocabulary_size - 1 if options.endless else loaded.eos_token_id
     sampling = SamplingParameters(temperature=options.temperature, max_new_tokens=options.tokens, eos_token_id=eos)
     environment = benches[0].judge.environment

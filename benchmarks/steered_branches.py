@@ -40,7 +40,7 @@ from shoal.protocol import ProofParameters, RolloutReward, SamplingParameters
 from shoal.protocol.branches import BETS, ENOUGH, MARGIN, Branches
 from shoal.sampling.check import distances
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.branches import Lookout, by_tolerance, choice_bits
+from shoal.validator.branches import BranchLook, Lookout, by_tolerance, choice_bits
 from shoal.validator.calibrate import OPENINGS
 from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
@@ -129,6 +129,32 @@ def looked(bench: Bench, cases: Sequence[Case], passes: int, seed: int) -> tuple
     return found, time.monotonic() - began_s
 
 
+def every_branch(bench: Bench, cases: Sequence[Case]) -> dict[str, list[float]]:
+    """The seed's branch at every token that passes only by tolerance: where, how long, and what both are worth."""
+    most, eos = bench.terms.sampling.max_new_tokens, bench.terms.sampling.eos_token_id
+    looks = [
+        (number, BranchLook(case, rollout, int(token), most - int(token)))
+        for number, case in enumerate(cases)
+        for rollout in range(len(case.rollouts))
+        for token in np.flatnonzero(by_tolerance(case)[case.starts[rollout] :][: case.lengths[rollout]])
+    ]
+    found = collections.defaultdict[str, list[float]](list)
+    for start in range(0, len(looks), 1024):
+        part = looks[start : start + 1024]
+        drawn = bench.validator.generate([look.request(look.limit) for _, look in part])
+        for (number, look), group in zip(part, drawn, strict=True):
+            kept = look.case.rollouts[look.rollout].token_ids
+            other = np.concatenate([kept[: look.token], group[0].token_ids])
+            columns = {"group": number, "rollout": look.rollout, "token": look.token}
+            for name, ids in (("submitted", kept), ("branch", other)):
+                text = bench.decode([token for token in ids.tolist() if token != eos])
+                columns |= {f"{name}_length": len(ids)}
+                columns |= {f"{name}_{which}": value(text) for which, value in PROPERTIES.items()}
+            for name, value in columns.items():
+                found[name].append(float(value))
+    return found
+
+
 def evidence(
     seen: Sequence[Branches], groups: int, nodes: int, seed: int, symmetric: bool = False
 ) -> npt.NDArray[np.float64]:
@@ -201,12 +227,18 @@ def main() -> None:
     for label, reach in (("twice the mean distance", 2 * mean), ("the limit of one token", profile.sampling.distance)):
         share, bits = choice_bits(honest, reach)
         print(f"  within {label} ({reach:.2g}): {share:.4f} of tokens have a neighbour, {bits:.4f} bits a token")
+    tables = {"threshold": np.array(bench.threshold)}
+    if options.table:
+        tables |= {f"honest/{name}": np.array(each) for name, each in every_branch(bench, honest).items()}
     base = report("honest", bench, honest, options, profile)
     for tries in options.tries:
         steered = Branching(bench.worker, bench.value_of, 2 * mean, tries)
         cases = bench.cases(steered, options.groups)  # the same leases
         gained = report(f"steered, {tries} neighbours", bench, cases, options, profile)
-        print(f"  bought: {gained - base:+.4f}; {time.monotonic() - began_s:.0f} s so far")
+        print(f"  bought: {gained - base:+.4f}; {time.monotonic() - began_s:.0f} s so far", flush=True)
+        if options.table:
+            tables |= {f"{tries}/{name}": np.array(each) for name, each in every_branch(bench, cases).items()}
+            np.savez_compressed(options.table, **tables)
 
 
 def bench_of(options: argparse.Namespace) -> Bench:
@@ -243,6 +275,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--within", type=int, default=100, help="groups within which steering is to be caught")
     parser.add_argument("--property", choices=PROPERTIES, default="count")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--table", type=Path, help="where the branches at all tokens are written (.npz)")
     return parser.parse_args()
 
 

@@ -254,6 +254,8 @@ class Judge:
             if other is None and first[-1].severity is not Severity.CERTAIN:
                 return second.settle(case, first, None, ())
             engine = other or engine
+        elif first[-1].unsure and dtype != "float32":  # an accident may be this validator's own: float32 has none
+            engine = self.second_engine(loaded.ref, "float32") or engine
         [replay] = replay_all(engine, [case])
         if isinstance(replay, Exception) or not replay.is_finite:
             return second.settle(case, first, None, ())

@@ -11,7 +11,8 @@
 
 A validator that computes in another format than the worker sees rounding of two formats; in the worker's own it sees
 less of it, and independently. Where both have the same format, and to confirm what is certain where this machine has no
-other, the group is prefilled again alone: a fault of one batch or of the memory does not repeat itself.
+other, the group is prefilled again alone: a fault of one batch or of the memory does not repeat itself. An accident in
+the validator's own coarse format may be the validator's: it is looked at in float32 where there is the memory for that.
 """
 
 from __future__ import annotations
