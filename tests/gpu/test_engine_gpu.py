@@ -42,7 +42,9 @@ def requests(tiny) -> list[GenerationRequest]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_says_what_it_is(tiny, dtype: str) -> None:
-    assert engine(tiny, "auto", dtype).kind == kind_of("torch", "auto", dtype) == f"torch/cuda/{dtype}"
+    found = engine(tiny, "auto", dtype)
+    assert found.kind == kind_of("torch", "auto", dtype) == f"torch/cuda/{dtype}"
+    assert found.copied(tiny.files, dtype, pages=False).kind == f"torch-plain/cuda/{dtype}"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

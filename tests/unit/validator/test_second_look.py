@@ -112,6 +112,30 @@ def test_an_accident_that_the_second_look_does_not_see_is_accepted(
     assert judged(loaded(WRONG), None).reason == "sampling.accident"
 
 
+class Coarse(ScriptedEngine):
+    kind = COARSE
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"), [(RIGHT, Outcome.ACCEPTED), (WRONG, Outcome.UNSURE), (None, Outcome.UNSURE)]
+)
+def test_an_accident_in_the_validators_own_coarse_format_is_looked_at_in_float32(
+    monkeypatch: pytest.MonkeyPatch, second: float | None, expected: Outcome
+) -> None:
+    """Before, the same prefill was made again: it has the same accident."""
+    monkeypatch.setattr(judge, "AFTER_PREFILL", (accident,))
+    coarse, asked = Coarse(), list[str]()
+    coarse.load_policy(POLICY, {tensor.name: tensor for tensor in weights(WRONG)})
+
+    def engine_of(_policy: PolicyRef, dtype: str) -> Engine | None:
+        asked.append(dtype)
+        return None if second is None else engine(second)
+
+    court = Judge(LengthEnvironment(), PROFILES, second_engine=engine_of)
+    [verdict] = court.verdicts([docket(lease(profile=COARSE))], LoadedPolicy(POLICY, coarse, {}))
+    assert (verdict.outcome, asked) == (expected, ["float32"])
+
+
 class FlawedOnce(ScriptedEngine):
     """Its first prefill is of other weights: a flipped bit, or a kernel that fails in large batches."""
 
