@@ -6,8 +6,9 @@
 A worker's engine draws groups, honestly and with the cheat `branch`: for each number in `--tries`, so many neighbours
 of tokens next to an edge are decoded, and the best completion is kept; one token of a rollout is changed at most. The
 reward is 1 for completions with a chosen property that about half of the honest ones have, else 0. The validator's
-engine replays the groups and looks at branches exactly as in a run, in passes over the same groups; nodes are resampled
-from what the passes saw. (What honest nodes would show is resampled with the signs of all differences drawn anew.)
+engine replays the groups and decodes the branches of all rollouts; nodes are resampled from what they showed, each with
+the share of branches that a hub would ask for after what it has seen of the node (`look_share`), as newcomers and after
+1,000 quiet audits. (What honest nodes would show is resampled with the signs of all differences drawn anew.)
 
 Reports: tokens that pass only by tolerance per 1,000, bits per token that a worker may choose, the reward bought,
 groups rejected by limits measured on honest groups, the differences, tokens spent, and after how many groups the
@@ -37,7 +38,7 @@ from shoal.errors import ScoringFailure
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
 from shoal.protocol import ProofParameters, RolloutReward, SamplingParameters
-from shoal.protocol.branches import BETS, ENOUGH, MARGIN, Branches
+from shoal.protocol.branches import BETS, ENOUGH, MARGIN, Branches, look_share
 from shoal.sampling.check import distances
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import BranchLook, Lookout, by_tolerance, choice_bits
@@ -49,7 +50,7 @@ from shoal.validator.rewards import Group, Scored, completion_ids
 from shoal.validator.specimens import Machine, Terms
 
 GROUPS_AT_ONCE = 16
-NODES = 4_000
+NODES = 2_000
 
 Property = Callable[[str], float]
 
@@ -120,13 +121,12 @@ class Bench:
         return tuple(map(self._rewarded, case.rollouts))
 
 
-def looked(bench: Bench, cases: Sequence[Case], passes: int, seed: int) -> tuple[list[Branches], float]:
-    """What so many passes over the groups saw, and the seconds that they took."""
-    judged = [(case, bench.rewards(case)) for case in cases]
+def looked(bench: Bench, cases: Sequence[Case], seed: int) -> list[Branches]:
+    """The branches of all rollouts, as a validator decodes them of nodes that are nearly found out."""
     lookout = Lookout(time_share=math.inf, rng=random.Random(seed))
-    began_s = time.monotonic()
-    found = [each for _ in range(passes) for each in lookout.look(judged, bench.validator, bench.score)]
-    return found, time.monotonic() - began_s
+    judged = [(case, bench.rewards(case), 1.0) for case in cases]
+    parts = [judged[start : start + GROUPS_AT_ONCE] for start in range(0, len(judged), GROUPS_AT_ONCE)]
+    return [each for part in parts for each in lookout.look(part, bench.validator, bench.score)]
 
 
 def every_branch(bench: Bench, cases: Sequence[Case]) -> dict[str, list[float]]:
@@ -155,24 +155,35 @@ def every_branch(bench: Bench, cases: Sequence[Case]) -> dict[str, list[float]]:
     return found
 
 
-def evidence(
-    seen: Sequence[Branches], groups: int, nodes: int, seed: int, symmetric: bool = False
-) -> npt.NDArray[np.float64]:
-    """The evidence of resampled nodes after each group [nodes, groups]; the same sums as `GainEvidence`."""
+@dataclass
+class Resampled:
+    """Nodes resampled from groups: the evidence after each group [nodes, groups], and tokens decoded, by group."""
+
+    evidence: npt.NDArray[np.float64]
+    tokens: npt.NDArray[np.float64]
+
+
+def resampled(seen: Sequence[Branches], groups: int, seed: int, slept: int = 0, symmetric: bool = False) -> Resampled:
+    """Nodes whose branches are decoded by the share that a hub asks for; the same sums as `GainEvidence`. They have
+    `slept` audits behind them that showed nothing."""
     rng, most = np.random.default_rng(seed), max(1, max(len(each.differences) for each in seen))
     table = np.array([[*each.differences, *[0.0] * (most - len(each.differences))] for each in seen])
-    stakes, count = np.zeros((nodes, len(BETS))), np.zeros(nodes)
-    found = np.ones((nodes, groups))
+    costs = np.array([float(each.tokens) for each in seen])
+    stakes, count, now = np.zeros((NODES, len(BETS))), np.zeros(NODES), np.ones(NODES)
+    found = Resampled(np.ones((NODES, groups)), np.zeros((NODES, groups)))
     for group in range(groups):
-        for difference in table[rng.integers(len(table), size=nodes)].T:
-            difference = difference * rng.choice([-1.0, 1.0], size=nodes) if symmetric else difference
+        share = np.array([look_share(slept + group, each) for each in now])
+        drawn = rng.integers(len(table), size=NODES)
+        found.tokens[:, group] = share * costs[drawn]
+        for difference in table[drawn].T:
+            difference = np.where(rng.random(NODES) < share, difference, 0.0)
+            difference = difference * rng.choice([-1.0, 1.0], size=NODES) if symmetric else difference
             differs = difference != 0
             count = count + differs
             staked = np.where(differs, 1 / np.maximum(1, count * (count + 1)), 0.0)
             outcome = difference - MARGIN * np.abs(difference)
-            stakes = (stakes + staked[:, None]) * (1 + np.outer(outcome, BETS))
-            stakes = np.minimum(stakes, 1e300)
-        found[:, group] = stakes.mean(axis=1) + 1 / (count + 1)
+            stakes = np.minimum((stakes + staked[:, None]) * (1 + np.outer(outcome, BETS)), 1e300)
+        found.evidence[:, group] = now = stakes.mean(axis=1) + 1 / (count + 1)
     return found
 
 
@@ -184,30 +195,28 @@ def report(name: str, bench: Bench, cases: Sequence[Case], options: argparse.Nam
     for case in cases:
         last = run_all(AFTER_PREFILL, replace(case, profile=profile))[-1]
         outcomes["unsure" if last.unsure else last.reason or "accepted"] += 1
-    seen, spent_s = looked(bench, cases, options.passes, options.seed)
+    began_s = time.monotonic()
+    seen = looked(bench, cases, options.seed)
+    spent_s = time.monotonic() - began_s
     differing = [value for each in seen for value in each.differences]
-    plus, looks = sum(value > 0 for value in differing), sum(each.looked for each in seen)
-    decoded = sum(each.tokens for each in seen)
+    plus, looks, decoded = sum(v > 0 for v in differing), sum(each.looked for each in seen), sum(b.tokens for b in seen)
     print(f"\n{name}: {len(cases)} groups, {tokens} tokens, {1000 * outside / tokens:.2f} per 1,000 pass by tolerance")
     print(f"  reward {np.mean(rewards):.4f}; groups {dict(outcomes)}")
-    print(
-        f"  {options.passes} passes: {looks / len(seen):.2f} branches a group, {decoded / len(seen):.1f} tokens "
-        f"({100 * decoded / (tokens * options.passes):.2f} % of those audited), {spent_s:.1f} s; "
-        f"{len(differing) / len(seen):.3f} unequal pairs a group, {plus} of {len(differing)} in its favour"
-    )
-    by_group = np.array([sum(each.differences) for each in seen]).reshape(options.passes, -1).mean(axis=0)
-    error = by_group.std() / math.sqrt(len(by_group))
-    print(f"  mean difference a group {by_group.mean():+.4f} ± {error:.4f} (standard error over groups)")
-    long = evidence(seen, 10 * options.within, NODES, options.seed, name == "honest")
-    reached = long >= ENOUGH
-    when = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1.0, np.inf)
-    power = {n: float((when <= n).mean()) for n in (options.within // 2, options.within, 2 * options.within)}
-    half, most = (float(np.sort(when)[int(share * NODES)]) for share in (0.5, 0.95))
-    print(
-        f"  evidence of 10⁶ within n groups, share of {NODES} nodes: {power}; half after {half:g}, 95 % after {most:g}"
-    )
-    print(f"  largest evidence in {10 * options.within} groups: median {np.median(long.max(axis=1)):.3g}, "
-          f"most {long.max():.3g}")  # fmt: skip
+    pairs = f"{len(differing)} unequal pairs, {plus} in its favour"
+    print(f"  {looks} branches of {decoded} tokens in {spent_s:.1f} s; {pairs}")
+    is_honest = name == "honest"
+    for slept in (0, 1000):
+        nodes = resampled(seen, 1000 if is_honest else 3 * options.within, options.seed, slept, is_honest)
+        reached = nodes.evidence >= ENOUGH
+        when = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1.0, np.inf)
+        half, most = (float(np.sort(when)[int(share * NODES)]) for share in (0.5, 0.95))
+        share = nodes.tokens.mean() * len(seen) / tokens
+        print(
+            f"  after {slept} quiet audits: found within {options.within} groups {np.mean(when <= options.within):.4f} "
+            f"of {NODES} nodes; half after {half:g}, 95 % after {most:g}; branches take {share:.2%} of the tokens; "
+            f"largest evidence {nodes.evidence.max():.3g}",
+            flush=True,
+        )
     return float(np.mean(rewards))
 
 
@@ -271,7 +280,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tries", type=int, nargs="*", default=[1, 4])
-    parser.add_argument("--passes", type=int, default=40, help="how often the validator looks at the same groups")
     parser.add_argument("--within", type=int, default=100, help="groups within which steering is to be caught")
     parser.add_argument("--property", choices=PROPERTIES, default="count")
     parser.add_argument("--seed", type=int, default=0)

@@ -40,7 +40,7 @@ from shoal.protocol import (
     SigningKey,
     Verdict,
 )
-from shoal.protocol.branches import Branches, GainEvidence
+from shoal.protocol.branches import ENOUGH, Branches, GainEvidence, look_share
 from shoal.sampling import uniforms
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import Lookout
@@ -56,7 +56,6 @@ KIND = "scripted/cpu/float32"
 ROUNDING = 0.1
 REACH = 0.02
 GROUPS = 48
-SHARE = 0.5  # of the audited tokens may be decoded here, so that it takes few groups
 
 
 class Half:
@@ -139,13 +138,14 @@ class Node:
         return struck[0] if struck else None
 
 
-def node_of(engine: Engine, lookout: Lookout | None, groups: int = GROUPS) -> Node:
-    """Its groups, judged 8 at a time, until it is struck."""
+def node_of(engine: Engine, lookout: Lookout | None, groups: int = GROUPS, looked: float | None = None) -> Node:
+    """Its groups, judged 8 at a time, until it is struck; `looked` is the share of its branches that are decoded."""
     judge = Judge(Half(), {KIND: profile()}, lookout=lookout)  # type: ignore[arg-type]
     node, truth = Node([], GainEvidence()), LoadedPolicy(POLICY, ready(ScriptedEngine()), {})
     for start in range(0, groups, 8):
+        share = look_share(start, node.gains.value) if looked is None else looked
         dockets = [
-            replace(each, audit=each.audit.model_copy(update={"gains": node.gains}))
+            replace(each, audit=each.audit.model_copy(update={"gains": node.gains, "look_share": share}))
             for each in handed_in(engine, leases(start, 8))
         ]
         node.verdicts += judge.verdicts(dockets, truth)
@@ -161,7 +161,7 @@ def steering(tries: int = 4) -> Engine:
 
 
 def looking(seed: int = 0) -> Lookout:
-    return Lookout(token_share=SHARE, time_share=1e9, rng=random.Random(seed))
+    return Lookout(time_share=1e9, rng=random.Random(seed))
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def steered() -> Node:
 
 @pytest.fixture(scope="module")
 def honest() -> Node:
-    return node_of(ready(Rounding()), looking(1))
+    return node_of(ready(Rounding()), looking(1), looked=0.5)
 
 
 def test_every_group_of_it_passes_where_nobody_looks_at_branches(honest: Node) -> None:
@@ -196,18 +196,18 @@ def test_honest_work_under_the_same_looks_shows_nothing(honest: Node) -> None:
 
 
 def test_fresh_keys_do_not_begin_anew(steered: Node) -> None:
-    """A key for every 4 groups: none has evidence of its own, all together do, and then nobody new is trusted."""
+    """A key for every group: none has evidence enough of its own, all together do, and then nobody new is trusted."""
     suspicion, alone = Suspicion(), list[float]()
     told = [as_accepted(verdict) for verdict in steered.verdicts]
-    for start in range(0, len(told), 4):
+    for start in range(len(told)):
         row = NodeRow(f"{start:032x}", f"{start:064x}", "worker", f"n{start}", 0)
         assert list(evidence_groups(row)) == [NEWER]
-        for verdict in told[start : start + 4]:
+        for verdict in told[start : start + 1]:
             row = replace(row, gains=row.gains.after(verdict.branches.differences))
             suspicion = suspicion.after(verdict)
         alone.append(row.gains.value)
     assert suspicion.distrusted
-    assert max(alone) < 1_000
+    assert max(alone) < ENOUGH
 
 
 def as_accepted(verdict: Verdict) -> Verdict:
@@ -241,9 +241,11 @@ def test_the_hub_suspends_it_by_evidence_that_it_kept(steered: Node, tmp_path: P
     seen = cycle(verdict.branches for verdict in steered.verdicts)
     with wide_hub(tmp_path) as hub:
         worker, validator = hub.worker("steered"), hub.trusted("validator-0", "validator")
+        shares = list[float]()
         while node_view(hub).state is NodeState.ACTIVE:
-            handed_over(worker, validator, seen)
+            shares.append(handed_over(worker, validator, seen).look_share)
         view = node_view(hub)
+    assert (shares[0], shares[-1]) == (0.08, 1.0), "more is looked at as the evidence grows"
     assert view.state is NodeState.SUSPENDED
     assert view.reason.startswith("sampling.steered")
     assert (view.rejected, view.strikes) == (1, 1)

@@ -2,26 +2,26 @@
 
     accepted so far ─► which rollouts, where (`Blocks`) ─► engine.generate from there ─► scored ─► differences
 
-A worker that knows the tolerance may hand in the neighbour of a token whose uniform lies near an edge, draw honestly
+A worker that knows the tolerance may submit the neighbour of a token whose uniform lies near an edge, draw honestly
 afterwards, and keep whichever branch pays. Every token of it passes. But of two branches that only rounding told apart,
 honest work has the better one half of the time (`protocol.branches` makes evidence of it).
 
-Where to look must not depend on how the submission went on, unless it depends in the same way on how the seed's branch
-goes on: otherwise the two cannot be exchanged, and short completions, say, would look chosen. So positions are cut into
-blocks of one size, from a random one on, all unknown to the worker. Of the block in which a rollout ends, the first
-token that passes only by the tolerance is taken, and a branch counts only if it ends in the same block. Thereby late
-tokens, whose branches are cheap, are looked at more often, and no rollout is exempt. The size is drawn anew for each
-call: small ones are likelier. The largest (`LONGEST`) is taken when tokens enough were saved up, as happens in float32,
-where few tokens need the tolerance.
+Where to look must not depend on how the submission continues, unless it depends in the same way on how the seed's
+branch continues: otherwise the two cannot be exchanged, and short completions, say, would look chosen. The first token
+that passes only by the tolerance is such a place: whatever was chosen was chosen there or later, so that the difference
+is the reward that was bought. A branch from there costs about as much as the rollout. Completions of more than
+`LONGEST` tokens are cut into blocks of that size, from a random place on: of the block in which a rollout ends, the
+first such token is taken, and a branch counts only if it ends in the same block.
 
-Decoded are `TOKEN_SHARE` of the tokens that were audited at most, in `TIME_SHARE` of the time.
+The hub says of which share of a node's tokens branches are decoded (`Audit.look_share`): a little of everybody's, more
+at first and where the evidence grows. They take `TIME_SHARE` of this validator's time at most.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,15 +39,13 @@ from shoal.validator.verdicts import NO_BRANCHES
 
 log = logging.getLogger(__name__)
 
-TOKEN_SHARE = 0.03
 TIME_SHARE = 0.1
-SMALLEST = 4
 LONGEST = 512  # a block of so many steps of decoding takes up to 15 s
-MOST_SAVED = 16_384
 FIRST_S = 3.0  # counted as spent at first, so that the first verdicts of a process wait for no branch
-RICH = 8  # branches of the largest size that must have been saved up for
 
 Score = Callable[[Sequence[Group]], Sequence[Scored | ScoringFailure]]
+JudgedCase = tuple[Case, Sequence[RolloutReward], float]
+"""What was accepted so far, its rewards, and of which share of its tokens branches are decoded."""
 
 
 def by_tolerance(case: Case) -> npt.NDArray[np.bool_]:
@@ -118,7 +116,7 @@ def look_at(case: Case, rollout: int, blocks: Blocks) -> BranchLook | None:
 def differences(rewards: Sequence[float], branches: Sequence[tuple[int, float]]) -> tuple[float, ...]:
     """Reward(submitted) - reward(branch) of each (rollout, reward), where they differ, as a share of the range of all.
 
-    The range is the same whichever of the two was handed in.
+    The range is the same whichever of the two was submitted.
 
     >>> differences([0.0, 1.0, 0.5], [(1, 0.5), (2, 2.0), (0, 0.0)])
     (0.25, -0.75)
@@ -131,26 +129,21 @@ def differences(rewards: Sequence[float], branches: Sequence[tuple[int, float]])
 
 @dataclass
 class Lookout:
-    """Looks at branches as far as tokens and time allow; `rng` is this validator's secret."""
+    """Looks at branches as far as their share and time allow; `rng` is this validator's secret."""
 
-    token_share: float = TOKEN_SHARE
     time_share: float = TIME_SHARE
     clock: Clock = field(default_factory=SystemClock)
     rng: random.Random = field(default_factory=random.SystemRandom, repr=False)
-    saved: float = 0.0
 
     def __post_init__(self) -> None:
         self._began_s, self._spent_s = self.clock.monotonic_s(), FIRST_S
 
-    def look(
-        self, judged: Sequence[tuple[Case, Sequence[RolloutReward]]], engine: Engine, score: Score
-    ) -> list[Branches]:
+    def look(self, judged: Sequence[JudgedCase], engine: Engine, score: Score) -> list[Branches]:
         """What the branches of each case showed; most have none. Dialogues are left out: the tool's words differ."""
-        self.saved = min(MOST_SAVED, self.saved + self.token_share * sum(len(case.tokens) for case, _ in judged))
         began_s, nothing = self.clock.monotonic_s(), [NO_BRANCHES] * len(judged)
         if self._spent_s > self.time_share * (began_s - self._began_s):
             return nothing
-        looks = self._chosen([case for case, _ in judged])
+        looks = [look for case, _, share in judged for look in self._chosen(case, share)]
         if not looks:
             return nothing
         try:
@@ -159,28 +152,22 @@ class Lookout:
             log.warning("%d branches could not be decoded: %s", len(looks), error)
             return nothing
         decoded = [(look, group[0].token_ids) for look, group in zip(looks, drawn, strict=True)]
-        self.saved += sum(look.limit - min(look.limit, len(tokens)) for look, tokens in decoded)
-        found = [self._compared(case, rewards, decoded, score) for case, rewards in judged]
+        found = [self._compared(case, rewards, decoded, score) for case, rewards, _ in judged]
         self._spent_s += self.clock.monotonic_s() - began_s
         return found
 
-    def _chosen(self, cases: Sequence[Case]) -> list[BranchLook]:
-        """Of the rollouts in random order those that there are tokens for, one branch each."""
-        longest = max((case.lease.sampling.max_new_tokens for case in cases), default=SMALLEST)
-        sizes = [SMALLEST]
-        while sizes[-1] < min(longest, LONGEST):
-            sizes.append(2 * sizes[-1])
-        size = (
-            self.rng.choices(sizes, [each**-0.5 for each in sizes])[0] if self.saved < RICH * sizes[-1] else sizes[-1]
-        )
-        places = [(case, n) for case in cases if case.replay and not case.dialogue for n in range(len(case.rollouts))]
-        looks: list[BranchLook] = []
-        for case, rollout in self.rng.sample(places, len(places)):
-            look = look_at(case, rollout, Blocks(size, self.rng.randrange(size)))
-            if look is not None and look.limit <= self.saved:
-                self.saved -= look.limit
-                looks.append(look)
-        return looks
+    def _chosen(self, case: Case, share: float) -> Iterator[BranchLook]:
+        """One branch of each rollout that is drawn: in all, about `share` of the tokens of the case are decoded."""
+        if case.replay is None or case.dialogue:
+            return
+        longest = case.lease.sampling.max_new_tokens
+        for rollout, length in enumerate(case.lengths):
+            whole = longest <= LONGEST
+            blocks = Blocks(longest, longest) if whole else Blocks(LONGEST, self.rng.randrange(LONGEST))
+            if self.rng.random() < (share if whole else min(1.0, share * length / LONGEST)):
+                look = look_at(case, rollout, blocks)
+                if look is not None:
+                    yield look
 
     def _compared(
         self,

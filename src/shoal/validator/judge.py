@@ -275,7 +275,7 @@ class Judge:
         if self.lookout is None:
             return [NO_BRANCHES] * len(entries)
         judged = {
-            place: (entry.case, scored.rewards)
+            place: (entry.case, scored.rewards, entry.docket.audit.look_share)
             for place, (entry, scored) in enumerate(zip(entries, rewarded, strict=True))
             if entry.case.replay is not None and isinstance(scored, Scored)
         }

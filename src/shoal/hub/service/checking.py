@@ -20,6 +20,7 @@ from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.reputation import NEWER, STEERED, Suspicion
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
+from shoal.protocol.branches import look_share
 from shoal.protocol.codec import pack
 from shoal.protocol.signing import SignedDocument, open_document
 from shoal.protocol.verdict import (
@@ -231,6 +232,7 @@ class Checking:
             newcomer=node.on_probation,
             trusted=node.trusted,
             gains=node.gains,
+            look_share=look_share(node.passed, _evidence(reader, node)),
             distrusted=_distrusted(reader, node),
         )
 
@@ -249,6 +251,12 @@ def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdic
             transaction.put_setting(key, after.model_dump_json())
         if after.distrusted and not before.distrusted:
             transaction.apply([reputation.gains_alarm(moment, whose)])
+
+
+def _evidence(reader: Reader, node: NodeRow) -> float:
+    """The largest evidence that counts against the node: its own, its owner's, that of all newer nodes."""
+    together = [_suspicion(reader, key).evidence.value for key in reputation.evidence_groups(node)]
+    return max(node.gains.value, *together) if together else node.gains.value
 
 
 def _distrusted(reader: Reader, node: NodeRow) -> Literal["", "its owner", "newcomers"]:
