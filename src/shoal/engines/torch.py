@@ -20,6 +20,7 @@ B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: h
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -153,7 +154,7 @@ class TorchEngine:
         self._kept: tuple[int, int, int] | None = None  # `bytes_kept`, once measured
         self._loaded = self._shared = self._may_page = False
         self._pages: PagedDecoder | None = None
-        self._pages_tried = False
+        self._pages_tried, self._paged_tokens = False, sys.maxsize
         self.policy: PolicyRef | None = None
         self.vocabulary_size, self.hidden_size = model.get_output_embeddings().weight.shape
         self.size_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -268,11 +269,14 @@ class TorchEngine:
             if pages is not None and left:
                 prompts = [request.prompt_ids for request in drawing.requests]
                 self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
-            rows = self._max_rows if pages is not None else 0
-            while pages is not None and left and rows:  # fewer rows, as long as memory does not suffice
+            rows, tokens = self._max_rows, max(map(drawing.tokens_each, range(len(drawing.requests))), default=1)
+            while pages is not None and left and (rows := min(rows, self._paged_tokens // tokens)):
                 batch = RowBatch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy)
                 left = batch.draw(self._usable + pages.held_bytes, rows)
-                rows = min(rows, len(left)) // 2
+                if left:
+                    rows = min(rows, len(left)) // 2
+                    self._paged_tokens = rows * tokens or self._paged_tokens  # what does not fit is remembered
+                    log.warning("memory did not suffice for all rows at once: trying %d", rows)
             for begun in sorted({len(row.tokens) for row in left}):
                 for rows in self._batches(drawing, begun):
                     self._draw(drawing, rows)
