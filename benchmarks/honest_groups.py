@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.engines import Engine, GenerationRequest, build
+from shoal.engines.memory import keep_to_share
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings
@@ -98,6 +99,7 @@ class Bench:
 
 def main() -> None:
     options = parse_options()
+    keep_to_share(f"torch/{options.device}/{options.dtype}", options.memory_share)
     loaded = load_model(options.model, options.dtype)
     worker = build("torch", loaded.files, options.device, options.dtype)
     worker.load_policy(None, policy_views(loaded.model))
@@ -176,6 +178,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, action="append", default=[])
     parser.add_argument("--calibrate", action="store_true", help="measure the limits first, as a run does")
     parser.add_argument("--begin", default="", help="what every prompt begins with; of Gemma, <bos>")
+    parser.add_argument("--memory-share", type=float, default=1.0, help="of the GPU, where it is shared with others")
     parser.add_argument("--limit-s", type=float, default=0, help="end after that, with what there is")
     parser.add_argument("--out", type=Path, help="where the figures are written, as JSON")
     return parser.parse_args()
