@@ -107,7 +107,7 @@ def from_database(path: Path, began_ms: int) -> dict[str, Any]:
     first_ms = min(row[0] for row in rows)
     verdict_ms = min((row[1] for row in decided), default=None)
     waits_s = sorted((row[1] - row[0]) / 1000 for row in decided)
-    counts = Counter(row[2] if row[2] != "rejected" else f"rejected {row[3]}" for row in rows)
+    counts = Counter(f"{row[2]} {row[3]}" if row[2] in ("rejected", "unsure") else row[2] for row in rows)
     verified = sum(row[4] for row in decided)
     over_s = (max(row[1] for row in decided) - first_ms) / 1000 if decided else 0.0
     return {
