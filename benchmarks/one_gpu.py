@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "exit": code,
         "wall_s": round(wall_s, 1),
         **from_database(run / "hub" / "hub.db", began_ms),
-        **from_metrics(run / "trainer" / "metrics.jsonl"),
+        **from_metrics(run),
         "said": {name: lines for name, lines in said.items() if lines},
     }
     return result if code == 0 else {**result, "end": log.read_text(errors="replace")[-2000:]}
@@ -107,7 +107,7 @@ def from_database(path: Path, began_ms: int) -> dict[str, Any]:
     first_ms = min(row[0] for row in rows)
     verdict_ms = min((row[1] for row in decided), default=None)
     waits_s = sorted((row[1] - row[0]) / 1000 for row in decided)
-    counts = Counter(row[2] if row[2] != "rejected" else f"rejected {row[3]}" for row in rows)
+    counts = Counter(f"{row[2]} {row[3]}" if row[2] in ("rejected", "unsure") else row[2] for row in rows)
     verified = sum(row[4] for row in decided)
     over_s = (max(row[1] for row in decided) - first_ms) / 1000 if decided else 0.0
     return {
@@ -124,10 +124,28 @@ def from_database(path: Path, began_ms: int) -> dict[str, Any]:
     }
 
 
-def from_metrics(path: Path) -> dict[str, Any]:
-    """Where the trainer's time went, over all steps but the first, which has everybody's start in it."""
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The rows of the trained steps, as the trainer wrote them."""
+    path = run / "trainer" / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    steps = [row for row in rows if "step_s" in row]
+    return [row for row in rows if "step_s" in row]
+
+
+def lost_samples(run: Path, group_size: int) -> int:
+    """Samples without a score: in groups that no validator could score, and in steps that were trained."""
+    from shoal.validator.verdicts import MACHINERY_REWARD
+
+    path, lost = run / "hub" / "hub.db", sum(int(row["no_sample"]) for row in metrics_of(run))
+    if path.exists():
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            failed = database.execute("select count(*) from submissions where reason = ?", (MACHINERY_REWARD,))
+            lost += failed.fetchone()[0] * group_size
+    return lost
+
+
+def from_metrics(run: Path) -> dict[str, Any]:
+    """Where the trainer's time went, over all steps but the first, which has everybody's start in it."""
+    steps = metrics_of(run)
     later = steps[1:] or steps
     if not later:
         return {"steps": 0}
