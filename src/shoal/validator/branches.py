@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 TIME_SHARE = 0.1
 LONGEST = 512  # a block of so many steps of decoding takes up to 15 s
-FIRST_S = 3.0  # counted as spent at first, so that the first verdicts of a process wait for no branch
+FIRST_S = 12.0  # counted as spent at first: the first verdicts of a process wait for no branch
 
 Score = Callable[[Sequence[Group]], Sequence[Scored | ScoringFailure]]
 JudgedCase = tuple[Case, Sequence[RolloutReward], float]
