@@ -15,7 +15,7 @@ import numpy as np
 from shoal.errors import ProofError
 from shoal.toploc import backend
 from shoal.toploc.field import LEAST_MODULUS, PRIME, Bits, Ints
-from shoal.toploc.points import PointBatch, chunk_rows, chunk_topk
+from shoal.toploc.points import PointBatch, chunk_rows, chunk_topk, top_points
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,16 @@ class Polynomials:
 def proof_size(k: int) -> int:
     """Bytes of a proof of `k` points."""
     return 2 + 2 * k
+
+
+def compile_kernels() -> None:
+    """Compile now what large work will need, if numba is installed: the first time ever it takes some ten seconds."""
+    if backend.has_numba():
+        import shoal.toploc.kernels  # noqa: F401  from now on it does small work, too
+        from shoal.toploc.compare import compare
+
+        points = top_points(np.arange(1.0, 4097.0, dtype=np.float32).reshape(64, 64), [64], 8, 32)
+        compare(points, commit(points))
 
 
 def commit(points: PointBatch) -> list[bytes]:

@@ -2,7 +2,7 @@
 
     cases with replays ─► Bands.of ─► joined over validators and kernels ─► limits_from ─► a `Profile`
 
-Two kinds of limits. Of single tokens and proofs: the quantile that one in a million exceeds, by continuing the tail
+Two kinds of limits. Of single tokens and proofs: what one token in three million exceeds, by continuing the tail
 from the 99 % and 99.9 % quantiles as a power (measured on 169,523 and 250,396 tokens: each further decade is 1.5 to
 1.8 times as far). Beyond it is an accident, and these are counted. Of sums: the mean, which is the largest of those of
 the first, the second and the later parts of rollouts (next to the prompt two engines of one format agree to the bit,
@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float64]
 ROOM: Mapping[str, float] = {"exponents": 1.5}  # they grow with the context, by 1.35 at 1,024 tokens
 USUAL_ROOM = 1.25
 STANDARD_ERRORS = 3.0
-TOKEN_DECADES, PROOF_DECADES = 3, 2  # from the 99.9 % quantile to one token in a million, one proof in 10⁵
+TOKEN_DECADES, PROOF_DECADES = 3.5, 2.0  # from the 99.9 % quantile to one token in 3 million, one proof in 10⁵
 TAIL_RATIO = (1.2, 1.8)
 MOST = {"distance": 8.0, "logprobs": 16.0, "mantissa": 4.0}  # means that one token or proof counts for
 WHOLE_PROOF = 64  # values: shares and means of fewer have tails of their own
@@ -219,7 +219,7 @@ def _capped(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
     )
 
 
-def _tail(values: Floats, decades: int) -> float:
+def _tail(values: Floats, decades: float) -> float:
     """What one in 1,000 · 10^decades exceeds."""
     if not len(values):
         return 0.0

@@ -123,6 +123,11 @@ class Calibrator:
             wanted = [kind for kind in wanted if own != "float32" or kind not in known]
         return partial(self._measure, newest, wanted[:1], in_force, digest) if wanted else None
 
+    @property
+    def has_measured(self) -> bool:
+        """Whether this machine has measured something since its start."""
+        return bool(self._tested)
+
     def attempt(self, job: Callable[[], None]) -> None:
         """Do what is due; if this machine cannot just now, it is tried again later."""
         try:

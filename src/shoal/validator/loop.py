@@ -16,6 +16,7 @@ rest (`canary`).
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -47,6 +48,7 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.sizing import Derived, RunSize, policies_loaded, settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
+from shoal.toploc.proofs import compile_kernels
 from shoal.validator.branches import Lookout
 from shoal.validator.canary import Canary
 from shoal.validator.judge import Judge
@@ -89,6 +91,7 @@ def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> 
     require_scoring(config.environment)
     with _scorer(config, stop) as scorer, closing(_panel(config, stop)) as panel:
         warm_up(config.engine, config.settings.device)
+        threading.Thread(target=compile_kernels, name="kernels", daemon=True).start()
         panel.prepare()
         judge = Judge(
             config.environment,
@@ -255,6 +258,7 @@ class Validator:
         if job is not None:
             with self.activity.busy(MEASURING):
                 self._calibrator.attempt(job)
+            self._ahead.has_measured = self._calibrator.has_measured
 
     def _prepare(self) -> None:
         """Nothing is to be audited: get ready for what comes next."""

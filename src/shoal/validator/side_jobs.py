@@ -58,7 +58,7 @@ from shoal.rewards import DirectScorer, Job, Scorer
 from shoal.rewards.protocol import settled
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
-from shoal.validator.case import ENGINE_ERRORS, Case, replay_all
+from shoal.validator.case import ENGINE_ERRORS, Case, Replay, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
@@ -267,7 +267,7 @@ class Ahead:
     """Which policy is the newest, and whether it is loaded. `hear` may be called by another thread than the rest.
 
     `keeps_others`: a newer policy is loaded beside those in use. Otherwise only the first is loaded ahead. `rehearsed`:
-    an audit was computed once, so that no rehearsal is needed.
+    an audit was computed once, so that no rehearsal is needed. `has_measured`: limits were measured in this process.
     """
 
     def __init__(self, client: HubClient, shelf: EngineShelf, judge: Judge, keeps_others: bool, clock: Clock) -> None:
@@ -278,7 +278,7 @@ class Ahead:
         self._clock = clock
         self._loaded: PolicyRef | None = None
         self.newest: PolicyRef | None = None
-        self.rehearsed = False
+        self.rehearsed = self.has_measured = False
 
     @property
     def is_due(self) -> bool:
@@ -308,17 +308,18 @@ class Ahead:
         log.info("policy %s was loaded ahead of audits in %.2f s", newest.label, loaded_s - began_s)
         if not self.rehearsed:
             self.rehearsed = True
-            rehearse(self._judge, loaded, self._client.run_info())
+            rehearse(self._judge, loaded, self._client.run_info(), self.has_measured)
             log.info("an audit was rehearsed in %.2f s", self._clock.monotonic_s() - loaded_s)
         self._loaded = newest
 
 
-def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo) -> None:
-    """Draw a group as the run's are, and compute all that an audit of it computes. Nobody looks at the outcome."""
+def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: bool = False) -> None:
+    """Draw a group as the run's are, and compute all that an audit of it computes. Nobody looks at the outcome. Who has
+    measured limits has computed more than that already."""
     try:
-        case = _own_group(loaded.engine, run)
-        [replay] = replay_all(loaded.engine, [case])
-        if not isinstance(replay, Exception):
+        case = None if has_measured else _own_group(loaded.engine, run)
+        [replay] = [None] if case is None else replay_all(loaded.engine, [case])
+        if case is not None and isinstance(replay, Replay):
             case.replay = replay
             run_all(AFTER_PREFILL, case)
         judge.decoders.of(loaded.files)
