@@ -49,6 +49,7 @@ ATTEMPTS = 6
 PAUSE_S = 0.01
 SECRET_BYTES = 32
 NOTABLE_MS = 1_000
+NEWEST = 20
 LEADER = "upkeep"
 LEADS_S = 4.0
 """The lead is renewed every second; another hub takes over so long after the leader was last alive. Should both believe
@@ -83,10 +84,7 @@ class Context:
         ensure_folder(config.folder, private=True)
         self.blobs = open_blobs(config.settings.storage, config.settings.storage_endpoint, config.folder / "blobs")
         self.storage: Storage = storage or open_storage(config.settings.database, config.folder)
-        with self.storage.read() as reader:
-            self._require_restored(reader)
-            is_new = reader.setting("run") is None
-        self.secret = _load_or_create_secret(config.folder / "secret", is_new)
+        self.secret = _load_or_create_secret(config.folder / "secret", self._is_new())
         self._shared_clock = SharedClock(clock)
         self._agree_on_time()
         self.clock = self._steady(self._shared_clock)
@@ -183,6 +181,11 @@ class Context:
         """What a decision goes by. Units alive are 0 unless `counted`: not all need to know how many there are."""
         return Moment(self.rules, reader.progress(counted=counted), self.clock.now_ms())
 
+    def _is_new(self) -> bool:
+        with self.storage.read() as reader:
+            self._require_restored(reader)
+            return reader.setting("run") is None
+
     def _require_restored(self, reader: Reader) -> None:
         """Rows that a restore copied belong to the folder that it made at its end: the hub there is the first."""
         mark, restored = reader.setting(INCOMING), self.config.folder / RESTORED
@@ -235,22 +238,21 @@ class Context:
         return {**{key: identity[key] for key in told}, "certificates": [each.model_dump(mode="json") for each in hubs]}
 
     def _require_blobs(self) -> None:
-        """What one hub has promised, another must find: hubs of one database have one place for blobs, and a bucket
-        that is named by hand in a run that has begun lacks what was promised."""
-        store = self.config.settings.storage
-        if not self.storage.is_shared and not store:
-            return
+        """What was promised must be found, also by other hubs of the database: the place for blobs does not change by a
+        setting alone. It is known by a blob put there at first; where that was not done, by the newest submissions."""
+        place = self.config.settings.storage or self.config.folder / "blobs"
         with self.storage.write(exclusive=True) as transaction:
             mark = transaction.setting(BLOB_STORE)
-            if mark is None:
+            known = [mark] if mark else [row.submission for row in transaction.decided_submissions(NEWEST)]
+            if known and not any(map(self.blobs.has, known)):
+                raise ConfigError(
+                    f"the submissions of this run are kept elsewhere than in {place}: share one folder among all hubs, "
+                    "or keep them in a bucket (hub.storage = s3://…); move a run with `shoal backup` and `shoal "
+                    "restore --set hub.storage=URL`"
+                )
+            if not mark and (self.storage.is_shared or self.config.settings.storage):
                 content = f"the blobs of shoal run {self.config.run_id} ({secrets.token_hex(8)})\n"
                 transaction.put_setting(BLOB_STORE, self.blobs.put(content.encode()))
-            elif not self.blobs.has(mark):
-                raise ConfigError(
-                    f"the submissions of this run are kept elsewhere than in {store or self.config.folder / 'blobs'}: "
-                    "share one folder among all hubs, or keep them in a bucket (hub.storage = s3://…); move a run with "
-                    "`shoal backup` and `shoal restore --set hub.storage=URL`"
-                )
 
     def _identity(self) -> dict[str, Any]:
         """What may not change while a run lasts. `steps` may: a run can be continued for longer."""
