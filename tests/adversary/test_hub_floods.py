@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from doorkit import Caller, Hub, ok, refusal, running_hub
 
+from kit.door import Caller, Hub, ok, refusal, running_hub
 from shoal.protocol import Registration
 
 MALLORY, ALICE = "127.0.0.2", "127.0.0.3"

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from s3kit import KEYS, Shop, s3_server
+from kit.s3 import KEYS, Shop, s3_server
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub.storage.blobs import LEFT_OVER_S, BlobFolder, Blobs, open_blobs
 from shoal.hub.storage.s3 import Bucket, S3Blobs, S3Inbox

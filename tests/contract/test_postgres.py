@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
-from storagekit import apply, leased, node, on_postgres, submission
 
-from pgkit import Cluster
+from kit.postgres import Cluster
+from kit.storage import apply, leased, node, on_postgres, submission
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub.state.commands import Refusal, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import SubmissionState

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
-from storagekit import POLICY, apply, lease, leased, node, on_postgres, submission
 
+from kit.storage import POLICY, apply, lease, leased, node, on_postgres, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
 from shoal.hub.state.commands import (

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storagekit import apply, leased, node, on_postgres, submission
 
+from kit.storage import apply, leased, node, on_postgres, submission
 from shoal.hub.state.commands import Command, SaveEvaluation, SaveNode, SaveSubmission, SaveTask
 from shoal.hub.state.machines import EvaluationState
 from shoal.hub.state.rows import EvaluationRow, Pool, TaskRow

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
-from asgikit import AsgiTransport
+from kit.asgi import AsgiTransport
 from shoal.client import ClientOptions, HubClient, Pace
 from shoal.client.trust import run_id
 from shoal.client.weights import Following

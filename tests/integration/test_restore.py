@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from folderkit import Play, body_of
-from s3kit import KEYS, Shop, s3_server
+from kit.folder import Play, body_of
+from kit.s3 import KEYS, Shop, s3_server
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ShoalError
 from shoal.hub.service.context import Context

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -29,12 +28,8 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from forkkit import FORKS
-from pgkit import running_cluster
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "hub"))
-
-from hubkit import (
+from kit.fork import FORKS
+from kit.hub import (
     HUB,
     RUN_ID,
     TOKENS_PER_ROLLOUT,
@@ -47,7 +42,7 @@ from hubkit import (
     submission_body,
     worker_key,
 )
-
+from kit.postgres import running_cluster
 from shoal import ledger
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub import run_hub

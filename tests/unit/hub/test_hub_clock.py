@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hubkit import HUB, ROOT, Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
 
-from asgikit import AsgiTransport
+from kit.asgi import AsgiTransport
+from kit.hub import HUB, ROOT, Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
 from shoal.client import HubClient
 from shoal.hub import create_app
 from shoal.ledger import verify

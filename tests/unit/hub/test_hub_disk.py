@@ -8,15 +8,15 @@ from queue import Queue
 
 import httpx
 import pytest
-from hubkit import Actor, Bench, code_of, fresh_request, make_config, ok, submission_body, worker_key
 
+from kit.hub import Actor, Bench, code_of, fresh_request, make_config, ok, submission_body, worker_key
+from kit.smalldisk import in_own_namespace, small_disk
 from shoal.errors import DiskError
 from shoal.hub import run_hub
 from shoal.hub.storage import SqliteStorage
 from shoal.protocol import submission_digest
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
-from smalldisk import in_own_namespace, small_disk
 
 FULL = "the disk is full: free some space"
 

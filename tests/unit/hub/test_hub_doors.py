@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
-from hubkit import ROOT, TRAINER, VALIDATOR, Bench, certificate, code_of, ok, policy
-from ownerkit import ADMIN, Owner
 
+from kit.hub import ROOT, TRAINER, VALIDATOR, Bench, certificate, code_of, ok, policy
+from kit.owner import ADMIN, Owner
 from shoal.hub import changes as changes_module
 from shoal.hub.changes import Changes, Topic, long_poll
 from shoal.hub.http import auth

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hubkit import HUB, RUN_ID, VALIDATOR, Bench, FakeEnvironment, certificate, code_of, fresh_request, ok, worker_key
 
+from kit.hub import HUB, RUN_ID, VALIDATOR, Bench, FakeEnvironment, certificate, code_of, fresh_request, ok, worker_key
 from shoal.environments import Split, Task
 from shoal.hub import EvaluationPlan
 from shoal.protocol import (

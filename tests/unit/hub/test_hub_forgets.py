@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import httpx
-from hubkit import Bench, worker_key
 
+from kit.hub import Bench, worker_key
 from shoal.client import HubClient
 from shoal.protocol import Heartbeat, LeaseRequest, NodeState
 from shoal.runtime.stop import StopToken

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hubkit import Actor, Bench, code_of, fresh_request, ok, worker_key
 
+from kit.hub import Actor, Bench, code_of, fresh_request, ok, worker_key
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.reputation import NEWER, POOLED_AUDITS, Suspicion, evidence_groups
 from shoal.hub.state.rows import NodeRow

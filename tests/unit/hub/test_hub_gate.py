@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hubkit import Bench, certificate, make_config, worker_key
 
+from kit.hub import Bench, certificate, make_config, worker_key
 from shoal.errors import ResourceError
 from shoal.hub.changes import Changes, Topic, long_poll
 from shoal.hub.service import Hub, context, retry, upkeep

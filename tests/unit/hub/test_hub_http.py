@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hubkit import (
+
+from kit.hub import (
     RUN_ID,
     TRAINER,
     VALIDATOR,
@@ -20,7 +21,6 @@ from hubkit import (
     submission_body,
     worker_key,
 )
-
 from shoal.protocol import (
     Outcome,
     PolicyAnnouncement,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hubkit import Actor, Bench, code_of, fresh_request, ok
 
+from kit.hub import Actor, Bench, code_of, fresh_request, ok
 from shoal.hub.state import nodes
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hubkit import Actor, Bench, code_of, fresh_request, ok, worker_key
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asgikit import AsgiTransport
+from kit.asgi import AsgiTransport
+from kit.hub import Actor, Bench, code_of, fresh_request, ok, worker_key
 from shoal.errors import ConfigError
 from shoal.hub.http.connections import Gatekeeper
 from shoal.hub.http.metrics import StateMetrics

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from hubkit import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, fresh_request, ok
 
+from kit.hub import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, fresh_request, ok
 from shoal import ledger
 from shoal.protocol import (
     BodyLimits,

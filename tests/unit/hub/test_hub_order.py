@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machinekit import Play
 
+from kit.machine import Play
 from shoal.protocol import Lease, Outcome
 
 STEPS = 3

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hubkit import Bench, fresh_request, ok
-
+from kit.hub import Bench, fresh_request, ok
 from shoal.hub.changes import Changes, Topic, long_poll
 from shoal.hub.waits import FORGET_AFTER_MS, Waits
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hubkit import make_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machinekit import Play
 
+from kit.hub import make_config
+from kit.machine import Play
 from shoal.environments import Score, Split, Task
 from shoal.environments.settings import PoolSettings
 from shoal.errors import ConfigError, UnusableTask

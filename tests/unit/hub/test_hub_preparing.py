@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machinekit import Play
 
+from kit.machine import Play
 from shoal.environments import Score, Split, Task
 from shoal.environments.settings import PoolSettings
 from shoal.errors import UnusableTask

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hubkit import (
+
+from kit.hub import (
     HUB,
     ROOT,
     TRAINER,
@@ -31,7 +32,6 @@ from hubkit import (
     submission_body,
     worker_key,
 )
-
 from shoal.errors import ConfigError, EnvironmentSetupError, ResourceError
 from shoal.hub import HubConfig, create_app, run_hub
 from shoal.hub.http import server
@@ -203,8 +203,8 @@ class TestRestart:
 CHILD = """
 import sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parents[1])]
-from hubkit import make_config
+sys.path.insert(0, sys.argv[1])
+from kit.hub import make_config
 from shoal.hub import run_hub
 from shoal.runtime.stop import stop_on_signals
 config = make_config(Path(sys.argv[2]), run={"groups_per_step": 32}, settings={"newcomer_share": 1.0})
@@ -216,7 +216,7 @@ class Child:
     """A hub in its own process."""
 
     def __init__(self, folder: Path) -> None:
-        here = str(Path(__file__).parent)
+        here = str(Path(__file__).parents[2])
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, here, str(folder)], stdout=subprocess.PIPE, text=True
         )

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hubkit import Actor, Bench, code_of, fresh_request, make_config, ok, policy, worker_key
 
+from kit.hub import Actor, Bench, code_of, fresh_request, make_config, ok, policy, worker_key
 from shoal import ledger
 from shoal.hub.state import draws
 from shoal.hub.state.commands import SaveNode

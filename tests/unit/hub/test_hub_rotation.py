@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hubkit import HUB, VALIDATOR, Actor, Bench, certificate, fresh_request, make_config, ok, worker_key
 
-from asgikit import AsgiTransport
+from kit.asgi import AsgiTransport
+from kit.hub import HUB, VALIDATOR, Actor, Bench, certificate, fresh_request, make_config, ok, worker_key
 from shoal.client.http import HEADERS
 from shoal.errors import SignatureError
 from shoal.hub import create_app

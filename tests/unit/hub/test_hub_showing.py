@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hubkit import ROOT, RUN_ID, Bench, Rollout, code_of, fresh_request, ok, submission_body
-from hubkit import pack_logprobs as logprobs
 
+from kit.hub import ROOT, RUN_ID, Bench, Rollout, code_of, fresh_request, ok, submission_body
+from kit.hub import pack_logprobs as logprobs
 from shoal.hub.service.showing import Showing
 from shoal.hub.state.rows import Moment
 from shoal.ledger import Chain, Keys, Proofs

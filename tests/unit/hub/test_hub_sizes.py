@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-from hubkit import make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.hub import make_config
 from shoal.hub.settings import MAX_INFLATED_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol import ProofParameters, Rollout, Submission
 from shoal.protocol.lease import MAX_PROMPT_TOKENS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hubkit import HUB, RUN_ID, VALIDATOR, Bench, code_of, fresh_request, ok, worker_key
 
+from kit.hub import HUB, RUN_ID, VALIDATOR, Bench, code_of, fresh_request, ok, worker_key
 from shoal.hub.service import reporting
 from shoal.hub.service.stories import node_sentence
 from shoal.hub.state.rows import NodeRow

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from machinekit import Play
 
+from kit.machine import Play
 from shoal.hub.service.calibrating import SETTING
 from shoal.hub.service.reporting import read_figures
 from shoal.hub.state.calibrations import InForce

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from hubkit import HUB, Actor, Bench, code_of, ok, submission_body
 
-from s3kit import KEYS, Shop, s3_server
+from kit.hub import HUB, Actor, Bench, code_of, ok, submission_body
+from kit.s3 import KEYS, Shop, s3_server
 from shoal.errors import ResourceError
 from shoal.hub.http.calls import UploadSlots
 from shoal.hub.service.uploads import SWEEP_EVERY_MS

@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 import pytest
-from hubkit import TRAINER, Bench, certificate, code_of, fresh_request, ok, worker_key
 
+from kit.hub import TRAINER, Bench, certificate, code_of, fresh_request, ok, worker_key
 from shoal.ledger import fold
 from shoal.protocol import LedgerEntry, LedgerPage, Registration, SignedDocument, SigningKey, Vouch, sign_document
 from shoal.protocol.signing import sign_values

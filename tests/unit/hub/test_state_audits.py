@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from statekit import (
+
+from kit.state import (
     NOW_MS,
     held,
     leases_in,
@@ -22,7 +23,6 @@ from statekit import (
     units_in,
     verdict,
 )
-
 from shoal.hub.state import audits, nodes, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Refusal

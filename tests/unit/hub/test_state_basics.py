@@ -11,8 +11,8 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from statekit import NOW_MS, lease, node, policy, rules, submission, unit
 
+from kit.state import NOW_MS, lease, node, policy, rules, submission, unit
 from shoal.errors import EnvironmentSetupError
 from shoal.hub.state import pacing
 from shoal.hub.state.draws import permute, task_index, unit_seeds

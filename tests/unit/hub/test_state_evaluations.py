@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from statekit import NOW_MS, moment, policy
 
+from kit.state import NOW_MS, moment, policy
 from shoal.hub.state import evaluations
 from shoal.hub.state.commands import Command, Refusal, SaveEvaluation
 from shoal.hub.state.machines import EvaluationState, IllegalMove

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from statekit import (
+
+from kit.state import (
     NOW_MS,
     Granted,
     grant,
@@ -21,7 +22,6 @@ from statekit import (
     unit,
     units_in,
 )
-
 from shoal.hub.state import leases, nodes, submissions
 from shoal.hub.state.commands import Command, Refusal, SaveLease
 from shoal.hub.state.leases import Ask

@@ -8,8 +8,8 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from statekit import Granted, grant, moment, node, policy, submission, unit
 
+from kit.state import Granted, grant, moment, node, policy, submission, unit
 from shoal.hub.service.turns import Place, Turns
 from shoal.hub.state import newcomers
 from shoal.hub.state.leases import Ask

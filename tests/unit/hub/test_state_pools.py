@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from statekit import moment
 
+from kit.state import moment
 from shoal.hub.state import draws
 from shoal.hub.state.audits import pass_rate
 from shoal.hub.state.commands import RaiseAlarm, SaveTask

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from statekit import NOW_MS, moment, node, nodes_in, of_type, rules, submission, submissions_in, verdict
 
+from kit.state import NOW_MS, moment, node, nodes_in, of_type, rules, submission, submissions_in, verdict
 from shoal.hub.state import credits, reputation
 from shoal.hub.state.commands import Record
 from shoal.hub.state.draws import audit_fraction

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from statekit import rules
 
+from kit.state import rules
 from shoal.hub.state import submissions
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import ShownRow

@@ -7,8 +7,8 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from statekit import NOW_MS, held, lease, leases_in, moment, node, nodes_in, of_type, policy, rules, units_in
 
+from kit.state import NOW_MS, held, lease, leases_in, moment, node, nodes_in, of_type, policy, rules, units_in
 from shoal.hub.state import nodes, pacing
 from shoal.hub.state.commands import Record, Refusal
 from shoal.hub.state.machines import LeaseState, UnitState

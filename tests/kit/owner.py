@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from hubkit import ROOT, RUN_ID, Bench, certificate, ok
 
+from kit.hub import ROOT, RUN_ID, Bench, certificate, ok
 from shoal.protocol import AdminAction, AdminReply, AdminRequest, RunInfo, SignedDocument, SigningKey, sign_document
 
 ADMIN = SigningKey.from_seed(b"a" * 32)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -29,9 +28,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "hub"))
-
-from hubkit import (
+from kit.fork import FORKS
+from kit.hub import (
     HUB,
     RUN_ID,
     TOKENS_PER_ROLLOUT,
@@ -44,8 +42,6 @@ from hubkit import (
     submission_body,
     worker_key,
 )
-
-from forkkit import FORKS
 from shoal import ledger
 from shoal.hub import run_hub
 from shoal.hub.service import Context

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from asgikit import AsgiTransport
+from kit.asgi import AsgiTransport
 from shoal.client import HubClient
 from shoal.environments import build
 from shoal.hub import HubConfig, create_app

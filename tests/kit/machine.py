@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hubkit import (
+from kit.hub import (
     RUN_ID,
     TRAINER,
     VALIDATOR,
@@ -18,7 +18,6 @@ from hubkit import (
     submission_body,
     worker_key,
 )
-
 from shoal.hub.service import Hub, retry
 from shoal.hub.state.commands import Command, Refusal, SaveNode
 from shoal.hub.state.rows import Holding, NodeRow
