@@ -291,18 +291,12 @@ class Validator(Player):
         outcome = Outcome.UNSURE if drawn < 24 else Outcome.REJECTED if severity else Outcome.ACCEPTED
         accepted = outcome is Outcome.ACCEPTED
         verdict = Verdict(
-            run=RUN_ID,
-            submission=audit.submission,
-            unit=lease.unit,
-            node=lease.node,
-            outcome=outcome,
-            reason="" if accepted else "test",
-            severity=severity,
+            run=RUN_ID, submission=audit.submission, unit=lease.unit, node=lease.node, outcome=outcome,
+            reason="" if accepted else "test", severity=severity,
             rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)) if accepted else (),
-            generated_tokens=GROUP_TOKENS if accepted else 0,
-            decided_at_ms=1,
+            generated_tokens=GROUP_TOKENS if accepted else 0, decided_at_ms=1,
             environment_digest=lease.environment_digest,
-        )
+        )  # fmt: skip
         return sign_document(verdict, self.key)
 
 

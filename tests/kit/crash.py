@@ -430,19 +430,12 @@ class Cast:
         dull = lease.node == WORKERS[1].node and before == 1
         outcome = Outcome.REJECTED if caught else Outcome.UNSURE if broken else Outcome.ACCEPTED
         return Verdict(
-            run=RUN_ID,
-            submission=audit.submission,
-            unit=lease.unit,
-            node=lease.node,
-            outcome=outcome,
-            severity=Severity.CERTAIN if caught else None,
-            reason="test",
+            run=RUN_ID, submission=audit.submission, unit=lease.unit, node=lease.node, outcome=outcome,
+            severity=Severity.CERTAIN if caught else None, reason="test",
             rewards=tuple(RolloutReward(value=value) for value in ((1.0, 1.0) if dull else (0.0, 1.0))),
-            generated_tokens=2 * TOKENS_PER_ROLLOUT - lease.unit % 3,
-            depth=audit.depth,
-            decided_at_ms=SystemClock().now_ms(),
-            environment_digest=lease.environment_digest,
-        )
+            generated_tokens=2 * TOKENS_PER_ROLLOUT - lease.unit % 3, depth=audit.depth,
+            decided_at_ms=SystemClock().now_ms(), environment_digest=lease.environment_digest,
+        )  # fmt: skip
 
     def take_batch(self, step: int) -> bool:
         batch = self.ask(BatchReply, TRAINER, "POST", f"/batches/{step}", BatchAsk()).batch

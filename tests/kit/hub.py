@@ -90,18 +90,12 @@ def make_config(folder: Path, run: dict[str, Any] | None = None, settings: dict[
     """A small run: 2 groups of 2 rollouts a step."""
     sizes = {"name": "test", "steps": 3, "groups_per_step": 2, "group_size": 2, "max_staleness": 0}
     return HubConfig(
-        folder=folder,
-        run_id=RUN_ID,
-        run=RunSettings(**{**sizes, **(run or {})}),
-        settings=HubSettings(**{"port": 0, **(settings or {})}),
-        environment=FakeEnvironment(),
-        encode=lambda task: list(task.prompt.encode()),
-        eos_token_id=0,
-        key=HUB,
-        root_key=ROOT.public_key,
+        folder=folder, run_id=RUN_ID, run=RunSettings(**{**sizes, **(run or {})}),
+        settings=HubSettings(**{"port": 0, **(settings or {})}), environment=FakeEnvironment(),
+        encode=lambda task: list(task.prompt.encode()), eos_token_id=0, key=HUB, root_key=ROOT.public_key,
         certificates=(certificate(HUB, "hub"), certificate(TRAINER, "trainer"), certificate(VALIDATOR, "validator")),
         sources=("http://127.0.0.1:1",),
-    )
+    )  # fmt: skip
 
 
 @dataclass
@@ -160,17 +154,10 @@ def submission_body(lease: Lease, /, **changes: Any) -> bytes:
     tokens = pack_tokens(range(TOKENS_PER_ROLLOUT))
     rollout = Rollout(tokens=tokens, logprobs=pack_logprobs([-0.5] * TOKENS_PER_ROLLOUT), finish="eos")
     fields: dict[str, Any] = {
-        "format": SUBMISSION_FORMAT,
-        "run": lease.run,
-        "node": lease.node,
-        "lease": lease.lease,
-        "unit": lease.unit,
-        "incarnation": lease.policy.incarnation,
-        "version": lease.policy.version,
-        "policy_digest": lease.policy.digest,
-        "prompt": pack_tokens(lease.prompt_ids),
-        "rollouts": [rollout] * len(lease.seeds),
-    }
+        "format": SUBMISSION_FORMAT, "run": lease.run, "node": lease.node, "lease": lease.lease, "unit": lease.unit,
+        "incarnation": lease.policy.incarnation, "version": lease.policy.version, "policy_digest": lease.policy.digest,
+        "prompt": pack_tokens(lease.prompt_ids), "rollouts": [rollout] * len(lease.seeds),
+    }  # fmt: skip
     return pack(Submission(**{**fields, **changes}))
 
 
@@ -243,16 +230,11 @@ class Bench:
     def verdict(self, audit: Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> SignedDocument:
         lease = open_document(audit.lease, Lease, HUB.public_key)
         fields: dict[str, Any] = {
-            "run": RUN_ID,
-            "submission": audit.submission,
-            "unit": lease.unit,
-            "node": lease.node,
-            "outcome": Outcome.ACCEPTED,
-            "rewards": tuple(RolloutReward(value=value) for value in rewards),
-            "generated_tokens": TOKENS_PER_ROLLOUT * len(rewards),
-            "decided_at_ms": self.clock.now_ms(),
+            "run": RUN_ID, "submission": audit.submission, "unit": lease.unit, "node": lease.node,
+            "outcome": Outcome.ACCEPTED, "rewards": tuple(RolloutReward(value=value) for value in rewards),
+            "generated_tokens": TOKENS_PER_ROLLOUT * len(rewards), "decided_at_ms": self.clock.now_ms(),
             "environment_digest": lease.environment_digest,
-        }
+        }  # fmt: skip
         return sign_document(Verdict(**{**fields, **changes}), VALIDATOR)
 
     def batch(self, step: int, wait_s: float = 0) -> Batch | None:

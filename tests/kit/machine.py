@@ -165,19 +165,11 @@ class Play:
     ) -> Refusal | None:
         lease = Lease.model_validate(audit.lease.document)
         verdict = Verdict(
-            run=RUN_ID,
-            submission=audit.submission,
-            unit=lease.unit,
-            node=lease.node,
-            outcome=outcome,
-            severity=severity,
-            reason="test",
-            rewards=tuple(RolloutReward(value=value) for value in rewards),
-            generated_tokens=lease.unit % 5 + 1,
-            depth=audit.depth,
-            decided_at_ms=self.clock.now_ms(),
+            run=RUN_ID, submission=audit.submission, unit=lease.unit, node=lease.node, outcome=outcome,
+            severity=severity, reason="test", rewards=tuple(RolloutReward(value=value) for value in rewards),
+            generated_tokens=lease.unit % 5 + 1, depth=audit.depth, decided_at_ms=self.clock.now_ms(),
             environment_digest=lease.environment_digest,
-        )
+        )  # fmt: skip
         signed = sign_document(verdict, VALIDATOR)
         reply = self.hub.checking.verdicts(self.validator, VerdictReport(verdicts=(signed,)))
         for refused in reply.refused:

@@ -32,18 +32,10 @@ def test_an_honest_submission_is_never_too_big(group: int, tokens: int, topk: in
     proofs = noise.randbytes(-(-tokens // rows) * (2 + 2 * topk))
     rollout = Rollout(noise.randbytes(4 * tokens), noise.randbytes(4 * tokens), "length", proofs)
     submission = Submission(
-        format=1,
-        run="r" * 256,
-        node="n" * 256,
-        lease="l" * 256,
-        unit=2**62,
-        incarnation=2**62,
-        version=2**62,
-        policy_digest="d" * 256,
-        prompt=noise.randbytes(4 * MAX_PROMPT_TOKENS),
-        rollouts=[rollout] * group,
+        format=1, run="r" * 256, node="n" * 256, lease="l" * 256, unit=2**62, incarnation=2**62, version=2**62,
+        policy_digest="d" * 256, prompt=noise.randbytes(4 * MAX_PROMPT_TOKENS), rollouts=[rollout] * group,
         engine="e" * 256,
-    )
+    )  # fmt: skip
     inflated = len(msgspec.msgpack.encode(submission))
     compressed = inflated + inflated // 256 + 64  # the most that zstd makes of it
     limits = config.submission_limits

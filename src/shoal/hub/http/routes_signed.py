@@ -71,14 +71,10 @@ async def lease(request: Request, hub: HubDependency) -> LeaseReply:
     node, ask = await signed(hub.context, request, LeaseRequest, "worker")
     client = visit_of(request.scope).client
     return await poll(
-        hub,
-        request,
-        Topic.LEASES,
-        ask.wait_s,
-        lambda: hub.work.lease(node, ask, network_of(client), client),
+        hub, request, Topic.LEASES, ask.wait_s, lambda: hub.work.lease(node, ask, network_of(client), client),
         lambda reply: bool(reply.leases) or reply.finished or ask.policy not in (None, reply.policy),
         lambda reply: reply.held_back,
-    )
+    )  # fmt: skip
 
 
 @router.post(
@@ -168,13 +164,9 @@ async def audits(request: Request, hub: HubDependency) -> AuditReply:
     nothing to check."""
     node, ask = await signed(hub.context, request, AuditRequest, "validator")
     return await poll(
-        hub,
-        request,
-        Topic.AUDITS,
-        ask.wait_s,
-        lambda: hub.checking.audits(node, ask),
+        hub, request, Topic.AUDITS, ask.wait_s, lambda: hub.checking.audits(node, ask),
         lambda reply: bool(reply.audits or reply.generate or reply.evaluation) or reply.finished,
-    )
+    )  # fmt: skip
 
 
 _BYTES = bulk_answer("`SubmissionBodies`: for each name the very bytes that were put")
@@ -248,13 +240,9 @@ async def batch(step: Step, request: Request, hub: HubDependency) -> BatchReply:
     complete, `waiting` says what it waits for."""
     node, ask = await signed(hub.context, request, BatchRequest, "trainer")
     return await poll(
-        hub,
-        request,
-        Topic.BATCHES,
-        ask.wait_s,
-        lambda: hub.training.batch(node, step),
+        hub, request, Topic.BATCHES, ask.wait_s, lambda: hub.training.batch(node, step),
         lambda reply: reply.batch is not None,
-    )
+    )  # fmt: skip
 
 
 _ROLLOUTS = describes("trainer", (401, 403, 404), answers=bulk_answer("a `TrainingBatch`"))

@@ -324,13 +324,10 @@ def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: in
     """A node as others see it: trust, liveness and sanction, each by itself."""
     last_seen_ms = presence.last_seen_ms if presence else node.registered_at_ms
     derived = {
-        "strikes": node.strikes,
-        "on_probation": node.on_probation,
-        "doing": presence.doing if presence else "",
-        "last_seen_ms": last_seen_ms,
-        "liveness": nodes.liveness(last_seen_ms, now_ms),
+        "strikes": node.strikes, "on_probation": node.on_probation, "doing": presence.doing if presence else "",
+        "last_seen_ms": last_seen_ms, "liveness": nodes.liveness(last_seen_ms, now_ms),
         "window": nodes.window(rules, node) if node.role == "worker" else 0,
-    }
+    }  # fmt: skip
     return NodeView(**{**shared(node, NodeView), **derived})
 
 

@@ -81,31 +81,20 @@ class Reporting:
             measures = self._context.rules.evaluation is not None
             slices = reader.evaluations_since(0, VERSIONS_SHOWN) if measures else []
             return RunStatus(
-                run=config.run_id,
-                name=config.run.name,
-                now_ms=now_ms,
-                finished=pacing.is_finished(self._context.rules, progress),
-                steps=config.run.steps,
-                step=progress.policy.version if progress.policy else 0,
-                policy=progress.policy,
-                max_staleness=config.run.max_staleness,
-                units=units,
-                submissions=reader.submission_counts(),
+                run=config.run_id, name=config.run.name, now_ms=now_ms,
+                finished=pacing.is_finished(self._context.rules, progress), steps=config.run.steps,
+                step=progress.policy.version if progress.policy else 0, policy=progress.policy,
+                max_staleness=config.run.max_staleness, units=units, submissions=reader.submission_counts(),
                 nodes=tuple(node_view(node, presences.get(node.node), self._context.rules, now_ms) for node in nodes),
-                waits=tuple(self._waits(reader, now_ms)),
-                verdicts=tuple(_recent(row) for row in _telling(reader)),
-                reports=tuple(reader.reports(REPORTS_SHOWN)),
-                alarms=tuple(reader.alarms(ALARMS_SHOWN)),
-                ledger=self._head(reader),
-                standing=_standing(orders_of(reader), units),
-                node_counts=counts,
+                waits=tuple(self._waits(reader, now_ms)), verdicts=tuple(_recent(row) for row in _telling(reader)),
+                reports=tuple(reader.reports(REPORTS_SHOWN)), alarms=tuple(reader.alarms(ALARMS_SHOWN)),
+                ledger=self._head(reader), standing=_standing(orders_of(reader), units), node_counts=counts,
                 outbox=reader.outbox_length() if outgoing else 0,
                 outbox_since_ms=outgoing[0].at_ms if outgoing else None,
                 pools=reader.pool_counts() if config.pools is not None else {},
-                evaluations=tuple(evaluations.results(slices)),
-                no_sample=no_sample(nodes, presences),
+                evaluations=tuple(evaluations.results(slices)), no_sample=no_sample(nodes, presences),
                 standstill=tuple(standstill(self._context, reader, now_ms)),
-            )
+            )  # fmt: skip
 
     def _waits(self, reader: Reader, now_ms: int) -> list[Wait]:
         """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet. Of
@@ -140,25 +129,14 @@ class Reporting:
     def _sign_run_info(self, orders: Orders, in_force: InForce) -> SignedDocument:
         config = self._context.config
         info = RunInfo(
-            run=config.run_id,
-            name=config.run.name,
-            root_key=config.root_key,
-            certificates=orders.trusted(config.certificates),
-            sources=orders.sources(config.sources),
-            last_resort=config.last_resort,
-            environment=config.environment.name,
-            environment_digest=config.environment.digest,
-            sampling=config.sampling,
-            proof=config.proof,
-            profiles=calibrations.taken(in_force, config.profiles, config.measurable),
-            group_size=config.run.group_size,
-            max_staleness=config.run.max_staleness,
-            steps=config.run.steps,
-            hubs=config.settings.advertise,
-            revoked=orders.revoked,
-            uploads="hub" if self._context.blobs.inbox is None else "store",
-            model=config.model,
-        )
+            run=config.run_id, name=config.run.name, root_key=config.root_key,
+            certificates=orders.trusted(config.certificates), sources=orders.sources(config.sources),
+            last_resort=config.last_resort, environment=config.environment.name,
+            environment_digest=config.environment.digest, sampling=config.sampling, proof=config.proof,
+            profiles=calibrations.taken(in_force, config.profiles, config.measurable), group_size=config.run.group_size,
+            max_staleness=config.run.max_staleness, steps=config.run.steps, hubs=config.settings.advertise,
+            revoked=orders.revoked, uploads="hub" if self._context.blobs.inbox is None else "store", model=config.model,
+        )  # fmt: skip
         return sign_document(info, config.key)
 
 
@@ -247,23 +225,13 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> Figures:
     ]
     waits = context.waits.current(now_ms)
     return Figures(
-        units=units,
-        submissions=submissions,
+        units=units, submissions=submissions,
         nodes=Counter({(crew.role, crew.state, "here" if crew.here else "away"): crew.count for crew in fleet}),
-        credit=sum(crew.credit for crew in fleet),
-        pending=sum(crew.pending for crew in fleet),
-        version=progress.policy.version if progress.policy else 0,
-        finished=pacing.is_finished(context.rules, progress),
-        ledger_rows=last.index + 1 if last else 0,
-        outbox_rows=outbox_rows,
-        leads=context.leads,
-        waiting=len(waits),
+        credit=sum(crew.credit for crew in fleet), pending=sum(crew.pending for crew in fleet),
+        version=progress.policy.version if progress.policy else 0, finished=pacing.is_finished(context.rules, progress),
+        ledger_rows=last.index + 1 if last else 0, outbox_rows=outbox_rows, leads=context.leads, waiting=len(waits),
         waiting_s=max((now_ms - wait.since_ms for wait in waits), default=0) / 1000,
         waste=pacing.waste(units, submissions.get("accepted", 0), late, sum(crew.lapsed for crew in fleet)),
-        conduct=orders.conduct,
-        pools=pools,
-        unusable=unusable,
-        measured=measured[-1] if measured else None,
-        no_sample=unscored,
-        alarms=alarms,
-    )
+        conduct=orders.conduct, pools=pools, unusable=unusable, measured=measured[-1] if measured else None,
+        no_sample=unscored, alarms=alarms,
+    )  # fmt: skip

@@ -53,13 +53,9 @@ class Stories:
         config = self._context.config
         seeds = draws.unit_seeds(self._context.secret, config.run_id, number, config.run.group_size) if decided else ()
         derived = {
-            "run": config.run_id,
-            "sentence": unit_sentence(unit, leases),
-            "seeds": seeds,
-            "leases": tuple(_lease(row, decided) for row in leases),
-            "submissions": told,
-            "ledger": tuple(entries),
-        }
+            "run": config.run_id, "sentence": unit_sentence(unit, leases), "seeds": seeds,
+            "leases": tuple(_lease(row, decided) for row in leases), "submissions": told, "ledger": tuple(entries),
+        }  # fmt: skip
         return UnitStory(**{**shared(unit, UnitStory), **derived})
 
     def node(self, node: str) -> NodeStory:
@@ -76,14 +72,10 @@ class Stories:
             refused = self._submissions(reader, reader.submissions_of(node, True, REFUSED_SHOWN))
             entries = reader.ledger_about(node_subject(node), EARNINGS, ENTRIES_SHOWN)
         derived = {
-            "run": self._context.config.run_id,
-            "node": view,
-            "sentence": node_sentence(row),
-            "leases": tuple(_lease(lease, decided=False) for lease in leases),
-            "recent": recent,
-            "refused": refused,
+            "run": self._context.config.run_id, "node": view, "sentence": node_sentence(row),
+            "leases": tuple(_lease(lease, decided=False) for lease in leases), "recent": recent, "refused": refused,
             "ledger": tuple(entries),
-        }
+        }  # fmt: skip
         return NodeStory(**{**shared(row, NodeStory), **derived})
 
     def nodes(self, after: str, limit: int) -> NodePage:

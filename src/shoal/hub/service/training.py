@@ -36,13 +36,10 @@ class Training:
         with context.decision(exclusive=True) as (transaction, moment):
             require_trusted(transaction, node.public_key)
             announced = batches.announce(
-                moment,
-                policy,
-                known=transaction.policy(policy.incarnation, policy.version),
-                alive=transaction.alive_units(),
-                leases=[holding.lease for holding in transaction.holdings()],
+                moment, policy, known=transaction.policy(policy.incarnation, policy.version),
+                alive=transaction.alive_units(), leases=[holding.lease for holding in transaction.holdings()],
                 batched=transaction.batched_units(),
-            )
+            )  # fmt: skip
             transaction.apply(announced)
             if announced and moment.rules.evaluation is not None:
                 tasks = len(context.config.environment.tasks("held_out"))

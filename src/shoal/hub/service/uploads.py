@@ -48,13 +48,9 @@ class Uploads:
         needed = self._work.consider(node, arrival)[0] != submissions.SAME_AGAIN
         now_ms = self._context.clock.now_ms()
         ticket = UploadTicket(
-            run=self._context.config.run_id,
-            node=node.node,
-            lease=lease,
-            submission=request.submission,
-            size_bytes=request.size_bytes,
-            needed=needed,
-        )
+            run=self._context.config.run_id, node=node.node, lease=lease, submission=request.submission,
+            size_bytes=request.size_bytes, needed=needed,
+        )  # fmt: skip
         if needed:
             leave = inbox.ticket(lease, request.submission, request.size_bytes, now_ms)
             given = {"url": leave.url, "headers": leave.headers, "expires_at_ms": leave.expires_at_ms}

@@ -172,15 +172,10 @@ class Work:
         policy = request.policy
         is_known = policy is not None and transaction.policy(policy.incarnation, policy.version) == policy
         ask = leases.Ask(
-            node=fresh,
-            request=request.request,
-            max_units=request.max_units,
-            held=held,
-            crowd=self._crowd(transaction, moment, fresh, held, place),
-            tempo=self._tempo(transaction, moment),
-            policy=policy,
-            behind=request.behind and is_known,
-        )
+            node=fresh, request=request.request, max_units=request.max_units, held=held,
+            crowd=self._crowd(transaction, moment, fresh, held, place), tempo=self._tempo(transaction, moment),
+            policy=policy, behind=request.behind and is_known,
+        )  # fmt: skip
         return ask, open_units, moment
 
     def _tempo(self, reader: Reader, moment: Moment) -> pacing.Tempo | None:
@@ -202,13 +197,10 @@ class Work:
             return newcomers.Crowd()
         ahead, ahead_inside = self._context.turns.ahead(place, moment.now_ms, moment.rules.lease_ms)
         return newcomers.Crowd(
-            in_hand=transaction.newcomers_in_hand(node.node),
-            established=transaction.is_established_here(since_ms),
-            asking=self._asked_ms is not None and self._asked_ms >= since_ms,
-            ahead=ahead,
-            ahead_inside=ahead_inside,
+            in_hand=transaction.newcomers_in_hand(node.node), established=transaction.is_established_here(since_ms),
+            asking=self._asked_ms is not None and self._asked_ms >= since_ms, ahead=ahead, ahead_inside=ahead_inside,
             taken=self._context.turns.taken(place),
-        )
+        )  # fmt: skip
 
     def _note_delivery(self, node: str, moment: Moment) -> None:
         """Who delivered last is last in the dictionary, so that what no longer counts goes from its front."""

@@ -28,14 +28,6 @@ from shoal.hub.storage.tables import Presence
 from shoal.hub.storage.writer import StaleRow, Writer
 
 __all__ = [
-    "BlobFolder",
-    "Blobs",
-    "Presence",
-    "Reader",
-    "SqliteStorage",
-    "StaleRow",
-    "Storage",
-    "Writer",
-    "open_blobs",
+    "BlobFolder", "Blobs", "Presence", "Reader", "SqliteStorage", "StaleRow", "Storage", "Writer", "open_blobs",
     "open_storage",
-]
+]  # fmt: skip

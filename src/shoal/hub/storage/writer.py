@@ -185,11 +185,7 @@ def is_overtaken(error: BaseException) -> bool:
 
 
 _APPLY: dict[type, Callable[[Writer, Any], None]] = {
-    SaveTask: Writer._save_task,
-    AddPolicy: Writer._add_policy,
-    AddBatch: Writer._add_batch,
-    AddVerdict: Writer._add_verdict,
-    AddShown: Writer._add_shown,
-    RaiseAlarm: Writer._raise_alarm,
+    SaveTask: Writer._save_task, AddPolicy: Writer._add_policy, AddBatch: Writer._add_batch,
+    AddVerdict: Writer._add_verdict, AddShown: Writer._add_shown, RaiseAlarm: Writer._raise_alarm,
     Record: Writer._record,
-}
+}  # fmt: skip
