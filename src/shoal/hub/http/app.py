@@ -124,9 +124,10 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     return answer
 
 
-async def _on_defect(request: Request, _error: Exception) -> JSONResponse:
-    """The server logs the traceback; the caller gets a `Problem` like everybody else, outside of the door."""
+async def _on_defect(request: Request, error: Exception) -> JSONResponse:
+    """The caller gets a `Problem` like everybody else, outside of the door."""
     number = visit_of(request.scope).number
+    log.error("request %s, %s %s failed", number, request.method, request.url.path, exc_info=error)
     message = f"the hub failed in a way it does not understand; its log says more about request {number}"
     body = Problem(code="hub.defect", message=message).model_dump(exclude_none=True)
     return JSONResponse(body, status_code=500, headers={HEADER_REQUEST: number})

@@ -10,15 +10,18 @@ each, and others do not notice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from dataclasses import dataclass
 from typing import Any, Final
 
+import h11
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.hub.http.cache import KEPT_S, Answers
+from shoal.hub.http.connections import GUARD, Guard
 from shoal.hub.http.metrics import HubMetrics
 from shoal.hub.limits import Addresses, Buckets, Intake, Receiving, Turns
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
@@ -131,8 +134,12 @@ class Door:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message.setdefault("headers", []).append((HEADER_REQUEST.encode(), visit.number.encode()))
-            await send(message)
+            with contextlib.suppress(h11.LocalProtocolError):  # the connection broke meanwhile: nobody hears it
+                await send(message)
 
+        guard: Guard | None = scope.get("state", {}).get(GUARD)
+        if guard is not None:
+            guard.began(scope)
         token = log_fields.set({"request": visit.number})
         try:
             await self._let_in(visit, scope, receive, answer)
@@ -140,6 +147,8 @@ class Door:
             log_fields.reset(token)
             if visit.body is not None:
                 visit.body.close()
+            if guard is not None:
+                guard.ended()
             took_s = self._clock.monotonic_s() - began_s
             route = getattr(scope.get("route"), "path", "other")
             self._edge.metrics.note(route, scope["method"], status, visit.code, max(0.0, took_s - visit.waited_s))

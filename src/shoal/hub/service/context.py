@@ -243,6 +243,8 @@ class Context:
         place = self.config.settings.storage or self.config.folder / "blobs"
         with self.storage.write(exclusive=True) as transaction:
             mark = transaction.setting(BLOB_STORE)
+            if not mark and not self.storage.is_shared and not self.config.settings.storage:
+                return
             known = [mark] if mark else [row.submission for row in transaction.decided_submissions(NEWEST)]
             if known and not any(map(self.blobs.has, known)):
                 raise ConfigError(
@@ -250,7 +252,7 @@ class Context:
                     "or keep them in a bucket (hub.storage = s3://…); move a run with `shoal backup` and `shoal "
                     "restore --set hub.storage=URL`"
                 )
-            if not mark and (self.storage.is_shared or self.config.settings.storage):
+            if not mark:
                 content = f"the blobs of shoal run {self.config.run_id} ({secrets.token_hex(8)})\n"
                 transaction.put_setting(BLOB_STORE, self.blobs.put(content.encode()))
 
