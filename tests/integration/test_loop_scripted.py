@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,14 @@ from kit.asgi import AsgiTransport
 from shoal.client import ClientOptions, HubClient, Pace
 from shoal.client.trust import run_id
 from shoal.client.weights import Following
-from shoal.engines import Completion, GenerationRequest
-from shoal.engines.registry import ENGINES
+from shoal.engines import GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.submission import submission_of
-from shoal.environments import Score, Task, identity_of
+from shoal.environments import Score, Task
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused, SignatureError
-from shoal.hub import HubConfig, HubSettings, RunSettings, create_app, run_hub
+from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
 from shoal.ledger import Account, fold, verify
 from shoal.protocol import (
-    AuditRequest,
     Batch,
     LeaseRequest,
     LedgerEntry,
@@ -48,14 +46,12 @@ from shoal.protocol import (
     StepReport,
     TensorView,
     fingerprint,
-    pack,
     sign_document,
 )
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin, Payload, run_origin
 from shoal.validator import ValidatorConfig, ValidatorSettings, judge, profile_keys, run_validator
 from shoal.validator.case import Case, Finding, unsure
-from shoal.validator.verdicts import Docket
 from shoal.worker import Outbox, WorkerConfig, WorkerSettings, run_worker
 from shoal.worker.settings import identity
 
@@ -84,21 +80,6 @@ class ParityEnvironment:
 
 def encode(task: Task) -> list[int]:
     return [ord(character) % 90 + 3 for character in task.prompt]
-
-
-class SeedIgnorer(ScriptedEngine):
-    """Draws with seeds of its own, until the group differs from the honest one: seed grinding, best-of-n."""
-
-    def generate(self, requests: Any, proof: ProofParameters | None = None) -> list[list[Completion]]:
-        return [self._other(request, proof) for request in requests]
-
-    def _other(self, request: GenerationRequest, proof: ProofParameters | None) -> list[Completion]:
-        [honest] = super().generate([request])
-        for change in range(1, 1000):
-            [group] = super().generate([replace(request, seeds=tuple(seed ^ change for seed in request.seeds))], proof)
-            if [c.token_ids.tolist() for c in group] != [c.token_ids.tolist() for c in honest]:
-                return group
-        raise AssertionError("every seed gives the same group")
 
 
 class Switch(httpx.BaseTransport):
@@ -327,31 +308,6 @@ def test_a_worker_whose_link_takes_longer_for_the_weights_than_a_lease_lasts_is_
     assert (view.state, view.suspensions, view.rejected) == (NodeState.ACTIVE, 0, 0)
 
 
-def test_a_cheating_worker_is_banned_for_the_right_reason_and_honest_ones_are_not(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    honest = ENGINES["scripted"]
-    monkeypatch.setitem(ENGINES, "seed-ignorer", replace(honest, make=lambda files, *_: SeedIgnorer(files)))
-    run = start(steps=2)
-    run.publish(0)
-    validator, cheat = run.validator(), run.worker("cheat", engine="seed-ignorer")
-    with pytest.raises(HubRefused, match=r"banned.*sampling\.seed") as caught:
-        cheat.result(DEADLINE_S)
-    assert caught.value.code == "node.banned"
-    honest = run.worker("honest")
-    batches = [run.train(step) for step in range(2)]
-    for role in (honest, validator):
-        role.result(DEADLINE_S)
-    nodes = run.nodes()
-    assert nodes["cheat"].state is NodeState.BANNED
-    assert nodes["cheat"].reason.startswith("sampling.seed")
-    assert (nodes["cheat"].credit, nodes["cheat"].accepted) == (0, 0)
-    assert nodes["honest"].state is NodeState.ACTIVE
-    assert (nodes["honest"].rejected, nodes["honest"].strikes) == (0, 0)
-    assert {group.node for batch in batches for group in batch.groups} == {nodes["honest"].node}
-    check_accounts(run)
-
-
 def test_a_hub_that_goes_down_and_comes_back_loses_nothing(start: Callable[..., Run]) -> None:
     run = start(max_staleness=1)
     run.publish(0)
@@ -497,78 +453,9 @@ def test_workers_that_are_always_unsure_stop_no_step_and_void_no_unit(
     assert {entry.kind for entry in run.ledger()} == {"node", "run", "policy", "batch"}, "neither credit nor sanction"
 
 
-def test_a_unit_that_a_validator_left_goes_to_the_next_one(start: Callable[..., Run]) -> None:
-    run = start(steps=1, groups_per_step=1)
-    run.publish(0)
-    unit = unsure_twice(run)
-    dead = run.client(run.validator_key)
-    dead.register("dead", "validator", run.certificates["validator"])
-    request = AuditRequest(generates=KIND)
-    (first,) = dead.audits(request).generate
-    assert dead.audits(request).generate == (first,), "what it has and has not answered comes again"
-    lease = dead.open_own_lease(first)
-    assert (lease.unit, lease.profile) == (unit, KIND)
-    worker = run.client(SigningKey.generate())
-    worker.register("third", "worker", None)
-    assert worker.lease(LeaseRequest(request="r" * 8, profile=KIND)).leases == (), "workers do not get it any more"
-    (second,) = dead.audits(AuditRequest(generates=KIND, left=(lease.lease,))).generate
-    again = dead.open_own_lease(second)
-    assert (again.unit, again.seeds, again.attempt) == (unit, lease.seeds, lease.attempt + 1)
-    run.validator()  # the same key: it takes over what is left
-    done = ("accepted", "dropped")  # dropped: its rewards happen to be equal
-    eventually(lambda: run.trainer.unit(unit).state in done, lambda: run.trainer.unit(unit))
-
-
-def unsure_twice(run: Run) -> int:
-    """Two fresh keys submit a unit that a validator cannot judge; which one."""
-    validator = run.client(run.validator_key)
-    validator.register("v", "validator", run.certificates["validator"])
-    units = set[int]()
-    for number in range(2):
-        worker = run.client(SigningKey.generate())
-        worker.register(f"w{number}", "worker", None)
-        reply = worker.lease(LeaseRequest(request=f"request-{number}", profile=KIND))
-        ((lease, _),) = worker.open_leases(reply)
-        engine = ScriptedEngine()
-        engine.load_policy(lease.policy, {})
-        [group] = engine.generate(
-            [GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)], lease.proof
-        )
-        worker.submit(lease.lease, pack(submission_of(lease, group, engine.name)))
-        (audit,) = validator.audits(AuditRequest()).audits
-        environment = identity_of(ParityEnvironment())
-        found = Docket(audit, lease, b"", environment).unsure([], "sampling.accident", "nobody can tell", 1)
-        assert validator.verdicts([sign_document(found, run.validator_key)]).refused == ()
-        units.add(lease.unit)
-    (unit,) = units
-    return unit
-
-
 def test_a_worker_refuses_a_hub_of_another_root_key(start: Callable[..., Run]) -> None:
     run = start(steps=1)
     config = WorkerConfig(run.folder / "w", WorkerSettings(), "scripted", URL, "0" * 40, "w", run.http)
     with pytest.raises(SignatureError, match="impostor"):
         run_worker(config, StopToken())
     assert "w" not in run.nodes()
-
-
-def test_the_same_client_over_a_real_socket(start: Callable[..., Run]) -> None:
-    run = start(steps=1)
-    policy = run.publish(0)
-    run.hub_down()
-    ready: Future[str] = Future()
-    end = StopToken()
-    server = run.threads.submit(run_hub, run.hub_config(), end, ready.set_result)
-    client = HubClient(ready.result(DEADLINE_S), SigningKey.generate(), run.stop, run.fingerprint)
-    try:
-        client.register("over tcp", "worker", None)
-        reply = client.lease(LeaseRequest(request="request-1", max_units=2, wait_s=5))
-        assert [lease.policy for lease, _ in client.open_leases(reply)] == [policy]
-        assert client.lease(LeaseRequest(request="request-1", max_units=2)).leases == reply.leases
-        with pytest.raises(HubRefused, match="is not a zstd frame"):
-            client.submit(client.open_leases(reply)[0][0].lease, b"garbage")
-        verify(client.ledger().entries, client.ledger_head())
-    finally:
-        client.close()
-        end.set("the test ends")
-        server.result(DEADLINE_S)

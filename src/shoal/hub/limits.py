@@ -36,12 +36,8 @@ SHARE_OF_ONE = 4
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-class TooMuch(Refusal):
-    """429, and after how many seconds to ask again."""
-
-    def __init__(self, code: str, sentence: str, wait_s: float) -> None:
-        super().__init__(429, code, sentence)
-        self.retry_after_s = max(1, math.ceil(wait_s))
+def too_much(code: str, sentence: str, wait_s: float) -> Refusal:
+    return Refusal(429, code, sentence, retry_after_s=max(1, math.ceil(wait_s)))
 
 
 @dataclass
@@ -190,7 +186,7 @@ class Intake:
         if others > 0 and self.held_bytes > self._most_bytes:
             raise Refusal(503, "hub.busy", "the hub is receiving as much as it can hold: try again in a moment")
         if own > 0 and self._held[who] > self._most_bytes // SHARE_OF_ONE:
-            raise TooMuch("rate.uploads", "too much is being sent at once: send one body after the other", 1.0)
+            raise too_much("rate.uploads", "too much is being sent at once: send one body after the other", 1.0)
 
     def drop(self, who: str, size_bytes: int) -> None:
         self.held_bytes -= size_bytes

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from kit.asgi import AsgiTransport
-from kit.hub import HUB, ROOT, Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
+from kit.hub import HUB, ROOT, VALIDATOR, Actor, Bench, certificate, code_of, fresh_request, make_config, ok, worker_key
 from shoal.client import HubClient
+from shoal.client.http import HEADERS
+from shoal.errors import SignatureError
 from shoal.hub import create_app
 from shoal.ledger import verify
-from shoal.protocol import HubClock, LeaseRequest, LedgerPage, RunStatus, SignedDocument, fingerprint, open_document
+from shoal.protocol import (
+    AuditReply,
+    Heartbeat,
+    HubClock,
+    Lease,
+    LeaseReply,
+    LeaseRequest,
+    LedgerPage,
+    NodeState,
+    Receipt,
+    RunStatus,
+    SignedDocument,
+    SigningKey,
+    fingerprint,
+    open_document,
+)
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 
@@ -116,3 +135,60 @@ def test_only_a_refusal_for_the_clock_says_what_time_it_is(bench: Bench) -> None
     clock = open_document(SignedDocument.model_validate(answer.json()["clock"]), HubClock, HUB.public_key)
     assert (clock.node, clock.now_ms) == (bench.alice.key.node, bench.clock.now_ms())
     assert clock.nonce == answer.request.headers["shoal-nonce"]
+
+
+# A hub that goes on with another key: what it signed before is handed out by the key of now
+
+
+NEXT = SigningKey.from_seed(b"n" * 32)
+
+
+def test_leases_and_receipts_of_before_are_signed_by_the_key_of_now(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "hub")
+    bench.announce(0)
+    request = fresh_request()
+    [lease] = bench.alice.lease(request)
+    ok(bench.alice.submit(lease))
+    [other] = bench.bob.lease("request-of-bob")
+    bench.close()
+    config = make_config(tmp_path / "hub")
+    config = replace(config, key=NEXT, certificates=(*config.certificates, certificate(NEXT, "hub")))
+    app = create_app(config, bench.clock)
+    with httpx.Client(transport=AsgiTransport(app), base_url="http://hub", headers=HEADERS, timeout=20) as http:
+        validator, alice, bob = (Actor(key, http, bench.clock) for key in (VALIDATOR, worker_key(1), worker_key(2)))
+        [audit] = AuditReply.model_validate_json(ok(validator.call("POST", "/audits", {})).content).audits
+        assert open_document(audit.lease, Lease, NEXT.public_key) == lease
+        with pytest.raises(SignatureError):
+            open_document(audit.lease, Lease, HUB.public_key)
+        again = SignedDocument.model_validate_json(ok(alice.submit(lease)).content)
+        assert open_document(again, Receipt, NEXT.public_key).lease == lease.lease
+        reply = LeaseReply.model_validate_json(ok(bob.call("POST", "/leases", {"request": "request-of-bob"})).content)
+        assert [open_document(signed, Lease, NEXT.public_key) for signed in reply.leases] == [other]
+
+
+# A hub that was restored from a backup has forgotten whoever came later; their workers introduce themselves anew
+
+
+def test_a_worker_goes_on_with_a_hub_from_before_it_came(tmp_path: Path) -> None:
+    Bench(tmp_path / "hub").close()
+    shutil.copytree(tmp_path / "hub", tmp_path / "backup")
+    bench = Bench(tmp_path / "hub")
+    there = [bench]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        return there[-1].http.send(request)
+
+    http = httpx.Client(transport=httpx.MockTransport(handle))
+    client = HubClient("http://hub", worker_key(3), StopToken(), http=http, clock=bench.clock)
+    client.register("late", "worker", None)
+    client.heartbeat(Heartbeat())
+    bench.close()
+
+    restored = Bench(tmp_path / "backup")
+    there.append(restored)
+    try:
+        assert client.patient(5.0).heartbeat(Heartbeat()).node.state is NodeState.ACTIVE
+        assert client.lease(LeaseRequest(request="request-1", max_units=1)).leases == ()
+        assert [node.name for node in restored.status().nodes if node.role == "worker"].count("late") == 1
+    finally:
+        restored.close()

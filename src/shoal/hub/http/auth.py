@@ -20,7 +20,7 @@ from starlette.requests import Request
 from shoal.errors import SignatureError
 from shoal.hub.http.bodies import M, parse_json, read_body
 from shoal.hub.http.middleware import Edge, visit_of
-from shoal.hub.limits import TooMuch
+from shoal.hub.limits import too_much
 from shoal.hub.service import Context
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.nodes import require_welcome
@@ -30,7 +30,6 @@ from shoal.protocol import (
     Registration,
     RequestSignature,
     Role,
-    SignedDocument,
     node_id,
     sign_document,
     verify_body,
@@ -87,14 +86,6 @@ def _parse(headers: Mapping[str, str]) -> RequestSignature:
         raise Refusal(401, "auth.unsigned", str(error)) from error
 
 
-class WrongClock(Refusal):
-    """A request that is dated too far from the hub's time, which is told with it: signed, and for this request only."""
-
-    def __init__(self, sentence: str, clock: SignedDocument) -> None:
-        super().__init__(401, SKEW, sentence)
-        self.clock = clock
-
-
 def _check_clock(context: Context, signature: RequestSignature) -> None:
     """Before anything is read; the sentence is the one that `verify_request` has for it."""
     now_ms = context.clock.now_ms()
@@ -102,11 +93,11 @@ def _check_clock(context: Context, signature: RequestSignature) -> None:
     if abs(skew_ms) > MAX_SKEW_MS:
         run, key = context.config.run_id, context.config.key
         clock = HubClock(run=run, node=signature.node, nonce=signature.nonce, now_ms=now_ms)
-        raise WrongClock(
+        sentence = (
             f"the request's clock is {abs(skew_ms) / 1000:.0f} s {'ahead' if skew_ms > 0 else 'behind'}; at most "
-            f"{MAX_SKEW_MS // 1000} s are allowed: set this machine's clock (for instance with NTP)",
-            sign_document(clock, key),
+            f"{MAX_SKEW_MS // 1000} s are allowed: set this machine's clock (for instance with NTP)"
         )
+        raise Refusal(401, SKEW, sentence, clock=sign_document(clock, key))
 
 
 def _find(context: Context, node: str) -> NodeRow:
@@ -170,7 +161,7 @@ def _introduce(context: Context, request: Request, signature: RequestSignature, 
 
 def _require_room(wait_s: float, limit: tuple[str, str]) -> None:
     if wait_s > 0:
-        raise TooMuch(*limit, wait_s)
+        raise too_much(*limit, wait_s)
 
 
 def _verify(context: Context, request: Request, signature: RequestSignature, public_key: str) -> None:

@@ -173,16 +173,15 @@ def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
         UnitState.TRAINED: f"trained on in step {unit.step}",
         UnitState.DROPPED: "accepted and paid, but not trained on: the rewards of its group are equal, so it "
         f"teaches nothing; another unit took its place in step {unit.lost_step}",
-        UnitState.VOID: _void_sentence(unit),
+        UnitState.VOID: VOID_SENTENCES.get(unit.reason, f"void ({unit.reason})"),
     }[unit.state]
 
 
-def _void_sentence(unit: UnitRow) -> str:
-    return {
-        VOID_ATTEMPTS: "given up: the validators themselves could not generate or score it; no worker is blamed",
-        VOID_STALE: "void: the policy that generated it is too old to train on; what was accepted is paid all the same",
-        VOID_INCARNATION: "void: the trainer began a new incarnation, and groups of the old one fit nowhere",
-    }.get(unit.reason, f"void ({unit.reason})")
+VOID_SENTENCES = {
+    VOID_ATTEMPTS: "given up: the validators themselves could not generate or score it; no worker is blamed",
+    VOID_STALE: "void: the policy that generated it is too old to train on; what was accepted is paid all the same",
+    VOID_INCARNATION: "void: the trainer began a new incarnation, and groups of the old one fit nowhere",
+}
 
 
 def rule_of(row: SubmissionRow, severity: str) -> str:

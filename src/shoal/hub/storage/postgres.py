@@ -207,13 +207,9 @@ def _engine(place: URL) -> Engine:
     options = " ".join(f"-c {name}={value}" for name, value in {**LIMITS, **DURABLE}.items())
     try:
         return create_engine(
-            place,
-            pool_size=CONNECTIONS,
-            max_overflow=0,
-            pool_timeout=30,
+            place, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=30, isolation_level="READ COMMITTED",
             pool_use_lifo=True,  # idle connections stay idle, and the ones in use have their statements prepared
             connect_args={**NETWORK, "options": options, "application_name": "shoal hub"},
-            isolation_level="READ COMMITTED",
-        )
+        )  # fmt: skip
     except (ImportError, NoSuchModuleError) as error:
         raise ConfigError("hub.database needs a driver: pip install 'psycopg[binary]'") from error

@@ -29,7 +29,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from shoal.errors import ConfigError, ResourceError
-from shoal.hub.storage.blobs import NAME_CHARACTERS, Inbox, Presigned, checked
+from shoal.hub.storage.blobs import Presigned, checked
 from shoal.hub.storage.sigv4 import Credentials, Scope, checksum, presign
 from shoal.protocol import submission_digest
 
@@ -92,7 +92,7 @@ class S3Blobs:
         self._bucket = bucket
         self._store = _store(bucket, environment)
         credentials = credentials_in(environment)
-        self.inbox: Inbox | None = None
+        self.inbox: S3Inbox | None = None
         if credentials is None:
             log.info("no key to %s in the environment: submissions come by way of the hub", bucket)
         else:
@@ -110,12 +110,6 @@ class S3Blobs:
     def has(self, name: str) -> bool:
         return _size(self._bucket, self._store, self._key(name)) is not None
 
-    def names(self) -> Iterator[str]:
-        for listed in _listed(self._bucket, self._store, self._bucket.key(BLOBS)):
-            name = listed[0].rsplit("/", 1)[-1]
-            if len(name) == NAME_CHARACTERS:
-                yield name
-
     def _key(self, name: str) -> str:
         return self._bucket.key(f"{BLOBS}/{name}")
 
@@ -127,7 +121,7 @@ class S3Blobs:
 
 
 class S3Inbox:
-    """Implements `blobs.Inbox` beside the blobs."""
+    """Beside the blobs, for workers' own bytes. Nothing in it is believed, or kept for long."""
 
     def __init__(self, bucket: Bucket, store: S3Store, credentials: Credentials) -> None:
         self._bucket = bucket
@@ -135,6 +129,7 @@ class S3Inbox:
         self._credentials = credentials
 
     def ticket(self, name: str, submission: str, size_bytes: int, now_ms: int) -> Presigned:
+        """Leave to put exactly these bytes (by hash and size) under `name`, for a while."""
         at = datetime.fromtimestamp(now_ms / 1000, UTC).strftime("%Y%m%dT%H%M%SZ")
         headers = {"content-length": str(size_bytes), "x-amz-checksum-sha256": checksum(submission)}
         scope = Scope(self._credentials, self._bucket.region, at, TICKET_S)
@@ -142,6 +137,7 @@ class S3Inbox:
         return Presigned(url, headers, now_ms + TICKET_S * 1000)
 
     def take(self, name: str, max_bytes: int) -> bytes | None:
+        """What was put there; None if nothing was, or if it is larger than `max_bytes`."""
         size = _size(self._bucket, self._store, self._key(name))
         if size is None or size > max_bytes:
             return None
@@ -157,6 +153,7 @@ class S3Inbox:
         self._remove([self._key(name)])
 
     def sweep(self, older_than_s: float) -> int:
+        """Remove what nobody has come back for; how many there were."""
         before = datetime.now(UTC) - timedelta(seconds=older_than_s)
         listed = _listed(self._bucket, self._store, self._bucket.key(UPLOADS))
         old = [path for path, modified in listed if modified < before]
@@ -200,16 +197,13 @@ def _store(bucket: Bucket, environment: Mapping[str, str]) -> S3Store:
             given["session_token"] = credentials.session_token
     if bucket.endpoint:
         given["endpoint"] = bucket.endpoint
+    is_plain = bucket.endpoint.startswith("http://")
     return S3Store(
         bucket.name,
         region=bucket.region,
         virtual_hosted_style_request=not bucket.endpoint,
         checksum_algorithm="SHA256",
-        client_options={
-            "allow_http": bucket.endpoint.startswith("http://"),
-            "connect_timeout": f"{CONNECT_S}s",
-            "timeout": f"{ATTEMPT_S}s",
-        },
+        client_options={"allow_http": is_plain, "connect_timeout": f"{CONNECT_S}s", "timeout": f"{ATTEMPT_S}s"},
         retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=TRY_FOR_S)},
         **given,  # type: ignore[arg-type]  # a dict of keyword arguments, all of them text
     )

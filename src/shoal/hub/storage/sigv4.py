@@ -52,44 +52,24 @@ def presign(method: str, url: str, headers: Mapping[str, str], scope: Scope) -> 
     parts = urlsplit(url)
     path = quote(parts.path or "/", safe="/~")
     signed = {name.lower(): " ".join(value.split()) for name, value in headers.items()} | {"host": parts.netloc}
-    query = _query(scope, signed)
-    canonical = "\n".join(
-        [
-            method,
-            path,
-            query,
-            *(f"{name}:{signed[name]}" for name in sorted(signed)),
-            "",
-            ";".join(sorted(signed)),
-            UNSIGNED,
-        ]
-    )
+    fields = {
+        "X-Amz-Algorithm": ALGORITHM, "X-Amz-Credential": f"{scope.credentials.key_id}/{scope.name}",
+        "X-Amz-Date": scope.at, "X-Amz-Expires": str(scope.expires_s), "X-Amz-SignedHeaders": ";".join(sorted(signed)),
+    }  # fmt: skip
+    if scope.credentials.session_token:
+        fields["X-Amz-Security-Token"] = scope.credentials.session_token
+    query = "&".join(f"{quote(name, safe='~')}={quote(fields[name], safe='~')}" for name in sorted(fields))
+    sent = [f"{name}:{signed[name]}" for name in sorted(signed)]
+    canonical = "\n".join([method, path, query, *sent, "", ";".join(sorted(signed)), UNSIGNED])
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     text = "\n".join([ALGORITHM, scope.at, scope.name, digest])
-    signature = hmac.new(_signing_key(scope), text.encode(), hashlib.sha256).hexdigest()
+    key = f"AWS4{scope.credentials.secret}".encode()
+    for part in scope.name.split("/"):
+        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+    signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
     return f"{parts.scheme}://{parts.netloc}{path}?{query}&X-Amz-Signature={signature}"
 
 
 def checksum(sha256_hex: str) -> str:
     """A SHA-256 as `x-amz-checksum-sha256` wants it."""
     return base64.b64encode(bytes.fromhex(sha256_hex)).decode()
-
-
-def _query(scope: Scope, signed: Mapping[str, str]) -> str:
-    fields = {
-        "X-Amz-Algorithm": ALGORITHM,
-        "X-Amz-Credential": f"{scope.credentials.key_id}/{scope.name}",
-        "X-Amz-Date": scope.at,
-        "X-Amz-Expires": str(scope.expires_s),
-        "X-Amz-SignedHeaders": ";".join(sorted(signed)),
-    }
-    if scope.credentials.session_token:
-        fields["X-Amz-Security-Token"] = scope.credentials.session_token
-    return "&".join(f"{quote(name, safe='~')}={quote(fields[name], safe='~')}" for name in sorted(fields))
-
-
-def _signing_key(scope: Scope) -> bytes:
-    key = f"AWS4{scope.credentials.secret}".encode()
-    for part in scope.name.split("/"):
-        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
-    return key
