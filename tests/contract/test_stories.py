@@ -13,7 +13,7 @@ from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Presence, Reader, SqliteStorage, Storage
 from shoal.hub.storage.postgres import PostgresStorage
-from shoal.hub.storage.reader import LEASES_TOLD, Crew
+from shoal.hub.storage.reader import LEASES_TOLD, NodeGroup
 from shoal.ledger import append, node_subject, unit_subject
 from shoal.protocol import NodeState
 
@@ -132,10 +132,10 @@ def test_ledger_entries_of_a_kind_about_several(reader: Reader) -> None:
 
 def test_the_fleet_in_sums(reader: Reader) -> None:
     assert reader.fleet(since_ms=20) == [
-        Crew("trainer", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
-        Crew("worker", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
-        Crew("worker", "active", here=True, count=2, credit=5, pending=0, lapsed=0),
-        Crew("worker", "banned", here=False, count=1, credit=50, pending=0, lapsed=0),
+        NodeGroup("trainer", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
+        NodeGroup("worker", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
+        NodeGroup("worker", "active", here=True, count=2, credit=5, pending=0, lapsed=0),
+        NodeGroup("worker", "banned", here=False, count=1, credit=50, pending=0, lapsed=0),
     ]
 
 

@@ -450,6 +450,9 @@ class TestRejected:
         ({"rewards": (1.0,)}, "verdict.rewards"),
         ({"generated_tokens": 33}, "verdict.tokens"),
         ({"generated_tokens": -1}, "verdict.tokens"),
+        ({"tally": Tally(tokens=33)}, "verdict.tally"),
+        ({"tally": Tally(tokens=30, proofs=2, accidents=3)}, "verdict.tally"),
+        ({"tally": Tally(tokens=33), "outcome": Outcome.UNSURE}, "verdict.tally"),  # it would join the record, too
     ],
 )
 def test_a_verdict_that_does_not_fit_changes_nothing(changes: dict[str, Any], code: str) -> None:

@@ -1,8 +1,8 @@
 """The hub as an ASGI app: routes, error answers, and the upkeep that runs beside them.
 
-request ─► door ─► route ─► auth (event loop) ─► service (thread) ─► storage
-         (limits,                                  │ commit
-          metrics)                   long polls ◄──┴── changes ◄── upkeep, once a second
+request ─► middleware ─► route ─► auth (event loop) ─► service (thread) ─► storage
+           (limits,                                      │ commit
+            metrics)                       long polls ◄──┴── changes ◄── upkeep, once a second
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.http import openapi, routes_open, routes_signed
 from shoal.hub.http.calls import UploadSlots
 from shoal.hub.http.metrics import StateMetrics
-from shoal.hub.http.middleware import HEADER_REQUEST, Door, Edge, visit_of
+from shoal.hub.http.middleware import HEADER_REQUEST, Edge, EdgeMiddleware, visit_of
 from shoal.hub.service import Hub
 from shoal.hub.service.reporting import read_figures
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
@@ -51,7 +51,7 @@ def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
     edge.metrics.registry.register(
         StateMetrics(lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable), edge.intake)
     )
-    app.add_middleware(Door, edge=edge)
+    app.add_middleware(EdgeMiddleware, edge=edge)
     for kind in (RequestValidationError, HTTPException, ShoalError, Exception):
         app.add_exception_handler(kind, _on_error)
     openapi.install(app)
@@ -92,7 +92,7 @@ def _note_failure(hub: Hub, what: str, error: Exception) -> None:
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     """Whatever went wrong, as a `Problem`. Where the hub itself failed (disk full, say) nothing was promised, and the
     caller may try again later; why is for who runs the hub, in its log: folders, hosts, users and buckets are nothing
-    for strangers. A defect is answered outside of the door."""
+    for strangers. A defect is answered outside of the middleware."""
     visit, headers, clock = visit_of(request.scope), dict[str, str](), None
     what = f"request {visit.number}, {request.method} {request.url.path}"
     if isinstance(error, Refusal):

@@ -9,7 +9,7 @@
 
 A slow sender of heads, a reader that does not read and a sender that does not wait cost one connection each, for a
 bounded time and a bounded number of bytes. (Slow bodies are `bodies.py`'s: only there it is known who sends them.)
-The door tells the guard when a request has begun and ended: it finds it in the request's scope.
+The middleware tells the guard when a request has begun and ended: it finds it in the request's scope.
 """
 
 from __future__ import annotations

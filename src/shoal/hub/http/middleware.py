@@ -59,7 +59,7 @@ class Visit:
 
 
 def visit_of(scope: Scope) -> Visit:
-    """The visit that the door has begun; a new one where there is no door."""
+    """The visit that the middleware has begun; a new one where there is none."""
     if VISIT not in scope:
         scope[VISIT] = Visit(secrets.token_hex(8))
     visit: Visit = scope[VISIT]
@@ -110,7 +110,7 @@ class Edge:
         return client
 
 
-class Door:
+class EdgeMiddleware:
     """ASGI middleware around the whole app."""
 
     def __init__(self, app: ASGIApp, edge: Edge) -> None:

@@ -129,7 +129,7 @@ class Context:
         self.was_away(min(written_ms or now_ms, now_ms), max(now_ms, written_ms))
         if written_ms - now_ms > NOTABLE_MS:
             behind = (
-                "this machine's clock is %.0f s behind what the hub wrote down last: the hub's own goes on from there"
+                "this machine's clock is %.0f s behind what the hub wrote down last: the hub's own continues from there"
             )
             log.warning(behind, (written_ms - now_ms) / 1000)
         return SteadyClock(clock, written_ms)
@@ -142,7 +142,7 @@ class Context:
             self._shared_clock.agree(their_ms, self._shared_clock.monotonic_s() - asked_s)
 
     def was_away(self, from_ms: int, until_ms: int) -> None:
-        """Nobody could reach the hub between these times: what ran out meanwhile goes on for a little."""
+        """Nobody could reach the hub between these times: what ran out meanwhile lasts a little longer."""
         self.absence = Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
 
     def unspared(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:

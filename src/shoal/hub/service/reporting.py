@@ -197,18 +197,18 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Fig
         pools = reader.pool_counts() if context.config.pools is not None else {}
         slices = reader.evaluations_since(0, VERSIONS_SHOWN) if context.rules.evaluation is not None else []
     nodes: dict[tuple[str, ...], float] = {
-        (crew.role, crew.state, "here" if crew.here else "away"): crew.count for crew in fleet
+        (group.role, group.state, "here" if group.here else "away"): group.count for group in fleet
     }
     waits = context.waits.current(now_ms)
     waited_s = max((now_ms - wait.since_ms for wait in waits), default=0) / 1000
-    waste = pacing.waste(units, submissions.get("accepted", 0), late, sum(crew.lapsed for crew in fleet))
+    waste = pacing.waste(units, submissions.get("accepted", 0), late, sum(group.lapsed for group in fleet))
     figures = [
         Figure("units", "Units, by state.", {(state,): count for state, count in units.items()}, "state"),
         Figure("submissions", "Submissions, by state.", {(s,): n for s, n in submissions.items()}, "state"),
         Figure("nodes", "Registered nodes, by role, sanction and presence.", nodes, "role", "state", "presence"),
         Figure("alarms", "Alarms for the run's owner, by what they are about.", alarms, "about"),
         Figure("tasks", "Tasks that were seen, by difficulty.", {(pool,): n for pool, n in pools.items()}, "pool"),
-        Figure("credit", "Credit of all nodes that is final.", sum(crew.credit for crew in fleet)),
+        Figure("credit", "Credit of all nodes that is final.", sum(group.credit for group in fleet)),
         Figure("credit_pending", "Credit of all nodes that an audit could still take.", sum(c.pending for c in fleet)),
         Figure("policy_version", "The newest policy that was announced.", getattr(progress.policy, "version", 0)),
         Figure("finished", "1 once the run's last version is out.", pacing.is_finished(context.rules, progress)),

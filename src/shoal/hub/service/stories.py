@@ -169,7 +169,7 @@ def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
     if unit.state == UnitState.ACCEPTED:
         return "accepted; waits for a batch" if unit.step is None else f"in the batch of step {unit.step}"
     return {
-        UnitState.SUBMITTED: "handed in; waits for its verdict",
+        UnitState.SUBMITTED: "submitted; waits for its verdict",
         UnitState.TRAINED: f"trained on in step {unit.step}",
         UnitState.DROPPED: "accepted and paid, but not trained on: the rewards of its group are equal, so it "
         f"teaches nothing; another unit took its place in step {unit.lost_step}",

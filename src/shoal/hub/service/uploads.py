@@ -42,7 +42,7 @@ class Uploads:
         self._sweeping = threading.Lock()
 
     def ticket(self, node: NodeRow, lease: str, request: UploadRequest) -> SignedDocument:
-        """Leave to upload these bytes, or the refusal that handing them in would meet."""
+        """Leave to upload these bytes, or the refusal that submitting them would meet."""
         inbox = self._inbox()
         if request.size_bytes > self._limit:
             sentence = f"the submission is larger than the {self._limit} bytes that are allowed here"

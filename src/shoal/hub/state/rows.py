@@ -224,7 +224,7 @@ class SubmissionRow:
 class NodeRow:
     """A registered key and its record. `certain` and `statistical` are its strikes by severity. `streak` counts full
     audits passed since the last rejection, `passed` those since the last strike. `record` sums what passed audits saw
-    of it of late. `pending` is credit that a failed audit would still take. `owner` is the key that vouched for it by
+    of it recently. `pending` is credit that a failed audit would still take. `owner` is the key that vouched for it by
     the signed `vouch` (JSON). `window` is how many leases it may hold (0: what a newcomer may), `lapsed` how many it
     let lapse, `lapses` of these in a row, `pace_ms` what a group takes it, from lease to submission. `until_ms` ends
     the present suspension, of which there were `suspensions`. `soft` counts rejections without a strike since the last
@@ -321,7 +321,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """How a task did of late: groups seen, recent pass rate, groups in a row that solved it wholly, and its pool."""
+    """How a task did recently: groups seen, recent pass rate, groups in a row that solved it wholly, and its pool."""
 
     task: str
     groups: int = 0
