@@ -22,8 +22,7 @@ from test_loop_scripted import DEADLINE_S, Run, check_accounts
 
 from kit.s3 import KEYS, Shop, s3_server
 from shoal.hub import HubConfig, RunSettings
-from shoal.hub.storage.s3 import TICKET_S, Bucket, S3Blobs
-from shoal.hub.storage.sigv4 import checksum
+from shoal.hub.storage.s3 import TICKET_S, Bucket, S3Blobs, checksum
 from shoal.protocol import submission_digest
 from shoal.runtime.clock import SystemClock
 

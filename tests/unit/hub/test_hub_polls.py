@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from kit.asgi import in_loop
 from kit.hub import Bench, certificate, fresh_request, make_config, ok, worker_key
 from shoal.errors import ResourceError
-from shoal.hub.changes import WOKEN, Changes, Topic, long_poll
+from shoal.hub.changes import FORGET_AFTER_MS, WOKEN, Changes, Topic, Waits, long_poll
 from shoal.hub.service import Hub, context, retry, upkeep
 from shoal.hub.state.commands import Refusal
 from shoal.hub.storage import StaleRow
-from shoal.hub.waits import FORGET_AFTER_MS, Waits
 from shoal.ledger import verify
 from shoal.protocol import Registration
 from shoal.runtime.clock import ManualClock
@@ -203,99 +203,84 @@ async def _here() -> bool:
     return False
 
 
-def test_a_little_goes_to_who_waited_longest_and_wakes_few() -> None:
-    async def run() -> None:
-        shop = Shop()
-        tasks = await shop.crowd(CROWD)
-        shop.supply(3)
-        await shop.settle(lambda: len(shop.served) == 3 and len(shop.changes._waiters[Topic.LEASES]) == CROWD - 3)
-        assert shop.served == [0, 1, 2]
-        assert shop.looks <= WOKEN + 2 * 3
-        await shop.end(tasks)
-
-    asyncio.run(run())
+@in_loop
+async def test_a_little_goes_to_who_waited_longest_and_wakes_few() -> None:
+    shop = Shop()
+    tasks = await shop.crowd(CROWD)
+    shop.supply(3)
+    await shop.settle(lambda: len(shop.served) == 3 and len(shop.changes._waiters[Topic.LEASES]) == CROWD - 3)
+    assert shop.served == [0, 1, 2]
+    assert shop.looks <= WOKEN + 2 * 3
+    await shop.end(tasks)
 
 
-def test_plenty_reaches_everybody_from_one_change() -> None:
-    async def run() -> None:
-        shop = Shop()
-        tasks = await shop.crowd(CROWD)
-        shop.supply(CROWD)
-        answers = await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
-        assert answers == [True] * CROWD
-        assert shop.looks == CROWD
-
-    asyncio.run(run())
+@in_loop
+async def test_plenty_reaches_everybody_from_one_change() -> None:
+    shop = Shop()
+    tasks = await shop.crowd(CROWD)
+    shop.supply(CROWD)
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
+    assert answers == [True] * CROWD
+    assert shop.looks == CROWD
 
 
-def test_who_looked_in_vain_stands_behind_the_others() -> None:
-    async def run() -> None:
-        shop = Shop()
-        tasks = await shop.crowd(2 * WOKEN)
-        shop.changes.notify(Topic.LEASES)  # for nothing: the first ones go to the end of the queue
-        await shop.settle(lambda: shop.looks == WOKEN and len(shop.changes._waiters[Topic.LEASES]) == 2 * WOKEN)
-        shop.supply(1)
-        await shop.settle(lambda: len(shop.served) == 1)
-        assert shop.served == [WOKEN]
-        await shop.end(tasks)
-
-    asyncio.run(run())
+@in_loop
+async def test_who_looked_in_vain_stands_behind_the_others() -> None:
+    shop = Shop()
+    tasks = await shop.crowd(2 * WOKEN)
+    shop.changes.notify(Topic.LEASES)  # for nothing: the first ones go to the end of the queue
+    await shop.settle(lambda: shop.looks == WOKEN and len(shop.changes._waiters[Topic.LEASES]) == 2 * WOKEN)
+    shop.supply(1)
+    await shop.settle(lambda: len(shop.served) == 1)
+    assert shop.served == [WOKEN]
+    await shop.end(tasks)
 
 
-def test_a_crowd_that_may_not_take_it_keeps_nothing_from_who_may() -> None:
-    async def run() -> None:
-        shop = Shop()
+@in_loop
+async def test_a_crowd_that_may_not_take_it_keeps_nothing_from_who_may() -> None:
+    shop = Shop()
 
-        async def in_vain() -> tuple[bool, bool]:
-            return False, False
+    async def in_vain() -> tuple[bool, bool]:
+        return False, False
 
-        kept = [
-            asyncio.create_task(
-                long_poll(shop.changes, Topic.LEASES, WAIT_S, in_vain, _here, is_held_back=lambda _found: True)
-            )
-            for _ in range(CROWD)
-        ]
-        await shop.settle(lambda: len(shop.changes._waiters[Topic.LEASES]) == CROWD)
-        free = asyncio.create_task(shop.poll(7))
-        await shop.settle(lambda: len(shop.changes._waiters[Topic.LEASES]) == CROWD + 1)
-        shop.supply(1)
-        await shop.settle(free.done)
-        assert shop.served == [7]
-        await shop.end(kept)
-
-    asyncio.run(run())
+    kept = [
+        asyncio.create_task(
+            long_poll(shop.changes, Topic.LEASES, WAIT_S, in_vain, _here, is_held_back=lambda _found: True)
+        )
+        for _ in range(CROWD)
+    ]
+    await shop.settle(lambda: len(shop.changes._waiters[Topic.LEASES]) == CROWD)
+    free = asyncio.create_task(shop.poll(7))
+    await shop.settle(lambda: len(shop.changes._waiters[Topic.LEASES]) == CROWD + 1)
+    shop.supply(1)
+    await shop.settle(free.done)
+    assert shop.served == [7]
+    await shop.end(kept)
 
 
-def test_what_changes_while_somebody_looks_is_not_missed() -> None:
+@in_loop
+async def test_what_changes_while_somebody_looks_is_not_missed() -> None:
     """A change between a look and the wait that follows it, with nobody else there to be woken."""
-
-    async def run() -> None:
-        shop = Shop()
-        seen = shop.changes.count(Topic.LEASES)
-        shop.supply(1)
-        await asyncio.wait_for(shop.changes.wait(Topic.LEASES, seen, WAIT_S), WAIT_S / 2)
-
-    asyncio.run(run())
+    shop = Shop()
+    seen = shop.changes.count(Topic.LEASES)
+    shop.supply(1)
+    await asyncio.wait_for(shop.changes.wait(Topic.LEASES, seen, WAIT_S), WAIT_S / 2)
 
 
-def test_a_stop_wakes_all_of_a_crowd() -> None:
-    async def run() -> None:
-        shop = Shop()
-        await shop.end(await shop.crowd(CROWD))
-        assert shop.served == []
-
-    asyncio.run(run())
+@in_loop
+async def test_a_stop_wakes_all_of_a_crowd() -> None:
+    shop = Shop()
+    await shop.end(await shop.crowd(CROWD))
+    assert shop.served == []
 
 
-def test_without_notice_one_looks_again_by_itself() -> None:
-    async def run() -> None:
-        shop = Shop()
-        task = asyncio.create_task(shop.poll(0, look_s=0.01))
-        await shop.settle(lambda: shop.looks >= 3)
-        shop.stock = 1
-        assert await asyncio.wait_for(task, WAIT_S)
-
-    asyncio.run(run())
+@in_loop
+async def test_without_notice_one_looks_again_by_itself() -> None:
+    shop = Shop()
+    task = asyncio.create_task(shop.poll(0, look_s=0.01))
+    await shop.settle(lambda: shop.looks >= 3)
+    shop.stock = 1
+    assert await asyncio.wait_for(task, WAIT_S)
 
 
 # Calls that were overtaken are made again; long polls look again where nobody tells them; the ledger's outbox

@@ -8,7 +8,7 @@
                                └─ what is sent ahead meanwhile: 64 KiB at the most
 
 A slow sender of heads, a reader that does not read and a sender that does not wait cost one connection each, for a
-bounded time and a bounded number of bytes. (Slow bodies are `bodies.py`'s: only there it is known who sends them.)
+bounded time and a bounded number of bytes. (Slow bodies are `auth`'s: only there it is known who sends them.)
 The middleware tells the guard when a request has begun and ended: it finds it in the request's scope.
 """
 

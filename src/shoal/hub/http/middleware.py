@@ -13,20 +13,60 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import h11
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.hub.http.cache import KEPT_S, Answers
 from shoal.hub.http.connections import GUARD, Guard
 from shoal.hub.http.metrics import HubMetrics
 from shoal.hub.limits import Addresses, Buckets, Intake, Receiving, Turns
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.logs import log_fields
+
+KEPT_S = 1.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Kept:
+    task: asyncio.Task[Any]
+    began_s: float
+
+    @property
+    def is_usable(self) -> bool:
+        """Not of a loop that has ended, and no failure: that is for those who waited for it, not for the next."""
+        if self.task.get_loop() is not asyncio.get_running_loop():
+            return False
+        return not self.task.done() or (not self.task.cancelled() and self.task.exception() is None)
+
+
+class Answers:
+    """Answers that are the same for everybody, and cost more than anything else that anyone may ask for: computed once
+    for all who ask, one at a time. Strangers get one that is a second old at most, whoever is on this machine one that
+    began after it asked. By name, the last one and the one that is being computed; on one event loop only."""
+
+    def __init__(self, clock: Clock = SystemClock()) -> None:
+        self._clock = clock
+        self._kept: dict[str, _Kept] = {}
+
+    async def get(self, name: str, max_age_s: float, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """An answer whose computation began `max_age_s` before this call at the earliest."""
+        since_s = self._clock.monotonic_s() - max_age_s
+        while True:
+            kept = self._kept.get(name)
+            if kept is None or not kept.is_usable or (kept.task.done() and kept.began_s < since_s):
+                kept = self._kept[name] = _Kept(asyncio.create_task(compute()), self._clock.monotonic_s())
+            if kept.began_s >= since_s:
+                answer: T = await asyncio.shield(kept.task)  # who hangs up does not take it from the others
+                return answer
+            await asyncio.wait([kept.task])
+
 
 HEADER_REQUEST: Final = "shoal-request"
 VISIT: Final = "shoal.visit"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from shoal.hub.http.bodies import parse_json, read_body
+from shoal.hub.http.auth import parse_json, read_body
 from shoal.hub.http.calls import HubDependency, serve
 from shoal.hub.http.metrics import CONTENT_TYPE as METRICS_TYPE
 from shoal.hub.http.middleware import Edge, max_age_s

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from shoal.hub.changes import Topic
-from shoal.hub.http.auth import authenticate, authenticate_newcomer, signed
-from shoal.hub.http.bodies import parse_json, read_body
+from shoal.hub.http.auth import authenticate, authenticate_newcomer, parse_json, read_body, signed
 from shoal.hub.http.calls import HubDependency, UploadSlots, poll, serve
 from shoal.hub.http.middleware import visit_of
 from shoal.hub.http.openapi import BULK, bulk_answer, describes

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from shoal.errors import ConfigError, EnvironmentSetupError, ShoalError
-from shoal.hub.changes import Changes, Topic
+from shoal.hub.changes import Changes, Topic, Waits
 from shoal.hub.service.turns import Turns
 from shoal.hub.settings import HubConfig
 from shoal.hub.state import leases, nodes
@@ -36,7 +36,6 @@ from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
 from shoal.hub.storage import Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
 from shoal.hub.storage.opening import DATABASE_FILE
-from shoal.hub.waits import Waits
 from shoal.protocol import Document, NodeView, SignedDocument, sign_document
 from shoal.protocol.signing import sign_values
 from shoal.runtime.clock import Clock, SharedClock, SteadyClock

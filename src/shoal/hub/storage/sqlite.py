@@ -25,7 +25,7 @@ from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import NullPool, Pool, StaticPool
 
 from shoal.errors import DiskError, ResourceError, ShoalError
-from shoal.hub.storage import schema
+from shoal.hub.storage import tables
 from shoal.hub.storage.counts import CountingWriter, Counts
 from shoal.hub.storage.grouping import Busy, GroupCommit
 from shoal.hub.storage.reader import Reader, driver_of
@@ -57,7 +57,7 @@ class SqliteStorage:
         self._writers = GroupCommit(self._durable, self._relaxed, BUSY_TIMEOUT_MS / 1000, self._counts.forget)
         try:
             with self.write() as transaction:
-                schema.prepare(transaction._connection, str(self._path))
+                tables.prepare(transaction._connection, str(self._path))
         except ShoalError:
             self.close()
             raise

@@ -5,6 +5,7 @@ policies    batches    ledger ◄── ledger_outbox    ledger_subjects    task
 leaders    nonces    presence    reports    alarms    meta
 
 A table that holds one kind of row has that dataclass's fields as columns, in their order: a new field is a new column.
+There are no migrations before the first release: a database of another schema is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import sqlalchemy as sa
 
+from shoal.errors import ConfigError
 from shoal.hub.state.commands import AddVerdict, RaiseAlarm
 from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
 
@@ -227,3 +229,31 @@ reports = sa.Table(
 
 # One alarm per step and kind: a bad step is reported once, not once per group.
 alarms = _table("alarms", RaiseAlarm, ("step", "code"))
+
+
+def prepare(connection: sa.Connection, where: str, create: bool = True) -> None:
+    """Make sure that the database has this version's schema; `where` names it in messages. Without `create` an empty
+    database is refused."""
+    if not sa.inspect(connection).has_table(meta.name):
+        if not create:
+            raise ConfigError(f"there is no run in {where}; has its hub been started?")
+        metadata.create_all(connection, checkfirst=False)
+        connection.execute(meta.insert().values(key="schema_version", value=str(SCHEMA_VERSION)))
+        return
+    query = sa.select(meta.c.value).where(meta.c.key == "schema_version")
+    found: str | None = connection.execute(query).scalar_one_or_none()
+    if found is None or not found.isdigit():
+        raise ConfigError(f"{where} is not a hub's database; move it away or use another one")
+    if int(found) != SCHEMA_VERSION:
+        newer = "a newer shoal", "upgrade shoal, or use another folder"
+        older = "an older shoal", "finish that run with the version that began it, or start another in another folder"
+        writer, remedy = newer if int(found) > SCHEMA_VERSION else older
+        raise ConfigError(f"{where} was written by {writer} (schema {found}, this one has {SCHEMA_VERSION}): {remedy}")
+
+
+def unhurried(connection: sa.Connection) -> sa.Connection:
+    """The same transaction without the limits that keep a hub's short ones short: whole tables are gone through."""
+    if connection.dialect.name == "postgresql":
+        for limit in ("statement_timeout", "idle_in_transaction_session_timeout"):
+            connection.execute(sa.text(f"SET LOCAL {limit} TO 0"))
+    return connection
