@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kit.folder import Play, body_of
+from kit.folder import Play
+from kit.hub import submission_body
 from kit.s3 import KEYS, Shop, s3_server
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ShoalError
@@ -50,7 +51,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Taken:
     play.step()
     request = LeaseRequest(request="before-the-move", max_units=4)
     for lease, _ in play.worker.open_leases(play.worker.lease(request)):
-        play.receipts.append(play.worker.submit(lease.lease, body_of(lease)))
+        play.receipts.append(play.worker.submit(lease.lease, submission_body(lease)))
     assert len(play.receipts) == 4
     play.close()
     backup(folder / "run", folder / "run.tar")

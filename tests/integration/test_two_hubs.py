@@ -40,6 +40,7 @@ from kit.hub import (
     make_config,
     policy,
     submission_body,
+    verdict_on,
     worker_key,
 )
 from kit.postgres import running_cluster
@@ -70,7 +71,6 @@ from shoal.protocol import (
     Outcome,
     PolicyAnnouncement,
     Registration,
-    RolloutReward,
     Severity,
     SignedDocument,
     SigningKey,
@@ -290,14 +290,8 @@ class Validator(Player):
         severity = REJECTED.get(lease.node) if drawn >= 176 else None
         outcome = Outcome.UNSURE if drawn < 24 else Outcome.REJECTED if severity else Outcome.ACCEPTED
         accepted = outcome is Outcome.ACCEPTED
-        verdict = Verdict(
-            run=RUN_ID, submission=audit.submission, unit=lease.unit, node=lease.node, outcome=outcome,
-            reason="" if accepted else "test", severity=severity,
-            rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)) if accepted else (),
-            generated_tokens=GROUP_TOKENS if accepted else 0, decided_at_ms=1,
-            environment_digest=lease.environment_digest,
-        )  # fmt: skip
-        return sign_document(verdict, self.key)
+        found = {"outcome": outcome, "severity": severity, "reason": "" if accepted else "test"}
+        return sign_document(verdict_on(lease, audit.submission, (0.0, 1.0) if accepted else (), **found), self.key)
 
 
 class Trainer(Player):
@@ -532,12 +526,8 @@ class TestTogether:
             node = row_of(hub, key)
             [audit] = hub.checking.audits(node, AuditRequest(max_audits=1)).audits
             lease = Lease.model_validate(audit.lease.document)
-            verdict = Verdict(
-                run=RUN_ID, submission=audit.submission, unit=lease.unit, node=lease.node, outcome=Outcome.ACCEPTED,
-                rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)), generated_tokens=GROUP_TOKENS,
-                depth=audit.depth, decided_at_ms=1, environment_digest=lease.environment_digest,
-                branches=Branches(looked=1, differences=(1.0,)),
-            )  # fmt: skip
+            seen = {"depth": audit.depth, "branches": Branches(looked=1, differences=(1.0,))}
+            verdict = verdict_on(lease, audit.submission, **seen)
             return hub.checking.verdicts(node, VerdictReport(verdicts=(sign_document(verdict, key),)))
 
         monkeypatch.setattr(Suspicion, "after", meeting)
@@ -612,7 +602,7 @@ class TestTogether:
             transaction.apply([SaveUnit(UnitRow(0, "t", UnitState.LEASED), None), SaveLease(lease, None)])
         with hub.context.storage.write() as transaction:
             assert transaction.holding("u0a0") is not None
-            with pytest.raises(Refusal, match="belongs to another node"):
+            with pytest.raises(Refusal, match=r"lease\.not_yours"):
                 hub.work.release(eve, LeaseRelease(leases=("u0a0",)))
         hub.work.release(alice, LeaseRelease(leases=("u0a0", "u0a0", "nonsense")))
         with hub.context.storage.read() as reader:

@@ -40,6 +40,7 @@ from kit.hub import (
     make_config,
     policy,
     submission_body,
+    verdict_on,
     worker_key,
 )
 from shoal import ledger
@@ -61,7 +62,6 @@ from shoal.protocol import (
     Receipt,
     Registration,
     Role,
-    RolloutReward,
     Severity,
     SignedDocument,
     SigningKey,
@@ -429,12 +429,10 @@ class Cast:
         broken = lease.node == WORKERS[0].node and before == 1
         dull = lease.node == WORKERS[1].node and before == 1
         outcome = Outcome.REJECTED if caught else Outcome.UNSURE if broken else Outcome.ACCEPTED
-        return Verdict(
-            run=RUN_ID, submission=audit.submission, unit=lease.unit, node=lease.node, outcome=outcome,
-            severity=Severity.CERTAIN if caught else None, reason="test",
-            rewards=tuple(RolloutReward(value=value) for value in ((1.0, 1.0) if dull else (0.0, 1.0))),
-            generated_tokens=2 * TOKENS_PER_ROLLOUT - lease.unit % 3, depth=audit.depth,
-            decided_at_ms=SystemClock().now_ms(), environment_digest=lease.environment_digest,
+        return verdict_on(
+            lease, audit.submission, (1.0, 1.0) if dull else (0.0, 1.0), outcome=outcome, reason="test",
+            severity=Severity.CERTAIN if caught else None, depth=audit.depth,
+            generated_tokens=2 * TOKENS_PER_ROLLOUT - lease.unit % 3, decided_at_ms=SystemClock().now_ms(),
         )  # fmt: skip
 
     def take_batch(self, step: int) -> bool:

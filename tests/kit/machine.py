@@ -16,6 +16,7 @@ from kit.hub import (
     make_config,
     policy,
     submission_body,
+    verdict_on,
     worker_key,
 )
 from shoal.hub.service import Hub, retry
@@ -34,11 +35,9 @@ from shoal.protocol import (
     Outcome,
     PolicyAnnouncement,
     Registration,
-    RolloutReward,
     Severity,
     SignedDocument,
     SigningKey,
-    Verdict,
     VerdictReport,
     sign_document,
     submission_digest,
@@ -164,13 +163,9 @@ class Play:
         self, audit: Audit, outcome: Outcome, rewards: tuple[float, ...], severity: Severity | None = None
     ) -> Refusal | None:
         lease = Lease.model_validate(audit.lease.document)
-        verdict = Verdict(
-            run=RUN_ID, submission=audit.submission, unit=lease.unit, node=lease.node, outcome=outcome,
-            severity=severity, reason="test", rewards=tuple(RolloutReward(value=value) for value in rewards),
-            generated_tokens=lease.unit % 5 + 1, depth=audit.depth, decided_at_ms=self.clock.now_ms(),
-            environment_digest=lease.environment_digest,
-        )  # fmt: skip
-        signed = sign_document(verdict, VALIDATOR)
+        judged = {"outcome": outcome, "severity": severity, "reason": "test", "depth": audit.depth}
+        at = {"generated_tokens": lease.unit % 5 + 1, "decided_at_ms": self.clock.now_ms()}
+        signed = sign_document(verdict_on(lease, audit.submission, rewards, **judged, **at), VALIDATOR)
         reply = self.hub.checking.verdicts(self.validator, VerdictReport(verdicts=(signed,)))
         for refused in reply.refused:
             return Refusal(refused.status, refused.code, refused.message)

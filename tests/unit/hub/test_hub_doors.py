@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kit.asgi import in_loop
-from kit.hub import ROOT, TRAINER, VALIDATOR, Bench, certificate, code_of, ok, policy
-from kit.owner import ADMIN, Owner
+from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, code_of, ok, policy
 from shoal.hub import changes as changes_module
 from shoal.hub.changes import FORGET_AFTER_MS, Changes, Topic, Waits, long_poll
 from shoal.hub.http import auth

@@ -174,7 +174,7 @@ class TestRelease:
         done = held(0, state=UnitState.SUBMITTED)
         done = Holding(replace(done.lease, state=LeaseState.SUBMITTED), done.unit)
         assert leases.release(moment(), node(1), [done]) == []
-        with pytest.raises(Refusal, match="another node"):
+        with pytest.raises(Refusal, match=r"lease\.not_yours"):
             leases.release(moment(), node(2), [held(0)])
 
 

@@ -312,11 +312,8 @@ class Reader:
                 counts[f"void_{reason}"] = count
         return counts
 
-    def task_row(self, task: str) -> TaskRow | None:
-        """How a task did recently; None if no group of it was ever in a batch or dropped."""
-        return self._one(TASKS, "WHERE task = :task", task=task)
-
     def task_rows(self, tasks: Sequence[str]) -> dict[str, TaskRow]:
+        """How tasks did recently; without those of which no group was ever in a batch or dropped."""
         return {row.task: row for row in self._named(TASKS, tasks)}
 
     def pool_counts(self) -> dict[str, int]:
