@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from kit.asgi import AsgiTransport
+from shoal import protocol
 from shoal.client import ClientOptions, HubClient, Pace
 from shoal.client.trust import run_id
 from shoal.client.weights import Following
@@ -29,25 +30,6 @@ from shoal.environments import Score, Task
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused, SignatureError
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
 from shoal.ledger import Account, fold, verify
-from shoal.protocol import (
-    Batch,
-    LeaseRequest,
-    LedgerEntry,
-    NodeState,
-    NodeView,
-    PolicyAnnouncement,
-    PolicyRef,
-    ProofParameters,
-    Role,
-    RoleCertificate,
-    RunStatus,
-    SignedDocument,
-    SigningKey,
-    StepReport,
-    TensorView,
-    fingerprint,
-    sign_document,
-)
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin, Payload, run_origin
 from shoal.validator import ValidatorConfig, ValidatorSettings, judge, profile_keys, run_validator
@@ -109,13 +91,13 @@ class Run:
     roles: list[Future[None]] = field(default_factory=list)
     profiles: tuple[str, ...] = profile_keys(ValidatorSettings())
     lease_s: float = 20
-    proof: ProofParameters = field(default_factory=ProofParameters)
+    proof: protocol.ProofParameters = field(default_factory=protocol.ProofParameters)
 
     def __post_init__(self) -> None:
         self.root, self.hub_key, self.trainer_key, self.validator_key = (
-            SigningKey.from_seed(bytes([number]) * 32) for number in range(1, 5)
+            protocol.SigningKey.from_seed(bytes([number]) * 32) for number in range(1, 5)
         )
-        self.fingerprint = fingerprint(self.root.public_key)
+        self.fingerprint = protocol.fingerprint(self.root.public_key)
         self.id = run_id(self.settings.name, self.fingerprint)
         self.certificates = {
             "hub": self.certify("hub", self.hub_key),
@@ -129,9 +111,9 @@ class Run:
         self.trainer = self.client(self.trainer_key)
         self.trainer.register("trainer", "trainer", self.certificates["trainer"])
 
-    def certify(self, role: Role, holder: SigningKey) -> SignedDocument:
-        document = RoleCertificate(run=self.id, role=role, public_key=holder.public_key, issued_at_ms=1)
-        return sign_document(document, self.root)
+    def certify(self, role: protocol.Role, holder: protocol.SigningKey) -> protocol.SignedDocument:
+        document = protocol.RoleCertificate(run=self.id, role=role, public_key=holder.public_key, issued_at_ms=1)
+        return protocol.sign_document(document, self.root)
 
     def _serve_origin(self) -> str:
         ready: Future[str] = Future()
@@ -164,7 +146,7 @@ class Run:
         self.hub_down()
         self.threads.shutdown()
 
-    def client(self, key: SigningKey) -> HubClient:
+    def client(self, key: protocol.SigningKey) -> HubClient:
         options = ClientOptions(patience_s=DEADLINE_S)
         return HubClient(URL, key, self.stop, self.fingerprint, self.http, options=options)
 
@@ -191,14 +173,14 @@ class Run:
 
     # The scripted trainer
 
-    def publish(self, version: int) -> PolicyRef:
-        tensors = [TensorView("w", "F32", (4,), memoryview(np.full(4, version, dtype="<f4")).cast("B"))]
+    def publish(self, version: int) -> protocol.PolicyRef:
+        tensors = [protocol.TensorView("w", "F32", (4,), memoryview(np.full(4, version, dtype="<f4")).cast("B"))]
         policy = self.origin.publish(version, tensors, ledger_head=self.trainer.ledger_head()).policy
-        announcement = PolicyAnnouncement(run=self.id, policy=policy, created_at_ms=1)
-        self.trainer.announce(sign_document(announcement, self.trainer_key))
+        announcement = protocol.PolicyAnnouncement(run=self.id, policy=policy, created_at_ms=1)
+        self.trainer.announce(protocol.sign_document(announcement, self.trainer_key))
         return policy
 
-    def train(self, step: int) -> Batch:
+    def train(self, step: int) -> protocol.Batch:
         """Take the batch of a step as a trainer would, and publish what it "learned"."""
         waits = 0
         while (batch := self.trainer.batch(step, wait_s=1).batch) is None:
@@ -206,21 +188,21 @@ class Run:
             assert waits < DEADLINE_S, self.status()
         rollouts = self.trainer.rollouts(step)
         assert [group.unit for group in rollouts.groups] == [group.unit for group in batch.groups]
-        self.trainer.report(StepReport(step=step, metrics={"groups": len(batch.groups)}))
+        self.trainer.report(protocol.StepReport(step=step, metrics={"groups": len(batch.groups)}))
         self.publish(step + 1)
         return batch
 
     # What can be seen from outside
 
-    def status(self) -> RunStatus:
+    def status(self) -> protocol.RunStatus:
         return self.trainer.status()
 
-    def nodes(self) -> Mapping[str, NodeView]:
+    def nodes(self) -> Mapping[str, protocol.NodeView]:
         return {node.name: node for node in self.status().nodes}
 
-    def ledger(self) -> list[LedgerEntry]:
+    def ledger(self) -> list[protocol.LedgerEntry]:
         """The whole ledger, verified against a head that the hub signed."""
-        head, entries = self.trainer.ledger_head(), list[LedgerEntry]()
+        head, entries = self.trainer.ledger_head(), list[protocol.LedgerEntry]()
         while page := self.trainer.ledger(after=len(entries) - 1, limit=50).entries:
             entries += page
         verify(entries, head)
@@ -288,7 +270,7 @@ def test_a_worker_whose_link_takes_longer_for_the_weights_than_a_lease_lasts_is_
 ) -> None:
     takes_s, fetch = 3.0, Following.__call__
 
-    def slow(self: Following, policy: PolicyRef, deadline_s: float) -> Payload:
+    def slow(self: Following, policy: protocol.PolicyRef, deadline_s: float) -> Payload:
         threading.Event().wait(min(takes_s, deadline_s))
         if deadline_s < takes_s:
             raise DeadlineExceeded("the link is slow")
@@ -305,7 +287,7 @@ def test_a_worker_whose_link_takes_longer_for_the_weights_than_a_lease_lasts_is_
         role.result(DEADLINE_S)
     view = run.nodes()["worker-0"]
     assert view.accepted >= 4
-    assert (view.state, view.suspensions, view.rejected) == (NodeState.ACTIVE, 0, 0)
+    assert (view.state, view.suspensions, view.rejected) == (protocol.NodeState.ACTIVE, 0, 0)
 
 
 def test_a_hub_that_goes_down_and_comes_back_loses_nothing(start: Callable[..., Run]) -> None:
@@ -343,16 +325,18 @@ def test_finished_work_of_a_killed_worker_is_delivered_by_its_next_start(start: 
     check_accounts(run)
 
 
-def _generate_and_die(run: Run, policy: PolicyRef) -> list[int]:
+def _generate_and_die(run: Run, policy: protocol.PolicyRef) -> list[int]:
     """What a worker leaves behind that is killed between writing its outbox and sending it."""
     client = run.client(identity(run.folder / "reborn"))
     client.register("reborn", "worker", None)
     leases = [
         lease
-        for lease, _ in client.open_leases(client.lease(LeaseRequest(request="request-1", max_units=2, profile=KIND)))
+        for lease, _ in client.open_leases(
+            client.lease(protocol.LeaseRequest(request="request-1", max_units=2, profile=KIND))
+        )
     ]
     engine = ScriptedEngine()
-    tensors = {"w": TensorView("w", "F32", (4,), memoryview(np.zeros(4, dtype="<f4")).cast("B"))}
+    tensors = {"w": protocol.TensorView("w", "F32", (4,), memoryview(np.zeros(4, dtype="<f4")).cast("B"))}
     engine.load_policy(policy, tensors)
     outbox = Outbox(run.folder / "reborn" / "outbox", 10)
     for lease in leases:
@@ -417,10 +401,10 @@ def test_float32_workers_void_no_unit_of_a_run_whose_validators_compute_in_bfloa
         run_worker(config, StopToken())
     assert "--dtype" in str(told.value), "an option that `shoal join` has"
     assert not (run.folder / "w" / "cache").exists()
-    stubborn = run.client(SigningKey.generate())
+    stubborn = run.client(protocol.SigningKey.generate())
     stubborn.register("stubborn", "worker", None)
     with pytest.raises(HubRefused, match=r"profile\.unknown"):
-        stubborn.lease(LeaseRequest(request="request-1", max_units=2, profile="torch/cpu/float32"))
+        stubborn.lease(protocol.LeaseRequest(request="request-1", max_units=2, profile="torch/cpu/float32"))
     assert sum(count for state, count in run.status().units.items() if state.startswith("void")) == 0
 
 
@@ -445,10 +429,10 @@ def test_workers_that_are_always_unsure_stop_no_step_and_void_no_unit(
     assert status.units["void"] == 0
     assert {(nodes[name].accepted, nodes[name].credit, nodes[name].strikes) for name in ("one", "two")} == {(0, 0, 0)}
     assert nodes["one"].unsure + nodes["two"].unsure >= 8
-    assert all(nodes[name].state is NodeState.ACTIVE for name in ("one", "two"))
+    assert all(nodes[name].state is protocol.NodeState.ACTIVE for name in ("one", "two"))
     validator = nodes["validator-0"]
     assert (validator.accepted, validator.credit, validator.state) == (
-        status.units["trained"] + status.units["dropped"] + status.units["accepted"], 0, NodeState.ACTIVE,
+        status.units["trained"] + status.units["dropped"] + status.units["accepted"], 0, protocol.NodeState.ACTIVE,
     )  # fmt: skip
     assert {entry.kind for entry in run.ledger()} == {"node", "run", "policy", "batch"}, "neither credit nor sanction"
 

@@ -10,21 +10,12 @@ import pytest
 
 from kit.hub import HUB, RUN_ID, VALIDATOR, Bench, FakeEnvironment, certificate, code_of, fresh_request, ok, worker_key
 from kit.state import NOW_MS, moment, policy
+from shoal import protocol
 from shoal.environments import Split, Task
 from shoal.hub.state import evaluations
 from shoal.hub.state.commands import Command, Refusal, SaveEvaluation
 from shoal.hub.state.machines import EvaluationState, IllegalMove
 from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, Moment
-from shoal.protocol import (
-    AuditReply,
-    EvaluationPage,
-    EvaluationReport,
-    EvaluationSlice,
-    Registration,
-    SigningKey,
-    open_document,
-    sign_document,
-)
 
 PLAN = EvaluationPlan(every=2, tasks=40)
 
@@ -45,32 +36,32 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
-def ask(bench: Bench, key: SigningKey = VALIDATOR, evaluate: str = "idle", **more: Any) -> AuditReply:
+def ask(bench: Bench, key: protocol.SigningKey = VALIDATOR, evaluate: str = "idle", **more: Any) -> protocol.AuditReply:
     body = {"max_audits": 8, "evaluate": evaluate, **more}
-    return AuditReply.model_validate_json(ok(bench.actor(key).call("POST", "/audits", body)).content)
+    return protocol.AuditReply.model_validate_json(ok(bench.actor(key).call("POST", "/audits", body)).content)
 
 
-def slice_of(reply: AuditReply) -> EvaluationSlice:
+def slice_of(reply: protocol.AuditReply) -> protocol.EvaluationSlice:
     assert reply.evaluation is not None
-    return open_document(reply.evaluation, EvaluationSlice, HUB.public_key)
+    return protocol.open_document(reply.evaluation, protocol.EvaluationSlice, HUB.public_key)
 
 
-def report(part: EvaluationSlice, scores: Sequence[float | None], **changes: Any) -> EvaluationReport:
+def report(part: protocol.EvaluationSlice, scores: Sequence[float | None], **changes: Any) -> protocol.EvaluationReport:
     fields = {"run": RUN_ID, "policy": part.policy, "first": part.first, "environment_digest": part.environment_digest}
-    return EvaluationReport(**{**fields, "scores": tuple(scores), "decided_at_ms": 1, **changes})
+    return protocol.EvaluationReport(**{**fields, "scores": tuple(scores), "decided_at_ms": 1, **changes})
 
 
-def send(bench: Bench, said: EvaluationReport, key: SigningKey = VALIDATOR) -> Any:
-    return bench.actor(key).call("POST", "/evaluations", sign_document(said, key))
+def send(bench: Bench, said: protocol.EvaluationReport, key: protocol.SigningKey = VALIDATOR) -> Any:
+    return bench.actor(key).call("POST", "/evaluations", protocol.sign_document(said, key))
 
 
-def page(bench: Bench, since: int = 0) -> EvaluationPage:
-    return EvaluationPage.model_validate_json(ok(bench.http.get(f"/evaluations?since={since}")).content)
+def page(bench: Bench, since: int = 0) -> protocol.EvaluationPage:
+    return protocol.EvaluationPage.model_validate_json(ok(bench.http.get(f"/evaluations?since={since}")).content)
 
 
-def second_validator(bench: Bench) -> SigningKey:
+def second_validator(bench: Bench) -> protocol.SigningKey:
     key = worker_key(99)
-    body = Registration(public_key=key.public_key, role="validator", certificate=certificate(key, "validator"))
+    body = protocol.Registration(public_key=key.public_key, role="validator", certificate=certificate(key, "validator"))
     ok(bench.actor(key).call("POST", "/nodes", body))
     return key
 
@@ -186,7 +177,7 @@ def test_only_validators_report_and_only_what_they_signed(bench: Bench) -> None:
     ok(bench.announce(0))
     said = report(slice_of(ask(bench)), [1.0])
     assert send(bench, said, worker_key(1)).status_code == 403
-    forged = bench.validator.call("POST", "/evaluations", sign_document(said, worker_key(1)))
+    forged = bench.validator.call("POST", "/evaluations", protocol.sign_document(said, worker_key(1)))
     assert code_of(forged) == (422, "evaluation.signature")
 
 
@@ -251,9 +242,9 @@ def a_slice(version: int = 0, first: int = 0, **changes: Any) -> EvaluationRow:
     return EvaluationRow(**{**fields, **changes})
 
 
-def said(row: EvaluationRow, *scores: float | None, **changes: Any) -> EvaluationReport:
+def said(row: EvaluationRow, *scores: float | None, **changes: Any) -> protocol.EvaluationReport:
     fields = {"run": "demo", "policy": row.policy, "first": row.first, "environment_digest": "e" * 64}
-    return EvaluationReport(**{**fields, "scores": scores, "decided_at_ms": NOW_MS, **changes})
+    return protocol.EvaluationReport(**{**fields, "scores": scores, "decided_at_ms": NOW_MS, **changes})
 
 
 class TestOffers:

@@ -33,19 +33,6 @@ KEPT_S = 1.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Kept:
-    task: asyncio.Task[Any]
-    began_s: float
-
-    @property
-    def is_usable(self) -> bool:
-        """Not of a loop that has ended, and no failure: that is for those who waited for it, not for the next."""
-        if self.task.get_loop() is not asyncio.get_running_loop():
-            return False
-        return not self.task.done() or (not self.task.cancelled() and self.task.exception() is None)
-
-
 class Answers:
     """Answers that are the same for everybody, and cost more than anything else that anyone may ask for: computed once
     for all who ask, one at a time. Strangers get one that is a second old at most, whoever is on this machine one that
@@ -53,19 +40,23 @@ class Answers:
 
     def __init__(self, clock: Clock = SystemClock()) -> None:
         self._clock = clock
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, tuple[asyncio.Task[Any], float]] = {}  # and when it began
 
     async def get(self, name: str, max_age_s: float, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """An answer whose computation began `max_age_s` before this call at the earliest."""
-        since_s = self._clock.monotonic_s() - max_age_s
+        since_s, loop = self._clock.monotonic_s() - max_age_s, asyncio.get_running_loop()
         while True:
-            kept = self._kept.get(name)
-            if kept is None or not kept.is_usable or (kept.task.done() and kept.began_s < since_s):
-                kept = self._kept[name] = _Kept(asyncio.create_task(compute()), self._clock.monotonic_s())
-            if kept.began_s >= since_s:
-                answer: T = await asyncio.shield(kept.task)  # who hangs up does not take it from the others
+            task, began_s = self._kept.get(name, (None, 0.0))
+            # Not of a loop that has ended, and no failure: that is for those who waited for it, not for the next.
+            usable = task is not None and task.get_loop() is loop
+            if task is not None and usable and task.done():
+                usable = began_s >= since_s and not task.cancelled() and task.exception() is None
+            if task is None or not usable:
+                task, began_s = self._kept[name] = asyncio.create_task(compute()), self._clock.monotonic_s()
+            if began_s >= since_s:
+                answer: T = await asyncio.shield(task)  # who hangs up does not take it from the others
                 return answer
-            await asyncio.wait([kept.task])
+            await asyncio.wait([task])
 
 
 HEADER_REQUEST: Final = "shoal-request"
