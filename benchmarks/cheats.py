@@ -26,11 +26,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "adversary"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from attackkit import Attacked, table  # noqa: E402
-from trialkit import PROFILES, Court, Judged, Trial, docket  # noqa: E402
-
+from kit.attack import Attacked, table  # noqa: E402
+from kit.trial import PROFILES, Court, Judged, Trial, docket  # noqa: E402
 from shoal.adversary import CHEATS, Cheat, find_cheat  # noqa: E402
 from shoal.adversary.copies import Steal  # noqa: E402
 from shoal.adversary.steering import Steer  # noqa: E402

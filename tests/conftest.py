@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from pgkit import database_url, postgres
+from kit.postgres import database_url, postgres
 from shoal.runtime.logs import QUIET_LIBRARIES
 
 __all__ = ["database_url", "postgres"]  # fixtures for whoever names them

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from liarkit import Lab, lab_in
+
+from kit.liar import Lab, lab_in
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from liarkit import (
+
+from kit.liar import (
     CHUNK,
     WITHIN_S,
     Handler,
@@ -29,7 +30,6 @@ from liarkit import (
     says,
     silent,
 )
-
 from shoal.errors import BroadcastError, ChunkCorrupt
 from shoal.protocol import PolicyManifest
 from shoal.shardcast.manifest import offered

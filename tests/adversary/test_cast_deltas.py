@@ -15,8 +15,8 @@ from functools import cache
 import pytest
 import zstandard
 from blake3 import blake3
-from liarkit import WITHIN_S, Lab, eventually, head_version, tensors_of, tree, write_tree
 
+from kit.liar import WITHIN_S, Lab, eventually, head_version, tensors_of, tree, write_tree
 from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, VersionNotFound
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
 from shoal.shardcast import Payload

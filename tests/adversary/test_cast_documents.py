@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from liarkit import (
+
+from kit.liar import (
     KEY,
     OTHER_KEY,
     WITHIN_S,
@@ -39,7 +40,6 @@ from liarkit import (
     tree,
     write_tree,
 )
-
 from shoal.errors import BroadcastError, ManifestRefused, VersionNotFound
 from shoal.shardcast.manifest import place_of, read_head, read_manifest
 from shoal.shardcast.tree import HEAD, manifest_key

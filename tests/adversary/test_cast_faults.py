@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from liarkit import DEAD, WITHIN_S, Lab, assert_files, eventually, files_of, get, head_version, health, tree
 
+from kit.liar import DEAD, WITHIN_S, Lab, assert_files, eventually, files_of, get, head_version, health, tree
 from shoal.errors import BroadcastError, VersionNotFound
 from shoal.shardcast.tree import chunk_key, manifest_key
 

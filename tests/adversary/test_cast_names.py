@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from liarkit import (
+
+from kit.liar import (
     WITHIN_S,
     Lab,
     eventually,
@@ -19,7 +20,6 @@ from liarkit import (
     write,
     write_tree,
 )
-
 from shoal.errors import BroadcastError, ManifestRefused, ShoalError
 from shoal.shardcast import Payload
 from shoal.shardcast.tree import HEAD, manifest_key

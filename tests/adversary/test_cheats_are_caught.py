@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from attackkit import HONEST, Attack, Attacked, Result, results, table
 
+from kit.attack import HONEST, Attack, Attacked, Result, results, table
 from shoal.adversary import CHEATS
 from shoal.adversary.copies import Steal
 from shoal.adversary.sleeper import HONEST_UNITS

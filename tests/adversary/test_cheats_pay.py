@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attackkit import Counting
 
+from kit.attack import Counting
 from shoal.adversary import Loot, find_cheat
 from shoal.adversary.dice import TRIES
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from hostilekit import Answer, Asked, HostileHub, hostile_hub
 from pydantic import ValidationError
 
+from kit.hostile import Answer, Asked, HostileHub, hostile_hub
 from shoal.cli.main import main
 from shoal.client import ClientOptions, HubClient
 from shoal.client import delivery as delivering

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 import zstandard
-from doorkit import Caller, Hub, establish, ok, packed, refusal, running_hub, submission
 
+from kit.door import Caller, Hub, establish, ok, packed, refusal, running_hub, submission
 from shoal.errors import LedgerError
 from shoal.ledger import verify
 from shoal.protocol import (

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 import zstandard
-from doorkit import POLICY, RECIPE, START_S, Caller, Hub, ok, packed, refusal, submission
 
+from kit.door import POLICY, RECIPE, START_S, Caller, Hub, ok, packed, refusal, submission
 from shoal.protocol import PolicyAnnouncement, sign_document
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from doorkit import Caller, Hub, ok, refusal, running_hub
 
+from kit.door import Caller, Hub, ok, refusal, running_hub
 from shoal.protocol import Registration
 
 MALLORY, ALICE = "127.0.0.2", "127.0.0.3"
@@ -138,7 +138,7 @@ def test_a_slow_head_on_a_connection_that_was_good(hub: Hub, monkeypatch: pytest
 
 def test_a_slow_body(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only who has signed for a body is listened to for long, and not below a floor."""
-    monkeypatch.setattr("shoal.hub.http.bodies.BODY_PAUSE_S", 1.0)
+    monkeypatch.setattr("shoal.hub.http.auth.BODY_PAUSE_S", 1.0)
     caller, heart = hub.worker(), Heart(hub)
     with plug(hub) as plugged:
         headers = {**caller.signed("POST", "/heartbeat", b" " * 60_000), "host": "hub", "content-length": "60000"}

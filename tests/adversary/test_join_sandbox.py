@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostilekit import HostileHub, hostile_hub
 
-from sandboxkit import needs_bubblewrap
+from kit.hostile import HostileHub, hostile_hub
+from kit.sandbox import needs_bubblewrap
 from shoal.cli.main import main
 from shoal.client.http import open_http
 from shoal.errors import ResourceError

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from minerkit import (
+
+from kit.miner import (
     CoarseCache,
     EarlyExit,
     Mine,
@@ -24,8 +25,7 @@ from minerkit import (
     repeated_ends,
     typical,
 )
-from trialkit import Judged, Trial, docket
-
+from kit.trial import Judged, Trial, docket
 from shoal.adversary import Cheat
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.shelf import LoadedPolicy

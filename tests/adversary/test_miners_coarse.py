@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from minerkit import EarlyExit, Mine, Miner, Rewritten, early_end, no_end
-from trialkit import Judged, Trial, docket
 
+from kit.miner import EarlyExit, Mine, Miner, Rewritten, early_end, no_end
+from kit.trial import Judged, Trial, docket
 from shoal.adversary import Cheat
 from shoal.engines import Engine, PrefillRequest
 from shoal.engines.shelf import LoadedPolicy

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from liarkit import KEY, RUN, Lab, head_of, lab_in, sign, tree, write
 
+from kit.liar import KEY, RUN, Lab, head_of, lab_in, sign, tree, write
 from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy
 from shoal.engines.memory import cached_token_bytes
 from shoal.engines.rows import CachedRows

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxkit import SHORT, children, gone, needs_bubblewrap, said
+from kit.sandbox import SHORT, children, gone, needs_bubblewrap, said
 from shoal.environments.graders.code import CodeGrader
 from shoal.environments.sandbox import Limits, Sandbox
 from shoal.environments.sandbox import process as process_module

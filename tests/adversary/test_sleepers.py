@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from doorkit import Hub, ok, refusal, running_hub
 
+from kit.door import Hub, ok, refusal, running_hub
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.reputation import depth_for, full_audit_probability
 from shoal.hub.state.rows import NodeRow, Rules

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from doorkit import Caller, Hub, ok, running_hub
 
+from kit.door import Caller, Hub, ok, running_hub
 from shoal.adversary.branching import Branching
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.scripted import ScriptedEngine

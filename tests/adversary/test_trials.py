@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from attackkit import HONEST, Attacked, results
-from trialkit import PROFILES, Court, Judged, Trial
 
+from kit.attack import HONEST, Attacked, results
+from kit.trial import PROFILES, Court, Judged, Trial
 from shoal.adversary import CHEATS, Cheat, find_cheat
 from shoal.adversary.sleeper import Sleeper
 from shoal.adversary.steering import Steer

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from doorkit import Hub, refusal, running_hub
 from pydantic import ValidationError
 
+from kit.door import Hub, refusal, running_hub
 from shoal.client.trust import open_run_info
 from shoal.errors import SignatureError, UserError
 from shoal.hub.storage.sqlite import SqliteStorage

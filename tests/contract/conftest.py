@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pgkit import Cluster
+from kit.postgres import Cluster
 from shoal.hub.storage.postgres import PostgresStorage
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
-from storagekit import POLICY, apply, lease, leased, node, on_postgres, submission
 
+from kit.storage import POLICY, apply, lease, leased, node, on_postgres, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
 from shoal.hub.state.commands import (
@@ -153,17 +153,12 @@ def test_constraints_hold(storage: Storage, name: str) -> None:
 
 def test_progress_counts_what_pacing_needs(storage: Storage) -> None:
     rows = [
-        UnitRow(0, "t", UnitState.OPEN),
-        UnitRow(1, "t", UnitState.LEASED),
-        UnitRow(2, "t", UnitState.SUBMITTED),
-        UnitRow(3, "t", UnitState.ACCEPTED),
-        UnitRow(4, "t", UnitState.ACCEPTED, step=0),
-        UnitRow(5, "t", UnitState.DROPPED, lost_step=0),
-        UnitRow(6, "t", UnitState.DROPPED, lost_step=1),
+        UnitRow(0, "t", UnitState.OPEN), UnitRow(1, "t", UnitState.LEASED), UnitRow(2, "t", UnitState.SUBMITTED),
+        UnitRow(3, "t", UnitState.ACCEPTED), UnitRow(4, "t", UnitState.ACCEPTED, step=0),
+        UnitRow(5, "t", UnitState.DROPPED, lost_step=0), UnitRow(6, "t", UnitState.DROPPED, lost_step=1),
         UnitRow(7, "t", UnitState.VOID, lost_step=1, reason="attempts"),
-        UnitRow(8, "t", UnitState.VOID, reason="stale"),
-        UnitRow(9, "t", UnitState.TRAINED, step=0),
-    ]
+        UnitRow(8, "t", UnitState.VOID, reason="stale"), UnitRow(9, "t", UnitState.TRAINED, step=0),
+    ]  # fmt: skip
     newest = PolicyRef(incarnation=1, version=0, digest="f" * 64)
     older = PolicyRef(incarnation=0, version=7, digest="e" * 64)
     apply(storage, *(SaveUnit(row, None) for row in rows), AddBatch(BATCH), AddPolicy(newest, 1), AddPolicy(older, 2))
@@ -228,14 +223,11 @@ def test_a_validators_own_work_is_no_newcomers(storage: Storage) -> None:
 
 def test_kin_are_nodes_of_a_kind_that_are_here_and_failed_or_passed(storage: Storage) -> None:
     alike: dict[int, dict[str, Any]] = {
-        3: {"passed": 1},
-        4: {"failed_check": "proofs.drift", "failed_at_ms": 100},
+        3: {"passed": 1}, 4: {"failed_check": "proofs.drift", "failed_at_ms": 100},
         5: {"failed_check": "proofs.drift", "failed_at_ms": 99},
-        6: {"failed_check": "sampling.seed", "failed_at_ms": 100},
-        7: {"passed": 1, "kind": "torch/cpu/float32"},
-        8: {"passed": 1},
-        9: {"passed": 1, "role": "validator"},
-    }
+        6: {"failed_check": "sampling.seed", "failed_at_ms": 100}, 7: {"passed": 1, "kind": "torch/cpu/float32"},
+        8: {"passed": 1}, 9: {"passed": 1, "role": "validator"},
+    }  # fmt: skip
     for number, fields in alike.items():
         row = replace(node(number), **{"passed": 0, "kind": "torch/cuda/bfloat16", "doubt": 0.5, **fields})
         apply(storage, SaveNode(row, None))
@@ -374,14 +366,11 @@ def test_what_a_node_has_at_stake(storage: Storage) -> None:
     """Of node 1: a light audit waiting and one under way, and of accepted groups those that are in no batch."""
     accepted, light = SubmissionState.ACCEPTED, "light"
     rows = [
-        replace(submission(0), depth=light),
-        replace(submission(1), depth=light, state=SubmissionState.AUDITING),
-        submission(2),
-        replace(submission(3), depth=light, state=accepted, matures_at_ms=20),
-        replace(submission(4), state=accepted, matures_at_ms=10),
-        replace(submission(5), state=accepted),
+        replace(submission(0), depth=light), replace(submission(1), depth=light, state=SubmissionState.AUDITING),
+        submission(2), replace(submission(3), depth=light, state=accepted, matures_at_ms=20),
+        replace(submission(4), state=accepted, matures_at_ms=10), replace(submission(5), state=accepted),
         replace(submission(6), node=node(2).node, depth=light, state=accepted, matures_at_ms=15),
-    ]
+    ]  # fmt: skip
     states = [UnitState.SUBMITTED] * 3 + [UnitState.ACCEPTED] * 4
     units = [UnitRow(n, "t", state, submission=rows[n].submission) for n, state in enumerate(states)]
     units[5] = replace(units[5], step=0)

@@ -13,7 +13,7 @@ from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Presence, Reader, SqliteStorage, Storage
 from shoal.hub.storage.postgres import PostgresStorage
-from shoal.hub.storage.reader import LEASES_TOLD, Crew
+from shoal.hub.storage.reader import LEASES_TOLD, NodeGroup
 from shoal.ledger import append, node_subject, unit_subject
 from shoal.protocol import NodeState
 
@@ -58,22 +58,17 @@ def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     storage = maker(request, tmp_path_factory.mktemp("stories"))
     commands: list[Command] = [SaveNode(node(number), None) for number in (1, 2)]
     commands += [
-        SaveNode(node(3, credit=5), None),
-        SaveNode(node(4, state=NodeState.BANNED, credit=50), None),
-        SaveNode(node(5, role="trainer"), None),
-        SaveUnit(UnitRow(7, "task-7", UnitState.LEASED, attempt=3), None),
+        SaveNode(node(3, credit=5), None), SaveNode(node(4, state=NodeState.BANNED, credit=50), None),
+        SaveNode(node(5, role="trainer"), None), SaveUnit(UnitRow(7, "task-7", UnitState.LEASED, attempt=3), None),
         SaveLease(replace(lease(7, 0, 1), state=LeaseState.SUBMITTED), None),
         SaveLease(replace(lease(7, 1, 2), state=LeaseState.EXPIRED, ended_at_ms=50), None),
-        SaveLease(lease(7, 2, 1), None),
-        SaveSubmission(submission(7, 0, 1, SubmissionState.REJECTED), None),
+        SaveLease(lease(7, 2, 1), None), SaveSubmission(submission(7, 0, 1, SubmissionState.REJECTED), None),
         SaveSubmission(submission(7, 1, 2, SubmissionState.ACCEPTED), None),
         AddVerdict(submission(7, 0, 1, SubmissionState.REJECTED).submission, '{"signed": 1}'),
-        Record("node", {"node": node(1).node}, 1),
-        Record("credit", {"node": node(1).node, "unit": 7}, 2),
+        Record("node", {"node": node(1).node}, 1), Record("credit", {"node": node(1).node, "unit": 7}, 2),
         Record("rejected", {"node": node(1).node, "unit": 7}, 3),
-        Record("credit", {"node": node(2).node, "unit": 8}, 4),
-        Record("batch", {"step": 0, "units": [7, 8]}, 5),
-    ]
+        Record("credit", {"node": node(2).node, "unit": 8}, 4), Record("batch", {"step": 0, "units": [7, 8]}, 5),
+    ]  # fmt: skip
     with storage.write() as transaction:
         transaction.apply(commands)
         for number, (seen, waits) in enumerate([(10, "x"), (30, ""), (20, "y")], start=1):
@@ -137,10 +132,10 @@ def test_ledger_entries_of_a_kind_about_several(reader: Reader) -> None:
 
 def test_the_fleet_in_sums(reader: Reader) -> None:
     assert reader.fleet(since_ms=20) == [
-        Crew("trainer", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
-        Crew("worker", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
-        Crew("worker", "active", here=True, count=2, credit=5, pending=0, lapsed=0),
-        Crew("worker", "banned", here=False, count=1, credit=50, pending=0, lapsed=0),
+        NodeGroup("trainer", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
+        NodeGroup("worker", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
+        NodeGroup("worker", "active", here=True, count=2, credit=5, pending=0, lapsed=0),
+        NodeGroup("worker", "banned", here=False, count=1, credit=50, pending=0, lapsed=0),
     ]
 
 

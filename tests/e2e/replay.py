@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runkit import rows
-
+from kit.run import rows
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
 from shoal.protocol import Batch, BodyLimits, Submission, TrainingGroup, TrainingRollout, unpack

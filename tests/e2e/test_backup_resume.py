@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from replay import batches
-from runkit import glimpse, ledger, rows, start_run
 
+from kit.run import glimpse, ledger, rows, start_run
 from shoal.ledger import fold, verify
 from shoal.run.backup import backup_run, restore_run
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from runkit import ledger, metrics, start_run
 
+from kit.run import ledger, metrics, start_run
 from shoal.environments.tools import TOOLS
 from shoal.models import TextTokenizer, model_folder, read_files
 

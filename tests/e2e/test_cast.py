@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
-import forkkit
+from kit import fork
+from kit.smalldisk import in_own_namespace, small_disk
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection, Deadline
-from smalldisk import in_own_namespace, small_disk
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "broadcast-files.md"
 DEADLINE_S = 60.0
@@ -38,7 +38,7 @@ class Process:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.output = folder / f".output-{random.randrange(10**9)}"
         self.output.touch()
-        self.process = forkkit.Forked(folder, arguments, self.output)
+        self.process = fork.Forked(folder, arguments, self.output)
 
     def said(self) -> str:
         return self.output.read_text(errors="replace")
@@ -66,11 +66,11 @@ class Process:
 
 
 def environment() -> dict[str, str]:
-    return {**forkkit.clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**fork.clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def shoal(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return forkkit.run(folder, *arguments)
+    return fork.run(folder, *arguments)
 
 
 def started_anew(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

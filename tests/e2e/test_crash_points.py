@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from replay import announced_digests, batches, replayed_digests
-from runkit import ledger, metrics, processes_of, receipts, rows, start_run
 
+from kit.run import ledger, metrics, processes_of, receipts, rows, start_run
 from shoal.ledger import fold, verify
 from shoal.protocol import submission_digest
 from shoal.run.folder import RunFolder

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runkit import metrics, start_run
+
+from kit.run import metrics, start_run
 
 SETTINGS = (
     "run.steps=4", "run.groups_per_step=8", "trainer.publish_dtype=bfloat16", "trainer.learning_rate=1e-6",

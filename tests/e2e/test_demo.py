@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runkit import Run, end, ledger, metrics, processes_of
 
+from kit.run import Run, end, ledger, metrics, processes_of
 from shoal.cli.main import main
 from shoal.errors import LedgerError
 from shoal.ledger import append, verify

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from runkit import RECIPE, metrics
+
+from kit.run import RECIPE, metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_S = 200.0

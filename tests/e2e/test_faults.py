@@ -25,11 +25,11 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from runkit import Run, glimpse, ledger, metrics, processes_of, rows, start_run
 
+from kit.run import Run, glimpse, ledger, metrics, processes_of, rows, start_run
+from kit.smalldisk import in_own_namespace, small_disk
 from shoal.ledger import verify
 from shoal.run.folder import RunFolder, port_of
-from smalldisk import in_own_namespace, small_disk
 
 REWARD = """
 tasks = [(f"{number:04d}=", "") for number in range(500)]

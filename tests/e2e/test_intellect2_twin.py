@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from runkit import metrics, rows, start_run
 
-from sandboxkit import needs_bubblewrap
+from kit.run import metrics, rows, start_run
+from kit.sandbox import needs_bubblewrap
 from shoal.environments import build
 from shoal.run.recipe import load_recipe
 

@@ -1,7 +1,7 @@
 """`shoal run` for real, each of its processes killed by SIGKILL at its worst moment, and the run comes out right.
 
 One run serves all tests here (starting the processes costs more than they do). A moment is seen, not guessed: the
-process is stopped, the moment is looked at once more, and only then is it killed (`runkit.kill_when`).
+process is stopped, the moment is looked at once more, and only then is it killed (`kit.run.kill_when`).
 
     worker      finished groups lie in its outbox            trainer   a step's batch is written, the step is not saved
     validator   it holds audits that it has not judged       trainer   a version is at the origin, the hub knows it not
@@ -27,7 +27,8 @@ from pathlib import Path
 
 import pytest
 from replay import announced_digests, batches, replayed_digests
-from runkit import (
+
+from kit.run import (
     Run,
     checkpoints,
     glimpse,
@@ -40,7 +41,6 @@ from runkit import (
     start_run,
     wait_for,
 )
-
 from shoal.cli.main import main
 from shoal.ledger import fold, verify
 from shoal.protocol import submission_digest

@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from runkit import ledger, metrics, rows, start_run
 
+from kit.run import ledger, metrics, rows, start_run
 from shoal.environments import Environment, build
 from shoal.environments.sandbox import require_sandbox
 from shoal.errors import EnvironmentSetupError

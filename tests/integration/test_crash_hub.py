@@ -1,7 +1,7 @@
 """The hub killed by SIGKILL at every named point, started again, and the run driven to its end.
 
 What must hold, whenever it died: 0 lost receipts, 0 double credits, a ledger that verifies, accounts that are the sum
-of the verdicts, and a run that reaches its last step (`crashkit.Books.check`).
+of the verdicts, and a run that reaches its last step (`kit.crash.Books.check`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from crashkit import Cast, HubLives, Place
 
-from pgkit import Cluster, running_cluster
+from kit.crash import Cast, HubLives, Place
+from kit.postgres import Cluster, running_cluster
 from shoal.protocol import Message, SigningKey
 from shoal.runtime.crash import POINTS
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from crashkit import HUB, RUN_ID, Cast, HubLives, dies_of, submission_body
-from crashkit import Place as HubPlace
 
-from folderkit import Play
-from s3kit import KEYS, Shop, s3_server
+from kit.crash import HUB, RUN_ID, Cast, HubLives, dies_of, submission_body
+from kit.crash import Place as HubPlace
+from kit.folder import Play
+from kit.s3 import KEYS, Shop, s3_server
 from shoal.errors import ConfigError
 from shoal.protocol import Lease, SignedDocument, SigningKey, open_document, submission_digest
 from shoal.protocol.submission import UploadCommit, UploadRequest, UploadTicket

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -33,9 +32,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "unit" / "hub"))
-from hubkit import RUN_ID, Actor, Bench, fresh_request, ok, submission_body, worker_key
-
+from kit.hub import RUN_ID, Actor, Bench, fresh_request, ok, submission_body, worker_key
 from shoal.hub.http.openapi import BULK
 from shoal.ledger import fold, verify
 from shoal.ledger.accounts import Account

@@ -20,10 +20,9 @@ import httpx
 import pytest
 from test_loop_scripted import DEADLINE_S, Run, check_accounts
 
-from s3kit import KEYS, Shop, s3_server
+from kit.s3 import KEYS, Shop, s3_server
 from shoal.hub import HubConfig, RunSettings
-from shoal.hub.storage.s3 import TICKET_S, Bucket, S3Blobs
-from shoal.hub.storage.sigv4 import checksum
+from shoal.hub.storage.s3 import TICKET_S, Bucket, S3Blobs, checksum
 from shoal.protocol import submission_digest
 from shoal.runtime.clock import SystemClock
 

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from forkkit import clean_environment
+from kit.fork import clean_environment
 from shoal.client import ClientOptions, HubClient
 from shoal.client.http import REACH, open_http
 from shoal.errors import BroadcastError, ConfigError, HubUnreachable

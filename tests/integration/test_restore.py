@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from folderkit import Play, body_of
-from s3kit import KEYS, Shop, s3_server
+from kit.folder import Play
+from kit.hub import submission_body
+from kit.s3 import KEYS, Shop, s3_server
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ShoalError
 from shoal.hub.service.context import Context
@@ -50,7 +51,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Taken:
     play.step()
     request = LeaseRequest(request="before-the-move", max_units=4)
     for lease, _ in play.worker.open_leases(play.worker.lease(request)):
-        play.receipts.append(play.worker.submit(lease.lease, body_of(lease)))
+        play.receipts.append(play.worker.submit(lease.lease, submission_body(lease)))
     assert len(play.receipts) == 4
     play.close()
     backup(folder / "run", folder / "run.tar")

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -29,12 +28,8 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from forkkit import FORKS
-from pgkit import running_cluster
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "hub"))
-
-from hubkit import (
+from kit.fork import FORKS
+from kit.hub import (
     HUB,
     RUN_ID,
     TOKENS_PER_ROLLOUT,
@@ -45,9 +40,10 @@ from hubkit import (
     make_config,
     policy,
     submission_body,
+    verdict_on,
     worker_key,
 )
-
+from kit.postgres import running_cluster
 from shoal import ledger
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub import run_hub
@@ -75,7 +71,6 @@ from shoal.protocol import (
     Outcome,
     PolicyAnnouncement,
     Registration,
-    RolloutReward,
     Severity,
     SignedDocument,
     SigningKey,
@@ -295,20 +290,8 @@ class Validator(Player):
         severity = REJECTED.get(lease.node) if drawn >= 176 else None
         outcome = Outcome.UNSURE if drawn < 24 else Outcome.REJECTED if severity else Outcome.ACCEPTED
         accepted = outcome is Outcome.ACCEPTED
-        verdict = Verdict(
-            run=RUN_ID,
-            submission=audit.submission,
-            unit=lease.unit,
-            node=lease.node,
-            outcome=outcome,
-            reason="" if accepted else "test",
-            severity=severity,
-            rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)) if accepted else (),
-            generated_tokens=GROUP_TOKENS if accepted else 0,
-            decided_at_ms=1,
-            environment_digest=lease.environment_digest,
-        )
-        return sign_document(verdict, self.key)
+        found = {"outcome": outcome, "severity": severity, "reason": "" if accepted else "test"}
+        return sign_document(verdict_on(lease, audit.submission, (0.0, 1.0) if accepted else (), **found), self.key)
 
 
 class Trainer(Player):
@@ -543,12 +526,8 @@ class TestTogether:
             node = row_of(hub, key)
             [audit] = hub.checking.audits(node, AuditRequest(max_audits=1)).audits
             lease = Lease.model_validate(audit.lease.document)
-            verdict = Verdict(
-                run=RUN_ID, submission=audit.submission, unit=lease.unit, node=lease.node, outcome=Outcome.ACCEPTED,
-                rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)), generated_tokens=GROUP_TOKENS,
-                depth=audit.depth, decided_at_ms=1, environment_digest=lease.environment_digest,
-                branches=Branches(looked=1, differences=(1.0,)),
-            )  # fmt: skip
+            seen = {"depth": audit.depth, "branches": Branches(looked=1, differences=(1.0,))}
+            verdict = verdict_on(lease, audit.submission, **seen)
             return hub.checking.verdicts(node, VerdictReport(verdicts=(sign_document(verdict, key),)))
 
         monkeypatch.setattr(Suspicion, "after", meeting)
@@ -623,7 +602,7 @@ class TestTogether:
             transaction.apply([SaveUnit(UnitRow(0, "t", UnitState.LEASED), None), SaveLease(lease, None)])
         with hub.context.storage.write() as transaction:
             assert transaction.holding("u0a0") is not None
-            with pytest.raises(Refusal, match="belongs to another node"):
+            with pytest.raises(Refusal, match=r"lease\.not_yours"):
                 hub.work.release(eve, LeaseRelease(leases=("u0a0",)))
         hub.work.release(alice, LeaseRelease(leases=("u0a0", "u0a0", "nonsense")))
         with hub.context.storage.read() as reader:

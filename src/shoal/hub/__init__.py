@@ -5,7 +5,7 @@
     storage/   rows and blobs
     service/   what each call does
     http/      the HTTP interface: create_app, run_hub
-    changes    long polls; waits: who waits for what; limits: how much one caller may ask for
+    changes    long polls, and who waits for what; limits: how much one caller may ask for
 
 `create_app` and `run_hub` are loaded when they are used: whoever only reads the settings (the command line) does not
 wait for a web framework.

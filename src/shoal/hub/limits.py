@@ -36,12 +36,8 @@ SHARE_OF_ONE = 4
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-class TooMuch(Refusal):
-    """429, and after how many seconds to ask again."""
-
-    def __init__(self, code: str, sentence: str, wait_s: float) -> None:
-        super().__init__(429, code, sentence)
-        self.retry_after_s = max(1, math.ceil(wait_s))
+def too_much(code: str, sentence: str, wait_s: float) -> Refusal:
+    return Refusal(429, code, sentence, retry_after_s=max(1, math.ceil(wait_s)))
 
 
 @dataclass
@@ -172,45 +168,36 @@ class Intake:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._held: Counter[str] = Counter()
-        self.held_bytes = 0
-        self.received_bytes = 0
+        self.most_bytes = most_bytes
+        self.held: Counter[str] = Counter()
+        self.held_bytes = self.received_bytes = 0
 
     def receiving(self, who: str) -> Receiving:
         """A body of `who`'s begins; whoever handles the request closes it when the request is done with."""
         return Receiving(self, who)
-
-    def add(self, who: str, size_bytes: int, of_body: int) -> None:
-        """So many more of `who`'s. What fits alone always may: a body is never refused for its own size here."""
-        self.received_bytes += size_bytes
-        self.held_bytes += size_bytes
-        self._held[who] += size_bytes
-        others, own = self.held_bytes - of_body, self._held[who] - of_body
-        if others > 0 and self.held_bytes > self._most_bytes:
-            raise Refusal(503, "hub.busy", "the hub is receiving as much as it can hold: try again in a moment")
-        if own > 0 and self._held[who] > self._most_bytes // SHARE_OF_ONE:
-            raise TooMuch("rate.uploads", "too much is being sent at once: send one body after the other", 1.0)
-
-    def drop(self, who: str, size_bytes: int) -> None:
-        self.held_bytes -= size_bytes
-        self._held[who] -= size_bytes
-        if self._held[who] <= 0:
-            del self._held[who]
 
 
 class Receiving:
     """One body on its way in, and in memory until it is closed."""
 
     def __init__(self, intake: Intake, who: str) -> None:
-        self._intake = intake
-        self._who = who
-        self.size_bytes = 0
+        self._intake, self._who, self.size_bytes = intake, who, 0
 
     def add(self, size_bytes: int) -> None:
-        self.size_bytes += size_bytes
-        self._intake.add(self._who, size_bytes, self.size_bytes)
+        """So many more. What fits alone always may: a body is never refused for its own size here."""
+        intake, self.size_bytes = self._intake, self.size_bytes + size_bytes
+        intake.received_bytes += size_bytes
+        intake.held_bytes += size_bytes
+        intake.held[self._who] += size_bytes
+        own = intake.held[self._who]
+        if intake.held_bytes > max(self.size_bytes, intake.most_bytes):
+            raise Refusal(503, "hub.busy", "the hub is receiving as much as it can hold: try again in a moment")
+        if own > max(self.size_bytes, intake.most_bytes // SHARE_OF_ONE):
+            raise too_much("rate.uploads", "too much is being sent at once: send one body after the other", 1.0)
 
     def close(self) -> None:
-        self._intake.drop(self._who, self.size_bytes)
+        self._intake.held_bytes -= self.size_bytes
+        self._intake.held[self._who] -= self.size_bytes
+        if self._intake.held[self._who] <= 0:
+            del self._intake.held[self._who]
         self.size_bytes = 0

@@ -146,24 +146,14 @@ class HubConfig:
         run, settings = self.run, self.settings
         chosen = settle(settings, RunSize.made_of(self.model, run.group_size, run.max_new_tokens, run.max_staleness))
         return Rules(
-            steps=run.steps,
-            groups_per_step=run.groups_per_step,
-            group_size=run.group_size,
-            max_staleness=run.max_staleness,
-            max_new_tokens=run.max_new_tokens,
-            refill_cap=settings.refill_cap,
-            leases_per_node=settings.leases_per_node,
-            lease_ms=round(chosen.lease_s * 1000),
-            audit_ms=round(chosen.audit_s * 1000),
-            audit=settings.audit,
-            drop_equal=settings.drop_equal,
-            credit_window_ms=round(settings.credit_window_s * 1000),
-            newcomer_share=settings.newcomer_share,
-            lease_hard_ms=round(max(chosen.lease_s, chosen.lease_hard_s) * 1000),
-            proof_rows=self.proof.rows,
-            pools=None if self.pools is None else PoolRules(**self.pools.model_dump()),
-            evaluation=self.evaluation,
-        )
+            steps=run.steps, groups_per_step=run.groups_per_step, group_size=run.group_size,
+            max_staleness=run.max_staleness, max_new_tokens=run.max_new_tokens, refill_cap=settings.refill_cap,
+            leases_per_node=settings.leases_per_node, lease_ms=round(chosen.lease_s * 1000),
+            audit_ms=round(chosen.audit_s * 1000), audit=settings.audit, drop_equal=settings.drop_equal,
+            credit_window_ms=round(settings.credit_window_s * 1000), newcomer_share=settings.newcomer_share,
+            lease_hard_ms=round(max(chosen.lease_s, chosen.lease_hard_s) * 1000), proof_rows=self.proof.rows,
+            pools=None if self.pools is None else PoolRules(**self.pools.model_dump()), evaluation=self.evaluation,
+        )  # fmt: skip
 
     @property
     def submission_limits(self) -> BodyLimits:

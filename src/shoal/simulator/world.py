@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.environments import Score, Split, Task
 from shoal.errors import ResourceError
@@ -29,7 +29,6 @@ from shoal.hub.service import Hub
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
 from shoal.hub.storage import SqliteStorage
-from shoal.hub.storage.blobs import Inbox
 from shoal.protocol import (
     Batch,
     Receipt,
@@ -43,11 +42,14 @@ from shoal.protocol import (
 from shoal.runtime.clock import ManualClock
 from shoal.simulator.scenario import Scenario
 
+if TYPE_CHECKING:
+    from shoal.hub.storage.s3 import S3Inbox
+
 
 class MemoryBlobs:
     """Implements `storage.blobs.Blobs`."""
 
-    inbox: Inbox | None = None
+    inbox: S3Inbox | None = None
 
     def __init__(self) -> None:
         self._bodies: dict[str, bytes] = {}

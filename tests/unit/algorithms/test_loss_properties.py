@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from losskit import differentiated, tokens
 from torch import Tensor
 
+from kit.loss import differentiated, tokens
 from shoal.algorithms.losses import LossParameters, LossTokens
 from shoal.algorithms.registry import LOSSES, NEEDS_RECOMPUTED
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from losskit import differentiated, tokens
 
+from kit.loss import differentiated, tokens
 from shoal.algorithms.losses import LossParameters, LossTokens, ppo_clip, ratio, two_sided_clip
 
 PARAMETERS = LossParameters(epsilon=0.2, delta=4.0)

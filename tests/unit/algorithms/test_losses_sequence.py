@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from losskit import differentiated, tokens
 
+from kit.loss import differentiated, tokens
 from shoal.algorithms.losses import LossParameters, geometric_mask, gspo, sequence_mean
 
 # Completions of 2, 1 and 3 tokens. Geometric means: √(1.21 · 1) = 1.1, 1.5, ∛(0.5 · 1 · 0.25) = 0.5.

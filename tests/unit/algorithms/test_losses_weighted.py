@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from losskit import differentiated, tokens
 
+from kit.loss import differentiated, tokens
 from shoal.algorithms.losses import LossParameters, LossTokens, cispo, cross_entropy, decoupled, dppo, plain, tis
 
 PARAMETERS = LossParameters(epsilon=0.2, ratio_cap=2.0)

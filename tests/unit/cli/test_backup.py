@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from folderkit import Play
+from kit.folder import Play
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ProtocolError, ResourceError
 from shoal.run import backup

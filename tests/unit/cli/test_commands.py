@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import typer
-from clikit import NODE, TINY, one_line, report, run_shoal, status, wait
 
-import forkkit
+from kit import fork
+from kit.cli import NODE, TINY, one_line, report, run_shoal, status, wait
 from shoal.cli.main import app, command_names, explain, main
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
@@ -41,7 +41,7 @@ MOST_COMMANDS = 37  # those of groups included; only goes down, unless a commit 
 @pytest.fixture
 def shoal(tmp_path: Path) -> Shoal:
     """Runs `shoal …` in an empty folder."""
-    return partial(forkkit.run, tmp_path)
+    return partial(fork.run, tmp_path)
 
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:
@@ -132,7 +132,7 @@ def test_a_hub_that_stays_away_is_complained_about_once(tmp_path: Path) -> None:
     """Longer than a process that works in the background would keep silent about it."""
     with ThreadPoolExecutor() as threads:
         commands = [(word, NOWHERE, "--wait", "3.6") for word in ("status", "join")]
-        for ran in threads.map(lambda command: forkkit.run(tmp_path, *command), commands):
+        for ran in threads.map(lambda command: fork.run(tmp_path, *command), commands):
             assert ran.returncode == 4
             assert ran.stderr.count("\n") == 1, ran.stderr
 
@@ -418,7 +418,7 @@ def test_a_supervised_role_that_a_signal_ends_does_not_look_done(tmp_path: Path)
         assert any("listens at" in line for line in iter(process.stderr.readline, ""))
         process.terminate()
         assert process.wait(30) == TOLD_TO_STOP_CODE
-    unsupervised = forkkit.Forked(tmp_path, ("hub", "--dir", str(folder.path)), tmp_path / "said")
+    unsupervised = fork.Forked(tmp_path, ("hub", "--dir", str(folder.path)), tmp_path / "said")
     unsupervised.wait_until_said("listens at")
     unsupervised.terminate()
     assert unsupervised.wait(30) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import forkkit
+from kit import fork
 from shoal.errors import ConfigError
 from shoal.run.export import export_run
 from shoal.run.folder import RunFolder
@@ -14,7 +14,7 @@ from shoal.run.recipe import Recipe
 
 
 def export(run: Path, out: Path) -> tuple[int, str]:
-    ran = forkkit.run(run.parent, "export", str(run), str(out))
+    ran = fork.run(run.parent, "export", str(run), str(out))
     return ran.returncode, ran.stderr
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from clikit import TINY
 
+from kit.cli import TINY
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ModelError, UserError

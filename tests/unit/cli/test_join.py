@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clikit import one_line, run_shoal
 
-from forkkit import Forked, clean_environment
-from sandboxkit import gone, needs_bubblewrap, sandboxed
+from kit.cli import one_line, run_shoal
+from kit.fork import Forked, clean_environment
+from kit.sandbox import gone, needs_bubblewrap, sandboxed
 from shoal.adversary import CHEATS
 from shoal.cli.main import main
 from shoal.client import HubClient

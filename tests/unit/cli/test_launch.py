@@ -16,10 +16,10 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from clikit import one_line
-from scenekit import Memory
 
-import forkkit
+from kit import fork
+from kit.cli import one_line
+from kit.scene import Memory
 from shoal.errors import ConfigError, ResourceError
 from shoal.run import launch as launch_module
 from shoal.run.folder import RunFolder
@@ -294,7 +294,7 @@ def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, t
 def test_a_join_url_that_pins_another_root_is_refused(folder: RunFolder, tmp_path: Path) -> None:
     endpoints = folder.assign_endpoints()
     with serving(folder, "hub", f"{endpoints.hub}/health"):
-        ran = forkkit.run(tmp_path, "join", f"{endpoints.hub}/#{'ab' * 20}", "--folder", str(tmp_path / "w"))
+        ran = fork.run(tmp_path, "join", f"{endpoints.hub}/#{'ab' * 20}", "--folder", str(tmp_path / "w"))
     assert "another run or an impostor" in one_line(ran, 1)
     assert not (tmp_path / "w").exists()
 

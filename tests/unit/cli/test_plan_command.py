@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from clikit import TINY
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from kit.cli import TINY
 from shoal.cli.main import main
 from shoal.errors import ResourceError
 from shoal.models.load import load_model

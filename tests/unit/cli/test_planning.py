@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from clikit import TINY
 
+from kit.cli import TINY
 from shoal.cli.main import main
 from shoal.models.load import model_from_files
 from shoal.run.estimate import Planning, usual_config

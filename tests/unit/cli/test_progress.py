@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from clikit import NODE, report, status, wait
-from scenekit import at_step, verdict, worker
 
+from kit.cli import NODE, report, status, wait
+from kit.scene import at_step, verdict, worker
 from shoal.protocol import NodeState, NodeView
 from shoal.run.outcome import steps_in, summary
 from shoal.run.progress import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxkit import needs_bubblewrap
+from kit.sandbox import needs_bubblewrap
 from shoal.cli.main import main
 from shoal.run.preflight import check_ingredients
 from shoal.run.recipe import load_recipe

@@ -9,9 +9,9 @@ import time
 
 import httpx
 import pytest
-from clikit import status, wait
-from scenekit import Memory, at_step, process
 
+from kit.cli import status, wait
+from kit.scene import Memory, at_step, process
 from shoal.protocol import RunStatus
 from shoal.run.reporter import Reporter, StatusPoller, fetch_status
 from shoal.run.watchdog import Watchdog

@@ -6,10 +6,10 @@ import io
 from typing import Any
 
 import pytest
-from clikit import report, status, wait
 from rich.console import Console
-from scenekit import at_step, process, scene, verdict, worker
 
+from kit.cli import report, status, wait
+from kit.scene import at_step, process, scene, verdict, worker
 from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display, frame
 from shoal.protocol import NodeState, NodeView, OwnerOrders
 from shoal.run.progress import History, Scene

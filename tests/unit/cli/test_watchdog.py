@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 import pytest
-from clikit import report, status, wait
-from scenekit import at_step, process, worker
 
+from kit.cli import report, status, wait
+from kit.scene import at_step, process, worker
 from shoal.protocol import LedgerHead, NodeView, OwnerOrders, RunStatus
 from shoal.run.watchdog import Watchdog, blame, is_stopped, lag_line, troubles
 from shoal.runtime.supervise import ProcessView

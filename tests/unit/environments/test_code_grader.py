@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandboxkit import needs_bubblewrap
+from kit.sandbox import needs_bubblewrap
 from shoal.environments.graders.code import CodeGrader
 from shoal.environments.graders.protocol import Grader
 from shoal.environments.sandbox import process as process_module

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sandboxkit import SHORT, children, gone, needs_bubblewrap, run, said, sandboxed
+from kit.sandbox import SHORT, children, gone, needs_bubblewrap, run, said, sandboxed
 from shoal.environments.graders.registry import grader
 from shoal.environments.sandbox import Ran, Sandbox, require_sandbox, view
 from shoal.environments.sandbox import process as process_module

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datakit import (
+
+from kit.data import (
     checked,
     described,
     lines,
@@ -22,7 +23,6 @@ from datakit import (
     write_jsonl,
     write_parquet,
 )  # fmt: skip
-
 from shoal.environments.data import readers, scanning
 from shoal.environments.data.scanning import Problems
 from shoal.environments.dataset import DatasetEnvironment

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from datakit import KINDS, described, lines, open_data, own_cache, refused, write_jsonl, write_parquet, written
 
+from kit.data import KINDS, described, lines, open_data, own_cache, refused, write_jsonl, write_parquet, written
 from shoal.environments.data import cache, readers
 
 __all__ = ["own_cache"]

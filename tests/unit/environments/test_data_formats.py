@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datakit import (
+
+from kit.data import (
     FORMATS,
     both_kinds,
     checked,
@@ -23,7 +24,6 @@ from datakit import (
     write_jsonl,
     write_parquet,
 )  # fmt: skip
-
 from shoal.environments.formats.programs import unpacked
 from shoal.environments.formats.protocol import final_answer
 from shoal.environments.graders.code_tests import read_tests

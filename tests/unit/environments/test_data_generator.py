@@ -12,7 +12,8 @@ from types import ModuleType
 
 import pyarrow.parquet as pq
 import pytest
-from datakit import checked, open_data, own_cache
+
+from kit.data import checked, open_data, own_cache
 
 __all__ = ["own_cache"]
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make_dataset.py"

@@ -13,7 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datakit import (
+
+from kit.data import (
     KINDS,
     described,
     open_data,
@@ -25,7 +26,6 @@ from datakit import (
     write_stream,
     written,
 )  # fmt: skip
-
 from shoal.environments import Environment, EnvironmentSettings, build, identity_of
 from shoal.environments.data import readers
 from shoal.environments.data.cache import data_digest

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from datakit import both_kinds, checked, described, fixture, open_data, own_cache, refused, write_jsonl, write_parquet
 
-from sandboxkit import needs_bubblewrap
+from kit.data import both_kinds, checked, described, fixture, open_data, own_cache, refused, write_jsonl, write_parquet
+from kit.sandbox import needs_bubblewrap
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.environments.protocol import SPLITS, Task
 from shoal.errors import EnvironmentSetupError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from datakit import described, open_data, own_cache, refused, write_jsonl, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.data import described, open_data, own_cache, refused, write_jsonl, write_parquet
 from shoal.environments.protocol import SPLITS
 from shoal.environments.questions import ascii_digest, prompt_digest, question_digest
 

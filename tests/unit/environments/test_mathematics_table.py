@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from mathkit import pairs
 
+from kit.mathematics import pairs
 from shoal.environments.graders.mathematics import MathematicsGrader
 
 PAIRS = pairs()

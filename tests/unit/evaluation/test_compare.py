@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evalkit import record
 
+from kit.evaluation import record
 from shoal.cli.main import main
 from shoal.errors import ConfigError
 from shoal.evaluation.compare import PairedComparison, compare, comparison_lines

@@ -10,8 +10,18 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from evalkit import FILES, SAMPLING, TOKENIZER, FailingScorer, SortingEngine, evaluation, sort, subject, with_lines
 
+from kit.evaluation import (
+    FILES,
+    SAMPLING,
+    TOKENIZER,
+    FailingScorer,
+    SortingEngine,
+    evaluation,
+    sort,
+    subject,
+    with_lines,
+)
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, build
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ResourceError, UnusableTask

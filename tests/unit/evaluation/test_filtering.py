@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from evalkit import record, sort
 
+from kit.evaluation import record, sort
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import Table

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from evalkit import SAMPLING, SortingEngine, evaluation
 
+from kit.evaluation import SAMPLING, SortingEngine, evaluation
 from shoal.evaluation.job import TASKS, evaluate
 from shoal.evaluation.records import PROGRESS
 from shoal.rewards import DirectScorer
@@ -18,7 +18,7 @@ from shoal.runtime.stop import StopToken
 CHILD = """
 import sys
 from pathlib import Path
-from evalkit import SortingEngine, evaluation
+from kit.evaluation import SortingEngine, evaluation
 from shoal.evaluation.job import evaluate
 from shoal.rewards import DirectScorer
 from shoal.runtime.stop import StopToken
@@ -41,7 +41,7 @@ def test_killed_and_gone_on_gives_the_same_file(tmp_path: Path, drawn: int) -> N
     evaluate(whole, lambda: DirectScorer(whole.chosen.environment), tmp_path / "whole", StopToken())
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path / "killed"), str(drawn)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from evalkit import one_task, record, sort
 
+from kit.evaluation import one_task, record, sort
 from shoal.environments import Environment, EnvironmentSettings, Task, build
 from shoal.environments.settings import MixPart
 from shoal.errors import LeakFound, UnusableTask

@@ -12,8 +12,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from evalkit import SAMPLING, FailingScorer, SortingEngine, subject
 
+from kit.evaluation import SAMPLING, FailingScorer, SortingEngine, subject
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import LengthSettings

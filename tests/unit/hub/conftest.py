@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hubkit import Bench
+
+from kit.hub import Bench
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from machinekit import Play
 
+from kit.machine import Play
 from shoal import ledger
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import Refusal

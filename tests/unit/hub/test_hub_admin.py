@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from hubkit import HUB, ROOT, RUN_ID, TRAINER, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
-from ownerkit import ADMIN, Owner, action
 
+from kit.hub import (
+    ADMIN,
+    HUB,
+    ROOT,
+    RUN_ID,
+    TRAINER,
+    VALIDATOR,
+    Bench,
+    Owner,
+    action,
+    certificate,
+    code_of,
+    fresh_request,
+    ok,
+    worker_key,
+)
 from shoal.errors import LedgerError
 from shoal.ledger import fold, open_order, verify
 from shoal.protocol import AdminRequest, LeaseReply, LedgerPage, NodeState, RunStatus, SigningKey, sign_document

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
-from hubkit import HUB, ROOT, Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
 
-from asgikit import AsgiTransport
+from kit.asgi import AsgiTransport
+from kit.hub import HUB, ROOT, VALIDATOR, Actor, Bench, certificate, code_of, fresh_request, make_config, ok, worker_key
+from shoal import protocol
 from shoal.client import HubClient
+from shoal.client.http import HEADERS
+from shoal.errors import SignatureError
 from shoal.hub import create_app
 from shoal.ledger import verify
-from shoal.protocol import HubClock, LeaseRequest, LedgerPage, RunStatus, SignedDocument, fingerprint, open_document
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 
@@ -74,11 +78,11 @@ def test_a_hub_that_restarts_after_a_jump_keeps_no_lease_for_an_hour(bench: Benc
         for _ in range(round(LATE_S) + SPARED_S):  # it was away: what runs out meanwhile has a little more time
             bench.clock.advance(1)
             app.state.hub.upkeep.tick()
-        status = RunStatus.model_validate_json(http.get("/status").content)
+        status = protocol.RunStatus.model_validate_json(http.get("/status").content)
         assert status.units["open"] == 1
         carol = Actor(worker_key(3), http, ManualClock(status.now_ms))
         ok(carol.register())
-        page = LedgerPage.model_validate_json(http.get("/ledger").content)
+        page = protocol.LedgerPage.model_validate_json(http.get("/ledger").content)
     verify(page.entries)
     times = [entry.at_ms for entry in page.entries]
     assert times == sorted(times)
@@ -100,12 +104,12 @@ def test_a_machine_whose_clock_is_wrong_is_told_the_time_and_takes_part(bench: B
     clock = ManualClock(bench.clock.now_ms())
     clock.jump(jump_s)
     client = HubClient(
-        "http://hub", worker_key(9), StopToken(), fingerprint(ROOT.public_key), http=bench.http, clock=clock
+        "http://hub", worker_key(9), StopToken(), protocol.fingerprint(ROOT.public_key), http=bench.http, clock=clock
     )
     client.register("wrong clock", "worker", None)
-    assert len(client.lease(LeaseRequest(request="request-1")).leases) == 1
+    assert len(client.lease(protocol.LeaseRequest(request="request-1")).leases) == 1
     clock.jump(-2 * jump_s)  # and wrong again, the other way
-    assert len(client.lease(LeaseRequest(request="request-1")).leases) == 1
+    assert len(client.lease(protocol.LeaseRequest(request="request-1")).leases) == 1
 
 
 def test_only_a_refusal_for_the_clock_says_what_time_it_is(bench: Bench) -> None:
@@ -113,6 +117,67 @@ def test_only_a_refusal_for_the_clock_says_what_time_it_is(bench: Bench) -> None
     early = Actor(bench.alice.key, bench.http, ManualClock(bench.clock.now_ms() - 121_000))
     answer = early.call("POST", "/heartbeat", {})
     assert code_of(answer) == (401, "auth.skew")
-    clock = open_document(SignedDocument.model_validate(answer.json()["clock"]), HubClock, HUB.public_key)
+    clock = protocol.open_document(
+        protocol.SignedDocument.model_validate(answer.json()["clock"]), protocol.HubClock, HUB.public_key
+    )
     assert (clock.node, clock.now_ms) == (bench.alice.key.node, bench.clock.now_ms())
     assert clock.nonce == answer.request.headers["shoal-nonce"]
+
+
+# A hub that goes on with another key: what it signed before is handed out by the key of now
+
+
+NEXT = protocol.SigningKey.from_seed(b"n" * 32)
+
+
+def test_leases_and_receipts_of_before_are_signed_by_the_key_of_now(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "hub")
+    bench.announce(0)
+    request = fresh_request()
+    [lease] = bench.alice.lease(request)
+    ok(bench.alice.submit(lease))
+    [other] = bench.bob.lease("request-of-bob")
+    bench.close()
+    config = make_config(tmp_path / "hub")
+    config = replace(config, key=NEXT, certificates=(*config.certificates, certificate(NEXT, "hub")))
+    app = create_app(config, bench.clock)
+    with httpx.Client(transport=AsgiTransport(app), base_url="http://hub", headers=HEADERS, timeout=20) as http:
+        validator, alice, bob = (Actor(key, http, bench.clock) for key in (VALIDATOR, worker_key(1), worker_key(2)))
+        [audit] = protocol.AuditReply.model_validate_json(ok(validator.call("POST", "/audits", {})).content).audits
+        assert protocol.open_document(audit.lease, protocol.Lease, NEXT.public_key) == lease
+        with pytest.raises(SignatureError):
+            protocol.open_document(audit.lease, protocol.Lease, HUB.public_key)
+        again = protocol.SignedDocument.model_validate_json(ok(alice.submit(lease)).content)
+        assert protocol.open_document(again, protocol.Receipt, NEXT.public_key).lease == lease.lease
+        reply = protocol.LeaseReply.model_validate_json(
+            ok(bob.call("POST", "/leases", {"request": "request-of-bob"})).content
+        )
+        assert [protocol.open_document(signed, protocol.Lease, NEXT.public_key) for signed in reply.leases] == [other]
+
+
+# A hub that was restored from a backup has forgotten whoever came later; their workers introduce themselves anew
+
+
+def test_a_worker_goes_on_with_a_hub_from_before_it_came(tmp_path: Path) -> None:
+    Bench(tmp_path / "hub").close()
+    shutil.copytree(tmp_path / "hub", tmp_path / "backup")
+    bench = Bench(tmp_path / "hub")
+    there = [bench]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        return there[-1].http.send(request)
+
+    http = httpx.Client(transport=httpx.MockTransport(handle))
+    client = HubClient("http://hub", worker_key(3), StopToken(), http=http, clock=bench.clock)
+    client.register("late", "worker", None)
+    client.heartbeat(protocol.Heartbeat())
+    bench.close()
+
+    restored = Bench(tmp_path / "backup")
+    there.append(restored)
+    try:
+        assert client.patient(5.0).heartbeat(protocol.Heartbeat()).node.state is protocol.NodeState.ACTIVE
+        assert client.lease(protocol.LeaseRequest(request="request-1", max_units=1)).leases == ()
+        assert [node.name for node in restored.status().nodes if node.role == "worker"].count("late") == 1
+    finally:
+        restored.close()

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import hubkit
 import numpy as np
 import pytest
-from hubkit import Bench, FakeEnvironment, fresh_request, ok
 
+from kit import hub as hubkit
+from kit.hub import Bench, FakeEnvironment, fresh_request, ok
 from shoal.environments import DialogueRule, Task
 from shoal.protocol import (
     BodyLimits,

@@ -10,15 +10,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
-from hubkit import ROOT, TRAINER, VALIDATOR, Bench, certificate, code_of, ok, policy
-from ownerkit import ADMIN, Owner
 
+from kit.asgi import in_loop
+from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, code_of, ok, policy
 from shoal.hub import changes as changes_module
-from shoal.hub.changes import Changes, Topic, long_poll
+from shoal.hub.changes import FORGET_AFTER_MS, Changes, Topic, Waits, long_poll
 from shoal.hub.http import auth
-from shoal.hub.http.bodies import read_body
-from shoal.hub.http.cache import Answers
-from shoal.hub.http.middleware import Edge
+from shoal.hub.http.auth import read_body
+from shoal.hub.http.middleware import Answers, Edge
 from shoal.hub.limits import Addresses
 from shoal.hub.service import Hub
 from shoal.hub.service.context import ORDERS, orders_of
@@ -26,7 +25,6 @@ from shoal.hub.service.upkeep import READ_POSTS, Posting
 from shoal.hub.state.commands import Record, Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Reader, SqliteStorage
-from shoal.hub.waits import FORGET_AFTER_MS, Waits
 from shoal.protocol import AuditRequest, PolicyAnnouncement, Registration, SigningKey, VerdictReport, sign_document
 from shoal.runtime.clock import ManualClock
 
@@ -336,45 +334,42 @@ def test_those_who_stopped_waiting_are_forgotten_though_nobody_asks_who_waits() 
 # ── one seat for each ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_newer_poll_of_the_same_key_ends_the_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_a_newer_poll_of_the_same_key_ends_the_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes_module, "OVER_S", 0.0)
+    changes = Changes()
+    tries: list[str] = []
 
-    async def scene() -> None:
-        changes = Changes()
-        tries: list[str] = []
+    def attempt(name: str) -> Callable[[], Awaitable[tuple[str, bool]]]:
+        async def look() -> tuple[str, bool]:
+            tries.append(name)
+            return f"nothing for {name}", False
 
-        def attempt(name: str) -> Callable[[], Awaitable[tuple[str, bool]]]:
-            async def look() -> tuple[str, bool]:
-                tries.append(name)
-                return f"nothing for {name}", False
+        return look
 
-            return look
+    async def is_gone() -> bool:
+        return False
 
-        async def is_gone() -> bool:
-            return False
+    def poll(name: str, who: str, topic: Topic = Topic.LEASES) -> asyncio.Task[str]:
+        return asyncio.create_task(long_poll(changes, topic, 20, attempt(name), is_gone, who=who))
 
-        def poll(name: str, who: str, topic: Topic = Topic.LEASES) -> asyncio.Task[str]:
-            return asyncio.create_task(long_poll(changes, topic, 20, attempt(name), is_gone, who=who))
+    async def settled(count: int) -> None:
+        while len(tries) < count:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
 
-        async def settled(count: int) -> None:
-            while len(tries) < count:
-                await asyncio.sleep(0)
-            for _ in range(5):
-                await asyncio.sleep(0)
-
-        older, other, elsewhere = poll("older", "a"), poll("other", "b"), poll("elsewhere", "a", Topic.AUDITS)
-        await settled(3)
-        newer = poll("newer", "a")
-        assert await asyncio.wait_for(older, 10) == "nothing for older"
-        assert not newer.done()
-        assert not other.done()
-        assert not elsewhere.done()
-        assert tries.count("older") == 1, "it looks no more: what it would find is the newer one's"
-        changes.close()
-        await asyncio.wait_for(asyncio.gather(newer, other, elsewhere), 10)
-        assert changes.polling == 0
-
-    asyncio.run(scene())
+    older, other, elsewhere = poll("older", "a"), poll("other", "b"), poll("elsewhere", "a", Topic.AUDITS)
+    await settled(3)
+    newer = poll("newer", "a")
+    assert await asyncio.wait_for(older, 10) == "nothing for older"
+    assert not newer.done()
+    assert not other.done()
+    assert not elsewhere.done()
+    assert tries.count("older") == 1, "it looks no more: what it would find is the newer one's"
+    changes.close()
+    await asyncio.wait_for(asyncio.gather(newer, other, elsewhere), 10)
+    assert changes.polling == 0
 
 
 def test_a_key_waits_on_one_connection_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

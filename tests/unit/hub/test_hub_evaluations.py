@@ -7,20 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hubkit import HUB, RUN_ID, VALIDATOR, Bench, FakeEnvironment, certificate, code_of, fresh_request, ok, worker_key
 
+from kit.hub import HUB, RUN_ID, VALIDATOR, Bench, FakeEnvironment, certificate, code_of, fresh_request, ok, worker_key
+from kit.state import NOW_MS, moment, policy
+from shoal import protocol
 from shoal.environments import Split, Task
-from shoal.hub import EvaluationPlan
-from shoal.protocol import (
-    AuditReply,
-    EvaluationPage,
-    EvaluationReport,
-    EvaluationSlice,
-    Registration,
-    SigningKey,
-    open_document,
-    sign_document,
-)
+from shoal.hub.state import evaluations
+from shoal.hub.state.commands import Command, Refusal, SaveEvaluation
+from shoal.hub.state.machines import EvaluationState, IllegalMove
+from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, Moment
 
 PLAN = EvaluationPlan(every=2, tasks=40)
 
@@ -41,32 +36,32 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
-def ask(bench: Bench, key: SigningKey = VALIDATOR, evaluate: str = "idle", **more: Any) -> AuditReply:
+def ask(bench: Bench, key: protocol.SigningKey = VALIDATOR, evaluate: str = "idle", **more: Any) -> protocol.AuditReply:
     body = {"max_audits": 8, "evaluate": evaluate, **more}
-    return AuditReply.model_validate_json(ok(bench.actor(key).call("POST", "/audits", body)).content)
+    return protocol.AuditReply.model_validate_json(ok(bench.actor(key).call("POST", "/audits", body)).content)
 
 
-def slice_of(reply: AuditReply) -> EvaluationSlice:
+def slice_of(reply: protocol.AuditReply) -> protocol.EvaluationSlice:
     assert reply.evaluation is not None
-    return open_document(reply.evaluation, EvaluationSlice, HUB.public_key)
+    return protocol.open_document(reply.evaluation, protocol.EvaluationSlice, HUB.public_key)
 
 
-def report(part: EvaluationSlice, scores: Sequence[float | None], **changes: Any) -> EvaluationReport:
+def report(part: protocol.EvaluationSlice, scores: Sequence[float | None], **changes: Any) -> protocol.EvaluationReport:
     fields = {"run": RUN_ID, "policy": part.policy, "first": part.first, "environment_digest": part.environment_digest}
-    return EvaluationReport(**{**fields, "scores": tuple(scores), "decided_at_ms": 1, **changes})
+    return protocol.EvaluationReport(**{**fields, "scores": tuple(scores), "decided_at_ms": 1, **changes})
 
 
-def send(bench: Bench, said: EvaluationReport, key: SigningKey = VALIDATOR) -> Any:
-    return bench.actor(key).call("POST", "/evaluations", sign_document(said, key))
+def send(bench: Bench, said: protocol.EvaluationReport, key: protocol.SigningKey = VALIDATOR) -> Any:
+    return bench.actor(key).call("POST", "/evaluations", protocol.sign_document(said, key))
 
 
-def page(bench: Bench, since: int = 0) -> EvaluationPage:
-    return EvaluationPage.model_validate_json(ok(bench.http.get(f"/evaluations?since={since}")).content)
+def page(bench: Bench, since: int = 0) -> protocol.EvaluationPage:
+    return protocol.EvaluationPage.model_validate_json(ok(bench.http.get(f"/evaluations?since={since}")).content)
 
 
-def second_validator(bench: Bench) -> SigningKey:
+def second_validator(bench: Bench) -> protocol.SigningKey:
     key = worker_key(99)
-    body = Registration(public_key=key.public_key, role="validator", certificate=certificate(key, "validator"))
+    body = protocol.Registration(public_key=key.public_key, role="validator", certificate=certificate(key, "validator"))
     ok(bench.actor(key).call("POST", "/nodes", body))
     return key
 
@@ -182,7 +177,7 @@ def test_only_validators_report_and_only_what_they_signed(bench: Bench) -> None:
     ok(bench.announce(0))
     said = report(slice_of(ask(bench)), [1.0])
     assert send(bench, said, worker_key(1)).status_code == 403
-    forged = bench.validator.call("POST", "/evaluations", sign_document(said, worker_key(1)))
+    forged = bench.validator.call("POST", "/evaluations", protocol.sign_document(said, worker_key(1)))
     assert code_of(forged) == (422, "evaluation.signature")
 
 
@@ -221,3 +216,144 @@ def test_a_verdict_of_another_environment_or_of_none_is_refused(bench: Bench, di
     assert code_of(bench.judge(audit, environment_digest=digest)) == (422, "verdict.environment")
     assert bench.status().submissions["auditing"] == 1, "it changes nothing"
     ok(bench.judge(audit, environment_digest=lease.environment_digest))
+
+
+# Evaluations while training: which versions are offered, who has which slice, and what is known in the end
+
+
+OPEN, CLAIMED, DONE, VOID = EvaluationState
+
+
+def now(**changes: Any) -> Moment:
+    return moment(**{"evaluation": PLAN, **changes})
+
+
+def rows_of(commands: list[Command]) -> list[EvaluationRow]:
+    assert all(isinstance(command, SaveEvaluation) for command in commands)
+    return [command.row for command in commands if isinstance(command, SaveEvaluation)]
+
+
+def offered(version: int, under_way: list[EvaluationRow] | None = None, tasks: int = 100) -> list[EvaluationRow]:
+    return rows_of(evaluations.offer(now(), policy(version), tasks, under_way or []))
+
+
+def a_slice(version: int = 0, first: int = 0, **changes: Any) -> EvaluationRow:
+    fields = {"incarnation": 0, "version": version, "first": first, "digest": "d" * 64, "tasks": 16}
+    return EvaluationRow(**{**fields, **changes})
+
+
+def said(row: EvaluationRow, *scores: float | None, **changes: Any) -> protocol.EvaluationReport:
+    fields = {"run": "demo", "policy": row.policy, "first": row.first, "environment_digest": "e" * 64}
+    return protocol.EvaluationReport(**{**fields, "scores": scores, "decided_at_ms": NOW_MS, **changes})
+
+
+class TestOffers:
+    def test_the_first_tasks_in_slices(self) -> None:
+        assert [(row.first, row.tasks) for row in offered(2)] == [(0, 32), (32, 8)]
+        assert [(row.first, row.tasks) for row in offered(2, tasks=33)] == [(0, 32), (32, 1)]
+        assert offered(2, tasks=0) == []
+
+    def test_every_so_many_versions_and_the_last(self) -> None:
+        assert [version for version in range(4) if offered(version)] == [0, 2]
+        odd = now(steps=3)
+        assert rows_of(evaluations.offer(odd, policy(3), 40, []))
+        assert evaluations.offer(moment(), policy(0), 40, []) == [], "nothing without a plan"
+
+    def test_what_nobody_has_begun_is_given_up_when_the_next_is_due(self) -> None:
+        waiting = [a_slice(0, first) for first in (0, 16)]
+        given_up = [row for row in offered(2, waiting) if row.version == 0]
+        assert [row.state for row in given_up] == [VOID, VOID]
+
+    @pytest.mark.parametrize("begun", [CLAIMED, DONE])
+    def test_what_is_begun_is_finished(self, begun: EvaluationState) -> None:
+        under_way = [a_slice(0, 0, state=begun, validator="v"), a_slice(0, 16)]
+        assert {row.version for row in offered(2, under_way)} == {2}
+
+    def test_a_new_incarnation_gives_up_all_of_the_old_one(self) -> None:
+        under_way = [a_slice(0, 0, state=CLAIMED, validator="v"), a_slice(0, 16), a_slice(0, 32, state=DONE)]
+        rows = rows_of(evaluations.offer(now(), policy(0, incarnation=1), 16, under_way))
+        assert [(row.incarnation, row.first, row.state) for row in rows] == [(0, 0, VOID), (0, 16, VOID), (1, 0, OPEN)]
+
+
+class TestClaims:
+    def test_the_oldest_version_first_and_until_when(self) -> None:
+        claim = evaluations.claim(now(), [a_slice(2, 0), a_slice(0, 16), a_slice(0, 0, state=DONE)], "v")
+        assert claim is not None
+        assert (claim.row.key, claim.row.validator) == ((0, 0, 16), "v")
+        assert claim.row.claimed_until_ms == NOW_MS + 5 * 30_000
+
+    def test_there_may_be_none(self) -> None:
+        assert evaluations.claim(now(), [a_slice(0, 0, state=CLAIMED, validator="v")], "w") is None
+
+    def test_a_validator_that_asks_again_has_lost_its_slice(self) -> None:
+        held = a_slice(0, 0, state=CLAIMED, validator="v", claimed_until_ms=NOW_MS + 1)
+        (row,) = rows_of(evaluations.put_back([held], "v", NOW_MS))
+        assert (row.state, row.tries, row.validator) == (OPEN, 1, None)
+        assert evaluations.put_back([held], "w", NOW_MS) == []
+        assert rows_of(evaluations.put_back([held], "w", NOW_MS + 1)) == [row], "its claim ran out"
+
+    def test_after_a_few_tries_a_slice_is_given_up(self) -> None:
+        held = a_slice(0, 0, state=CLAIMED, validator="v", tries=evaluations.MOST_TRIES - 1)
+        (row,) = rows_of(evaluations.put_back([held], "v", NOW_MS))
+        assert row.state is VOID
+
+
+class TestReports:
+    def test_scores_make_it_done(self) -> None:
+        held = a_slice(0, 0, state=CLAIMED, validator="v")
+        (row,) = rows_of(evaluations.report(held, said(held, 1.0, None, 0.5), "v", "{}", NOW_MS))
+        assert (row.state, row.scores, row.document, row.decided_at_ms) == (DONE, (1.0, None, 0.5), "{}", NOW_MS)
+
+    def test_the_first_stands(self) -> None:
+        done = a_slice(0, 0, state=DONE, scores=(1.0,))
+        assert evaluations.report(done, said(done, 0.0), "w", "{}", NOW_MS) == []
+
+    def test_a_problem_puts_it_back_if_it_is_whose_slice_it_is(self) -> None:
+        held = a_slice(0, 0, state=CLAIMED, validator="v")
+        (row,) = rows_of(evaluations.report(held, said(held, problem="no policy"), "v", "{}", NOW_MS))
+        assert (row.state, row.tries) == (OPEN, 1)
+        assert evaluations.report(held, said(held, problem="no policy"), "w", "{}", NOW_MS) == []
+
+    def test_what_was_never_offered_is_refused(self) -> None:
+        held = a_slice(0, 0, state=CLAIMED, validator="v")
+        for row, report in ((None, said(held, 1.0)), (held, said(held, 1.0, policy=policy(0, digest="c" * 64)))):
+            with pytest.raises(Refusal, match=r"evaluation\.unknown"):
+                evaluations.report(row, report, "v", "{}", NOW_MS)
+        with pytest.raises(Refusal, match=r"evaluation\.scores"):
+            evaluations.report(held, said(held, *[1.0] * 17), "v", "{}", NOW_MS)
+
+    def test_done_is_done(self) -> None:
+        with pytest.raises(IllegalMove):
+            a_slice(0, 0, state=DONE).to(OPEN)
+
+
+class TestResults:
+    def test_the_mean_is_of_all_slices_without_what_could_not_be_scored(self) -> None:
+        rows = [a_slice(0, 0, state=DONE, scores=(1.0, None)), a_slice(0, 16, state=DONE, scores=(0.0, 0.5))]
+        (found,) = evaluations.results(rows)
+        assert (found.mean, found.scored, found.tasks, found.complete) == (0.5, 3, 32, True)
+
+    def test_it_is_complete_once_nothing_is_to_come(self) -> None:
+        rows = [a_slice(0, 0, state=DONE, scores=(1.0,)), a_slice(0, 16)]
+        assert [each.complete for each in evaluations.results(rows)] == [False]
+        rows[1] = a_slice(0, 16, state=VOID)
+        assert [each.complete for each in evaluations.results(rows)] == [True]
+
+    def test_a_mean_of_some_slices_says_so(self) -> None:
+        done, given_up = a_slice(0, 0, state=DONE, scores=(1.0,)), a_slice(0, 16, state=VOID)
+        assert [each.partial for each in evaluations.results([done, given_up])] == [True]
+        assert [each.partial for each in evaluations.results([done, a_slice(0, 16)])] == [False], "it may still come"
+        lost = a_slice(0, 16, state=DONE, scores=(None,))
+        assert [each.partial for each in evaluations.results([done, lost])] == [False], "no sample, as ever"
+
+    def test_what_was_given_up_is_left_out(self) -> None:
+        assert evaluations.results([a_slice(0, 0, state=VOID)]) == []
+        assert [each.mean for each in evaluations.results([a_slice(0, 0)])] == [None]
+
+    def test_of_two_incarnations_the_newer(self) -> None:
+        rows = [
+            a_slice(4, 0, state=DONE, scores=(1.0,)),
+            a_slice(4, 0, incarnation=1, state=DONE, scores=(0.0,)),
+            a_slice(2, 0, state=DONE, scores=(0.5,)),
+        ]
+        assert [(each.policy.version, each.mean) for each in evaluations.results(rows)] == [(2, 0.5), (4, 0.0)]

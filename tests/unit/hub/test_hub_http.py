@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hubkit import (
+
+from kit.hub import (
     RUN_ID,
     TRAINER,
     VALIDATOR,
@@ -20,7 +21,6 @@ from hubkit import (
     submission_body,
     worker_key,
 )
-
 from shoal.protocol import (
     Outcome,
     PolicyAnnouncement,
@@ -57,18 +57,12 @@ def started(bench: Bench) -> Bench:
 
 
 class TestIdentity:
-    def test_an_unsigned_request(self, calm: Bench) -> None:
+    def test_who_has_not_signed_is_unknown_or_signed_for_another_node_or_run_is_not_proven(self, calm: Bench) -> None:
         assert code_of(calm.http.post("/heartbeat", json={})) == (401, "auth.unsigned")
-
-    def test_a_stranger(self, calm: Bench) -> None:
         assert code_of(calm.actor(worker_key(9)).call("POST", "/heartbeat", {})) == (401, "auth.unknown_node")
-
-    def test_a_node_id_that_is_not_the_signers(self, calm: Bench) -> None:
         headers = sign_request(worker_key(9), RUN_ID, "POST", "/heartbeat", b"{}", calm.clock.now_ms())
         headers["shoal-node"] = calm.alice.key.node
         assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.signature")
-
-    def test_a_signature_for_another_run(self, calm: Bench) -> None:
         elsewhere = Actor(calm.alice.key, calm.http, calm.clock, run="other-run")
         assert code_of(elsewhere.call("POST", "/heartbeat", {})) == (401, "auth.signature")
 
@@ -83,11 +77,6 @@ class TestIdentity:
         response = calm.http.request(method, path, content=body, headers=headers)
         assert code_of(response) == (401, "auth.signature")
 
-    def test_a_replayed_request(self, calm: Bench) -> None:
-        headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", calm.clock.now_ms())
-        ok(calm.http.post("/heartbeat", content=b"{}", headers=headers))
-        assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
-
     def test_a_replay_is_refused_for_as_long_as_its_clock_would_pass(self, calm: Bench) -> None:
         sent_ms = calm.clock.now_ms() + 119_000
         headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", sent_ms)
@@ -97,14 +86,6 @@ class TestIdentity:
         assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
         calm.clock.advance(60)
         assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.skew")
-
-    @pytest.mark.parametrize("offset_ms", [-121_000, 121_000])
-    def test_a_clock_that_is_off(self, calm: Bench, offset_ms: int) -> None:
-        at_ms = calm.clock.now_ms() + offset_ms
-        headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", at_ms)
-        response = calm.http.post("/heartbeat", content=b"{}", headers=headers)
-        assert code_of(response) == (401, "auth.skew")
-        assert "NTP" in response.json()["message"]
 
     def test_a_role_keeps_to_its_calls(self, calm: Bench) -> None:
         for path in ("/audits", "/verdicts", "/policies", "/batches/0", "/steps"):
@@ -116,20 +97,11 @@ class TestIdentity:
 
 
 class TestBodies:
-    def test_a_body_over_the_cap_is_refused_by_its_declared_length(self, calm: Bench) -> None:
+    def test_a_body_over_the_cap_is_refused_by_its_declared_length_or_while_it_streams(self, calm: Bench) -> None:
         assert code_of(calm.alice.call("POST", "/heartbeat", b"x" * 70_000)) == (413, "body.too_big")
-
-    def test_a_body_without_a_length_is_cut_off_while_it_streams(self, calm: Bench) -> None:
-        taken = []
-
-        def parts() -> Iterator[bytes]:
-            for _ in range(1000):
-                taken.append(1)
-                yield b"x" * 10_000
-
         headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"", calm.clock.now_ms())
-        response = calm.http.post("/heartbeat", content=parts(), headers=headers)
-        assert code_of(response) == (413, "body.too_big")
+        parts = (b"x" * 10_000 for _ in range(1000))
+        assert code_of(calm.http.post("/heartbeat", content=parts, headers=headers)) == (413, "body.too_big")
 
     def test_a_malformed_body_names_the_field(self, calm: Bench) -> None:
         response = calm.alice.call("POST", "/leases", {"request": "long-enough", "max_units": 0})
@@ -151,9 +123,12 @@ class TestNodes:
         assert (again["node"], again["name"]) == (calm.alice.key.node, "alice")
         assert calm.status().ledger.index == before
 
-    def test_a_registration_is_signed_with_the_key_it_brings(self, calm: Bench) -> None:
+    def test_a_registration_by_another_key_role_or_protocol_is_refused(self, calm: Bench) -> None:
         body = Registration(public_key=worker_key(7).public_key)
         assert code_of(calm.actor(worker_key(8)).call("POST", "/nodes", body)) == (401, "auth.signature")
+        assert code_of(calm.alice.register("trainer")) == (409, "node.role")
+        newer = body.model_copy(update={"protocol_version": 99})
+        assert code_of(calm.actor(worker_key(7)).call("POST", "/nodes", newer)) == (409, "protocol.version")
 
     @pytest.mark.parametrize("fault", ["none", "other key", "other role", "other run", "not the root"])
     def test_a_trusted_role_needs_its_certificate(self, calm: Bench, fault: str) -> None:
@@ -167,13 +142,6 @@ class TestNodes:
         }[fault]
         body = Registration(public_key=key.public_key, role="validator", certificate=signed)
         assert code_of(calm.actor(key).call("POST", "/nodes", body)) == (403, "auth.certificate")
-
-    def test_a_key_cannot_change_its_role(self, calm: Bench) -> None:
-        assert code_of(calm.alice.register("trainer")) == (409, "node.role")
-
-    def test_another_protocol_version(self, calm: Bench) -> None:
-        body = Registration(public_key=worker_key(7).public_key, protocol_version=99)
-        assert code_of(calm.actor(worker_key(7)).call("POST", "/nodes", body)) == (409, "protocol.version")
 
     def test_a_stranger_that_is_refused_leaves_no_trace(self, calm: Bench) -> None:
         stranger = calm.actor(worker_key(9))
@@ -228,13 +196,8 @@ class TestProfiles:
 class TestLeases:
     def test_without_a_policy_there_is_no_work(self, bench: Bench) -> None:
         reply = ok(bench.alice.call("POST", "/leases", {"request": fresh_request()})).json()
-        assert reply == {
-            "leases": [],
-            "waiting": "no policy has been published yet",
-            "finished": False,
-            "policy": None,
-            "held_back": False,
-        }
+        told = {"waiting": "no policy has been published yet", "finished": False, "policy": None, "held_back": False}
+        assert reply == {"leases": [], **told}
 
     def test_the_same_request_gets_the_same_leases(self, started: Bench) -> None:
         first, again = started.alice.lease("same-request", 1), started.alice.lease("same-request", 1)
@@ -282,15 +245,10 @@ class TestSubmissions:
         other = submission_body(lease, engine="other")
         assert code_of(started.alice.submit(lease, other)) == (409, "submission.other_body")
 
-    def test_somebody_elses_lease(self, started: Bench) -> None:
+    def test_somebody_elses_lease_an_unknown_one_and_too_big_a_body_are_refused(self, started: Bench) -> None:
         (lease,) = started.alice.lease(fresh_request())
         assert code_of(started.bob.submit(lease)) == (403, "lease.not_yours")
-
-    def test_an_unknown_lease(self, started: Bench) -> None:
         assert code_of(started.bob.call("PUT", "/submissions/u77a0", b"x")) == (404, "lease.unknown")
-
-    def test_too_big(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
         assert code_of(started.alice.submit(lease, b"x" * 4097)) == (413, "body.too_big")
 
     def test_malformed_bytes_are_named_and_leave_no_file(self, started: Bench) -> None:
@@ -321,14 +279,6 @@ class TestSubmissions:
         started.clock.advance(61)
         assert started.status().units["open"] == 1, "the status notices the expiry"
         assert started.alice.submit(lease).status_code == 201
-
-    def test_late_is_gone_once_somebody_else_has_the_unit(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
-        started.clock.advance(61)
-        (second,) = started.bob.lease(fresh_request())
-        assert second.unit == lease.unit
-        assert code_of(started.alice.submit(lease)) == (410, "lease.late")
-        assert started.bob.submit(second).status_code == 201
 
 
 class TestAuditsAndVerdicts:
@@ -362,10 +312,6 @@ class TestAuditsAndVerdicts:
         ("changes", "code"),
         [
             ({"unit": 9}, (422, "verdict.mismatch")),
-            ({"node": "0" * 32}, (422, "verdict.mismatch")),
-            ({"rewards": ()}, (422, "verdict.rewards")),
-            ({"generated_tokens": 10**9}, (422, "verdict.tokens")),
-            ({"generated_tokens": -1}, (422, "verdict.tokens")),
             ({"run": "other"}, (422, "verdict.run")),
             ({"submission": "a" * 64}, (404, "submission.unknown")),
         ],

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hubkit import Actor, Bench, code_of, fresh_request, ok
 
+from kit.hub import Actor, Bench, code_of, fresh_request, ok
 from shoal.hub.state import nodes
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow
@@ -108,23 +108,6 @@ class TestHoarders:
         assert (seen.state, seen.window, seen.suspensions) == (NodeState.SUSPENDED, 1, 1)
         assert seen.until_ms == bench.app.state.hub.context.clock.now_ms() + 60_000
         assert len(ask(bench.bob, 32).leases) == 8, "others are served"
-
-    def test_giving_back_narrows_the_window_and_for_ever_suspends(self, bench: Bench) -> None:
-        taken, states = [], []
-        for _ in range(12):
-            leases = bench.alice.lease(fresh_request(), 32)
-            taken.append(len(leases))
-            ok(bench.alice.call("POST", "/leases/release", {"leases": [lease.lease for lease in leases]}))
-            states.append(view(bench, bench.alice).state)
-        assert taken == [8, 4, 2, *[1] * 8, 0]
-        assert states == [NodeState.ACTIVE] * 10 + [NodeState.SUSPENDED] * 2
-
-    def test_accepted_groups_widen_the_window_again(self, bench: Bench) -> None:
-        leases = bench.alice.lease(fresh_request(), 2)
-        ok(bench.alice.call("POST", "/leases/release", {"leases": [lease.lease for lease in leases]}))
-        assert view(bench, bench.alice).window == 4
-        bench.accept_groups(3)
-        assert view(bench, bench.alice).window == 7
 
 
 class TestSuspension:

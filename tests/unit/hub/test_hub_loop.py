@@ -5,20 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from hubkit import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, fresh_request, ok
 
-from shoal import ledger
-from shoal.protocol import (
-    BodyLimits,
-    LedgerPage,
-    Receipt,
-    RunInfo,
-    SignedDocument,
-    SubmissionBodies,
-    TrainingBatch,
-    open_document,
-    unpack,
-)
+from kit.hub import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, fresh_request, ok
+from shoal import ledger, protocol
 
 
 def test_three_steps_from_policy_to_finish(bench: Bench) -> None:
@@ -45,7 +34,7 @@ def test_the_trainer_gets_the_rollouts_with_the_validators_rewards(bench: Bench)
     leases = bench.accept_groups(2)
     assert bench.batch(0) is not None
     body = ok(bench.trainer.call("GET", "/batches/0/rollouts")).content
-    batch = unpack(body, TrainingBatch, BodyLimits())
+    batch = protocol.unpack(body, protocol.TrainingBatch, protocol.BodyLimits())
     assert [group.unit for group in batch.groups] == [0, 1]
     for group, lease in zip(batch.groups, leases, strict=True):
         assert group.task == lease.task
@@ -82,7 +71,7 @@ def test_the_ledger_records_the_run_and_accounts_for_every_credit(bench: Bench) 
     ok(bench.announce(0))
     bench.accept_groups(2)
     bench.batch(0)
-    page = LedgerPage.model_validate_json(ok(bench.http.get("/ledger?limit=1000")).content)
+    page = protocol.LedgerPage.model_validate_json(ok(bench.http.get("/ledger?limit=1000")).content)
     ledger.verify(page.entries, page.head)
     kinds = [entry.kind for entry in page.entries]
     assert kinds == ["run", "node", "node", "policy", "node", "credit", "credit", "batch"]
@@ -99,15 +88,17 @@ def test_a_receipt_is_signed_by_the_hub_and_names_what_it_is_for(bench: Bench) -
     (lease,) = bench.alice.lease("one-unit-please")
     response = bench.alice.submit(lease)
     assert response.status_code == 201
-    receipt = open_document(SignedDocument.model_validate_json(response.content), Receipt, HUB.public_key)
+    receipt = protocol.open_document(
+        protocol.SignedDocument.model_validate_json(response.content), protocol.Receipt, HUB.public_key
+    )
     assert (receipt.run, receipt.node, receipt.lease, receipt.unit) == (RUN_ID, lease.node, lease.lease, lease.unit)
     answer = ok(bench.validator.call("GET", f"/submissions?name={receipt.submission}")).content
-    (body,) = unpack(answer, SubmissionBodies, BodyLimits()).bodies
+    (body,) = protocol.unpack(answer, protocol.SubmissionBodies, protocol.BodyLimits()).bodies
     assert len(body) == receipt.size_bytes
 
 
 def test_run_info_is_signed_and_complete(bench: Bench) -> None:
-    signed = SignedDocument.model_validate_json(ok(bench.http.get("/run")).content)
-    info = open_document(signed, RunInfo, HUB.public_key)
+    signed = protocol.SignedDocument.model_validate_json(ok(bench.http.get("/run")).content)
+    info = protocol.open_document(signed, protocol.RunInfo, HUB.public_key)
     assert (info.run, info.environment, info.group_size) == (RUN_ID, "fake", 2)
     assert len(info.certificates) == 3

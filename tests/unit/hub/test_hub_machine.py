@@ -8,8 +8,8 @@ from pathlib import Path
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from machinekit import Play
 
+from kit.machine import Play
 from shoal import ledger
 from shoal.hub.state import newcomers, nodes, pacing
 from shoal.hub.state.commands import Refusal

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hubkit import fresh_request
-from machinekit import Play
 
+from kit.hub import fresh_request
+from kit.machine import Play
 from shoal.hub.service.turns import Place
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Heartbeat, Lease, LeaseReply, LeaseRequest, Outcome, PolicyRef, Severity

@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from hubkit import Bench, fresh_request, ok
+import pytest
 
-from shoal.hub.changes import Changes, Topic, long_poll
-from shoal.hub.waits import FORGET_AFTER_MS, Waits
+from kit.asgi import in_loop
+from kit.hub import Bench, certificate, fresh_request, make_config, ok, worker_key
+from shoal.errors import ResourceError
+from shoal.hub.changes import FORGET_AFTER_MS, WOKEN, Changes, Topic, Waits, long_poll
+from shoal.hub.service import Hub, context, retry, upkeep
+from shoal.hub.state.commands import Refusal
+from shoal.hub.storage import StaleRow
+from shoal.ledger import verify
+from shoal.protocol import Registration
+from shoal.runtime.clock import ManualClock
 
 
 class Background:
@@ -123,18 +132,6 @@ def test_a_client_that_left_is_given_no_work() -> None:
     assert granted == ["try"], "no second attempt for a client that is gone"
 
 
-def test_a_change_between_the_look_and_the_wait_is_not_missed() -> None:
-    async def scene() -> float:
-        changes = Changes()
-        seen = changes.count(Topic.AUDITS)
-        changes.notify(Topic.AUDITS)
-        before = time.monotonic()
-        await changes.wait(Topic.AUDITS, seen, 20)
-        return time.monotonic() - before
-
-    assert asyncio.run(scene()) < 10
-
-
 def test_waits_count_from_the_first_poll_in_a_row_and_are_forgotten() -> None:
     waits = Waits()
     waits.waiting("worker a", "a unit: x", 1_000)
@@ -146,3 +143,241 @@ def test_waits_count_from_the_first_poll_in_a_row_and_are_forgotten() -> None:
     assert waits.current(100_000)[0].since_ms == 100_000
     waits.done("worker a")
     assert waits.current(100_000) == []
+
+
+# A crowd of long polls: a change wakes a few of them, who waited longest comes first, nobody is forgotten
+
+
+CROWD = 200
+WAIT_S = 30.0
+
+
+class Shop:
+    """Things to be had, and how often anybody looked."""
+
+    def __init__(self) -> None:
+        self.changes = Changes()
+        self.stock = 0
+        self.looks = 0
+        self.served: list[int] = []
+
+    def attempt(self, who: int) -> Callable[[], Awaitable[tuple[bool, bool]]]:
+        async def look() -> tuple[bool, bool]:
+            self.looks += 1
+            found = self.stock > 0
+            if found:
+                self.stock -= 1
+                self.served.append(who)
+            return found, found
+
+        return look
+
+    async def crowd(self, count: int) -> list[asyncio.Task[bool]]:
+        """So many who have looked in vain, and wait."""
+        tasks = []
+        for who in range(count):
+            tasks.append(asyncio.create_task(self.poll(who)))
+            while len(self.changes._waiters[Topic.LEASES]) <= who:
+                await asyncio.sleep(0)
+        self.looks = 0
+        return tasks
+
+    async def poll(self, who: int, look_s: float | None = None) -> bool:
+        return await long_poll(self.changes, Topic.LEASES, WAIT_S, self.attempt(who), _here, look_s)
+
+    def supply(self, count: int) -> None:
+        self.stock += count
+        self.changes.notify(Topic.LEASES)
+
+    async def settle(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def end(self, tasks: list[asyncio.Task[bool]]) -> None:
+        self.changes.close()
+        await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
+
+
+async def _here() -> bool:
+    return False
+
+
+@in_loop
+async def test_a_little_goes_to_who_waited_longest_and_wakes_few() -> None:
+    shop = Shop()
+    tasks = await shop.crowd(CROWD)
+    shop.supply(3)
+    await shop.settle(lambda: len(shop.served) == 3 and len(shop.changes._waiters[Topic.LEASES]) == CROWD - 3)
+    assert shop.served == [0, 1, 2]
+    assert shop.looks <= WOKEN + 2 * 3
+    await shop.end(tasks)
+
+
+@in_loop
+async def test_plenty_reaches_everybody_from_one_change() -> None:
+    shop = Shop()
+    tasks = await shop.crowd(CROWD)
+    shop.supply(CROWD)
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
+    assert answers == [True] * CROWD
+    assert shop.looks == CROWD
+
+
+@in_loop
+async def test_who_looked_in_vain_stands_behind_the_others() -> None:
+    shop = Shop()
+    tasks = await shop.crowd(2 * WOKEN)
+    shop.changes.notify(Topic.LEASES)  # for nothing: the first ones go to the end of the queue
+    await shop.settle(lambda: shop.looks == WOKEN and len(shop.changes._waiters[Topic.LEASES]) == 2 * WOKEN)
+    shop.supply(1)
+    await shop.settle(lambda: len(shop.served) == 1)
+    assert shop.served == [WOKEN]
+    await shop.end(tasks)
+
+
+@in_loop
+async def test_a_crowd_that_may_not_take_it_keeps_nothing_from_who_may() -> None:
+    shop = Shop()
+
+    async def in_vain() -> tuple[bool, bool]:
+        return False, False
+
+    kept = [
+        asyncio.create_task(
+            long_poll(shop.changes, Topic.LEASES, WAIT_S, in_vain, _here, is_held_back=lambda _found: True)
+        )
+        for _ in range(CROWD)
+    ]
+    await shop.settle(lambda: len(shop.changes._waiters[Topic.LEASES]) == CROWD)
+    free = asyncio.create_task(shop.poll(7))
+    await shop.settle(lambda: len(shop.changes._waiters[Topic.LEASES]) == CROWD + 1)
+    shop.supply(1)
+    await shop.settle(free.done)
+    assert shop.served == [7]
+    await shop.end(kept)
+
+
+@in_loop
+async def test_what_changes_while_somebody_looks_is_not_missed() -> None:
+    """A change between a look and the wait that follows it, with nobody else there to be woken."""
+    shop = Shop()
+    seen = shop.changes.count(Topic.LEASES)
+    shop.supply(1)
+    await asyncio.wait_for(shop.changes.wait(Topic.LEASES, seen, WAIT_S), WAIT_S / 2)
+
+
+@in_loop
+async def test_a_stop_wakes_all_of_a_crowd() -> None:
+    shop = Shop()
+    await shop.end(await shop.crowd(CROWD))
+    assert shop.served == []
+
+
+@in_loop
+async def test_without_notice_one_looks_again_by_itself() -> None:
+    shop = Shop()
+    task = asyncio.create_task(shop.poll(0, look_s=0.01))
+    await shop.settle(lambda: shop.looks >= 3)
+    shop.stock = 1
+    assert await asyncio.wait_for(task, WAIT_S)
+
+
+# Calls that were overtaken are made again; long polls look again where nobody tells them; the ledger's outbox
+
+
+class TestRetry:
+    @pytest.fixture(autouse=True)
+    def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(context, "PAUSE_S", 0.0)
+
+    def test_a_decision_that_was_overtaken_is_made_again(self) -> None:
+        failures = [StaleRow("once"), StaleRow("twice")]
+
+        def call() -> str:
+            if failures:
+                raise failures.pop()
+            return "answer"
+
+        assert retry(call) == "answer"
+
+    def test_but_not_for_ever(self) -> None:
+        made: list[int] = []
+
+        def call() -> None:
+            made.append(1)
+            raise StaleRow("always")
+
+        with pytest.raises(Refusal) as caught:
+            retry(call)
+        assert (caught.value.status, caught.value.code, len(made)) == (503, "hub.busy", context.ATTEMPTS)
+
+    def test_other_failures_are_not_repeated(self) -> None:
+        made: list[int] = []
+
+        def call() -> None:
+            made.append(1)
+            raise ResourceError("the disk is full")
+
+        with pytest.raises(ResourceError):
+            retry(call)
+        assert len(made) == 1
+
+    def test_routes_retry(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        register, failures = bench.app.state.hub.membership.register, [StaleRow("once")]
+
+        def overtaken(*arguments: object) -> object:
+            if failures:
+                raise failures.pop()
+            return register(*arguments)
+
+        monkeypatch.setattr(bench.app.state.hub.membership, "register", overtaken)
+        assert bench.alice.register(name="again").status_code == 200
+        assert not failures
+
+
+class TestPosting:
+    @pytest.fixture
+    def hub(self, tmp_path: Path) -> Iterator[Hub]:
+        """With the run and four nodes recorded, and nobody who posts by himself."""
+        hub = Hub(make_config(tmp_path / "hub"), ManualClock())
+        for key in map(worker_key, range(1, 5)):
+            signed = certificate(key, "validator")
+            registration = Registration(public_key=key.public_key, role="validator", certificate=signed)
+            hub.membership.register(registration)
+        yield hub
+        hub.close()
+
+    def outgoing(self, hub: Hub) -> int:
+        with hub.context.storage.read() as reader:
+            return reader.outbox_length()
+
+    def test_a_long_outbox_is_posted_in_pages(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(upkeep, "POSTED_AT_A_TIME", 2)
+        assert self.outgoing(hub) == 5
+        hub.posting.post()
+        page = hub.reporting.ledger_page(-1, 99)
+        verify(page.entries, page.head)
+        assert (self.outgoing(hub), [entry.kind for entry in page.entries]) == (0, ["run"] + ["node"] * 4)
+
+    def test_only_the_leader_posts(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hub.context.storage, "lead", lambda *_: False)
+        hub.upkeep.tick()
+        assert hub.reporting.ledger_page(-1, 99).entries == ()
+        monkeypatch.undo()
+        hub.upkeep.tick()
+        assert self.outgoing(hub) == 0
+
+    def test_a_hub_that_stops_leaves_nothing_outgoing(self, hub: Hub) -> None:
+        hub.close()
+        hub.close()
+        assert self.outgoing(hub) == 0
+
+    def test_a_hub_that_could_not_post_stops_all_the_same(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full() -> None:
+            raise ResourceError("the disk is full")
+
+        monkeypatch.setattr(hub.posting, "post", full)
+        hub.close()
+        monkeypatch.undo()
+        assert self.outgoing(hub) == 5, "for the next start"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import signal
 import socket
@@ -13,11 +14,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 
 import httpx
+import msgspec
 import pytest
-from hubkit import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kit.hub import (
     HUB,
     ROOT,
     TRAINER,
@@ -31,21 +39,27 @@ from hubkit import (
     submission_body,
     worker_key,
 )
-
-from shoal.errors import ConfigError, EnvironmentSetupError, ResourceError
+from kit.smalldisk import in_own_namespace, small_disk
+from shoal.errors import ConfigError, DiskError, EnvironmentSetupError, ResourceError
 from shoal.hub import HubConfig, create_app, run_hub
 from shoal.hub.http import server
+from shoal.hub.settings import MAX_INFLATED_BYTES, MAX_SUBMISSION_BYTES
+from shoal.hub.storage import SqliteStorage
 from shoal.protocol import (
     LeaseRequest,
     PolicyAnnouncement,
+    ProofParameters,
     Receipt,
+    Rollout,
     SignedDocument,
+    Submission,
     fingerprint,
     open_document,
     sign_document,
     sign_request,
     submission_digest,
 )
+from shoal.protocol.lease import MAX_PROMPT_TOKENS
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 
@@ -203,8 +217,8 @@ class TestRestart:
 CHILD = """
 import sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parents[1])]
-from hubkit import make_config
+sys.path.insert(0, sys.argv[1])
+from kit.hub import make_config
 from shoal.hub import run_hub
 from shoal.runtime.stop import stop_on_signals
 config = make_config(Path(sys.argv[2]), run={"groups_per_step": 32}, settings={"newcomer_share": 1.0})
@@ -216,7 +230,7 @@ class Child:
     """A hub in its own process."""
 
     def __init__(self, folder: Path) -> None:
-        here = str(Path(__file__).parent)
+        here = str(Path(__file__).parents[2])
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, here, str(folder)], stdout=subprocess.PIPE, text=True
         )
@@ -342,7 +356,6 @@ class TestPages:
                     if call["tags"] != ["owner"]:  # an order is signed itself
                         assert call["security"] == [{"signature": []}], path
         lease = document["paths"]["/leases"]["post"]
-        assert lease["requestBody"]["content"]["application/json"]["example"]["max_units"] == 4
         assert lease["responses"]["403"]["content"]["application/json"]["schema"]["$ref"].endswith("/Problem")
 
     def test_the_pages_for_people(self, http: httpx.Client) -> None:
@@ -360,3 +373,112 @@ class TestPages:
 def test_the_hub_starts_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import shoal.hub.http.server, shoal.ledger"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# The hub on a disk that is full: it promises nothing that it cannot keep, ends with a sentence, and loses nothing
+
+
+FULL = "the disk is full: free some space"
+
+
+def test_a_full_database_is_undone_and_works_again_when_there_is_room(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if in_own_namespace(request):
+        return
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        storage = SqliteStorage(disk.path / "hub.db")
+
+        def put() -> None:
+            with storage.write() as transaction:
+                transaction.put_setting("a", "x" * 100_000)
+
+        disk.fill()
+        with pytest.raises(DiskError, match=rf"cannot write to the database {disk.path}/hub\.db: {FULL}"):
+            put()
+        with storage.read() as reader:
+            assert reader.setting("a") is None
+        disk.free()
+        put()
+        with storage.read() as reader:
+            assert reader.setting("a") is not None
+        storage.close()
+
+
+@pytest.mark.parametrize("where", ["hub", "hub/blobs"])
+def test_what_cannot_be_stored_gets_no_receipt(tmp_path: Path, request: pytest.FixtureRequest, where: str) -> None:
+    if in_own_namespace(request):
+        return
+    with small_disk(tmp_path / where, "4m") as disk:
+        bench = Bench(tmp_path / "hub")
+        ok(bench.announce(0))
+        (lease,) = bench.alice.lease(fresh_request())
+        disk.fill()
+        answer = bench.alice.submit(lease)
+        assert code_of(answer) == (503, "hub.resource")
+        assert str(disk.path) not in answer.text, "that is for the log"
+        failure = bench.app.state.hub.context.failure
+        assert isinstance(failure, DiskError), "the process ends with it"
+        assert FULL in str(failure)
+        assert str(disk.path) in str(failure)
+        assert not (tmp_path / "hub" / "blobs" / submission_digest(submission_body(lease))).exists()
+        disk.free()
+        assert bench.status().submissions["received"] == 0
+        assert bench.alice.submit(lease).status_code == 201, "nothing was promised or taken before"
+        bench.close()
+
+
+def test_the_process_ends_and_says_why(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if in_own_namespace(request):
+        return
+    with small_disk(tmp_path / "hub", "4m") as disk, ThreadPoolExecutor(1) as pool:
+        ready: Queue[str] = Queue()
+        ended = pool.submit(run_hub, make_config(disk.path), StopToken(), ready.put)
+        with httpx.Client(base_url=ready.get(timeout=20), timeout=20) as http:
+            worker = Actor(worker_key(1), http, SystemClock())
+            ok(worker.register())
+            disk.fill()
+            assert worker.call("POST", "/heartbeat", {}).status_code == 503
+        with pytest.raises(DiskError, match=FULL):
+            ended.result(timeout=20)
+
+
+# How large a submission may be: as large as an honest one of this run can be, and no larger
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    group=st.integers(2, 32),
+    tokens=st.integers(1, 100),
+    topk=st.integers(8, 512),
+    rows=st.integers(1, 64),
+    seed=st.integers(0, 2**32),
+)
+def test_an_honest_submission_is_never_too_big(group: int, tokens: int, topk: int, rows: int, seed: int) -> None:
+    """Nothing in it can be compressed, every completion has its full length and every proof all its points."""
+    noise = random.Random(seed)
+    run = {"group_size": group, "max_new_tokens": tokens}
+    config = replace(make_config(Path("unused"), run), proof=ProofParameters(topk=topk, rows=rows))
+    proofs = noise.randbytes(-(-tokens // rows) * (2 + 2 * topk))
+    rollout = Rollout(noise.randbytes(4 * tokens), noise.randbytes(4 * tokens), "length", proofs)
+    submission = Submission(
+        format=1, run="r" * 256, node="n" * 256, lease="l" * 256, unit=2**62, incarnation=2**62, version=2**62,
+        policy_digest="d" * 256, prompt=noise.randbytes(4 * MAX_PROMPT_TOKENS), rollouts=[rollout] * group,
+        engine="e" * 256,
+    )  # fmt: skip
+    inflated = len(msgspec.msgpack.encode(submission))
+    compressed = inflated + inflated // 256 + 64  # the most that zstd makes of it
+    limits = config.submission_limits
+    assert inflated <= limits.inflated_bytes or limits.inflated_bytes == MAX_INFLATED_BYTES
+    assert compressed <= limits.compressed_bytes or limits.compressed_bytes == MAX_SUBMISSION_BYTES
+
+
+def test_it_is_not_much_larger_either() -> None:
+    """16 tokens at 128 points: one proof of 258 bytes for each rollout, which eight bytes a token would not hold."""
+    config = make_config(Path("unused"), {"group_size": 16, "max_new_tokens": 16})
+    assert config.submission_limits.inflated_bytes == 1024 * 1024 + 16 * (256 + 8 * 16 + 258)
+
+
+def test_nobody_may_send_more_than_the_limits() -> None:
+    limits = make_config(Path("unused"), {"group_size": 256, "max_new_tokens": 131_072}).submission_limits
+    assert (limits.compressed_bytes, limits.inflated_bytes) == (MAX_SUBMISSION_BYTES, MAX_INFLATED_BYTES)

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from hubkit import Bench, code_of, fresh_request, ok, submission_body
 from sqlalchemy.exc import OperationalError
 
+from kit.hub import Bench, code_of, fresh_request, ok, submission_body
 from shoal.errors import ResourceError
 from shoal.hub.http.middleware import HEADER_REQUEST
 from shoal.protocol import Outcome

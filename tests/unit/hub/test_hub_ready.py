@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hubkit import Bench, fresh_request, ok
 
+from kit.hub import Bench, fresh_request, ok
 from shoal.errors import DiskError, ResourceError
 from shoal.hub.storage import SqliteStorage
 from shoal.protocol import Outcome, Severity

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from hubkit import HUB, RUN_ID, VALIDATOR, Bench, code_of, fresh_request, ok, worker_key
 
+from kit.hub import HUB, RUN_ID, TRAINER, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
 from shoal.hub.service import reporting
 from shoal.hub.service.stories import node_sentence
 from shoal.hub.state.rows import NodeRow
+from shoal.ledger import fold
 from shoal.protocol import (
     CheckResult,
     EvidencePage,
     Lease,
+    LedgerEntry,
     LedgerPage,
     NodePage,
     NodeState,
     NodeStory,
     Outcome,
     Receipt,
+    Registration,
     RunStatus,
     Severity,
+    SignedDocument,
     SigningKey,
     UnitStory,
     Verdict,
+    Vouch,
     document_hash,
     open_document,
+    sign_document,
 )
+from shoal.protocol.signing import sign_values
 from shoal.protocol.story import behind
 
 ALICE, BOB = worker_key(1).node, worker_key(2).node
@@ -216,3 +226,128 @@ def test_a_stranger_is_not_told_where_anybody_is(bench: Bench) -> None:
     text = bench.http.get(f"/nodes/{key.node}").text
     assert "127.0.0.1" not in text
     assert "testclient" not in text
+
+
+# Which verdicts a status shows: the newest, and refusals that hundreds of acceptances would hide
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    ok(bench.announce(0))
+    yield bench
+    bench.close()
+
+
+def test_a_refusal_is_shown_behind_the_newest_decisions_and_only_once(
+    started: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "VERDICTS_SHOWN", 1)
+    bad, good = started.alice.lease(fresh_request(), 1), started.bob.lease(fresh_request(), 1)
+    ok(started.alice.submit(bad[0]))
+    (audit,) = started.audits()
+    refusal = {"outcome": Outcome.REJECTED, "reason": "sampling.seed", "severity": Severity.STATISTICAL}
+    ok(started.judge(audit, **refusal))
+    assert [verdict.unit for verdict in started.status().verdicts] == [bad[0].unit]
+    started.clock.advance(1)
+    ok(started.bob.submit(good[0]))
+    (audit,) = started.audits()
+    ok(started.judge(audit))
+    shown = [(verdict.unit, verdict.outcome) for verdict in started.status().verdicts]
+    assert shown == [(good[0].unit, "accepted"), (bad[0].unit, "rejected")]
+
+
+# Owners: a vouch that the node itself brings is checked, written down once, and stays
+
+
+OWNER, OTHER = SigningKey.from_seed(b"o" * 32), SigningKey.from_seed(b"p" * 32)
+CAROL = worker_key(5)
+
+
+def vouch(node: str = CAROL.node, owner: SigningKey = OWNER, by: SigningKey | None = None) -> SignedDocument:
+    return sign_document(Vouch(owner=owner.public_key, node=node, issued_at_ms=1), by or owner)
+
+
+def register(bench: Bench, key: SigningKey, signed: SignedDocument | None, **changes: Any) -> httpx.Response:
+    return bench.actor(key).call("POST", "/nodes", Registration(public_key=key.public_key, vouch=signed, **changes))
+
+
+def ledger(bench: Bench) -> list[LedgerEntry]:
+    return list(LedgerPage.model_validate_json(ok(bench.http.get("/ledger")).content).entries)
+
+
+def vouches(bench: Bench) -> list[dict[str, Any]]:
+    return [entry.body for entry in ledger(bench) if entry.kind == "vouch"]
+
+
+def works(bench: Bench, key: SigningKey) -> None:
+    """The node has a group accepted, with which it comes into the ledger."""
+    actor = bench.actor(key)
+    ok(actor.submit(actor.lease(fresh_request())[0]))
+    for audit in bench.audits():
+        ok(bench.judge(audit))
+
+
+def test_an_owner_is_written_down_once_and_stays(bench: Bench) -> None:
+    ok(bench.announce(0))
+    assert ok(register(bench, CAROL, vouch())).json()["owner"] == OWNER.public_key
+    ok(register(bench, CAROL, vouch()))
+    assert ok(register(bench, CAROL, None)).json()["owner"] == OWNER.public_key, "silence takes nothing away"
+    assert code_of(register(bench, CAROL, vouch(owner=OTHER))) == (409, "vouch.owner")
+    assert vouches(bench) == [], "nothing of hers was accepted yet"
+    works(bench, CAROL)
+    signed = vouch().model_dump(mode="json")
+    assert vouches(bench) == [{"node": CAROL.node, "owner": OWNER.public_key, "vouch": signed}]
+    assert fold(ledger(bench)).by_node[CAROL.node].owner == OWNER.public_key
+
+
+def test_a_node_that_worked_alone_can_get_an_owner_later(bench: Bench) -> None:
+    ok(bench.announce(0))
+    assert ok(register(bench, CAROL, None)).json()["owner"] == ""
+    works(bench, CAROL)
+    assert vouches(bench) == []
+    assert ok(register(bench, CAROL, vouch())).json()["owner"] == OWNER.public_key
+    assert len(vouches(bench)) == 1
+
+
+def test_one_owner_can_have_several_machines(bench: Bench) -> None:
+    dave = worker_key(6)
+    ok(bench.announce(0))
+    ok(register(bench, CAROL, vouch()))
+    ok(register(bench, dave, vouch(dave.node)))
+    works(bench, CAROL)
+    works(bench, dave)
+    assert {body["owner"] for body in vouches(bench)} == {OWNER.public_key}
+    assert len(vouches(bench)) == 2
+
+
+@pytest.mark.parametrize(
+    ("signed", "code"),
+    [
+        (vouch(node="0" * 32), "vouch.other"),  # for another node
+        (vouch(by=OTHER), "vouch.other"),  # in the name of somebody else
+        (vouch().model_copy(update={"signature": "0" * 128}), "vouch.signature"),
+        (vouch().model_copy(update={"kind": "lease"}), "vouch.signature"),
+        (certificate(CAROL, "worker"), "vouch.signature"),
+    ],
+)
+def test_a_vouch_that_does_not_hold_is_refused_and_leaves_nothing(
+    bench: Bench, signed: SignedDocument, code: str
+) -> None:
+    assert code_of(register(bench, CAROL, signed)) == (403, code)
+    assert vouches(bench) == []
+    assert CAROL.node not in [node.node for node in bench.status().nodes]
+
+
+def test_a_vouch_carries_no_load(bench: Bench) -> None:
+    """Keys are free, and what a key brings is kept: 60 a minute of 64 kB would be 5 GB a day for each address."""
+    values = {**vouch().document, "load": "x" * 2000}
+    signed = sign_values("vouch", values, OWNER)
+    assert code_of(register(bench, CAROL, signed)) == (422, "vouch.size")
+    ok(register(bench, CAROL, sign_values("vouch", {**vouch().document, "later": "field"}, OWNER)))
+
+
+def test_only_workers_have_owners(bench: Bench) -> None:
+    signed = certificate(TRAINER, "trainer")
+    answer = register(bench, TRAINER, vouch(TRAINER.node), role="trainer", certificate=signed)
+    assert code_of(answer) == (403, "vouch.role")

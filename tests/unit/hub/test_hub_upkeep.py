@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hubkit import Bench, code_of, fresh_request, ok
 
+from kit.hub import Bench, code_of, fresh_request, ok
 from shoal.errors import ResourceError
 from shoal.hub.state.rows import NodeRow
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.hub.storage.s3 import TICKET_S, Bucket, S3Inbox
-from shoal.hub.storage.sigv4 import Credentials, Scope, checksum, presign
+from shoal.hub.storage.s3 import TICKET_S, Bucket, Credentials, S3Inbox, Scope, checksum, presign
 from shoal.protocol import submission_digest
 
 PUBLISHED = Credentials("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from statekit import (
+
+from kit.state import (
     NOW_MS,
     held,
     leases_in,
@@ -22,7 +23,6 @@ from statekit import (
     units_in,
     verdict,
 )
-
 from shoal.hub.state import audits, nodes, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Refusal
@@ -450,6 +450,9 @@ class TestRejected:
         ({"rewards": (1.0,)}, "verdict.rewards"),
         ({"generated_tokens": 33}, "verdict.tokens"),
         ({"generated_tokens": -1}, "verdict.tokens"),
+        ({"tally": Tally(tokens=33)}, "verdict.tally"),
+        ({"tally": Tally(tokens=30, proofs=2, accidents=3)}, "verdict.tally"),
+        ({"tally": Tally(tokens=33), "outcome": Outcome.UNSURE}, "verdict.tally"),  # it would join the record, too
     ],
 )
 def test_a_verdict_that_does_not_fit_changes_nothing(changes: dict[str, Any], code: str) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from statekit import NOW_MS, lease, leases_in, moment, of_type, policy, submission, unit, units_in
 
+from kit.state import NOW_MS, lease, leases_in, moment, of_type, policy, submission, unit, units_in
 from shoal.hub.state import batches
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from statekit import (
+
+from kit.state import (
     NOW_MS,
     Granted,
     grant,
@@ -21,7 +22,6 @@ from statekit import (
     unit,
     units_in,
 )
-
 from shoal.hub.state import leases, nodes, submissions
 from shoal.hub.state.commands import Command, Refusal, SaveLease
 from shoal.hub.state.leases import Ask
@@ -174,7 +174,7 @@ class TestRelease:
         done = held(0, state=UnitState.SUBMITTED)
         done = Holding(replace(done.lease, state=LeaseState.SUBMITTED), done.unit)
         assert leases.release(moment(), node(1), [done]) == []
-        with pytest.raises(Refusal, match="another node"):
+        with pytest.raises(Refusal, match=r"lease\.not_yours"):
             leases.release(moment(), node(2), [held(0)])
 
 

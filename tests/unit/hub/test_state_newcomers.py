@@ -8,8 +8,8 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from statekit import Granted, grant, moment, node, policy, submission, unit
 
+from kit.state import Granted, grant, moment, node, policy, submission, unit
 from shoal.hub.service.turns import Place, Turns
 from shoal.hub.state import newcomers
 from shoal.hub.state.leases import Ask
@@ -330,19 +330,20 @@ class TestTurns:
         turns.asked(at("", "", "b"), 0, now_ms=1)
         assert turns.ahead(at("", "", "a"), 2, 60_000) == (0, 0)
 
-    def test_networks_addresses_and_keys_are_forgotten(self) -> None:
+    def test_networks_addresses_and_keys_are_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shoal.hub.service.turns.REMEMBERED", (64, 16, 8))
         turns = Turns()
-        for number in range(5_000):
+        for number in range(100):
             turns.asked(at(f"network-{number}"), 1, now_ms=0)
             turns.asked(at("one", f"address-{number}"), 1, now_ms=0)
             turns.asked(at("one", "one", f"key-{number}"), 1, now_ms=0)
         networks = turns._networks.within
         levels = (turns._networks, networks["one"], networks["one"].within["one"])
-        assert [len(each.within) for each in levels] == [4096, 256, 256]
-        turns.asked(at("network-905"), 0, now_ms=1)  # the oldest of those that are left
+        assert [len(each.within) for each in levels] == [64, 16, 8]
+        turns.asked(at("network-37"), 0, now_ms=1)  # the oldest of those that are left
         turns.asked(at("another"), 0, now_ms=1)
-        assert "network-905" in networks, "who asked last is forgotten last"
-        assert "network-906" not in networks
+        assert "network-37" in networks, "who asked last is forgotten last"
+        assert "network-38" not in networks
         turns.asked(HONEST, 0, now_ms=600_002)
         assert list(networks) == ["honest"]
 

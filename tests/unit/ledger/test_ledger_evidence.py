@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from evidencekit import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit.evidence import (
     ALICE,
     BOB,
     HUB,
@@ -23,9 +26,6 @@ from evidencekit import (
     honest,
     submission,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
 from shoal.errors import LedgerError, LedgerForked
 from shoal.protocol import Evidence, Outcome, SigningKey, document_hash, node_id
 from shoal.protocol.signing import sign_values

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evidencekit import ALICE, HUB, JUDGE, ROOT, RUN, STRANGER, TRAINER, Book, certificate, honest
 
+from kit.evidence import ALICE, HUB, JUDGE, ROOT, RUN, STRANGER, TRAINER, Book, certificate, honest
 from shoal.errors import LedgerError
 from shoal.ledger import ForkProof, check_fork, head_of, is_run_of
 from shoal.protocol import LedgerHead, SignedDocument, SigningKey, sign_document

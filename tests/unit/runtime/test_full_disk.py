@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from kit.smalldisk import SmallDisk, in_own_namespace, small_disk
 from shoal.errors import DiskError, ResourceError
 from shoal.runtime.files import is_full, resource_error, write_atomically
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import last_line
-from smalldisk import SmallDisk, in_own_namespace, small_disk
 
 DEV_FULL = Path("/dev/full")
 SENTENCE = "the disk is full: free some space"

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from castkit import KEY, RUN, Handler, Running, ScriptedSource
 
+from kit.cast import KEY, RUN, Handler, Running, ScriptedSource
 from shoal.shardcast import RelayConfig, RelaySettings, run_origin, run_relay
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from castkit import (
+
+from kit.cast import (
     CHUNK,
     OTHER_KEY,
     Handler,
@@ -26,7 +27,6 @@ from castkit import (
     reply,
     tensor,
 )
-
 from shoal.errors import BroadcastError, ManifestRefused, ResourceError, VersionNotFound
 from shoal.protocol import PolicyRef
 from shoal.runtime.stop import StopToken

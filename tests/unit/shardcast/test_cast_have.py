@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable
 
 import pytest
-from castkit import Handler, ScriptedSource, reply
 from castsim import chunks_of, manifest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.cast import Handler, ScriptedSource, reply
 from shoal.errors import BroadcastError
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from castkit import CHUNK, KEY, OTHER_KEY, RUN, content
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.cast import CHUNK, KEY, OTHER_KEY, RUN, content
 from shoal.errors import BroadcastError, ManifestRefused
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef, TensorView, content_digest
 from shoal.shardcast.content import Content, chunk_of, digest_of

@@ -6,10 +6,10 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from castkit import CHUNK, KEY, OTHER_KEY, RUN, chunk_paths, content, make_origin, manifest_path, publish, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.cast import CHUNK, KEY, OTHER_KEY, RUN, chunk_paths, content, make_origin, manifest_path, publish, tensor
 from shoal.errors import ManifestRefused, PolicyMismatch, ResourceError
 from shoal.protocol import LedgerHead, TensorView
 from shoal.runtime.clock import ManualClock

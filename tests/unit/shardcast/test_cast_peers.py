@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from castkit import (
+
+from kit.cast import (
     CHUNK,
     KEY,
     RUN,
@@ -30,7 +31,6 @@ from castkit import (
     publish,
     reply,
 )
-
 from shoal.errors import ConfigError
 from shoal.protocol import PolicyManifest, TensorView
 from shoal.runtime.stop import StopToken

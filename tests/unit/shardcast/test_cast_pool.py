@@ -13,11 +13,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from blake3 import blake3
-from castkit import Handler, ScriptedSource, eventually, reply
 from castsim import bits, manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.cast import Handler, ScriptedSource, eventually, reply
 from shoal.protocol import Chunk
 from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.pool import ChunkPool, PoolSettings

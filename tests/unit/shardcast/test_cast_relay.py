@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from castkit import (
+
+from kit.cast import (
     CHUNK,
     KEY,
     RUN,
@@ -32,7 +33,6 @@ from castkit import (
     manifest_path,
     publish,
 )
-
 from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import Chunk
 from shoal.runtime.stop import StopToken

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from castkit import KEY, RUN, ScriptedSource, assert_content, content, from_folder, make_origin, publish
 
+from kit.cast import KEY, RUN, ScriptedSource, assert_content, content, from_folder, make_origin, publish
 from shoal.errors import ManifestRefused, ResourceError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from castkit import Running, chunk_paths, eventually, make_origin, publish
 
+from kit.cast import Running, chunk_paths, eventually, make_origin, publish
 from shoal.errors import ResourceError
 from shoal.protocol import Chunk
 from shoal.runtime.stop import StopToken

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 from blake3 import blake3
-from castkit import Handler, ScriptedSource, reply
 
+from kit.cast import Handler, ScriptedSource, reply
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from castkit import KEY, RUN, Running, assert_content, eventually, make_downloader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.cast import KEY, RUN, Running, assert_content, eventually, make_downloader
 from shoal.errors import BroadcastError, ConfigError, ManifestRefused
 from shoal.protocol import PolicyManifest, TensorView
 from shoal.runtime.stop import StopToken

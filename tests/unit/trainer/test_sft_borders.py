@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sftkit import chat_files, chosen, put, sort_row
 
+from kit.sft import chat_files, chosen, put, sort_row
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ConfigError
 from shoal.trainer.demonstrations.choosing import Asking

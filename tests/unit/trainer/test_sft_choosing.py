@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sftkit import chat_files, chosen, put, sort_files, sort_row, sort_rows
 
+from kit.sft import chat_files, chosen, put, sort_files, sort_row, sort_rows
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, ScoringFailure

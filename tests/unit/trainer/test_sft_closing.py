@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sftkit import chosen, sort_files, sort_rows
 from trainer_stubs import tiny_model
 
+from kit.sft import chosen, sort_files, sort_rows
 from shoal.errors import TrainingDiverged
 from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sftkit import BOT, CHAT, END, FORGETFUL, SYS, TOKENIZER, USER, chat_files, sort_files
 
+from kit.sft import BOT, CHAT, END, FORGETFUL, SYS, TOKENIZER, USER, chat_files, sort_files
 from shoal.environments.settings import PromptSettings
 from shoal.errors import ModelError, UnusableTask
 from shoal.models import PromptEncoder, TextTokenizer

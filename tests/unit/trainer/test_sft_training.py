@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sftkit import chosen, sort_files, sort_rows
 from trainer_stubs import same, tiny_model, weights
 
+from kit.sft import chosen, sort_files, sort_rows
 from shoal.errors import CheckpointError, TrainingDiverged
 from shoal.models.load import load_model
 from shoal.runtime.metrics import MetricsLog

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from workerkit import RUN, SAMPLING, Bench, CountingEngine, eventually, lease
 
+from kit.worker import RUN, SAMPLING, Bench, CountingEngine, eventually, lease
 from shoal.engines import GenerationRequest
 from shoal.engines.submission import submission_of
 from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ShutOut

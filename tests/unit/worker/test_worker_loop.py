@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from workerkit import KEY, RUN, SAMPLING, Bench, CountingEngine, eventually, lease, policy
 
+from kit.worker import KEY, RUN, SAMPLING, Bench, CountingEngine, eventually, lease, policy
 from shoal.engines import GenerationRequest
 from shoal.engines.dialogue import dialogue_for
 from shoal.environments.tools import TOOLS

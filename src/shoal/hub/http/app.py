@@ -1,8 +1,8 @@
 """The hub as an ASGI app: routes, error answers, and the upkeep that runs beside them.
 
-request ─► door ─► route ─► auth (event loop) ─► service (thread) ─► storage
-         (limits,                                  │ commit
-          metrics)                   long polls ◄──┴── changes ◄── upkeep, once a second
+request ─► middleware ─► route ─► auth (event loop) ─► service (thread) ─► storage
+           (limits,                                      │ commit
+            metrics)                       long polls ◄──┴── changes ◄── upkeep, once a second
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from starlette.responses import JSONResponse
 from shoal import __version__
 from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.http import openapi, routes_open, routes_signed
-from shoal.hub.http.auth import WrongClock
-from shoal.hub.http.calls import Busy, UploadSlots
-from shoal.hub.http.metrics import StateMetrics, run_metrics
-from shoal.hub.http.middleware import HEADER_REQUEST, Door, Edge, visit_of
-from shoal.hub.limits import TooMuch
+from shoal.hub.http.calls import UploadSlots
+from shoal.hub.http.metrics import StateMetrics
+from shoal.hub.http.middleware import HEADER_REQUEST, Edge, EdgeMiddleware, visit_of
 from shoal.hub.service import Hub
-from shoal.hub.service.reporting import Figures, read_figures
+from shoal.hub.service.reporting import read_figures
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.hub.state.commands import Refusal
-from shoal.protocol import Problem, SignedDocument
+from shoal.protocol import Problem
 from shoal.runtime.clock import Clock, SystemClock
 
 TICK_S = 1.0
@@ -50,13 +48,12 @@ def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
         app.router.routes.extend(routes.router.routes)  # as they are: `include_router` would build each anew
     edge = app.state.edge = Edge(config)
     hub: Hub = app.state.hub
-    edge.metrics.registry.register(StateMetrics(lambda: run_metrics(_figures(hub), edge.intake)))
-    app.add_middleware(Door, edge=edge)
-    app.add_exception_handler(Refusal, _on_refusal)
-    app.add_exception_handler(RequestValidationError, _on_bad_parameter)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ShoalError, _on_failure)
-    app.add_exception_handler(Exception, _on_defect)
+    edge.metrics.registry.register(
+        StateMetrics(lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable), edge.intake)
+    )
+    app.add_middleware(EdgeMiddleware, edge=edge)
+    for kind in (RequestValidationError, HTTPException, ShoalError, Exception):
+        app.add_exception_handler(kind, _on_error)
     openapi.install(app)
     return app
 
@@ -92,57 +89,30 @@ def _note_failure(hub: Hub, what: str, error: Exception) -> None:
         hub.context.fail(error)
 
 
-def _problem(
-    request: Request, status: int, code: str, message: str, clock: SignedDocument | None = None
-) -> JSONResponse:
-    visit_of(request.scope).code = code
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    """Whatever went wrong, as a `Problem`. Where the hub itself failed (disk full, say) nothing was promised, and the
+    caller may try again later; why is for who runs the hub, in its log: folders, hosts, users and buckets are nothing
+    for strangers. A defect is answered outside of the middleware."""
+    visit, headers, clock = visit_of(request.scope), dict[str, str](), None
+    what = f"request {visit.number}, {request.method} {request.url.path}"
+    if isinstance(error, Refusal):
+        status, code, message, clock = error.status, error.code, error.sentence, error.clock
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(error.retry_after_s)
+    elif isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        status, code, message = 422, "request.parameter", f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    elif isinstance(error, HTTPException):
+        status, code, headers = error.status_code, f"http.{error.status_code}", dict(error.headers or {})
+        message = f"{error.detail}: {request.method} {request.url.path}; the calls are listed at /openapi.json"
+    elif isinstance(error, ShoalError):
+        _note_failure(request.app.state.hub, what, error)
+        status, code = 503, "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
+        message = f"the hub could not do this now, try again later; its log says more about request {visit.number}"
+    else:
+        log.error("%s failed", what, exc_info=error)
+        status, code, headers = 500, "hub.defect", {HEADER_REQUEST: visit.number}
+        message = f"the hub failed in a way it does not understand; its log says more about request {visit.number}"
+    visit.code = code
     body = Problem(code=code, message=message, clock=clock).model_dump(exclude_none=True)
-    return JSONResponse(body, status_code=status)
-
-
-async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refusal)
-    clock = error.clock if isinstance(error, WrongClock) else None
-    answer = _problem(request, error.status, error.code, error.sentence, clock)
-    if isinstance(error, TooMuch | Busy):
-        answer.headers["retry-after"] = str(error.retry_after_s)
-    return answer
-
-
-async def _on_bad_parameter(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return _problem(request, 422, "request.parameter", f"{where}: {first['msg']}")
-
-
-async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path}; the calls are listed at /openapi.json"
-    answer = _problem(request, error.status_code, f"http.{error.status_code}", message)
-    answer.headers.update(error.headers or {})
-    return answer
-
-
-async def _on_defect(request: Request, _error: Exception) -> JSONResponse:
-    """The server logs the traceback; the caller gets a `Problem` like everybody else, outside of the door."""
-    number = visit_of(request.scope).number
-    message = f"the hub failed in a way it does not understand; its log says more about request {number}"
-    body = Problem(code="hub.defect", message=message).model_dump(exclude_none=True)
-    return JSONResponse(body, status_code=500, headers={HEADER_REQUEST: number})
-
-
-async def _on_failure(request: Request, error: Exception) -> JSONResponse:
-    """The hub itself failed (disk full, say). Nothing was promised; the caller may try again later.
-
-    Why is for who runs the hub, and in its log: folders, hosts, users and buckets are nothing for strangers.
-    """
-    number = visit_of(request.scope).number
-    _note_failure(request.app.state.hub, f"request {number}, {request.method} {request.url.path}", error)
-    code = "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
-    message = f"the hub could not do this now, try again later; its log says more about request {number}"
-    return _problem(request, 503, code, message)
-
-
-def _figures(hub: Hub) -> Figures:
-    return read_figures(hub.context, hub.work.late, hub.work.drawing.unusable)
+    return JSONResponse(body, status, headers)

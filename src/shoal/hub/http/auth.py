@@ -7,36 +7,94 @@ The identity comes from the verified header only. A body is read only for who ha
 never beyond the route's cap. A nonce is taken after the signature held, so that nobody can use up another node's
 nonces, and is kept for as long as the same request would still be within the allowed skew. For the same reason a key's
 bucket is looked at once the signature held, and taken from once the nonce was new: a replay costs the key nothing.
+
+    part of a body ─► within the route's cap ─► not slower than the floor ─► within what may be held at a time ─► next
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from shoal.errors import SignatureError
-from shoal.hub.http.bodies import M, parse_json, read_body
 from shoal.hub.http.middleware import Edge, visit_of
-from shoal.hub.limits import TooMuch
+from shoal.hub.limits import too_much
 from shoal.hub.service import Context
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import (
     HubClock,
+    Message,
     Registration,
     RequestSignature,
     Role,
-    SignedDocument,
+    first_problem,
     node_id,
     sign_document,
     verify_body,
     verify_request,
 )
 from shoal.protocol.signing import MAX_SKEW_MS
+
+M = TypeVar("M", bound=Message)
+
+BODY_DEADLINE_S = 300.0
+"""Long enough for the largest submission over a slow line (16 MiB at 60 kB/s)."""
+BODY_PAUSE_S = 10.0
+"""A sender may be behind the floor by so much."""
+BODY_FLOOR_BYTES_S = 4 * 1024
+
+
+async def read_body(request: Request, max_bytes: int, who: str = "") -> bytes:
+    """The whole body, if it has at most `max_bytes`; no more than that is ever held in memory.
+
+    It counts as held until the request is answered, under the address it comes from, or else under `who`.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_big(max_bytes)
+    edge: Edge = request.app.state.edge
+    visit = visit_of(request.scope)
+    visit.body = edge.intake.receiving(visit.client or who)
+    body, began_s = bytearray(), asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout_at(began_s + BODY_PAUSE_S) as deadline:
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise _too_big(max_bytes)
+                visit.body.add(len(part))
+                allowed_s = min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S)
+                deadline.reschedule(began_s + allowed_s)
+    except TimeoutError as error:
+        sentence = (
+            f"the body came too slowly: it has {BODY_DEADLINE_S:.0f} s, at {BODY_FLOOR_BYTES_S // 1024} KiB/s or more, "
+            f"and may be behind by {BODY_PAUSE_S:.0f} s: try again"
+        )
+        raise Refusal(503, "body.slow", sentence) from error
+    except ClientDisconnect as error:
+        raise Refusal(400, "body.incomplete", "the connection was closed before the body was complete") from error
+    return bytes(body)
+
+
+def _too_big(max_bytes: int) -> Refusal:
+    return Refusal(413, "body.too_big", f"the body is larger than the {max_bytes} bytes that are allowed here")
+
+
+def parse_json(body: bytes, kind: type[M]) -> M:
+    """The message in a JSON body, or a refusal that names the field."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise Refusal(422, "body.malformed", f"not a valid {kind.__name__}: {first_problem(error)}") from error
+
 
 SMALL_BODY_BYTES = 64 * 1024
 NONCE_MARGIN_MS = 1_000
@@ -87,14 +145,6 @@ def _parse(headers: Mapping[str, str]) -> RequestSignature:
         raise Refusal(401, "auth.unsigned", str(error)) from error
 
 
-class WrongClock(Refusal):
-    """A request that is dated too far from the hub's time, which is told with it: signed, and for this request only."""
-
-    def __init__(self, sentence: str, clock: SignedDocument) -> None:
-        super().__init__(401, SKEW, sentence)
-        self.clock = clock
-
-
 def _check_clock(context: Context, signature: RequestSignature) -> None:
     """Before anything is read; the sentence is the one that `verify_request` has for it."""
     now_ms = context.clock.now_ms()
@@ -102,11 +152,11 @@ def _check_clock(context: Context, signature: RequestSignature) -> None:
     if abs(skew_ms) > MAX_SKEW_MS:
         run, key = context.config.run_id, context.config.key
         clock = HubClock(run=run, node=signature.node, nonce=signature.nonce, now_ms=now_ms)
-        raise WrongClock(
+        sentence = (
             f"the request's clock is {abs(skew_ms) / 1000:.0f} s {'ahead' if skew_ms > 0 else 'behind'}; at most "
-            f"{MAX_SKEW_MS // 1000} s are allowed: set this machine's clock (for instance with NTP)",
-            sign_document(clock, key),
+            f"{MAX_SKEW_MS // 1000} s are allowed: set this machine's clock (for instance with NTP)"
         )
+        raise Refusal(401, SKEW, sentence, clock=sign_document(clock, key))
 
 
 def _find(context: Context, node: str) -> NodeRow:
@@ -170,7 +220,7 @@ def _introduce(context: Context, request: Request, signature: RequestSignature, 
 
 def _require_room(wait_s: float, limit: tuple[str, str]) -> None:
     if wait_s > 0:
-        raise TooMuch(*limit, wait_s)
+        raise too_much(*limit, wait_s)
 
 
 def _verify(context: Context, request: Request, signature: RequestSignature, public_key: str) -> None:

@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 
 from shoal.hub.changes import Topic, long_poll
 from shoal.hub.http.middleware import visit_of
-from shoal.hub.limits import TooMuch
+from shoal.hub.limits import too_much
 from shoal.hub.service import Hub, retry
 from shoal.hub.state.commands import Refusal
 
@@ -76,14 +76,6 @@ async def poll(
         visit.waited_s = time.monotonic() - began_s - worked_s
 
 
-class Busy(Refusal):
-    """503, and after how many seconds to ask again."""
-
-    def __init__(self, sentence: str, retry_after_s: int) -> None:
-        super().__init__(503, "hub.busy", sentence)
-        self.retry_after_s = retry_after_s
-
-
 class UploadSlots:
     """Use as an asynchronous context manager: inside, a slot is held."""
 
@@ -97,7 +89,8 @@ class UploadSlots:
             async with asyncio.timeout(self._wait_s):
                 await self._free.acquire()
         except TimeoutError as error:
-            raise Busy("many submissions are being stored just now; hand it in again in a moment", AGAIN_S) from error
+            sentence = "many submissions are being stored just now; submit it again in a moment"
+            raise Refusal(503, "hub.busy", sentence, retry_after_s=AGAIN_S) from error
 
     async def __aexit__(self, *_error: object) -> None:
         self._free.release()
@@ -106,7 +99,7 @@ class UploadSlots:
     def committing(self, key: str) -> Iterator[None]:
         """One commit of a key at a time: each reads a whole upload from the store, whatever it turns out to be."""
         if key in self._committing:
-            raise TooMuch("rate.uploads", "another commit of this key is being taken in: one after the other", 1.0)
+            raise too_much("rate.uploads", "another commit of this key is being taken in: one after the other", 1.0)
         self._committing.add(key)
         try:
             yield

@@ -1,4 +1,4 @@
-"""One connection to the hub, and how long it may take over what it does.
+"""One connection to the hub, and how long it may take over what it does: `Guard` stands before uvicorn's own protocol.
 
     accepted ─► of its address too many, or of all: 429 or 503, closed
        │
@@ -8,7 +8,8 @@
                                └─ what is sent ahead meanwhile: 64 KiB at the most
 
 A slow sender of heads, a reader that does not read and a sender that does not wait cost one connection each, for a
-bounded time and a bounded number of bytes. (Slow bodies are `bodies.py`'s: only there it is known who sends them.)
+bounded time and a bounded number of bytes. (Slow bodies are `auth`'s: only there it is known who sends them.)
+The middleware tells the guard when a request has begun and ended: it finds it in the request's scope.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, cast
 
 import h11
+from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from shoal.hub.limits import Addresses
 
+GUARD: Final = "shoal.guard"
 HEAD_S = 10.0
 MAX_HEAD_BYTES = 16 * 1024
 IDLE_S = 75
@@ -38,8 +41,6 @@ AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
 
 TOO_MANY = "your address has as many connections as it may have: close some, or use one for several requests"
 FULL = "the hub has as many connections as it can hold: try again in a moment"
-
-NO_REQUEST = "this is no HTTP/1.1 request, or its head is larger than 16 KiB"
 
 
 class Gatekeeper:
@@ -75,101 +76,99 @@ class Gatekeeper:
             del self.open[client]
 
 
-def guarded_by(gatekeeper: Gatekeeper) -> type[H11Protocol]:
-    """The protocol class that a server is given: its connections ask this gatekeeper."""
-
-    class Guarded(GuardedConnection):
-        keeper = gatekeeper
-
-    return Guarded
-
-
-class GuardedConnection(H11Protocol):
-    keeper: Gatekeeper
+class Guard(asyncio.Protocol):
+    """A connection that the gatekeeper admitted goes to uvicorn, and is watched; any other is answered and closed."""
 
     def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
+        self, keeper: Gatekeeper, config: Config, server_state: ServerState, app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self._client = ""
+    ) -> None:  # fmt: skip
+        self._keeper, self._open = keeper, server_state.connections
+        self._http = H11Protocol(config, server_state, {**app_state, GUARD: self}, _loop)
+        self._client, self._admitted = "", False
+        self._requests = 0  # that have begun and not ended
+        self._ahead_bytes = 0.0  # received beyond the body of the last request; below 0 while that is coming in
         self._timers: dict[str, asyncio.TimerHandle] = {}  # "head", "read"
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        address = self.client[0] if self.client else ""
-        self._client, refusal = self.keeper.admit(address, len(self.connections))
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        address = peer[0] if isinstance(peer, tuple) else ""
+        self._client, refusal = self._keeper.admit(address, len(self._open) + 1)
         if refusal is not None:
-            transport.write(refusal)
-            transport.close()
+            self._transport.write(refusal)
+            self._transport.close()
             return
+        self._admitted = True
+        self._http.connection_made(self._transport)
         self._start("head", HEAD_S, self._cut)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.keeper.leave(self._client)
-        self._client = ""
-        self._stop("head")
-        self._stop("read")
-        super().connection_lost(exc)
+        for name in list(self._timers):
+            self._stop(name)
+        if self._admitted:
+            self._keeper.leave(self._client)
+            self._http.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if not self._admitted or self._transport.is_closing():
             return
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._stop("head")
-            if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > AHEAD_BYTES:
-                self._cut()  # requests ahead of their answers: reading stops, but every look at the client reads on
+        if self._requests:
+            self._ahead_bytes += len(data)
         elif "head" not in self._timers:
             self._start("head", HEAD_S, self._cut)
-
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002  ours says more
-        """Bytes that are no request. Nothing is logged: whoever sends them must not fill the disk with it either."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.write(_answer(400, "Bad Request", "http.400", NO_REQUEST))
-        self.transport.close()
-
-    def timeout_keep_alive_handler(self) -> None:
-        if self.transport.get_write_buffer_size() > 0:  # nobody reads the last answer; closing would wait for that
+        try:
+            self._http.data_received(data)
+        except h11.LocalProtocolError:  # bytes that are no request, in the middle of an answer
             self._cut()
-        else:
-            super().timeout_keep_alive_handler()
+        if self._ahead_bytes > AHEAD_BYTES:
+            self._cut()  # requests ahead of their answers: reading stops, but every look at the client reads on
+
+    def began(self, scope: Scope) -> None:
+        """A head was read whole. (What came with it in one piece is not counted: that is 256 KiB at the most.)"""
+        self._stop("head")
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        self._ahead_bytes = -math.inf if b"transfer-encoding" in headers else -float(length)
+        self._requests += 1
+
+    def ended(self) -> None:
+        self._requests -= 1
+        if self._transport.is_closing() or self._requests:
+            return
+        if self._ahead_bytes > 0:
+            self._start("head", HEAD_S, self._cut)
+        if self._transport.get_write_buffer_size() > 0:  # should nobody read it, closing would wait for that
+            self._watch_reader()
 
     def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_reader(self.transport.get_write_buffer_size())
+        self._http.pause_writing()
+        self._watch_reader()
 
     def resume_writing(self) -> None:
-        self._stop("read")
-        super().resume_writing()
+        self._http.resume_writing()
 
-    def _watch_reader(self, unread_bytes: int) -> None:
-        self._stop("read")
+    def _watch_reader(self) -> None:
+        unread_bytes = self._transport.get_write_buffer_size()
         self._start("read", READ_CHECK_S, lambda: self._check_reader(unread_bytes))
 
     def _check_reader(self, unread_bytes: int) -> None:
-        left_bytes = self.transport.get_write_buffer_size()
-        if unread_bytes - left_bytes < READ_FLOOR_BYTES_S * READ_CHECK_S:
+        left_bytes = self._transport.get_write_buffer_size()
+        if left_bytes and unread_bytes - left_bytes < READ_FLOOR_BYTES_S * READ_CHECK_S:
             self._cut()
-        else:
-            self._watch_reader(left_bytes)
+        elif left_bytes:
+            self._watch_reader()
 
     def _cut(self) -> None:
         """End it now. Without lingering: the system would keep what nobody reads for minutes, megabytes of it."""
-        self._stop("head")
-        connected = self.transport.get_extra_info("socket")
+        connected = self._transport.get_extra_info("socket")
         if connected is not None:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
-        self.transport.abort()
+        self._transport.abort()
 
     def _start(self, name: str, after_s: float, action: Callable[[], None]) -> None:
-        self._timers[name] = self.loop.call_later(after_s, action)
+        self._stop(name)
+        self._timers[name] = asyncio.get_running_loop().call_later(after_s, action)
 
     def _stop(self, name: str) -> None:
         if name in self._timers:

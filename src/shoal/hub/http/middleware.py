@@ -10,20 +10,54 @@ each, and others do not notice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import h11
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.hub.http.cache import KEPT_S, Answers
+from shoal.hub.http.connections import GUARD, Guard
 from shoal.hub.http.metrics import HubMetrics
 from shoal.hub.limits import Addresses, Buckets, Intake, Receiving, Turns
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.logs import log_fields
+
+KEPT_S = 1.0
+
+T = TypeVar("T")
+
+
+class Answers:
+    """Answers that are the same for everybody, and cost more than anything else that anyone may ask for: computed once
+    for all who ask, one at a time. Strangers get one that is a second old at most, whoever is on this machine one that
+    began after it asked. By name, the last one and the one that is being computed; on one event loop only."""
+
+    def __init__(self, clock: Clock = SystemClock()) -> None:
+        self._clock = clock
+        self._kept: dict[str, tuple[asyncio.Task[Any], float]] = {}  # and when it began
+
+    async def get(self, name: str, max_age_s: float, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """An answer whose computation began `max_age_s` before this call at the earliest."""
+        since_s, loop = self._clock.monotonic_s() - max_age_s, asyncio.get_running_loop()
+        while True:
+            task, began_s = self._kept.get(name, (None, 0.0))
+            # Not of a loop that has ended, and no failure: that is for those who waited for it, not for the next.
+            usable = task is not None and task.get_loop() is loop
+            if task is not None and usable and task.done():
+                usable = began_s >= since_s and not task.cancelled() and task.exception() is None
+            if task is None or not usable:
+                task, began_s = self._kept[name] = asyncio.create_task(compute()), self._clock.monotonic_s()
+            if began_s >= since_s:
+                answer: T = await asyncio.shield(task)  # who hangs up does not take it from the others
+                return answer
+            await asyncio.wait([task])
+
 
 HEADER_REQUEST: Final = "shoal-request"
 VISIT: Final = "shoal.visit"
@@ -56,7 +90,7 @@ class Visit:
 
 
 def visit_of(scope: Scope) -> Visit:
-    """The visit that the door has begun; a new one where there is no door."""
+    """The visit that the middleware has begun; a new one where there is none."""
     if VISIT not in scope:
         scope[VISIT] = Visit(secrets.token_hex(8))
     visit: Visit = scope[VISIT]
@@ -107,7 +141,7 @@ class Edge:
         return client
 
 
-class Door:
+class EdgeMiddleware:
     """ASGI middleware around the whole app."""
 
     def __init__(self, app: ASGIApp, edge: Edge) -> None:
@@ -131,8 +165,12 @@ class Door:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message.setdefault("headers", []).append((HEADER_REQUEST.encode(), visit.number.encode()))
-            await send(message)
+            with contextlib.suppress(h11.LocalProtocolError):  # the connection broke meanwhile: nobody hears it
+                await send(message)
 
+        guard: Guard | None = scope.get("state", {}).get(GUARD)
+        if guard is not None:
+            guard.began(scope)
         token = log_fields.set({"request": visit.number})
         try:
             await self._let_in(visit, scope, receive, answer)
@@ -140,6 +178,8 @@ class Door:
             log_fields.reset(token)
             if visit.body is not None:
                 visit.body.close()
+            if guard is not None:
+                guard.ended()
             took_s = self._clock.monotonic_s() - began_s
             route = getattr(scope.get("route"), "path", "other")
             self._edge.metrics.note(route, scope["method"], status, visit.code, max(0.0, took_s - visit.waited_s))

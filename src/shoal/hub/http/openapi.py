@@ -60,23 +60,21 @@ _bodies: set[type[Message]] = set()  # of all routes: their schemas are added, f
 
 
 def describes(
-    tag: str,
-    refusals: tuple[int, ...] = (),
-    body: type[Message] | str | None = None,
-    example: dict[str, Any] | None = None,
-    answers: dict[int, dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """Keyword arguments of a route. `body` is a message in JSON, or says what bulk body it takes; `answers` are those
-    besides the usual one. All but what is tagged "run" or "owner" is signed."""
-    extra: dict[str, Any] = {} if tag in ("run", "owner") else {"security": [{"signature": []}]}
+    tag: str, body: type[Message] | str | None = None, *,
+    refusals: tuple[int, ...] = (), answers: dict[int, dict[str, Any]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Keyword arguments of a route. `body` is a message in JSON, or says what bulk body it takes; `refusals` and
+    `answers` are those besides the usual ones. All but what is tagged "run" or "owner" is signed."""
+    is_signed = tag not in ("run", "owner")
+    extra: dict[str, Any] = {"security": [{"signature": []}]} if is_signed else {}
+    refusals = (*((401, 403, 413, 422) if is_signed else ()), *refusals, 429, 503)
     if isinstance(body, str):
         extra["requestBody"] = {"required": True, "description": body, "content": _BULK_CONTENT}
     elif body is not None:
         _bodies.add(body)
         content: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
-        content |= {"example": example} if example else {}
         extra["requestBody"] = {"required": True, "content": {"application/json": content}}
-    responses = {status: {"model": Problem, "description": _REFUSALS[status]} for status in (*refusals, 429, 503)}
+    responses = {status: {"model": Problem, "description": _REFUSALS[status]} for status in refusals}
     return {"tags": [tag], "responses": {**responses, **(answers or {})}, "openapi_extra": extra}
 
 

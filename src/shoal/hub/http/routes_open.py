@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from shoal.hub.http.bodies import parse_json, read_body
+from shoal.hub.http.auth import parse_json, read_body
 from shoal.hub.http.calls import HubDependency, serve
 from shoal.hub.http.metrics import CONTENT_TYPE as METRICS_TYPE
 from shoal.hub.http.middleware import Edge, max_age_s
@@ -38,30 +38,29 @@ _READY: dict[int, dict[str, Any]] = {
     503: {"model": Readiness, "description": "not ready; `problems` says why"},
 }
 _TEXT = {200: {"description": "metrics as text", "content": {METRICS_TYPE: {"schema": {"type": "string"}}}}}
-_METRICS = describes("run", answers=_TEXT)
 NODE = "^[0-9a-f]{0,64}$"
 MAX_ORDER_BYTES = 64 * 1024
 
 
-@router.get("/run", summary="What a node needs to take part", **describes("run"))
+@router.get("/run", **describes("run"))
 async def run_info(hub: HubDependency) -> SignedDocument:
     """A signed `RunInfo`. Check its root key against the fingerprint in the join URL before believing any of it."""
     return await serve(hub.reporting.run_info)
 
 
-@router.get("/status", summary="The run as a person sees it", **describes("run"))
+@router.get("/status", **describes("run"))
 async def status(request: Request, hub: HubDependency) -> RunStatus:
     """Progress, nodes, who waits for whom, the last verdicts, step reports and alarms; as of a second ago at most."""
     edge: Edge = request.app.state.edge
     return await edge.answers.get("status", max_age_s(request.scope), lambda: serve(hub.reporting.status))
 
 
-@router.get("/health", summary="Whether the hub answers", **describes("run"))
+@router.get("/health", **describes("run"))
 async def health() -> dict[str, bool]:
     return {"ok": True}
 
 
-@router.get("/ready", summary="Whether the run can go on by itself", **describes("run", answers=_READY))
+@router.get("/ready", **describes("run", answers=_READY))
 async def ready(request: Request, hub: HubDependency) -> JSONResponse:
     """For load balancers and watchdogs: 200 while trainer and validators are here, audits catch the known-bad
     submissions that are mixed in, and the disk takes what comes; else 503 with what is wrong, a sentence each."""
@@ -70,7 +69,7 @@ async def ready(request: Request, hub: HubDependency) -> JSONResponse:
     return JSONResponse(found.model_dump(mode="json"), status_code=200 if found.ready else 503)
 
 
-@router.get("/metrics", summary="Numbers for a monitoring system", response_class=Response, **_METRICS)
+@router.get("/metrics", response_class=Response, **describes("run", answers=_TEXT))
 async def metrics(request: Request) -> Response:
     """Text for Prometheus: requests, latencies and refusals; units, submissions and nodes by state; the process."""
     edge: Edge = request.app.state.edge
@@ -78,7 +77,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=METRICS_TYPE)
 
 
-@router.get("/evaluations", summary="How versions did on held-out tasks", **describes("run", (422,)))
+@router.get("/evaluations", **describes("run", refusals=(422,)))
 async def evaluations(
     hub: HubDependency, since: Annotated[int, Query(ge=0, le=2**31 - 1, description="the first version to tell of")] = 0
 ) -> EvaluationPage:
@@ -86,7 +85,7 @@ async def evaluations(
     return await serve(hub.evaluating.page, since)
 
 
-@router.get("/calibrations/{digest}", summary="Measured limits, signed", **describes("run", (404, 422)))
+@router.get("/calibrations/{digest}", **describes("run", refusals=(404, 422)))
 async def calibration(
     digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="as a lease or a verdict names it")],
     hub: HubDependency,
@@ -95,7 +94,7 @@ async def calibration(
     return await serve(hub.calibrating.document, digest)
 
 
-@router.get("/ledger", summary="A page of the ledger", **describes("run", (422,)))
+@router.get("/ledger", **describes("run", refusals=(422,)))
 async def ledger(
     hub: HubDependency,
     after: Annotated[int, Query(ge=-1, le=2**62, description="index of the last entry you have; -1 for none")] = -1,
@@ -105,13 +104,13 @@ async def ledger(
     return await serve(hub.reporting.ledger_page, after, limit)
 
 
-@router.get("/ledger/head", summary="The newest entry of the ledger, signed", **describes("run"))
+@router.get("/ledger/head", **describes("run"))
 async def ledger_head(hub: HubDependency) -> SignedDocument:
     """A signed `LedgerHead`. Keep it: a ledger that later does not contain it was rolled back."""
     return await serve(hub.reporting.ledger_head)
 
 
-@router.get("/units/{unit}", summary="What happened to a unit, and why", **describes("run", (404, 422)))
+@router.get("/units/{unit}", **describes("run", refusals=(404, 422)))
 async def unit_story(
     unit: Annotated[int, Path(ge=0, le=2**62, description="the unit's number")], hub: HubDependency
 ) -> UnitStory:
@@ -120,7 +119,7 @@ async def unit_story(
     return await serve(hub.stories.unit, unit)
 
 
-@router.get("/ledger/evidence", summary="The signed documents behind ledger rows", **describes("run", (422,)))
+@router.get("/ledger/evidence", **describes("run", refusals=(422,)))
 async def ledger_evidence(
     hub: HubDependency,
     after: Annotated[int, Query(ge=-1, le=2**62, description="index of the last row you have; -1 for none")] = -1,
@@ -131,7 +130,7 @@ async def ledger_evidence(
     return await serve(hub.stories.evidence, after, limit)
 
 
-@router.get("/nodes/{node}", summary="What is held of a node, and why", **describes("run", (404, 422)))
+@router.get("/nodes/{node}", **describes("run", refusals=(404, 422)))
 async def node_story(
     node: Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="the node's id")], hub: HubDependency
 ) -> NodeStory:
@@ -140,7 +139,7 @@ async def node_story(
     return await serve(hub.stories.node, node)
 
 
-@router.get("/nodes", summary="All nodes, a page at a time", **describes("run", (422,)))
+@router.get("/nodes", **describes("run", refusals=(422,)))
 async def nodes(
     hub: HubDependency,
     after: Annotated[str, Query(pattern=NODE, description="the last node you have; empty for none")] = "",
@@ -150,11 +149,7 @@ async def nodes(
     return await serve(hub.stories.nodes, after, limit)
 
 
-@router.post(
-    "/admin",
-    summary="Order something as the run's owner",
-    **describes("owner", (400, 401, 403, 404, 409, 413, 422), AdminRequest),
-)
+@router.post("/admin", **describes("owner", AdminRequest, refusals=(400, 401, 403, 404, 409, 413, 422)))
 async def admin(request: Request, hub: HubDependency) -> AdminReply:
     """An `AdminAction` signed by the run's root key, or by an admin key with its certificate. The request itself is
     not signed: the action is, is dated, and is carried out once. The ledger keeps it, with what it changed."""

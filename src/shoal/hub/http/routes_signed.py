@@ -7,8 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from shoal.hub.changes import Topic
-from shoal.hub.http.auth import authenticate, authenticate_newcomer, signed
-from shoal.hub.http.bodies import parse_json, read_body
+from shoal.hub.http.auth import authenticate, authenticate_newcomer, parse_json, read_body, signed
 from shoal.hub.http.calls import HubDependency, UploadSlots, poll, serve
 from shoal.hub.http.middleware import visit_of
 from shoal.hub.http.openapi import BULK, bulk_answer, describes
@@ -35,12 +34,8 @@ from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST
 
 router = APIRouter()
 
-_REGISTRATION = {"public_key": "5f" * 32, "name": "my-laptop", "role": "worker"}
 
-
-@router.post(
-    "/nodes", summary="Introduce a node", **describes("nodes", (401, 403, 409, 413, 422), Registration, _REGISTRATION)
-)
+@router.post("/nodes", **describes("nodes", Registration, refusals=(409,)))
 async def register(request: Request, hub: HubDependency) -> NodeView:
     """Signed with the key in the body; the node id is the hash of that key. Workers need nothing else; a trainer or
     validator brings the certificate that the root key signed for it. The same again is harmless."""
@@ -48,22 +43,14 @@ async def register(request: Request, hub: HubDependency) -> NodeView:
     return await serve(hub.membership.register, registration)
 
 
-@router.post(
-    "/heartbeat",
-    summary="Say that a node is alive",
-    **describes("nodes", (401, 413, 422), Heartbeat, {"doing": "generating", "counters": {"tokens": 4096}}),
-)
+@router.post("/heartbeat", **describes("nodes", Heartbeat))
 async def heartbeat(request: Request, hub: HubDependency) -> HeartbeatReply:
     """Answers with the node as the hub sees it, the newest policy, and whether the run is finished."""
     node, said = await signed(hub.context, request, Heartbeat)
     return await serve(hub.membership.heartbeat, node, said)
 
 
-@router.post(
-    "/leases",
-    summary="Ask for work",
-    **describes("worker", (401, 403, 413, 422), LeaseRequest, {"request": "0f9c2d7e1a", "max_units": 4, "wait_s": 20}),
-)
+@router.post("/leases", **describes("worker", LeaseRequest))
 async def lease(request: Request, hub: HubDependency) -> LeaseReply:
     """Up to `max_units` signed leases. Waits up to `wait_s` (at most 30) for one; none comes with a reason in words.
     The same `request` id gets the same leases again, so a lost answer costs nothing. Who asks with an older `policy`
@@ -71,32 +58,22 @@ async def lease(request: Request, hub: HubDependency) -> LeaseReply:
     node, ask = await signed(hub.context, request, LeaseRequest, "worker")
     client = visit_of(request.scope).client
     return await poll(
-        hub,
-        request,
-        Topic.LEASES,
-        ask.wait_s,
-        lambda: hub.work.lease(node, ask, network_of(client), client),
+        hub, request, Topic.LEASES, ask.wait_s, lambda: hub.work.lease(node, ask, network_of(client), client),
         lambda reply: bool(reply.leases) or reply.finished or ask.policy not in (None, reply.policy),
         lambda reply: reply.held_back,
-    )
+    )  # fmt: skip
 
 
-@router.post(
-    "/leases/release",
-    summary="Give leases back",
-    status_code=204,
-    **describes("worker", (401, 403, 413, 422), LeaseRelease, {"leases": ["u17a0"], "reason": "stopping"}),
-)
+@router.post("/leases/release", status_code=204, **describes("worker", LeaseRelease))
 async def release(request: Request, hub: HubDependency) -> None:
     """Their units go to somebody else at once. Leases that have ended are ignored."""
     node, said = await signed(hub.context, request, LeaseRelease, "worker")
     await serve(hub.work.release, node, said)
 
 
-_SHOW = describes("worker", (401, 403, 404, 410, 413, 422), "a `ShownProgress`: msgpack in a zstd frame")
-
-
-@router.post("/leases/{lease}/progress", summary="Show finished chunks of a lease at work", **_SHOW)
+@router.post(
+    "/leases/{lease}/progress", **describes("worker", "a `ShownProgress`: msgpack in a zstd frame", refusals=(404, 410))
+)
 async def show(lease: str, request: Request, hub: HubDependency) -> ProgressReply:
     """For workers on probation: more time for a lease, against token ids and proofs. Chunks that do not begin where the
     hub's copy ends are left out; the answer says where that is. 410 if the lease has ended."""
@@ -104,12 +81,15 @@ async def show(lease: str, request: Request, hub: HubDependency) -> ProgressRepl
     return await serve(hub.showing.show, caller.node, lease, caller.body)
 
 
-_UPLOADED = (401, 403, 404, 409, 410, 413, 422)
+_UPLOADED = (404, 409, 410)
 _SAME: dict[int, dict[str, Any]] = {200: {"model": SignedDocument, "description": "the same again: the same receipt"}}
-_SUBMIT = describes("worker", _UPLOADED, "a `Submission`: msgpack in a zstd frame", answers=_SAME)
 
 
-@router.put("/submissions/{lease}", summary="Hand in the group of a lease", status_code=201, **_SUBMIT)
+@router.put(
+    "/submissions/{lease}",
+    status_code=201,
+    **describes("worker", "a `Submission`: msgpack in a zstd frame", answers=_SAME, refusals=_UPLOADED),
+)
 async def submit(lease: str, request: Request, response: Response, hub: HubDependency) -> SignedDocument:
     """Answers with a signed `Receipt`: from then on the submission is on the hub's disk and will be judged. 201 if it
     is new, 200 for the same body again, 409 for another body; 410 if the lease has ended and its unit is taken."""
@@ -120,11 +100,7 @@ async def submit(lease: str, request: Request, response: Response, hub: HubDepen
     return receipt
 
 
-@router.post(
-    "/submissions/{lease}/upload",
-    summary="Ask for leave to upload the group of a lease",
-    **describes("worker", _UPLOADED, UploadRequest, {"submission": "9f" * 32, "size_bytes": 48_213}),
-)
+@router.post("/submissions/{lease}/upload", **describes("worker", UploadRequest, refusals=_UPLOADED))
 async def upload(lease: str, request: Request, hub: HubDependency) -> SignedDocument:
     """Answers with a signed `UploadTicket`: one URL for one object of this size and hash, in the run's store. Refused
     as the submission would be; 409 `upload.by_hub` if the run has no such store."""
@@ -132,10 +108,11 @@ async def upload(lease: str, request: Request, hub: HubDependency) -> SignedDocu
     return await serve(hub.uploads.ticket, node, lease, ask)
 
 
-_COMMIT = describes("worker", _UPLOADED, UploadCommit, {"submission": "9f" * 32}, _SAME)
-
-
-@router.post("/submissions/{lease}/commit", summary="Hand in what was uploaded", status_code=201, **_COMMIT)
+@router.post(
+    "/submissions/{lease}/commit",
+    status_code=201,
+    **describes("worker", UploadCommit, answers=_SAME, refusals=_UPLOADED),
+)
 async def commit(lease: str, request: Request, response: Response, hub: HubDependency) -> SignedDocument:
     """The hub reads what was uploaded, checks it, and answers with a signed `Receipt`, exactly as for a submission that
     was put to the hub itself. 409 `upload.missing` if there is nothing (any more): upload it again."""
@@ -156,11 +133,7 @@ Names = Annotated[list[str], Query(min_length=1, max_length=MAX_BODIES_PER_REQUE
 Step = Annotated[int, Path(ge=0, le=2**31, description="the step; step n produces version n + 1")]
 
 
-@router.post(
-    "/audits",
-    summary="Ask for submissions to check",
-    **describes("validator", (401, 403, 413, 422), AuditRequest, {"max_audits": 8, "wait_s": 20}),
-)
+@router.post("/audits", **describes("validator", AuditRequest))
 async def audits(request: Request, hub: HubDependency) -> AuditReply:
     """Each audit is this validator's until its deadline; then it is given out again. Waits up to `wait_s` for one.
     With `generates` it may be given leases of its own, of units that nobody could judge: it generates them and hands
@@ -168,29 +141,22 @@ async def audits(request: Request, hub: HubDependency) -> AuditReply:
     nothing to check."""
     node, ask = await signed(hub.context, request, AuditRequest, "validator")
     return await poll(
-        hub,
-        request,
-        Topic.AUDITS,
-        ask.wait_s,
-        lambda: hub.checking.audits(node, ask),
+        hub, request, Topic.AUDITS, ask.wait_s, lambda: hub.checking.audits(node, ask),
         lambda reply: bool(reply.audits or reply.generate or reply.evaluation) or reply.finished,
-    )
+    )  # fmt: skip
 
 
 _BYTES = bulk_answer("`SubmissionBodies`: for each name the very bytes that were put")
-_BODIES = describes("validator", (401, 403, 404, 413, 422), answers=_BYTES)
 
 
-@router.get("/submissions", summary="The bytes of submissions", response_class=Response, **_BODIES)
+@router.get("/submissions", response_class=Response, **describes("validator", answers=_BYTES, refusals=(404,)))
 async def bodies(name: Names, request: Request, hub: HubDependency) -> Response:
     """For validators and the trainer. A name is the SHA-256 of the bytes."""
     await authenticate(hub.context, request, roles=("validator", "trainer"))
     return Response(await serve(hub.checking.bodies, name), media_type=BULK)
 
 
-@router.post(
-    "/verdicts", summary="Say what audits found", **describes("validator", (401, 403, 413, 422), VerdictReport)
-)
+@router.post("/verdicts", **describes("validator", VerdictReport))
 async def verdicts(request: Request, hub: HubDependency) -> VerdictReply:
     """`Verdict`s signed by the calling validator. The first on a submission stands; the same outcome again is
     harmless. Those that were not taken are named in the answer."""
@@ -199,10 +165,7 @@ async def verdicts(request: Request, hub: HubDependency) -> VerdictReply:
 
 
 @router.post(
-    "/calibrations",
-    summary="Put measured limits in force",
-    status_code=204,
-    **describes("owner", (400, 401, 403, 409, 413, 422), SignedDocument),
+    "/calibrations", status_code=204, **describes("owner", SignedDocument, refusals=(400, 401, 403, 409, 413, 422))
 )
 async def calibrated(request: Request, hub: HubDependency) -> None:
     """A `Calibration` signed by a validator, or by the run's root key. The request itself is not signed. A validator's
@@ -212,12 +175,7 @@ async def calibrated(request: Request, hub: HubDependency) -> None:
     await serve(hub.calibrating.publish, parse_json(body, SignedDocument))
 
 
-@router.post(
-    "/evaluations",
-    summary="Say how a policy did on held-out tasks",
-    status_code=204,
-    **describes("validator", (401, 403, 404, 413, 422), SignedDocument),
-)
+@router.post("/evaluations", status_code=204, **describes("validator", SignedDocument, refusals=(404,)))
 async def evaluated(request: Request, hub: HubDependency) -> None:
     """An `EvaluationReport` signed by the calling validator, on a slice that `/audits` gave out. The first report on a
     slice stands; 422 `evaluation.environment` if it was scored with other tasks than the run's."""
@@ -225,12 +183,7 @@ async def evaluated(request: Request, hub: HubDependency) -> None:
     await serve(hub.evaluating.report, node, said)
 
 
-@router.post(
-    "/policies",
-    summary="Announce a published policy",
-    status_code=204,
-    **describes("trainer", (401, 403, 409, 413, 422), SignedDocument),
-)
+@router.post("/policies", status_code=204, **describes("trainer", SignedDocument, refusals=(409,)))
 async def announce(request: Request, hub: HubDependency) -> None:
     """A `PolicyAnnouncement` signed by the trainer. The same again is harmless; 409 `policy.digest` if that
     (incarnation, version) was announced with another digest. A new incarnation voids open leases."""
@@ -238,29 +191,22 @@ async def announce(request: Request, hub: HubDependency) -> None:
     await serve(hub.training.announce, node, said)
 
 
-@router.post(
-    "/batches/{step}",
-    summary="Ask for the groups of a step",
-    **describes("trainer", (401, 403, 409, 413, 422), BatchRequest, {"wait_s": 20}),
-)
+@router.post("/batches/{step}", **describes("trainer", BatchRequest, refusals=(409,)))
 async def batch(step: Step, request: Request, hub: HubDependency) -> BatchReply:
     """The batch is written down before it is answered and never changes; asking again gets it again. While it is not
     complete, `waiting` says what it waits for."""
     node, ask = await signed(hub.context, request, BatchRequest, "trainer")
     return await poll(
-        hub,
-        request,
-        Topic.BATCHES,
-        ask.wait_s,
-        lambda: hub.training.batch(node, step),
+        hub, request, Topic.BATCHES, ask.wait_s, lambda: hub.training.batch(node, step),
         lambda reply: reply.batch is not None,
-    )
+    )  # fmt: skip
 
 
-_ROLLOUTS = describes("trainer", (401, 403, 404), answers=bulk_answer("a `TrainingBatch`"))
-
-
-@router.get("/batches/{step}/rollouts", summary="The rollouts of a batch", response_class=Response, **_ROLLOUTS)
+@router.get(
+    "/batches/{step}/rollouts",
+    response_class=Response,
+    **describes("trainer", answers=bulk_answer("a `TrainingBatch`"), refusals=(404,)),
+)
 async def rollouts(step: Step, request: Request, hub: HubDependency) -> Response:
     """The groups of a written batch with the validators' rewards, in order of unit."""
     await authenticate(hub.context, request, roles=("trainer",))
@@ -268,12 +214,7 @@ async def rollouts(step: Step, request: Request, hub: HubDependency) -> Response
     return Response(body, media_type=BULK)
 
 
-@router.post(
-    "/steps",
-    summary="Report what a step measured",
-    status_code=204,
-    **describes("trainer", (401, 403, 413, 422), StepReport, {"step": 3, "metrics": {"reward_mean": 0.42}}),
-)
+@router.post("/steps", status_code=204, **describes("trainer", StepReport))
 async def report(request: Request, hub: HubDependency) -> None:
     """Shown by `/status`, its alarms among the hub's own. A report for the same step replaces the earlier one."""
     _, said = await signed(hub.context, request, StepReport, "trainer")

@@ -14,13 +14,14 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
 
 from shoal.errors import ResourceError
 from shoal.hub.http.app import create_app
-from shoal.hub.http.connections import IDLE_S, MAX_HEAD_BYTES, Gatekeeper, guarded_by
+from shoal.hub.http.connections import IDLE_S, MAX_HEAD_BYTES, Gatekeeper, Guard
 from shoal.hub.http.middleware import Edge
 from shoal.hub.limits import Addresses
 from shoal.hub.service import Hub
@@ -87,9 +88,9 @@ def _server_config(app: FastAPI, settings: HubSettings) -> uvicorn.Config:
     gatekeeper = Gatekeeper(edge.addresses, settings.connections_per_address, room, edge.metrics.refused)
     return uvicorn.Config(
         app,
-        http=guarded_by(gatekeeper),
+        http=partial(Guard, gatekeeper),  # type: ignore[arg-type]  # called as the class is
         ws="none",
-        log_level="error",  # what strangers send is no reason to write a line
+        log_level="critical",  # what strangers send is no reason to write a line; defects are logged by the app
         access_log=False,
         server_header=False,
         lifespan="on",

@@ -221,20 +221,13 @@ class Checking:
         assert holding is not None, "a foreign key ties a submission to its lease"
         assert node is not None, "a foreign key ties a submission to its node"
         return Audit(
-            submission=row.submission,
-            size_bytes=row.size_bytes,
-            lease=self._context.signed_before(holding.lease.document),
-            received_at_ms=row.received_at_ms,
-            deadline_ms=row.claimed_until_ms or 0,
-            depth=row.depth,
-            record=node.record,
-            shown=self._showing.prefixes(reader, row.lease),
-            newcomer=node.on_probation,
-            trusted=node.trusted,
-            gains=node.gains,
-            look_share=look_share(node.passed, _evidence(reader, node)),
+            submission=row.submission, size_bytes=row.size_bytes,
+            lease=self._context.signed_before(holding.lease.document), received_at_ms=row.received_at_ms,
+            deadline_ms=row.claimed_until_ms or 0, depth=row.depth, record=node.record,
+            shown=self._showing.prefixes(reader, row.lease), newcomer=node.on_probation, trusted=node.trusted,
+            gains=node.gains, look_share=look_share(node.passed, _evidence(reader, node)),
             distrusted=_distrusted(reader, node),
-        )
+        )  # fmt: skip
 
 
 def _suspicion(reader: Reader, key: str) -> Suspicion:

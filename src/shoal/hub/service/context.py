@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from shoal.errors import ConfigError, EnvironmentSetupError, ShoalError
-from shoal.hub.changes import Changes, Topic
+from shoal.hub.changes import Changes, Topic, Waits
 from shoal.hub.service.turns import Turns
 from shoal.hub.settings import HubConfig
 from shoal.hub.state import leases, nodes
@@ -36,7 +36,6 @@ from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
 from shoal.hub.storage import Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
 from shoal.hub.storage.opening import DATABASE_FILE
-from shoal.hub.waits import Waits
 from shoal.protocol import Document, NodeView, SignedDocument, sign_document
 from shoal.protocol.signing import sign_values
 from shoal.runtime.clock import Clock, SharedClock, SteadyClock
@@ -49,6 +48,7 @@ ATTEMPTS = 6
 PAUSE_S = 0.01
 SECRET_BYTES = 32
 NOTABLE_MS = 1_000
+NEWEST = 20
 LEADER = "upkeep"
 LEADS_S = 4.0
 """The lead is renewed every second; another hub takes over so long after the leader was last alive. Should both believe
@@ -83,10 +83,7 @@ class Context:
         ensure_folder(config.folder, private=True)
         self.blobs = open_blobs(config.settings.storage, config.settings.storage_endpoint, config.folder / "blobs")
         self.storage: Storage = storage or open_storage(config.settings.database, config.folder)
-        with self.storage.read() as reader:
-            self._require_restored(reader)
-            is_new = reader.setting("run") is None
-        self.secret = _load_or_create_secret(config.folder / "secret", is_new)
+        self.secret = _load_or_create_secret(config.folder / "secret", self._is_new())
         self._shared_clock = SharedClock(clock)
         self._agree_on_time()
         self.clock = self._steady(self._shared_clock)
@@ -131,7 +128,7 @@ class Context:
         self.was_away(min(written_ms or now_ms, now_ms), max(now_ms, written_ms))
         if written_ms - now_ms > NOTABLE_MS:
             behind = (
-                "this machine's clock is %.0f s behind what the hub wrote down last: the hub's own goes on from there"
+                "this machine's clock is %.0f s behind what the hub wrote down last: the hub's own continues from there"
             )
             log.warning(behind, (written_ms - now_ms) / 1000)
         return SteadyClock(clock, written_ms)
@@ -144,7 +141,7 @@ class Context:
             self._shared_clock.agree(their_ms, self._shared_clock.monotonic_s() - asked_s)
 
     def was_away(self, from_ms: int, until_ms: int) -> None:
-        """Nobody could reach the hub between these times: what ran out meanwhile goes on for a little."""
+        """Nobody could reach the hub between these times: what ran out meanwhile lasts a little longer."""
         self.absence = Absence(from_ms, until_ms, min(self.rules.lease_ms, nodes.HERE_MS))
 
     def unspared(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
@@ -182,6 +179,11 @@ class Context:
     def moment(self, reader: Reader, counted: bool = True) -> Moment:
         """What a decision goes by. Units alive are 0 unless `counted`: not all need to know how many there are."""
         return Moment(self.rules, reader.progress(counted=counted), self.clock.now_ms())
+
+    def _is_new(self) -> bool:
+        with self.storage.read() as reader:
+            self._require_restored(reader)
+            return reader.setting("run") is None
 
     def _require_restored(self, reader: Reader) -> None:
         """Rows that a restore copied belong to the folder that it made at its end: the hub there is the first."""
@@ -235,22 +237,23 @@ class Context:
         return {**{key: identity[key] for key in told}, "certificates": [each.model_dump(mode="json") for each in hubs]}
 
     def _require_blobs(self) -> None:
-        """What one hub has promised, another must find: hubs of one database have one place for blobs, and a bucket
-        that is named by hand in a run that has begun lacks what was promised."""
-        store = self.config.settings.storage
-        if not self.storage.is_shared and not store:
-            return
+        """What was promised must be found, also by other hubs of the database: the place for blobs does not change by a
+        setting alone. It is known by a blob put there at first; where that was not done, by the newest submissions."""
+        place = self.config.settings.storage or self.config.folder / "blobs"
         with self.storage.write(exclusive=True) as transaction:
             mark = transaction.setting(BLOB_STORE)
-            if mark is None:
+            if not mark and not self.storage.is_shared and not self.config.settings.storage:
+                return
+            known = [mark] if mark else [row.submission for row in transaction.decided_submissions(NEWEST)]
+            if known and not any(map(self.blobs.has, known)):
+                raise ConfigError(
+                    f"the submissions of this run are kept elsewhere than in {place}: share one folder among all hubs, "
+                    "or keep them in a bucket (hub.storage = s3://…); move a run with `shoal backup` and `shoal "
+                    "restore --set hub.storage=URL`"
+                )
+            if not mark:
                 content = f"the blobs of shoal run {self.config.run_id} ({secrets.token_hex(8)})\n"
                 transaction.put_setting(BLOB_STORE, self.blobs.put(content.encode()))
-            elif not self.blobs.has(mark):
-                raise ConfigError(
-                    f"the submissions of this run are kept elsewhere than in {store or self.config.folder / 'blobs'}: "
-                    "share one folder among all hubs, or keep them in a bucket (hub.storage = s3://…); move a run with "
-                    "`shoal backup` and `shoal restore --set hub.storage=URL`"
-                )
 
     def _identity(self) -> dict[str, Any]:
         """What may not change while a run lasts. `steps` may: a run can be continued for longer."""
@@ -322,13 +325,10 @@ def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: in
     """A node as others see it: trust, liveness and sanction, each by itself."""
     last_seen_ms = presence.last_seen_ms if presence else node.registered_at_ms
     derived = {
-        "strikes": node.strikes,
-        "on_probation": node.on_probation,
-        "doing": presence.doing if presence else "",
-        "last_seen_ms": last_seen_ms,
-        "liveness": nodes.liveness(last_seen_ms, now_ms),
+        "strikes": node.strikes, "on_probation": node.on_probation, "doing": presence.doing if presence else "",
+        "last_seen_ms": last_seen_ms, "liveness": nodes.liveness(last_seen_ms, now_ms),
         "window": nodes.window(rules, node) if node.role == "worker" else 0,
-    }
+    }  # fmt: skip
     return NodeView(**{**shared(node, NodeView), **derived})
 
 

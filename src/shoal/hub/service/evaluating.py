@@ -91,7 +91,7 @@ class Evaluating:
         )
 
     def _make(self, row: EvaluationRow) -> tuple[EvaluationTask, ...]:
-        """The held-out tasks of a slice. Those that cannot be used are left out: they are no sample."""
+        """The held-out tasks of a slice. Those that cannot be used are left out: they are unscored."""
         split, found = self._context.config.environment.tasks("held_out"), []
         for index in range(row.first, min(row.first + row.tasks, len(split))):
             try:

@@ -46,13 +46,9 @@ class Membership:
         now_ms = self._context.clock.now_ms()
         with self._context.storage.write(durable=False) as transaction:
             presence = Presence(
-                node=node.node,
-                last_seen_ms=now_ms,
-                doing=heartbeat.doing,
-                waiting_for=heartbeat.waiting_for,
-                waiting_since_ms=now_ms - round(heartbeat.waiting_s * 1000),
-                counters=heartbeat.counters,
-            )
+                node=node.node, last_seen_ms=now_ms, doing=heartbeat.doing, waiting_for=heartbeat.waiting_for,
+                waiting_since_ms=now_ms - round(heartbeat.waiting_s * 1000), counters=heartbeat.counters,
+            )  # fmt: skip
             fresh = transaction.node(node.node) or node
             moment = Moment(self._context.rules, transaction.progress(counted=False), now_ms)
             if fresh.role == "validator":

@@ -159,8 +159,8 @@ def standstill(context: Context, reader: Reader, now_ms: int) -> list[str]:
     fleet, since_start = reader.fleet(now_ms - nodes.HERE_MS), reader.fleet(context.started_ms)
     found = []
     for role in DOING:
-        here = any(crew.role == role and crew.here and crew.state == NodeState.ACTIVE for crew in fleet)
-        lost = any(crew.role == role and (crew.here or crew.state != NodeState.ACTIVE) for crew in since_start)
+        here = any(group.role == role and group.here and group.state == NodeState.ACTIVE for group in fleet)
+        lost = any(group.role == role and (group.here or group.state != NodeState.ACTIVE) for group in since_start)
         if not here and (lost or now_ms - context.started_ms >= STARTING_MS):
             found.append(_nobody(context, reader, role, now_ms))
     return found or _unjudgeable(context, reader, now_ms)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
 from shoal import ledger
 from shoal.hub.service.calibrating import in_force_of
@@ -14,14 +13,13 @@ from shoal.hub.state import calibrations, evaluations, pacing
 from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UnitState
 from shoal.hub.state.orders import Orders
-from shoal.hub.state.rows import NodeRow, SubmissionRow
+from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Reader
 from shoal.hub.storage.reader import Rank
-from shoal.protocol.evaluation import Evaluation
 from shoal.protocol.node import RunInfo
 from shoal.protocol.policy import LedgerHead
 from shoal.protocol.signing import SignedDocument, sign_document
-from shoal.protocol.status import Conduct, LedgerPage, OwnerOrders, RecentVerdict, RunStatus, Wait
+from shoal.protocol.status import LedgerPage, OwnerOrders, RecentVerdict, RunStatus, Wait
 
 VERDICTS_SHOWN = 20
 VERDICTS_SEARCHED = 500
@@ -36,7 +34,6 @@ NODES_SHOWN = 200
 RANKS: tuple[tuple[Rank, int], ...] = (("trusted", 40), ("sanctioned", 40), ("credit", 60), ("seen", NODES_SHOWN))
 SILENT_AFTER_MS = 60_000
 """A node that has not been heard of for so long is gone, not waiting."""
-NO_WASTE = pacing.Waste(0, 0, 0, 0)
 
 
 class Reporting:
@@ -81,31 +78,20 @@ class Reporting:
             measures = self._context.rules.evaluation is not None
             slices = reader.evaluations_since(0, VERSIONS_SHOWN) if measures else []
             return RunStatus(
-                run=config.run_id,
-                name=config.run.name,
-                now_ms=now_ms,
-                finished=pacing.is_finished(self._context.rules, progress),
-                steps=config.run.steps,
-                step=progress.policy.version if progress.policy else 0,
-                policy=progress.policy,
-                max_staleness=config.run.max_staleness,
-                units=units,
-                submissions=reader.submission_counts(),
+                run=config.run_id, name=config.run.name, now_ms=now_ms,
+                finished=pacing.is_finished(self._context.rules, progress), steps=config.run.steps,
+                step=progress.policy.version if progress.policy else 0, policy=progress.policy,
+                max_staleness=config.run.max_staleness, units=units, submissions=reader.submission_counts(),
                 nodes=tuple(node_view(node, presences.get(node.node), self._context.rules, now_ms) for node in nodes),
-                waits=tuple(self._waits(reader, now_ms)),
-                verdicts=tuple(_recent(row) for row in _telling(reader)),
-                reports=tuple(reader.reports(REPORTS_SHOWN)),
-                alarms=tuple(reader.alarms(ALARMS_SHOWN)),
-                ledger=self._head(reader),
-                standing=_standing(orders_of(reader), units),
-                node_counts=counts,
+                waits=tuple(self._waits(reader, now_ms)), verdicts=tuple(_recent(reader)),
+                reports=tuple(reader.reports(REPORTS_SHOWN)), alarms=tuple(reader.alarms(ALARMS_SHOWN)),
+                ledger=self._head(reader), standing=_standing(orders_of(reader), units), node_counts=counts,
                 outbox=reader.outbox_length() if outgoing else 0,
                 outbox_since_ms=outgoing[0].at_ms if outgoing else None,
                 pools=reader.pool_counts() if config.pools is not None else {},
-                evaluations=tuple(evaluations.results(slices)),
-                no_sample=no_sample(nodes, presences),
+                evaluations=tuple(evaluations.results(slices)), no_sample=no_sample(nodes, presences),
                 standstill=tuple(standstill(self._context, reader, now_ms)),
-            )
+            )  # fmt: skip
 
     def _waits(self, reader: Reader, now_ms: int) -> list[Wait]:
         """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet. Of
@@ -140,25 +126,14 @@ class Reporting:
     def _sign_run_info(self, orders: Orders, in_force: InForce) -> SignedDocument:
         config = self._context.config
         info = RunInfo(
-            run=config.run_id,
-            name=config.run.name,
-            root_key=config.root_key,
-            certificates=orders.trusted(config.certificates),
-            sources=orders.sources(config.sources),
-            last_resort=config.last_resort,
-            environment=config.environment.name,
-            environment_digest=config.environment.digest,
-            sampling=config.sampling,
-            proof=config.proof,
-            profiles=calibrations.taken(in_force, config.profiles, config.measurable),
-            group_size=config.run.group_size,
-            max_staleness=config.run.max_staleness,
-            steps=config.run.steps,
-            hubs=config.settings.advertise,
-            revoked=orders.revoked,
-            uploads="hub" if self._context.blobs.inbox is None else "store",
-            model=config.model,
-        )
+            run=config.run_id, name=config.run.name, root_key=config.root_key,
+            certificates=orders.trusted(config.certificates), sources=orders.sources(config.sources),
+            last_resort=config.last_resort, environment=config.environment.name,
+            environment_digest=config.environment.digest, sampling=config.sampling, proof=config.proof,
+            profiles=calibrations.taken(in_force, config.profiles, config.measurable), group_size=config.run.group_size,
+            max_staleness=config.run.max_staleness, steps=config.run.steps, hubs=config.settings.advertise,
+            revoked=orders.revoked, uploads="hub" if self._context.blobs.inbox is None else "store", model=config.model,
+        )  # fmt: skip
         return sign_document(info, config.key)
 
 
@@ -191,79 +166,68 @@ def _folded(what: str, waiting: list[tuple[int, str, int]]) -> list[Wait]:
     return waits
 
 
-def _telling(reader: Reader) -> list[SubmissionRow]:
-    """The newest decisions, and behind them those refused lately: acceptances come in hundreds and hide them."""
+def _recent(reader: Reader) -> Iterator[RecentVerdict]:
+    """The newest decisions, and behind them those refused recently: acceptances come in hundreds and hide them."""
     newest = reader.decided_submissions(VERDICTS_SHOWN)
     shown = {row.submission for row in newest}
     refused = [row for row in reader.refused_submissions(VERDICTS_SEARCHED) if row.submission not in shown]
-    return [*newest, *refused[:REFUSALS_SHOWN]]
+    for row in (*newest, *refused[:REFUSALS_SHOWN]):
+        told = {"outcome": row.state.value, "decided_at_ms": row.decided_at_ms or 0}
+        yield RecentVerdict(**{**shared(row, RecentVerdict), **told})
 
 
-def _recent(row: SubmissionRow) -> RecentVerdict:
-    told = {"outcome": row.state.value, "decided_at_ms": row.decided_at_ms or 0}
-    return RecentVerdict(**{**shared(row, RecentVerdict), **told})
+class Figure:
+    """A number of the run, or several by their labels. Labels are states and roles: few, whoever comes."""
+
+    def __init__(self, name: str, what: str, value: float | Mapping[tuple[str, ...], float], *labels: str) -> None:
+        self.name, self.what, self.labels = name, what, labels
+        self.values = dict(value) if isinstance(value, Mapping) else {(): float(value)}
 
 
-@dataclass(frozen=True)
-class Figures:
-    """How the run stands, in numbers. `nodes` is by (role, state, here or away), `alarms` by the first word of their
-    code; `waiting_s` is how long the longest of those that wait now has waited."""
-
-    units: dict[str, int]
-    submissions: dict[str, int]
-    nodes: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    credit: int = 0
-    pending: int = 0
-    version: int = 0
-    finished: bool = False
-    ledger_rows: int = 0
-    outbox_rows: int = 0
-    leads: bool = True
-    waiting: int = 0
-    waiting_s: float = 0.0
-    waste: pacing.Waste = NO_WASTE
-    conduct: Conduct = "running"
-    pools: dict[str, int] = field(default_factory=dict)
-    unusable: int = 0
-    measured: Evaluation | None = None
-    no_sample: int = 0
-    alarms: Counter[tuple[str, ...]] = field(default_factory=Counter)
-
-
-def read_figures(context: Context, late: int = 0, unusable: int = 0) -> Figures:
+def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Figure]:
     """`late` is how many submissions this hub has refused because their unit had gone to somebody else, `unusable` how
     many tasks it has passed over because they cannot be used."""
     now_ms = context.clock.now_ms()
     with context.storage.read() as reader:
         fleet, progress, last = reader.fleet(now_ms - SILENT_AFTER_MS), reader.progress(), reader.ledger_last()
-        units, submissions, outbox_rows = reader.unit_counts(), reader.submission_counts(), reader.outbox_length()
-        orders, alarms = orders_of(reader), reader.alarm_counts()
+        units, submissions, outgoing = reader.unit_counts(), reader.submission_counts(), reader.outbox_length()
+        halted, alarms = orders_of(reader).conduct != "running", reader.alarm_counts()
         trusted = reader.nodes_ranked("trusted", MAX_TRUSTED)
         unscored = no_sample(trusted, reader.presences_named([node.node for node in trusted]))
         pools = reader.pool_counts() if context.config.pools is not None else {}
         slices = reader.evaluations_since(0, VERSIONS_SHOWN) if context.rules.evaluation is not None else []
-    measured = [
-        each for each in evaluations.results(slices) if each.complete and not each.partial and each.mean is not None
-    ]
+    nodes: dict[tuple[str, ...], float] = {
+        (group.role, group.state, "here" if group.here else "away"): group.count for group in fleet
+    }
     waits = context.waits.current(now_ms)
-    return Figures(
-        units=units,
-        submissions=submissions,
-        nodes=Counter({(crew.role, crew.state, "here" if crew.here else "away"): crew.count for crew in fleet}),
-        credit=sum(crew.credit for crew in fleet),
-        pending=sum(crew.pending for crew in fleet),
-        version=progress.policy.version if progress.policy else 0,
-        finished=pacing.is_finished(context.rules, progress),
-        ledger_rows=last.index + 1 if last else 0,
-        outbox_rows=outbox_rows,
-        leads=context.leads,
-        waiting=len(waits),
-        waiting_s=max((now_ms - wait.since_ms for wait in waits), default=0) / 1000,
-        waste=pacing.waste(units, submissions.get("accepted", 0), late, sum(crew.lapsed for crew in fleet)),
-        conduct=orders.conduct,
-        pools=pools,
-        unusable=unusable,
-        measured=measured[-1] if measured else None,
-        no_sample=unscored,
-        alarms=alarms,
-    )
+    waited_s = max((now_ms - wait.since_ms for wait in waits), default=0) / 1000
+    waste = pacing.waste(units, submissions.get("accepted", 0), late, sum(group.lapsed for group in fleet))
+    figures = [
+        Figure("units", "Units, by state.", {(state,): count for state, count in units.items()}, "state"),
+        Figure("submissions", "Submissions, by state.", {(s,): n for s, n in submissions.items()}, "state"),
+        Figure("nodes", "Registered nodes, by role, sanction and presence.", nodes, "role", "state", "presence"),
+        Figure("alarms", "Alarms for the run's owner, by what they are about.", alarms, "about"),
+        Figure("tasks", "Tasks that were seen, by difficulty.", {(pool,): n for pool, n in pools.items()}, "pool"),
+        Figure("credit", "Credit of all nodes that is final.", sum(group.credit for group in fleet)),
+        Figure("credit_pending", "Credit of all nodes that an audit could still take.", sum(c.pending for c in fleet)),
+        Figure("policy_version", "The newest policy that was announced.", getattr(progress.policy, "version", 0)),
+        Figure("finished", "1 once the run's last version is out.", pacing.is_finished(context.rules, progress)),
+        Figure("ledger_rows", "Rows of the ledger.", last.index + 1 if last else 0),
+        Figure("outbox_rows", "Rows that wait to be moved into the ledger.", outgoing),
+        Figure("leader", "1 if this hub does the background work of the run.", context.leads),
+        Figure("waiting", "Nodes whose polls have got nothing yet.", len(waits)),
+        Figure("waiting_seconds", "How long the longest of them waits.", waited_s),
+        Figure("halted", "1 while the owner has paused the run, or lets it drain.", halted),
+        Figure("wasted_groups", "Groups that were accepted too late to be trained on.", waste.stale),
+        Figure("late_submissions", "Submissions refused since the start: their unit was gone.", waste.late),
+        Figure("lapsed_leases", "Leases that were let lapse.", waste.lapsed),
+        Figure("wasted_fraction", "Of all groups submitted, those that were too late.", waste.fraction),
+        Figure("no_sample", "Groups that the validators known now could not score.", unscored),
+        Figure("unusable_tasks", "Tasks passed over since the start: they cannot be used.", unusable),
+    ]
+    whole = [each for each in evaluations.results(slices) if each.complete and not each.partial]
+    measured = [(each.policy.version, each.mean) for each in whole if each.mean is not None]
+    for version, mean in measured[-1:]:
+        figures.append(Figure("held_out_score", "Mean score of the last version that was measured.", mean))
+        figures.append(Figure("held_out_version", "The last version that was measured on held-out tasks.", version))
+    return figures

@@ -118,13 +118,9 @@ class Showing:
             while len(self._given) > MOST_GIVEN:
                 del self._given[next(iter(self._given))]
         return Audit(
-            submission=name,
-            size_bytes=len(body),
-            lease=signed,
-            received_at_ms=moment.now_ms,
-            deadline_ms=moment.now_ms + moment.rules.audit_ms,
-            depth="progress",
-        )
+            submission=name, size_bytes=len(body), lease=signed, received_at_ms=moment.now_ms,
+            deadline_ms=moment.now_ms + moment.rules.audit_ms, depth="progress",
+        )  # fmt: skip
 
     def _queue(self, rows: Iterable[LeaseRow]) -> None:
         for row in rows:

@@ -53,13 +53,9 @@ class Stories:
         config = self._context.config
         seeds = draws.unit_seeds(self._context.secret, config.run_id, number, config.run.group_size) if decided else ()
         derived = {
-            "run": config.run_id,
-            "sentence": unit_sentence(unit, leases),
-            "seeds": seeds,
-            "leases": tuple(_lease(row, decided) for row in leases),
-            "submissions": told,
-            "ledger": tuple(entries),
-        }
+            "run": config.run_id, "sentence": unit_sentence(unit, leases), "seeds": seeds,
+            "leases": tuple(_lease(row, decided) for row in leases), "submissions": told, "ledger": tuple(entries),
+        }  # fmt: skip
         return UnitStory(**{**shared(unit, UnitStory), **derived})
 
     def node(self, node: str) -> NodeStory:
@@ -76,14 +72,10 @@ class Stories:
             refused = self._submissions(reader, reader.submissions_of(node, True, REFUSED_SHOWN))
             entries = reader.ledger_about(node_subject(node), EARNINGS, ENTRIES_SHOWN)
         derived = {
-            "run": self._context.config.run_id,
-            "node": view,
-            "sentence": node_sentence(row),
-            "leases": tuple(_lease(lease, decided=False) for lease in leases),
-            "recent": recent,
-            "refused": refused,
+            "run": self._context.config.run_id, "node": view, "sentence": node_sentence(row),
+            "leases": tuple(_lease(lease, decided=False) for lease in leases), "recent": recent, "refused": refused,
             "ledger": tuple(entries),
-        }
+        }  # fmt: skip
         return NodeStory(**{**shared(row, NodeStory), **derived})
 
     def nodes(self, after: str, limit: int) -> NodePage:
@@ -177,20 +169,19 @@ def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
     if unit.state == UnitState.ACCEPTED:
         return "accepted; waits for a batch" if unit.step is None else f"in the batch of step {unit.step}"
     return {
-        UnitState.SUBMITTED: "handed in; waits for its verdict",
+        UnitState.SUBMITTED: "submitted; waits for its verdict",
         UnitState.TRAINED: f"trained on in step {unit.step}",
         UnitState.DROPPED: "accepted and paid, but not trained on: the rewards of its group are equal, so it "
         f"teaches nothing; another unit took its place in step {unit.lost_step}",
-        UnitState.VOID: _void_sentence(unit),
+        UnitState.VOID: VOID_SENTENCES.get(unit.reason, f"void ({unit.reason})"),
     }[unit.state]
 
 
-def _void_sentence(unit: UnitRow) -> str:
-    return {
-        VOID_ATTEMPTS: "given up: the validators themselves could not generate or score it; no worker is blamed",
-        VOID_STALE: "void: the policy that generated it is too old to train on; what was accepted is paid all the same",
-        VOID_INCARNATION: "void: the trainer began a new incarnation, and groups of the old one fit nowhere",
-    }.get(unit.reason, f"void ({unit.reason})")
+VOID_SENTENCES = {
+    VOID_ATTEMPTS: "given up: the validators themselves could not generate or score it; no worker is blamed",
+    VOID_STALE: "void: the policy that generated it is too old to train on; what was accepted is paid all the same",
+    VOID_INCARNATION: "void: the trainer began a new incarnation, and groups of the old one fit nowhere",
+}
 
 
 def rule_of(row: SubmissionRow, severity: str) -> str:

@@ -36,13 +36,10 @@ class Training:
         with context.decision(exclusive=True) as (transaction, moment):
             require_trusted(transaction, node.public_key)
             announced = batches.announce(
-                moment,
-                policy,
-                known=transaction.policy(policy.incarnation, policy.version),
-                alive=transaction.alive_units(),
-                leases=[holding.lease for holding in transaction.holdings()],
+                moment, policy, known=transaction.policy(policy.incarnation, policy.version),
+                alive=transaction.alive_units(), leases=[holding.lease for holding in transaction.holdings()],
                 batched=transaction.batched_units(),
-            )
+            )  # fmt: skip
             transaction.apply(announced)
             if announced and moment.rules.evaluation is not None:
                 tasks = len(context.config.environment.tasks("held_out"))
@@ -54,9 +51,13 @@ class Training:
     def batch(self, node: NodeRow, step: int) -> BatchReply:
         """The batch of a step: the one written down, or a new one written down now, or what it waits for."""
         context = self._context
-        if context.storage.is_shared and (waiting := self._glance(step)):
-            context.waits.waiting(node_label(node), f"a batch: {waiting}", context.clock.now_ms())
-            return BatchReply(waiting=waiting)
+        if context.storage.is_shared:  # look first: an exclusive decision stops all hubs for a moment
+            with context.storage.read() as reader:
+                moment = context.moment(reader, counted=False)
+                waiting = self._choose(reader, moment, step)[1] if reader.batch(step) is None else ""
+            if waiting:
+                context.waits.waiting(node_label(node), f"a batch: {waiting}", moment.now_ms)
+                return BatchReply(waiting=waiting)
         with context.decision(sweep=True, exclusive=True) as (transaction, moment):
             require_trusted(transaction, node.public_key)
             batch = transaction.batch(step)
@@ -69,13 +70,6 @@ class Training:
         context.waits.done(node_label(node))
         context.changes.notify(Topic.LEASES)
         return BatchReply(batch=batch)
-
-    def _glance(self, step: int) -> str:
-        """What the batch waits for, without making anybody wait: an exclusive decision stops all hubs for a moment."""
-        with self._context.storage.read() as reader:
-            if reader.batch(step) is not None:
-                return ""
-            return self._choose(reader, self._context.moment(reader, counted=False), step)[1]
 
     def _choose(self, reader: Reader, moment: Moment, step: int) -> tuple[list[UnitRow] | None, str]:
         """The units of the batch, or None and what it waits for. None while the run is paused."""

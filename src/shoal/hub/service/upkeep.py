@@ -98,7 +98,7 @@ class Posting:
 
 
 class Upkeep:
-    """`tick` is called about once a second, so that a run goes on although nobody asks for anything."""
+    """`tick` is called about once a second, so that a run continues although nobody asks for anything."""
 
     def __init__(self, context: Context, posting: Posting, evaluating: Evaluating) -> None:
         self._context = context

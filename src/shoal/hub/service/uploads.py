@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import TYPE_CHECKING
 
 from shoal.errors import ResourceError
 from shoal.hub.service.context import Context
@@ -19,10 +20,12 @@ from shoal.hub.service.work import Work
 from shoal.hub.state import submissions
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import NodeRow
-from shoal.hub.storage.blobs import Inbox
 from shoal.protocol import SignedDocument, submission_digest
 from shoal.protocol.submission import UploadCommit, UploadRequest, UploadTicket
 from shoal.runtime.crash import point
+
+if TYPE_CHECKING:
+    from shoal.hub.storage.s3 import S3Inbox
 
 log = logging.getLogger("shoal.hub")
 
@@ -39,7 +42,7 @@ class Uploads:
         self._sweeping = threading.Lock()
 
     def ticket(self, node: NodeRow, lease: str, request: UploadRequest) -> SignedDocument:
-        """Leave to upload these bytes, or the refusal that handing them in would meet."""
+        """Leave to upload these bytes, or the refusal that submitting them would meet."""
         inbox = self._inbox()
         if request.size_bytes > self._limit:
             sentence = f"the submission is larger than the {self._limit} bytes that are allowed here"
@@ -48,13 +51,9 @@ class Uploads:
         needed = self._work.consider(node, arrival)[0] != submissions.SAME_AGAIN
         now_ms = self._context.clock.now_ms()
         ticket = UploadTicket(
-            run=self._context.config.run_id,
-            node=node.node,
-            lease=lease,
-            submission=request.submission,
-            size_bytes=request.size_bytes,
-            needed=needed,
-        )
+            run=self._context.config.run_id, node=node.node, lease=lease, submission=request.submission,
+            size_bytes=request.size_bytes, needed=needed,
+        )  # fmt: skip
         if needed:
             leave = inbox.ticket(lease, request.submission, request.size_bytes, now_ms)
             given = {"url": leave.url, "headers": leave.headers, "expires_at_ms": leave.expires_at_ms}
@@ -86,14 +85,14 @@ class Uploads:
         inbox.discard(lease)
         return answer
 
-    def _inbox(self) -> Inbox:
+    def _inbox(self) -> S3Inbox:
         inbox = self._context.blobs.inbox
         if inbox is None:
             sentence = "this run takes submissions at the hub itself: PUT /submissions/{lease}"
             raise Refusal(409, "upload.by_hub", sentence)
         return inbox
 
-    def _sweep_once_in_a_while(self, inbox: Inbox, now_ms: int) -> None:
+    def _sweep_once_in_a_while(self, inbox: S3Inbox, now_ms: int) -> None:
         """Beside the call that happened to come by: without tickets nothing is left lying about."""
         if self._swept_ms is not None and now_ms - self._swept_ms < SWEEP_EVERY_MS:
             return
@@ -101,7 +100,7 @@ class Uploads:
             self._swept_ms = now_ms
             threading.Thread(target=self._sweep, args=(inbox,), name="hub-uploads", daemon=True).start()
 
-    def _sweep(self, inbox: Inbox) -> None:
+    def _sweep(self, inbox: S3Inbox) -> None:
         try:
             if removed := inbox.sweep(ORPHANED_S):
                 log.info("removed %d uploads that nobody committed", removed)

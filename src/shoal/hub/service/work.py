@@ -70,7 +70,11 @@ class Work:
         with context.decision(sweep=True) as (transaction, moment):
             terms = self._calibrating.terms(transaction, request.profile)
             fresh = self._arrived(transaction, node, moment, place.network, request.profile, terms.measured)
-            lost = self._abandon(transaction, moment, fresh, request)
+            lost: list[Command] = []
+            if request.held is not None:  # what the worker has lost ends
+                held, holdings = frozenset(request.held), transaction.holdings(node.node)
+                lost = [*leases.abandon(moment, fresh, holdings, request.request, held)]
+                transaction.apply(lost)
             known = transaction.requested_leases(node.node, request.request)
             halted = orders_of(transaction).halted(moment.now_ms) or terms.waiting
             if known:  # the same request gets the same leases again
@@ -172,15 +176,10 @@ class Work:
         policy = request.policy
         is_known = policy is not None and transaction.policy(policy.incarnation, policy.version) == policy
         ask = leases.Ask(
-            node=fresh,
-            request=request.request,
-            max_units=request.max_units,
-            held=held,
-            crowd=self._crowd(transaction, moment, fresh, held, place),
-            tempo=self._tempo(transaction, moment),
-            policy=policy,
-            behind=request.behind and is_known,
-        )
+            node=fresh, request=request.request, max_units=request.max_units, held=held,
+            crowd=self._crowd(transaction, moment, fresh, held, place), tempo=self._tempo(transaction, moment),
+            policy=policy, behind=request.behind and is_known,
+        )  # fmt: skip
         return ask, open_units, moment
 
     def _tempo(self, reader: Reader, moment: Moment) -> pacing.Tempo | None:
@@ -202,13 +201,10 @@ class Work:
             return newcomers.Crowd()
         ahead, ahead_inside = self._context.turns.ahead(place, moment.now_ms, moment.rules.lease_ms)
         return newcomers.Crowd(
-            in_hand=transaction.newcomers_in_hand(node.node),
-            established=transaction.is_established_here(since_ms),
-            asking=self._asked_ms is not None and self._asked_ms >= since_ms,
-            ahead=ahead,
-            ahead_inside=ahead_inside,
+            in_hand=transaction.newcomers_in_hand(node.node), established=transaction.is_established_here(since_ms),
+            asking=self._asked_ms is not None and self._asked_ms >= since_ms, ahead=ahead, ahead_inside=ahead_inside,
             taken=self._context.turns.taken(place),
-        )
+        )  # fmt: skip
 
     def _note_delivery(self, node: str, moment: Moment) -> None:
         """Who delivered last is last in the dictionary, so that what no longer counts goes from its front."""
@@ -218,15 +214,6 @@ class Work:
             since_ms = _counts_since_ms(moment)
             while (oldest := next(iter(self._delivered_ms))) != node and self._delivered_ms[oldest] < since_ms:
                 del self._delivered_ms[oldest]
-
-    def _abandon(self, transaction: Writer, moment: Moment, node: NodeRow, request: LeaseRequest) -> bool:
-        """End what the worker has lost; true if there was any."""
-        if request.held is None:
-            return False
-        holdings = transaction.holdings(node.node)
-        commands = leases.abandon(moment, node, holdings, request.request, frozenset(request.held))
-        transaction.apply(commands)
-        return bool(commands)
 
     def release(self, node: NodeRow, request: LeaseRelease) -> None:
         """Give leases back. Those of others are looked up beforehand, where that locks nothing of theirs."""

@@ -118,18 +118,13 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     outcome = Outcome.UNSURE if spread else verdict.outcome
     accepted, paid = outcome == Outcome.ACCEPTED, not case.node.trusted
     decided = submission.to(
-        SubmissionState(outcome.value),
-        validator=ruling.validator,
-        claimed_until_ms=None,
+        SubmissionState(outcome.value), validator=ruling.validator, claimed_until_ms=None,
         rewards=tuple(reward.value for reward in verdict.rewards),
-        generated_tokens=verdict.generated_tokens if accepted and paid else 0,
-        reason=verdict.reason,
-        message=verdict.message,
-        decided_at_ms=moment.now_ms,
-        depth=verdict.depth,
+        generated_tokens=verdict.generated_tokens if accepted and paid else 0, reason=verdict.reason,
+        message=verdict.message, decided_at_ms=moment.now_ms, depth=verdict.depth,
         matures_at_ms=credits.matures_at_ms(moment) if accepted and paid else None,
         pass_rate=pass_rate(verdict.rewards) if accepted else None,
-    )
+    )  # fmt: skip
     commands: list[Command] = [
         SaveSubmission(decided, submission.state),
         AddVerdict(submission.submission, ruling.document),
@@ -236,14 +231,10 @@ def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     commands: list[Command] = []
     if case.node.on_chain:
         body = {
-            "node": case.node.node,
-            "unit": case.submission.unit,
-            "submission": case.submission.submission,
-            "reason": verdict.reason,
-            "severity": verdict.severity.value if verdict.severity else "",
-            "validator": ruling.validator,
-            "verdict": document_hash(ruling.document),
-        }
+            "node": case.node.node, "unit": case.submission.unit, "submission": case.submission.submission,
+            "reason": verdict.reason, "severity": verdict.severity.value if verdict.severity else "",
+            "validator": ruling.validator, "verdict": document_hash(ruling.document),
+        }  # fmt: skip
         commands.append(Record("rejected", body, now_ms))
     severity = verdict.severity
     if severity is Severity.STATISTICAL and case.node.statistical > 0 and case.is_before_failure:

@@ -12,15 +12,19 @@ from typing import Any, TypeAlias
 from shoal.errors import HubRefused
 from shoal.hub.state.machines import EvaluationState, LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import EvaluationRow, LeaseRow, Moment, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
-from shoal.protocol import Batch, NodeState, PolicyRef
+from shoal.protocol import Batch, NodeState, PolicyRef, SignedDocument
 
 
 class Refusal(HubRefused):
-    """How the hub says no: an HTTP status, a stable code for programs, a sentence for people."""
+    """How the hub says no: an HTTP status, a stable code for programs, a sentence for people; after how many seconds
+    to ask again; the hub's time, signed, for who is off it."""
 
-    def __init__(self, status: int, code: str, sentence: str) -> None:
+    def __init__(
+        self, status: int, code: str, sentence: str, retry_after_s: int | None = None,
+        clock: SignedDocument | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(status, code, sentence)
-        self.sentence = sentence
+        self.sentence, self.retry_after_s, self.clock = sentence, retry_after_s, clock
 
 
 @dataclass(frozen=True)

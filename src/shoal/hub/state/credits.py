@@ -79,10 +79,6 @@ def _proven(row: SubmissionRow, verdict: str) -> dict[str, Any]:
 
 def _body(row: SubmissionRow) -> dict[str, Any]:
     return {
-        "node": row.node,
-        "unit": row.unit,
-        "submission": row.submission,
-        "tokens": row.generated_tokens,
-        "credit": credit_for(row.generated_tokens),
-        "validator": row.validator,
-    }
+        "node": row.node, "unit": row.unit, "submission": row.submission, "tokens": row.generated_tokens,
+        "credit": credit_for(row.generated_tokens), "validator": row.validator,
+    }  # fmt: skip

@@ -41,7 +41,7 @@ def unit_seeds(secret: bytes, run: str, unit: int, count: int) -> tuple[str, ...
 
 
 def audit_fraction(secret: bytes, submission: str) -> float:
-    """A number in [0, 1) that a submission's bytes fix and nobody without the secret can tell. Whoever hands in bytes
+    """A number in [0, 1) that a submission's bytes fix and nobody without the secret can tell. Whoever submits bytes
     cannot know whether they will be audited fully, and cannot try others: the first stand."""
     return _fraction(hmac.new(secret, b"shoal/audit/v1" + submission.encode(), hashlib.sha256).digest())
 

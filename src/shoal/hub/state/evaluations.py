@@ -121,11 +121,8 @@ def results(rows: Iterable[EvaluationRow]) -> list[Evaluation]:
 def _result(slices: Sequence[EvaluationRow]) -> Evaluation:
     scores = [score for row in slices for score in row.scores if score is not None]
     return Evaluation(
-        policy=slices[0].policy,
-        tasks=sum(row.tasks for row in slices),
-        scored=len(scores),
-        mean=math.fsum(scores) / len(scores) if scores else None,
-        complete=all(row.state not in OPEN for row in slices),
+        policy=slices[0].policy, tasks=sum(row.tasks for row in slices), scored=len(scores),
+        mean=math.fsum(scores) / len(scores) if scores else None, complete=all(row.state not in OPEN for row in slices),
         partial=any(row.state is EvaluationState.VOID for row in slices),
         decided_at_ms=max((row.decided_at_ms or 0 for row in slices), default=0),
-    )
+    )  # fmt: skip

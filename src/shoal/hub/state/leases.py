@@ -262,7 +262,7 @@ def expire(
     moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
 ) -> list[Command]:
     """End the leases that are past their deadline. What the hub's last `absence` struck is nobody's fault. That is no
-    failure of the unit: whoever hoards leases, or hands in rubbish, must not be able to void work."""
+    failure of the unit: whoever hoards leases, or submits rubbish, must not be able to void work."""
     active = [held for held in holdings if held.lease.state is LeaseState.ACTIVE]
     return end(moment, [held for held in active if held.lease.deadline_ms <= moment.now_ms], holders, absence)
 

@@ -1,7 +1,7 @@
 """Newcomers: nodes on probation share a bounded part of the run, so that a flood of fresh keys starves nobody.
 
-    units      together they may have `newcomer_share` of the units that may be alive in hand: leased, or handed in and
-               not judged yet. Who hands in rubbish at once must not get the next unit before the first is judged.
+    units      together they may have `newcomer_share` of the units that may be alive in hand: leased, or submitted and
+               not judged yet. Who submits rubbish at once must not get the next unit before the first is judged.
     first      a key that has passed no audit has one unit in hand until its first group is accepted. All such keys of
                one network (/24, /48) together have half of what newcomers may have.
     brief      half of what such keys may have, and half of what those of one network may, is lent for `lease_s` only,

@@ -99,10 +99,6 @@ def require_fresh(action: AdminAction, now_ms: int) -> None:
         raise Refusal(401, "admin.skew", sentence)
 
 
-def is_repeated(orders: Orders, action: AdminAction) -> bool:
-    return any(action.id == known for known, _ in orders.seen)
-
-
 def require_pardonable(orders: Orders, public_key: str) -> None:
     """Refuse to pardon a node whose key was revoked, whoever orders it: that is for good, and for some keys only the
     root may do it, so nobody else may undo it."""

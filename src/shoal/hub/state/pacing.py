@@ -26,7 +26,7 @@ LAST_BATCHES = 5
 OVERDUE_PART = 4
 """A step that takes longer than the last ones will be over soon, but nobody knows when: a quarter of a step is left."""
 SURE = 0.75
-"""The part of the time left that is reckoned with: paces vary, and what is handed in has to be judged as well."""
+"""The part of the time left that is reckoned with: paces vary, and what is submitted has to be judged as well."""
 
 
 def is_finished(rules: Rules, progress: Progress) -> bool:

@@ -84,14 +84,10 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
     if not verdict.measured:  # by limits of its number format alone nobody is more than a newcomer
         most = max(node.passed, min(most, PROBATION_AUDITS - 1))
     return replace(
-        after,
-        streak=node.streak + 1,
-        passed=most,
-        statistical=0 if most >= FORGIVEN_AFTER else node.statistical,
-        suspensions=0 if most >= FORGIVEN_AFTER else node.suspensions,
-        record=recent(node.record.plus(verdict.tally)),
+        after, streak=node.streak + 1, passed=most, statistical=0 if most >= FORGIVEN_AFTER else node.statistical,
+        suspensions=0 if most >= FORGIVEN_AFTER else node.suspensions, record=recent(node.record.plus(verdict.tally)),
         doubt=max(0.0, node.doubt - _forgiven(verdict)),
-    )
+    )  # fmt: skip
 
 
 def unmeasured(node: NodeRow) -> NodeRow:

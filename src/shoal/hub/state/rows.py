@@ -10,19 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-from shoal.hub.state.machines import (
-    EVALUATION_MOVES,
-    LEASE_MOVES,
-    NODE_MOVES,
-    SUBMISSION_MOVES,
-    UNDECIDED_UNITS,
-    UNIT_MOVES,
-    EvaluationState,
-    LeaseState,
-    SubmissionState,
-    UnitState,
-    check_move,
-)  # fmt: skip
+from shoal.hub.state import machines
+from shoal.hub.state.machines import EvaluationState, LeaseState, SubmissionState, UnitState, check_move
 from shoal.protocol import Depth, NodeState, PolicyRef, Role, Tally
 from shoal.protocol.branches import GainEvidence
 
@@ -125,10 +114,10 @@ class UnitRow:
 
     @property
     def alive(self) -> bool:
-        return self.state in UNDECIDED_UNITS or (self.state == UnitState.ACCEPTED and self.step is None)
+        return self.state in machines.UNDECIDED_UNITS or (self.state == UnitState.ACCEPTED and self.step is None)
 
     def to(self, state: UnitState, **changes: Any) -> UnitRow:
-        check_move(UNIT_MOVES, self.state, state, f"unit {self.unit}")
+        check_move(machines.UNIT_MOVES, self.state, state, f"unit {self.unit}")
         return replace(self, state=state, **changes)
 
     def reopened(self) -> UnitRow:
@@ -166,7 +155,7 @@ class LeaseRow:
         return PolicyRef(incarnation=self.incarnation, version=self.version, digest=self.digest)
 
     def to(self, state: LeaseState, at_ms: int) -> LeaseRow:
-        check_move(LEASE_MOVES, self.state, state, f"lease {self.lease}")
+        check_move(machines.LEASE_MOVES, self.state, state, f"lease {self.lease}")
         return replace(self, state=state, ended_at_ms=at_ms)
 
 
@@ -216,7 +205,7 @@ class SubmissionRow:
         return PolicyRef(incarnation=self.incarnation, version=self.version, digest=self.digest)
 
     def to(self, state: SubmissionState, **changes: Any) -> SubmissionRow:
-        check_move(SUBMISSION_MOVES, self.state, state, f"submission {self.submission[:16]}")
+        check_move(machines.SUBMISSION_MOVES, self.state, state, f"submission {self.submission[:16]}")
         return replace(self, state=state, **changes)
 
 
@@ -224,7 +213,7 @@ class SubmissionRow:
 class NodeRow:
     """A registered key and its record. `certain` and `statistical` are its strikes by severity. `streak` counts full
     audits passed since the last rejection, `passed` those since the last strike. `record` sums what passed audits saw
-    of it of late. `pending` is credit that a failed audit would still take. `owner` is the key that vouched for it by
+    of it recently. `pending` is credit that a failed audit would still take. `owner` is the key that vouched for it by
     the signed `vouch` (JSON). `window` is how many leases it may hold (0: what a newcomer may), `lapsed` how many it
     let lapse, `lapses` of these in a row, `pace_ms` what a group takes it, from lease to submission. `until_ms` ends
     the present suspension, of which there were `suspensions`. `soft` counts rejections without a strike since the last
@@ -292,7 +281,7 @@ class NodeRow:
         return self.certain + self.statistical
 
     def to(self, state: NodeState, **changes: Any) -> NodeRow:
-        check_move(NODE_MOVES, self.state, state, f"node {self.node}")
+        check_move(machines.NODE_MOVES, self.state, state, f"node {self.node}")
         return replace(self, state=state, **changes)
 
 
@@ -321,7 +310,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """How a task did of late: groups seen, recent pass rate, groups in a row that solved it wholly, and its pool."""
+    """How a task did recently: groups seen, recent pass rate, groups in a row that solved it wholly, and its pool."""
 
     task: str
     groups: int = 0
@@ -358,5 +347,6 @@ class EvaluationRow:
         return self.incarnation, self.version, self.first
 
     def to(self, state: EvaluationState, **changes: Any) -> EvaluationRow:
-        check_move(EVALUATION_MOVES, self.state, state, f"evaluation {self.incarnation}.{self.version} at {self.first}")
+        who = f"evaluation {self.incarnation}.{self.version} at {self.first}"
+        check_move(machines.EVALUATION_MOVES, self.state, state, who)
         return replace(self, state=state, **changes)

@@ -40,7 +40,7 @@ NOT_THE_NODES = frozenset(UNJUDGED) - {"machinery.kind", "second.missing"}
 TRUSTED_AFTER = 2
 """Unsure attempts of workers after which a validator generates the unit."""
 TRUSTED_TRIES = 4
-"""Attempts of validators (not scored, not generated, not handed in before the deadline) after which it is given up."""
+"""Attempts of validators (not scored, not generated, not submitted before the deadline) after which it is given up."""
 
 
 def no_units() -> dict[str, int]:

@@ -11,18 +11,18 @@ In a folder, `blobs/<SHA-256>`: temporary file ─► fsync ─► rename ─►
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.errors import ResourceError
 from shoal.protocol import submission_digest
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 
-NAME_CHARACTERS = 64
-"""Of a SHA-256 in hex; whatever else lies in the folder is not ours."""
+if TYPE_CHECKING:
+    from shoal.hub.storage.s3 import S3Inbox
+
 LEFT_OVER_S = 3600.0
 """A hidden file that is younger may be one that another hub, which shares this folder, is just writing."""
 
@@ -36,51 +36,26 @@ class Presigned:
     expires_at_ms: int
 
 
-class Inbox(Protocol):
-    """A part of a store into which workers put their own bytes. Nothing in it is believed, or kept for long."""
-
-    def ticket(self, name: str, submission: str, size_bytes: int, now_ms: int) -> Presigned:
-        """Leave to put exactly these bytes (by hash and size) under `name`, for a while."""
-        ...
-
-    def take(self, name: str, max_bytes: int) -> bytes | None:
-        """What was put there; None if nothing was, or if it is larger than `max_bytes`."""
-        ...
-
-    def discard(self, name: str) -> None: ...
-
-    def sweep(self, older_than_s: float) -> int:
-        """Remove what nobody has come back for; how many there were."""
-        ...
-
-
 class Blobs(Protocol):
     """A store of immutable bytes by hash. `inbox` is there if workers may upload past the hub."""
 
     @property
-    def inbox(self) -> Inbox | None: ...
+    def inbox(self) -> S3Inbox | None: ...
 
     def put(self, body: bytes) -> str:
         """Store `body` and return its name. On return it survives a crash of the machine."""
-        ...
 
     def get(self, name: str) -> bytes:
         """The bytes of that name. Raises `ResourceError` if the store lost or changed them."""
-        ...
 
     def has(self, name: str) -> bool:
         """Whether something is stored under that name; `get` says whether it is whole."""
-        ...
-
-    def names(self) -> Iterator[str]:
-        """Everything that is stored, in no order, also what no row refers to."""
-        ...
 
 
 class BlobFolder:
     """Implements `Blobs` in a folder."""
 
-    inbox: Inbox | None = None
+    inbox: S3Inbox | None = None
 
     def __init__(self, folder: Path) -> None:
         self._folder = ensure_folder(folder)
@@ -109,9 +84,6 @@ class BlobFolder:
 
     def has(self, name: str) -> bool:
         return self._path(name).is_file()
-
-    def names(self) -> Iterator[str]:
-        return (path.name for path in self._folder.iterdir() if len(path.name) == NAME_CHARACTERS)
 
     def _path(self, name: str) -> Path:
         return self._folder / name

@@ -23,8 +23,8 @@ from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.storage import tables
 from shoal.hub.storage.opening import DATABASE_FILE, Storage, open_storage
 from shoal.hub.storage.reader import Reader
-from shoal.hub.storage.schema import unhurried
 from shoal.hub.storage.sqlite import SqliteStorage
+from shoal.hub.storage.tables import unhurried
 from shoal.runtime.files import make_private, resource_error
 
 ROWS_AT_A_TIME = 500

@@ -24,26 +24,21 @@ class Storage(Protocol):
     @property
     def is_shared(self) -> bool:
         """Whether other hubs may work on it at the same time: then changes come without notice."""
-        ...
 
     def read(self) -> AbstractContextManager[Reader]: ...
 
     def write(self, durable: bool = True, exclusive: bool = False) -> AbstractContextManager[Writer]:
         """One transaction. `exclusive`: nobody writes beside it, at no hub. Where the database is a file, that is
         always so."""
-        ...
 
     def now_ms(self) -> int | None:
         """The database's own time, the one that all its hubs go by; None where one machine's clock will do."""
-        ...
 
     def lead(self, name: str, holder: str, for_s: float) -> bool:
         """Whether `holder` is the one that does background work `name` for the next `for_s` seconds."""
-        ...
 
     def resign(self, name: str, holder: str) -> None:
         """Leave the lead to others now, if `holder` has it."""
-        ...
 
     def close(self) -> None: ...
 

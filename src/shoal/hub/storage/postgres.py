@@ -26,7 +26,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import Progress
-from shoal.hub.storage import schema
+from shoal.hub.storage import tables
 from shoal.hub.storage.reader import Reader, among
 from shoal.hub.storage.writer import StaleRow, Writer, is_overtaken
 
@@ -72,7 +72,7 @@ class PostgresStorage:
         self._readers = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         try:
             with self.write(exclusive=True) as transaction:
-                schema.prepare(transaction._connection, self._where, create)
+                tables.prepare(transaction._connection, self._where, create)
                 if transaction._connection.execute(text("SHOW fsync")).scalar() == "off":
                     log.warning("%s runs with fsync off: what it has promised is lost with its machine", self._where)
         except ShoalError:
@@ -207,13 +207,9 @@ def _engine(place: URL) -> Engine:
     options = " ".join(f"-c {name}={value}" for name, value in {**LIMITS, **DURABLE}.items())
     try:
         return create_engine(
-            place,
-            pool_size=CONNECTIONS,
-            max_overflow=0,
-            pool_timeout=30,
+            place, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=30, isolation_level="READ COMMITTED",
             pool_use_lifo=True,  # idle connections stay idle, and the ones in use have their statements prepared
             connect_args={**NETWORK, "options": options, "application_name": "shoal hub"},
-            isolation_level="READ COMMITTED",
-        )
+        )  # fmt: skip
     except (ImportError, NoSuchModuleError) as error:
         raise ConfigError("hub.database needs a driver: pip install 'psycopg[binary]'") from error

@@ -94,7 +94,7 @@ _RANKED: dict[Rank, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Crew:
+class NodeGroup:
     """Nodes of one role and state that are here, or away: how many, and what they have in sum."""
 
     role: str
@@ -223,7 +223,7 @@ class Reader:
         """How many nodes there are, by `role.state`."""
         return self._tallied("SELECT role || '.' || state, count(*) FROM nodes GROUP BY role, state")
 
-    def fleet(self, since_ms: int) -> list[Crew]:
+    def fleet(self, since_ms: int) -> list[NodeGroup]:
         """All nodes, summed up by role, state and whether they were heard of since then; in that order."""
         rows = self._rows(
             """SELECT role, state, CASE WHEN presence.last_seen_ms >= :since_ms THEN 1 ELSE 0 END AS here, count(*),
@@ -231,7 +231,7 @@ class Reader:
             GROUP BY role, state, here ORDER BY role, state, here""",
             since_ms=since_ms,
         )
-        return [Crew(row[0], row[1], bool(row[2]), *(int(value) for value in row[3:])) for row in rows]
+        return [NodeGroup(row[0], row[1], bool(row[2]), *(int(value) for value in row[3:])) for row in rows]
 
     def kin(self, kind: str, check: str, since_ms: int) -> list[NodeRow]:
         """Workers of one kind that were heard of since then, and have failed this statistical check since then, or
@@ -312,11 +312,8 @@ class Reader:
                 counts[f"void_{reason}"] = count
         return counts
 
-    def task_row(self, task: str) -> TaskRow | None:
-        """How a task did of late; None if no group of it was ever in a batch or dropped."""
-        return self._one(TASKS, "WHERE task = :task", task=task)
-
     def task_rows(self, tasks: Sequence[str]) -> dict[str, TaskRow]:
+        """How tasks did recently; without those of which no group was ever in a batch or dropped."""
         return {row.task: row for row in self._named(TASKS, tasks)}
 
     def pool_counts(self) -> dict[str, int]:
@@ -401,7 +398,7 @@ class Reader:
         return self._pick(f"{joined} WHERE {received} AND {side} ORDER BY submissions.unit LIMIT :most", most=limit)
 
     def light_audits(self, node: str) -> list[SubmissionRow]:
-        """What a node handed in that waits for a light audit or is in one, by unit."""
+        """What a node submitted that waits for a light audit or is in one, by unit."""
         which = f"node = :node AND {UNJUDGED} AND depth = 'light'"
         return self._pick(f"WHERE {which} ORDER BY unit", skip=False, node=node)
 
@@ -450,11 +447,11 @@ class Reader:
         return self._find(SUBMISSIONS, f"{joined} WHERE {dropped} ORDER BY units.unit", step=step)
 
     def submissions_of_unit(self, unit: int) -> list[SubmissionRow]:
-        """All that was ever handed in for a unit, oldest first."""
+        """All that was ever submitted for a unit, oldest first."""
         return self._find(SUBMISSIONS, "WHERE unit = :unit ORDER BY received_at_ms, submission", unit=unit)
 
     def submissions_of(self, node: str, refused: bool, limit: int) -> list[SubmissionRow]:
-        """What a node handed in, newest first; `refused`: only what was rejected, unsure or pulled."""
+        """What a node submitted, newest first; `refused`: only what was rejected, unsure or pulled."""
         ends = (SubmissionState.REJECTED, SubmissionState.UNSURE, SubmissionState.PULLED)
         which = f"node = :node AND {_any_of(ends)}" if refused else "node = :node"
         order = "ORDER BY received_at_ms DESC, unit DESC LIMIT :most"

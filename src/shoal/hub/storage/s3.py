@@ -16,22 +16,85 @@ upload: then submissions go by way of the hub.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from shoal.errors import ConfigError, ResourceError
-from shoal.hub.storage.blobs import NAME_CHARACTERS, Inbox, Presigned, checked
-from shoal.hub.storage.sigv4 import Credentials, Scope, checksum, presign
+from shoal.hub.storage.blobs import Presigned, checked
 from shoal.protocol import submission_digest
+
+ALGORITHM = "AWS4-HMAC-SHA256"
+UNSIGNED = "UNSIGNED-PAYLOAD"
+SERVICE = "s3"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A key to a store. `session_token` comes with keys that are lent for a while."""
+
+    key_id: str
+    secret: str = field(repr=False)
+    session_token: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """For whom, where and for how long a URL is good; `at` is the time of signing as `20130524T000000Z`."""
+
+    credentials: Credentials
+    region: str
+    at: str
+    expires_s: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.at[:8]}/{self.region}/{SERVICE}/aws4_request"
+
+
+def presign(method: str, url: str, headers: Mapping[str, str], scope: Scope) -> str:
+    """`url` (whose path is not encoded yet, and that has no query) with a signature for this method and these headers.
+
+    Whoever uses it has to send exactly these: with `content-length` and `x-amz-checksum-sha256` among them it is good
+    for one object of one size and one content (AWS Signature Version 4, in the query). The libraries that talk to
+    stores for us sign a URL, but no headers with it.
+    """
+    parts = urlsplit(url)
+    path = quote(parts.path or "/", safe="/~")
+    signed = {name.lower(): " ".join(value.split()) for name, value in headers.items()} | {"host": parts.netloc}
+    fields = {
+        "X-Amz-Algorithm": ALGORITHM, "X-Amz-Credential": f"{scope.credentials.key_id}/{scope.name}",
+        "X-Amz-Date": scope.at, "X-Amz-Expires": str(scope.expires_s), "X-Amz-SignedHeaders": ";".join(sorted(signed)),
+    }  # fmt: skip
+    if scope.credentials.session_token:
+        fields["X-Amz-Security-Token"] = scope.credentials.session_token
+    query = "&".join(f"{quote(name, safe='~')}={quote(fields[name], safe='~')}" for name in sorted(fields))
+    sent = [f"{name}:{signed[name]}" for name in sorted(signed)]
+    canonical = "\n".join([method, path, query, *sent, "", ";".join(sorted(signed)), UNSIGNED])
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    text = "\n".join([ALGORITHM, scope.at, scope.name, digest])
+    key = f"AWS4{scope.credentials.secret}".encode()
+    for part in scope.name.split("/"):
+        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+    signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    return f"{parts.scheme}://{parts.netloc}{path}?{query}&X-Amz-Signature={signature}"
+
+
+def checksum(sha256_hex: str) -> str:
+    """A SHA-256 as `x-amz-checksum-sha256` wants it."""
+    return base64.b64encode(bytes.fromhex(sha256_hex)).decode()
+
 
 log = logging.getLogger("shoal.hub")
 
@@ -39,7 +102,7 @@ T = TypeVar("T")
 
 BLOBS, UPLOADS = "blobs", "uploads"
 TICKET_S = 900
-"""Long enough for the largest submission over a slow line, as `bodies.BODY_DEADLINE_S`, and some trouble on the way."""
+"""Long enough for the largest submission over a slow line, as `auth.BODY_DEADLINE_S`, and some trouble on the way."""
 DEFAULT_REGION = "us-east-1"
 CONNECT_S, ATTEMPT_S, TRY_FOR_S, RETRIES = 5, 30, 20, 4
 REGION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -92,7 +155,7 @@ class S3Blobs:
         self._bucket = bucket
         self._store = _store(bucket, environment)
         credentials = credentials_in(environment)
-        self.inbox: Inbox | None = None
+        self.inbox: S3Inbox | None = None
         if credentials is None:
             log.info("no key to %s in the environment: submissions come by way of the hub", bucket)
         else:
@@ -110,12 +173,6 @@ class S3Blobs:
     def has(self, name: str) -> bool:
         return _size(self._bucket, self._store, self._key(name)) is not None
 
-    def names(self) -> Iterator[str]:
-        for listed in _listed(self._bucket, self._store, self._bucket.key(BLOBS)):
-            name = listed[0].rsplit("/", 1)[-1]
-            if len(name) == NAME_CHARACTERS:
-                yield name
-
     def _key(self, name: str) -> str:
         return self._bucket.key(f"{BLOBS}/{name}")
 
@@ -127,7 +184,7 @@ class S3Blobs:
 
 
 class S3Inbox:
-    """Implements `blobs.Inbox` beside the blobs."""
+    """Beside the blobs, for workers' own bytes. Nothing in it is believed, or kept for long."""
 
     def __init__(self, bucket: Bucket, store: S3Store, credentials: Credentials) -> None:
         self._bucket = bucket
@@ -135,6 +192,7 @@ class S3Inbox:
         self._credentials = credentials
 
     def ticket(self, name: str, submission: str, size_bytes: int, now_ms: int) -> Presigned:
+        """Leave to put exactly these bytes (by hash and size) under `name`, for a while."""
         at = datetime.fromtimestamp(now_ms / 1000, UTC).strftime("%Y%m%dT%H%M%SZ")
         headers = {"content-length": str(size_bytes), "x-amz-checksum-sha256": checksum(submission)}
         scope = Scope(self._credentials, self._bucket.region, at, TICKET_S)
@@ -142,6 +200,7 @@ class S3Inbox:
         return Presigned(url, headers, now_ms + TICKET_S * 1000)
 
     def take(self, name: str, max_bytes: int) -> bytes | None:
+        """What was put there; None if nothing was, or if it is larger than `max_bytes`."""
         size = _size(self._bucket, self._store, self._key(name))
         if size is None or size > max_bytes:
             return None
@@ -157,6 +216,7 @@ class S3Inbox:
         self._remove([self._key(name)])
 
     def sweep(self, older_than_s: float) -> int:
+        """Remove what nobody has come back for; how many there were."""
         before = datetime.now(UTC) - timedelta(seconds=older_than_s)
         listed = _listed(self._bucket, self._store, self._bucket.key(UPLOADS))
         old = [path for path, modified in listed if modified < before]
@@ -200,16 +260,13 @@ def _store(bucket: Bucket, environment: Mapping[str, str]) -> S3Store:
             given["session_token"] = credentials.session_token
     if bucket.endpoint:
         given["endpoint"] = bucket.endpoint
+    is_plain = bucket.endpoint.startswith("http://")
     return S3Store(
         bucket.name,
         region=bucket.region,
         virtual_hosted_style_request=not bucket.endpoint,
         checksum_algorithm="SHA256",
-        client_options={
-            "allow_http": bucket.endpoint.startswith("http://"),
-            "connect_timeout": f"{CONNECT_S}s",
-            "timeout": f"{ATTEMPT_S}s",
-        },
+        client_options={"allow_http": is_plain, "connect_timeout": f"{CONNECT_S}s", "timeout": f"{ATTEMPT_S}s"},
         retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=TRY_FOR_S)},
         **given,  # type: ignore[arg-type]  # a dict of keyword arguments, all of them text
     )

@@ -25,7 +25,7 @@ from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import NullPool, Pool, StaticPool
 
 from shoal.errors import DiskError, ResourceError, ShoalError
-from shoal.hub.storage import schema
+from shoal.hub.storage import tables
 from shoal.hub.storage.counts import CountingWriter, Counts
 from shoal.hub.storage.grouping import Busy, GroupCommit
 from shoal.hub.storage.reader import Reader, driver_of
@@ -56,7 +56,8 @@ class SqliteStorage:
         # SQLite lets one writer in at a time and makes the others poll; these hand over at once.
         self._writers = GroupCommit(self._durable, self._relaxed, BUSY_TIMEOUT_MS / 1000, self._counts.forget)
         try:
-            self._prepare()
+            with self.write() as transaction:
+                tables.prepare(transaction._connection, str(self._path))
         except ShoalError:
             self.close()
             raise
@@ -136,10 +137,6 @@ class SqliteStorage:
             f"cannot use the database {self._path}: {error}; check the disk (damaged?), "
             "restore it from a backup, or start another run in another folder"
         )
-
-    def _prepare(self) -> None:
-        with self.write() as transaction:
-            schema.prepare(transaction._connection, str(self._path))
 
 
 def _engine(place: str, pool: type[Pool], *pragmas: str) -> Engine:

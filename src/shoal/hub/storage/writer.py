@@ -4,57 +4,30 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from sqlalchemy.exc import IntegrityError
 
 from shoal import ledger
 from shoal.errors import ShoalError
-from shoal.hub.state.commands import (
-    AddBatch,
-    AddPolicy,
-    AddShown,
-    AddVerdict,
-    Command,
-    RaiseAlarm,
-    Record,
-    SaveEvaluation,
-    SaveLease,
-    SaveNode,
-    SaveSubmission,
-    SaveTask,
-    SaveUnit,
-)
+from shoal.hub.state import commands
+from shoal.hub.state.commands import Command
 from shoal.hub.state.rows import Progress
-from shoal.hub.storage import tables
-from shoal.hub.storage.mapping import (
-    ALARMS,
-    EVALUATIONS,
-    LEASES,
-    NODES,
-    PRESENCE,
-    SHOWN,
-    SUBMISSIONS,
-    TASKS,
-    UNITS,
-    VERDICTS,
-    Mapped,
-    insert,
-)
+from shoal.hub.storage import mapping, tables
+from shoal.hub.storage.mapping import PRESENCE, TASKS, Mapped, insert
 from shoal.hub.storage.reader import UNJUDGED, Reader
 from shoal.hub.storage.tables import Presence
 from shoal.protocol import LedgerEntry, StepReport
 
-Save: TypeAlias = SaveUnit | SaveLease | SaveSubmission | SaveNode | SaveEvaluation
+Save: TypeAlias = (
+    commands.SaveUnit | commands.SaveLease | commands.SaveSubmission | commands.SaveNode | commands.SaveEvaluation
+)
 
-_SAVED: dict[type, Mapped[Any]] = {
-    SaveUnit: UNITS,
-    SaveLease: LEASES,
-    SaveSubmission: SUBMISSIONS,
-    SaveNode: NODES,
-    SaveEvaluation: EVALUATIONS,
-}
+_SAVED: dict[type[Save], Mapped[Any]] = {
+    commands.SaveUnit: mapping.UNITS, commands.SaveLease: mapping.LEASES, commands.SaveNode: mapping.NODES,
+    commands.SaveSubmission: mapping.SUBMISSIONS, commands.SaveEvaluation: mapping.EVALUATIONS,
+}  # fmt: skip
 _SEEN = """last_seen_ms = CASE WHEN excluded.last_seen_ms > presence.last_seen_ms
     THEN excluded.last_seen_ms ELSE presence.last_seen_ms END"""  # databases do not agree on a name for the greater one
 _HEARD = f"{PRESENCE.insert} ON CONFLICT (node) DO UPDATE SET {_SEEN}"
@@ -78,9 +51,9 @@ class StaleRow(ShoalError):
 class Writer(Reader):
     """A view that can be changed; nothing is visible to others before the transaction ends well."""
 
-    def apply(self, commands: Iterable[Command]) -> None:
+    def apply(self, wanted: Iterable[Command]) -> None:
         """Do what the decision asked for, in order. A row that is not in the state it `was` in is an error."""
-        for command in commands:
+        for command in wanted:
             try:
                 self._apply(command)
             except (IntegrityError, sqlite3.IntegrityError) as error:
@@ -89,10 +62,24 @@ class Writer(Reader):
                 raise StaleRow(f"{type(command).__name__} contradicts what is stored: {error}") from error
 
     def _apply(self, command: Command) -> None:
-        if type(command) in _SAVED:
-            self._save(_SAVED[type(command)], command)  # type: ignore[arg-type]
-        else:
-            _APPLY[type(command)](self, command)
+        match command:
+            case commands.SaveTask(row):
+                self._execute(TASKS.upsert, TASKS.write(row))
+            case commands.AddPolicy(policy, announced_at_ms):
+                self._execute(_INSERT_POLICY, {**policy.model_dump(), "announced_at_ms": announced_at_ms})
+            case commands.AddBatch(batch):
+                self._execute(_INSERT_BATCH, {"step": batch.step, "document": batch.model_dump_json()})
+            case commands.AddVerdict():
+                self._execute(mapping.VERDICTS.insert, vars(command))
+            case commands.AddShown(row):
+                self._execute(mapping.SHOWN.insert, mapping.SHOWN.write(row))
+            case commands.RaiseAlarm():
+                self._execute(mapping.ALARMS.upsert, vars(command))
+            case commands.Record(kind, body, at_ms):
+                ledger.append(None, kind, body, at_ms)  # what cannot be chained fails here
+                self._execute(_INSERT_OUTGOING, {**vars(command), "body": json.dumps(body)})
+            case _:
+                self._save(_SAVED[type(command)], command)
 
     def _save(self, mapped: Mapped[Any], command: Save) -> None:
         values = mapped.write(command.row)
@@ -155,41 +142,8 @@ class Writer(Reader):
         ended = f"SELECT lease FROM leases WHERE ended_at_ms < :before_ms AND lease NOT IN ({undecided})"
         return int(self._execute(f"DELETE FROM shown WHERE lease IN ({ended})", {"before_ms": before_ms}).rowcount)
 
-    def _save_task(self, command: SaveTask) -> None:
-        self._execute(TASKS.upsert, TASKS.write(command.row))
-
-    def _add_policy(self, command: AddPolicy) -> None:
-        self._execute(_INSERT_POLICY, {**command.policy.model_dump(), "announced_at_ms": command.announced_at_ms})
-
-    def _add_batch(self, command: AddBatch) -> None:
-        self._execute(_INSERT_BATCH, {"step": command.batch.step, "document": command.batch.model_dump_json()})
-
-    def _add_verdict(self, command: AddVerdict) -> None:
-        self._execute(VERDICTS.insert, vars(command))
-
-    def _add_shown(self, command: AddShown) -> None:
-        self._execute(SHOWN.insert, SHOWN.write(command.row))
-
-    def _raise_alarm(self, command: RaiseAlarm) -> None:
-        self._execute(ALARMS.upsert, vars(command))
-
-    def _record(self, command: Record) -> None:
-        ledger.append(None, command.kind, command.body, command.at_ms)  # what cannot be chained fails here
-        self._execute(_INSERT_OUTGOING, {**vars(command), "body": json.dumps(command.body)})
-
 
 def is_overtaken(error: BaseException) -> bool:
     """Whether somebody else was first, so that deciding anew may help. What a column never takes is a defect."""
     said = getattr(error, "orig", error)  # SQLAlchemy wraps what PostgreSQL's driver says
     return not _OVERTAKEN.isdisjoint((getattr(said, "sqlstate", None), getattr(said, "sqlite_errorname", None)))
-
-
-_APPLY: dict[type, Callable[[Writer, Any], None]] = {
-    SaveTask: Writer._save_task,
-    AddPolicy: Writer._add_policy,
-    AddBatch: Writer._add_batch,
-    AddVerdict: Writer._add_verdict,
-    AddShown: Writer._add_shown,
-    RaiseAlarm: Writer._raise_alarm,
-    Record: Writer._record,
-}

@@ -128,13 +128,9 @@ def start_run(
     path = folder.with_name(f"{folder.name}.output")
     with path.open("ab") as output:
         process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-        )
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env={**os.environ, **(env or {})}, start_new_session=True,
+        )  # fmt: skip
     try:
         yield Run(folder, process, path)
     finally:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hubkit import (
+from kit.hub import (
     RUN_ID,
     TRAINER,
     VALIDATOR,
@@ -16,34 +16,14 @@ from hubkit import (
     make_config,
     policy,
     submission_body,
+    verdict_on,
     worker_key,
 )
-
+from shoal import protocol
 from shoal.hub.service import Hub, retry
 from shoal.hub.state.commands import Command, Refusal, SaveNode
 from shoal.hub.state.rows import Holding, NodeRow
 from shoal.hub.storage import SqliteStorage
-from shoal.protocol import (
-    Audit,
-    AuditRequest,
-    Batch,
-    Heartbeat,
-    HeartbeatReply,
-    Lease,
-    LeaseRelease,
-    LeaseRequest,
-    Outcome,
-    PolicyAnnouncement,
-    Registration,
-    RolloutReward,
-    Severity,
-    SignedDocument,
-    SigningKey,
-    Verdict,
-    VerdictReport,
-    sign_document,
-    submission_digest,
-)
 from shoal.runtime.clock import ManualClock
 
 
@@ -54,7 +34,7 @@ class MemoryBlobs:
         self.bodies: dict[str, bytes] = {}
 
     def put(self, body: bytes) -> str:
-        name = submission_digest(body)
+        name = protocol.submission_digest(body)
         self.bodies[name] = body
         return name
 
@@ -75,17 +55,17 @@ class Play:
         self.trainer = self._trusted(TRAINER, "trainer")
         self.validator = self._trusted(VALIDATOR, "validator")
         self.workers: list[NodeRow] = []
-        self.leases: list[Lease] = []
-        self.entrusted: list[Lease] = []
-        self.audits: list[Audit] = []
+        self.leases: list[protocol.Lease] = []
+        self.entrusted: list[protocol.Lease] = []
+        self.audits: list[protocol.Audit] = []
 
     def restart(self) -> None:
         """Another hub over the same storage."""
         self.hub = Hub(self.config, self.clock, self.storage)
         self.hub.context.blobs = self.blobs  # type: ignore[assignment]
 
-    def _trusted(self, key: SigningKey, role: Any) -> NodeRow:
-        body = Registration(public_key=key.public_key, role=role, certificate=certificate(key, role))
+    def _trusted(self, key: protocol.SigningKey, role: Any) -> NodeRow:
+        body = protocol.Registration(public_key=key.public_key, role=role, certificate=certificate(key, role))
         return self._node(self.hub.membership.register(body).node)
 
     def _node(self, node: str) -> NodeRow:
@@ -97,7 +77,7 @@ class Play:
     def join(self, streak: int = 0, passed: int = 1) -> NodeRow:
         """A new worker that has passed one full audit; with a `streak`, so many before the play begins."""
         key = worker_key(len(self.workers) + 1)
-        row = self._node(self.hub.membership.register(Registration(public_key=key.public_key)).node)
+        row = self._node(self.hub.membership.register(protocol.Registration(public_key=key.public_key)).node)
         with self.storage.write() as transaction:
             transaction.apply([SaveNode(replace(row, streak=streak, passed=max(streak, passed)), row.state)])
         self.workers.append(self._node(row.node))
@@ -105,31 +85,31 @@ class Play:
 
     def lease(
         self, worker: NodeRow, count: int, request: str | None = None, profile: str = "torch/cpu/float32"
-    ) -> list[Lease]:
+    ) -> list[protocol.Lease]:
         with self.storage.write() as transaction:
             transaction.touch_presence(worker.node, self.hub.context.clock.now_ms())  # as `auth` does
-        asked = LeaseRequest(request=request or fresh_request(), max_units=count, profile=profile)
+        asked = protocol.LeaseRequest(request=request or fresh_request(), max_units=count, profile=profile)
         reply = attempt(lambda: retry(lambda: self.hub.work.lease(worker, asked)))
         if isinstance(reply, Refusal):
             if reply.code != "node.banned":
                 raise reply
             return []
-        found = [Lease.model_validate(signed.document) for signed in reply.leases]
+        found = [protocol.Lease.model_validate(signed.document) for signed in reply.leases]
         self.leases += [lease for lease in found if lease not in self.leases]
         return found
 
-    def submit(self, lease: Lease, engine: str = "") -> SignedDocument | Refusal:
+    def submit(self, lease: protocol.Lease, engine: str = "") -> protocol.SignedDocument | Refusal:
         worker = next(row for row in [*self.workers, self.validator] if row.node == lease.node)
         body = submission_body(lease, engine=engine)
         result = attempt(lambda: self.hub.work.submit(worker, lease.lease, body))
         return result if isinstance(result, Refusal) else result[1]
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: protocol.Lease) -> None:
         worker = next(row for row in self.workers if row.node == lease.node)
-        self.hub.work.release(worker, LeaseRelease(leases=(lease.lease,)))
+        self.hub.work.release(worker, protocol.LeaseRelease(leases=(lease.lease,)))
 
-    def beat(self, worker: NodeRow, progress: dict[str, int]) -> HeartbeatReply:
-        return self.hub.membership.heartbeat(worker, Heartbeat(progress=progress))
+    def beat(self, worker: NodeRow, progress: dict[str, int]) -> protocol.HeartbeatReply:
+        return self.hub.membership.heartbeat(worker, protocol.Heartbeat(progress=progress))
 
     def sanction(self, worker: NodeRow, how: Callable[[NodeRow, list[Holding], int], list[Command]]) -> Refusal | None:
         """What the run's owner does to a node."""
@@ -143,55 +123,47 @@ class Play:
         result = attempt(act)
         return result if isinstance(result, Refusal) else None
 
-    def claim(self, count: int = 4) -> list[Audit]:
-        found = list(self.hub.checking.audits(self.validator, AuditRequest(max_audits=count)).audits)
+    def claim(self, count: int = 4) -> list[protocol.Audit]:
+        found = list(self.hub.checking.audits(self.validator, protocol.AuditRequest(max_audits=count)).audits)
         again = {audit.submission for audit in found}
         self.audits = [audit for audit in self.audits if audit.submission not in again] + found
         return found
 
-    def entrust(self, left: tuple[str, ...] = ()) -> list[Lease]:
+    def entrust(self, left: tuple[str, ...] = ()) -> list[protocol.Lease]:
         """What the validator is to generate itself."""
         with self.storage.write() as transaction:
             transaction.touch_presence(self.validator.node, self.hub.context.clock.now_ms())
         known = tuple(audit.submission for audit in self.audits)
-        request = AuditRequest(max_audits=1, generates="torch/cpu/float32", left=(*known, *left))
+        request = protocol.AuditRequest(max_audits=1, generates="torch/cpu/float32", left=(*known, *left))
         reply = self.hub.checking.audits(self.validator, request)
         self.audits += [audit for audit in reply.audits if audit.submission not in known]
-        found = [Lease.model_validate(signed.document) for signed in reply.generate]
+        found = [protocol.Lease.model_validate(signed.document) for signed in reply.generate]
         self.entrusted += [lease for lease in found if lease not in self.entrusted]
         return found
 
     def judge(
-        self, audit: Audit, outcome: Outcome, rewards: tuple[float, ...], severity: Severity | None = None
+        self,
+        audit: protocol.Audit,
+        outcome: protocol.Outcome,
+        rewards: tuple[float, ...],
+        severity: protocol.Severity | None = None,
     ) -> Refusal | None:
-        lease = Lease.model_validate(audit.lease.document)
-        verdict = Verdict(
-            run=RUN_ID,
-            submission=audit.submission,
-            unit=lease.unit,
-            node=lease.node,
-            outcome=outcome,
-            severity=severity,
-            reason="test",
-            rewards=tuple(RolloutReward(value=value) for value in rewards),
-            generated_tokens=lease.unit % 5 + 1,
-            depth=audit.depth,
-            decided_at_ms=self.clock.now_ms(),
-            environment_digest=lease.environment_digest,
-        )
-        signed = sign_document(verdict, VALIDATOR)
-        reply = self.hub.checking.verdicts(self.validator, VerdictReport(verdicts=(signed,)))
+        lease = protocol.Lease.model_validate(audit.lease.document)
+        judged = {"outcome": outcome, "severity": severity, "reason": "test", "depth": audit.depth}
+        at = {"generated_tokens": lease.unit % 5 + 1, "decided_at_ms": self.clock.now_ms()}
+        signed = protocol.sign_document(verdict_on(lease, audit.submission, rewards, **judged, **at), VALIDATOR)
+        reply = self.hub.checking.verdicts(self.validator, protocol.VerdictReport(verdicts=(signed,)))
         for refused in reply.refused:
             return Refusal(refused.status, refused.code, refused.message)
         return None
 
     def announce(self, version: int, incarnation: int = 0) -> Refusal | None:
-        document = PolicyAnnouncement(run=RUN_ID, policy=policy(version, incarnation), created_at_ms=0)
-        signed = sign_document(document, TRAINER)
+        document = protocol.PolicyAnnouncement(run=RUN_ID, policy=policy(version, incarnation), created_at_ms=0)
+        signed = protocol.sign_document(document, TRAINER)
         result = attempt(lambda: self.hub.training.announce(self.trainer, signed))
         return result if isinstance(result, Refusal) else None
 
-    def batch(self, step: int) -> Batch | Refusal | None:
+    def batch(self, step: int) -> protocol.Batch | Refusal | None:
         reply = attempt(lambda: self.hub.training.batch(self.trainer, step))
         return reply if isinstance(reply, Refusal) else reply.batch
 

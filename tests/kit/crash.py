@@ -15,7 +15,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -29,9 +28,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "hub"))
-
-from hubkit import (
+from kit.fork import FORKS
+from kit.hub import (
     HUB,
     RUN_ID,
     TOKENS_PER_ROLLOUT,
@@ -42,10 +40,9 @@ from hubkit import (
     make_config,
     policy,
     submission_body,
+    verdict_on,
     worker_key,
 )
-
-from forkkit import FORKS
 from shoal import ledger
 from shoal.hub import run_hub
 from shoal.hub.service import Context
@@ -65,7 +62,6 @@ from shoal.protocol import (
     Receipt,
     Registration,
     Role,
-    RolloutReward,
     Severity,
     SignedDocument,
     SigningKey,
@@ -433,20 +429,11 @@ class Cast:
         broken = lease.node == WORKERS[0].node and before == 1
         dull = lease.node == WORKERS[1].node and before == 1
         outcome = Outcome.REJECTED if caught else Outcome.UNSURE if broken else Outcome.ACCEPTED
-        return Verdict(
-            run=RUN_ID,
-            submission=audit.submission,
-            unit=lease.unit,
-            node=lease.node,
-            outcome=outcome,
-            severity=Severity.CERTAIN if caught else None,
-            reason="test",
-            rewards=tuple(RolloutReward(value=value) for value in ((1.0, 1.0) if dull else (0.0, 1.0))),
-            generated_tokens=2 * TOKENS_PER_ROLLOUT - lease.unit % 3,
-            depth=audit.depth,
-            decided_at_ms=SystemClock().now_ms(),
-            environment_digest=lease.environment_digest,
-        )
+        return verdict_on(
+            lease, audit.submission, (1.0, 1.0) if dull else (0.0, 1.0), outcome=outcome, reason="test",
+            severity=Severity.CERTAIN if caught else None, depth=audit.depth,
+            generated_tokens=2 * TOKENS_PER_ROLLOUT - lease.unit % 3, decided_at_ms=SystemClock().now_ms(),
+        )  # fmt: skip
 
     def take_batch(self, step: int) -> bool:
         batch = self.ask(BatchReply, TRAINER, "POST", f"/batches/{step}", BatchAsk()).batch

@@ -17,16 +17,9 @@ NOW_MS = 1_000_000
 
 def rules(**changes: Any) -> Rules:
     fields = {
-        "steps": 10,
-        "groups_per_step": 4,
-        "group_size": 2,
-        "max_staleness": 0,
-        "max_new_tokens": 16,
-        "refill_cap": 2,
-        "leases_per_node": 8,
-        "lease_ms": 60_000,
-        "audit_ms": 30_000,
-    }
+        "steps": 10, "groups_per_step": 4, "group_size": 2, "max_staleness": 0, "max_new_tokens": 16, "refill_cap": 2,
+        "leases_per_node": 8, "lease_ms": 60_000, "audit_ms": 30_000,
+    }  # fmt: skip
     return Rules(**{**fields, **changes})
 
 
@@ -49,14 +42,9 @@ def unit(number: int = 0, state: UnitState = UnitState.OPEN, **changes: Any) -> 
 
 def lease(number: int = 0, who: int = 1, **changes: Any) -> LeaseRow:
     fields = {
-        "attempt": 0,
-        "request": "request-1",
-        "incarnation": 0,
-        "version": 0,
-        "digest": "d" * 64,
-        "issued_at_ms": NOW_MS,
-        "deadline_ms": NOW_MS + 60_000,
-    }
+        "attempt": 0, "request": "request-1", "incarnation": 0, "version": 0, "digest": "d" * 64,
+        "issued_at_ms": NOW_MS, "deadline_ms": NOW_MS + 60_000,
+    }  # fmt: skip
     return LeaseRow(f"u{number}a0", number, node(who).node, **{**fields, **changes})
 
 
@@ -89,28 +77,18 @@ def grant(now: Moment, open_units: Sequence[UnitRow], ask: leases.Ask, taskless:
 def submission(number: int = 0, who: int = 1, **changes: Any) -> SubmissionRow:
     row = lease(number, who)
     fields = {
-        "incarnation": 0,
-        "version": 0,
-        "digest": row.digest,
-        "size_bytes": 9,
-        "received_at_ms": NOW_MS,
-        "state": SubmissionState.AUDITING,
-        "receipt": '{"kind": "receipt"}',
-    }
+        "incarnation": 0, "version": 0, "digest": row.digest, "size_bytes": 9, "received_at_ms": NOW_MS,
+        "state": SubmissionState.AUDITING, "receipt": '{"kind": "receipt"}',
+    }  # fmt: skip
     return SubmissionRow(f"{number:064x}", row.lease, number, row.node, **{**fields, **changes})
 
 
 def verdict(row: SubmissionRow, rewards: Iterable[float] = (0, 1), **changes: Any) -> Verdict:
     fields: dict[str, Any] = {
-        "run": "demo",
-        "submission": row.submission,
-        "unit": row.unit,
-        "node": row.node,
-        "outcome": Outcome.ACCEPTED,
-        "rewards": tuple(RolloutReward(value=value) for value in rewards),
-        "generated_tokens": 7,
+        "run": "demo", "submission": row.submission, "unit": row.unit, "node": row.node, "outcome": Outcome.ACCEPTED,
+        "rewards": tuple(RolloutReward(value=value) for value in rewards), "generated_tokens": 7,
         "decided_at_ms": NOW_MS,
-    }
+    }  # fmt: skip
     return Verdict(**{**fields, **changes})
 
 

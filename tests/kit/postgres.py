@@ -32,13 +32,9 @@ import pytest
 START_S = 60
 USERS = ("postgres", "nobody")
 OPTIONS = {
-    "listen_addresses": "127.0.0.1",
-    "unix_socket_directories": "",
-    "max_connections": "300",
-    "shared_buffers": "32MB",
-    "autovacuum": "off",
-    "jit": "off",
-}
+    "listen_addresses": "127.0.0.1", "unix_socket_directories": "", "max_connections": "300", "shared_buffers": "32MB",
+    "autovacuum": "off", "jit": "off",
+}  # fmt: skip
 NO_FSYNC = {"fsync": "off", "full_page_writes": "off"}
 
 _numbers = itertools.count()

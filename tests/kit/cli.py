@@ -9,11 +9,11 @@ from typing import Any
 
 from shoal.protocol import LedgerHead, NodeState, NodeView, RunStatus, StepReport, Wait
 
-TINY = Path(__file__).parents[3] / "recipes" / "tiny.toml"
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.toml"
 
 
 def run_shoal(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    from forkkit import clean_environment  # not where tests are imported by a script without its folder
+    from kit.fork import clean_environment  # not where tests are imported by a script without its folder
 
     command = [sys.executable, "-m", "shoal.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, env=clean_environment())

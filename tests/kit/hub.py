@@ -1,4 +1,4 @@
-"""A hub in this process for tests: a fake environment, keys, and actors that sign what they send."""
+"""A hub in this process for tests: a fake environment, keys, actors that sign what they send, and the run's owner."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from asgikit import AsgiTransport
+from kit.asgi import AsgiTransport
 from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
 from shoal.hub.state.commands import SaveNode
 from shoal.protocol import (
     SUBMISSION_FORMAT,
+    AdminAction,
+    AdminReply,
+    AdminRequest,
     Audit,
     AuditReply,
     Batch,
@@ -32,6 +35,7 @@ from shoal.protocol import (
     RoleCertificate,
     Rollout,
     RolloutReward,
+    RunInfo,
     RunStatus,
     SignedDocument,
     SigningKey,
@@ -90,18 +94,12 @@ def make_config(folder: Path, run: dict[str, Any] | None = None, settings: dict[
     """A small run: 2 groups of 2 rollouts a step."""
     sizes = {"name": "test", "steps": 3, "groups_per_step": 2, "group_size": 2, "max_staleness": 0}
     return HubConfig(
-        folder=folder,
-        run_id=RUN_ID,
-        run=RunSettings(**{**sizes, **(run or {})}),
-        settings=HubSettings(**{"port": 0, **(settings or {})}),
-        environment=FakeEnvironment(),
-        encode=lambda task: list(task.prompt.encode()),
-        eos_token_id=0,
-        key=HUB,
-        root_key=ROOT.public_key,
+        folder=folder, run_id=RUN_ID, run=RunSettings(**{**sizes, **(run or {})}),
+        settings=HubSettings(**{"port": 0, **(settings or {})}), environment=FakeEnvironment(),
+        encode=lambda task: list(task.prompt.encode()), eos_token_id=0, key=HUB, root_key=ROOT.public_key,
         certificates=(certificate(HUB, "hub"), certificate(TRAINER, "trainer"), certificate(VALIDATOR, "validator")),
         sources=("http://127.0.0.1:1",),
-    )
+    )  # fmt: skip
 
 
 @dataclass
@@ -160,18 +158,21 @@ def submission_body(lease: Lease, /, **changes: Any) -> bytes:
     tokens = pack_tokens(range(TOKENS_PER_ROLLOUT))
     rollout = Rollout(tokens=tokens, logprobs=pack_logprobs([-0.5] * TOKENS_PER_ROLLOUT), finish="eos")
     fields: dict[str, Any] = {
-        "format": SUBMISSION_FORMAT,
-        "run": lease.run,
-        "node": lease.node,
-        "lease": lease.lease,
-        "unit": lease.unit,
-        "incarnation": lease.policy.incarnation,
-        "version": lease.policy.version,
-        "policy_digest": lease.policy.digest,
-        "prompt": pack_tokens(lease.prompt_ids),
-        "rollouts": [rollout] * len(lease.seeds),
-    }
+        "format": SUBMISSION_FORMAT, "run": lease.run, "node": lease.node, "lease": lease.lease, "unit": lease.unit,
+        "incarnation": lease.policy.incarnation, "version": lease.policy.version, "policy_digest": lease.policy.digest,
+        "prompt": pack_tokens(lease.prompt_ids), "rollouts": [rollout] * len(lease.seeds),
+    }  # fmt: skip
     return pack(Submission(**{**fields, **changes}))
+
+
+def verdict_on(lease: Lease, submission: str, rewards: Sequence[float] = (0.0, 1.0), /, **changes: Any) -> Verdict:
+    """Accepted, with these rewards, unless `changes` say otherwise."""
+    fields: dict[str, Any] = {
+        "run": lease.run, "submission": submission, "unit": lease.unit, "node": lease.node, "outcome": Outcome.ACCEPTED,
+        "rewards": tuple(RolloutReward(value=value) for value in rewards), "decided_at_ms": 1,
+        "generated_tokens": TOKENS_PER_ROLLOUT * len(rewards), "environment_digest": lease.environment_digest,
+    }  # fmt: skip
+    return Verdict(**{**fields, **changes})
 
 
 def policy(version: int, incarnation: int = 0, digest: str | None = None) -> PolicyRef:
@@ -242,18 +243,8 @@ class Bench:
 
     def verdict(self, audit: Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> SignedDocument:
         lease = open_document(audit.lease, Lease, HUB.public_key)
-        fields: dict[str, Any] = {
-            "run": RUN_ID,
-            "submission": audit.submission,
-            "unit": lease.unit,
-            "node": lease.node,
-            "outcome": Outcome.ACCEPTED,
-            "rewards": tuple(RolloutReward(value=value) for value in rewards),
-            "generated_tokens": TOKENS_PER_ROLLOUT * len(rewards),
-            "decided_at_ms": self.clock.now_ms(),
-            "environment_digest": lease.environment_digest,
-        }
-        return sign_document(Verdict(**{**fields, **changes}), VALIDATOR)
+        changes = {"decided_at_ms": self.clock.now_ms(), **changes}
+        return sign_document(verdict_on(lease, audit.submission, rewards, **changes), VALIDATOR)
 
     def batch(self, step: int, wait_s: float = 0) -> Batch | None:
         response = ok(self.trainer.call("POST", f"/batches/{step}", {"wait_s": wait_s}))
@@ -271,3 +262,34 @@ class Bench:
         for audit in self.audits(64):
             ok(self.judge(audit))
         return leases
+
+
+ADMIN = SigningKey.from_seed(b"a" * 32)
+_numbers = itertools.count(1)
+
+
+def action(verb: str, /, **fields: Any) -> AdminAction:
+    values: dict[str, Any] = {"run": RUN_ID, "id": f"{next(_numbers):032x}", "verb": verb, "issued_at_ms": 0}
+    return AdminAction(**{**values, **fields})
+
+
+@dataclass
+class Owner:
+    """Sends orders to the hub of a bench."""
+
+    bench: Bench
+
+    def request(self, verb: str, /, key: SigningKey = ADMIN, **fields: Any) -> AdminRequest:
+        values = {"issued_at_ms": self.bench.clock.now_ms(), **fields}
+        signed = None if key is ROOT else certificate(ADMIN, "admin")
+        return AdminRequest(action=sign_document(action(verb, **values), key), certificate=signed)
+
+    def post(self, request: AdminRequest) -> httpx.Response:
+        return self.bench.http.post("/admin", content=request.model_dump_json())
+
+    def order(self, verb: str, /, key: SigningKey = ADMIN, **fields: Any) -> AdminReply:
+        return AdminReply.model_validate_json(ok(self.post(self.request(verb, key, **fields))).content)
+
+    def run_info(self) -> RunInfo:
+        answer = ok(self.bench.http.get("/run", headers={"shoal-protocol": "2"}))
+        return RunInfo.model_validate(SignedDocument.model_validate_json(answer.content).document)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from clikit import status
-
+from kit.cli import status
 from shoal.protocol import NodeState, NodeView, PolicyRef, RecentVerdict, RunStatus
 from shoal.run.progress import History, Scene
 from shoal.runtime.supervise import ProcessView

@@ -20,7 +20,7 @@ from shoal.environments.dataset import DatasetEnvironment
 from shoal.environments.protocol import SPLITS
 from shoal.errors import EnvironmentSetupError
 
-FORMATS = Path(__file__).parents[2] / "data" / "formats"
+FORMATS = Path(__file__).parents[1] / "data" / "formats"
 Rows = Sequence[dict[str, Any]]
 
 

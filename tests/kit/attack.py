@@ -312,17 +312,14 @@ class Result:
         caught = judged[at].verdict if at is not None else None
         refused = attack.refusals[0] if attack.refusals and at is None else ""
         return cls(
-            cheat=attack.cheat,
-            node=node.node,
-            caught_at=at + 1 if at is not None else (1 if refused else None),
+            cheat=attack.cheat, node=node.node, caught_at=at + 1 if at is not None else (1 if refused else None),
             tokens=sum(each.tokens for each in judged[: len(judged) if at is None else at + 1]),
             reason=caught.reason if caught is not None else _code(refused),
             severity=str(caught.severity or "") if caught is not None else ("refused" if refused else ""),
-            banned=node.state == "banned",
-            accepted=len(accepted),
+            banned=node.state == "banned", accepted=len(accepted),
             near=sum(each.is_near and not each.is_honest for each in accepted),
             wrong=sum(not each.is_near for each in accepted),
-        )
+        )  # fmt: skip
 
 
 def _code(refusal: str) -> str:

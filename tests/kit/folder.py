@@ -18,37 +18,20 @@ from typing import Any
 import httpx
 import numpy as np
 
-from asgikit import AsgiTransport
+from kit.asgi import AsgiTransport
+from kit.hub import submission_body, verdict_on
 from shoal.client import HubClient
 from shoal.environments import build
 from shoal.hub import HubConfig, create_app
 from shoal.ledger import Accounts, fold, verify
 from shoal.models import TextTokenizer, model_folder, read_files
-from shoal.protocol import (
-    SUBMISSION_FORMAT,
-    AuditRequest,
-    Lease,
-    LeaseRequest,
-    LedgerEntry,
-    Outcome,
-    PolicyAnnouncement,
-    Receipt,
-    Rollout,
-    RolloutReward,
-    Submission,
-    Verdict,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    sign_document,
-)
+from shoal.protocol import AuditRequest, Lease, LeaseRequest, LedgerEntry, PolicyAnnouncement, Receipt, sign_document
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin
 from shoal.worker.settings import identity
 
-TOKENS = 3
 SIZES = {"name": "kept", "steps": 3, "groups_per_step": 2, "group_size": 2, "max_staleness": 0, "max_new_tokens": 4}
 
 _requests = itertools.count()
@@ -109,7 +92,7 @@ class Play:
         """What is to be had is generated, handed in and accepted."""
         request = LeaseRequest(request=f"request-{next(_requests):06d}", max_units=4)
         for lease, _ in self.worker.open_leases(self.worker.lease(request)):
-            self.receipts.append(self.worker.submit(lease.lease, body_of(lease)))
+            self.receipts.append(self.worker.submit(lease.lease, submission_body(lease)))
         audits = self.validator.audits(AuditRequest(max_audits=8)).audits
         if audits:
             verdicts = [self._verdict(self.validator.open_lease(audit.lease), audit.submission) for audit in audits]
@@ -150,12 +133,7 @@ class Play:
         return HubClient("http://hub", key, StopToken(), http=self._http)
 
     def _verdict(self, lease: Lease, submission: str) -> Any:
-        verdict = Verdict(
-            run=lease.run, submission=submission, unit=lease.unit, node=lease.node, outcome=Outcome.ACCEPTED,
-            rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)), generated_tokens=2 * TOKENS, decided_at_ms=1,
-            environment_digest=lease.environment_digest,
-        )  # fmt: skip
-        return sign_document(verdict, self.folder.key("validator-0"))
+        return sign_document(verdict_on(lease, submission), self.folder.key("validator-0"))
 
     def _config(self) -> HubConfig:
         recipe = self.folder.recipe
@@ -167,14 +145,3 @@ class Play:
             key=self.folder.key("hub"), root_key=self.folder.root_key, certificates=self.folder.certificates,
             sources=self.endpoints.sources,
         )  # fmt: skip
-
-
-def body_of(lease: Lease) -> bytes:
-    tokens = pack_tokens(range(TOKENS))
-    rollout = Rollout(tokens=tokens, logprobs=pack_logprobs([-0.5] * TOKENS), finish="eos")
-    submission = Submission(
-        format=SUBMISSION_FORMAT, run=lease.run, node=lease.node, lease=lease.lease, unit=lease.unit,
-        incarnation=lease.policy.incarnation, version=lease.policy.version, policy_digest=lease.policy.digest,
-        prompt=pack_tokens(lease.prompt_ids), rollouts=[rollout] * len(lease.seeds),
-    )  # fmt: skip
-    return pack(submission)

@@ -91,14 +91,9 @@ def manifest_of(version: int, entries: Sequence[tuple[str, bytes]], **changes: A
     chunks = tuple(Chunk(hash=blake3(piece).hexdigest(), size_bytes=len(piece)) for piece in pieces)
     digest = content_digest(tuple(listed), CHUNK, chunks)
     manifest = PolicyManifest.model_construct(
-        run=RUN,
-        policy=PolicyRef(incarnation=0, version=version, digest=digest),
-        entries=tuple(listed),
-        chunk_size_bytes=CHUNK,
-        chunks=chunks,
-        size_bytes=len(payload),
-        created_at_ms=0,
-    )
+        run=RUN, policy=PolicyRef(incarnation=0, version=version, digest=digest), entries=tuple(listed),
+        chunk_size_bytes=CHUNK, chunks=chunks, size_bytes=len(payload), created_at_ms=0,
+    )  # fmt: skip
     return manifest.model_copy(update=changes), payload
 
 

@@ -11,13 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 
 STOP_S = 10.0
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an asynchronous test on an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **options: Any) -> None:
+        asyncio.run(test(*args, **options))
+
+    return run
 
 
 class AsgiTransport(httpx.BaseTransport):

@@ -18,8 +18,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
-from trialkit import PROFILES, Court
 
+from kit.trial import PROFILES, Court
 from shoal.adversary import Cheat, Loot
 from shoal.adversary.base import Disguise, Groups, Rewriter, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest

@@ -1,0 +1,9 @@
+"""What tests share, by topic; `tests` is on the path of every test (its conftest), so it is imported as `kit.hub`.
+
+hub, machine, state, storage, asgi            a hub in this process, its services without HTTP, rows made by hand
+folder, run, fork, cli, scene                 run folders, real processes of `shoal …`, made-up moments of a run
+crash, smalldisk, postgres, s3, sandbox       processes that die, small disks, real servers, a sandbox
+attack, door, hostile, liar, miner, trial     for the adversary suite
+cast, data, evaluation, evidence, loss,       for the tests of one package
+mathematics, reward, sft, worker
+"""
