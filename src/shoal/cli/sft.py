@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from shoal.environments import Environment
     from shoal.run.sources import ModelSource, TaskSource
     from shoal.runtime.stop import StopToken
-    from shoal.trainer.demonstrations.choosing import Choice, Corpus, Outcome
-    from shoal.trainer.demonstrations.course import Course
+    from shoal.trainer.demonstrations.choosing import Choice, Corpus, Course, Outcome
     from shoal.trainer.demonstrations.reading import Demonstrations
     from shoal.trainer.demonstrations.training import WarmStartParts
     from shoal.trainer.settings import TrainerSettings
@@ -97,8 +96,7 @@ def sft(
     from shoal.runtime.stop import stop_on_signals
 
     stop = stop_on_signals()  # what follows takes a while to load
-    from shoal.trainer.demonstrations.choosing import Choice, Interrupted
-    from shoal.trainer.demonstrations.course import Course
+    from shoal.trainer.demonstrations.choosing import Choice, Course, Interrupted
 
     choice = Choice(
         min_tokens=min_tokens, max_tokens=max_tokens, require=tuple(require or ()), duplicates=not keep_duplicates,
@@ -141,7 +139,7 @@ class Request:
     def settings(self) -> TrainerSettings:
         from shoal.run.recipe import Recipe
         from shoal.runtime.config import parse_config
-        from shoal.trainer.demonstrations.course import DEFAULTS, LOSS, refuse_unused
+        from shoal.trainer.demonstrations.choosing import DEFAULTS, LOSS, refuse_unused
 
         own = [override for override in self.overrides if not override.strip().startswith("environment.")]
         for override in own:
@@ -202,7 +200,7 @@ class Request:
         """All that decides what comes out, for comparison."""
         from shoal.evaluation.subject import model_digest
         from shoal.models.folder import model_folder
-        from shoal.trainer.demonstrations.course import HARMLESS, USED
+        from shoal.trainer.demonstrations.choosing import HARMLESS, USED
 
         about = {
             "model": model_digest(model_folder(model.where)),
@@ -225,7 +223,7 @@ class Request:
         from shoal.models.folder import model_folder, read_files
         from shoal.rewards import ScoringPatience, ScoringPool
         from shoal.rewards.classifier import Classifier
-        from shoal.trainer.demonstrations.choosing import Asking, Choosing
+        from shoal.trainer.demonstrations.choosing import Asking, choose
         from shoal.trainer.demonstrations.reading import Encoder
 
         choice, data, environment = self.choice, self.demonstrations, self.environment
@@ -246,7 +244,7 @@ class Request:
                     raise ConfigError(f"--rank {choice.rank}: {error}") from error
             asking = Asking(environment, pool, choice.min_reward, data.has_tasks) if environment else None
             progress = around.enter_context(counted("choosing", Console(stderr=True), unit="rows"))
-            return Choosing(data, encoder, choice, asking, judge, progress, self.stop.is_set).run()
+            return choose(data, encoder, choice, asking, judge, progress, self.stop.is_set)
 
 
 def refuse_taken(out: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.errors import ModelError
-from shoal.models.weights import refuse_unknown_targets
+from shoal.models.folder import refuse_unknown_targets
 
 ADAPTER_FILE = "adapter.json"
 DOWN, UP = "lora_a", "lora_b"

@@ -12,6 +12,10 @@ On a GPU in 16 bits it is one flash kernel over all sequences. Elsewhere sequenc
 as padded rows for the attention alone. A mask [T, T] is never made.
 
 T: tokens of all sequences, S: sequences, L: the longest of a bucket, G: heads, D: head size, H: hidden size.
+
+Layers are compiled one by one (`compile_layers`): a whole model would be one graph, minutes to compile and again for
+every change of shape; one layer's code serves all its twins, with a number of tokens that changes. That holds where
+packs are one flash kernel: as rows each number of rows would be a program of its own, and nothing is compiled.
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
@@ -22,20 +26,23 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from shoal.errors import ModelError
 from shoal.models.logprobs import hidden_states
 
 log = logging.getLogger(__name__)
+
 
 ATTENTION = "shoal_packed"
 # On a GPU a pack is filled up to a multiple of this by a sequence of its own: aligned matrix products are faster, and
@@ -301,3 +308,43 @@ def _agrees(model: Any) -> bool:
         return False
     bound = PROBE_TOLERANCE.get(packed_TH.dtype, 0.1) * float(alone_TH.abs().max())
     return all(float((packed_TH - each).abs().max()) <= bound for each in (beside_TH, alone_TH))
+
+
+# A trainer computes with and without gradients, packed and in rows: more variants than torch allows for by itself.
+VARIANTS = 32
+# Share of a layer's activations that is kept; the rest, what is cheapest to compute, is computed again backward. Of a
+# Qwen3 layer this drops what is elementwise: less memory and less traffic. Much lower and products are computed twice.
+KEPT_ACTIVATIONS = 0.85
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The layers one after another, whatever the architecture calls the list that holds them.
+
+    >>> from shoal.models.tiny import build_tiny
+    >>> len(decoder_layers(build_tiny()))
+    3
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if not lists:
+        raise ModelError(
+            f"{type(model).__name__} has no list of {count} layers; switch trainer.memory.recompute and .compile off"
+        )
+    # The largest: there may be lists of the same length that hold one small part of each layer.
+    largest = max(lists, key=lambda part: sum(weight.numel() for layer in part for weight in layer.parameters()))
+    return list(largest)
+
+
+def compile_layers(model: Any, kept_activations: float = KEPT_ACTIVATIONS) -> None:
+    """Compile every layer's `forward` in place; hooks and recomputation around a layer stay outside of it.
+
+    Nothing is compiled until the first call. Weights and their names stay; results agree to rounding.
+    """
+    torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+    torch._functorch.config.activation_memory_budget = kept_activations
+    compiled: dict[type, Any] = {}
+    for layer in decoder_layers(model):
+        kind = type(layer)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(kind.forward, dynamic=True)
+        layer.forward = MethodType(compiled[kind], layer)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.models.weights import as_numpy, from_numpy
+from shoal.models.folder import as_numpy, from_numpy
 from shoal.protocol import TensorView
 
 UNTOUCHED = ("embed", "lm_head", "norm")

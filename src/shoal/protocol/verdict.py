@@ -1,18 +1,102 @@
-"""Verdicts: what a validator found. The reward is computed here and nowhere else."""
+"""Verdicts: what a validator found. The reward is computed here and nowhere else.
+
+Branches: does tolerance buy reward? Where a token passes only by the tolerance, the validator decodes what the seed
+gives instead, and scores both. Honest rounding does not know the reward: the difference is as often negative as
+positive. Whoever chose the branch that pays has more positive ones.
+
+The evidence is the wealth of a gambler who bets on positive differences and begins with 1. If they are no likelier than
+negative ones (but for `MARGIN`), the wealth exceeds 10⁶ once in 10⁶ gamblers at most, however long one plays and
+whenever one looks (Ville's inequality). One part of the wealth is staked at each difference, so that a node that was
+honest for long is found out as well: 1/2 at the first, 1/6 at the second, 1/(n(n+1)) at the nth; each part is spread
+evenly over five sizes of bets.
+
+Evaluation while training: held-out tasks that validators answer with a published policy, slice by slice.
+
+    hub ── EvaluationSlice (signed) ──► validator ── greedy completions, scores ──► EvaluationReport (signed) ──► hub
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
 
-from shoal.protocol.branches import Branches, GainEvidence
-from shoal.protocol.lease import MAX_GROUP, PROFILE
-from shoal.protocol.policy import HEX_256
+from shoal.protocol.lease import MAX_GROUP, MAX_PROMPT_TOKENS, PRINTABLE, PROFILE, SamplingParameters
+from shoal.protocol.policy import HEX_256, PolicyRef
 from shoal.protocol.signing import Document, Message, Milliseconds, SignedDocument
 from shoal.protocol.submission import ShownPrefix
+
+BETS = (0.1, 0.2, 0.4, 0.6, 0.8)
+MARGIN = 0.04  # among unequal pairs, 52 % in the submission's favour are nobody's fault
+ENOUGH = 1e6  # the evidence that a strike needs
+FORGOTTEN = 1e3  # what the evidence must fall to until owners or newcomers are trusted again
+LEAST_LOG = -700.0
+
+
+class Branches(Message):
+    """What the branches of one submission showed: of `looked` branches, with `tokens` decoded tokens, those whose
+    reward was another one. A difference is reward(submitted) - reward(seed's branch), as a share of the range that the
+    rewards of its group have, from -1 to 1.
+    """
+
+    looked: int = Field(default=0, ge=0, le=MAX_GROUP)
+    tokens: int = Field(default=0, ge=0)
+    differences: tuple[float, ...] = Field(default=(), max_length=MAX_GROUP)
+
+
+class GainEvidence(Message):
+    """The evidence that tolerance was used to gain reward: of a node, an owner, or all newcomers.
+
+    `stakes` are the logarithms of what the stakes on each size of bet have become; what was not staked yet is
+    1/(differing + 1).
+
+    >>> round(GainEvidence().after([1.0]).value, 4)  # 1/2 is not staked, 1/2 has grown by 0.96 × 0.42 on average
+    1.2016
+    """
+
+    differing: int = Field(default=0, ge=0)
+    gained: float = Field(default=0.0, allow_inf_nan=False)
+    stakes: tuple[float, ...] = Field(default=(LEAST_LOG,) * len(BETS), min_length=len(BETS), max_length=len(BETS))
+
+    def after(self, differences: Iterable[float]) -> GainEvidence:
+        """With further differences; those of equal rewards say nothing."""
+        count, gained, stakes = self.differing, self.gained, list(self.stakes)
+        for difference in differences:
+            bounded = max(-1.0, min(1.0, difference))
+            if bounded == 0.0:
+                continue
+            count, gained = count + 1, gained + bounded
+            staked, outcome = -math.log(count * (count + 1)), bounded - MARGIN * abs(bounded)
+            stakes = [
+                max(LEAST_LOG, _log_sum(log, staked) + math.log1p(bet * outcome))
+                for log, bet in zip(stakes, BETS, strict=True)
+            ]
+        return GainEvidence(differing=count, gained=gained, stakes=tuple(stakes))
+
+    def without(self, part: float) -> GainEvidence:
+        """Less by a factor: what a node was struck for is not held against others."""
+        lower = tuple(max(LEAST_LOG, log - math.log(part)) for log in self.stakes)
+        return self.model_copy(update={"stakes": lower})
+
+    @property
+    def value(self) -> float:
+        """What the wealth is now."""
+        staked = sum(math.exp(min(-LEAST_LOG, log)) for log in self.stakes) / len(BETS)
+        return staked + 1 / (self.differing + 1)
+
+    @property
+    def suffices(self) -> bool:
+        return self.value >= ENOUGH
+
+
+def _log_sum(first: float, second: float) -> float:
+    """log(exp(first) + exp(second))."""
+    return max(first, second) + math.log1p(math.exp(-abs(first - second)))
+
 
 MAX_REWARD = 1e6
 
@@ -219,3 +303,65 @@ class AuditReply(Message):
     generate: tuple[SignedDocument, ...] = Field(default=(), max_length=16)
     calibration: str = ""
     wanted: tuple[str, ...] = Field(default=(), max_length=16)
+
+
+MAX_SLICE = 64
+
+
+class EvaluationTask(Message):
+    """One held-out task: its id, and the very tokens that the policy is asked with."""
+
+    task: str = Field(max_length=256)
+    prompt_ids: tuple[int, ...] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
+
+
+class EvaluationSlice(Document):
+    """Held-out tasks from number `first` on, for one validator until the deadline: answer each greedily by `policy`."""
+
+    kind: ClassVar[str] = "evaluation-slice"
+    run: str
+    policy: PolicyRef
+    first: int = Field(ge=0)
+    tasks: tuple[EvaluationTask, ...] = Field(max_length=MAX_SLICE)
+    sampling: SamplingParameters
+    environment_digest: str = Field(pattern=HEX_256)
+    deadline_ms: Milliseconds
+
+
+class EvaluationReport(Document):
+    """What a slice came to, signed by the validator: one score per task in order, None where scoring itself failed.
+
+    Without scores `problem` says why the slice could not be done; somebody tries again.
+    """
+
+    kind: ClassVar[str] = "evaluation-report"
+    run: str
+    policy: PolicyRef
+    first: int = Field(ge=0, le=2**31)
+    environment_digest: str = Field(pattern=HEX_256)
+    scores: tuple[Reward | None, ...] = Field(default=(), max_length=MAX_SLICE)
+    problem: str = Field(default="", max_length=200, pattern=PRINTABLE)
+    decided_at_ms: Milliseconds
+
+
+class Evaluation(Message):
+    """How a version does on the held-out tasks, as far as that is known: `mean` of the `scored` ones of `tasks`.
+
+    `complete`: no slice of it is still to come. `partial`: slices of it were given up, so that the mean is of other
+    tasks than those of other versions, and not to be compared with theirs. Tasks that could not be scored are no
+    sample, and are not in the mean.
+    """
+
+    policy: PolicyRef
+    tasks: int
+    scored: int
+    mean: float | None = None
+    complete: bool = False
+    partial: bool = False
+    decided_at_ms: Milliseconds = 0
+
+
+class EvaluationPage(Message):
+    """The newest evaluations, oldest first; of each version that of its newest incarnation."""
+
+    evaluations: tuple[Evaluation, ...] = ()

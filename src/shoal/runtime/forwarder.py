@@ -19,15 +19,18 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from shoal.runtime.proxies import Proxy, connect_to, open_tunnel, proxy_of
 from shoal.runtime.targets import (
+    Proxy,
     Reach,
     TargetRefused,
     addresses,
     check_behind_proxy,
     check_url,
+    connect_to,
     endpoint_of,
     first_answer,
+    open_tunnel,
+    proxy_of,
     socket_name,
 )
 

@@ -28,10 +28,9 @@ from shoal.algorithms.losses import Loss, LossParameters
 from shoal.algorithms.packing import Cost
 from shoal.algorithms.registry import advantage_named, loss_named
 from shoal.errors import CheckpointError, ConfigError
-from shoal.models.compiled import compile_layers, decoder_layers
 from shoal.models.load import DTYPES, LoadedModel, adapted, load_model
 from shoal.models.lora import AdapterShape
-from shoal.models.packed import attends_by_flash, supports_packing
+from shoal.models.packed import attends_by_flash, compile_layers, decoder_layers, supports_packing
 from shoal.models.state import overwrite, policy_state
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import TrainerSettings

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.client import Activity, HubClient
-from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError, ShoalError
+from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import Batch, PolicyManifest, PolicyRef, SigningKey, TrainingBatch
 from shoal.runtime.clock import Clock, SystemClock
@@ -52,7 +52,7 @@ from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start
 from shoal.trainer.export import ModelCard, beside_the_best, export_policy, training_facts, write_card
 from shoal.trainer.folder import Progress, Retention, refuse_foreign
 from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
-from shoal.trainer.held_out import ByValidators, Evaluator, HeldOut
+from shoal.trainer.held_out import HeldOut
 from shoal.trainer.learner import Learner
 from shoal.trainer.publisher import Handover, Publication, Publisher
 from shoal.trainer.record import RunRecord, Stopwatch, Trackers, finite, named
@@ -75,7 +75,6 @@ class TrainingParts:
     learner: Learner
     files: Mapping[str, bytes]
     key: SigningKey
-    evaluate: Evaluator
     base_model: str = ""
     seed: int = 0
     clock: Clock = field(default_factory=SystemClock)
@@ -107,10 +106,7 @@ class TrainingRun:
         self._stopwatch = Stopwatch(parts.clock)
         self.activity = Activity(parts.clock)
         self.version = 0
-        self._held_out = HeldOut(self._evaluate, settings.evaluate_every)
-        if settings.evaluate_by == "validators":
-            page, every = parts.hub.evaluations, settings.evaluate_every
-            self._held_out = ByValidators(self._evaluate, every, page, parts.clock, stop)
+        self._held_out = HeldOut(settings.evaluate_every, parts.hub.evaluations, parts.clock, stop)
 
     @property
     def _settings(self) -> TrainerSettings:
@@ -197,7 +193,6 @@ class TrainingRun:
     def _advance(self) -> None:
         """One step: wait for the batch, train, write the row. Saving and publishing begin when it is handed over."""
         step, watch = self.version, self._stopwatch
-        held_out = named(self._held_out.before(step))
         with watch.lap("wait_s"):
             batch, rollouts = self._batch_of(step)
         metrics = finite(step, self._train(batch, rollouts))
@@ -206,8 +201,7 @@ class TrainingRun:
         times = {"hidden_s": self._publisher.worked_s, "save_s": self._publisher.saved_s, **watch.row()}
         times["tokens_per_s"] = metrics["tokens"] / times["train_s"] if times["train_s"] else 0.0
         judged = self._watch.judge(metrics)
-        row = {**held_out, **metrics, **times, **judged.numbers}
-        self._record.add(step, row, self._held_out.known(step))
+        self._record.add(step, {**metrics, **times, **judged.numbers}, self._held_out.known(step))
         self._heed(judged)
         self._watch.rows.append({"step": step, **metrics, **judged.numbers})
         self.version = step + 1
@@ -294,17 +288,6 @@ class TrainingRun:
         if batch.sampled_reward is not None:
             metrics["sampled_reward"] = batch.sampled_reward
         return metrics
-
-    def _evaluate(self) -> float | None:
-        """The score of the model as it is; None if it cannot be had. No evaluation ends training."""
-        with self.activity.busy(f"evaluating version {self.version}"), self._stopwatch.lap("evaluate_s"):
-            try:
-                return self._parts.evaluate()
-            except (ShoalError, RuntimeError, OSError) as error:  # RuntimeError: torch, also when memory is short
-                if self._stop.is_set():
-                    raise
-                log.warning("version %d could not be measured on held-out tasks: %s", self.version, error)
-                return None
 
     def _finish(self) -> None:
         """The last version is out: export it, then measure it. Nothing that may fail or wait comes before."""

@@ -30,11 +30,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from shoal.engines.memory import cached_token_bytes
 from shoal.errors import ResourceError
-from shoal.models.compiled import decoder_layers
 from shoal.models.folder import model_folder, read_files
 from shoal.models.load import DTYPES, model_from_files
 from shoal.models.logprobs import GPU_TILE_ELEMENTS, TILE_ELEMENTS
 from shoal.models.lora import adapted_layers
+from shoal.models.packed import decoder_layers
 from shoal.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)

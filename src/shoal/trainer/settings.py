@@ -18,7 +18,6 @@ from shoal.runtime.sizing import DERIVED
 from shoal.trainer.guards import GuardSettings, Real, holds
 
 if TYPE_CHECKING:
-    from shoal.environments import Environment, EnvironmentSettings
     from shoal.protocol import SignedDocument, SigningKey
 
 # The words of algorithms/registry.py, which imports torch and is therefore not asked; a test holds them equal.
@@ -160,9 +159,8 @@ class TrainerSettings(BaseModel):
         ge=0,
         description="checkpoints with the best held-out scores kept beside those, and the two newest that wait for one",
     )
-    evaluate_every: int = Field(default=5, ge=0, description="steps between greedy held-out evaluations; 0: never")
-    evaluate_by: Literal["validators", "trainer"] = Field(
-        default="validators", description="who evaluates; validators do it beside their audits, and training goes on"
+    evaluate_every: int = Field(
+        default=5, ge=0, description="steps between greedy held-out evaluations, by validators; 0: never"
     )
     evaluate_tasks: int = Field(default=128, ge=1, description="held-out tasks per evaluation, the first ones")
     batch_deadline_s: Real = Field(
@@ -213,10 +211,7 @@ class TrainerSettings(BaseModel):
 # said. Everything else is what the run is: `publish_dtype`, too, since workers generate with what was published, and
 # `evaluate_tasks`, since scores of other tasks could not be compared.
 ROUNDING = ("device", "threads", "processes", "micro_batch_tokens", "memory.compile", "memory.recompute")
-HARMLESS = (
-    "tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoints", "keep_best", "evaluate_by",
-    "evaluate_every",
-)  # fmt: skip
+HARMLESS = ("tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoints", "keep_best", "evaluate_every")
 GUARDS = "guards"
 
 
@@ -231,22 +226,19 @@ def is_changeable(key: str) -> bool:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """`folder` is the trainer's own (checkpoints, metrics, export); `seed` is the run's and orders minibatches.
-
-    `scored_by` is the [environment] section: what the trainer evaluates itself is then scored in processes with limits.
-    """
+    """`folder` is the trainer's own (checkpoints, metrics, export); `seed` is the run's and orders minibatches;
+    `held_out_tasks` is how many the environment has."""
 
     folder: Path
     settings: TrainerSettings
     model: str
-    environment: Environment
     origin_folder: Path
     hub_url: str
     root_fingerprint: str | None
     key: SigningKey
     certificate: SignedDocument
     seed: int = 0
-    scored_by: EnvironmentSettings | None = None
+    held_out_tasks: int | None = None
 
 
 # ── a trainer process ───────────────────────────────────────────────────────────────────────────────────────────────

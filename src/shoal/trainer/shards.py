@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from shoal.errors import CheckpointError, CodecError, ShoalError
-from shoal.models.compiled import decoder_layers
 from shoal.models.load import DTYPES, LoadedModel, model_from_files
+from shoal.models.packed import decoder_layers
 from shoal.runtime.stop import StopToken
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copied, Copies, StoredCheckpoint

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoal.algorithms.filters import staleness
-from shoal.algorithms.normalisation import StepCount, token_weight
 from shoal.algorithms.packing import micro_batches, minibatches, packs, shares
 from shoal.algorithms.registry import NEEDS_RECOMPUTED
+from shoal.algorithms.terms import StepCount, token_weight
 from shoal.errors import ConfigError
 from shoal.protocol import TrainingGroup
 from shoal.trainer.learner import Learner, learning_rate

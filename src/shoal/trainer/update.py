@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from shoal.algorithms.losses import LossOutput, LossTokens
-from shoal.algorithms.mismatch import absolute_difference, divergence, effective_share, ratio_sums
-from shoal.algorithms.terms import TermWeights, with_terms
+from shoal.algorithms.terms import TermWeights, absolute_difference, divergence, effective_share, ratio_sums, with_terms
 from shoal.errors import TrainingDiverged
 from shoal.models.logprobs import TokenLogprobs
 from shoal.models.lora import without_adapters

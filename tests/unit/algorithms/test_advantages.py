@@ -1,4 +1,4 @@
-"""Advantages, against numbers computed by hand, and what holds for any rewards."""
+"""Advantages by hand, and which groups are trained on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.algorithms.advantages import dr_grpo, group_mean, group_mean_sample_std, group_mean_std, max_rl, rloo
+from shoal.algorithms.filters import allowed, carries_signal, is_truncated, staleness
 from shoal.algorithms.registry import ADVANTAGES, LOSSES, advantage_named, loss_named
 from shoal.errors import ConfigError
 from shoal.protocol.verdict import MAX_REWARD
@@ -133,3 +134,33 @@ def test_an_unknown_word_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"no loss called 'clip'; choose one of: .*ppo_clip, tis, two_sided_clip"):
         loss_named("clip")
     assert loss_named("ppo_clip") is LOSSES["ppo_clip"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.0, 1.0], True),
+        ([0.5, 0.5, 0.5000001], True),
+        ([1.0, 1.0, 1.0], False),
+        ([0.0], False),
+        ([], False),
+        ([0.0, math.nan], False),
+        ([0.0, math.inf], False),
+    ],
+)
+def test_groups_that_teach(rewards: list[float], expected: bool) -> None:
+    assert carries_signal(rewards) is expected
+
+
+def test_truncation_is_the_length_limit() -> None:
+    assert is_truncated("length")
+    assert not is_truncated("eos")
+
+
+@pytest.mark.parametrize(
+    ("step", "version", "bound", "expected"),
+    [(0, 0, 0, True), (1, 0, 0, False), (1, 0, 1, True), (5, 3, 2, True), (5, 2, 2, False), (5, 6, 2, False)],
+)
+def test_the_staleness_bound(step: int, version: int, bound: int, expected: bool) -> None:
+    assert allowed(step, version, bound) is expected
+    assert staleness(step, version) == step - version

@@ -14,7 +14,7 @@ from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.reputation import NEWER, POOLED_AUDITS, Suspicion, evidence_groups
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Audit, Outcome, Severity
-from shoal.protocol.branches import ENOUGH, Branches, GainEvidence
+from shoal.protocol.verdict import ENOUGH, Branches, GainEvidence
 
 STEERED = {"outcome": Outcome.REJECTED, "reason": "sampling.steered", "severity": Severity.STATISTICAL, "rewards": ()}
 SIXTEEN = (1.0,) * 16

@@ -28,7 +28,7 @@ from shoal.protocol import (
     document_hash,
     open_document,
 )
-from shoal.protocol.story import behind
+from shoal.protocol.status import behind
 
 ALICE, BOB = worker_key(1).node, worker_key(2).node
 FAILED: dict[str, Any] = {

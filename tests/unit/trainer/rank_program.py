@@ -52,7 +52,6 @@ def _lead(folder: Path, steps: int, settings: TrainerSettings, ranks: RankGroup,
         learner=lead(loaded, settings, ranks),
         files=dict(loaded.files),
         key=KEY,
-        evaluate=lambda: None,
         actions=leading_actions(ranks),
     )
     TrainingRun(parts, stop).run()

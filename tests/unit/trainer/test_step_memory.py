@@ -15,9 +15,9 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from shoal.errors import CheckpointError, ModelError
 from shoal.models import logprobs
-from shoal.models.compiled import decoder_layers
 from shoal.models.load import model_from_files
 from shoal.models.lora import AdapterShape, add_adapters
+from shoal.models.packed import decoder_layers
 from shoal.models.state import policy_state
 from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.runtime.stop import StopToken

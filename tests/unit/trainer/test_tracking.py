@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_stubs import RUN, SETTINGS, FakeHub, training_run
+from trainer_stubs import RUN, FakeHub, training_run
 
 from shoal.errors import ConfigError
 from shoal.run.preflight import check_machine
@@ -141,10 +141,9 @@ def test_a_run_is_tracked_step_by_step_with_late_scores(tmp_path: Path) -> None:
     hub = FakeHub(4)
     scores = {2: (0, 0.5), 3: (4, 0.9)}
     hub.before["batch"] = lambda step: hub.measure(*scores[step]) if step in scores else None
-    settings = SETTINGS.model_copy(update={"evaluate_by": "validators"})
+    hub.score = lambda _version: None
     trackers = open_trackers(["tensorboard"], Tracked(tmp_path / "trainer", RUN))
-    run, _ = training_run(tmp_path, hub, settings, trackers=trackers)
-    run.run()
+    training_run(tmp_path, hub, trackers=trackers)[0].run()
     shown = board(tmp_path / "trainer")
     lines = (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
     written: dict[str, list[tuple[int, float]]] = {}

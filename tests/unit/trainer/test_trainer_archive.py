@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from trainer_stubs import SETTINGS, FakeHub, tiny_files, tiny_model, training_run
+from trainer_stubs import SETTINGS, FakeHub, Killed, killing, tiny_files, tiny_model, training_run
 
 from shoal.errors import ResourceError, TrainingDiverged
 from shoal.models.tokenizer import TextTokenizer
@@ -24,16 +24,11 @@ from shoal.protocol import (
     pack_logprobs,
     pack_tokens,
 )
-from shoal.trainer import loop
 from shoal.trainer.archive import SCHEMA, RolloutArchive
 from shoal.trainer.shards import Actions
 
 TOKENIZER = TextTokenizer(tiny_files(tiny_model()))
 EOS = TOKENIZER.eos_token_id
-
-
-class Killed(BaseException):
-    """Stands for kill -9."""
 
 
 def group(unit: int, version: int, prompt: str, *completions: tuple[str, str, float]) -> TrainingGroup:
@@ -167,17 +162,11 @@ def test_every_step_of_a_run_has_its_file(whole: Path) -> None:
 
 @pytest.mark.parametrize(("where", "number"), [("report", 1), ("batch", 2), ("announce", 2)])
 def test_killed_and_replayed_the_files_are_the_same_to_the_byte(
-    tmp_path: Path, whole: Path, where: str, number: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, whole: Path, where: str, number: int
 ) -> None:
     """Checkpoints are far apart, so that the resumed trainer goes through written-down batches again."""
-    monkeypatch.setattr(loop, "POLL_S", 0.05)
     settings, hub = SETTINGS.model_copy(update={"checkpoint_every": 3, "keep_best": 0}), FakeHub(3)
-
-    def kill(reached: int) -> None:
-        if reached == number:
-            raise Killed
-
-    hub.before[where] = kill
+    hub.before[where] = killing(number)
     with pytest.raises(Killed):
         training_run(tmp_path, hub, settings)[0].run()
     assert "step-00000.parquet" in files_of(tmp_path)

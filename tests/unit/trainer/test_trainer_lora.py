@@ -28,7 +28,7 @@ from shoal.models.lora import ADAPTER_FILE, AdapterShape
 from shoal.models.tokenizer import TextTokenizer
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
-from shoal.trainer import loop, shards
+from shoal.trainer import shards
 from shoal.trainer.checkpoint import Copies
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.publisher import views_of
@@ -40,11 +40,6 @@ STEPS = 3
 SHAPE = AdapterShape(rank=2, alpha=4.0, targets=("q_proj", "up_proj"))
 LORA = SETTINGS.model_copy(update={"lora": LoraSettings(rank=2, alpha=4.0, targets=SHAPE.targets)})
 ROUNDED = LORA.model_copy(update={"memory": MemorySettings(precision="bfloat16")})
-
-
-@pytest.fixture(autouse=True)
-def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "POLL_S", 0.05)
 
 
 def with_adapters(settings: TrainerSettings = LORA) -> tuple[Learner, dict[str, bytes]]:

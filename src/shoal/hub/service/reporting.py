@@ -17,11 +17,11 @@ from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import NodeRow, SubmissionRow
 from shoal.hub.storage import Reader
 from shoal.hub.storage.reader import Rank
-from shoal.protocol.evaluation import Evaluation
 from shoal.protocol.node import RunInfo
 from shoal.protocol.policy import LedgerHead
 from shoal.protocol.signing import SignedDocument, sign_document
 from shoal.protocol.status import Conduct, LedgerPage, OwnerOrders, RecentVerdict, RunStatus, Wait
+from shoal.protocol.verdict import Evaluation
 
 VERDICTS_SHOWN = 20
 VERDICTS_SEARCHED = 500

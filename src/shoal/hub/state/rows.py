@@ -24,7 +24,7 @@ from shoal.hub.state.machines import (
     check_move,
 )  # fmt: skip
 from shoal.protocol import Depth, NodeState, PolicyRef, Role, Tally
-from shoal.protocol.branches import GainEvidence
+from shoal.protocol.verdict import GainEvidence
 
 AuditPolicy = Literal["all", "reputation"]
 

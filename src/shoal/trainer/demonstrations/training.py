@@ -23,8 +23,7 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore, restore
-from shoal.trainer.demonstrations.choosing import Corpus
-from shoal.trainer.demonstrations.course import LOSS, Course, Numbers
+from shoal.trainer.demonstrations.choosing import LOSS, Corpus, Course, Numbers
 from shoal.trainer.export import ModelCard, export_policy
 from shoal.trainer.folder import Progress
 from shoal.trainer.guards import Judged, Watch
