@@ -154,9 +154,6 @@ def reported(loss_N: Tensor, ratio_N: Tensor, stopped_N: Tensor, **means: Tensor
     )
 
 
-# ── weights and masks of single tokens; no gradient flows through a weight: −w·A·log π has the gradient −w·A ──
-
-
 def plain(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
     """`−A·log π`: the policy gradient as if every token had just been drawn.
 
@@ -225,9 +222,6 @@ def _capped(tokens: LossTokens, parameters: LossParameters, cap: float) -> LossO
     ratio_N = ratio(tokens, parameters).detach()
     loss_N = -ratio_N.clamp(max=cap) * tokens.advantages_N * tokens.logprobs_N
     return reported(loss_N, ratio_N, (ratio_N > cap) & (tokens.advantages_N != 0))
-
-
-# ── whole completions, by the geometric mean of their ratios, s = exp(mean of log r) ──
 
 
 def gspo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:

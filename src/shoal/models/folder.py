@@ -146,8 +146,9 @@ def check_targets(folder: Path, targets: Iterable[str]) -> None:
         if name.endswith(".weight") and len(entry.get("shape", ())) == 2
     }
     vocabulary = json.loads((folder / "config.json").read_bytes()).get("vocab_size")
-    layers = [name.split(".")[:-1] for name, shape in matrices.items() if not _of_tokens(name, shape, vocabulary)]
-    refuse_unknown_targets(targets, sorted({parts[-1] for parts in layers if parts}))
+    layers = [name.split(".") for name in matrices]
+    inner = [each for each in layers if matrices[".".join(each)][0] != vocabulary or any(map(str.isdecimal, each))]
+    refuse_unknown_targets(targets, sorted({parts[-2] for parts in inner if len(parts) > 1}))
 
 
 def model_size(folder: Path, dtype: str, rank: int = 0, targets: Sequence[str] = ()) -> ModelSize:
@@ -189,10 +190,6 @@ def read_header(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         entries: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(LENGTH_BYTES), "little")))
     return {name: entry for name, entry in entries.items() if name != "__metadata__"}
-
-
-def _of_tokens(name: str, shape: Sequence[int], vocabulary: object) -> bool:
-    return shape[0] == vocabulary and not any(part.isdecimal() for part in name.split("."))
 
 
 def _check_index(index: Path) -> None:

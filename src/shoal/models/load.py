@@ -192,18 +192,12 @@ def _ready(model: Any, device: str) -> Any:
     Head.of(model)
     if model.base_model is model:  # as transformers says where it does not find the layers below the head
         raise ModelError(f"{type(model).__name__} does not tell its layers from its head: it cannot be computed with")
-    _own_memory(model)
-    return model.to(device).eval()
-
-
-def _own_memory(model: Any) -> None:
-    """Move weights from a mapped file into memory of the allocator's alignment.
-
-    On a CPU the rounding of a matrix product depends on where its operands lie. In a mapped file that follows from the
-    length of its header, so the same weights would give other last digits after a resume than before.
-    """
+    # From a mapped file into memory of the allocator's alignment: on a CPU the rounding of a matrix product depends on
+    # where its operands lie. In a mapped file that follows from the length of its header, so the same weights would
+    # give other last digits after a resume than before.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+    return model.to(device).eval()
 
 
 def _dtype(name: str) -> torch.dtype:

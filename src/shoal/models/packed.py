@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MethodType
@@ -90,12 +90,8 @@ class Packed:
         return Packed(ids_T, torch.cat([self.positions_T, tail]), (*self.bounds, self.bounds[-1] + count))
 
 
-def packed_states(model: Any, packed: Packed) -> Tensor:
+def packed_states(model: Any, packed: Packed, **options: Any) -> Tensor:
     """The last hidden states [T, H], after the final norm: each token's as if its sequence were alone."""
-    return _states(model, packed)
-
-
-def _states(model: Any, packed: Packed, **options: Any) -> Tensor:
     # From now on this model asks for our attention. Other models, and this one's plain calls, are as before.
     if model.config._attn_implementation != ATTENTION:
         AttentionInterface.register(ATTENTION, packed_attention)
@@ -105,14 +101,11 @@ def _states(model: Any, packed: Packed, **options: Any) -> Tensor:
     filled = packed.filled(GPU_MULTIPLE) if packed.ids_T.is_cuda else packed
     # A mask of four dimensions is passed on as it is, and packed attention does not look at it: none is built.
     no_mask = torch.zeros((1, 1, 1, 1), device=packed.ids_T.device)
-    layout = {**_layout(model, filled), **options}
+    layout = {**(_flash_layout(filled) if attends_by_flash(model) else _row_layout(filled)), **options}
     states_1TH = hidden_states(
         model, filled.ids_T[None], position_ids=filled.positions_T[None], attention_mask=no_mask, **layout
     )
     return states_1TH[0, :tokens]
-
-
-# -- which way ---------------------------------------------------------------------------------------------------------
 
 
 def attends_by_flash(model: Any) -> bool:
@@ -123,11 +116,6 @@ def attends_by_flash(model: Any) -> bool:
     config, weight = model.config.get_text_config(), next(model.parameters())
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and size in FLASH_HEAD_SIZES
-
-
-def _layout(model: Any, packed: Packed) -> dict[str, Any]:
-    """What attention needs to know of a pack, made once for all layers."""
-    return _flash_layout(packed) if attends_by_flash(model) else _row_layout(packed)
 
 
 def _flash_layout(packed: Packed) -> dict[str, Any]:
@@ -173,9 +161,6 @@ def _buckets(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
     return buckets
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
-
-
 def packed_attention(
     module: torch.nn.Module,
     query_1GTD: Tensor,
@@ -196,22 +181,20 @@ def packed_attention(
             module, query_1GTD, key_1GTD, value_1GTD, attention_mask, scaling=scaling, **options
         )
         return plain
-    _refuse(options)
+    if refused := [name for name in REFUSED if options.get(name) is not None]:
+        raise NotImplementedError(f"this model's attention uses {refused[0]}, which packed attention does not compute")
     if packed_layers is not None:
         packed_layers.count += 1
     query_TGD, key_TGD, value_TGD = (each[0].transpose(0, 1) for each in (query_1GTD, key_1GTD, value_1GTD))
     if packed_bounds is not None:
-        attended_TGD = _flash(query_TGD, key_TGD, value_TGD, packed_bounds, packed_longest, scaling)
+        lengths = (packed_bounds, packed_bounds, packed_longest, packed_longest)
+        found = varlen_attn(query_TGD, key_TGD, value_TGD, *lengths, scale=scaling, **VARLEN_OPTIONS)
+        assert isinstance(found, Tensor)  # and not with what was not asked for
+        attended_TGD = found
     else:
         assert packed_places is not None
         attended_TGD = _rows(query_TGD, key_TGD, value_TGD, packed_rows, packed_places, scaling)
     return attended_TGD[None], None
-
-
-def _refuse(options: Mapping[str, Any]) -> None:
-    for name in REFUSED:
-        if options.get(name) is not None:
-            raise NotImplementedError(f"this model's attention uses {name}, which packed attention does not compute")
 
 
 def _varlen_options() -> dict[str, Any]:
@@ -224,24 +207,10 @@ def _varlen_options() -> dict[str, Any]:
 VARLEN_OPTIONS = _varlen_options()  # not in the function, since what is compiled cannot ask for a signature
 
 
-def _flash(
-    query_TGD: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds_S: Tensor, longest: int, scaling: float | None
-) -> Tensor:
-    attended = varlen_attn(
-        query_TGD, key_TGD, value_TGD, bounds_S, bounds_S, longest, longest, scale=scaling, **VARLEN_OPTIONS
-    )
-    assert isinstance(attended, Tensor)  # and not with what was not asked for
-    return attended
-
-
 def _rows(
-    query_TGD: Tensor,
-    key_TGD: Tensor,
-    value_TGD: Tensor,
-    rows: tuple[Tensor, ...],
-    places_T: Tensor,
+    query_TGD: Tensor, key_TGD: Tensor, value_TGD: Tensor, rows: tuple[Tensor, ...], places_T: Tensor,
     scaling: float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     parts = []
     for rows_SL in rows:
         # Selecting rows, unlike indexing, goes back by adding rows up: the same sum in the same order every time.
@@ -257,8 +226,6 @@ def _rows(
     return torch.cat(parts).index_select(0, places_T)
 
 
-# -- whether -----------------------------------------------------------------------------------------------------------
-
 _known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
@@ -271,7 +238,9 @@ def supports_packing(model: Any) -> bool:
     if model not in _known:
         before = model.config._attn_implementation
         try:
-            _known[model] = before in ("sdpa", ATTENTION) and _attends_fully(model.config) and _agrees(model)
+            kinds = set(getattr(model.config, "layer_types", None) or ())
+            fully = kinds <= {"full_attention"} and getattr(model.config, "attention_chunk_size", None) is None
+            _known[model] = before in ("sdpa", ATTENTION) and fully and _agrees(model)
         except PROBE_ERRORS as error:
             log.debug("%s is not packed: %s", type(model).__name__, error)
             _known[model] = False
@@ -288,11 +257,6 @@ class _AttendedLayers:
     count = 0
 
 
-def _attends_fully(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None) or ()
-    return set(kinds) <= {"full_attention"} and getattr(config, "attention_chunk_size", None) is None
-
-
 @torch.no_grad()
 def _agrees(model: Any) -> bool:
     """Every layer attends through our function, and a sequence's states depend neither on the one before it nor on
@@ -301,9 +265,9 @@ def _agrees(model: Any) -> bool:
     ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
     first, other, second = ids[:5], ids[5:10], ids[10:]
     layers = _AttendedLayers()
-    packed_TH = _states(model, Packed.of([first, second]), packed_layers=layers)[5:]
-    beside_TH = _states(model, Packed.of([other, second]))[5:]
-    alone_TH = _states(model, Packed.of([second]))
+    packed_TH = packed_states(model, Packed.of([first, second]), packed_layers=layers)[5:]
+    beside_TH = packed_states(model, Packed.of([other, second]))[5:]
+    alone_TH = packed_states(model, Packed.of([second]))
     if layers.count != model.config.get_text_config().num_hidden_layers:
         return False
     bound = PROBE_TOLERANCE.get(packed_TH.dtype, 0.1) * float(alone_TH.abs().max())

@@ -35,19 +35,14 @@ def check_spoken(who: str, version: int) -> None:
     """
     if version == PROTOCOL_VERSION:
         return
-    if who == "hub":
-        remedy = (
-            f"shoal on this machine is too old: upgrade it with: {UPGRADE}"
-            if version > PROTOCOL_VERSION
-            else "the hub is too old: ask the run's owner to upgrade it, or install the shoal that the run uses"
-        )
-        raise ProtocolError(f"the hub speaks protocol {version}, this shoal speaks {PROTOCOL_VERSION}: {remedy}")
-    remedy = (
-        "the hub is too old: ask the run's owner to upgrade it, or install the shoal that the run uses"
-        if version > PROTOCOL_VERSION
-        else f"shoal on this node's machine is too old: upgrade it there with: {UPGRADE}"
-    )
-    raise ProtocolError(f"this hub speaks protocol {PROTOCOL_VERSION}, the node speaks {version}: {remedy}")
+    of_hub = who == "hub"
+    remedy = "the hub is too old: ask the run's owner to upgrade it, or install the shoal that the run uses"
+    if of_hub == (version > PROTOCOL_VERSION):
+        where = "this machine" if of_hub else "this node's machine"
+        remedy = f"shoal on {where} is too old: upgrade it {'' if of_hub else 'there '}with: {UPGRADE}"
+    hub, other = (version, PROTOCOL_VERSION) if of_hub else (PROTOCOL_VERSION, version)
+    speaker = "this shoal" if of_hub else "the node"
+    raise ProtocolError(f"{'the' if of_hub else 'this'} hub speaks protocol {hub}, {speaker} speaks {other}: {remedy}")
 
 
 Role = Literal["hub", "trainer", "validator", "worker", "admin"]

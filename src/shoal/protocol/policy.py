@@ -7,10 +7,10 @@ digest; versions of different incarnations never mix.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from blake3 import blake3
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from shoal.protocol.signing import Document, Message, Milliseconds, canonical_json
 
@@ -35,27 +35,10 @@ class PolicyRef(Message):
         return f"{self.incarnation}.{self.version}"
 
 
-class Entry(Message):
-    """One named span of the payload: a file (`config.json`) or a tensor (raw little-endian values).
-
-    Entries lie back to back in the order listed. A file may lie in folders (`onnx/model.bin`); no name can leave the
-    folder it is unpacked into.
-    """
-
-    name: str = Field(min_length=1)
-    type: Literal["file", "tensor"]
-    offset: int = Field(ge=0)
-    size_bytes: int = Field(ge=0)
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-
-    @field_validator("name")
-    @classmethod
-    def _stays_in_its_folder(cls, name: str) -> str:
-        problem = name_problem(name)
-        if problem:
-            raise ValueError(problem)
-        return name
+def check_name(name: str) -> str:
+    if problem := name_problem(name):
+        raise ValueError(problem)
+    return name
 
 
 def name_problem(name: str) -> str:
@@ -74,6 +57,21 @@ def name_problem(name: str) -> str:
         if len(part.encode()) > MAX_PART_BYTES:
             return f"it has a part longer than {MAX_PART_BYTES} bytes"
     return ""
+
+
+class Entry(Message):
+    """One named span of the payload: a file (`config.json`) or a tensor (raw little-endian values).
+
+    Entries lie back to back in the order listed. A file may lie in folders (`onnx/model.bin`); no name can leave the
+    folder it is unpacked into.
+    """
+
+    name: Annotated[str, Field(min_length=1), AfterValidator(check_name)]
+    type: Literal["file", "tensor"]
+    offset: int = Field(ge=0)
+    size_bytes: int = Field(ge=0)
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
 
 
 class Chunk(Message):

@@ -71,10 +71,9 @@ class GainEvidence(Message):
                 continue
             count, gained = count + 1, gained + bounded
             staked, outcome = -math.log(count * (count + 1)), bounded - MARGIN * abs(bounded)
-            stakes = [
-                max(LEAST_LOG, _log_sum(log, staked) + math.log1p(bet * outcome))
-                for log, bet in zip(stakes, BETS, strict=True)
-            ]
+            # log(exp(log) + exp(staked)), then what the bet has made of it
+            sums = [max(log, staked) + math.log1p(math.exp(-abs(log - staked))) for log in stakes]
+            stakes = [max(LEAST_LOG, s + math.log1p(bet * outcome)) for s, bet in zip(sums, BETS, strict=True)]
         return GainEvidence(differing=count, gained=gained, stakes=tuple(stakes))
 
     def without(self, part: float) -> GainEvidence:
@@ -91,11 +90,6 @@ class GainEvidence(Message):
     @property
     def suffices(self) -> bool:
         return self.value >= ENOUGH
-
-
-def _log_sum(first: float, second: float) -> float:
-    """log(exp(first) + exp(second))."""
-    return max(first, second) + math.log1p(math.exp(-abs(first - second)))
 
 
 MAX_REWARD = 1e6
@@ -143,9 +137,8 @@ class Sums(Message):
     shared: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
     def plus(self, other: Sums) -> Sums:
-        return Sums(
-            seen=self.seen + other.seen, expected=self.expected + other.expected, shared=self.shared + other.shared
-        )
+        seen, expected, shared = self.seen + other.seen, self.expected + other.expected, self.shared + other.shared
+        return Sums(seen=seen, expected=expected, shared=shared)
 
 
 NOTHING = Sums()

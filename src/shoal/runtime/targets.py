@@ -285,7 +285,7 @@ def nearness_of_hub(url: str, peer: str | None) -> Nearness:
     """How near the hub at this URL is: by `peer`, the address that answered. None: it is in this process."""
     if proxy_of(url) is None:
         return Nearness.LOOPBACK if peer is None else nearness(peer)
-    return min(map(nearness, _numeric(*endpoint_of(url))), default=Nearness.PUBLIC)
+    return min(map(nearness, numeric(*endpoint_of(url))), default=Nearness.PUBLIC)
 
 
 def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
@@ -302,11 +302,13 @@ def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
     return found
 
 
-def check_behind_proxy(host: str, port: int, reach: Reach | None) -> None:
-    """What can be checked of a target that a proxy will look up: an address in numbers, however it is written."""
+def check_behind_proxy(host: str, port: int, reach: Reach | None) -> list[str]:
+    """What can be checked of a target that a proxy will look up: an address in numbers, however it is written. None of
+    its addresses is for this machine to connect to."""
     if reach is not None and (host, port) not in reach.given:
-        for address in _numeric(host, port):
+        for address in numeric(host, port):
             reach.check(host, address)
+    return []
 
 
 def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> socket.socket:
@@ -351,7 +353,7 @@ def socket_name(host: str, port: int) -> str:
     return hashlib.sha256(f"{host}_{port}".encode(errors="replace")).hexdigest()[:32]
 
 
-def _numeric(host: str, port: int) -> list[str]:
+def numeric(host: str, port: int) -> list[str]:
     """The address that a host is in numbers (also `127.1` or `0x7f000001`); none if it is a name."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

@@ -90,9 +90,7 @@ class TrainingRun:
     """One run from wherever it stands to its last step. `version` counts the steps done."""
 
     def __init__(self, parts: TrainingParts, stop: StopToken) -> None:
-        self._parts = parts
-        self._stop = stop
-        self._info = parts.hub.run_info()
+        self._parts, self._stop, self._info = parts, stop, parts.hub.run_info()
         self._chosen = settle(self._settings, RunSize.of(self._info))
         settings, lookback = self._settings, LOOKBACK if needs_lookback(self._settings.guards) else 0
         kept = Retention(self._chosen.keep_checkpoints, settings.keep_best, self._is_measured, lookback)
@@ -171,24 +169,14 @@ class TrainingRun:
             )
 
     def _new_publisher(self, incarnation: int, published: PolicyRef | None) -> Publisher:
-        head = self._parts.origin.head()
+        parts, head, settings = self._parts, self._parts.origin.head(), self._settings
         seen = [ref.version for ref in (published, head.policy if head else None) if ref is not None]
-        return Publisher(
-            Publication(
-                origin=self._parts.origin,
-                hub=self._parts.hub,
-                record=self._record,
-                store=self._store,
-                files=self._parts.files,
-                dtype=self._settings.publish_dtype,
-                key=self._parts.key,
-                run=self._info.run,
-                incarnation=incarnation,
-                republished_until=max(seen, default=-1),
-                deadline_s=self._settings.batch_deadline_s,
-                clock=self._parts.clock,
-            )
-        )
+        to = Publication(
+            origin=parts.origin, hub=parts.hub, record=self._record, store=self._store, files=parts.files,
+            dtype=settings.publish_dtype, key=parts.key, run=self._info.run, incarnation=incarnation,
+            republished_until=max(seen, default=-1), deadline_s=settings.batch_deadline_s, clock=parts.clock,
+        )  # fmt: skip
+        return Publisher(to)
 
     def _advance(self) -> None:
         """One step: wait for the batch, train, write the row. Saving and publishing begin when it is handed over."""
@@ -249,7 +237,7 @@ class TrainingRun:
         clock, hub = self._parts.clock, self._parts.hub
         deadline_s = self._settings.batch_deadline_s
         began_s, waiting = clock.monotonic_s(), "nothing was said"
-        while True:
+        while True:  # until it is written down
             self._publisher.check()
             if self._stop.is_set():
                 raise Stopped
@@ -259,21 +247,22 @@ class TrainingRun:
             with self.activity.waiting(f"the batch of step {step}: {waiting}"):
                 reply = hub.batch(step, min(POLL_S, left_s))
             if reply.batch is not None:
-                rollouts = hub.rollouts(step)
-                _refuse_mixed_up(reply.batch, rollouts)
-                return reply.batch, rollouts
+                break
             waiting = reply.waiting or waiting
+        batch, rollouts = reply.batch, hub.rollouts(step)
+        written, sent = [group.unit for group in batch.groups], [group.unit for group in rollouts.groups]
+        if rollouts.step != step or written != sent:
+            raise ProtocolError(
+                f"the hub wrote down units {written[:8]} for step {step} but sent {sent[:8]} for step {rollouts.step}"
+            )
+        return batch, rollouts
 
     def _work(self, batch: Batch, rollouts: TrainingBatch, rate_factor: float = 1.0) -> StepWork:
+        info = self._info
         return StepWork(
-            step=batch.step,
-            groups=rollouts.groups,
-            temperature=self._info.sampling.temperature,
-            max_staleness=self._info.max_staleness,
-            seed=self._parts.seed,
-            max_new_tokens=self._info.sampling.max_new_tokens,
-            rate_factor=rate_factor,
-        )
+            batch.step, rollouts.groups, info.sampling.temperature, info.max_staleness, self._parts.seed, rate_factor,
+            info.sampling.max_new_tokens,
+        )  # fmt: skip
 
     def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
         """Train on a batch. It is archived meanwhile, also if training fails: one will want to look at it then."""
@@ -308,8 +297,8 @@ class TrainingRun:
 
     def _judge_scores(self, export: Path) -> None:
         """A last version that has lost nearly all of the best score is not handed out: its checkpoint is enough."""
-        asked = self._settings.evaluate_tasks
-        tasks = min(asked, asked if self._parts.held_out_tasks is None else self._parts.held_out_tasks)
+        asked, there = self._settings.evaluate_tasks, self._parts.held_out_tasks
+        tasks = asked if there is None else min(asked, there)
         judged = self._watch.conclude_scores(self._record.scores, self.version, tasks, self._store.folder)
         self._record.amend(self.version, judged.numbers)
         if judged.stops:
@@ -318,29 +307,12 @@ class TrainingRun:
         self._heed(judged)
 
     def _card(self, manifest: PolicyManifest) -> ModelCard:
-        info = self._info
+        info, scores = self._info, self._record.scores
+        facts = {"steps": info.steps, "group_size": info.group_size, "max_staleness": info.max_staleness}
         return ModelCard(
-            progress=Progress(info.run, self.version, manifest.policy.incarnation),
-            base_model=self._parts.base_model,
-            environment=info.environment,
-            digest=manifest.policy.digest,
-            ledger_head=manifest.ledger_head,
-            metrics=self._record.latest(self.version),
-            scores=self._record.scores,
-            chosen="the last of the run" + beside_the_best(self.version, self._record.scores),
-            training=training_facts(
-                self._settings,
-                steps=info.steps,
-                group_size=info.group_size,
-                max_staleness=info.max_staleness,
-                temperature=info.sampling.temperature,
-            ),
-        )
-
-
-def _refuse_mixed_up(batch: Batch, rollouts: TrainingBatch) -> None:
-    written, sent = [group.unit for group in batch.groups], [group.unit for group in rollouts.groups]
-    if rollouts.step != batch.step or written != sent:
-        raise ProtocolError(
-            f"the hub wrote down units {written[:8]} for step {batch.step} but sent {sent[:8]} for step {rollouts.step}"
-        )
+            progress=Progress(info.run, self.version, manifest.policy.incarnation), base_model=self._parts.base_model,
+            environment=info.environment, digest=manifest.policy.digest, ledger_head=manifest.ledger_head,
+            metrics=self._record.latest(self.version), scores=scores,
+            chosen="the last of the run" + beside_the_best(self.version, scores),
+            training=training_facts(self._settings, **facts, temperature=info.sampling.temperature),
+        )  # fmt: skip

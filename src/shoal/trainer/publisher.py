@@ -138,17 +138,21 @@ class Publisher:
         manifest = None if content is None else self._publish(given.version, content)
         self.worked_s, self.saved_s = to.clock.monotonic_s() - began_s, saved_s
         if manifest is not None:
-            log.info(
-                "policy %s is out, digest %s…: %.2f s for reports and a checkpoint if due, %.2f s to publish %.3g GB",
-                manifest.policy.label, manifest.policy.digest[:16], saved_s, self.worked_s - saved_s,
-                manifest.size_bytes / 1e9,
-            )  # fmt: skip
+            said = "policy %s is out: %.2f s for reports and a checkpoint if due, %.2f s to publish %.3g GB"
+            log.info(said, manifest.policy.label, saved_s, self.worked_s - saved_s, manifest.size_bytes / 1e9)
         return manifest
 
     def _publish(self, version: int, content: Content) -> PolicyManifest:
+        to = self._to
         for _ in range(MAX_NEW_INCARNATIONS):
             try:
-                return self._publish_once(version, content)
+                head = to.hub.ledger_head()
+                manifest = to.origin.publish(version, content, incarnation=self.incarnation, ledger_head=head)
+                announcement = PolicyAnnouncement(run=to.run, policy=manifest.policy, created_at_ms=to.clock.now_ms())
+                point("trainer.publish.before_announce")
+                to.hub.announce(sign_document(announcement, to.key))
+                point("trainer.publish.after_announce")
+                return manifest
             except (PolicyMismatch, HubRefused) as conflict:
                 refused = isinstance(conflict, HubRefused) and conflict.code != DIGEST_CONFLICT
                 if refused or version > self._to.republished_until:
@@ -162,12 +166,3 @@ class Publisher:
             f"version {version} conflicts with what is published under {MAX_NEW_INCARNATIONS} incarnations; "
             "is another trainer publishing to the same origin or hub?"
         )
-
-    def _publish_once(self, version: int, content: Content) -> PolicyManifest:
-        to, head = self._to, self._to.hub.ledger_head()
-        manifest = to.origin.publish(version, content, incarnation=self.incarnation, ledger_head=head)
-        announcement = PolicyAnnouncement(run=to.run, policy=manifest.policy, created_at_ms=to.clock.now_ms())
-        point("trainer.publish.before_announce")
-        to.hub.announce(sign_document(announcement, to.key))
-        point("trainer.publish.after_announce")
-        return manifest

@@ -203,9 +203,6 @@ class TrainerSettings(BaseModel):
         return self
 
 
-# ── what may change when a run continues ────────────────────────────────────────────────────────────────────────────
-
-
 # Harmless: nothing of what is learnt depends on it. Rounding: the same is computed in another order or place, so learnt
 # alike, not bit for bit. Guards: "skip" and "slow" decide what is learnt from then on: the owner's decision, and it is
 # said. Everything else is what the run is: `publish_dtype`, too, since workers generate with what was published, and
@@ -239,9 +236,6 @@ class TrainerConfig:
     certificate: SignedDocument
     seed: int = 0
     held_out_tasks: int | None = None
-
-
-# ── a trainer process ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

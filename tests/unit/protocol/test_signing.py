@@ -170,8 +170,6 @@ def test_canonical_json_is_one_byte_string_per_value(value: Any) -> None:
         assert canonical_json(dict(reversed(value.items()))) == data
 
 
-# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
 NOW_MS = 1_700_000_000_000
 REQUEST: dict[str, Any] = {"run": "demo-1", "method": "PUT", "target": "/submissions/l-1?x=1", "body": b"abc"}
 

@@ -148,9 +148,6 @@ def diverges(folder: Path, hub: FakeHub, settings: TrainerSettings) -> str:
     return str(caught.value)
 
 
-# ── the look ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("settings", [changed(learning_rate=10.0), changed(learning_rate=1e30, minibatches=1)])
 def test_a_last_step_that_destroys_the_policy_is_no_success(tmp_path: Path, settings: TrainerSettings) -> None:
     hub = FakeHub(1)
@@ -237,9 +234,6 @@ def test_two_processes_look_together(tmp_path: Path) -> None:
     assert not (tmp_path / "trainer" / "export").exists()
 
 
-# ── held-out scores ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("scores", "tasks", "share"),
     [
@@ -279,9 +273,6 @@ def test_a_score_that_is_lost_is_a_warning_if_the_guard_warns(tmp_path: Path) ->
     training_run(tmp_path, *by_score("warn"))[0].run()
     assert (tmp_path / "trainer" / "export").exists()
     assert rows_of(tmp_path)[4]["alarm_reward_collapse"] > 0.9
-
-
-# ── what skip means, and what the end says ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(("name", "number"), [("divergence", "mismatch"), ("mismatch_kl", "mismatch_kl")])
@@ -324,9 +315,6 @@ def test_the_end_of_a_run_says_which_alarms_stand(tmp_path: Path) -> None:
     assert alarm.startswith("ALARM divergence, since step 1: the trainer's log-probabilities are 2.3e+03 nats")
     assert where.startswith(f"the trained model is in {trainer}/export, BUT ALARMS STAND")
     assert f"export {tmp_path} OUT --best" in where
-
-
-# ── numbers that are none ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("react", ["stop", "skip"])

@@ -213,9 +213,6 @@ def test_a_process_by_itself_has_nobody_to_ask() -> None:
     ranks.send(b"nobody listens")
 
 
-# -- how a group ends --------------------------------------------------------------------------------------------------
-
-
 def failure(folder: Path, rank: int, code: int, said: str | None, at: int) -> ProcessFailure:
     path = folder / f"error-{rank}.json"
     if said is not None:

@@ -45,9 +45,6 @@ def reasons(outcome: Any) -> dict[int, str]:
     return {row: f"{by}: {reason}" for row, (by, reason) in outcome.left_out.items()}
 
 
-# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_rows_that_are_no_demonstrations_are_counted_by_number(tmp_path: Path) -> None:
     rows: list[Any] = [
         {"messages": [HI, HO]},
@@ -93,9 +90,6 @@ def test_a_prompt_may_be_a_conversation_of_which_only_the_end_is_learnt(tmp_path
     assert found == Demonstration(
         0, (("user", "hi"), ("assistant", "ho"), ("user", "and?"), ("assistant", "so")), given=3
     )
-
-
-# ── filters ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_length(tmp_path: Path) -> None:
@@ -221,9 +215,6 @@ def test_the_best_by_rank(tmp_path: Path) -> None:
     assert outcome.kept == [1, 2]
 
 
-# ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_filters_see_only_what_those_before_have_kept(tmp_path: Path) -> None:
     rows = [sort_row("7654321"), sort_row("7654321"), sort_row("21"), sort_row("21")]
     _, outcome = chosen(tmp_path, rows, max_tokens=9, duplicates=True)
@@ -287,9 +278,6 @@ def gone(tmp: Path, rows: list[dict[str, Any]], **choice: Any) -> list[int]:
     return sorted(chosen(tmp, rows, files=chat_files(), **choice)[1].left_out)
 
 
-# ── duplicates ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_where_the_prompt_ends_counts(tmp_path: Path) -> None:
     rows = [{"prompt": "1", "completion": "23"}, {"prompt": "12", "completion": "3"}]
     assert gone(tmp_path, rows, duplicates=True) == []
@@ -309,9 +297,6 @@ def test_who_says_it_and_what_is_learnt_counts(tmp_path: Path) -> None:
     first = {"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "completion": "c"}
     other = {"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}], "completion": "c"}
     assert gone(tmp_path, [first, other], duplicates=True) == []
-
-
-# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content"])
@@ -337,9 +322,6 @@ def test_files_of_two_layouts_are_refused_by_name(tmp_path: Path) -> None:
         Demonstrations([lines, chat])
     with pytest.raises(ConfigError, match=r"b\.parquet has no column messages"):
         Demonstrations([chat, tmp_path / "b.parquet"])
-
-
-# ── questions of earlier turns ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_held_out_question_in_any_turn_is_left_out(tmp_path: Path) -> None:

@@ -258,9 +258,6 @@ def aiming(settings: TrainerSettings = FIXED, **objective: Any) -> TrainerSettin
     return settings.model_copy(update={"objective": ObjectiveSettings(**objective)})
 
 
-# -- the veto ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_veto_sees_each_updates_numbers_and_skips_it(groups) -> None:
     made, seen = learner(SETTINGS), []
     before = weights(made)
@@ -321,9 +318,6 @@ def test_the_rate_factor_multiplies_the_rate(groups) -> None:
     assert moved[0.25] == pytest.approx(moved[1.0] / 4, rel=1e-2)
 
 
-# -- normalisation -----------------------------------------------------------------------------------------------------
-
-
 def gradients(made: Learner, groups: list[TrainingGroup], **changes: Any) -> list[dict[str, torch.Tensor]]:
     seen: list[dict[str, torch.Tensor]] = []
     made.optimizer.register_step_pre_hook(
@@ -356,9 +350,6 @@ def test_normalisation_by_a_plain_loop(groups, word: str) -> None:
 def test_a_constant_that_nobody_gave_is_refused(groups) -> None:
     with pytest.raises(ConfigError, match="no limit to completions"):
         train_step(learner(aiming(normalisation="constant")), work(groups))
-
-
-# -- both log-probabilities --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("minibatches", [1, 4])
@@ -413,9 +404,6 @@ def test_mismatch_and_effective_samples_by_hand() -> None:
         assert metrics["mismatch_kl"] == pytest.approx((ratio - 1 - gap).mean(), abs=1e-5)
         expected = effective or ratio.sum() ** 2 / (4 * (ratio**2).sum())
         assert metrics["effective_samples"] == pytest.approx(expected, abs=1e-5)
-
-
-# -- demonstrations, terms, samples without tokens ---------------------------------------------------------------------
 
 
 def demonstration(drawn: list[bool]) -> Sample:

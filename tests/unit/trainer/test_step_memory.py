@@ -50,9 +50,6 @@ def first_gradient(made: Learner, groups: list[TrainingGroup]) -> dict[str, Tens
     return seen[0]
 
 
-# -- bfloat16 ----------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_published_in_bfloat16_is_what_the_trainer_computes_with(groups) -> None:
     made = learner(ROUNDED)
     for step in range(3):
@@ -113,9 +110,6 @@ def test_moments_and_weights_of_another_model_are_refused(groups) -> None:
         other.load_moments(made.moments())
 
 
-# -- recomputation -----------------------------------------------------------------------------------------------------
-
-
 def test_recomputing_a_layer_gives_the_same_gradient_bit_for_bit(groups) -> None:
     plain = SETTINGS.model_copy(update={"minibatches": 1})
     made = new_learner(tiny_model(), plain.model_copy(update={"memory": MemorySettings(recompute=True)}))
@@ -140,9 +134,6 @@ def test_layers_are_found_wherever_the_architecture_keeps_them() -> None:
     opt = OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=16, max_position_embeddings=32))
     assert list(decoder_layers(opt)) == list(opt.model.decoder.layers)
     assert list(decoder_layers(tiny_model())) != []
-
-
-# -- the reference -----------------------------------------------------------------------------------------------------
 
 
 def test_the_reference_computes_by_itself(groups) -> None:
@@ -226,8 +217,6 @@ def test_a_resumed_run_is_held_near_the_same_reference(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "broken/trainer/metrics.jsonl").read_text().splitlines()]
     assert rows[2]["reference_kl"] > rows[0]["reference_kl"]
 
-
-# -- the plan ----------------------------------------------------------------------------------------------------------
 
 PLANNED = {
     "model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -134,9 +134,6 @@ def test_a_folder_that_is_none_is_one_clear_error(tmp_path: Path) -> None:
         RolloutArchive(tmp_path / "rollouts", TOKENIZER.decode).open()
 
 
-# ── in a run ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "trainer" / "rollouts").iterdir()}
 
