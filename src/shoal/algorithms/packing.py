@@ -31,10 +31,8 @@ Sequences = Sequence[tuple[TokenIds, TokenIds]]
 
 
 def minibatches(count: int, parts: int, *, seed: int, step: int) -> list[list[int]]:
-    """Indices `0 … count − 1` in an order that depends on (seed, step) only, cut into at most `parts` even parts.
-
-    The order is by hash, not by a library's generator, so that it is the same on every machine and version.
-    """
+    """Indices `0 … count − 1` in an order that depends on (seed, step) only, cut into at most `parts` even parts. The
+    order is by hash, not by a library's generator, so that it is the same on every machine and version."""
     order = sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest())
     parts = min(parts, count)
     cuts = [count * part // parts for part in range(parts + 1)] if parts else [0]
@@ -148,11 +146,9 @@ def shares(bins: Sequence[list[int]], costs: Sequence[int], ranks: int) -> list[
 @dataclass(frozen=True)
 class Layout:
     """The sequences of one forward pass. Token `targets_N[i]` is predicted at the position before its own, place
-    `places_N[i]` of `ids` (counted through all rows). The N tokens are the completions, one after the other.
-
-    Packed, `ids` [T] lie end to end, each sequence without its last token, which predicts nothing that is known. Else
-    (no `positions_T`) they are rows [B, L], padded on the right: under causal attention no real token sees the padding.
-    """
+    `places_N[i]` of `ids` (counted through all rows). The N tokens are the completions, one after the other. Packed,
+    `ids` [T] lie end to end, each sequence without its last token, which predicts nothing that is known. Else (no
+    `positions_T`) they are rows [B, L], padded on the right: under causal attention no real token sees the padding."""
 
     ids: Tensor
     places_N: Tensor

@@ -56,18 +56,14 @@ def with_terms(output: LossOutput, tokens: LossTokens, parameters: LossParameter
 
 
 def kl_term(tokens: LossTokens, parameters: LossParameters) -> Tensor:
-    """What is differentiated: `min(r, cap) · d² / 2`. Its gradient at a token is min(r, cap) · d.
-
-    For example on policy with π = 0.5 and reference 0.25: d = 0.693, so that the gradient lowers what has grown.
-    """
+    """What is differentiated: `min(r, cap) · d² / 2`. Its gradient at a token is min(r, cap) · d. For example on policy
+    with π = 0.5 and reference 0.25: d = 0.693, so that the gradient lowers what has grown."""
     return _weight(tokens, parameters) * (tokens.logprobs_N - _reference(tokens)).square() / 2
 
 
 def kl_estimate(tokens: LossTokens, parameters: LossParameters) -> Tensor:
-    """What is reported: `min(r, cap) · (e^−d − 1 + d)`, never negative, without gradient.
-
-    On average exactly KL(π ‖ reference) where no ratio is above the cap, and less than that where one is.
-    """
+    """What is reported: `min(r, cap) · (e^−d − 1 + d)`, never negative, without gradient. On average exactly KL(π ‖
+    reference) where no ratio is above the cap, and less than that where one is."""
     difference_N = (tokens.logprobs_N - _reference(tokens)).detach()
     return _weight(tokens, parameters) * (bounded_exp(-difference_N) - 1 + difference_N)
 
@@ -127,11 +123,9 @@ def absolute_difference(logprobs_N: Tensor, behaviour_N: Tensor) -> Tensor:
 
 
 def divergence(logprobs_N: Tensor, behaviour_N: Tensor) -> Tensor:
-    """`e^d − 1 − d`, never negative; its mean estimates KL(recorded ‖ trainer) without bias.
-
-    The estimate −d is unbiased, too, but half of its values are negative and it varies far more. With probabilities 0.5
-    (recorded) and 0.25 (trainer): 0.5 − 1 + 0.693 = 0.193.
-    """
+    """`e^d − 1 − d`, never negative; its mean estimates KL(recorded ‖ trainer) without bias. The estimate −d is
+    unbiased, too, but half of its values are negative and it varies far more. With probabilities 0.5 (recorded) and
+    0.25 (trainer): 0.5 − 1 + 0.693 = 0.193."""
     difference_N = (logprobs_N - behaviour_N).detach()
     return bounded_exp(difference_N) - 1 - difference_N
 

@@ -134,11 +134,9 @@ def check_weights(folder: Path) -> None:
 
 
 def check_targets(folder: Path, targets: Iterable[str]) -> None:
-    """Raise `ModelError` for a target of adapters that no layer in the folder's weights is called by.
-
-    What is a linear layer only the model knows: a matrix may still be something else. Embeddings and the output layer,
-    outside the numbered layers and with a row for every token, are none.
-    """
+    """Raise `ModelError` for a target of adapters that no layer in the folder's weights is called by. What is a linear
+    layer only the model knows: a matrix may still be something else. Embeddings and the output layer, outside the
+    numbered layers and with a row for every token, are none."""
     matrices = {
         name: entry["shape"]
         for file in sorted(folder.glob("*.safetensors"))
@@ -152,10 +150,8 @@ def check_targets(folder: Path, targets: Iterable[str]) -> None:
 
 
 def model_size(folder: Path, dtype: str, rank: int = 0, targets: Sequence[str] = ()) -> ModelSize:
-    """How large the folder's model is, and the most that a policy of it takes when floats travel as `dtype`.
-
-    With adapters of that rank on the matrices that `targets` name. Unknown (zeros) without weights in the folder.
-    """
+    """How large the folder's model is, and the most that a policy of it takes when floats travel as `dtype`. With
+    adapters of that rank on the matrices that `targets` name. Unknown (zeros) without weights in the folder."""
     parameters = payload = 0
     for name, entry in (item for file in sorted(folder.glob("*.safetensors")) for item in read_header(file).items()):
         shape = entry["shape"]

@@ -113,10 +113,8 @@ def model_from_files(
 
 
 def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: str, memory_bytes: int) -> None:
-    """Build the model that the files describe without memory, and compare it with a manifest's entries.
-
-    Raises `ModelError` unless the entries are its weights, `ResourceError` if it takes more than `memory_bytes`.
-    """
+    """Build the model that the files describe without memory, and compare it with a manifest's entries. Raises
+    `ModelError` unless the entries are its weights, `ResourceError` if it takes more than `memory_bytes`."""
     tensors = {entry.name: entry for entry in entries if entry.type == "tensor"}
     with _bounded(len(tensors)), torch.device("meta"):
         model = model_from_files(files, dtype, "meta", filled=False)
@@ -179,10 +177,8 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
 
 
 def _attention(config: Any) -> str:
-    """torch's own attention, or the written-out one where that lacks something (soft caps, sinks).
-
-    What has neither, nor a recurrent state, is asked for the first, and refused by transformers in words.
-    """
+    """torch's own attention, or the written-out one where that lacks something (soft caps, sinks). What has neither,
+    nor a recurrent state, is asked for the first, and refused by transformers in words."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     known = config.model_type in WRITTEN_OUT or kind._supports_attention_backend or kind._is_stateful
     return "eager" if known and not kind._supports_sdpa else "sdpa"

@@ -31,10 +31,8 @@ OTHERWISE = {("hyperclovax", "logits_scaling"): 1, ("mpt", "logit_scale"): 0, ("
 
 
 class Head(NamedTuple):
-    """The output layer of a model: logits = capped(scale · (hidden @ weight.T + bias)), with cap · tanh(x / cap).
-
-    Most models neither scale (1) nor cap (None), and their logits are the plain product bit for bit.
-    """
+    """The output layer of a model: logits = capped(scale · (hidden @ weight.T + bias)), with cap · tanh(x / cap). Most
+    models neither scale (1) nor cap (None), and their logits are the plain product bit for bit."""
 
     weight: Tensor
     bias: Tensor | None
@@ -143,11 +141,9 @@ class _How(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Tiles of logits forward; the same tiles again backward, since keeping them would be the table made whole.
-
-    The gradient of the weights is summed over the tiles in float32 and rounded once. What flows back through 16-bit
-    weights is rounded to their type per logit, as it is after every other matrix product of such a model.
-    """
+    """Tiles of logits forward; the same tiles again backward, since keeping them would be the table made whole. The
+    gradient of the weights is summed over the tiles in float32 and rounded once. What flows back through 16-bit weights
+    is rounded to their type per logit, as it is after every other matrix product of such a model."""
 
     @staticmethod
     def forward(

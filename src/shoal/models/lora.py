@@ -121,9 +121,7 @@ def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[d
 
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
     """The layers by name, in the model's order; never the output layer: log-probabilities take its weight alone.
-
-    `ModelError` for a target that no such layer is called by.
-    """
+    `ModelError` for a target that no such layer is called by."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head = cast(Any, model).get_output_embeddings()
     inner = {name: module for name, module in linear.items() if module is not head}

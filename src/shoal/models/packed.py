@@ -109,10 +109,8 @@ def packed_states(model: Any, packed: Packed, **options: Any) -> Tensor:
 
 
 def attends_by_flash(model: Any) -> bool:
-    """Whether packs are one flash kernel for this model, where it lies: on a GPU, in 16 bits, of usual head sizes.
-
-    Of a model that is spread over processes it is true only while its weights are whole.
-    """
+    """Whether packs are one flash kernel for this model, where it lies: on a GPU, in 16 bits, of usual head sizes. Of a
+    model that is spread over processes it is true only while its weights are whole."""
     config, weight = model.config.get_text_config(), next(model.parameters())
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and size in FLASH_HEAD_SIZES
@@ -230,11 +228,9 @@ _known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def supports_packing(model: Any) -> bool:
-    """Whether a model computes a pack as it computes its sequences alone. It is tried, not looked up in a list.
-
-    Models that attend in another way (sliding windows, sinks, soft caps, recurrent layers, a code of their own) say
-    False and are trained on padded rows. The answer is kept; the model and its way of attending are as before.
-    """
+    """Whether a model computes a pack as it computes its sequences alone. It is tried, not looked up in a list. Models
+    that attend in another way (sliding windows, sinks, soft caps, recurrent layers, a code of their own) say False and
+    are trained on padded rows. The answer is kept; the model and its way of attending are as before."""
     if model not in _known:
         before = model.config._attn_implementation
         try:
@@ -300,10 +296,8 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def compile_layers(model: Any, kept_activations: float = KEPT_ACTIVATIONS) -> None:
-    """Compile every layer's `forward` in place; hooks and recomputation around a layer stay outside of it.
-
-    Nothing is compiled until the first call. Weights and their names stay; results agree to rounding.
-    """
+    """Compile every layer's `forward` in place; hooks and recomputation around a layer stay outside of it. Nothing is
+    compiled until the first call. Weights and their names stay; results agree to rounding."""
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     torch._functorch.config.activation_memory_budget = kept_activations
     compiled: dict[type, Any] = {}

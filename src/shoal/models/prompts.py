@@ -102,9 +102,8 @@ class PromptEncoder:
         return self._encode_rendered(self._begun(self._render(self._disarmed(messages))))
 
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens around words that a tool says after the model's turn, which ended with its own last token:
-        those before the words and those after, up to where the model goes on. A line break each without a template.
-        """
+        """The tokens around words that a tool says after the model's turn, which ended with its own last token: those
+        before the words and those after, up to where the model goes on. A line break each without a template."""
         if self._template is None:
             after = self.tokenizer.encode("\n") + (self.tokenizer.encode(self._thinking) if self._thinking else ())
             return self.tokenizer.encode("\n"), after

@@ -44,10 +44,8 @@ def policy_views(model: nn.Module) -> dict[str, TensorView]:
 
 
 def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[str, Tensor]) -> None:
-    """Overwrite all weights in place. Nothing is written unless every name, shape and type is right.
-
-    A type is right if it is the model's own, or a narrower one whose every value the model's own can hold.
-    """
+    """Overwrite all weights in place. Nothing is written unless every name, shape and type is right. A type is right if
+    it is the model's own, or a narrower one whose every value the model's own can hold."""
     overwrite(policy_state(model), tensors)
 
 
@@ -92,10 +90,8 @@ def _holds(target: torch.dtype, source: torch.dtype) -> bool:
 
 
 def change_state(model: nn.Module, changes: Iterable[Any]) -> None:
-    """Overwrite the values that differ, where they lie: nothing else is read, copied or moved to a device.
-
-    `changes` (`shardcast.ChangedValues`) have positions in units of `width` bytes, and the bits to put there.
-    """
+    """Overwrite the values that differ, where they lie: nothing else is read, copied or moved to a device. `changes`
+    (`shardcast.ChangedValues`) have positions in units of `width` bytes, and the bits to put there."""
     state = policy_state(model)
     with torch.no_grad():
         for change in changes:

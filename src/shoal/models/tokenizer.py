@@ -24,11 +24,8 @@ from shoal.models.folder import eos_token_id
 
 
 class TextTokenizer:
-    """A tokenizer that adds nothing and hides nothing.
-
-    `decode` takes away one end-of-sequence token at the very end and no other special token: a completion that
-    scatters special tokens over a right answer is not that answer.
-    """
+    """A tokenizer that adds nothing and hides nothing. `decode` takes away one end-of-sequence token at the very end
+    and no other special token: a completion that scatters special tokens over a right answer is not that answer."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         if "tokenizer.json" not in files:

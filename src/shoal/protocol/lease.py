@@ -44,11 +44,9 @@ class ProofParameters(Message):
 
 
 class DialogueTerms(Message):
-    """The environment answers the model's turns: which tool does, how often at most, and what frames its words.
-
-    A turn ends with the end-of-sequence token. What follows it is `before`, the tool's text by the policy's own
-    tokenizer, and `after`; these tokens are given, not drawn. The last turn is the one that the tool has no answer to.
-    """
+    """The environment answers the model's turns: which tool does, how often at most, and what frames its words. A turn
+    ends with the end-of-sequence token. What follows it is `before`, the tool's text by the policy's own tokenizer, and
+    `after`; these tokens are given, not drawn. The last turn is the one that the tool has no answer to."""
 
     tool: str = Field(max_length=64)
     max_turns: int = Field(ge=1, le=64)
@@ -57,12 +55,10 @@ class DialogueTerms(Message):
 
 
 class Lease(Document):
-    """One unit of work for one node: generate this group, under these seeds, by that policy, until the deadline.
-
-    A unit keeps its prompt and its seeds when it is issued again, whoever gets it. `deadline_ms` moves on with every
-    heartbeat that shows progress, up to `hard_deadline_ms`. `length_target` is the one that the prompt names.
-    `calibration` is the one that the work is judged by, whatever is measured later; empty: by built-in limits.
-    """
+    """One unit of work for one node: generate this group, under these seeds, by that policy, until the deadline. A unit
+    keeps its prompt and its seeds when it is issued again, whoever gets it. `deadline_ms` moves on with every heartbeat
+    that shows progress, up to `hard_deadline_ms`. `length_target` is the one that the prompt names. `calibration` is
+    the one that the work is judged by, whatever is measured later; empty: by built-in limits."""
 
     kind: ClassVar[str] = "lease"
     run: str
@@ -115,11 +111,8 @@ class LeaseRequest(Message):
 
 
 class LeaseReply(Message):
-    """The leases granted, or none and the reason in words (`waiting`).
-
-    `held_back`: it is for rules about this very node (its window, newcomers' share, a suspension) that there are none.
-    `policy` is the newest one.
-    """
+    """The leases granted, or none and the reason in words (`waiting`). `held_back`: it is for rules about this very
+    node (its window, newcomers' share, a suspension) that there are none. `policy` is the newest one."""
 
     leases: tuple[SignedDocument, ...] = Field(default=(), max_length=MAX_LEASES_PER_REQUEST)
     waiting: str = Field(default="", max_length=2000)
@@ -152,11 +145,9 @@ class MeasuredKind(Message):
 
 class Calibration(Document):
     """What was measured with `policy`, signed by a validator or by the run's owner; named by `document_hash`.
-
     `replaces` is the one that was in force when it was made: another one meanwhile, and it is refused. `machines` are
     what the validators computed with (device/format). `refused` are kinds whose limits would let cheats pass, with the
-    reason: nobody may work so.
-    """
+    reason: nobody may work so."""
 
     kind: ClassVar[str] = "calibration"
     run: str

@@ -87,12 +87,10 @@ class ModelSize(Message):
 
 
 class RunInfo(Document):
-    """What a node needs to take part; signed by the hub. The join URL pins the root key's fingerprint.
-
-    Weights come from `sources` (relays); from `last_resort` (the origin) only what none of those can give. `hubs` are
-    further addresses of the same run; keys in `revoked` are trusted for nothing; `uploads` says where submissions go.
-    `model` says how large policies are: a node refuses a larger one before it takes memory or disk for it.
-    """
+    """What a node needs to take part; signed by the hub. The join URL pins the root key's fingerprint. Weights come
+    from `sources` (relays); from `last_resort` (the origin) only what none of those can give. `hubs` are further
+    addresses of the same run; keys in `revoked` are trusted for nothing; `uploads` says where submissions go. `model`
+    says how large policies are: a node refuses a larger one before it takes memory or disk for it."""
 
     kind: ClassVar[str] = "run-info"
     protocol_version: int = PROTOCOL_VERSION
@@ -139,11 +137,9 @@ class HubClock(Document):
 
 
 class NodeView(Message):
-    """A node as the hub sees it; also what a worker is told about itself.
-
-    Three axes that do not touch each other: trust (`on_probation`, strikes), `liveness`, and sanction (`state`, until
-    when). `window` is how many leases it may hold now.
-    """
+    """A node as the hub sees it; also what a worker is told about itself. Three axes that do not touch each other:
+    trust (`on_probation`, strikes), `liveness`, and sanction (`state`, until when). `window` is how many leases it may
+    hold now."""
 
     node: str
     name: str
@@ -167,11 +163,9 @@ class NodeView(Message):
 
 
 class Heartbeat(Message):
-    """I am alive, this is what I am doing, and this is how fast (`counters`: e.g. tokens, busy_s, idle_s).
-
-    `waiting_s` is how long the wait has lasted: a node that often waits for the same thing does not wait all the time.
-    `progress` says how many tokens of each lease are generated so far: a lease on which something happens is renewed.
-    """
+    """I am alive, this is what I am doing, and this is how fast (`counters`: e.g. tokens, busy_s, idle_s). `waiting_s`
+    is how long the wait has lasted: a node that often waits for the same thing does not wait all the time. `progress`
+    says how many tokens of each lease are generated so far: a lease on which something happens is renewed."""
 
     doing: str = Field(default="", max_length=200, pattern=PRINTABLE)
     waiting_for: str = Field(default="", max_length=200, pattern=PRINTABLE)

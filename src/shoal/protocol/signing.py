@@ -169,10 +169,8 @@ def sign_request(key: SigningKey, run: str, method: str, target: str, body: byte
 def verify_request(
     public_key: str, run: str, method: str, target: str, signature: RequestSignature, now_ms: int
 ) -> None:
-    """Raise `SignatureError` unless this very request was signed by `public_key` within the allowed skew.
-
-    The caller still has to refuse a nonce that it has seen from this node, and another body (`verify_body`).
-    """
+    """Raise `SignatureError` unless this very request was signed by `public_key` within the allowed skew. The caller
+    still has to refuse a nonce that it has seen from this node, and another body (`verify_body`)."""
     skew = signature.at_ms - now_ms
     if abs(skew) > MAX_SKEW_MS:
         raise SignatureError(

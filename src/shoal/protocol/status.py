@@ -104,10 +104,8 @@ class RunStatus(Message):
 
 
 class Problem(Message):
-    """The body of every error answer: a stable code for programs, a sentence for people.
-
-    `clock` is there when a request was refused for its date (`auth.skew`): a `HubClock`, signed.
-    """
+    """The body of every error answer: a stable code for programs, a sentence for people. `clock` is there when a
+    request was refused for its date (`auth.skew`): a `HubClock`, signed."""
 
     code: str
     message: str
@@ -165,10 +163,8 @@ class LeaseStory(Message):
 
 
 class SubmissionStory(Message):
-    """A submission, what was found, by which rule it was decided, and what that brought or cost.
-
-    `verdict` is the validator's signed one with every check and its numbers; `receipt` the hub's signed promise.
-    """
+    """A submission, what was found, by which rule it was decided, and what that brought or cost. `verdict` is the
+    validator's signed one with every check and its numbers; `receipt` the hub's signed promise."""
 
     submission: str
     lease: str
@@ -211,11 +207,9 @@ class UnitStory(Message):
 
 
 class NodeStory(Message):
-    """What the hub holds of a node. `refused` and `recent` are newest first, `ledger` oldest first.
-
-    `ledger` has what made or unmade its standing: registration, vouch, rejections, sanctions, void credit, orders; what
-    it earned is in its account. `record` sums what audits saw of it of late, and is what a statistical check looks at.
-    """
+    """What the hub holds of a node. `refused` and `recent` are newest first, `ledger` oldest first. `ledger` has what
+    made or unmade its standing: registration, vouch, rejections, sanctions, void credit, orders; what it earned is in
+    its account. `record` sums what audits saw of it of late, and is what a statistical check looks at."""
 
     run: str
     node: NodeView

@@ -63,9 +63,7 @@ class Forwarder:
 
     def allow(self, given: Iterable[str], named: Iterable[str], reach: Reach) -> None:
         """From now on these URLs can be reached, and no others: those that the user gave, and those that a hub names.
-
-        An address that was allowed before keeps the numbers that it was looked up with.
-        """
+        An address that was allowed before keeps the numbers that it was looked up with."""
         wanted: dict[Endpoint, tuple[str, Reach | None]] = {}
         for url in given:  # a name may lead elsewhere by now than to the hub that was met; numbers cannot
             wanted[endpoint_of(url)] = (url, None if numeric(*endpoint_of(url)) else reach)

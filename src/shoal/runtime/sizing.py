@@ -31,11 +31,9 @@ def _assumed(value: float, source: str) -> Any:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What is assumed of machines and links, each with where it is from (files are in benchmarks/results).
-
-    GPU speeds are of one H200. `delta_share` is of a policy in bfloat16; in float32 nearly every value changes, and a
-    version is offered whole.
-    """
+    """What is assumed of machines and links, each with where it is from (files are in benchmarks/results). GPU speeds
+    are of one H200. `delta_share` is of a policy in bfloat16; in float32 nearly every value changes, and a version is
+    offered whole."""
 
     delta_share: float = _assumed(0.001, "delta_codec.md: one step at a learning rate of 1e-6; 1e-5: 0.0072")
     publish_gb_s: float = _assumed(0.75, "swap_in_place.md: 0.54 to 0.81 GB/s of the whole policy")

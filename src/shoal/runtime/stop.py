@@ -34,11 +34,9 @@ def end_at_start(words: Sequence[str]) -> bool:
 
 
 class Flag:
-    """Set once, never cleared, from a signal handler too.
-
-    `threading.Event.set` is not for handlers: one that interrupts its own thread inside `wait` waits for ever for a
-    lock that this thread holds. A `SimpleQueue` takes an item whatever was interrupted; a waiter puts it back.
-    """
+    """Set once, never cleared, from a signal handler too. `threading.Event.set` is not for handlers: one that
+    interrupts its own thread inside `wait` waits for ever for a lock that this thread holds. A `SimpleQueue` takes an
+    item whatever was interrupted; a waiter puts it back."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -64,9 +62,7 @@ class Flag:
 
 class StopToken:
     """Set once, never cleared. Waiting on it is how a loop pauses: it ends at once when the process should stop.
-
-    `hurry` is set when somebody does not want to wait for an end in good order.
-    """
+    `hurry` is set when somebody does not want to wait for an end in good order."""
 
     def __init__(self) -> None:
         self._flag = Flag()

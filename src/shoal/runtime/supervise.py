@@ -41,10 +41,8 @@ TAIL_BYTES = 4096
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to keep running.
-
-    An `essential` one that keeps dying ends the run; another is given up on, and the run goes on without it.
-    """
+    """One process to keep running. An `essential` one that keeps dying ends the run; another is given up on, and the
+    run goes on without it."""
 
     name: str
     argv: tuple[str, ...]
@@ -77,10 +75,8 @@ ProcessState = Literal["running", "restarting", "resting", "given up"]
 
 @dataclass(frozen=True)
 class ProcessView:
-    """A process as people see it: for `since_s` seconds it has been in this state.
-
-    `why` is how its last life ended, in words that go on from its name: `was killed by SIGKILL`; empty in its first.
-    """
+    """A process as people see it: for `since_s` seconds it has been in this state. `why` is how its last life ended, in
+    words that go on from its name: `was killed by SIGKILL`; empty in its first."""
 
     name: str
     state: ProcessState
@@ -130,11 +126,8 @@ class Supervisor:
     def run(
         self, on_tick: Callable[[], Ending | None] = lambda: None, on_end: Callable[[], None] = lambda: None
     ) -> Ending:
-        """Start everything and watch it. `on_tick` is called ten times a second and may end the run; `on_end` is
-        called once it has ended, while the other processes still run.
-
-        However this returns or raises, no child is left.
-        """
+        """Start everything and watch it. `on_tick` is called ten times a second and may end the run; `on_end` is called
+        once it has ended, while the other processes still run. However this returns or raises, no child is left."""
         try:
             ending = None
             while ending is None and not self._stop.is_set():
@@ -283,11 +276,9 @@ def last_line(path: Path) -> str:
 
 
 def follow_supervisor(stop: StopToken, grace_s: float = 10.0) -> None:
-    """In a child: stop when the supervisor is gone, by SIGKILL if stopping takes longer than the grace period.
-
-    Does nothing in a process that no supervisor started. Call it before slow imports: an end of the supervisor in
-    the meantime is noticed then.
-    """
+    """In a child: stop when the supervisor is gone, by SIGKILL if stopping takes longer than the grace period. Does
+    nothing in a process that no supervisor started. Call it before slow imports: an end of the supervisor in the
+    meantime is noticed then."""
     if os.environ.pop(SUPERVISED, None) is None:
         return
     pipe = os.dup(0)  # standard input itself may be closed

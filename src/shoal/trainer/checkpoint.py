@@ -190,10 +190,8 @@ class CheckpointStore:
             raise resource_error("write the checkpoint", hidden, error) from error
 
     def prune(self, scores: Mapping[int, float], *written: Place) -> None:
-        """Remove the checkpoints that are kept for no reason any more, but none of those just `written`.
-
-        One that is known to be damaged keeps no other from being kept. It is left there: somebody may mend it.
-        """
+        """Remove the checkpoints that are kept for no reason any more, but none of those just `written`. One that is
+        known to be damaged keeps no other from being kept. It is left there: somebody may mend it."""
         sound = self.sound()
         kept = self._retention.kept(sound, scores) | set(written)
         for place in sound:
@@ -356,12 +354,10 @@ class GpuCopyStream(CopyStream):
 
 
 class Copies:
-    """Takes copies of one learner, each into the memory of the one before: whoever uses that must have finished.
-
-    The memory is as large as the state: 4 bytes per weight, 12 with the moments, and 2 more if bfloat16 is published.
-    For a GPU it is page-locked, so that copies run by themselves at the speed of the bus. To lock pages takes seconds:
-    those of a checkpoint are locked beside the first step. Weights that are not trained are copied once.
-    """
+    """Takes copies of one learner, each into the memory of the one before: whoever uses that must have finished. The
+    memory is as large as the state: 4 bytes per weight, 12 with the moments, and 2 more if bfloat16 is published. For a
+    GPU it is page-locked, so that copies run by themselves at the speed of the bus. To lock pages takes seconds: those
+    of a checkpoint are locked beside the first step. Weights that are not trained are copied once."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -442,11 +438,9 @@ def weights_digest(model: str | Path) -> str:
 
 
 def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed: bool) -> None:
-    """When a run begins, write down from what; when it goes on and the reference is needed, compare.
-
-    For example after `model.path` was pointed at another folder: with a KL term that is an error, without one it
-    changes nothing, since the weights come from the checkpoint.
-    """
+    """When a run begins, write down from what; when it goes on and the reference is needed, compare. For example after
+    `model.path` was pointed at another folder: with a KL term that is an error, without one it changes nothing, since
+    the weights come from the checkpoint."""
     path = folder / START
     if begins:
         ensure_folder(folder)

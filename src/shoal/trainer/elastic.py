@@ -68,10 +68,8 @@ def run_group(arguments: Sequence[str], processes: int, stop: StopToken, restart
 
 
 def group_error(failures: Mapping[int, ProcessFailure]) -> ShoalError:
-    """Why a group has failed: the rank whose end starting again cannot help, or the first that ended.
-
-    The others mostly end because of it, with a collective that nobody answers.
-    """
+    """Why a group has failed: the rank whose end starting again cannot help, or the first that ended. The others mostly
+    end because of it, with a collective that nobody answers."""
     ordered = sorted(failures.items(), key=lambda item: (item[1].exitcode not in HOPELESS_CODES, item[1].timestamp))
     rank, failure = ordered[0]
     named = f"rank {rank} of the trainer {describe_exit(failure.exitcode)}"

@@ -65,11 +65,9 @@ IMITATION = "cross_entropy"  # the loss of demonstrations, which have no advanta
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a reader of the exported model wants to know.
-
-    `metrics` is the last row that measured each number, `scores` the held-out score by version, `chosen` says which of
-    the run's versions this is, `training` what it was trained with, `files` which files the export consists of.
-    """
+    """What a reader of the exported model wants to know. `metrics` is the last row that measured each number, `scores`
+    the held-out score by version, `chosen` says which of the run's versions this is, `training` what it was trained
+    with, `files` which files the export consists of."""
 
     progress: Progress
     base_model: str = ""
@@ -205,9 +203,7 @@ def export_policy(
     dtype: str = "float32",
 ) -> Path:
     """Write the folder, and return where it is; an older export there is replaced, anything else is left alone.
-
-    Adapters are merged into the weights they sit on: whoever loads the folder needs to know nothing of them.
-    """
+    Adapters are merged into the weights they sit on: whoever loads the folder needs to know nothing of them."""
     refuse_foreign(destination)
     destination = destination.resolve()
     tensors, files = merged(tensors, files)
@@ -261,11 +257,9 @@ def export_checkpoint(
     manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None,
     which: Which = "newest",
 ) -> Path:
-    """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer.
-
-    Of a given card, all that the folder tells is filled in: progress, metrics, scores; digest and ledger head from the
-    manifest under which that version was published.
-    """
+    """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer. Of a given
+    card, all that the folder tells is filled in: progress, metrics, scores; digest and ledger head from the manifest
+    under which that version was published."""
     log_of = MetricsLog(trainer_folder / "metrics.jsonl")
     scores, store = scores_of(log_of), CheckpointStore(trainer_folder / "checkpoints", keep=1)
     for look in range(LOOKS):

@@ -55,10 +55,8 @@ class Masters:
         self._masters: list[Tensor] = list(self.named.values())
 
     def attach(self, dtype: torch.dtype) -> None:
-        """Round the model's weights to `dtype`, and take over their gradients from now on.
-
-        Buffers keep their type: the frequencies of rotary positions would lose what tells far positions apart.
-        """
+        """Round the model's weights to `dtype`, and take over their gradients from now on. Buffers keep their type: the
+        frequencies of rotary positions would lose what tells far positions apart."""
         for own in self._model.parameters():
             own.data = own.data.to(dtype)
         for weight, master in zip(self._weights, self._masters, strict=True):
@@ -90,10 +88,8 @@ def _hand_over(master: Tensor) -> Callable[[Tensor], None]:
 
 
 def recompute_layers(model: Any) -> None:
-    """From now on the backward pass computes every decoder layer again. The gradients are the same.
-
-    transformers' own switch works in training mode only, where dropout would be noise in the ratio.
-    """
+    """From now on the backward pass computes every decoder layer again. The gradients are the same. transformers' own
+    switch works in training mode only, where dropout would be noise in the ratio."""
 
     def call(forward: Callable[..., Any], *values: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -112,10 +108,8 @@ NOT_COMPILED = (
 
 @dataclass(frozen=True)
 class Learner:
-    """A model with its optimizer. The algorithm is three values that nobody else looks into.
-
-    `state` is what has been learnt: in float32 always, also where the model computes in bfloat16 (`masters`).
-    """
+    """A model with its optimizer. The algorithm is three values that nobody else looks into. `state` is what has been
+    learnt: in float32 always, also where the model computes in bfloat16 (`masters`)."""
 
     model: Any
     optimizer: torch.optim.AdamW
@@ -171,11 +165,9 @@ class Learner:
 
 
 def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = None, reference: Any = None) -> Learner:
-    """A learner that has not learnt yet. The model is put in evaluation mode: dropout would be noise in the ratio.
-
-    A model whose weights are spread over the ranks already comes in float32 and with its `reference`, if that is
-    another model; they are not touched here.
-    """
+    """A learner that has not learnt yet. The model is put in evaluation mode: dropout would be noise in the ratio. A
+    model whose weights are spread over the ranks already comes in float32 and with its `reference`, if that is another
+    model; they are not touched here."""
     model.eval()
     ranks = ranks or Ranks()
     masters = None

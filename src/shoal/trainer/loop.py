@@ -215,9 +215,7 @@ class TrainingRun:
 
     def _hand_over(self, publish: bool = True) -> None:
         """Copy this version. The publisher's thread reports the rows before it, saves it if that is due, publishes it.
-
-        Nothing that the thread uses changes before it is done: the next copy waits for it.
-        """
+        Nothing that the thread uses changes before it is done: the next copy waits for it."""
         self._publisher.wait()
         with self._stopwatch.lap("copy_s"):
             self._copied = self._parts.actions.copies.take(self._parts.learner, self._is_save_due())

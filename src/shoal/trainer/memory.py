@@ -176,11 +176,9 @@ def within_memory(model: str, settings: TrainerSettings, processes: int) -> Iter
 def refuse_what_cannot_fit(
     files: Mapping[str, bytes], weight_bytes: int, settings: TrainerSettings, processes: int
 ) -> None:
-    """Before weights are loaded: a message with the numbers instead of an allocation that fails.
-
-    Only what is certain refuses: weights, gradients and moments. An estimate that is too large is a warning. Models
-    that are small for this machine, by `weight_bytes` on disk, are not looked at.
-    """
+    """Before weights are loaded: a message with the numbers instead of an allocation that fails. Only what is certain
+    refuses: weights, gradients and moments. An estimate that is too large is a warning. Models that are small for this
+    machine, by `weight_bytes` on disk, are not looked at."""
     kind, memory_bytes = available(settings, processes)
     if weight_bytes * SMALL < memory_bytes:
         return

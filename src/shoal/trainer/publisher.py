@@ -64,11 +64,9 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Publication:
-    """To whom, as whom, and from where: `files` describe the model, `incarnation` is the one to begin with.
-
-    Up to version `republished_until` a digest conflict is expected to be possible: that version, or one before it,
-    was out before this process started. Past it a conflict means a second trainer, and is an error.
-    """
+    """To whom, as whom, and from where: `files` describe the model, `incarnation` is the one to begin with. Up to
+    version `republished_until` a digest conflict is expected to be possible: that version, or one before it, was out
+    before this process started. Past it a conflict means a second trainer, and is an error."""
 
     origin: Origin
     hub: HubClient
@@ -85,11 +83,9 @@ class Publication:
 
 
 class Publisher:
-    """Publishes one version at a time in its own thread. Its failures are raised in the main one.
-
-    `worked_s` is how long the thread worked on the version that went out last: what would have held up training. Of
-    that, `saved_s` went by before it was published: reports, and the checkpoint if one was due.
-    """
+    """Publishes one version at a time in its own thread. Its failures are raised in the main one. `worked_s` is how
+    long the thread worked on the version that went out last: what would have held up training. Of that, `saved_s` went
+    by before it was published: reports, and the checkpoint if one was due."""
 
     def __init__(self, publication: Publication) -> None:
         self._to = publication

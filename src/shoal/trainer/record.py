@@ -46,11 +46,9 @@ ALWAYS = ("wait_s", "train_s", "copy_s", "publish_wait_s")
 
 
 class Stopwatch:
-    """Laps by name, added up until `row` begins anew.
-
-    `idle_fraction` is the part of the time in which the trainer waited for rollouts. `overhead_fraction` is the part in
-    which it neither trained nor waited for them: copying, waiting for a version to be out, files, the hub.
-    """
+    """Laps by name, added up until `row` begins anew. `idle_fraction` is the part of the time in which the trainer
+    waited for rollouts. `overhead_fraction` is the part in which it neither trained nor waited for them: copying,
+    waiting for a version to be out, files, the hub."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -93,11 +91,8 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """Somewhere that rows go. Whatever it raises ends its part, never training.
-
-    `begin`: training resumes after `rows`, those of the steps before. `write`: the row of a step, whole. `amend`: what
-    became known of an earlier step.
-    """
+    """Somewhere that rows go. Whatever it raises ends its part, never training. `begin`: training resumes after `rows`,
+    those of the steps before. `write`: the row of a step, whole. `amend`: what became known of an earlier step."""
 
     def begin(self, rows: Sequence[Row]) -> None: ...
     def write(self, row: Row) -> None: ...
@@ -191,11 +186,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Implements `Tracker`: one W&B run per run of shoal, also after a resume.
-
-    A step that is trained again is not logged again: its row would be the same. wandb/cursor.json has the newest step
-    whose row was logged, and how often anything was.
-    """
+    """Implements `Tracker`: one W&B run per run of shoal, also after a resume. A step that is trained again is not
+    logged again: its row would be the same. wandb/cursor.json has the newest step whose row was logged, and how often
+    anything was."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked

@@ -37,11 +37,9 @@ from shoal.protocol.submission import drawn_mask
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to train on. `behaviour` is the log-probability of each of its tokens when it was drawn.
-
-    `drawn` says which tokens the model drew. The others were given by the environment: the model reads them, and learns
-    nothing from them.
-    """
+    """One completion to train on. `behaviour` is the log-probability of each of its tokens when it was drawn. `drawn`
+    says which tokens the model drew. The others were given by the environment: the model reads them, and learns nothing
+    from them."""
 
     prompt_ids: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int64]

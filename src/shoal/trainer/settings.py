@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.runtime.sizing import DERIVED
-from shoal.trainer.guards import GuardSettings, Real, holds
+from shoal.trainer.guards import LARGEST, GuardSettings, Real
 
 if TYPE_CHECKING:
     from shoal.protocol import SignedDocument, SigningKey
@@ -170,25 +170,21 @@ class TrainerSettings(BaseModel):
     @model_validator(mode="after")
     def _complete(self) -> TrainerSettings:
         """What the words bring along is filled in, here and nowhere else; whatever was given wins."""
-        objective = self.objective
+        objective, brought = self.objective, dict[str, object]()
         if self.loss in CLIP_OF_LOSS and "clip_epsilon" not in self.model_fields_set:
-            low, high = CLIP_OF_LOSS[self.loss]
+            low, brought["clip_high"] = CLIP_OF_LOSS[self.loss]
             object.__setattr__(self, "clip_epsilon", low)
-            if "clip_high" not in objective.model_fields_set:
-                objective = objective.model_copy(update={"clip_high": high})
-        if "normalisation" not in objective.model_fields_set:
-            objective = objective.model_copy(update={"normalisation": self._normalisation()})
-        object.__setattr__(self, "objective", objective)
-        return self
-
-    def _normalisation(self) -> Normalisation:
         by_loss, by_advantage = NORMALISATION_OF_LOSS.get(self.loss), NORMALISATION_OF_ADVANTAGE.get(self.advantage)
-        if by_loss and by_advantage and by_loss != by_advantage:
+        brought["normalisation"] = by_loss or by_advantage or "tokens"
+        undecided = "normalisation" not in objective.model_fields_set
+        if by_loss and by_advantage and by_loss != by_advantage and undecided:
             raise ValueError(
                 f'loss = "{self.loss}" comes with one normalisation, advantage = "{self.advantage}" with another: set '
                 f'objective.normalisation to "{by_loss}" or "{by_advantage}"'
             )
-        return by_loss or by_advantage or "tokens"
+        brought = {name: value for name, value in brought.items() if name not in objective.model_fields_set}
+        object.__setattr__(self, "objective", objective.model_copy(update=brought))
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> TrainerSettings:
@@ -198,7 +194,7 @@ class TrainerSettings(BaseModel):
             raise ValueError(f"clip_delta ({self.clip_delta}) must be above 1 + {named} ({highest})")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must both be in [0, 1)")
-        if not holds(self.learning_rate / (1 - self.betas[0])):  # AdamW's first update divides by that
+        if self.learning_rate / (1 - self.betas[0]) > LARGEST:  # AdamW's first update divides by that
             raise ValueError(f"learning_rate ({self.learning_rate}) / (1 - betas[0]) is more than float32 holds")
         return self
 
@@ -213,7 +209,7 @@ GUARDS = "guards"
 
 
 def is_changeable(key: str) -> bool:
-    """Whether a run may go on with another value of `trainer.KEY`.
+    """Whether a run may resume with another value of `trainer.KEY`.
 
     >>> [is_changeable(key) for key in ("keep_best", "guards.clip_fraction.react", "objective.kl")]
     [True, True, False]
@@ -242,23 +238,17 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 REPORTER = "shoal"
 
 
-def own_rank(environment: Mapping[str, str] | None = None) -> int | None:
+def own_rank(values: Mapping[str, str] = os.environ) -> int | None:
     """The number of this process in its group; None if `torchrun` did not start it.
 
     >>> own_rank({"RANK": "1", "WORLD_SIZE": "2"}), own_rank({})
     (1, None)
     """
-    values = os.environ if environment is None else environment
     return int(values["RANK"]) if "RANK" in values and "WORLD_SIZE" in values else None
 
 
-def in_group(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether there are other processes beside this one.
-
-    >>> in_group({"RANK": "0", "WORLD_SIZE": "2"}), in_group({"RANK": "0", "WORLD_SIZE": "1"}), in_group({})
-    (True, False, False)
-    """
-    values = os.environ if environment is None else environment
+def in_group(values: Mapping[str, str] = os.environ) -> bool:
+    """Whether there are other processes beside this one."""
     return own_rank(values) is not None and int(values["WORLD_SIZE"]) > 1
 
 

@@ -170,10 +170,8 @@ def _learner(whole: Any, settings: TrainerSettings, files: Mapping[str, bytes], 
 
 
 def spread(whole: nn.Module | None, files: Mapping[str, bytes], precision: str, ranks: RankGroup) -> Any:
-    """The model of `files` with the weights of rank 0's `whole` (None elsewhere), in shards. Collective.
-
-    Weights stay in float32: they are what learns. With `precision` "bfloat16" they are rounded when they are gathered.
-    """
+    """The model of `files` with the weights of rank 0's `whole` (None elsewhere), in shards. Collective. Weights stay
+    in float32: they are what learns. With `precision` "bfloat16" they are rounded when they are gathered."""
     with torch.device("meta"):
         model = model_from_files(files, device="meta")
     shard(model, precision, ranks)

@@ -59,10 +59,8 @@ def train_step(
     interrupted: Callable[[], bool] = lambda: False,
     veto: Veto = lambda _numbers: None,
 ) -> dict[str, float]:
-    """Train on the groups of one step; the same learner and work give the same weights, bit for bit on a CPU.
-
-    A step without any signal changes nothing (not even by weight decay) and says so: `tokens` is 0.
-    """
+    """Train on the groups of one step; the same learner and work give the same weights, bit for bit on a CPU. A step
+    without any signal changes nothing (not even by weight decay) and says so: `tokens` is 0."""
     check_staleness(work.groups, work.step, work.max_staleness)
     check_tokens(work.groups, learner.model.get_output_embeddings().weight.shape[0])
     prepared = prepare(work.groups, learner.advantage, learner.settings.mask_truncated)
@@ -70,10 +68,8 @@ def train_step(
 
 
 def look_back(learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
-    """How the policy as it is now sees the groups of a step that it was trained on: forward passes only.
-
-    `mismatch` and `mismatch_kl` as of a step that begins; not finite where weights are not, or might as well not be.
-    """
+    """How the policy as it is now sees the groups of a step that it was trained on: forward passes only. `mismatch` and
+    `mismatch_kl` as of a step that begins; not finite where weights are not, or might as well not be."""
     update, tally = Update(learner, work.plan, Totals(), interrupted, lambda _numbers: None), Tally()
     samples = all_recorded(work.groups)
     for batch in _share(learner, samples, lambda _sample: 0.0) if samples else ():

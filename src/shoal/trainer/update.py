@@ -82,10 +82,8 @@ class Numbers:
 
 @dataclass
 class Totals:
-    """A step's numbers: what an update did not measure does not count in the mean of those that did.
-
-    `grad_norm` is the mean of the updates that were made, if any was; `grad_norm_max` is of the skipped ones, too.
-    """
+    """A step's numbers: what an update did not measure does not count in the mean of those that did. `grad_norm` is the
+    mean of the updates that were made, if any was; `grad_norm_max` is of the skipped ones, too."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
@@ -162,10 +160,8 @@ class Update:
     veto: Veto
 
     def run(self, batches: Sequence[Micro], recomputed: Sequence[Tensor] | None, *, first: bool) -> None:
-        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch; None: not asked for.
-
-        In the `first` update the trained policy is the one that the step began with.
-        """
+        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch; None: not asked for. In the
+        `first` update the trained policy is the one that the step began with."""
         learner, tally = self.learner, Tally()
         learner.optimizer.zero_grad(set_to_none=True)
         for number, batch in enumerate(batches):

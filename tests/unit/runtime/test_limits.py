@@ -102,11 +102,9 @@ def test_small_models_keep_the_built_in_values(size: RunSize) -> None:
 
 
 def test_a_large_model_gets_what_its_transfers_and_computations_take() -> None:
-    """64 GB over 1 Gbit/s / 1.2 take 614.4 s, into the engine at 2.7 GB/s 23.7 s, by a delta at 1 GB/s 64 s.
-
-    A group of 32,768 tokens at 64 GB / 330 GB/s a token takes 6,354.9 s. Its 524,288 tokens of 2 x 32e9 operations
-    take 209.7 s at 160 TFLOP/s. A checkpoint has 384 GB.
-    """
+    """64 GB over 1 Gbit/s / 1.2 take 614.4 s, into the engine at 2.7 GB/s 23.7 s, by a delta at 1 GB/s 64 s. A group of
+    32,768 tokens at 64 GB / 330 GB/s a token takes 6,354.9 s. Its 524,288 tokens of 2 x 32e9 operations take 209.7 s at
+    160 TFLOP/s. A checkpoint has 384 GB."""
     assert derive(LARGE) == Derived(
         lease_s=1590.0,  # 6354.9 / 4 = 1588.7, in tens; applying is 1.5 x (64 + 23.7) = 131.6
         lease_hard_s=7950.0,  # 1590 + 6354.9 = 7944.9

@@ -146,12 +146,9 @@ def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path: Path) -> No
 )
 def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, object]) -> None:
     """The reference's pass, recomputed layers, rounded weights, adapters: as in one process. Then one process goes on
-    where the two have ended.
-
-    In bfloat16, sums of another order round otherwise, and AdamW may move a weight whose gradient is mostly rounding
-    the other way: any single weight may then be twice the learning rate off for each of 6 updates, on either side. So
-    the two processes may not be further from the float32 run than the one process is.
-    """
+    where the two have ended. In bfloat16, sums of another order round otherwise, and AdamW may move a weight whose
+    gradient is mostly rounding the other way: any single weight may then be twice the learning rate off for each of 6
+    updates, on either side. So the two processes may not be further from the float32 run than the one process is."""
     torch.set_num_threads(1)
     settings = TrainerSettings.model_validate({**SHARED.model_dump(), **changes})
     run_ranks(tmp_path / "two", 2, 3, settings)

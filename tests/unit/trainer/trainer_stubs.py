@@ -126,11 +126,9 @@ def written_down(steps: int, max_staleness: int) -> list[list[TrainingGroup]]:
 
 
 class FakeHub:
-    """In place of `HubClient`. Batches are fixed in advance, as a hub's are once written down.
-
-    `before[name]` is called, with the step or version, before a call is served: a test raises or stops there. `score`
-    is what validators measure of each version that is due, as soon as it is announced; None: they never come.
-    """
+    """In place of `HubClient`. Batches are fixed in advance, as a hub's are once written down. `before[name]` is
+    called, with the step or version, before a call is served: a test raises or stops there. `score` is what validators
+    measure of each version that is due, as soon as it is announced; None: they never come."""
 
     def __init__(self, steps: int = 4, max_staleness: int = 0) -> None:
         self.steps, self.max_staleness = steps, max_staleness

@@ -39,10 +39,8 @@ VALIDATION, LAST_BATCH, METRICS = "validation_loss", "last_batch_loss", "metrics
 
 @dataclass(frozen=True)
 class WarmStartParts:
-    """Everything that a warm start works with. `run` names it: what was asked for, in a hash.
-
-    `card` and `extra` are for the export: what it was trained from, and files that go with it.
-    """
+    """Everything that a warm start works with. `run` names it: what was asked for, in a hash. `card` and `extra` are
+    for the export: what it was trained from, and files that go with it."""
 
     folder: Path
     out: Path
