@@ -13,7 +13,7 @@
     update      Update, StepPlan, Veto: one optimizer step of it; Tally, Totals: what it measures
     held_out    HeldOut, ByValidators, GreedyEvaluator: the greedy score on held-out tasks
 
-    publisher   Publisher, Handover: a version is saved and goes out while the next step is trained
+    publisher   Publisher: a version is saved and goes out while the next step is trained
     checkpoint  CheckpointStore, Copies, restore: everything a resume needs, whole or not at all; hold_start
     record      RunRecord, Trackers, Stopwatch: the rows of a run, in file, trackers and hub (no torch)
     archive     RolloutArchive: what each step was trained on, as Parquet, for people to look at

@@ -54,7 +54,7 @@ from shoal.trainer.folder import Progress, Retention, refuse_foreign
 from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
 from shoal.trainer.held_out import HeldOut
 from shoal.trainer.learner import Learner
-from shoal.trainer.publisher import Handover, Publication, Publisher
+from shoal.trainer.publisher import Publisher
 from shoal.trainer.record import RunRecord, Stopwatch, Trackers, finite, named
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.shards import Actions
@@ -171,12 +171,11 @@ class TrainingRun:
     def _new_publisher(self, incarnation: int, published: PolicyRef | None) -> Publisher:
         parts, head, settings = self._parts, self._parts.origin.head(), self._settings
         seen = [ref.version for ref in (published, head.policy if head else None) if ref is not None]
-        to = Publication(
+        return Publisher(
             origin=parts.origin, hub=parts.hub, record=self._record, store=self._store, files=parts.files,
             dtype=settings.publish_dtype, key=parts.key, run=self._info.run, incarnation=incarnation,
             republished_until=max(seen, default=-1), deadline_s=settings.batch_deadline_s, clock=parts.clock,
         )  # fmt: skip
-        return Publisher(to)
 
     def _advance(self) -> None:
         """One step: wait for the batch, train, write the row. Saving and publishing begin when it is handed over."""
@@ -222,7 +221,7 @@ class TrainingRun:
         if self._copied.captured is not None:
             self._saved = self.version
         rows, scores = self._record.take(), dict(self._record.scores)
-        self._publisher.submit(Handover(self.version, self._copied, rows, scores, publish))
+        self._publisher.submit(self.version, self._copied, rows, scores, publish)
 
     def _is_save_due(self) -> bool:
         """Whether this version is to be in a checkpoint and is in none; one that is measured may be the best."""

@@ -168,7 +168,9 @@ def test_it_never_goes_back_and_measures_time_within_a_tenth(moves: list[tuple[s
         before_ms, before_s = steady.now_ms(), wall.monotonic_s()
         (wall.advance if kind == "advance" else wall.jump)(seconds)
         passed_ms = (wall.monotonic_s() - before_s) * 1000
-        assert abs(steady.now_ms() - before_ms - passed_ms) <= passed_ms / 10 + 1.01  # two readings are each rounded to a millisecond
+        assert (
+            abs(steady.now_ms() - before_ms - passed_ms) <= passed_ms / 10 + 1.01
+        )  # two readings are each rounded to a millisecond
         assert steady.now_ms() >= before_ms
 
 

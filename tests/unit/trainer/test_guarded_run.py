@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import trainer_stubs as stubs
 from trainer_stubs import (
     FakeHub,
     Killed,
@@ -22,6 +17,7 @@ from trainer_stubs import (
     learner,
     make_group,
     rows_of,
+    run_ranks,
     same,
     tiny_model,
     training_run,
@@ -39,21 +35,8 @@ from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.step import StepWork, look_back, train_step
 
 
-class Alarming(FakeHub):
-    """Remembers the alarms that came with reports."""
-
-    def __init__(self, *given: int) -> None:
-        super().__init__(*given)
-        self.alarms: dict[int, dict[str, str]] = {}
-
-    def report(self, report: Any) -> None:
-        super().report(report)
-        if report.alarms:
-            self.alarms[report.step] = report.alarms
-
-
 def test_a_learning_rate_of_ten_ends_as_a_failure_with_a_good_checkpoint(tmp_path: Path) -> None:
-    hub = Alarming(6)
+    hub = FakeHub(6)
     run, _ = training_run(tmp_path, hub, changed(learning_rate=10.0))
     with pytest.raises(TrainingDiverged, match=r"nats per token away.*last good checkpoint.*is version 0") as caught:
         run.run()
@@ -70,7 +53,7 @@ def test_a_learning_rate_of_ten_ends_as_a_failure_with_a_good_checkpoint(tmp_pat
 
 
 def test_a_run_that_diverged_diverges_again_when_it_is_started_again(tmp_path: Path) -> None:
-    hub, settings = Alarming(6), changed(learning_rate=10.0)
+    hub, settings = FakeHub(6), changed(learning_rate=10.0)
     messages = []
     for _ in range(2):
         run, _ = training_run(tmp_path, hub, settings)
@@ -98,7 +81,7 @@ def test_healthy_steps_are_not_touched_by_guards(tmp_path: Path) -> None:
 
 def test_skip_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
     """Every update moves too far for this limit, so none is made; warnings reach the hub once."""
-    hub = Alarming(3)
+    hub = FakeHub(3)
     run, made = training_run(
         tmp_path, hub, changed(guards={"effective_samples": {"react": "skip", "limit": 0.999999999}}, minibatches=1)
     )
@@ -117,12 +100,12 @@ SLOWED = changed(guards={"clip_fraction": {"react": "slow", "limit": 1e-9}}, cli
 
 def test_slow_is_the_same_after_a_kill(tmp_path: Path) -> None:
     """The rate of every step follows from the rows: a resume in the middle ends at the same weights, bit for bit."""
-    whole, made = training_run(tmp_path / "whole", Alarming(4), SLOWED)
+    whole, made = training_run(tmp_path / "whole", FakeHub(4), SLOWED)
     whole.run()
     rates = [row["learning_rate"] for row in rows_of(tmp_path / "whole")[:-1]]
     assert rates == pytest.approx([1e-3, 5e-4, 5e-4, 5e-4])
 
-    hub = Alarming(4)
+    hub = FakeHub(4)
     hub.before["batch"] = killing(2)
     with pytest.raises(Killed):
         training_run(tmp_path / "killed", hub, SLOWED)[0].run()
@@ -136,8 +119,8 @@ def test_slow_is_the_same_after_a_kill(tmp_path: Path) -> None:
     assert kept[0] == kept[1]
 
 
-def changed(**values: Any) -> TrainerSettings:
-    return stubs.changed(**{"evaluate_every": 0, **values})
+def quiet(**values: Any) -> TrainerSettings:
+    return changed(**{"evaluate_every": 0, **values})
 
 
 def diverges(folder: Path, hub: FakeHub, settings: TrainerSettings) -> str:
@@ -148,7 +131,7 @@ def diverges(folder: Path, hub: FakeHub, settings: TrainerSettings) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("settings", [changed(learning_rate=10.0), changed(learning_rate=1e30, minibatches=1)])
+@pytest.mark.parametrize("settings", [quiet(learning_rate=10.0), quiet(learning_rate=1e30, minibatches=1)])
 def test_a_last_step_that_destroys_the_policy_is_no_success(tmp_path: Path, settings: TrainerSettings) -> None:
     hub = FakeHub(1)
     message = diverges(tmp_path, hub, settings)
@@ -187,21 +170,21 @@ def test_weights_that_are_no_numbers_are_seen_without_any_batch() -> None:
 def test_a_resume_at_the_last_version_looks_as_well(tmp_path: Path) -> None:
     """Its batch is asked for again: a version that was saved before it could be judged is not exported either."""
     hub = FakeHub(1)
-    off = changed(learning_rate=10.0, guards={"divergence": {"react": "off"}})
+    off = quiet(learning_rate=10.0, guards={"divergence": {"react": "off"}})
     training_run(tmp_path, hub, off)[0].run()
     export = tmp_path / "trainer" / "export"
     assert export.exists()
     for path in export.iterdir():
         path.unlink()
     export.rmdir()
-    message = diverges(tmp_path, hub, changed(learning_rate=10.0))
+    message = diverges(tmp_path, hub, quiet(learning_rate=10.0))
     assert "--version 0" in message
     assert "nothing newer" not in message, "version 1 was saved by then"
     assert "alarm_divergence" in hub.reports[0]
 
 
 def test_a_guard_that_only_warns_lets_the_last_version_out(tmp_path: Path) -> None:
-    settings = changed(learning_rate=10.0, guards={"divergence": {"react": "warn"}})
+    settings = quiet(learning_rate=10.0, guards={"divergence": {"react": "warn"}})
     training_run(tmp_path, FakeHub(1), settings)[0].run()
     assert (tmp_path / "trainer" / "export").exists()
     assert rows_of(tmp_path)[0]["alarm_divergence"] > 3
@@ -209,28 +192,9 @@ def test_a_guard_that_only_warns_lets_the_last_version_out(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_two_processes_look_together(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    program = Path(__file__).with_name("rank_program.py")
-    command = [sys.executable, str(program), str(tmp_path), "1", changed(learning_rate=10.0).model_dump_json()]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=240)[0].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert "TrainingDiverged: after step 0, the last: " in said[0], "\n".join(said)
-    assert "TrainingDiverged" not in said[1], "the other one was told that it is over"
+    (_, first), (_, second) = run_ranks(tmp_path, 2, 1, quiet(learning_rate=10.0))
+    assert "TrainingDiverged: after step 0, the last: " in first, second
+    assert "TrainingDiverged" not in second, "the other one was told that it is over"
     assert not (tmp_path / "trainer" / "export").exists()
 
 
@@ -256,7 +220,7 @@ def test_what_a_last_score_has_lost(scores: dict[int, float], tasks: int, share:
 def by_score(react: str) -> tuple[FakeHub, TrainerSettings]:
     hub = FakeHub(4)
     hub.score = {0: 0.9, 2: 0.8, 4: 0.02}.get
-    return hub, changed(evaluate_every=2, guards={"reward_collapse": {"react": react}})
+    return hub, quiet(evaluate_every=2, guards={"reward_collapse": {"react": react}})
 
 
 def test_a_last_version_that_has_lost_the_best_score_is_no_success(tmp_path: Path) -> None:
@@ -287,7 +251,7 @@ def test_what_a_step_begins_with_is_refused_for_all_its_updates(name: str, numbe
 
 
 def test_skip_by_divergence_leaves_a_destroyed_policy_as_it_is(tmp_path: Path) -> None:
-    settings = changed(learning_rate=10.0, guards={"divergence": {"react": "skip"}})
+    settings = quiet(learning_rate=10.0, guards={"divergence": {"react": "skip"}})
     training_run(tmp_path, FakeHub(3), settings)[0].run()
     assert [row["skipped_updates"] for row in rows_of(tmp_path)] == [0.0, 2.0, 2.0]
 
@@ -321,7 +285,7 @@ def test_the_end_of_a_run_says_which_alarms_stand(tmp_path: Path) -> None:
 def test_rewards_beyond_all_bounds_end_in_words(tmp_path: Path, react: str, caplog: pytest.LogCaptureFixture) -> None:
     hub = FakeHub(1)
     hub._groups = [[make_group(0, 0, tiny_model(), [1e200, 0.0, 0.0, 0.0])]]
-    settings = changed(guards={"not_finite": {"react": react}})
+    settings = quiet(guards={"not_finite": {"react": react}})
     if react == "stop":
         assert "NaN or infinite" in diverges(tmp_path, hub, settings)
     else:
@@ -332,10 +296,10 @@ def test_rewards_beyond_all_bounds_end_in_words(tmp_path: Path, react: str, capl
 
 def test_a_resume_without_its_rows_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hub = FakeHub(2)
-    training_run(tmp_path, hub, changed())[0].run()
+    training_run(tmp_path, hub, quiet())[0].run()
     with caplog.at_level(logging.WARNING):
-        training_run(tmp_path, hub, changed())[0].run()
+        training_run(tmp_path, hub, quiet())[0].run()
         assert "of the 2 steps" not in caplog.text
         (tmp_path / "trainer" / "metrics.jsonl").unlink()
-        training_run(tmp_path, hub, changed())[0].run()
+        training_run(tmp_path, hub, quiet())[0].run()
     assert "has 0 of the 2 steps that were done" in caplog.text

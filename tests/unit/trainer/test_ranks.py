@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import trainer_stubs as stubs
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -21,46 +18,23 @@ from shoal.cli.main import main
 from shoal.errors import CheckpointError
 from shoal.shardcast.origin import Origin
 from shoal.trainer import elastic, settings
-from shoal.trainer.checkpoint import MODEL, TRAINING, CheckpointStore, StoredCheckpoint, part_name, read_tensors
+from shoal.trainer.checkpoint import MODEL, TRAINING, StoredCheckpoint, part_name, read_tensors
 from shoal.trainer.learner import new_learner
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.shards import rows_of
 
-PROGRAM = Path(__file__).with_name("rank_program.py")
 SHARED = SETTINGS.model_copy(update={"evaluate_every": 0, "micro_batch_tokens": 24, "grad_clip": 0.05})
-LIMIT_S = 240
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "up_proj"]}
 
 
 def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings = SHARED) -> None:
-    """All processes of a group of ranks, from start to end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(PROGRAM), str(folder), str(steps), settings.model_dump_json()]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [rank.communicate(timeout=LIMIT_S)[0].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
+    ended = stubs.run_ranks(folder, world, steps, settings)
+    assert [code for code, _said in ended] == [0] * world, "\n".join(said for _code, said in ended)
 
 
 def newest(folder: Path) -> StoredCheckpoint:
-    stored = CheckpointStore(folder / "trainer" / "checkpoints", keep=2).newest()
-    assert stored is not None
-    return stored
+    return stubs.stored_in(folder / "trainer" / "checkpoints")
 
 
 def alone(folder: Path, steps: int, settings: TrainerSettings = SHARED) -> StoredCheckpoint:

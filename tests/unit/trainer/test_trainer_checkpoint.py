@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_stubs import RUN, SETTINGS, learner, make_group, same, tiny_files, tiny_loaded, tiny_model, weights
+from trainer_stubs import (
+    RUN,
+    SETTINGS,
+    learner,
+    make_group,
+    same,
+    stored_in,
+    tiny_files,
+    tiny_loaded,
+    tiny_model,
+    weights,
+)
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import CheckpointError, ModelError, ResourceError
@@ -47,10 +58,8 @@ def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, groups: list[Tra
     train(whole, groups, range(2, 4))
 
     resumed = learner(seed=9, tie_word_embeddings=tied)  # other weights: everything must come from the checkpoint
-    stored = store.newest()
-    assert stored is not None
-    assert stored.progress == Progress(RUN, 2, 0)
-    restore(resumed, stored)
+    assert stored_in(tmp_path).progress == Progress(RUN, 2, 0)
+    restore(resumed, stored_in(tmp_path))
     train(resumed, groups, range(2, 4))
     assert same(weights(whole), weights(resumed))
 
@@ -65,8 +74,7 @@ def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(
     parts = sorted(path.name for path in folder.glob("training*"))
     assert parts == [f"training-{number + 1:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))]
     assert len(parts) > 2
-    stored = CheckpointStore(tmp_path, 1).newest()
-    assert stored is not None
+    stored = stored_in(tmp_path)
     restore(other, stored)
     assert same(weights(other), weights(made))
     assert same(other.moments(), made.moments())
@@ -80,8 +88,7 @@ def test_generators_are_restored(tmp_path: Path) -> None:
     torch.manual_seed(3)
     CheckpointStore(tmp_path, 1).save(made, Progress(RUN, 0), {})
     first = torch.rand(4)
-    stored = CheckpointStore(tmp_path, 1).newest()
-    assert stored is not None
+    stored = stored_in(tmp_path)
     restore(made, stored)
     assert torch.equal(torch.rand(4), first)
 
@@ -134,9 +141,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
     folder = copy_of(two_saved, tmp_path / "checkpoints")
     damage(folder / "2.0" / name)
     with caplog.at_level(logging.WARNING):
-        stored = CheckpointStore(folder, 2).newest()
-    assert stored is not None
-    assert stored.progress.version == 1
+        assert stored_in(folder).progress.version == 1
     assert "2.0 is damaged" in caplog.text
     assert name in caplog.text
     assert "falling back" in caplog.text
@@ -153,9 +158,7 @@ def test_when_all_are_damaged_it_says_what_to_do(two_saved: Path, tmp_path: Path
 def test_a_renamed_or_newer_checkpoint_is_refused(two_saved: Path, tmp_path: Path) -> None:
     folder = copy_of(two_saved, tmp_path / "checkpoints")
     (folder / "2.0").rename(folder / "7.0")
-    stored = CheckpointStore(folder, 2).newest()
-    assert stored is not None
-    assert stored.progress.version == 1
+    assert stored_in(folder).progress.version == 1
     content = json.loads((folder / "1.0" / "checkpoint.json").read_text())
     content = {key: value for key, value in content.items() if key != "hash"} | {"format": 99}
     content["hash"] = checkpoint._content_hash(content)
@@ -169,18 +172,14 @@ def test_old_ones_are_removed_and_the_order_is_by_number(tmp_path: Path) -> None
     for version, incarnation in [(8, 0), (9, 0), (10, 0), (10, 1)]:
         store.save(made, Progress(RUN, version, incarnation), {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10.0", "10.1"]
-    stored = store.newest()
-    assert stored is not None
-    assert stored.progress == Progress(RUN, 10, 1)
+    assert stored_in(tmp_path).progress == Progress(RUN, 10, 1)
 
 
 def test_saving_again_replaces_a_damaged_one(tmp_path: Path) -> None:
     made, store = learner(), CheckpointStore(tmp_path, keep=2)
     flip(store.save(made, Progress(RUN, 3), {}) / "model.safetensors")
     store.save(made, Progress(RUN, 3), {})
-    stored = store.newest()
-    assert stored is not None
-    assert stored.progress.version == 3
+    assert stored_in(tmp_path).progress.version == 3
     assert [path.name for path in tmp_path.iterdir()] == ["3.0"]
 
 
@@ -197,9 +196,7 @@ def test_a_crash_while_saving_leaves_the_one_before(tmp_path: Path, monkeypatch:
     with pytest.raises(ResourceError, match="the disk is full"):
         store.save(made, Progress(RUN, 2), {})
     monkeypatch.undo()
-    stored = store.newest()
-    assert stored is not None
-    assert stored.progress.version == 1
+    assert stored_in(tmp_path).progress.version == 1
     store.save(made, Progress(RUN, 2), {})  # what was left half-written is swept away
     assert [path.name for path in tmp_path.iterdir()] == ["2.0"]
 
@@ -234,8 +231,7 @@ def test_stray_files_among_the_checkpoints_are_no_trouble(tmp_path: Path) -> Non
     assert store.newest() is None
     for version in (1, 2):
         store.save(made, Progress(RUN, version), {})
-    stored = store.newest()
-    assert stored is not None
+    stored = stored_in(tmp_path)
     assert (stored.progress.version, store.places()) == (2, [(2, 0), (1, 0)])
 
 
@@ -259,8 +255,7 @@ def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 1)
     store.save(learner(num_hidden_layers=1), Progress(RUN, 0), {})
-    stored, made = store.newest(), learner()
-    assert stored is not None
+    stored, made = stored_in(tmp_path), learner()
     before = weights(made)
     with pytest.raises(ModelError, match="another model"):
         restore(made, stored)
@@ -398,8 +393,7 @@ def test_a_checkpoint_of_a_copy_is_one_of_the_moment_it_was_taken(tmp_path: Path
     train_one(made, 1)
     expected = weights(made)
     store.write(captured, Progress(RUN, 1), {})
-    stored, resumed = store.newest(), learner(seed=9)
-    assert stored is not None
+    stored, resumed = stored_in(tmp_path), learner(seed=9)
     restore(resumed, stored)
     train_one(resumed, 1)
     assert same(weights(resumed), expected)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -134,6 +138,7 @@ class FakeHub:
         self.steps, self.max_staleness = steps, max_staleness
         self.policies: dict[tuple[int, int], str] = {}
         self.reports: dict[int, dict[str, float]] = {}
+        self.alarms: dict[int, dict[str, str]] = {}
         self.before: dict[str, Callable[[int], None]] = {}
         self.waiting = "3 more groups"
         self.evaluated: dict[int, Evaluation] = {}
@@ -213,6 +218,7 @@ class FakeHub:
     def report(self, report: StepReport) -> None:
         self._hook("report", report.step)
         self.reports[report.step] = report.metrics
+        self.alarms |= {report.step: report.alarms} if report.alarms else {}
 
     def evaluations(self, since: int) -> EvaluationPage:
         """What `evaluated` says of the versions from `since` on."""
@@ -254,6 +260,25 @@ def stored_in(folder: Path) -> StoredCheckpoint:
     stored = CheckpointStore(folder, 2).newest()
     assert stored is not None
     return stored
+
+
+def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings) -> list[tuple[int, str]]:
+    """All processes of a group of ranks, from start to end: exit code and output of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = Path(__file__).with_name("rank_program.py")
+    command = [sys.executable, str(program), str(folder), str(steps), settings.model_dump_json()]
+    each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ranks = [subprocess.Popen(command, env=environment, **piped) for environment in each]
+    try:
+        said = [rank.communicate(timeout=240)[0].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
 
 
 def training_run(
