@@ -56,10 +56,6 @@ class LoadedModel:
     files: Mapping[str, bytes]
 
     @property
-    def config(self) -> Any:
-        return self.model.config
-
-    @property
     def eos_token_id(self) -> int:
         return self.tokenizer.eos_token_id
 

@@ -40,15 +40,6 @@ class Manner(Protocol):
     def thinking(self) -> str: ...
 
 
-class Asked(Protocol):
-    """What is asked: a `Task` is one."""
-
-    @property
-    def prompt(self) -> str: ...
-    @property
-    def history(self) -> tuple[Message, ...]: ...
-
-
 class PromptEncoder:
     """Encodes tasks for one model; the same ids for the same files, settings and task.
 
@@ -87,10 +78,6 @@ class PromptEncoder:
     def opens_thinking(self) -> bool:
         """Whether the chat template itself begins every answer with a thinking block."""
         return self._template is not None and self._render([("user", "?")]).rstrip().endswith("<think>")
-
-    def task(self, task: Asked) -> tuple[int, ...]:
-        """The ids that ask a task."""
-        return self.encode(task.prompt, task.history)
 
     def encode(self, prompt: str, history: Sequence[Message] = ()) -> tuple[int, ...]:
         own = any(role == "system" for role, _text in history)

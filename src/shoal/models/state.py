@@ -7,7 +7,7 @@ storage (tied embeddings) appear once, under the first name, so that nothing tra
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,18 +58,9 @@ def overwrite(state: Mapping[str, Tensor], tensors: Mapping[str, TensorView] | M
             target.copy_(source if isinstance(source, Tensor) else to_torch(source))
 
 
-class Described(Protocol):
-    """A tensor that may not be here yet: a `TensorView`, or an `Entry` of a manifest."""
-
-    @property
-    def dtype(self) -> str | None: ...
-
-    @property
-    def shape(self) -> tuple[int, ...] | None: ...
-
-
-def check_fit(state: Mapping[str, Tensor], tensors: Mapping[str, Described] | Mapping[str, Tensor]) -> None:
-    """Raise `ModelError` unless the tensors are those of `state`, by name, shape and type. Needs no memory."""
+def check_fit(state: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
+    """Raise `ModelError` unless the tensors are those of `state`, by name, shape and type. They may not be here yet: a
+    `TensorView` or an `Entry` of a manifest will do."""
     missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     if missing or unknown:
         raise ModelError(f"these weights are for another model: missing {missing[:3]}, unknown {unknown[:3]}")

@@ -367,8 +367,8 @@ class Copies:
     def take(self, learner: Learner, with_training: bool) -> Copied:
         """The state as it is now; training may go on at once."""
         if self._stream is None:
-            self._stream = self._new_stream(learner.device)
-            learner.optimizer.register_step_pre_hook(lambda *_: self._stream and self._stream.before_update())
+            stream = self._stream = self._new_stream(learner.device)
+            learner.optimizer.register_step_pre_hook(lambda *_: stream.before_update())
         if self._reserving is not None:
             self._reserving.join()
         with self._stream.copying():

@@ -139,15 +139,10 @@ def test_an_unknown_word_is_refused_with_the_choices() -> None:
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
-        ([0.0, 1.0], True),
-        ([0.5, 0.5, 0.5000001], True),
-        ([1.0, 1.0, 1.0], False),
-        ([0.0], False),
-        ([], False),
-        ([0.0, math.nan], False),
-        ([0.0, math.inf], False),
+        ([0.0, 1.0], True), ([0.5, 0.5, 0.5000001], True), ([1.0, 1.0, 1.0], False), ([0.0], False), ([], False),
+        ([0.0, math.nan], False), ([0.0, math.inf], False),
     ],
-)
+)  # fmt: skip
 def test_groups_that_teach(rewards: list[float], expected: bool) -> None:
     assert carries_signal(rewards) is expected
 

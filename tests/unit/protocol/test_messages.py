@@ -333,19 +333,13 @@ def test_a_skippable_frame_is_no_body() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"run": "x" * 257},
-        {"unit": -1},
-        {"unit": 2**63},
-        {"version": -1},
-        {"rollouts": []},
-        {"rollouts": [Rollout(b"", b"", "eos")] * (MAX_GROUP + 1)},
-        {"prompt": bytes(4 * MAX_PROMPT_TOKENS + 1)},
+        {"run": "x" * 257}, {"unit": -1}, {"unit": 2**63}, {"version": -1}, {"rollouts": []},
+        {"rollouts": [Rollout(b"", b"", "eos")] * (MAX_GROUP + 1)}, {"prompt": bytes(4 * MAX_PROMPT_TOKENS + 1)},
         {"rollouts": [Rollout(bytes(4 * MAX_NEW_TOKENS + 1), b"", "eos")]},
         {"rollouts": [Rollout(b"", bytes(4 * MAX_NEW_TOKENS + 1), "eos")]},
-        {"rollouts": [Rollout(b"", b"", "stop")]},
-        {"engine": 5},
+        {"rollouts": [Rollout(b"", b"", "stop")]}, {"engine": 5},
     ],
-)
+)  # fmt: skip
 def test_every_cap_on_a_field_holds(changes: dict[str, object]) -> None:
     assert refused(pack(example(**changes))).startswith("the body is not a valid Submission: ")
 

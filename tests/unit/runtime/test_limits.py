@@ -33,14 +33,10 @@ def test_what_is_no_size_is_refused_with_an_example(text):
 @pytest.mark.parametrize(
     ("text", "rate"),
     [
-        ("20Mbit/s", 2.5e6),
-        ("20 mbit", 2.5e6),
-        ("2.5MB/s", 2.5e6),
-        ("64kbit/s", 8000.0),
-        ("1Gbps", None),
+        ("20Mbit/s", 2.5e6), ("20 mbit", 2.5e6), ("2.5MB/s", 2.5e6), ("64kbit/s", 8000.0), ("1Gbps", None),
         ("1Gbitps", 1.25e8),
     ],
-)
+)  # fmt: skip
 def test_rate_is_bytes_per_second(text, rate):
     assert parse_rate(text, "--max-bandwidth") == (1e9 if rate is None else rate)
 

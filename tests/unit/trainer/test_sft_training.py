@@ -210,16 +210,6 @@ def test_killed_after_any_row_it_goes_on_bit_for_bit(tmp_path: Path, corpus: Cor
     assert [row["loss"] for row in rows(resumed)[:6]] == [row["loss"] for row in rows(whole)[:6]]
 
 
-def test_divergence_is_an_error_and_saves_nothing_of_it(tmp_path: Path, corpus: Corpus) -> None:
-    given = parts(tmp_path, corpus, settings=SETTINGS.model_copy(update={"learning_rate": 1e30, "warmup_steps": 0}))
-    with pytest.raises(TrainingDiverged):
-        WarmStart(given, StopToken()).run()
-    assert not given.out.exists()
-    for checkpoint in (given.folder / "checkpoints").glob("*"):
-        loaded = load_model(checkpoint)
-        assert all(bool(torch.isfinite(weight).all()) for weight in loaded.model.parameters())
-
-
 def test_checkpoints_of_another_warm_start_are_refused(tmp_path: Path, corpus: Corpus) -> None:
     assert not WarmStart(parts(tmp_path, corpus), Stopping(3)).run()
     other = replace(parts(tmp_path, corpus), run="sft-other")

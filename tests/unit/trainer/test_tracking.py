@@ -174,14 +174,11 @@ def test_tracking_imports_neither_torch_nor_what_it_tracks_with() -> None:
 @pytest.mark.parametrize(
     ("environ", "key", "mode"),
     [
-        ({}, False, "offline"),
-        ({}, True, "online"),
-        ({"WANDB_MODE": "offline"}, True, "offline"),
-        ({"WANDB_MODE": "disabled"}, True, "disabled"),
-        ({"WANDB_MODE": "online"}, True, "online"),
+        ({}, False, "offline"), ({}, True, "online"), ({"WANDB_MODE": "offline"}, True, "offline"),
+        ({"WANDB_MODE": "disabled"}, True, "disabled"), ({"WANDB_MODE": "online"}, True, "online"),
         ({"WANDB_MODE": "online"}, False, "offline"),
     ],
-)
+)  # fmt: skip
 def test_no_key_means_no_network_and_no_question(
     environ: dict[str, str], key: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,17 +235,6 @@ def test_stray_files_among_the_checkpoints_are_no_trouble(tmp_path: Path) -> Non
     assert (stored.progress.version, store.places()) == (2, [(2, 0), (1, 0)])
 
 
-def test_what_cannot_be_swept_away_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".saving-1.0").mkdir()
-
-    def refused(_path: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(checkpoint.CheckpointStore, "_sweep", lambda store: refused(store.folder))
-    with pytest.raises(ResourceError, match="permission denied"):
-        CheckpointStore(tmp_path, 1).save(learner(), Progress(RUN, 2), {})
-
-
 def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ResourceError, match="a part of the path is a file"):
