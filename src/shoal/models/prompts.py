@@ -90,7 +90,7 @@ class PromptEncoder:
 
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens around words that a tool says after the model's turn, which ended with its own last token: those
-        before the words and those after, up to where the model goes on. A line break each without a template."""
+        before the words and those after, up to where the model continues. A line break each without a template."""
         if self._template is None:
             after = self.tokenizer.encode("\n") + (self.tokenizer.encode(self._thinking) if self._thinking else ())
             return self.tokenizer.encode("\n"), after

@@ -209,7 +209,7 @@ class UnitStory(Message):
 class NodeStory(Message):
     """What the hub holds of a node. `refused` and `recent` are newest first, `ledger` oldest first. `ledger` has what
     made or unmade its standing: registration, vouch, rejections, sanctions, void credit, orders; what it earned is in
-    its account. `record` sums what audits saw of it of late, and is what a statistical check looks at."""
+    its account. `record` sums what audits saw of it recently, and is what a statistical check looks at."""
 
     run: str
     node: NodeView

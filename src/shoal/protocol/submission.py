@@ -1,4 +1,4 @@
-"""Submissions: what a worker hands in (bulk: msgpack + zstd), and the receipt that the hub promises with.
+"""Submissions: what a worker submits (bulk: msgpack + zstd), and the receipt that the hub promises with.
 
 Token ids travel as little-endian uint32, log-probabilities as little-endian float32: compact, and no list of a
 million Python integers is ever built while decoding.

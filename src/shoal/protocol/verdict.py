@@ -144,7 +144,7 @@ NOTHING = Sums()
 
 
 class Tally(Message):
-    """What audits saw of rounding, in sums: of one submission, or of what a node handed in recently. `accidents` of the
+    """What audits saw of rounding, in sums: of one submission, or of what a node submitted recently. `accidents` of the
     `proofs` parts of rollouts (the tokens of one proof each) were quite wrong, as happens in coarse arithmetic now and
     then; they count in the channel of that name and nowhere else."""
 
@@ -274,7 +274,7 @@ class Audit(Message):
 
 class AuditReply(Message):
     """Submissions to check, and perhaps a slice of an evaluation (`EvaluationSlice`); or none, and why. `generate` are
-    leases of the validator itself: units to generate and hand in like a worker. Those that it has and has not answered
+    leases of the validator itself: units to generate and submit like a worker. Those that it has and has not answered
     come again with each reply. `calibration` is the one in force; `wanted` are number formats that workers would work
     in if they were measured."""
 

@@ -101,7 +101,7 @@ def _apply(tables: Tables, override: str) -> Keys:
 
 
 def _within(table: Any, key: str, override: str) -> Any:
-    """What an override goes on into: a table by its name, or one of several in a list by its number, from 0."""
+    """What an override leads into: a table by its name, or one of several in a list by its number, from 0."""
     if isinstance(table, list):
         if not (key.isascii() and key.isdecimal() and int(key) < len(table)):
             raise ConfigError(f"--set {override}: there are {len(table)} of these, numbered from 0; there is no {key}")

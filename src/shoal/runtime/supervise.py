@@ -42,7 +42,7 @@ TAIL_BYTES = 4096
 @dataclass(frozen=True)
 class ProcessSpec:
     """One process to keep running. An `essential` one that keeps dying ends the run; another is given up on, and the
-    run goes on without it."""
+    run continues without it."""
 
     name: str
     argv: tuple[str, ...]
@@ -76,7 +76,7 @@ ProcessState = Literal["running", "restarting", "resting", "given up"]
 @dataclass(frozen=True)
 class ProcessView:
     """A process as people see it: for `since_s` seconds it has been in this state. `why` is how its last life ended, in
-    words that go on from its name: `was killed by SIGKILL`; empty in its first."""
+    words that follow its name: `was killed by SIGKILL`; empty in its first."""
 
     name: str
     state: ProcessState
@@ -220,7 +220,7 @@ class Supervisor:
         child.why = describe_exit(code) + (f": {said}" if code > 0 else "")
         if code == SHUT_OUT_CODE:
             child.why = f"was shut out by the hub: {said}"
-            log.warning("%s %s; the run goes on without it", spec.name, child.why)
+            log.warning("%s %s; the run continues without it", spec.name, child.why)
             return None
         # Start it again after a pause, unless it has died too often
         lived_s = self._clock.monotonic_s() - child.started_s

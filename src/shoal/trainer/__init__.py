@@ -6,7 +6,7 @@
     memory      plan, shape_of, within_memory: what fits on a device, before anything is loaded
 
     process     run_trainer: the process
-    loop        TrainingRun: its story, with everything it talks to handed in
+    loop        TrainingRun: its story, with everything it talks to as arguments
     samples     prepare: groups from the hub → samples with advantages; lay, score: samples → log-probabilities
     learner     Learner, new_learner: model, optimizer, algorithm; Masters: float32 weights behind bfloat16
     step        train_step, train_samples, StepWork: one training step; knows no algorithm, no hub, no file

@@ -256,7 +256,7 @@ class CheckpointStore:
 
 
 def restore(learner: Learner, stored: StoredCheckpoint) -> None:
-    """Put weights, moments and generators in place; on the same machine, training goes on bit for bit."""
+    """Put weights, moments and generators in place; on the same machine, training continues bit for bit."""
     learner.load_state(stored.tensors(MODEL))
     training = stored.tensors(TRAINING)
     learner.load_moments({name[len(MOMENTS) :]: each for name, each in training.items() if name.startswith(MOMENTS)})
@@ -365,7 +365,7 @@ class Copies:
         self._reserving: threading.Thread | None = None
 
     def take(self, learner: Learner, with_training: bool) -> Copied:
-        """The state as it is now; training may go on at once."""
+        """The state as it is now; training may continue at once."""
         if self._stream is None:
             stream = self._stream = self._new_stream(learner.device)
             learner.optimizer.register_step_pre_hook(lambda *_: stream.before_update())
@@ -438,7 +438,7 @@ def weights_digest(model: str | Path) -> str:
 
 
 def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed: bool) -> None:
-    """When a run begins, write down from what; when it goes on and the reference is needed, compare. For example after
+    """When a run begins, write down from what; when it resumes and the reference is needed, compare. For example after
     `model.path` was pointed at another folder: with a KL term that is an error, without one it changes nothing, since
     the weights come from the checkpoint."""
     path = folder / START

@@ -67,7 +67,7 @@ POLL_S = 2.0  # a failed publication, or a request to stop, is noticed within th
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """Everything that a training run talks to. The process puts real ones together; tests hand in others."""
+    """Everything that a training run talks to. The process puts real ones together; tests pass others."""
 
     folder: Path
     hub: HubClient
@@ -116,7 +116,7 @@ class TrainingRun:
         return every > 0 and (version % every == 0 or version == self._info.steps)
 
     def run(self) -> None:
-        """The story: resume, catch up with what the hub has seen, go on to the last step, export."""
+        """The story: resume, catch up with what the hub has seen, continue to the last step, export."""
         refuse_foreign(self._parts.folder / "export")
         self._archive.open()
         published = self._parts.hub.status().policy
@@ -139,7 +139,7 @@ class TrainingRun:
             self._publisher.close()
 
     def _resume(self, published: PolicyRef | None) -> int:
-        """Load the newest checkpoint, if there is one; returns the incarnation to go on with."""
+        """Load the newest checkpoint, if there is one; returns the incarnation to continue with."""
         parts, stored = self._parts, self._store.newest()
         incarnation = published.incarnation if published else 0
         held = parts.learner.reference is not None

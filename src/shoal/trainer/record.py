@@ -146,7 +146,7 @@ def require_trackers(words: Iterable[str]) -> None:
 
 
 class TensorBoard:
-    """Implements `Tracker`: an event file in `tensorboard/`, readable while training goes on. Every start writes it
+    """Implements `Tracker`: an event file in `tensorboard/`, readable while training continues. Every start writes it
     anew, with the rows of the steps before."""
 
     def __init__(self, tracked: Tracked) -> None:

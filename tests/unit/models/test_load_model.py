@@ -46,7 +46,7 @@ def test_the_built_in_policy_is_what_its_provenance_says():
     assert sum(path.stat().st_size for path in TINY.iterdir()) < 2_000_000
     loaded = load_model("tiny")
     assert sum(p.numel() for p in loaded.model.parameters()) == provenance["weights"]
-    assert loaded.eos_token_id == loaded.config.eos_token_id == 1
+    assert loaded.eos_token_id == loaded.model.config.eos_token_id == 1
     assert not loaded.model.training
 
 
@@ -138,19 +138,9 @@ def test_code_that_a_folder_names_is_left_aside(copy):
 
 SHAPE = AdapterShape(4, 8.0, ("q_proj", "down_proj"))
 KINDS = (
-    "bloom",
-    "falcon_mamba",
-    "gemma3_text",
-    "gpt2",
-    "mamba2",
-    "mixtral",
-    "mpt",
-    "nanochat",
-    "opt",
-    "phi3",
-    "rwkv",
+    "bloom", "falcon_mamba", "gemma3_text", "gpt2", "mamba2", "mixtral", "mpt", "nanochat", "opt", "phi3", "rwkv",
     "zamba2",
-)
+)  # fmt: skip
 
 
 def entries_of(model: nn.Module, **changed: str) -> list[Entry]:

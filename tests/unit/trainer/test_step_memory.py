@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 from trainer_stubs import SETTINGS, FakeHub, learner, make_group, same, tiny_files, tiny_model, training_run
-from transformers import OPTConfig, OPTForCausalLM
 
 from shoal.errors import CheckpointError, ModelError
 from shoal.models import logprobs
 from shoal.models.load import model_from_files
 from shoal.models.lora import AdapterShape, add_adapters
-from shoal.models.packed import decoder_layers
 from shoal.models.state import policy_state
 from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.runtime.stop import StopToken
@@ -127,13 +125,6 @@ def test_nothing_is_recomputed_where_there_is_no_gradient() -> None:
     with torch.no_grad():
         model(torch.tensor([[3, 4, 5]]))
     assert not kept[0].requires_grad
-
-
-def test_layers_are_found_wherever_the_architecture_keeps_them() -> None:
-    shape = {"vocab_size": 96, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    opt = OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=16, max_position_embeddings=32))
-    assert list(decoder_layers(opt)) == list(opt.model.decoder.layers)
-    assert list(decoder_layers(tiny_model())) != []
 
 
 def test_the_reference_computes_by_itself(groups) -> None:
