@@ -160,19 +160,11 @@ def _buckets(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def packed_attention(
-    module: torch.nn.Module,
-    query_1GTD: Tensor,
-    key_1GTD: Tensor,
-    value_1GTD: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    packed_bounds: Tensor | None = None,
-    packed_longest: int = 0,
-    packed_rows: tuple[Tensor, ...] = (),
-    packed_places: Tensor | None = None,
-    packed_layers: _AttendedLayers | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query_1GTD: Tensor, key_1GTD: Tensor, value_1GTD: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, packed_bounds: Tensor | None = None, packed_longest: int = 0,
+    packed_rows: tuple[Tensor, ...] = (), packed_places: Tensor | None = None,
+    packed_layers: _AttendedLayers | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention within the bounds; without any, what "sdpa" does. Returns [1, T, G, D] as the interface asks."""
     if packed_bounds is None and packed_places is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(

@@ -196,12 +196,9 @@ LOOKS = 3  # a trainer may remove a checkpoint while it is read; another one is 
 
 
 def export_policy(
-    destination: Path,
-    tensors: Mapping[str, Tensor],
-    files: Mapping[str, bytes],
-    card: ModelCard,
+    destination: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], card: ModelCard,
     dtype: str = "float32",
-) -> Path:
+) -> Path:  # fmt: skip
     """Write the folder, and return where it is; an older export there is replaced, anything else is left alone.
     Adapters are merged into the weights they sit on: whoever loads the folder needs to know nothing of them."""
     refuse_foreign(destination)
@@ -250,13 +247,9 @@ def write_card(destination: Path, card: ModelCard, dtype: str = "float32") -> No
 
 
 def export_checkpoint(
-    trainer_folder: Path,
-    destination: Path,
-    card: ModelCard | None = None,
-    dtype: str = "float32",
-    manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None,
-    which: Which = "newest",
-) -> Path:
+    trainer_folder: Path, destination: Path, card: ModelCard | None = None, dtype: str = "float32",
+    manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None, which: Which = "newest",
+) -> Path:  # fmt: skip
     """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer. Of a given
     card, all that the folder tells is filled in: progress, metrics, scores; digest and ledger head from the manifest
     under which that version was published."""
@@ -274,14 +267,10 @@ def export_checkpoint(
     given, version = card or ModelCard(stored.progress), stored.progress.version
     manifest = manifest_of(stored.progress)
     filled = replace(
-        given,
-        progress=stored.progress,
-        digest=manifest.policy.digest if manifest else given.digest,
-        ledger_head=manifest.ledger_head if manifest else given.ledger_head,
-        metrics=latest_metrics(log_of, version),
-        scores=scores,
-        chosen=chosen,
-    )
+        given, progress=stored.progress, digest=manifest.policy.digest if manifest else given.digest,
+        ledger_head=manifest.ledger_head if manifest else given.ledger_head, metrics=latest_metrics(log_of, version),
+        scores=scores, chosen=chosen,
+    )  # fmt: skip
     return export_policy(destination, tensors, stored.files, filled, dtype)
 
 

@@ -83,16 +83,8 @@ def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, ranks: RankGrou
     kept = OriginSettings(kept_versions=max(OriginSettings().kept_versions, info.max_staleness + 2))
     shown = {**settings.model_dump(mode="json"), "model": Path(config.model).name, "seed": config.seed}
     return TrainingParts(
-        folder=config.folder,
-        hub=hub,
-        origin=Origin(config.origin_folder, info.run, config.key, settings=kept),
-        learner=learner,
-        files=loaded.files,
-        key=config.key,
-        base_model=hub_name(config.model),
-        seed=config.seed,
-        actions=actions,
-        trackers=open_trackers(settings.tracking, Tracked(config.folder, info.run, shown)),
-        held_out_tasks=config.held_out_tasks,
-        start=lambda: weights_digest(config.model),
-    )
+        folder=config.folder, hub=hub, origin=Origin(config.origin_folder, info.run, config.key, settings=kept),
+        learner=learner, files=loaded.files, key=config.key, base_model=hub_name(config.model), seed=config.seed,
+        actions=actions, trackers=open_trackers(settings.tracking, Tracked(config.folder, info.run, shown)),
+        held_out_tasks=config.held_out_tasks, start=lambda: weights_digest(config.model),
+    )  # fmt: skip

@@ -89,12 +89,9 @@ def mean_loss(learner: Learner, samples: Sequence[Sample], interrupted: Callable
 
 
 def train_samples(
-    learner: Learner,
-    prepared: Prepared,
-    plan: StepPlan,
-    interrupted: Callable[[], bool] = lambda: False,
+    learner: Learner, prepared: Prepared, plan: StepPlan, interrupted: Callable[[], bool] = lambda: False,
     veto: Veto = lambda _numbers: None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """The same for samples that no hub has sent. `veto` is asked before every optimizer step, with its numbers."""
     rate, update = 0.0, Update(learner, plan, Totals(), interrupted, veto)
     groups = [group for each in prepared.groups if (group := [sample for sample in each if sample.trained])]

@@ -157,17 +157,12 @@ class Nested(Section):
 
 texts = st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)
 anything = st.builds(
-    Anything,
-    text=texts,
-    number=st.floats(allow_nan=False),
-    whole=st.integers(-(2**63), 2**63 - 1),
-    flag=st.booleans(),
-    maybe=st.none() | st.integers(-5, 5),
-    numbers=st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
-    names=st.lists(texts, max_size=3),
+    Anything, text=texts, number=st.floats(allow_nan=False), whole=st.integers(-(2**63), 2**63 - 1),
+    flag=st.booleans(), maybe=st.none() | st.integers(-5, 5),
+    numbers=st.lists(st.floats(allow_nan=False), max_size=3).map(tuple), names=st.lists(texts, max_size=3),
     rows=st.lists(st.dictionaries(texts, st.integers(-9, 9), max_size=2), max_size=2),
     table=st.dictionaries(texts, texts | st.booleans(), max_size=3),
-)
+)  # fmt: skip
 
 
 @given(st.builds(Nested, top=st.integers(0, 9), one=anything, two=anything))

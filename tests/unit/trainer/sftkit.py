@@ -67,14 +67,9 @@ def sort_rows(count: int) -> list[dict[str, Any]]:
 
 
 def chosen(
-    tmp: Path,
-    rows: Iterable[dict[str, Any] | str],
-    files: dict[str, bytes] | None = None,
-    asking: Asking | None = None,
-    judge: Any = None,
-    interrupted: bool = False,
-    **choice: Any,
-) -> tuple[Corpus, Outcome]:
+    tmp: Path, rows: Iterable[dict[str, Any] | str], files: dict[str, bytes] | None = None,
+    asking: Asking | None = None, judge: Any = None, interrupted: bool = False, **choice: Any,
+) -> tuple[Corpus, Outcome]:  # fmt: skip
     """What `Choice(**choice)` makes of the rows; duplicates stay, unless that is asked for."""
     data = Demonstrations([put(tmp / "demos.jsonl", rows)])
     encoder = Encoder(files or sort_files(), PromptSettings(), data.layout)

@@ -119,17 +119,6 @@ def test_characters_that_the_tokenizer_does_not_know(tmp_path: Path) -> None:
     assert reasons(outcome) == {1: "characters: characters that the tokenizer does not know"}
 
 
-def test_duplicates_but_for_space_and_case(tmp_path: Path) -> None:
-    rows = [
-        {"messages": [{"role": "user", "content": "Two  plus two?"}, {"role": "assistant", "content": "Four."}]},
-        {"messages": [HI, HO]},
-        {"messages": [{"role": "user", "content": " two plus\nTWO?"}, {"role": "assistant", "content": "four."}]},
-        {"messages": [HI, {**HO, "content": "he"}]},
-    ]
-    _, outcome = chosen(tmp_path, rows, duplicates=True, files=chat_files())
-    assert reasons(outcome) == {2: "duplicates: the same as row 0"}
-
-
 def test_held_out_tasks_of_a_generator_and_of_a_data_set(tmp_path: Path) -> None:
     sort = build(EnvironmentSettings(name="sort"))
     held_out, train = sort.tasks("held_out")[0], sort.tasks("train")[0]
@@ -278,25 +267,26 @@ def gone(tmp: Path, rows: list[dict[str, Any]], **choice: Any) -> list[int]:
     return sorted(chosen(tmp, rows, files=chat_files(), **choice)[1].left_out)
 
 
-def test_where_the_prompt_ends_counts(tmp_path: Path) -> None:
-    rows = [{"prompt": "1", "completion": "23"}, {"prompt": "12", "completion": "3"}]
-    assert gone(tmp_path, rows, duplicates=True) == []
+def asked(*prompts: str) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "completion": "12"} for prompt in prompts]
 
 
-def test_where_there_is_space_counts_but_not_how_much(tmp_path: Path) -> None:
-    prompts = ["add 1 11=", "add 11 1=", "add  1 \n11="]
-    assert gone(tmp_path, [{"prompt": each, "completion": "12"} for each in prompts], duplicates=True) == [2]
+def after(role: str) -> dict[str, Any]:
+    return {"prompt": [{"role": role, "content": "a"}, {"role": "user", "content": "b"}], "completion": "c"}
 
 
-def test_the_system_message_counts(tmp_path: Path) -> None:
-    rows = [talk("hi", "yo", system=system) for system in ("in french", "in german", "in french")]
-    assert gone(tmp_path, rows, duplicates=True) == [2]
-
-
-def test_who_says_it_and_what_is_learnt_counts(tmp_path: Path) -> None:
-    first = {"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "completion": "c"}
-    other = {"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}], "completion": "c"}
-    assert gone(tmp_path, [first, other], duplicates=True) == []
+@pytest.mark.parametrize(
+    ("rows", "left_out"),
+    [
+        pytest.param([{"prompt": "1", "completion": "23"}, {"prompt": "12", "completion": "3"}], [], id="border"),
+        pytest.param(asked("add 1 11=", "add 11 1=", "add  1 \n11="), [2], id="space, but not how much"),
+        pytest.param(asked("Two plus", "three", " two plus"), [2], id="not case"),
+        pytest.param([talk("hi", "yo", system=each) for each in ("french", "german", "french")], [2], id="system"),
+        pytest.param([after("user"), after("assistant")], [], id="who says it"),
+    ],
+)
+def test_what_tells_demonstrations_apart(tmp_path: Path, rows: list[dict[str, Any]], left_out: list[int]) -> None:
+    assert gone(tmp_path, rows, duplicates=True) == left_out
 
 
 @pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content"])

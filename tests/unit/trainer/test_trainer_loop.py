@@ -307,15 +307,16 @@ def test_divergence_never_ends_as_success(tmp_path: Path) -> None:
     assert list(hub.policies) == [(0, 0)]
 
 
-def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
-    CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(learner(), Progress("other-run", 0), {})
-    with pytest.raises(CheckpointError, match=r"belong to run other-run, the hub's run is test-"):
-        training_run(tmp_path, FakeHub(STEPS))[0].run()
-
-
-def test_a_hub_that_has_forgotten_versions_is_noticed(tmp_path: Path) -> None:
-    CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(learner(), Progress(RUN, 3), {})
-    with pytest.raises(CheckpointError, match=r"version 3, but the hub has seen version -1 at most; restore"):
+@pytest.mark.parametrize(
+    ("progress", "said"),
+    [
+        (Progress("other-run", 0), r"belong to run other-run, the hub's run is test-"),
+        (Progress(RUN, 3), r"version 3, but the hub has seen version -1 at most; restore"),
+    ],
+)
+def test_checkpoints_that_the_hub_cannot_know_are_refused(tmp_path: Path, progress: Progress, said: str) -> None:
+    CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(learner(), progress, {})
+    with pytest.raises(CheckpointError, match=said):
         training_run(tmp_path, FakeHub(STEPS))[0].run()
 
 

@@ -67,15 +67,10 @@ def config(tmp_path: Path) -> TrainerConfig:
     save_file(policy_state(model), folder / "model.safetensors", metadata={"format": "pt"})
     certificate = RoleCertificate(run=RUN, role="trainer", public_key=KEY.public_key, issued_at_ms=0)
     return TrainerConfig(
-        folder=tmp_path / "run" / "trainer",
-        settings=SETTINGS,
-        model=str(folder),
-        origin_folder=tmp_path / "run" / "origin",
-        hub_url="http://127.0.0.1:1",
-        root_fingerprint=None,
-        key=KEY,
+        folder=tmp_path / "run" / "trainer", settings=SETTINGS, model=str(folder),
+        origin_folder=tmp_path / "run" / "origin", hub_url="http://127.0.0.1:1", root_fingerprint=None, key=KEY,
         certificate=sign_document(certificate, KEY),
-    )
+    )  # fmt: skip
 
 
 def test_a_whole_run(config: TrainerConfig, client: FakeClient) -> None:

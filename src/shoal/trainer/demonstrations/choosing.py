@@ -317,14 +317,10 @@ class Outcome:
 
 
 def choose(
-    data: Demonstrations,
-    encoder: Encoder,
-    choice: Choice = Choice(),
-    asking: Asking | None = None,
-    judge: PartJudge | None = None,
-    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    data: Demonstrations, encoder: Encoder, choice: Choice = Choice(), asking: Asking | None = None,
+    judge: PartJudge | None = None, progress: Callable[[int, int], None] = lambda _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
-) -> tuple[Corpus, Outcome]:
+) -> tuple[Corpus, Outcome]:  # fmt: skip
     """`asking` with an environment, `judge` for a rank. If nothing is left, that is an error which says what left it
     out."""
     most = min((each for each in (choice.max_tokens, encoder.positions) if each is not None), default=None)
