@@ -160,7 +160,6 @@ class Layout:
 def flatten(sequences: Sequences) -> Layout:
     """Lay out (prompt, completion) pairs end to end. A prompt has a token at least: it predicts the first of the
     completion."""
-    _refuse_empty_prompts(sequences)
     lengths = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     ids = [np.concatenate([prompt, completion])[:-1] for prompt, completion in sequences]
@@ -172,7 +171,6 @@ def flatten(sequences: Sequences) -> Layout:
 
 def pad(sequences: Sequences) -> Layout:
     """The same side by side, in rows as long as the longest."""
-    _refuse_empty_prompts(sequences)
     longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
     ids_BL = np.zeros((len(sequences), longest), dtype=np.int64)
     for row, (prompt, completion) in enumerate(sequences):
@@ -182,14 +180,11 @@ def pad(sequences: Sequences) -> Layout:
 
 def _completions(sequences: Sequences, starts: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """Places and ids of the completions' tokens, of sequences that start there."""
+    if any(len(prompt) == 0 for prompt, _completion in sequences):
+        raise ValueError("a sequence has an empty prompt: nothing predicts its first token")
     places = [
         np.arange(len(completion)) + start + len(prompt) - 1
         for start, (prompt, completion) in zip(starts, sequences, strict=False)
     ]
     targets = [completion for _, completion in sequences]
     return torch.from_numpy(np.concatenate(places)), torch.from_numpy(np.concatenate(targets))
-
-
-def _refuse_empty_prompts(sequences: Sequences) -> None:
-    if any(len(prompt) == 0 for prompt, _completion in sequences):
-        raise ValueError("a sequence has an empty prompt: nothing predicts its first token")

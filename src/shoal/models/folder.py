@@ -205,22 +205,16 @@ def _check_file(file: Path) -> None:
         header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
         if size_bytes < LENGTH_BYTES or header_bytes > min(MAX_HEADER_BYTES, size_bytes - LENGTH_BYTES):
             raise _damaged(file, f"its {size_bytes} bytes hold no whole header")
-        end = _end_of_data(file, opened.read(header_bytes))
-    data_bytes = size_bytes - LENGTH_BYTES - header_bytes
-    if end != data_bytes:
-        raise _damaged(file, f"it should hold {end} bytes of weights and holds {data_bytes}")
-
-
-def _end_of_data(file: Path, header: bytes) -> int:
-    """Where the last tensor ends; every one of them begins where it may and ends after it begins."""
     try:
-        entries: dict[str, Any] = json.loads(header)
-        spans = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
+        spans = [entry["data_offsets"] for entry in read_header(file).values()]
         if not all(0 <= begin <= end for begin, end in spans):
             raise ValueError("a tensor ends before it begins")
-        return max((int(end) for _, end in spans), default=0)
+        last = max((int(end) for _, end in spans), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(file, f"its header cannot be read ({error})") from error
+    data_bytes = size_bytes - LENGTH_BYTES - header_bytes
+    if last != data_bytes:
+        raise _damaged(file, f"it should hold {last} bytes of weights and holds {data_bytes}")
 
 
 def _damaged(file: Path, how: str) -> ModelError:

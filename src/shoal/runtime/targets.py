@@ -245,13 +245,7 @@ PUBLIC_ONLY = Reach(Nearness.PUBLIC)
 
 def own_address() -> str:
     """This machine's address, as others on its network reach it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: this only asks which address would be used
-            address: str = probe.getsockname()[0]
-            return address
-        except OSError:
-            return "127.0.0.1"
+    return str(_source_of("192.0.2.1") or "127.0.0.1")
 
 
 def endpoint_of(url: str | httpx.URL) -> tuple[str, int]:
