@@ -203,13 +203,11 @@ class Request:
         from shoal.trainer.demonstrations.choosing import HARMLESS, USED
 
         about = {
-            "model": model_digest(model_folder(model.where)),
-            "data": self.demonstrations.digest,
+            "model": model_digest(model_folder(model.where)), "data": self.demonstrations.digest,
             "environment": None if self.environment is None else self.environment.digest,
-            "choice": asdict(self.choice),
-            "course": asdict(self.course),
+            "choice": asdict(self.choice), "course": asdict(self.course),
             "trainer": self.settings.model_dump(mode="json", include=set(USED - HARMLESS)),
-        }
+        }  # fmt: skip
         found: dict[str, Any] = json.loads(json.dumps(about, default=str))
         return found
 
@@ -265,9 +263,9 @@ def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
 def _select(request: Request, model: ModelSource) -> int:
     """Write the rows that stay, as they are in the data."""
     _corpus, outcome = request.choose(model)
-    typer.echo("\n".join(["demonstrations:", *outcome.lines()]))
     write_rows(request.out, request.demonstrations.originals(outcome.kept))
-    typer.echo(f"wrote {request.out}: {len(outcome.kept):,} demonstrations")
+    counted = f"wrote {request.out}: {len(outcome.kept):,} demonstrations"
+    typer.echo("\n".join(["demonstrations:", *outcome.lines(), counted]))
     return 0
 
 
@@ -318,10 +316,10 @@ def _chosen(request: Request, model: ModelSource, about: dict[str, Any]) -> Corp
     from shoal.trainer.demonstrations.choosing import Corpus
 
     work, chosen, path = request.work, request.work / CHOSEN, request.work / CORPUS
-    stored = json.loads(chosen.read_bytes()) if chosen.is_file() else {}
-    if stored and stored["about"] != about and any((work / "checkpoints").glob("*")):
-        raise ConfigError(f"{work} is of another warm start: {difference(stored['about'], about)}")
-    if not stored or stored["about"] != about:
+    stored = json.loads(chosen.read_bytes()) if chosen.is_file() else {"about": {}}
+    if stored["about"] != about:
+        if stored["about"] and any((work / "checkpoints").glob("*")):
+            raise ConfigError(f"{work} is of another warm start: {difference(stored['about'], about)}")
         chosen.unlink(missing_ok=True)  # nothing was trained with it, and nothing is lost
         corpus, outcome = request.choose(model)
         data = corpus.as_bytes()

@@ -247,8 +247,8 @@ class Supervisor:
 def describe_exit(code: int) -> str:
     """An exit status in words.
 
-    >>> describe_exit(-9), describe_exit(1), describe_exit(TOLD_TO_STOP_CODE)
-    ('was killed by SIGKILL', 'ended with exit code 1', 'was told to stop by somebody')
+    >>> describe_exit(-9), describe_exit(-250), describe_exit(1), describe_exit(TOLD_TO_STOP_CODE)
+    ('was killed by SIGKILL', 'was killed by signal 250', 'ended with exit code 1', 'was told to stop by somebody')
     """
     if code == TOLD_TO_STOP_CODE:
         return "was told to stop by somebody"

@@ -25,19 +25,6 @@ from shoal.runtime.stop import Flag, StopToken, stop_on_signals
 NO_PAUSE = Backoff(first_s=0.0, most_s=0.0)
 
 
-def test_a_manual_clock_moves_only_when_told() -> None:
-    clock = ManualClock(start_ms=1000)
-    assert (clock.now_ms(), clock.monotonic_s()) == (1000, 1.0)
-    clock.advance(2.5)
-    assert (clock.now_ms(), clock.monotonic_s()) == (3500, 3.5)
-
-
-def test_the_system_clock_counts_milliseconds_since_1970() -> None:
-    clock = SystemClock()
-    assert clock.now_ms() > 1_600_000_000_000
-    assert clock.monotonic_s() <= clock.monotonic_s()
-
-
 def test_a_file_is_replaced_whole_with_its_mode_and_nothing_left_over(tmp_path: Path) -> None:
     path = tmp_path / "x"
     write_atomically(path, b"one")

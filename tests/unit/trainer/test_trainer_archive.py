@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +67,9 @@ def archive(tmp_path: Path) -> RolloutArchive:
 def test_a_row_is_a_rollout_with_its_texts_tokens_and_reward(archive: RolloutArchive) -> None:
     path = archive.write(*STEP_7)
     assert path.name == "step-00007.parquet"
-    table = pq.read_table(path)
+    table, chunks = pq.read_table(path), pq.ParquetFile(path).metadata.row_group(0)
     assert table.schema.equals(SCHEMA)
+    assert {chunks.column(index).compression for index in range(chunks.num_columns)} == {"ZSTD"}
     rows = table.to_pylist()
     assert rows[0] == {
         "step": 7, "unit": 40, "sample": 0, "task": "sort/40", "node": "node-40", "version": 6, "staleness": 1,
@@ -82,16 +81,6 @@ def test_a_row_is_a_rollout_with_its_texts_tokens_and_reward(archive: RolloutArc
     assert seen == [(40, 1, "node-40", 1, ""), (41, 0, "node-41", 0, "0 2 ")]
     assert (rows[1]["token_ids"], rows[2]["logprobs"]) == ([EOS], [-0.5, -1.0, -1.5, -2.0])
     assert (rows[2]["prompt"], rows[2]["finish"], rows[2]["reward"]) == ("2 0=", "length", 0.25)
-
-
-def test_the_columns_are_those_that_are_promised_and_compressed(archive: RolloutArchive) -> None:
-    file = pq.ParquetFile(archive.write(*STEP_7))
-    assert file.schema_arrow.names == [
-        "step", "unit", "sample", "task", "node", "version", "staleness", "prompt", "completion", "prompt_ids",
-        "token_ids", "logprobs", "given", "finish", "reward",
-    ]  # fmt: skip
-    chunks = file.metadata.row_group(0)
-    assert {chunks.column(index).compression for index in range(chunks.num_columns)} == {"ZSTD"}
 
 
 def test_a_step_without_a_group_is_a_file_without_rows_of_the_same_schema(archive: RolloutArchive) -> None:
@@ -114,24 +103,6 @@ def test_what_a_killed_trainer_left_half_written_is_removed(archive: RolloutArch
     (archive.folder / ".step-00008.parquet.123.ab").write_bytes(b"PAR1")
     archive.open()
     assert list(archive.folder.iterdir()) == [path]
-
-
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
-    archive: RolloutArchive, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ResourceError, match=r"cannot write .*step-00007\.parquet: the disk is full: free some space"):
-        archive.write(*STEP_7)
-    assert list(archive.folder.iterdir()) == []
-
-
-def test_a_folder_that_is_none_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").write_text("")
-    with pytest.raises(ResourceError, match="a part of the path is a file"):
-        RolloutArchive(tmp_path / "rollouts", TOKENIZER.decode).open()
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -51,6 +51,8 @@ def test_the_card_says_where_the_model_came_from(tmp_path: Path) -> None:
     for fact in (RUN, "12 (incarnation 1)", "tiny", "sort", "cd" * 32, "99 / `" + "ef" * 32, "| held_out | 0.875 |"):
         assert fact in card
     assert card.startswith("---\nlibrary_name: transformers")
+    read = HubCard.load(folder / "README.md").data
+    assert (read.base_model, read.datasets, read.eval_results) == (None, None, None), "what the hub does not know"
     facts = json.loads((folder / "shoal.json").read_text())
     assert facts["ledger_head"]["index"] == 99
     assert facts["progress"] == {"run": RUN, "version": 12, "incarnation": 1}
@@ -232,13 +234,6 @@ def test_the_card_is_one_that_the_hugging_face_hub_reads(tmp_path: Path) -> None
         "| data | me/tasks, ",
     ):
         assert line in text
-
-
-def test_what_the_hub_does_not_know_is_not_in_the_front_matter(tmp_path: Path) -> None:
-    read = HubCard.load(export(learner(), tmp_path / "export") / "README.md").data
-    assert read.base_model is None
-    assert read.datasets is None
-    assert read.eval_results is None
 
 
 @pytest.mark.parametrize(
