@@ -191,7 +191,6 @@ def run_once(options: argparse.Namespace, in_front: bool) -> tuple[int, list[dic
             learner=new_learner(model, settings),
             files=files,
             key=KEY,
-            evaluate=lambda: None,
         )
         (folder / "trainer").mkdir()
         TrainingRun(parts, StopToken()).run()

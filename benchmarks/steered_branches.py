@@ -38,7 +38,7 @@ from shoal.errors import ScoringFailure
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
 from shoal.protocol import ProofParameters, RolloutReward, SamplingParameters
-from shoal.protocol.branches import BETS, ENOUGH, MARGIN, Branches, look_share
+from shoal.protocol.verdict import BETS, ENOUGH, MARGIN, Branches, look_share
 from shoal.sampling.check import distances
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import BranchLook, Lookout, by_tolerance, choice_bits

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.algorithms.filters import carries_signal
+from shoal.engines.dialogue import greedy_answers
 from shoal.engines.protocol import Completion, GenerationRequest
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings, build
@@ -32,7 +33,6 @@ from shoal.models.state import policy_views
 from shoal.protocol import SamplingParameters
 from shoal.protocol.batch import TrainingGroup, TrainingRollout
 from shoal.protocol.submission import pack_logprobs, pack_tokens
-from shoal.trainer.held_out import GreedyEvaluator
 from shoal.trainer.learner import make_deterministic, new_learner
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.step import StepWork, train_step
@@ -93,9 +93,6 @@ class ExactRun:
             temperature=1.0, max_new_tokens=self._run["max_new_tokens"], eos_token_id=loaded.eos_token_id
         )
         self._learner = new_learner(loaded.model, trainer)
-        self._evaluate = GreedyEvaluator(
-            loaded.model, loaded.tokenizer, self._environment, self._sampling, HELD_OUT_TASKS
-        )
         self._engine = TorchEngine(loaded.files)
         self._versions = deque([policy_views(loaded.model)], maxlen=case.staleness + 1)
         self._unit = 0
@@ -114,6 +111,15 @@ class ExactRun:
                 yield self._named(step + 1, self._evaluate(), {"ended": "no group had a signal"})
                 return
         yield self._named(self._case.steps, self._evaluate(), {"ended": "complete"})
+
+    def _evaluate(self) -> float:
+        """The mean greedy score of the policy as it is."""
+        tasks = list(self._environment.tasks("held_out"))
+        prompts = [tuple(self._tokenizer.encode(task.prompt)) for task in tasks]
+        answers = greedy_answers(TorchEngine.wrap(self._learner.model), prompts, [None] * len(tasks), self._sampling)
+        texts = [self._tokenizer.decode(ids) for ids in answers]
+        scores = [self._environment.score(task, text).value for task, text in zip(tasks, texts, strict=True)]
+        return sum(scores) / len(scores)
 
     def _named(self, step: int, score: float | None, row: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._case.identity, "step": step, **({} if score is None else {"held_out": score}), **row}

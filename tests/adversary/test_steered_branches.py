@@ -40,7 +40,7 @@ from shoal.protocol import (
     SigningKey,
     Verdict,
 )
-from shoal.protocol.branches import ENOUGH, Branches, GainEvidence, look_share
+from shoal.protocol.verdict import ENOUGH, Branches, GainEvidence, look_share
 from shoal.sampling import uniforms
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import Lookout

@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.models.compiled import compile_layers
 from shoal.models.head_tables import usable
 from shoal.models.logprobs import Head, hidden_states, token_logprobs
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, add_adapters, merged
-from shoal.models.packed import Packed, packed_states, supports_packing
+from shoal.models.packed import Packed, compile_layers, packed_states, supports_packing
 from shoal.models.tiny import build_tiny
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copies
 from shoal.trainer.learner import new_learner

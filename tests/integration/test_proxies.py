@@ -37,9 +37,8 @@ from shoal.run.doctor import examine
 from shoal.run.folder import RunFolder, port_of
 from shoal.run.recipe import Recipe
 from shoal.run.roles import run_role
-from shoal.runtime.proxies import Proxy, parse_proxy, proxy_of
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import Nearness, Reach
+from shoal.runtime.targets import Nearness, Proxy, Reach, parse_proxy, proxy_of
 from shoal.shardcast import Origin
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 

@@ -80,7 +80,7 @@ from shoal.protocol import (
     open_document,
     sign_document,
 )
-from shoal.protocol.branches import Branches
+from shoal.protocol.verdict import Branches
 from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import stop_on_signals
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from trainer_stubs import tiny_files, tiny_model
 
 from shoal.environments.settings import PromptSettings
-from shoal.trainer.demonstrations.choosing import Asking, Choice, Choosing, Corpus, Outcome
+from shoal.trainer.demonstrations.choosing import Asking, Choice, Corpus, Outcome, choose
 from shoal.trainer.demonstrations.reading import Demonstrations, Encoder
 
 SPECIAL = ("<|end|>", "<|user|>", "<|bot|>", "<|sys|>")
@@ -67,16 +67,11 @@ def sort_rows(count: int) -> list[dict[str, Any]]:
 
 
 def chosen(
-    tmp: Path,
-    rows: Iterable[dict[str, Any] | str],
-    files: dict[str, bytes] | None = None,
-    asking: Asking | None = None,
-    judge: Any = None,
-    interrupted: bool = False,
-    **choice: Any,
-) -> tuple[Corpus, Outcome]:
+    tmp: Path, rows: Iterable[dict[str, Any] | str], files: dict[str, bytes] | None = None,
+    asking: Asking | None = None, judge: Any = None, interrupted: bool = False, **choice: Any,
+) -> tuple[Corpus, Outcome]:  # fmt: skip
     """What `Choice(**choice)` makes of the rows; duplicates stay, unless that is asked for."""
     data = Demonstrations([put(tmp / "demos.jsonl", rows)])
     encoder = Encoder(files or sort_files(), PromptSettings(), data.layout)
     wanted = Choice(**{"duplicates": False, "rank": tmp if judge else None, **choice})
-    return Choosing(data, encoder, wanted, asking, judge, interrupted=lambda: interrupted).run()
+    return choose(data, encoder, wanted, asking, judge, interrupted=lambda: interrupted)

@@ -25,10 +25,8 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossTokens:
-    """What a loss may look at. `logprobs_N` carries the gradient; the others are data.
-
-    `behaviour_N` are the log-probabilities recorded when the tokens were drawn, and verified since.
-    """
+    """What a loss may look at. `logprobs_N` carries the gradient; the others are data. `behaviour_N` are the
+    log-probabilities recorded when the tokens were drawn, and verified since."""
 
     logprobs_N: Tensor
     behaviour_N: Tensor
@@ -45,12 +43,10 @@ class LossTokens:
 
 @dataclass(frozen=True)
 class LossParameters:
-    """What a loss may be given; each takes what it needs.
-
-    `epsilon` (and `epsilon_high` above 1, if it differs) is the clip, `delta` (> 1 + epsilon) the ceiling of a ratio
-    with negative advantage, `ratio_cap` where an importance weight is cut off, `mask_low`/`mask_high` the band of a
-    sequence's geometric mean, `move_limit` and `log_ratio_penalty` are of `dppo`.
-    """
+    """What a loss may be given; each takes what it needs. `epsilon` (and `epsilon_high` above 1, if it differs) is the
+    clip, `delta` (> 1 + epsilon) the ceiling of a ratio with negative advantage, `ratio_cap` where an importance weight
+    is cut off, `mask_low`/`mask_high` the band of a sequence's geometric mean, `move_limit` and `log_ratio_penalty` are
+    of `dppo`."""
 
     epsilon: float = 0.2
     delta: float = 4.0
@@ -70,11 +66,9 @@ class LossParameters:
 @dataclass(frozen=True)
 class LossOutput:
     """The loss of each token, and what to report: `mean` values are averaged over the step's tokens, of `peak` values
-    the largest is kept. Neither carries a gradient.
-
-    Losses with a ratio report `ratio_mean`, `ratio_max` and `clip_fraction`: how many tokens a clip, cap or mask has
-    taken gradient from. Those that mask say `masked_fraction`, too; those with a separate weight `weight_mean`.
-    """
+    the largest is kept. Neither carries a gradient. Losses with a ratio report `ratio_mean`, `ratio_max` and
+    `clip_fraction`: how many tokens a clip, cap or mask has taken gradient from. Those that mask say `masked_fraction`,
+    too; those with a separate weight `weight_mean`."""
 
     loss_N: Tensor
     mean: Mapping[str, Tensor] = field(default_factory=dict)
@@ -110,11 +104,9 @@ def recomputed(tokens: LossTokens) -> Tensor:
 
 
 def two_sided_clip(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """`−min(min(r, δ)·A, clip(r, 1−ε, 1+ε)·A)`.
-
-    PPO's clip leaves a token with negative advantage and exploding ratio unbounded; δ bounds it. For example with
-    A = −1, ε = 0.2, δ = 4 and r = 10 the loss is 4 (PPO: 10), and no gradient flows.
-    """
+    """`−min(min(r, δ)·A, clip(r, 1−ε, 1+ε)·A)`. PPO's clip leaves a token with negative advantage and exploding ratio
+    unbounded; δ bounds it. For example with A = −1, ε = 0.2, δ = 4 and r = 10 the loss is 4 (PPO: 10), and no gradient
+    flows."""
     ratio_N, advantages_N = ratio(tokens, parameters), tokens.advantages_N
     unclipped_N = ratio_N.clamp(max=parameters.delta) * advantages_N
     objective_N = torch.minimum(unclipped_N, clipped(ratio_N, parameters) * advantages_N)
@@ -123,10 +115,8 @@ def two_sided_clip(tokens: LossTokens, parameters: LossParameters) -> LossOutput
 
 
 def ppo_clip(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """`−min(r·A, clip(r, 1−ε, 1+ε)·A)`; δ is not used. With `epsilon_high` above ε it is clip-higher.
-
-    With A = 1, ε = 0.2 and r = 1.25 the loss is −1.2 and no gradient flows; with `epsilon_high` = 0.28 both are −1.25.
-    """
+    """`−min(r·A, clip(r, 1−ε, 1+ε)·A)`; δ is not used. With `epsilon_high` above ε it is clip-higher. With A = 1, ε =
+    0.2 and r = 1.25 the loss is −1.2 and no gradient flows; with `epsilon_high` = 0.28 both are −1.25."""
     ratio_N, advantages_N = ratio(tokens, parameters), tokens.advantages_N
     objective_N = torch.minimum(ratio_N * advantages_N, clipped(ratio_N, parameters) * advantages_N)
     return reported(-objective_N, ratio_N, beyond_clip(ratio_N, advantages_N, parameters))
@@ -154,14 +144,9 @@ def reported(loss_N: Tensor, ratio_N: Tensor, stopped_N: Tensor, **means: Tensor
     )
 
 
-# ── weights and masks of single tokens; no gradient flows through a weight: −w·A·log π has the gradient −w·A ──
-
-
 def plain(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """`−A·log π`: the policy gradient as if every token had just been drawn.
-
-    For comparison: nothing stops a token that has moved enough, so that it breaks down under staleness.
-    """
+    """`−A·log π`: the policy gradient as if every token had just been drawn. For comparison: nothing stops a token that
+    has moved enough, so that it breaks down under staleness."""
     ratio_N = ratio(tokens, parameters)
     return reported(-tokens.advantages_N * tokens.logprobs_N, ratio_N, torch.zeros_like(ratio_N))
 
@@ -172,30 +157,23 @@ def cross_entropy(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
 
 
 def tis(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """Truncated importance sampling: `−min(r, cap)·A·log π`, the minimum without gradient.
-
-    Exact where r ≤ cap; beyond, a token counts less than it should, which bounds the variance. With cap = 2, A = 1 and
-    r = 10 the gradient is −2.
-    """
+    """Truncated importance sampling: `−min(r, cap)·A·log π`, the minimum without gradient. Exact where r ≤ cap; beyond,
+    a token counts less than it should, which bounds the variance. With cap = 2, A = 1 and r = 10 the gradient is −2."""
     return _capped(tokens, parameters, parameters.ratio_cap)
 
 
 def cispo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """`−min(r, 1 + ε_high)·A·log π`, the minimum without gradient: no token loses its gradient by a clip.
-
-    As its authors run it, without a floor. The cap is 1 + `epsilon_high` where that is given, else `ratio_cap`: then
-    the same as `tis`, which others came to from importance sampling.
-    """
+    """`−min(r, 1 + ε_high)·A·log π`, the minimum without gradient: no token loses its gradient by a clip. As its
+    authors run it, without a floor. The cap is 1 + `epsilon_high` where that is given, else `ratio_cap`: then the same
+    as `tis`, which others came to from importance sampling."""
     high = parameters.epsilon_high
     return _capped(tokens, parameters, parameters.ratio_cap if high is None else 1 + high)
 
 
 def decoupled(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """Decoupled PPO: `−w·min(u·A, clip(u, 1−ε, 1+ε)·A)`, u = π / proximal, w = min(proximal / behaviour, cap).
-
-    The proximal policy is the one that the step began with: the clip bounds what this step changes, w corrects for the
-    staleness before it. So `recomputed_N` is always needed, and `recomputed_base` says nothing.
-    """
+    """Decoupled PPO: `−w·min(u·A, clip(u, 1−ε, 1+ε)·A)`, u = π / proximal, w = min(proximal / behaviour, cap). The
+    proximal policy is the one that the step began with: the clip bounds what this step changes, w corrects for the
+    staleness before it. So `recomputed_N` is always needed, and `recomputed_base` says nothing."""
     proximal_N, advantages_N = recomputed(tokens), tokens.advantages_N
     before_N = bounded_exp(proximal_N - tokens.behaviour_N).detach()
     weight_N = before_N.clamp(max=parameters.ratio_cap)
@@ -206,12 +184,10 @@ def decoupled(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
 
 
 def dppo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """`−r·A + λ·(log r)²`, the first term masked where the probability has moved enough in A's direction.
-
-    "Enough" is `move_limit` in probability, not in ratio: a token that went from 0.001 to 0.003 is no danger, one from
-    0.9 to 0.6 is, though its ratio moved less. The second term (λ = `log_ratio_penalty`) pulls every token back, also
-    those that are masked or have no advantage; its gradient is 2λ·log r, nothing on policy.
-    """
+    """`−r·A + λ·(log r)²`, the first term masked where the probability has moved enough in A's direction. "Enough" is
+    `move_limit` in probability, not in ratio: a token that went from 0.001 to 0.003 is no danger, one from 0.9 to 0.6
+    is, though its ratio moved less. The second term (λ = `log_ratio_penalty`) pulls every token back, also those that
+    are masked or have no advantage; its gradient is 2λ·log r, nothing on policy."""
     log_ratio_N, advantages_N = log_ratio(tokens, parameters), tokens.advantages_N
     ratio_N = bounded_exp(log_ratio_N)
     moved_N = tokens.logprobs_N.detach().exp() - base(tokens, parameters).exp()
@@ -227,16 +203,11 @@ def _capped(tokens: LossTokens, parameters: LossParameters, cap: float) -> LossO
     return reported(loss_N, ratio_N, (ratio_N > cap) & (tokens.advantages_N != 0))
 
 
-# ── whole completions, by the geometric mean of their ratios, s = exp(mean of log r) ──
-
-
 def gspo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """`−min(s·A, clip(s, 1−ε, 1+ε)·A)` at every token of a completion: its mean is the loss of the completion.
-
-    The gradient flows through s to all tokens of the completion: each gets −A·s, or nothing if s is clipped. Its
-    authors take ε = 3e-4, `epsilon_high` = 4e-4 (a mean of logarithms moves far less than one of them) and the
-    normalisation "samples": with these, which `TrainerSettings` fills in, the step's loss is exactly theirs.
-    """
+    """`−min(s·A, clip(s, 1−ε, 1+ε)·A)` at every token of a completion: its mean is the loss of the completion. The
+    gradient flows through s to all tokens of the completion: each gets −A·s, or nothing if s is clipped. Its authors
+    take ε = 3e-4, `epsilon_high` = 4e-4 (a mean of logarithms moves far less than one of them) and the normalisation
+    "samples": with these, which `TrainerSettings` fills in, the step's loss is exactly theirs."""
     advantages_N = tokens.advantages_N
     mean_N = bounded_exp(sequence_mean(log_ratio(tokens, parameters), tokens.sequence_N))
     objective_N = torch.minimum(mean_N * advantages_N, clipped(mean_N, parameters) * advantages_N)
@@ -244,11 +215,9 @@ def gspo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
 
 
 def geometric_mask(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """A completion is trained on iff `mask_low ≤ s ≤ mask_high`; what stays has the loss of `tis`.
-
-    A completion that today's policy would hardly write says little about it, whichever of its tokens it is. With
-    [0.99, 1.01], four tokens of ratio 1 and one of 1.1: s = 1.1^(1/5) = 1.0192, so that all five are left out.
-    """
+    """A completion is trained on iff `mask_low ≤ s ≤ mask_high`; what stays has the loss of `tis`. A completion that
+    today's policy would hardly write says little about it, whichever of its tokens it is. With [0.99, 1.01], four
+    tokens of ratio 1 and one of 1.1: s = 1.1^(1/5) = 1.0192, so that all five are left out."""
     log_ratio_N = log_ratio(tokens, parameters).detach()
     ratio_N, mean_N = bounded_exp(log_ratio_N), bounded_exp(sequence_mean(log_ratio_N, tokens.sequence_N))
     masked_N = (mean_N < parameters.mask_low) | (mean_N > parameters.mask_high)

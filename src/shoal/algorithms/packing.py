@@ -31,10 +31,8 @@ Sequences = Sequence[tuple[TokenIds, TokenIds]]
 
 
 def minibatches(count: int, parts: int, *, seed: int, step: int) -> list[list[int]]:
-    """Indices `0 … count − 1` in an order that depends on (seed, step) only, cut into at most `parts` even parts.
-
-    The order is by hash, not by a library's generator, so that it is the same on every machine and version.
-    """
+    """Indices `0 … count − 1` in an order that depends on (seed, step) only, cut into at most `parts` even parts. The
+    order is by hash, not by a library's generator, so that it is the same on every machine and version."""
     order = sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest())
     parts = min(parts, count)
     cuts = [count * part // parts for part in range(parts + 1)] if parts else [0]
@@ -148,11 +146,9 @@ def shares(bins: Sequence[list[int]], costs: Sequence[int], ranks: int) -> list[
 @dataclass(frozen=True)
 class Layout:
     """The sequences of one forward pass. Token `targets_N[i]` is predicted at the position before its own, place
-    `places_N[i]` of `ids` (counted through all rows). The N tokens are the completions, one after the other.
-
-    Packed, `ids` [T] lie end to end, each sequence without its last token, which predicts nothing that is known. Else
-    (no `positions_T`) they are rows [B, L], padded on the right: under causal attention no real token sees the padding.
-    """
+    `places_N[i]` of `ids` (counted through all rows). The N tokens are the completions, one after the other. Packed,
+    `ids` [T] lie end to end, each sequence without its last token, which predicts nothing that is known. Else (no
+    `positions_T`) they are rows [B, L], padded on the right: under causal attention no real token sees the padding."""
 
     ids: Tensor
     places_N: Tensor
@@ -164,7 +160,6 @@ class Layout:
 def flatten(sequences: Sequences) -> Layout:
     """Lay out (prompt, completion) pairs end to end. A prompt has a token at least: it predicts the first of the
     completion."""
-    _refuse_empty_prompts(sequences)
     lengths = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     ids = [np.concatenate([prompt, completion])[:-1] for prompt, completion in sequences]
@@ -176,7 +171,6 @@ def flatten(sequences: Sequences) -> Layout:
 
 def pad(sequences: Sequences) -> Layout:
     """The same side by side, in rows as long as the longest."""
-    _refuse_empty_prompts(sequences)
     longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
     ids_BL = np.zeros((len(sequences), longest), dtype=np.int64)
     for row, (prompt, completion) in enumerate(sequences):
@@ -186,14 +180,11 @@ def pad(sequences: Sequences) -> Layout:
 
 def _completions(sequences: Sequences, starts: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """Places and ids of the completions' tokens, of sequences that start there."""
+    if any(len(prompt) == 0 for prompt, _completion in sequences):
+        raise ValueError("a sequence has an empty prompt: nothing predicts its first token")
     places = [
         np.arange(len(completion)) + start + len(prompt) - 1
         for start, (prompt, completion) in zip(starts, sequences, strict=False)
     ]
     targets = [completion for _, completion in sequences]
     return torch.from_numpy(np.concatenate(places)), torch.from_numpy(np.concatenate(targets))
-
-
-def _refuse_empty_prompts(sequences: Sequences) -> None:
-    if any(len(prompt) == 0 for prompt, _completion in sequences):
-        raise ValueError("a sequence has an empty prompt: nothing predicts its first token")

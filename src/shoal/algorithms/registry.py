@@ -5,53 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from shoal.algorithms.advantages import (
-    Advantage,
-    dr_grpo,
-    group_mean,
-    group_mean_sample_std,
-    group_mean_std,
-    max_rl,
-    rloo,
-)
-from shoal.algorithms.losses import (
-    Loss,
-    cispo,
-    cross_entropy,
-    decoupled,
-    dppo,
-    geometric_mask,
-    gspo,
-    plain,
-    ppo_clip,
-    tis,
-    two_sided_clip,
-)
+from shoal.algorithms import advantages, losses
+from shoal.algorithms.advantages import Advantage
+from shoal.algorithms.losses import Loss
 from shoal.errors import ConfigError
 
 T = TypeVar("T")
 
-ADVANTAGES: dict[str, Advantage] = {
-    "group_mean": group_mean,
-    "group_mean_std": group_mean_std,
-    "group_mean_sample_std": group_mean_sample_std,
-    "rloo": rloo,
-    "dr_grpo": dr_grpo,
-    "max_rl": max_rl,
-}
-
-LOSSES: dict[str, Loss] = {
-    "two_sided_clip": two_sided_clip,
-    "ppo_clip": ppo_clip,
-    "dppo": dppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "decoupled": decoupled,
-    "tis": tis,
-    "geometric_mask": geometric_mask,
-    "plain": plain,
-    "cross_entropy": cross_entropy,
-}
+_ADVANTAGES = (
+    advantages.group_mean, advantages.group_mean_std, advantages.group_mean_sample_std, advantages.rloo,
+    advantages.dr_grpo, advantages.max_rl,
+)  # fmt: skip
+_LOSSES = (
+    losses.two_sided_clip, losses.ppo_clip, losses.dppo, losses.gspo, losses.cispo, losses.decoupled, losses.tis,
+    losses.geometric_mask, losses.plain, losses.cross_entropy,
+)  # fmt: skip
+ADVANTAGES: dict[str, Advantage] = {each.__name__: each for each in _ADVANTAGES}
+LOSSES: dict[str, Loss] = {each.__name__: each for each in _LOSSES}
 
 # Losses that need the trainer's own log-probabilities of the step's beginning, whatever `ratio_base` says.
 NEEDS_RECOMPUTED: frozenset[str] = frozenset({"decoupled"})

@@ -132,9 +132,9 @@ def _say(claim: Claim, console: Console) -> None:
 
 
 def _say_where(path: Path, console: Console) -> None:
-    from shoal.runtime.text import python_command, shoal_command
+    from shoal.runtime.text import shoal_command
 
-    shoal, python = shoal_command(), python_command()
+    shoal, python = shoal_command(), shoal_command("python")
     lines = (
         f"{path}",
         "  plot.png  summary.json  ledger.jsonl       what you just saw, as files",

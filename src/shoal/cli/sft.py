@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from shoal.environments import Environment
     from shoal.run.sources import ModelSource, TaskSource
     from shoal.runtime.stop import StopToken
-    from shoal.trainer.demonstrations.choosing import Choice, Corpus, Outcome
-    from shoal.trainer.demonstrations.course import Course
+    from shoal.trainer.demonstrations.choosing import Choice, Corpus, Course, Outcome
     from shoal.trainer.demonstrations.reading import Demonstrations
     from shoal.trainer.demonstrations.training import WarmStartParts
     from shoal.trainer.settings import TrainerSettings
@@ -97,8 +96,7 @@ def sft(
     from shoal.runtime.stop import stop_on_signals
 
     stop = stop_on_signals()  # what follows takes a while to load
-    from shoal.trainer.demonstrations.choosing import Choice, Interrupted
-    from shoal.trainer.demonstrations.course import Course
+    from shoal.trainer.demonstrations.choosing import Choice, Course, Interrupted
 
     choice = Choice(
         min_tokens=min_tokens, max_tokens=max_tokens, require=tuple(require or ()), duplicates=not keep_duplicates,
@@ -141,7 +139,7 @@ class Request:
     def settings(self) -> TrainerSettings:
         from shoal.run.recipe import Recipe
         from shoal.runtime.config import parse_config
-        from shoal.trainer.demonstrations.course import DEFAULTS, LOSS, refuse_unused
+        from shoal.trainer.demonstrations.choosing import DEFAULTS, LOSS, refuse_unused
 
         own = [override for override in self.overrides if not override.strip().startswith("environment.")]
         for override in own:
@@ -202,16 +200,14 @@ class Request:
         """All that decides what comes out, for comparison."""
         from shoal.evaluation.subject import model_digest
         from shoal.models.folder import model_folder
-        from shoal.trainer.demonstrations.course import HARMLESS, USED
+        from shoal.trainer.demonstrations.choosing import HARMLESS, USED
 
         about = {
-            "model": model_digest(model_folder(model.where)),
-            "data": self.demonstrations.digest,
+            "model": model_digest(model_folder(model.where)), "data": self.demonstrations.digest,
             "environment": None if self.environment is None else self.environment.digest,
-            "choice": asdict(self.choice),
-            "course": asdict(self.course),
+            "choice": asdict(self.choice), "course": asdict(self.course),
             "trainer": self.settings.model_dump(mode="json", include=set(USED - HARMLESS)),
-        }
+        }  # fmt: skip
         found: dict[str, Any] = json.loads(json.dumps(about, default=str))
         return found
 
@@ -225,7 +221,7 @@ class Request:
         from shoal.models.folder import model_folder, read_files
         from shoal.rewards import ScoringPatience, ScoringPool
         from shoal.rewards.classifier import Classifier
-        from shoal.trainer.demonstrations.choosing import Asking, Choosing
+        from shoal.trainer.demonstrations.choosing import Asking, choose
         from shoal.trainer.demonstrations.reading import Encoder
 
         choice, data, environment = self.choice, self.demonstrations, self.environment
@@ -246,7 +242,7 @@ class Request:
                     raise ConfigError(f"--rank {choice.rank}: {error}") from error
             asking = Asking(environment, pool, choice.min_reward, data.has_tasks) if environment else None
             progress = around.enter_context(counted("choosing", Console(stderr=True), unit="rows"))
-            return Choosing(data, encoder, choice, asking, judge, progress, self.stop.is_set).run()
+            return choose(data, encoder, choice, asking, judge, progress, self.stop.is_set)
 
 
 def refuse_taken(out: Path) -> None:
@@ -267,9 +263,9 @@ def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
 def _select(request: Request, model: ModelSource) -> int:
     """Write the rows that stay, as they are in the data."""
     _corpus, outcome = request.choose(model)
-    typer.echo("\n".join(["demonstrations:", *outcome.lines()]))
     write_rows(request.out, request.demonstrations.originals(outcome.kept))
-    typer.echo(f"wrote {request.out}: {len(outcome.kept):,} demonstrations")
+    counted = f"wrote {request.out}: {len(outcome.kept):,} demonstrations"
+    typer.echo("\n".join(["demonstrations:", *outcome.lines(), counted]))
     return 0
 
 
@@ -320,10 +316,10 @@ def _chosen(request: Request, model: ModelSource, about: dict[str, Any]) -> Corp
     from shoal.trainer.demonstrations.choosing import Corpus
 
     work, chosen, path = request.work, request.work / CHOSEN, request.work / CORPUS
-    stored = json.loads(chosen.read_bytes()) if chosen.is_file() else {}
-    if stored and stored["about"] != about and any((work / "checkpoints").glob("*")):
-        raise ConfigError(f"{work} is of another warm start: {difference(stored['about'], about)}")
-    if not stored or stored["about"] != about:
+    stored = json.loads(chosen.read_bytes()) if chosen.is_file() else {"about": {}}
+    if stored["about"] != about:
+        if stored["about"] and any((work / "checkpoints").glob("*")):
+            raise ConfigError(f"{work} is of another warm start: {difference(stored['about'], about)}")
         chosen.unlink(missing_ok=True)  # nothing was trained with it, and nothing is lost
         corpus, outcome = request.choose(model)
         data = corpus.as_bytes()

@@ -198,7 +198,7 @@ def _orders(sanction: LedgerEntry, story: NodeStory) -> list[LedgerEntry]:
 
 def sanction_lines(entry: LedgerEntry, story: NodeStory) -> Iterator[str]:
     """A sanction with the rejections that it followed from, or the order."""
-    from shoal.protocol.story import behind
+    from shoal.protocol.status import behind
 
     body = entry.body
     until = f" until {moment(body['until_ms'])}" if body.get("until_ms") else ""

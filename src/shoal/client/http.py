@@ -15,8 +15,7 @@ import httpx
 from shoal import __version__
 from shoal.protocol.node import HEADER_PROTOCOL, PROTOCOL_VERSION
 from shoal.runtime.exchange import Network
-from shoal.runtime.proxies import Proxy, proxy_of
-from shoal.runtime.targets import Reach, addresses, check_behind_proxy, endpoint_of, way_out
+from shoal.runtime.targets import Proxy, Reach, addresses, check_behind_proxy, endpoint_of, proxy_of, way_out
 
 HEADERS = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "user-agent": f"shoal/{__version__}", "accept-encoding": "identity"}
 REACH = "shoal.reach"

@@ -40,7 +40,7 @@ class Asking:
     def ids(self, task: Task) -> tuple[int, ...]:
         """The prompt's tokens, as the hub sends them; the task says its length target already."""
         try:
-            ids = self.encoder.task(task)
+            ids = self.encoder.encode(task.prompt, task.history)
         except UnicodeEncodeError as error:
             raise self._problem(task, f"is no proper text: {error}", "is no proper text") from error
         if not ids:

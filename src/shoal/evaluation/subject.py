@@ -12,8 +12,7 @@ from shoal.engines import Engine, build, check_engine
 from shoal.engines.memory import is_out_of_memory
 from shoal.engines.registry import resolved
 from shoal.errors import ModelError, ResourceError
-from shoal.models.folder import DESCRIPTION_FILES, model_folder, read_config, read_files
-from shoal.models.weights import check_weights
+from shoal.models.folder import DESCRIPTION_FILES, check_weights, model_folder, read_config, read_files
 
 NAME_LENGTH = 48
 

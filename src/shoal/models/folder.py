@@ -1,17 +1,27 @@
-"""Model folders in Hugging Face format: where they are, and the small files that describe a model.
+"""Model folders in Hugging Face format, without torch: the small files that describe a model, and its weight files.
 
-A published policy carries these files beside its weights, so that a worker needs nothing but the policy.
+A published policy carries the small files beside its weights, so that a worker needs nothing but the policy.
+
+    *.safetensors:  8 bytes: length of the header ─ the header, JSON: name → dtype, shape, data_offsets ─ the data
+
+A download that broke off, or a pointer that git-lfs left in a file's place, is found by the header, before anything is
+started. Raw tensors are numpy arrays here (`as_numpy`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from shoal.errors import ModelError
-from shoal.protocol import Entry
+from shoal.protocol import Entry, ModelSize, TensorView
+from shoal.protocol.codec import ITEM_BYTES
 
 BUILTIN = ("tiny",)
 DESCRIPTION_FILES = (
@@ -100,3 +110,134 @@ def eos_token_id(files: Mapping[str, bytes]) -> int:
         if isinstance(first, int) and first >= 0:
             return first
     raise ModelError("the model names no end-of-sequence token (eos_token_id in config.json)")
+
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+PUBLISHED_BYTES = {"float32": 4, "bfloat16": 2}
+SLACK, SLACK_BYTES = 0.1, 16 * 1024 * 1024  # for what a later version of shoal may put beside the weights
+REMEDY = "download it again, or save the model again with save_pretrained"
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `ModelError` unless the folder has weights, and every file of them is whole."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"the model folder {folder} has no *.safetensors file: save the model with save_pretrained")
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        _check_index(index)
+    for file in files:
+        try:
+            _check_file(file)
+        except OSError as error:
+            raise ModelError(f"cannot read the weights {file}: {error.strerror}") from error
+
+
+def check_targets(folder: Path, targets: Iterable[str]) -> None:
+    """Raise `ModelError` for a target of adapters that no layer in the folder's weights is called by. What is a linear
+    layer only the model knows: a matrix may still be something else. Embeddings and the output layer, outside the
+    numbered layers and with a row for every token, are none."""
+    matrices = {
+        name: entry["shape"]
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, entry in read_header(file).items()
+        if name.endswith(".weight") and len(entry.get("shape", ())) == 2
+    }
+    vocabulary = json.loads((folder / "config.json").read_bytes()).get("vocab_size")
+    layers = [name.split(".") for name in matrices]
+    inner = [each for each in layers if matrices[".".join(each)][0] != vocabulary or any(map(str.isdecimal, each))]
+    refuse_unknown_targets(targets, sorted({parts[-2] for parts in inner if len(parts) > 1}))
+
+
+def model_size(folder: Path, dtype: str, rank: int = 0, targets: Sequence[str] = ()) -> ModelSize:
+    """How large the folder's model is, and the most that a policy of it takes when floats travel as `dtype`. With
+    adapters of that rank on the matrices that `targets` name. Unknown (zeros) without weights in the folder."""
+    parameters = payload = 0
+    for name, entry in (item for file in sorted(folder.glob("*.safetensors")) for item in read_header(file).items()):
+        shape = entry["shape"]
+        bytes_each = PUBLISHED_BYTES[dtype] if "F" in entry["dtype"] else ITEM_BYTES.get(entry["dtype"], 8)
+        parameters += prod(shape)
+        payload += prod(shape) * bytes_each
+        if rank and len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in targets:
+            payload += rank * sum(shape) * PUBLISHED_BYTES["float32"]
+    if not parameters:
+        return ModelSize()
+    files = sum(path.stat().st_size for path in folder.iterdir() if path.name in DESCRIPTION_FILES)
+    return ModelSize(parameters=parameters, payload_bytes=most_bytes(payload) + files)
+
+
+def most_bytes(payload_bytes: int) -> int:
+    """What is announced as the most that a policy takes whose weights take so much."""
+    return int(payload_bytes * (1 + SLACK)) + SLACK_BYTES
+
+
+def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None:
+    """Raise `ModelError` for the first target that is not one of the names that there are."""
+    for target in targets:
+        if target not in known:
+            raise ModelError(
+                f"trainer.lora.targets: no linear layer of this model that can have an adapter is called {target!r}; "
+                f"there are: {', '.join(known) or 'none'}"
+            )
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """What a whole file says of its tensors: name → dtype, shape, data_offsets."""
+    with file.open("rb") as opened:
+        entries: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(LENGTH_BYTES), "little")))
+    return {name: entry for name, entry in entries.items() if name != "__metadata__"}
+
+
+def _check_index(index: Path) -> None:
+    """A model in several files has a list of them."""
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is no list of weight files: {error}; {REMEDY}") from error
+    missing = sorted(name for name in names if not (index.parent / name).is_file())
+    if missing:
+        raise ModelError(f"{index} names {missing[0]}, which is not there; {REMEDY}")
+
+
+def _check_file(file: Path) -> None:
+    size_bytes = file.stat().st_size
+    with file.open("rb") as opened:
+        header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+        if size_bytes < LENGTH_BYTES or header_bytes > min(MAX_HEADER_BYTES, size_bytes - LENGTH_BYTES):
+            raise _damaged(file, f"its {size_bytes} bytes hold no whole header")
+    try:
+        spans = [entry["data_offsets"] for entry in read_header(file).values()]
+        if not all(0 <= begin <= end for begin, end in spans):
+            raise ValueError("a tensor ends before it begins")
+        last = max((int(end) for _, end in spans), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(file, f"its header cannot be read ({error})") from error
+    data_bytes = size_bytes - LENGTH_BYTES - header_bytes
+    if last != data_bytes:
+        raise _damaged(file, f"it should hold {last} bytes of weights and holds {data_bytes}")
+
+
+def _damaged(file: Path, how: str) -> ModelError:
+    return ModelError(f"the weights {file} are damaged or cut short: {how}; {REMEDY}")
+
+
+NUMPY_TYPES: dict[str, str] = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
+    "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+
+
+def as_numpy(view: TensorView) -> npt.NDArray[Any]:
+    """The values without a copy, read-only; bfloat16 as the uint16 that holds its bits (numpy has no such type)."""
+    array = np.frombuffer(view.data, dtype=NUMPY_TYPES[view.dtype]).reshape(view.shape)
+    array.flags.writeable = False
+    return array
+
+
+def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> TensorView:
+    """A view of an array's bytes; `dtype` must be given where numpy's type does not say it (BF16 as uint16)."""
+    for known, code in NUMPY_TYPES.items():
+        if ((dtype is None and known != "BF16") or dtype == known) and array.dtype == np.dtype(code):
+            flat = np.ascontiguousarray(array).reshape(-1)
+            return TensorView(name, known, tuple(array.shape), flat.view(np.uint8).data)
+    raise ValueError(f"tensor {name}: numpy type {array.dtype} does not travel as {dtype or 'any known type'}")

@@ -14,10 +14,8 @@ import triton.language as tl
 def measure_rows(
     logits, targets, logprobs, entropies, logsums, inverse, vocabulary, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Each lane keeps its own maximum, sum and first moment over the blocks; they are brought together at the end.
-
-    With d = score − maximum ≤ 0: entropy = log Σ eᵈ − Σ eᵈ·d / Σ eᵈ, two terms of one sign, so that nothing cancels.
-    """
+    """Each lane keeps its own maximum, sum and first moment over the blocks; they are brought together at the end. With
+    d = score − maximum ≤ 0: entropy = log Σ eᵈ − Σ eᵈ·d / Σ eᵈ, two terms of one sign, so that nothing cancels."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     lanes = tl.arange(0, BLOCK)

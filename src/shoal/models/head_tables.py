@@ -56,10 +56,8 @@ def measure(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenMe
 def slopes(
     logits_NV: Tensor, targets_N: Tensor, measured: TokenMeasures, given: Slopes, temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """How the sum of (given slope × value) changes with each logit: [N, V] of `dtype`.
-
-    In plain torch it is computed in place: three tables are there at a time, four if entropies have a slope.
-    """
+    """How the sum of (given slope × value) changes with each logit: [N, V] of `dtype`. In plain torch it is computed in
+    place: three tables are there at a time, four if entropies have a slope."""
     if usable(logits_NV):
         return _slopes_fused(logits_NV, targets_N, measured, given, temperature, dtype)
     all_NV = functional.log_softmax(logits_NV / temperature, dim=-1).clamp_(min=LEAST_LOGPROB)

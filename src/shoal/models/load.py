@@ -56,10 +56,6 @@ class LoadedModel:
     files: Mapping[str, bytes]
 
     @property
-    def config(self) -> Any:
-        return self.model.config
-
-    @property
     def eos_token_id(self) -> int:
         return self.tokenizer.eos_token_id
 
@@ -113,10 +109,8 @@ def model_from_files(
 
 
 def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: str, memory_bytes: int) -> None:
-    """Build the model that the files describe without memory, and compare it with a manifest's entries.
-
-    Raises `ModelError` unless the entries are its weights, `ResourceError` if it takes more than `memory_bytes`.
-    """
+    """Build the model that the files describe without memory, and compare it with a manifest's entries. Raises
+    `ModelError` unless the entries are its weights, `ResourceError` if it takes more than `memory_bytes`."""
     tensors = {entry.name: entry for entry in entries if entry.type == "tensor"}
     with _bounded(len(tensors)), torch.device("meta"):
         model = model_from_files(files, dtype, "meta", filled=False)
@@ -179,10 +173,8 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
 
 
 def _attention(config: Any) -> str:
-    """torch's own attention, or the written-out one where that lacks something (soft caps, sinks).
-
-    What has neither, nor a recurrent state, is asked for the first, and refused by transformers in words.
-    """
+    """torch's own attention, or the written-out one where that lacks something (soft caps, sinks). What has neither,
+    nor a recurrent state, is asked for the first, and refused by transformers in words."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     known = config.model_type in WRITTEN_OUT or kind._supports_attention_backend or kind._is_stateful
     return "eager" if known and not kind._supports_sdpa else "sdpa"
@@ -192,18 +184,12 @@ def _ready(model: Any, device: str) -> Any:
     Head.of(model)
     if model.base_model is model:  # as transformers says where it does not find the layers below the head
         raise ModelError(f"{type(model).__name__} does not tell its layers from its head: it cannot be computed with")
-    _own_memory(model)
-    return model.to(device).eval()
-
-
-def _own_memory(model: Any) -> None:
-    """Move weights from a mapped file into memory of the allocator's alignment.
-
-    On a CPU the rounding of a matrix product depends on where its operands lie. In a mapped file that follows from the
-    length of its header, so the same weights would give other last digits after a resume than before.
-    """
+    # From a mapped file into memory of the allocator's alignment: on a CPU the rounding of a matrix product depends on
+    # where its operands lie. In a mapped file that follows from the length of its header, so the same weights would
+    # give other last digits after a resume than before.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+    return model.to(device).eval()
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -31,10 +31,8 @@ OTHERWISE = {("hyperclovax", "logits_scaling"): 1, ("mpt", "logit_scale"): 0, ("
 
 
 class Head(NamedTuple):
-    """The output layer of a model: logits = capped(scale · (hidden @ weight.T + bias)), with cap · tanh(x / cap).
-
-    Most models neither scale (1) nor cap (None), and their logits are the plain product bit for bit.
-    """
+    """The output layer of a model: logits = capped(scale · (hidden @ weight.T + bias)), with cap · tanh(x / cap). Most
+    models neither scale (1) nor cap (None), and their logits are the plain product bit for bit."""
 
     weight: Tensor
     bias: Tensor | None
@@ -50,8 +48,14 @@ class Head(NamedTuple):
         return cls(layer.weight, getattr(layer, "bias", None), *_rescaling(model.config))
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """In float32, scaled and capped."""
-        logits_NV = self._product(hidden_NH)
+        """In float32, scaled and capped. Products of 16-bit numbers are exact in float32, so a GPU need not make a
+        float32 copy of the head where a 16-bit product with a float32 result is there: without a backward pass."""
+        narrow = hidden_NH.dtype == self.weight.dtype and hidden_NH.dtype in (torch.bfloat16, torch.float16)
+        if self.bias is None and narrow and hidden_NH.is_cuda and not torch.is_grad_enabled():
+            logits_NV = torch.mm(hidden_NH, self.weight.T, out_dtype=torch.float32)
+        else:
+            bias = None if self.bias is None else self.bias.float()
+            logits_NV = functional.linear(hidden_NH.float(), self.weight.float(), bias)
         if self.scale != 1:
             logits_NV = logits_NV * self.scale
         if self.cap is not None:
@@ -70,18 +74,6 @@ class Head(NamedTuple):
     def is_plain(self) -> bool:
         return self.scale == 1 and self.cap is None
 
-    def _product(self, hidden_NH: Tensor) -> Tensor:
-        """Products of 16-bit numbers are exact in float32, so a GPU need not make a float32 copy of the head."""
-        bias = None if self.bias is None else self.bias.float()
-        if bias is None and self._multiplies_exactly(hidden_NH):
-            return torch.mm(hidden_NH, self.weight.T, out_dtype=torch.float32)
-        return functional.linear(hidden_NH.float(), self.weight.float(), bias)
-
-    def _multiplies_exactly(self, hidden_NH: Tensor) -> bool:
-        """Whether a 16-bit product with a float32 result is there: on a GPU, and without a backward pass."""
-        same = hidden_NH.dtype == self.weight.dtype and hidden_NH.dtype in (torch.bfloat16, torch.float16)
-        return same and hidden_NH.is_cuda and not torch.is_grad_enabled()
-
 
 def _rescaling(config: Any) -> tuple[float, float | None]:
     """The scale and the cap that a model's configuration asks for; of one that sees pictures, its text part's.
@@ -96,22 +88,18 @@ def _rescaling(config: Any) -> tuple[float, float | None]:
         value, meant = getattr(text, name, None), OTHERWISE.get((config.model_type, name))
         if value is None or meant == 0:
             continue
-        _refuse_senseless(text, name, value)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ModelError(f"{name} in config.json is {value!r}; it has to be a positive number")
+        if not hasattr(type(text), name) and name not in inspect.signature(type(text).__init__).parameters:
+            raise ModelError(
+                f"config.json has {name}, which transformers does not look at in a model of type {text.model_type}: "
+                "what is meant would not be computed; remove it if the model does without"
+            )
         if name in CAPS:
             cap = float(value)
         else:
             scale *= float(value) ** (meant or POWERS[name])
     return scale, cap
-
-
-def _refuse_senseless(config: Any, name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ModelError(f"{name} in config.json is {value!r}; it has to be a positive number")
-    if not hasattr(type(config), name) and name not in inspect.signature(type(config).__init__).parameters:
-        raise ModelError(
-            f"config.json has {name}, which transformers does not look at in a model of type {config.model_type}: what "
-            "is meant would not be computed; remove it if the model does without"
-        )
 
 
 class TokenLogprobs(NamedTuple):
@@ -132,19 +120,15 @@ def token_logprobs(
     hidden_NH: Tensor, head: Head, targets_N: Tensor, temperature: float = 1.0, tile_elements: int | None = None
 ) -> TokenLogprobs:
     """Log-probability of each target under the distribution that its hidden state predicts. Differentiable, both."""
-    rows = _rows(hidden_NH, head, tile_elements)
+    count, vocabulary = hidden_NH.shape[0], head.weight.shape[0]
+    if tile_elements is not None or not hidden_NH.is_cuda:
+        rows = max(1, (tile_elements or TILE_ELEMENTS) // vocabulary)
+    else:  # tiles are of one size and a multiple of what a GPU's matrix products are made of
+        tiles = max(1, -(-count * vocabulary // GPU_TILE_ELEMENTS))
+        rows = max(1, -(-count // tiles // 128) * 128)
     how = _How(temperature, rows, head.scale, head.cap)
     found = _TokenLogprobs.apply(hidden_NH, head.weight, head.bias, targets_N, how)  # type: ignore[no-untyped-call]
     return TokenLogprobs(*found)
-
-
-def _rows(hidden_NH: Tensor, head: Head, tile_elements: int | None) -> int:
-    """Tokens per tile. On a GPU tiles are of one size and a multiple of what its matrix products are made of."""
-    count, vocabulary = hidden_NH.shape[0], head.weight.shape[0]
-    if tile_elements is not None or not hidden_NH.is_cuda:
-        return max(1, (tile_elements or TILE_ELEMENTS) // vocabulary)
-    tiles = max(1, -(-count * vocabulary // GPU_TILE_ELEMENTS))
-    return max(1, -(-count // tiles // 128) * 128)
 
 
 class _How(NamedTuple):
@@ -157,11 +141,9 @@ class _How(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Tiles of logits forward; the same tiles again backward, since keeping them would be the table made whole.
-
-    The gradient of the weights is summed over the tiles in float32 and rounded once. What flows back through 16-bit
-    weights is rounded to their type per logit, as it is after every other matrix product of such a model.
-    """
+    """Tiles of logits forward; the same tiles again backward, since keeping them would be the table made whole. The
+    gradient of the weights is summed over the tiles in float32 and rounded once. What flows back through 16-bit weights
+    is rounded to their type per logit, as it is after every other matrix product of such a model."""
 
     @staticmethod
     def forward(
@@ -219,11 +201,17 @@ def _gradients(
     for start in range(0, whole.hidden_NH.shape[0], rows):
         tile = slice(start, start + rows)
         part = whole.part(tile)
-        slopes_NV = _product_slopes(head, part, temperature, dtype)
+        logits_NV, given = head.logits(part.hidden_NH), dtype if head.is_plain else torch.float32
+        slopes_NV = slopes(logits_NV, part.targets_N, part.measured, part.given, temperature, given)
+        if not head.is_plain:  # slopes of hidden @ weight.T + bias, rounded once
+            slopes_NV = head.through(slopes_NV, logits_NV).to(dtype)
+        del logits_NV
         if hidden_NH is not None:
             hidden_NH[tile] = slopes_NV @ head.weight.to(dtype)
-        if weight_VH is not None:
-            _add_product(weight_VH, slopes_NV.T, part.hidden_NH.to(dtype))
+        if weight_VH is not None and dtype == torch.float32:
+            weight_VH.addmm_(slopes_NV.T, part.hidden_NH.float())
+        elif weight_VH is not None:  # in float32 whatever the factors' type: products of 16-bit numbers are exact there
+            torch.addmm(weight_VH, slopes_NV.T, part.hidden_NH.to(dtype), out_dtype=torch.float32, out=weight_VH)
         if bias_V is not None:
             bias_V += slopes_NV.sum(dim=0, dtype=torch.float32)
         del slopes_NV  # or it would be there beside the next tile's
@@ -232,19 +220,3 @@ def _gradients(
         None if weight_VH is None else weight_VH.to(head.weight.dtype),
         None if bias_V is None or head.bias is None else bias_V.to(head.bias.dtype),
     )
-
-
-def _product_slopes(head: Head, part: _Whole, temperature: float, dtype: torch.dtype) -> Tensor:
-    """How the objective changes with each number of hidden @ weight.T + bias; rounded to `dtype` once."""
-    logits_NV = head.logits(part.hidden_NH)
-    given = dtype if head.is_plain else torch.float32
-    slopes_NV = slopes(logits_NV, part.targets_N, part.measured, part.given, temperature, given)
-    return slopes_NV if head.is_plain else head.through(slopes_NV, logits_NV).to(dtype)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right in float32, whatever the factors' type: products of 16-bit numbers are exact there."""
-    if left.dtype == torch.float32:
-        total.addmm_(left, right)
-    else:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

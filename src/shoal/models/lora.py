@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.errors import ModelError
-from shoal.models.weights import refuse_unknown_targets
+from shoal.models.folder import refuse_unknown_targets
 
 ADAPTER_FILE = "adapter.json"
 DOWN, UP = "lora_a", "lora_b"
@@ -121,9 +121,7 @@ def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[d
 
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
     """The layers by name, in the model's order; never the output layer: log-probabilities take its weight alone.
-
-    `ModelError` for a target that no such layer is called by.
-    """
+    `ModelError` for a target that no such layer is called by."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head = cast(Any, model).get_output_embeddings()
     inner = {name: module for name, module in linear.items() if module is not head}

@@ -12,6 +12,10 @@ On a GPU in 16 bits it is one flash kernel over all sequences. Elsewhere sequenc
 as padded rows for the attention alone. A mask [T, T] is never made.
 
 T: tokens of all sequences, S: sequences, L: the longest of a bucket, G: heads, D: head size, H: hidden size.
+
+Layers are compiled one by one (`compile_layers`): a whole model would be one graph, minutes to compile and again for
+every change of shape; one layer's code serves all its twins, with a number of tokens that changes. That holds where
+packs are one flash kernel: as rows each number of rows would be a program of its own, and nothing is compiled.
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
@@ -19,23 +23,26 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from shoal.errors import ModelError
 from shoal.models.logprobs import hidden_states
 
 log = logging.getLogger(__name__)
+
 
 ATTENTION = "shoal_packed"
 # On a GPU a pack is filled up to a multiple of this by a sequence of its own: aligned matrix products are faster, and
@@ -83,12 +90,8 @@ class Packed:
         return Packed(ids_T, torch.cat([self.positions_T, tail]), (*self.bounds, self.bounds[-1] + count))
 
 
-def packed_states(model: Any, packed: Packed) -> Tensor:
+def packed_states(model: Any, packed: Packed, **options: Any) -> Tensor:
     """The last hidden states [T, H], after the final norm: each token's as if its sequence were alone."""
-    return _states(model, packed)
-
-
-def _states(model: Any, packed: Packed, **options: Any) -> Tensor:
     # From now on this model asks for our attention. Other models, and this one's plain calls, are as before.
     if model.config._attn_implementation != ATTENTION:
         AttentionInterface.register(ATTENTION, packed_attention)
@@ -98,29 +101,19 @@ def _states(model: Any, packed: Packed, **options: Any) -> Tensor:
     filled = packed.filled(GPU_MULTIPLE) if packed.ids_T.is_cuda else packed
     # A mask of four dimensions is passed on as it is, and packed attention does not look at it: none is built.
     no_mask = torch.zeros((1, 1, 1, 1), device=packed.ids_T.device)
-    layout = {**_layout(model, filled), **options}
+    layout = {**(_flash_layout(filled) if attends_by_flash(model) else _row_layout(filled)), **options}
     states_1TH = hidden_states(
         model, filled.ids_T[None], position_ids=filled.positions_T[None], attention_mask=no_mask, **layout
     )
     return states_1TH[0, :tokens]
 
 
-# -- which way ---------------------------------------------------------------------------------------------------------
-
-
 def attends_by_flash(model: Any) -> bool:
-    """Whether packs are one flash kernel for this model, where it lies: on a GPU, in 16 bits, of usual head sizes.
-
-    Of a model that is spread over processes it is true only while its weights are whole.
-    """
+    """Whether packs are one flash kernel for this model, where it lies: on a GPU, in 16 bits, of usual head sizes. Of a
+    model that is spread over processes it is true only while its weights are whole."""
     config, weight = model.config.get_text_config(), next(model.parameters())
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and size in FLASH_HEAD_SIZES
-
-
-def _layout(model: Any, packed: Packed) -> dict[str, Any]:
-    """What attention needs to know of a pack, made once for all layers."""
-    return _flash_layout(packed) if attends_by_flash(model) else _row_layout(packed)
 
 
 def _flash_layout(packed: Packed) -> dict[str, Any]:
@@ -166,45 +159,32 @@ def _buckets(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
     return buckets
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
-
-
 def packed_attention(
-    module: torch.nn.Module,
-    query_1GTD: Tensor,
-    key_1GTD: Tensor,
-    value_1GTD: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    packed_bounds: Tensor | None = None,
-    packed_longest: int = 0,
-    packed_rows: tuple[Tensor, ...] = (),
-    packed_places: Tensor | None = None,
-    packed_layers: _AttendedLayers | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query_1GTD: Tensor, key_1GTD: Tensor, value_1GTD: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, packed_bounds: Tensor | None = None, packed_longest: int = 0,
+    packed_rows: tuple[Tensor, ...] = (), packed_places: Tensor | None = None,
+    packed_layers: _AttendedLayers | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention within the bounds; without any, what "sdpa" does. Returns [1, T, G, D] as the interface asks."""
     if packed_bounds is None and packed_places is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query_1GTD, key_1GTD, value_1GTD, attention_mask, scaling=scaling, **options
         )
         return plain
-    _refuse(options)
+    if refused := [name for name in REFUSED if options.get(name) is not None]:
+        raise NotImplementedError(f"this model's attention uses {refused[0]}, which packed attention does not compute")
     if packed_layers is not None:
         packed_layers.count += 1
     query_TGD, key_TGD, value_TGD = (each[0].transpose(0, 1) for each in (query_1GTD, key_1GTD, value_1GTD))
     if packed_bounds is not None:
-        attended_TGD = _flash(query_TGD, key_TGD, value_TGD, packed_bounds, packed_longest, scaling)
+        lengths = (packed_bounds, packed_bounds, packed_longest, packed_longest)
+        found = varlen_attn(query_TGD, key_TGD, value_TGD, *lengths, scale=scaling, **VARLEN_OPTIONS)
+        assert isinstance(found, Tensor)  # and not with what was not asked for
+        attended_TGD = found
     else:
         assert packed_places is not None
         attended_TGD = _rows(query_TGD, key_TGD, value_TGD, packed_rows, packed_places, scaling)
     return attended_TGD[None], None
-
-
-def _refuse(options: Mapping[str, Any]) -> None:
-    for name in REFUSED:
-        if options.get(name) is not None:
-            raise NotImplementedError(f"this model's attention uses {name}, which packed attention does not compute")
 
 
 def _varlen_options() -> dict[str, Any]:
@@ -217,24 +197,10 @@ def _varlen_options() -> dict[str, Any]:
 VARLEN_OPTIONS = _varlen_options()  # not in the function, since what is compiled cannot ask for a signature
 
 
-def _flash(
-    query_TGD: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds_S: Tensor, longest: int, scaling: float | None
-) -> Tensor:
-    attended = varlen_attn(
-        query_TGD, key_TGD, value_TGD, bounds_S, bounds_S, longest, longest, scale=scaling, **VARLEN_OPTIONS
-    )
-    assert isinstance(attended, Tensor)  # and not with what was not asked for
-    return attended
-
-
 def _rows(
-    query_TGD: Tensor,
-    key_TGD: Tensor,
-    value_TGD: Tensor,
-    rows: tuple[Tensor, ...],
-    places_T: Tensor,
+    query_TGD: Tensor, key_TGD: Tensor, value_TGD: Tensor, rows: tuple[Tensor, ...], places_T: Tensor,
     scaling: float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     parts = []
     for rows_SL in rows:
         # Selecting rows, unlike indexing, goes back by adding rows up: the same sum in the same order every time.
@@ -250,21 +216,19 @@ def _rows(
     return torch.cat(parts).index_select(0, places_T)
 
 
-# -- whether -----------------------------------------------------------------------------------------------------------
-
 _known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def supports_packing(model: Any) -> bool:
-    """Whether a model computes a pack as it computes its sequences alone. It is tried, not looked up in a list.
-
-    Models that attend in another way (sliding windows, sinks, soft caps, recurrent layers, a code of their own) say
-    False and are trained on padded rows. The answer is kept; the model and its way of attending are as before.
-    """
+    """Whether a model computes a pack as it computes its sequences alone. It is tried, not looked up in a list. Models
+    that attend in another way (sliding windows, sinks, soft caps, recurrent layers, a code of their own) say False and
+    are trained on padded rows. The answer is kept; the model and its way of attending are as before."""
     if model not in _known:
         before = model.config._attn_implementation
         try:
-            _known[model] = before in ("sdpa", ATTENTION) and _attends_fully(model.config) and _agrees(model)
+            kinds = set(getattr(model.config, "layer_types", None) or ())
+            fully = kinds <= {"full_attention"} and getattr(model.config, "attention_chunk_size", None) is None
+            _known[model] = before in ("sdpa", ATTENTION) and fully and _agrees(model)
         except PROBE_ERRORS as error:
             log.debug("%s is not packed: %s", type(model).__name__, error)
             _known[model] = False
@@ -281,11 +245,6 @@ class _AttendedLayers:
     count = 0
 
 
-def _attends_fully(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None) or ()
-    return set(kinds) <= {"full_attention"} and getattr(config, "attention_chunk_size", None) is None
-
-
 @torch.no_grad()
 def _agrees(model: Any) -> bool:
     """Every layer attends through our function, and a sequence's states depend neither on the one before it nor on
@@ -294,10 +253,48 @@ def _agrees(model: Any) -> bool:
     ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
     first, other, second = ids[:5], ids[5:10], ids[10:]
     layers = _AttendedLayers()
-    packed_TH = _states(model, Packed.of([first, second]), packed_layers=layers)[5:]
-    beside_TH = _states(model, Packed.of([other, second]))[5:]
-    alone_TH = _states(model, Packed.of([second]))
+    packed_TH = packed_states(model, Packed.of([first, second]), packed_layers=layers)[5:]
+    beside_TH = packed_states(model, Packed.of([other, second]))[5:]
+    alone_TH = packed_states(model, Packed.of([second]))
     if layers.count != model.config.get_text_config().num_hidden_layers:
         return False
     bound = PROBE_TOLERANCE.get(packed_TH.dtype, 0.1) * float(alone_TH.abs().max())
     return all(float((packed_TH - each).abs().max()) <= bound for each in (beside_TH, alone_TH))
+
+
+# A trainer computes with and without gradients, packed and in rows: more variants than torch allows for by itself.
+VARIANTS = 32
+# Share of a layer's activations that is kept; the rest, what is cheapest to compute, is computed again backward. Of a
+# Qwen3 layer this drops what is elementwise: less memory and less traffic. Much lower and products are computed twice.
+KEPT_ACTIVATIONS = 0.85
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The layers one after another, whatever the architecture calls the list that holds them.
+
+    >>> from shoal.models.tiny import build_tiny
+    >>> len(decoder_layers(build_tiny()))
+    3
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if not lists:
+        raise ModelError(
+            f"{type(model).__name__} has no list of {count} layers; switch trainer.memory.recompute and .compile off"
+        )
+    # The largest: there may be lists of the same length that hold one small part of each layer.
+    largest = max(lists, key=lambda part: sum(weight.numel() for layer in part for weight in layer.parameters()))
+    return list(largest)
+
+
+def compile_layers(model: Any, kept_activations: float = KEPT_ACTIVATIONS) -> None:
+    """Compile every layer's `forward` in place; hooks and recomputation around a layer stay outside of it. Nothing is
+    compiled until the first call. Weights and their names stay; results agree to rounding."""
+    torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+    torch._functorch.config.activation_memory_budget = kept_activations
+    compiled: dict[type, Any] = {}
+    for layer in decoder_layers(model):
+        kind = type(layer)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(kind.forward, dynamic=True)
+        layer.forward = MethodType(compiled[kind], layer)

@@ -40,15 +40,6 @@ class Manner(Protocol):
     def thinking(self) -> str: ...
 
 
-class Asked(Protocol):
-    """What is asked: a `Task` is one."""
-
-    @property
-    def prompt(self) -> str: ...
-    @property
-    def history(self) -> tuple[Message, ...]: ...
-
-
 class PromptEncoder:
     """Encodes tasks for one model; the same ids for the same files, settings and task.
 
@@ -88,21 +79,18 @@ class PromptEncoder:
         """Whether the chat template itself begins every answer with a thinking block."""
         return self._template is not None and self._render([("user", "?")]).rstrip().endswith("<think>")
 
-    def task(self, task: Asked) -> tuple[int, ...]:
-        """The ids that ask a task."""
-        return self.encode(task.prompt, task.history)
-
     def encode(self, prompt: str, history: Sequence[Message] = ()) -> tuple[int, ...]:
-        messages = self._messages(prompt, history)
+        own = any(role == "system" for role, _text in history)
+        system = [("system", self._system)] if self._system and not own else []
+        messages = [*system, *history, ("user", prompt)]
         if self._template is None:
             ids = self.tokenizer.encode("\n".join(text for _role, text in messages))
             return ids + self.tokenizer.encode(self._thinking) if self._thinking else ids
         return self._encode_rendered(self._begun(self._render(self._disarmed(messages))))
 
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens around words that a tool says after the model's turn, which ended with its own last token:
-        those before the words and those after, up to where the model goes on. A line break each without a template.
-        """
+        """The tokens around words that a tool says after the model's turn, which ended with its own last token: those
+        before the words and those after, up to where the model continues. A line break each without a template."""
         if self._template is None:
             after = self.tokenizer.encode("\n") + (self.tokenizer.encode(self._thinking) if self._thinking else ())
             return self.tokenizer.encode("\n"), after
@@ -115,17 +103,10 @@ class PromptEncoder:
         ended = self.tokenizer.decode([self.tokenizer.eos_token_id, self.tokenizer.eos_token_id])
         return self.tokenizer.encode(between.removeprefix(ended)), self.tokenizer.encode(after_text)
 
-    def _messages(self, prompt: str, history: Sequence[Message]) -> list[Message]:
-        own = any(role == "system" for role, _text in history)
-        system = [("system", self._system)] if self._system and not own else []
-        return [*system, *history, ("user", prompt)]
-
     def _begun(self, text: str) -> str:
         """The rendered text with the thinking prefix, unless the template begins the answer that way by itself."""
         prefix = self._thinking.strip()
         return text if prefix and text.rstrip().endswith(prefix) else text + self._thinking
-
-    # ── messages cannot speak for the template ───────────────────────────────────────────────────────────────────
 
     def _disarmed(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with each control token that they spell replaced by its number between two private marks."""
@@ -164,9 +145,6 @@ class PromptEncoder:
             raise ModelError(
                 f"the model's chat template refuses the prompt: {type(error).__name__}: {error}"
             ) from error
-
-
-# ── what the model's files say ───────────────────────────────────────────────────────────────────────────────────
 
 
 def template_source(files: Mapping[str, bytes]) -> str | None:
@@ -229,20 +207,16 @@ def _compiled(source: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = FROZEN_NOW.strftime
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": FROZEN_NOW.strftime}
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
         raise ModelError(f"the model's chat template cannot be read: {error}") from error
-
-
-def _refuse(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.models.weights import as_numpy, from_numpy
+from shoal.models.folder import as_numpy, from_numpy
 from shoal.protocol import TensorView
 
 UNTOUCHED = ("embed", "lm_head", "norm")
@@ -32,21 +32,15 @@ class Quantization:
         """The nearest matrix that such weights can hold; of float32, a numpy array or a tensor of any device."""
         rows, columns = matrix.shape
         group = self.group if self.group and columns % self.group == 0 else columns
-        grouped = matrix.reshape(rows, columns // group, group)
-        rounded = self._with_offset(grouped) if self.offset else self._symmetric(grouped)
-        return rounded.reshape(rows, columns)
-
-    def _symmetric(self, grouped: Any) -> Any:
-        most = 2 ** (self.bits - 1) - 1
-        scale = _largest(abs(grouped)) / most
-        scale[scale == 0] = 1
-        return (grouped / scale).round().clip(-most, most) * scale
-
-    def _with_offset(self, grouped: Any) -> Any:
+        grouped, most = matrix.reshape(rows, columns // group, group), 2 ** (self.bits - 1) - 1
         least = -_largest(-grouped)
-        scale = (_largest(grouped) - least) / (2**self.bits - 1)
+        scale = (_largest(grouped) - least) / (2**self.bits - 1) if self.offset else _largest(abs(grouped)) / most
         scale[scale == 0] = 1
-        return ((grouped - least) / scale).round() * scale + least
+        if self.offset:
+            rounded = ((grouped - least) / scale).round() * scale + least
+        else:
+            rounded = (grouped / scale).round().clip(-most, most) * scale
+        return rounded.reshape(rows, columns)
 
 
 def _largest(values: Any) -> Any:

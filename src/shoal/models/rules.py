@@ -48,7 +48,12 @@ def check_values(values: Mapping[str, Any], kind: str) -> None:
                 f"the model's config.json has {path[-1]}: quantized models are not supported; use the unquantized one"
             )
         if isinstance(value, int) and not isinstance(value, bool):
-            _check_count(".".join(path), path[-1] if path else "", value)
+            key = path[-1] if path else ""
+            most = MAX_SPAN if any(word in key for word in SPANS) else MAX_COUNT
+            most = MAX_PARTS if any(word in key for word in PARTS) else most
+            if abs(value) > most and not any(word in key for word in UNBOUNDED):
+                name = ".".join(path)
+                raise ModelError(f"{name} in the model's config.json is {str(value)[:40]}; at most {most} is allowed")
     if kind in SLOW_TABLES:
         raise ModelError(f"models of type {kind} are not supported: building one takes time or memory without bound")
     positions = values.get("max_position_embeddings", 0)
@@ -89,15 +94,6 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
     elif isinstance(value, list):
         for each in value:
             yield from _walk(each, (*path, path[-1] if path else ""))
-
-
-def _check_count(where: str, key: str, value: int) -> None:
-    if any(word in key for word in UNBOUNDED):
-        return
-    most = MAX_SPAN if any(word in key for word in SPANS) else MAX_COUNT
-    most = MAX_PARTS if any(word in key for word in PARTS) else most
-    if abs(value) > most:
-        raise ModelError(f"{where} in the model's config.json is {str(value)[:40]}; at most {most} is allowed")
 
 
 def _composite(kind: str, inner: str) -> ModelError:

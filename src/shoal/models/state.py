@@ -7,7 +7,7 @@ storage (tied embeddings) appear once, under the first name, so that nothing tra
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,10 +44,8 @@ def policy_views(model: nn.Module) -> dict[str, TensorView]:
 
 
 def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[str, Tensor]) -> None:
-    """Overwrite all weights in place. Nothing is written unless every name, shape and type is right.
-
-    A type is right if it is the model's own, or a narrower one whose every value the model's own can hold.
-    """
+    """Overwrite all weights in place. Nothing is written unless every name, shape and type is right. A type is right if
+    it is the model's own, or a narrower one whose every value the model's own can hold."""
     overwrite(policy_state(model), tensors)
 
 
@@ -60,18 +58,9 @@ def overwrite(state: Mapping[str, Tensor], tensors: Mapping[str, TensorView] | M
             target.copy_(source if isinstance(source, Tensor) else to_torch(source))
 
 
-class Described(Protocol):
-    """A tensor that may not be here yet: a `TensorView`, or an `Entry` of a manifest."""
-
-    @property
-    def dtype(self) -> str | None: ...
-
-    @property
-    def shape(self) -> tuple[int, ...] | None: ...
-
-
-def check_fit(state: Mapping[str, Tensor], tensors: Mapping[str, Described] | Mapping[str, Tensor]) -> None:
-    """Raise `ModelError` unless the tensors are those of `state`, by name, shape and type. Needs no memory."""
+def check_fit(state: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
+    """Raise `ModelError` unless the tensors are those of `state`, by name, shape and type. They may not be here yet: a
+    `TensorView` or an `Entry` of a manifest will do."""
     missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     if missing or unknown:
         raise ModelError(f"these weights are for another model: missing {missing[:3]}, unknown {unknown[:3]}")
@@ -92,10 +81,8 @@ def _holds(target: torch.dtype, source: torch.dtype) -> bool:
 
 
 def change_state(model: nn.Module, changes: Iterable[Any]) -> None:
-    """Overwrite the values that differ, where they lie: nothing else is read, copied or moved to a device.
-
-    `changes` (`shardcast.ChangedValues`) have positions in units of `width` bytes, and the bits to put there.
-    """
+    """Overwrite the values that differ, where they lie: nothing else is read, copied or moved to a device. `changes`
+    (`shardcast.ChangedValues`) have positions in units of `width` bytes, and the bits to put there."""
     state = policy_state(model)
     with torch.no_grad():
         for change in changes:

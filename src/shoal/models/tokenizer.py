@@ -24,11 +24,8 @@ from shoal.models.folder import eos_token_id
 
 
 class TextTokenizer:
-    """A tokenizer that adds nothing and hides nothing.
-
-    `decode` takes away one end-of-sequence token at the very end and no other special token: a completion that
-    scatters special tokens over a right answer is not that answer.
-    """
+    """A tokenizer that adds nothing and hides nothing. `decode` takes away one end-of-sequence token at the very end
+    and no other special token: a completion that scatters special tokens over a right answer is not that answer."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         if "tokenizer.json" not in files:
@@ -155,28 +152,19 @@ def _is_slow(pattern: str) -> bool:
     plain = re.sub(r"\((\?(i?:|[=!]|<[=!]))?", "(", plain)
     if REFERENCE.search(pattern) or UNUSUAL.search(plain):
         return True
-    return any(_is_slow_alternative(each) for each in _alternatives(plain))
-
-
-def _is_slow_alternative(plain: str) -> bool:
-    certain = LAST_REPETITION.sub("", OPTIONAL_END.sub("", plain))
-    return (
-        len(LONG_REPETITION.findall(certain)) > 1
-        or len(re.findall(r"[+*?{]", plain)) > MAX_REPETITIONS
-        or plain.count("|") > MAX_BRANCHES
-    )
-
-
-def _alternatives(plain: str) -> list[str]:
-    """The parts between those | that are in no group."""
-    depth, found = 0, [""]
+    depth, alternatives = 0, [""]  # the parts between those | that are in no group
     for character in plain:
         depth += (character == "(") - (character == ")")
         if character == "|" and depth == 0:
-            found.append("")
+            alternatives.append("")
         else:
-            found[-1] += character
-    return found
+            alternatives[-1] += character
+    return any(
+        len(LONG_REPETITION.findall(LAST_REPETITION.sub("", OPTIONAL_END.sub("", each)))) > 1
+        or len(re.findall(r"[+*?{]", each)) > MAX_REPETITIONS
+        or each.count("|") > MAX_BRANCHES
+        for each in alternatives
+    )
 
 
 def _longest_mapped(charsmap: Any) -> int:

@@ -31,10 +31,8 @@ class BatchGroup(Message):
 
 class Batch(Message):
     """The groups of step `step`, in order of unit. Once written it never changes; a resumed trainer gets it again.
-
     `groups` are those whose rewards differ; `dropped_groups` were lost to equal ones since the batch before it.
-    `sampled_reward` is the mean over the rollouts of both: what the policies really earn. None if there are none.
-    """
+    `sampled_reward` is the mean over the rollouts of both: what the policies really earn. None if there are none."""
 
     step: int
     groups: tuple[BatchGroup, ...]
@@ -79,11 +77,8 @@ class TrainingBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepReport(Message):
-    """What the trainer measured in a step: free-form numbers, e.g. reward_mean, held_out, loss, grad_norm.
-
-    `alarms` are what the run's owner should look at, code → sentence, e.g. guard.entropy_rise; the hub shows them among
-    its own.
-    """
+    """What the trainer measured in a step: free-form numbers, e.g. reward_mean, held_out, loss, grad_norm. `alarms` are
+    what the run's owner should look at, code → sentence, e.g. guard.entropy_rise; the hub shows them among its own."""
 
     step: int = Field(ge=0, le=2**31)
     metrics: dict[str, FiniteFloat] = Field(max_length=128)

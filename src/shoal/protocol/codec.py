@@ -65,10 +65,6 @@ def _inflate(data: bytes, limits: BodyLimits, exactly: bool = False) -> bytes:
         raise CodecError(f"the zstd frame declares {declared} bytes, not {limits.inflated_bytes}")
     if frame.dict_id:
         raise CodecError("the zstd frame needs a dictionary")
-    return _bounded_inflate(data, declared)
-
-
-def _bounded_inflate(data: bytes, declared: int) -> bytes:
     # One call into one buffer of the declared size: the streaming interface lets a frame inflate past what it declares.
     try:
         raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=max(1, declared), allow_extra_data=False)

@@ -1,8 +1,14 @@
-"""Leases: what a worker is asked to generate. It chooses nothing: prompt, seeds, policy and sampling are given."""
+"""Leases: what a worker is asked to generate. It chooses nothing: prompt, seeds, policy and sampling are given.
+
+Calibrations: how far honest work of each kind may be off, as trusted machines measured it for one policy.
+
+    validator ── measures ──► Calibration, signed ──► hub: the newest is in force ──► Lease ──► Verdict: name it
+    owner     ── signs ─────► a calibration of kinds that no validator's machine has
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -38,11 +44,9 @@ class ProofParameters(Message):
 
 
 class DialogueTerms(Message):
-    """The environment answers the model's turns: which tool does, how often at most, and what frames its words.
-
-    A turn ends with the end-of-sequence token. What follows it is `before`, the tool's text by the policy's own
-    tokenizer, and `after`; these tokens are given, not drawn. The last turn is the one that the tool has no answer to.
-    """
+    """The environment answers the model's turns: which tool does, how often at most, and what frames its words. A turn
+    ends with the end-of-sequence token. What follows it is `before`, the tool's text by the policy's own tokenizer, and
+    `after`; these tokens are given, not drawn. The last turn is the one that the tool has no answer to."""
 
     tool: str = Field(max_length=64)
     max_turns: int = Field(ge=1, le=64)
@@ -51,12 +55,10 @@ class DialogueTerms(Message):
 
 
 class Lease(Document):
-    """One unit of work for one node: generate this group, under these seeds, by that policy, until the deadline.
-
-    A unit keeps its prompt and its seeds when it is issued again, whoever gets it. `deadline_ms` moves on with every
-    heartbeat that shows progress, up to `hard_deadline_ms`. `length_target` is the one that the prompt names.
-    `calibration` is the one that the work is judged by, whatever is measured later; empty: by built-in limits.
-    """
+    """One unit of work for one node: generate this group, under these seeds, by that policy, until the deadline. A unit
+    keeps its prompt and its seeds when it is issued again, whoever gets it. `deadline_ms` moves on with every heartbeat
+    that shows progress, up to `hard_deadline_ms`. `length_target` is the one that the prompt names. `calibration` is
+    the one that the work is judged by, whatever is measured later; empty: by built-in limits."""
 
     kind: ClassVar[str] = "lease"
     run: str
@@ -109,11 +111,8 @@ class LeaseRequest(Message):
 
 
 class LeaseReply(Message):
-    """The leases granted, or none and the reason in words (`waiting`).
-
-    `held_back`: it is for rules about this very node (its window, newcomers' share, a suspension) that there are none.
-    `policy` is the newest one.
-    """
+    """The leases granted, or none and the reason in words (`waiting`). `held_back`: it is for rules about this very
+    node (its window, newcomers' share, a suspension) that there are none. `policy` is the newest one."""
 
     leases: tuple[SignedDocument, ...] = Field(default=(), max_length=MAX_LEASES_PER_REQUEST)
     waiting: str = Field(default="", max_length=2000)
@@ -127,3 +126,44 @@ class LeaseRelease(Message):
 
     leases: tuple[str, ...] = Field(max_length=MAX_LEASES_PER_REQUEST)
     reason: str = Field(default="", max_length=200, pattern=PRINTABLE)
+
+
+Kind = Annotated[str, Field(pattern=PROFILE)]
+Words = Annotated[str, Field(max_length=500, pattern=PRINTABLE)]
+MAX_KINDS = 64
+DIGEST_OR_NONE = rf"^$|{HEX_256}"
+
+
+class MeasuredKind(Message):
+    """The limits of one kind of worker. `caught` says, by cheat, which share of blocks they catch; `tokens` how many
+    honest tokens were measured."""
+
+    limits: dict[str, Any] = Field(max_length=64)
+    caught: dict[Words, float] = Field(default={}, max_length=64)
+    tokens: int = Field(default=0, ge=0)
+
+
+class Calibration(Document):
+    """What was measured with `policy`, signed by a validator or by the run's owner; named by `document_hash`.
+    `replaces` is the one that was in force when it was made: another one meanwhile, and it is refused. `machines` are
+    what the validators computed with (device/format). `refused` are kinds whose limits would let cheats pass, with the
+    reason: nobody may work so."""
+
+    kind: ClassVar[str] = "calibration"
+    run: str
+    policy: PolicyRef
+    replaces: str = Field(default="", pattern=DIGEST_OR_NONE)
+    kinds: dict[Kind, MeasuredKind] = Field(default={}, max_length=MAX_KINDS)
+    refused: dict[Kind, Words] = Field(default={}, max_length=MAX_KINDS)
+    machines: tuple[Annotated[str, Field(max_length=64)], ...] = Field(default=(), max_length=MAX_KINDS)
+    seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    made_at_ms: Milliseconds = Field(ge=0)
+
+
+def format_of(kind: str) -> str:
+    """The number format of a kind of worker.
+
+    >>> format_of("torch/cuda/bfloat16")
+    'bfloat16'
+    """
+    return kind.rpartition("/")[2]

@@ -1,9 +1,14 @@
-"""Nodes and the run they join: registration, heartbeats, role certificates.
+"""Nodes and the run they join: registration, heartbeats, role certificates; and what the owner of a run may order.
 
-Both sides must speak the same `PROTOCOL_VERSION`; a peer with another one is told what to do.
+Both sides must speak the same `PROTOCOL_VERSION`; a peer with another one is told what to do. A hub learns a node's
+version from its registration, a node the hub's from `RunInfo.protocol_version`. Unknown fields are ignored in answers
+and signed documents, and refused in requests.
 
-A hub learns a node's version from its registration, a node the hub's from `RunInfo.protocol_version`. Unknown
-fields are ignored in answers and signed documents, and refused in requests.
+    root key ──certifies──► admin key ──signs──► AdminAction        pause, drain, sanctions, relays
+    root key ─────────────────────────signs──► AdminAction        these, and whom the run trusts
+
+Every order is written into the ledger and made once: its `id` is random, the hub remembers those of the last minutes,
+and refuses older ones by their date. So whoever sees one on its way can do no more with it than deliver it.
 """
 
 from __future__ import annotations
@@ -13,10 +18,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
-from shoal.errors import ProtocolError
+from shoal.errors import ProtocolError, SignatureError
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, PRINTABLE, ProofParameters, SamplingParameters
 from shoal.protocol.policy import PolicyRef
-from shoal.protocol.signing import Document, Message, Milliseconds, PublicKey, SignedDocument
+from shoal.protocol.signing import Document, Message, Milliseconds, PublicKey, SignedDocument, open_document
 
 PROTOCOL_VERSION = 3
 HEADER_PROTOCOL = "shoal-protocol"
@@ -30,19 +35,14 @@ def check_spoken(who: str, version: int) -> None:
     """
     if version == PROTOCOL_VERSION:
         return
-    if who == "hub":
-        remedy = (
-            f"shoal on this machine is too old: upgrade it with: {UPGRADE}"
-            if version > PROTOCOL_VERSION
-            else "the hub is too old: ask the run's owner to upgrade it, or install the shoal that the run uses"
-        )
-        raise ProtocolError(f"the hub speaks protocol {version}, this shoal speaks {PROTOCOL_VERSION}: {remedy}")
-    remedy = (
-        "the hub is too old: ask the run's owner to upgrade it, or install the shoal that the run uses"
-        if version > PROTOCOL_VERSION
-        else f"shoal on this node's machine is too old: upgrade it there with: {UPGRADE}"
-    )
-    raise ProtocolError(f"this hub speaks protocol {PROTOCOL_VERSION}, the node speaks {version}: {remedy}")
+    of_hub = who == "hub"
+    remedy = "the hub is too old: ask the run's owner to upgrade it, or install the shoal that the run uses"
+    if of_hub == (version > PROTOCOL_VERSION):
+        where = "this machine" if of_hub else "this node's machine"
+        remedy = f"shoal on {where} is too old: upgrade it {'' if of_hub else 'there '}with: {UPGRADE}"
+    hub, other = (version, PROTOCOL_VERSION) if of_hub else (PROTOCOL_VERSION, version)
+    speaker = "this shoal" if of_hub else "the node"
+    raise ProtocolError(f"{'the' if of_hub else 'this'} hub speaks protocol {hub}, {speaker} speaks {other}: {remedy}")
 
 
 Role = Literal["hub", "trainer", "validator", "worker", "admin"]
@@ -87,12 +87,10 @@ class ModelSize(Message):
 
 
 class RunInfo(Document):
-    """What a node needs to take part; signed by the hub. The join URL pins the root key's fingerprint.
-
-    Weights come from `sources` (relays); from `last_resort` (the origin) only what none of those can give. `hubs` are
-    further addresses of the same run; keys in `revoked` are trusted for nothing; `uploads` says where submissions go.
-    `model` says how large policies are: a node refuses a larger one before it takes memory or disk for it.
-    """
+    """What a node needs to take part; signed by the hub. The join URL pins the root key's fingerprint. Weights come
+    from `sources` (relays); from `last_resort` (the origin) only what none of those can give. `hubs` are further
+    addresses of the same run; keys in `revoked` are trusted for nothing; `uploads` says where submissions go. `model`
+    says how large policies are: a node refuses a larger one before it takes memory or disk for it."""
 
     kind: ClassVar[str] = "run-info"
     protocol_version: int = PROTOCOL_VERSION
@@ -139,11 +137,9 @@ class HubClock(Document):
 
 
 class NodeView(Message):
-    """A node as the hub sees it; also what a worker is told about itself.
-
-    Three axes that do not touch each other: trust (`on_probation`, strikes), `liveness`, and sanction (`state`, until
-    when). `window` is how many leases it may hold now.
-    """
+    """A node as the hub sees it; also what a worker is told about itself. Three axes that do not touch each other:
+    trust (`on_probation`, strikes), `liveness`, and sanction (`state`, until when). `window` is how many leases it may
+    hold now."""
 
     node: str
     name: str
@@ -167,11 +163,9 @@ class NodeView(Message):
 
 
 class Heartbeat(Message):
-    """I am alive, this is what I am doing, and this is how fast (`counters`: e.g. tokens, busy_s, idle_s).
-
-    `waiting_s` is how long the wait has lasted: a node that often waits for the same thing does not wait all the time.
-    `progress` says how many tokens of each lease are generated so far: a lease on which something happens is renewed.
-    """
+    """I am alive, this is what I am doing, and this is how fast (`counters`: e.g. tokens, busy_s, idle_s). `waiting_s`
+    is how long the wait has lasted: a node that often waits for the same thing does not wait all the time. `progress`
+    says how many tokens of each lease are generated so far: a lease on which something happens is renewed."""
 
     doing: str = Field(default="", max_length=200, pattern=PRINTABLE)
     waiting_for: str = Field(default="", max_length=200, pattern=PRINTABLE)
@@ -187,3 +181,65 @@ class HeartbeatReply(Message):
     policy: PolicyRef | None = None
     finished: bool = False
     deadlines: dict[Name, int] = Field(default={}, max_length=MAX_HELD)
+
+
+MAX_RELAYS = 64
+
+
+class AdminVerb(StrEnum):
+    PAUSE = "pause"  # no leases, no batches: the fleet and the trainer rest
+    DRAIN = "drain"  # no leases: what is out comes in, and is trained on as far as it goes
+    RESUME = "resume"
+    SUSPEND = "suspend"
+    BAN = "ban"
+    PARDON = "pardon"
+    ADD_RELAY = "add-relay"
+    REMOVE_RELAY = "remove-relay"
+    CERTIFY = "certify"  # a certificate more that the root key signed: a validator, or a key that follows another
+    REVOKE = "revoke"  # a key is trusted for nothing from now on
+
+
+class AdminAction(Document):
+    """One order. `target` is a node, a relay's address or a public key, as the verb needs it.
+
+    >>> AdminAction(run="r", id="ab" * 8, verb="pause", reason="power cut", issued_at_ms=1).verb.value
+    'pause'
+    """
+
+    kind: ClassVar[str] = "admin-action"
+    run: str
+    id: str = Field(pattern="^[0-9a-f]{16,64}$")
+    verb: AdminVerb
+    target: str = Field(default="", max_length=400, pattern=PRINTABLE)
+    reason: str = Field(default="", max_length=300, pattern=PRINTABLE)
+    for_s: float = Field(default=0.0, ge=0, le=10**8, allow_inf_nan=False)
+    certificates: tuple[SignedDocument, ...] = Field(default=(), max_length=4)
+    issued_at_ms: int = Field(ge=0, le=2**53)
+
+
+class AdminRequest(Message):
+    """The signed action; with the certificate of the admin key, unless the root key itself signed it."""
+
+    action: SignedDocument
+    certificate: SignedDocument | None = None
+
+
+class AdminReply(Message):
+    """What came of it. `changed` is false if it was so already, or if this very action came before."""
+
+    changed: bool
+    message: str
+
+
+def open_admin(request: AdminRequest, run: str, root_key: str) -> AdminAction:
+    """The action, signed for this run by its root key, or by an admin key that the root key certified for this run."""
+    trusted = {root_key}
+    if request.certificate is not None:
+        certificate = open_document(request.certificate, RoleCertificate, root_key)
+        if (certificate.run, certificate.role) != (run, "admin"):
+            raise SignatureError("the certificate is not that of an admin of this run")
+        trusted.add(certificate.public_key)
+    action = open_document(request.action, AdminAction, trusted)
+    if action.run != run:
+        raise SignatureError(f"the action is for run {action.run[:80]}, not for {run}")
+    return action

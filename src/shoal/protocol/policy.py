@@ -7,10 +7,10 @@ digest; versions of different incarnations never mix.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from blake3 import blake3
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from shoal.protocol.signing import Document, Message, Milliseconds, canonical_json
 
@@ -35,27 +35,10 @@ class PolicyRef(Message):
         return f"{self.incarnation}.{self.version}"
 
 
-class Entry(Message):
-    """One named span of the payload: a file (`config.json`) or a tensor (raw little-endian values).
-
-    Entries lie back to back in the order listed. A file may lie in folders (`onnx/model.bin`); no name can leave the
-    folder it is unpacked into.
-    """
-
-    name: str = Field(min_length=1)
-    type: Literal["file", "tensor"]
-    offset: int = Field(ge=0)
-    size_bytes: int = Field(ge=0)
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-
-    @field_validator("name")
-    @classmethod
-    def _stays_in_its_folder(cls, name: str) -> str:
-        problem = name_problem(name)
-        if problem:
-            raise ValueError(problem)
-        return name
+def check_name(name: str) -> str:
+    if problem := name_problem(name):
+        raise ValueError(problem)
+    return name
 
 
 def name_problem(name: str) -> str:
@@ -76,6 +59,19 @@ def name_problem(name: str) -> str:
     return ""
 
 
+class Entry(Message):
+    """One named span of the payload: a file (`config.json`) or a tensor (raw little-endian values). Entries lie back to
+    back in the order listed. A file may lie in folders (`onnx/model.bin`); no name can leave the folder it is unpacked
+    into."""
+
+    name: Annotated[str, Field(min_length=1), AfterValidator(check_name)]
+    type: Literal["file", "tensor"]
+    offset: int = Field(ge=0)
+    size_bytes: int = Field(ge=0)
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
 class Chunk(Message):
     """A span of the payload by hash (BLAKE3). All chunks but the last have `chunk_size_bytes`."""
 
@@ -84,10 +80,8 @@ class Chunk(Message):
 
 
 class Delta(Message):
-    """A lossless difference to an earlier version, offered as chunks of its own; see `shoal.shardcast.delta`.
-
-    Trusted no further than its chunks' hashes: what it makes of the base must have the digest of the policy.
-    """
+    """A lossless difference to an earlier version, offered as chunks of its own; see `shoal.shardcast.delta`. Trusted
+    no further than its chunks' hashes: what it makes of the base must have the digest of the policy."""
 
     base: PolicyRef
     size_bytes: int = Field(gt=0)
@@ -104,11 +98,9 @@ class LedgerHead(Document):
 
 
 class PolicyManifest(Document):
-    """What one version consists of. Signed by the trainer's key; any static HTTP server can hand it out.
-
-    `chunks` are those of the whole payload, and prove it. They are offered for download only by an `anchor`; a version
-    that is none is reached from another one by its `deltas`.
-    """
+    """What one version consists of. Signed by the trainer's key; any static HTTP server can hand it out. `chunks` are
+    those of the whole payload, and prove it. They are offered for download only by an `anchor`; a version that is none
+    is reached from another one by its `deltas`."""
 
     kind: ClassVar[str] = "policy-manifest"
     run: str

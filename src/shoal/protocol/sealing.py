@@ -82,16 +82,7 @@ def read_sealed(text: str) -> SealedKey:
 
 
 def _cipher(frame: SealedKey, passphrase: str) -> AESGCM:
-    memory = 128 * BLOCK * frame.cost + 2**20
-    salt = bytes.fromhex(frame.salt)
-    return AESGCM(
-        hashlib.scrypt(
-            passphrase.encode(), salt=salt, n=_power_of_two(frame.cost), r=BLOCK, p=1, maxmem=memory, dklen=32
-        )
-    )
-
-
-def _power_of_two(cost: int) -> int:
-    if cost & (cost - 1):
+    if frame.cost & (frame.cost - 1):
         raise KeyFileError("this key was sealed with a cost that is no power of two: it is damaged")
-    return cost
+    salt, memory = bytes.fromhex(frame.salt), 128 * BLOCK * frame.cost + 2**20
+    return AESGCM(hashlib.scrypt(passphrase.encode(), salt=salt, n=frame.cost, r=BLOCK, p=1, maxmem=memory, dklen=32))

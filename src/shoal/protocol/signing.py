@@ -118,6 +118,7 @@ HEADER_TIME = "shoal-time"
 HEADER_NONCE = "shoal-nonce"
 HEADER_SIGNATURE = "shoal-signature"
 HEADER_BODY = "shoal-body"
+HEADERS = (HEADER_NODE, HEADER_TIME, HEADER_NONCE, HEADER_BODY, HEADER_SIGNATURE)
 
 
 @dataclass(frozen=True)
@@ -131,37 +132,21 @@ class RequestSignature:
     signature: str
 
     def headers(self) -> dict[str, str]:
-        return {
-            HEADER_NODE: self.node,
-            HEADER_TIME: str(self.at_ms),
-            HEADER_NONCE: self.nonce,
-            HEADER_BODY: self.body_hash,
-            HEADER_SIGNATURE: self.signature,
-        }
+        values = (self.node, str(self.at_ms), self.nonce, self.body_hash, self.signature)
+        return dict(zip(HEADERS, values, strict=True))
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str]) -> RequestSignature:
         try:
-            parsed = cls(
-                node=headers[HEADER_NODE],
-                at_ms=_milliseconds(headers[HEADER_TIME]),
-                nonce=headers[HEADER_NONCE],
-                body_hash=headers[HEADER_BODY],
-                signature=headers[HEADER_SIGNATURE],
-            )
+            node, at, nonce, body, signature = (headers[name] for name in HEADERS)
         except KeyError as error:
             raise SignatureError(f"the request is not signed: header {error.args[0]} is missing") from error
-        except ValueError as error:
-            raise SignatureError(f"header {HEADER_TIME} is not a whole number of milliseconds") from error
+        if not (at.isascii() and at.isdigit() and len(at) <= MAX_TIME_DIGITS):
+            raise SignatureError(f"header {HEADER_TIME} is not a whole number of milliseconds")
+        parsed = cls(node, int(at), nonce, body, signature)
         if not (8 <= len(parsed.nonce) <= 64 and parsed.nonce.isascii() and len(parsed.node) == 32):
             raise SignatureError("the request's node id or nonce has the wrong length")
         return parsed
-
-
-def _milliseconds(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= MAX_TIME_DIGITS):
-        raise ValueError(text)
-    return int(text)
 
 
 def body_hash(body: bytes) -> str:
@@ -184,10 +169,8 @@ def sign_request(key: SigningKey, run: str, method: str, target: str, body: byte
 def verify_request(
     public_key: str, run: str, method: str, target: str, signature: RequestSignature, now_ms: int
 ) -> None:
-    """Raise `SignatureError` unless this very request was signed by `public_key` within the allowed skew.
-
-    The caller still has to refuse a nonce that it has seen from this node, and another body (`verify_body`).
-    """
+    """Raise `SignatureError` unless this very request was signed by `public_key` within the allowed skew. The caller
+    still has to refuse a nonce that it has seen from this node, and another body (`verify_body`)."""
     skew = signature.at_ms - now_ms
     if abs(skew) > MAX_SKEW_MS:
         raise SignatureError(

@@ -1,4 +1,4 @@
-"""Submissions: what a worker hands in (bulk: msgpack + zstd), and the receipt that the hub promises with.
+"""Submissions: what a worker submits (bulk: msgpack + zstd), and the receipt that the hub promises with.
 
 Token ids travel as little-endian uint32, log-probabilities as little-endian float32: compact, and no list of a
 million Python integers is ever built while decoding.
@@ -68,11 +68,9 @@ class Completed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rollout(Completed, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A completion with its proofs, as a worker hands it in.
-
-    `given` (uint32 LE: start, length, start, length, …) are the spans of tokens that the environment said: they were
-    not drawn, their log-probabilities are 0, and nothing is learned from them.
-    """
+    """A completion with its proofs, as a worker hands it in. `given` (uint32 LE: start, length, start, length, …) are
+    the spans of tokens that the environment said: they were not drawn, their log-probabilities are 0, and nothing is
+    learned from them."""
 
     proofs: Proofs = b""
     given: PackedTokens = b""
@@ -122,10 +120,8 @@ def submission_digest(body: bytes) -> str:
 
 
 class Receipt(Document):
-    """The hub's promise: these bytes are on its disk, and will be judged. No crash loses them.
-
-    `ledger` is the ledger's head at that time: whoever keeps receipts can show that the ledger was rewritten later.
-    """
+    """The hub's promise: these bytes are on its disk, and will be judged. No crash loses them. `ledger` is the ledger's
+    head at that time: whoever keeps receipts can show that the ledger was rewritten later."""
 
     kind: ClassVar[str] = "receipt"
     run: str
@@ -195,9 +191,7 @@ class UploadRequest(Message):
 
 class UploadTicket(Document):
     """Leave to put one object into the run's store: a PUT to `url` with exactly these `headers`, before it expires.
-
-    `needed` is false if the hub has these very bytes already: there is nothing to send, only to commit again.
-    """
+    `needed` is false if the hub has these very bytes already: there is nothing to send, only to commit again."""
 
     kind: ClassVar[str] = "upload-ticket"
     run: str
@@ -222,10 +216,8 @@ SHOWN_BYTES = 1024 * 1024
 
 
 class ShownChunks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Finished chunks of one rollout from token `start` on: `tokens` (uint32 LE), and their proofs back to back.
-
-    A chunk has `proof.rows` tokens; only the last one of a finished rollout may have fewer.
-    """
+    """Finished chunks of one rollout from token `start` on: `tokens` (uint32 LE), and their proofs back to back. A
+    chunk has `proof.rows` tokens; only the last one of a finished rollout may have fewer."""
 
     rollout: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUP)]
     start: Annotated[int, msgspec.Meta(ge=0, le=MAX_NEW_TOKENS)]

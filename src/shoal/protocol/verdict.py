@@ -1,18 +1,108 @@
-"""Verdicts: what a validator found. The reward is computed here and nowhere else."""
+"""Verdicts: what a validator found. The reward is computed here and nowhere else.
+
+Branches: does tolerance buy reward? Where a token passes only by the tolerance, the validator decodes what the seed
+gives instead, and scores both. Honest rounding does not know the reward: the difference is as often negative as
+positive. Whoever chose the branch that pays has more positive ones.
+
+The evidence is the wealth of a gambler who bets on positive differences and begins with 1. If they are no likelier than
+negative ones (but for `MARGIN`), the wealth exceeds 10⁶ once in 10⁶ gamblers at most, however long one plays and
+whenever one looks (Ville's inequality). One part of the wealth is staked at each difference, so that a node that was
+honest for long is found out as well: 1/2 at the first, 1/6 at the second, 1/(n(n+1)) at the nth; each part is spread
+evenly over five sizes of bets.
+
+Evaluation while training: held-out tasks that validators answer with a published policy, slice by slice.
+
+    hub ── EvaluationSlice (signed) ──► validator ── greedy completions, scores ──► EvaluationReport (signed) ──► hub
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
 
-from shoal.protocol.branches import LOOK_SHARE, Branches, GainEvidence
-from shoal.protocol.lease import MAX_GROUP, PROFILE
-from shoal.protocol.policy import HEX_256
+from shoal.protocol.lease import MAX_GROUP, MAX_PROMPT_TOKENS, PRINTABLE, PROFILE, SamplingParameters
+from shoal.protocol.policy import HEX_256, PolicyRef
 from shoal.protocol.signing import Document, Message, Milliseconds, SignedDocument
 from shoal.protocol.submission import ShownPrefix
+
+BETS = (0.1, 0.2, 0.4, 0.6, 0.8)
+MARGIN = 0.04  # among unequal pairs, 52 % in the submission's favour are nobody's fault
+ENOUGH = 1e6  # the evidence that a strike needs
+FORGOTTEN = 1e3  # what the evidence must fall to until owners or newcomers are trusted again
+LEAST_LOG = -700.0
+LOOK_SHARE, FIRST_SHARE, FIRST_AUDITS = 0.02, 0.08, 50  # of the tokens of a node; of its first groups
+
+
+def look_share(audits: int, evidence: float) -> float:
+    """Of which share of a node's tokens branches are decoded, after so many audits and with this evidence: in the long
+    run a fiftieth of honest nodes' tokens, more while nothing is known of a node, all of one that is nearly found out.
+    It depends on what was seen before alone, so that the evidence keeps its meaning.
+
+    >>> look_share(0, 1.0), look_share(1000, 0.3), look_share(1000, 2.0), look_share(1000, 50.0)
+    (0.08, 0.02, 0.16, 1.0)
+    """
+    base = FIRST_SHARE if audits < FIRST_AUDITS else LOOK_SHARE
+    return float(min(1.0, base * min(100.0, max(1.0, evidence)) ** 3))
+
+
+class Branches(Message):
+    """What the branches of one submission showed: of `looked` branches, with `tokens` decoded tokens, those whose
+    reward was another one. A difference is reward(submitted) - reward(seed's branch), as a share of the range that the
+    rewards of its group have, from -1 to 1."""
+
+    looked: int = Field(default=0, ge=0, le=MAX_GROUP)
+    tokens: int = Field(default=0, ge=0)
+    differences: tuple[float, ...] = Field(default=(), max_length=MAX_GROUP)
+
+
+class GainEvidence(Message):
+    """The evidence that tolerance was used to gain reward: of a node, an owner, or all newcomers.
+
+    `stakes` are the logarithms of what the stakes on each size of bet have become; what was not staked yet is
+    1/(differing + 1).
+
+    >>> round(GainEvidence().after([1.0]).value, 4)  # 1/2 is not staked, 1/2 has grown by 0.96 × 0.42 on average
+    1.2016
+    """
+
+    differing: int = Field(default=0, ge=0)
+    gained: float = Field(default=0.0, allow_inf_nan=False)
+    stakes: tuple[float, ...] = Field(default=(LEAST_LOG,) * len(BETS), min_length=len(BETS), max_length=len(BETS))
+
+    def after(self, differences: Iterable[float]) -> GainEvidence:
+        """With further differences; those of equal rewards say nothing."""
+        count, gained, stakes = self.differing, self.gained, list(self.stakes)
+        for difference in differences:
+            bounded = max(-1.0, min(1.0, difference))
+            if bounded == 0.0:
+                continue
+            count, gained = count + 1, gained + bounded
+            staked, outcome = -math.log(count * (count + 1)), bounded - MARGIN * abs(bounded)
+            # log(exp(log) + exp(staked)), then what the bet has made of it
+            sums = [max(log, staked) + math.log1p(math.exp(-abs(log - staked))) for log in stakes]
+            stakes = [max(LEAST_LOG, s + math.log1p(bet * outcome)) for s, bet in zip(sums, BETS, strict=True)]
+        return GainEvidence(differing=count, gained=gained, stakes=tuple(stakes))
+
+    def without(self, part: float) -> GainEvidence:
+        """Less by a factor: what a node was struck for is not held against others."""
+        lower = tuple(max(LEAST_LOG, log - math.log(part)) for log in self.stakes)
+        return self.model_copy(update={"stakes": lower})
+
+    @property
+    def value(self) -> float:
+        """What the wealth is now."""
+        staked = sum(math.exp(min(-LEAST_LOG, log)) for log in self.stakes) / len(BETS)
+        return staked + 1 / (self.differing + 1)
+
+    @property
+    def suffices(self) -> bool:
+        return self.value >= ENOUGH
+
 
 MAX_REWARD = 1e6
 
@@ -59,20 +149,17 @@ class Sums(Message):
     shared: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
     def plus(self, other: Sums) -> Sums:
-        return Sums(
-            seen=self.seen + other.seen, expected=self.expected + other.expected, shared=self.shared + other.shared
-        )
+        seen, expected, shared = self.seen + other.seen, self.expected + other.expected, self.shared + other.shared
+        return Sums(seen=seen, expected=expected, shared=shared)
 
 
 NOTHING = Sums()
 
 
 class Tally(Message):
-    """What audits saw of rounding, in sums: of one submission, or of what a node handed in recently.
-
-    `accidents` of the `proofs` parts of rollouts (the tokens of one proof each) were quite wrong, as happens in coarse
-    arithmetic now and then; they count in the channel of that name and nowhere else.
-    """
+    """What audits saw of rounding, in sums: of one submission, or of what a node submitted recently. `accidents` of the
+    `proofs` parts of rollouts (the tokens of one proof each) were quite wrong, as happens in coarse arithmetic now and
+    then; they count in the channel of that name and nowhere else."""
 
     tokens: int = Field(default=0, ge=0)
     proofs: int = Field(default=0, ge=0)
@@ -98,12 +185,10 @@ audit of progress is of a rollout that is not finished: what a node on probation
 
 
 class Verdict(Document):
-    """The result of an audit, signed by the validator. `reason` is a stable code such as `sampling.seed`.
-
-    It names the environment that it was scored with. `unreproducible` are the parts of the rewards that nobody else can
-    compute again: the word of a judge. `unsure_rate` is how likely honest work of this kind and length is to be unsure.
-    `calibration` is the lease's: what the limits were; `measured`, whether they are of the worker's very kind.
-    """
+    """The result of an audit, signed by the validator. `reason` is a stable code such as `sampling.seed`. It names the
+    environment that it was scored with. `unreproducible` are the parts of the rewards that nobody else can compute
+    again: the word of a judge. `unsure_rate` is how likely honest work of this kind and length is to be unsure.
+    `calibration` is the lease's: what the limits were; `measured`, whether they are of the worker's very kind."""
 
     kind: ClassVar[str] = "verdict"
     run: str
@@ -165,13 +250,11 @@ Readiness = Literal["no", "idle", "now", "only"]
 
 
 class AuditRequest(Message):
-    """A validator asks for submissions to check, waiting up to `wait_s` for one.
-
-    What it claimed before and neither judged nor names in `left` is given out again at once: the answer with it was
-    lost, or the validator was killed. `left` are those that it means to try later, when their claim has run out; and
-    leases of its own that it could not generate. `generates` is the kind of its engine (`engine/device/number format`),
-    if it is ready to generate units that nobody could judge.
-    """
+    """A validator asks for submissions to check, waiting up to `wait_s` for one. What it claimed before and neither
+    judged nor names in `left` is given out again at once: the answer with it was lost, or the validator was killed.
+    `left` are those that it means to try later, when their claim has run out; and leases of its own that it could not
+    generate. `generates` is the kind of its engine (`engine/device/number format`), if it is ready to generate units
+    that nobody could judge."""
 
     max_audits: int = Field(default=8, ge=1, le=256)
     wait_s: float = Field(default=0, ge=0, le=60)
@@ -182,14 +265,12 @@ class AuditRequest(Message):
 
 class Audit(Message):
     """One submission to check: its bytes are at `GET /submissions?name=…`; `record` is its node's recent record.
-
     `shown` is what its node showed of it while it was generated: each rollout must begin with that. With the depth
     `progress` it is a lease at work: a `Submission` with the shown tokens and proofs of one rollout, and nothing else.
     Of a `newcomer` one rollout is checked first, and the others only if that one does not fail for certain. A `trusted`
     one was generated by a validator: it has no kind to be judged by. `gains` is the evidence so far that its node
     bought reward by tolerance, `look_share` the share of its tokens of which branches are decoded; `distrusted` is set
-    while the evidence of its owner's nodes, or of newer nodes, suffices.
-    """
+    while the evidence of its owner's nodes, or of newer nodes, suffices."""
 
     submission: str
     size_bytes: int
@@ -207,12 +288,10 @@ class Audit(Message):
 
 
 class AuditReply(Message):
-    """Submissions to check, and perhaps a slice of an evaluation (`EvaluationSlice`); or none, and why.
-
-    `generate` are leases of the validator itself: units to generate and hand in like a worker. Those that it has and
-    has not answered come again with each reply.
-    `calibration` is the one in force; `wanted` are the kinds of the workers that asked for work.
-    """
+    """Submissions to check, and perhaps a slice of an evaluation (`EvaluationSlice`); or none, and why. `generate` are
+    leases of the validator itself: units to generate and submit like a worker. Those that it has and has not answered
+    come again with each reply. `calibration` is the one in force; `wanted` are the kinds of the
+    workers that asked for work."""
 
     audits: tuple[Audit, ...] = ()
     waiting: str = ""
@@ -221,3 +300,61 @@ class AuditReply(Message):
     generate: tuple[SignedDocument, ...] = Field(default=(), max_length=16)
     calibration: str = ""
     wanted: tuple[str, ...] = Field(default=(), max_length=64)
+
+
+MAX_SLICE = 64
+
+
+class EvaluationTask(Message):
+    """One held-out task: its id, and the very tokens that the policy is asked with."""
+
+    task: str = Field(max_length=256)
+    prompt_ids: tuple[int, ...] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
+
+
+class EvaluationSlice(Document):
+    """Held-out tasks from number `first` on, for one validator until the deadline: answer each greedily by `policy`."""
+
+    kind: ClassVar[str] = "evaluation-slice"
+    run: str
+    policy: PolicyRef
+    first: int = Field(ge=0)
+    tasks: tuple[EvaluationTask, ...] = Field(max_length=MAX_SLICE)
+    sampling: SamplingParameters
+    environment_digest: str = Field(pattern=HEX_256)
+    deadline_ms: Milliseconds
+
+
+class EvaluationReport(Document):
+    """What a slice came to, signed by the validator: one score per task in order, None where scoring itself failed.
+    Without scores `problem` says why the slice could not be done; somebody tries again."""
+
+    kind: ClassVar[str] = "evaluation-report"
+    run: str
+    policy: PolicyRef
+    first: int = Field(ge=0, le=2**31)
+    environment_digest: str = Field(pattern=HEX_256)
+    scores: tuple[Reward | None, ...] = Field(default=(), max_length=MAX_SLICE)
+    problem: str = Field(default="", max_length=200, pattern=PRINTABLE)
+    decided_at_ms: Milliseconds
+
+
+class Evaluation(Message):
+    """How a version does on the held-out tasks, as far as that is known: `mean` of the `scored` ones of `tasks`.
+    `complete`: no slice of it is still to come. `partial`: slices of it were given up, so that the mean is of other
+    tasks than those of other versions, and not to be compared with theirs. Tasks that could not be scored are no
+    sample, and are not in the mean."""
+
+    policy: PolicyRef
+    tasks: int
+    scored: int
+    mean: float | None = None
+    complete: bool = False
+    partial: bool = False
+    decided_at_ms: Milliseconds = 0
+
+
+class EvaluationPage(Message):
+    """The newest evaluations, oldest first; of each version that of its newest incarnation."""
+
+    evaluations: tuple[Evaluation, ...] = ()

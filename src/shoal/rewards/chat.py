@@ -29,8 +29,8 @@ from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.panel import Piece
 from shoal.runtime.clock import Backoff, Clock, SystemClock
 from shoal.runtime.exchange import check_plain
-from shoal.runtime.proxies import is_own
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import is_own
 
 log = logging.getLogger(__name__)
 

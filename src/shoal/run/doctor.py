@@ -32,9 +32,8 @@ from shoal.protocol.signing import MAX_SKEW_MS
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.limits import MachineLimits
-from shoal.runtime.proxies import proxy_of
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import Reach
+from shoal.runtime.targets import Reach, proxy_of
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 
 GIB = 2**30

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.hub.settings import CONCURRENT_UPLOADS
-from shoal.models.folder import BUILTIN, model_folder
-from shoal.models.weights import model_size, most_bytes
+from shoal.models.folder import BUILTIN, model_folder, model_size, most_bytes
 from shoal.protocol import ModelSize
 from shoal.run.recipe import Recipe
 from shoal.runtime.sizing import (

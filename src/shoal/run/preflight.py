@@ -20,8 +20,7 @@ from shoal.environments.protocol import SPLITS
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.hub.limits import Addresses
 from shoal.models import TextTokenizer, model_folder, read_files
-from shoal.models.folder import read_config
-from shoal.models.weights import check_targets, check_weights
+from shoal.models.folder import check_targets, check_weights, read_config
 from shoal.run.estimate import announced_size
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe

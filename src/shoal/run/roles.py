@@ -87,7 +87,7 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     environment = build(recipe.environment)
     model, trainer = model_folder(recipe.model.path), recipe.trainer
     asking = Asking(read_files(model), environment, recipe.run.max_new_tokens)
-    measured = trainer.evaluate_by == "validators" and trainer.evaluate_every > 0
+    measured = trainer.evaluate_every > 0
     config = HubConfig(
         folder=folder.path / "hub",
         run_id=folder.run_id,
@@ -159,14 +159,13 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
         folder=folder.path / "trainer",
         settings=recipe.trainer,
         model=recipe.model.path,
-        environment=build(recipe.environment),
         origin_folder=folder.path / "origin",
         hub_url=folder.endpoints.hub,
         root_fingerprint=fingerprint(folder.root_key),
         key=folder.key("trainer"),
         certificate=folder.certificate("trainer"),
         seed=recipe.run.seed,
-        scored_by=recipe.environment,
+        held_out_tasks=len(build(recipe.environment).tasks("held_out")),
     )
     return run_trainer(config, stop)
 

@@ -32,7 +32,7 @@ class SystemClock:
 
 
 class SteadyClock:
-    """Wall time without jumps: it goes on from where it is, at most a tenth faster or slower until it agrees again.
+    """Wall time without jumps: it continues from where it is, at most a tenth faster or slower until it agrees again.
 
     So it never goes back, and a time span measured with it is right within a tenth, whatever happens to the wall clock.
     `not_before_ms` is the newest time that an earlier process wrote down: time does not go back over a restart either.
@@ -65,7 +65,7 @@ class SteadyClock:
 
 
 class SharedClock:
-    """A wall clock that somebody else's has set right: between two looks at theirs, ours goes on from it.
+    """A wall clock that somebody else's has set right: between two looks at theirs, ours continues from it.
 
     >>> ours = SharedClock(ManualClock(start_ms=1000)); ours.agree(their_ms=7000, took_s=0.0)
     >>> ours.now_ms()
@@ -116,7 +116,7 @@ class ManualClock:
             self._ms += round(seconds * 1000)
 
     def jump(self, seconds: float) -> None:
-        """Set the wall clock, as NTP does; what is measured by the monotonic one goes on."""
+        """Set the wall clock, as NTP does; what is measured by the monotonic one continues."""
         with self._lock:
             self._jumped_ms += round(seconds * 1000)
 

@@ -10,6 +10,7 @@ expected to forbid unknown keys, so that a misspelt one cannot be silently ignor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import tomllib
@@ -46,7 +47,8 @@ def parse_config(text: str, kind: type[M], source: str, overrides: Sequence[str]
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source}: not valid TOML: {_lower_first(str(error))}") from error
+        said = str(error)
+        raise ConfigError(f"{source}: not valid TOML: {said[:1].lower()}{said[1:]}") from error
     overridden = {_apply(tables, override): override for override in overrides}
     try:
         return kind.model_validate_json(json.dumps(tables, default=str), strict=True)
@@ -79,9 +81,6 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path.name}: not valid TOML: byte {error.start} is not UTF-8") from error
 
 
-# ── overrides ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _apply(tables: Tables, override: str) -> Keys:
     """Put one `section.key=value` into the tables; returns the keys it set."""
     name, equals, text = override.partition("=")
@@ -93,12 +92,16 @@ def _apply(tables: Tables, override: str) -> Keys:
         table = _within(table, key, override)
     if isinstance(table, list):
         raise ConfigError(f"--set {override}: {keys[-1]} would be a whole table; name one of its keys")
-    table[keys[-1]] = _toml_value(text.strip())
+    value = text.strip()  # what is no TOML value is the string itself, so that quotes may be left out
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        parsed = tomllib.loads(f"value = {value}")
+        value = parsed["value"] if len(parsed) == 1 else value  # more than one key: the text held a line break
+    table[keys[-1]] = value
     return keys
 
 
 def _within(table: Any, key: str, override: str) -> Any:
-    """What an override goes on into: a table by its name, or one of several in a list by its number, from 0."""
+    """What an override leads into: a table by its name, or one of several in a list by its number, from 0."""
     if isinstance(table, list):
         if not (key.isascii() and key.isdecimal() and int(key) < len(table)):
             raise ConfigError(f"--set {override}: there are {len(table)} of these, numbered from 0; there is no {key}")
@@ -108,18 +111,6 @@ def _within(table: Any, key: str, override: str) -> Any:
     if not isinstance(inner, dict) and not tables:
         raise ConfigError(f"--set {override}: {key} is a value, not a section")
     return inner
-
-
-def _toml_value(text: str) -> Any:
-    """`text` read as a TOML value; what is not one is the string itself, so that quotes may be left out."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return parsed["value"] if len(parsed) == 1 else text  # more than one key: the text held a line break
-
-
-# ── what is wrong, in one line ───────────────────────────────────────────────────────────────────────────────────
 
 
 def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overridden: Mapping[Keys, str]) -> str:
@@ -132,23 +123,21 @@ def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overrid
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if problem["type"] in ("list_type", "tuple_type") and isinstance(problem["input"], str | int | float):
         message = f"a list is wanted, such as [{_show(problem['input'])}]"
+    message = message[:1].lower() + message[1:]
     if not keys:
-        return f"{where}: {_lower_first(message)}"
+        return f"{where}: {message}"
     if isinstance(problem["input"], Mapping):  # the whole section is at fault: its values would bury the sentence
-        return f"{where}: {_label(keys)}: {_lower_first(message)}"
-    return f"{where}: {_label(keys)} = {_show(problem['input'])}: {_lower_first(message)}"
+        return f"{where}: {_label(keys)}: {message}"
+    return f"{where}: {_label(keys)} = {_show(problem['input'])}: {message}"
 
 
 def _unknown(keys: Keys, kind: type[BaseModel]) -> str:
     """A sentence about a key that does not exist, with the nearest one that does."""
     model, key = kind, keys[-1]
-    for part in keys[:-1]:
-        if part.isdecimal():  # of several tables in a list
-            continue
-        inner = _inner_model(model, part)
-        if inner is None:
-            break
-        model = inner
+    for field in (part for part in keys[:-1] if not part.isdecimal()):  # numbers: of several tables in a list
+        annotation = model.model_fields[field].annotation if field in model.model_fields else None
+        inner = [each for each in (annotation, *get_args(annotation)) if isinstance(each, type)]
+        model = next((each for each in inner if issubclass(each, BaseModel)), model)
     known = list(model.model_fields)
     near = get_close_matches(key, known, n=1, cutoff=0.6)
     section = len(keys) == 1
@@ -156,17 +145,6 @@ def _unknown(keys: Keys, kind: type[BaseModel]) -> str:
     if near:
         return f"{subject}; did you mean {f'[{near[0]}]' if section else repr(near[0])}?"
     return f"{subject}; it may have: {', '.join(known)}" if known else subject
-
-
-def _inner_model(model: type[BaseModel], field: str) -> type[BaseModel] | None:
-    """The model that a field holds, also behind `X | None`."""
-    if field not in model.model_fields:
-        return None
-    annotation = model.model_fields[field].annotation
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
 
 
 def _label(keys: Keys) -> str:
@@ -179,21 +157,11 @@ def _show(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-# ── writing TOML ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _table_lines(path: Keys, table: Mapping[str, Any]) -> Iterator[str]:
     """The lines of one table: its plain keys first, because in TOML whatever follows a sub-table belongs to that."""
-    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
     if path:
-        yield ""
-        yield f"[{'.'.join(_key(part) for part in path)}]"
-    for key, value in plain.items():
-        yield f"{_key(key)} = {_inline(value)}"
+        yield f"\n[{'.'.join(_key(part) for part in path)}]"
+    yield from (f"{_key(key)} = {_inline(value)}" for key, value in table.items() if not isinstance(value, dict))
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _table_lines((*path, key), value)

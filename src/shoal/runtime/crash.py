@@ -114,13 +114,9 @@ class _CrashPlan:
             return False
         with self._lock:
             self._reached[name] += 1
-            return self._reached[name] == self._last[name] and self._is_first(name)
-
-    def _is_first(self, name: str) -> bool:
-        """Whether no process has died at this point before, as far as anybody keeps count."""
-        if self._folder is None:
-            return True
-        try:
+            if self._reached[name] != self._last[name] or self._folder is None:
+                return self._reached[name] == self._last[name]
+        try:  # whether no process has died at this point before
             (self._folder / name).open("x").close()
         except FileExistsError:
             return False

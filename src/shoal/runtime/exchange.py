@@ -126,13 +126,9 @@ class Network(httpcore.NetworkBackend):
         self._inner = httpcore.SyncBackend()
 
     def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
+        self, host: str, port: int, timeout: float | None = None, local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
-    ) -> _Stream:
+    ) -> _Stream:  # fmt: skip
         left_s = _left_s(timeout, httpcore.ConnectTimeout)
         return _Stream(self._inner.connect_tcp(host, port, left_s, local_address, socket_options))
 

@@ -40,18 +40,11 @@ FULL_BYTES = 16 * 1024
 
 def resource_error(action: str, path: Path, error: Exception) -> ResourceError:
     """What the operating system said, as one sentence with what to do about it."""
-    number = _number(error)
+    lost = _RUST_ERROR.search(str(error))  # a library that has lost the number still says it
+    number = (error.errno or 0) if isinstance(error, OSError) else int(lost[1]) if lost else 0
     said = getattr(error, "strerror", None) or str(error)
     kind = DiskError if number in _DISK else ResourceError
     return kind(f"cannot {action} {path}: {_HINTS.get(number, said)}")
-
-
-def _number(error: Exception) -> int:
-    """The number of the operating system's error, also out of the words of a library that has lost it."""
-    if isinstance(error, OSError):
-        return error.errno or 0
-    match = _RUST_ERROR.search(str(error))
-    return int(match[1]) if match else 0
 
 
 def is_full(path: Path) -> bool:

@@ -10,7 +10,6 @@ The forwarder reads nothing of what it carries: who is at the other end is prove
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import selectors
 import socket
@@ -19,15 +18,19 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from shoal.runtime.proxies import Proxy, connect_to, open_tunnel, proxy_of
 from shoal.runtime.targets import (
+    Proxy,
     Reach,
     TargetRefused,
     addresses,
     check_behind_proxy,
     check_url,
+    connect_to,
     endpoint_of,
     first_answer,
+    numeric,
+    open_tunnel,
+    proxy_of,
     socket_name,
 )
 
@@ -60,12 +63,10 @@ class Forwarder:
 
     def allow(self, given: Iterable[str], named: Iterable[str], reach: Reach) -> None:
         """From now on these URLs can be reached, and no others: those that the user gave, and those that a hub names.
-
-        An address that was allowed before keeps the numbers that it was looked up with.
-        """
+        An address that was allowed before keeps the numbers that it was looked up with."""
         wanted: dict[Endpoint, tuple[str, Reach | None]] = {}
         for url in given:  # a name may lead elsewhere by now than to the hub that was met; numbers cannot
-            wanted[endpoint_of(url)] = (url, None if _is_numeric(endpoint_of(url)[0]) else reach)
+            wanted[endpoint_of(url)] = (url, None if numeric(*endpoint_of(url)) else reach)
         for url in named:
             with contextlib.suppress(TargetRefused):
                 check_url(url)
@@ -92,11 +93,14 @@ class Forwarder:
             each.close()
 
     def _start(self, endpoint: Endpoint, url: str, reach: Reach | None) -> None:
-        proxy = proxy_of(url)
-        try:
-            found = _checked(endpoint, proxy, reach)
-            listener = _listening(self.folder / socket_name(*endpoint))
+        proxy, listener = proxy_of(url), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:  # addresses are looked up once; a proxy looks them up itself
+            found = addresses(*endpoint, reach) if proxy is None else check_behind_proxy(*endpoint, reach)
+            listener.bind(str(self.folder / socket_name(*endpoint)))
+            listener.listen(64)
+            listener.setblocking(False)
         except (OSError, UnicodeError) as error:  # UnicodeError: of a name that no lookup takes
+            listener.close()
             log.warning("%s cannot be reached from the sandbox: %s", url, error)
             return
         self._listeners[endpoint] = listener
@@ -116,14 +120,11 @@ class Forwarder:
                     self._wakened.recv(64)
                     continue
                 with contextlib.suppress(OSError):  # closed meanwhile
-                    connection, _ = key.fileobj.accept()  # type: ignore[union-attr]  # all others are listeners
-                    self._take(connection, *key.data)
-
-    def _take(self, inside: socket.socket, endpoint: Endpoint, proxy: Proxy | None, found: list[str]) -> None:
-        if not self._places.acquire(blocking=False):
-            inside.close()
-            return
-        threading.Thread(target=self._carry, args=(inside, endpoint, proxy, found), daemon=True).start()
+                    inside, _ = key.fileobj.accept()  # type: ignore[union-attr]  # all others are listeners
+                    if self._places.acquire(blocking=False):
+                        threading.Thread(target=self._carry, args=(inside, *key.data), daemon=True).start()
+                    else:
+                        inside.close()
 
     def _carry(self, inside: socket.socket, endpoint: Endpoint, proxy: Proxy | None, found: list[str]) -> None:
         try:
@@ -138,49 +139,16 @@ class Forwarder:
             self._places.release()
 
 
-def _is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
-def _listening(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(str(path))
-        listener.listen(64)
-    except OSError:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener
-
-
-def _checked(endpoint: Endpoint, proxy: Proxy | None, reach: Reach | None) -> list[str]:
-    """The addresses of an endpoint, looked up once; a proxy looks them up itself."""
-    if proxy is None:
-        return addresses(*endpoint, reach)
-    check_behind_proxy(*endpoint, reach)
-    return []
-
-
 def _reached(endpoint: Endpoint, proxy: Proxy | None, found: list[str]) -> socket.socket:
     if proxy is None:
         return first_answer(found, endpoint[1], CONNECT_S)
-    connection = connect_to(proxy, CONNECT_S)
+    connection, (host, port) = connect_to(proxy, CONNECT_S), endpoint
     try:
-        open_tunnel(connection, proxy, _netloc(endpoint), CONNECT_S)
+        open_tunnel(connection, proxy, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", CONNECT_S)
     except OSError:
         connection.close()
         raise
     return connection
-
-
-def _netloc(endpoint: Endpoint) -> str:
-    host, port = endpoint
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -98,12 +99,10 @@ def free_memory_bytes() -> int:
 
 
 def _machine_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
+    with contextlib.suppress(OSError, ValueError):
+        known = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+        if "MemAvailable:" in known:
+            return int(known["MemAvailable:"]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -31,9 +31,13 @@ class FolderLock:
         end = self._clock.monotonic_s() + wait_s
         while not self._try():
             if self._clock.monotonic_s() >= end or stop.wait(POLL_S):
+                try:
+                    holder = self._path.read_text().strip() or "unknown"
+                except OSError:
+                    holder = "unknown"
                 raise ResourceError(
-                    f"the folder {self._path.parent} is in use by process {self._holder()}; "
-                    "stop that one first, or use another folder"
+                    f"the folder {self._path.parent} is in use by process {holder}; stop that one first, or use "
+                    "another folder"
                 )
         return self
 
@@ -49,36 +53,20 @@ class FolderLock:
         self.release()
 
     def _try(self) -> bool:
+        descriptor = -1
         try:
             descriptor = open_in_place(self._path, os.O_RDWR)
-        except OSError as error:
-            raise resource_error("lock", self._path, error) from error
-        try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
+            # It must be the file that lies there now, not one that was removed with its folder since.
+            if os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
+                self._descriptor, descriptor = descriptor, -1
+        except (BlockingIOError, FileNotFoundError):
             return False
-        if not self._is_current(descriptor):
-            os.close(descriptor)
-            return False
-        try:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
         except OSError as error:
-            os.close(descriptor)
             raise resource_error("lock", self._path, error) from error
-        self._descriptor = descriptor
-        return True
-
-    def _is_current(self, descriptor: int) -> bool:
-        """Whether the file locked is the one that lies there now, not one that was removed with its folder since."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), self._path.stat())
-        except FileNotFoundError:
-            return False
-
-    def _holder(self) -> str:
-        try:
-            return self._path.read_text().strip() or "unknown"
-        except OSError:
-            return "unknown"
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        return self._descriptor >= 0

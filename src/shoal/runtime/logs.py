@@ -71,12 +71,9 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         said = {
-            "time": f"{moment}.{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "role": self._role,
-            "logger": record.name,
-            "message": clipped(record.getMessage()),
-        }
+            "time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "role": self._role,
+            "logger": record.name, "message": clipped(record.getMessage()),
+        }  # fmt: skip
         fields = {**log_fields.get(), **getattr(record, "fields", {})}
         further = {name: value for name, value in fields.items() if value != "" and name not in said}
         if record.exc_info and record.exc_info[1] is not None:
@@ -87,28 +84,24 @@ class JsonFormatter(logging.Formatter):
 
 def setup(role: str, file: Path | None, verbose: bool = False, stderr: bool = True) -> None:
     """Send this process's log to stderr and, if given, to `file` (appended). Calling it again replaces the first."""
-    handlers: list[logging.Handler] = []
-    if stderr:
-        handlers.append(_handler(logging.StreamHandler(sys.stderr), role, tracebacks=verbose))
+    chosen = os.environ.get(FORMAT_VARIABLE) or "text"
+    if chosen not in FORMATS:
+        raise ConfigError(f"{FORMAT_VARIABLE} is {chosen!r}; it can be {' or '.join(FORMATS)}")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)] if stderr else []
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(_handler(_LogFile(file, encoding="utf-8"), role, tracebacks=True))
+            handlers.append(_LogFile(file, encoding="utf-8"))
         except OSError as error:
             raise resource_error("write the log", file, error) from error
+    for handler in handlers:
+        tracebacks = verbose or isinstance(handler, _LogFile)
+        handler.setFormatter(JsonFormatter(role) if chosen == "json" else LineFormatter(role, tracebacks))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     logging.captureWarnings(True)  # libraries warn of what they read in files of others
     logging.getLogger("shoal").setLevel(logging.DEBUG if verbose else logging.INFO)
     for name in QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.WARNING)
-
-
-def chosen_format() -> str:
-    """What SHOAL_LOG_FORMAT asks for."""
-    chosen = os.environ.get(FORMAT_VARIABLE) or "text"
-    if chosen not in FORMATS:
-        raise ConfigError(f"{FORMAT_VARIABLE} is {chosen!r}; it can be {' or '.join(FORMATS)}")
-    return chosen
 
 
 class _LogFile(logging.FileHandler):
@@ -117,12 +110,6 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
-
-
-def _handler(handler: logging.Handler, role: str, tracebacks: bool) -> logging.Handler:
-    as_json = chosen_format() == "json"
-    handler.setFormatter(JsonFormatter(role) if as_json else LineFormatter(role, tracebacks))
-    return handler
 
 
 def is_verbose() -> bool:

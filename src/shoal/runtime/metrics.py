@@ -8,6 +8,7 @@ What others measure of a version may come later than its row: it is added to it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -90,13 +91,11 @@ def _parse(line: str) -> dict[str, float] | None:
     except (ValueError, RecursionError):
         log.warning("metrics: a torn line is left out: %.60r", line)
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int or not _is_number(row["step"]):
-        return None
-    return {name: value for name, value in row.items() if _is_number(value)}
+    numbers = {name: each for name, each in row.items() if _is_number(each)} if isinstance(row, dict) else {}
+    return numbers if type(numbers.get("step")) is int else None
 
 
 def _is_number(value: object) -> bool:
-    try:
+    with contextlib.suppress(OverflowError):  # an integer that no float holds
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-    except OverflowError:  # an integer that no float holds
-        return False
+    return False

@@ -31,11 +31,9 @@ def _assumed(value: float, source: str) -> Any:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What is assumed of machines and links, each with where it is from (files are in benchmarks/results).
-
-    GPU speeds are of one H200. `delta_share` is of a policy in bfloat16; in float32 nearly every value changes, and a
-    version is offered whole.
-    """
+    """What is assumed of machines and links, each with where it is from (files are in benchmarks/results). GPU speeds
+    are of one H200. `delta_share` is of a policy in bfloat16; in float32 nearly every value changes, and a version is
+    offered whole."""
 
     delta_share: float = _assumed(0.001, "delta_codec.md: one step at a learning rate of 1e-6; 1e-5: 0.0072")
     publish_gb_s: float = _assumed(0.75, "swap_in_place.md: 0.54 to 0.81 GB/s of the whole policy")
@@ -115,15 +113,12 @@ def derive(size: RunSize, speeds: Speeds = Speeds()) -> Derived:
     audits = max(1, min(small.max_audits, int(CLAIM_S / audit_s))) if audit_s else small.max_audits
     holds_more = small.keep_versions * size.payload_bytes <= HELD_BYTES
     return Derived(
-        lease_s=lease_s,
-        lease_hard_s=_at_least(small.lease_hard_s, lease_s + group_s),
-        audit_s=_at_least(small.audit_s, wait_s + MARGIN * audits * audit_s),
-        policy_wait_s=wait_s,
-        max_audits=audits,
+        lease_s, _at_least(small.lease_hard_s, lease_s + group_s),
+        _at_least(small.audit_s, wait_s + MARGIN * audits * audit_s), policy_wait_s=wait_s, max_audits=audits,
         keep_versions=small.keep_versions if holds_more else max(2, size.max_staleness + 1),
         checkpoint_every=max(1, ceil(size.checkpoint_bytes / 1e9 / speeds.disk_gb_s / CHECKPOINT_S)),
         keep_checkpoints=small.keep_checkpoints if 2 * size.checkpoint_bytes <= TWO_CHECKPOINTS_BYTES else 1,
-    )
+    )  # fmt: skip
 
 
 def validators_needed(size: RunSize, tokens: float, processes: int, speeds: Speeds = Speeds()) -> int:

@@ -34,17 +34,18 @@ def end_at_start(words: Sequence[str]) -> bool:
 
 
 class Flag:
-    """Set once, never cleared, from a signal handler too.
-
-    `threading.Event.set` is not for handlers: one that interrupts its own thread inside `wait` waits for ever for a
-    lock that this thread holds. A `SimpleQueue` takes an item whatever was interrupted; a waiter puts it back.
-    """
+    """Set once, never cleared, from a signal handler too. `threading.Event.set` is not for handlers: one that
+    interrupts its own thread inside `wait` waits for ever for a lock that this thread holds. A `SimpleQueue` takes an
+    item whatever was interrupted; a waiter puts it back."""
 
     def __init__(self) -> None:
         self._is_set = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.reason = ""
 
-    def set(self) -> None:
+    def set(self, reason: str = "") -> None:
+        """The first reason counts."""
+        self.reason = self.reason if self._is_set else reason
         self._is_set = True
         self._wake.put(None)
 
@@ -62,28 +63,13 @@ class Flag:
         return self._is_set
 
 
-class StopToken:
-    """Set once, never cleared. Waiting on it is how a loop pauses: it ends at once when the process should stop.
-
-    `hurry` is set when somebody does not want to wait for an end in good order.
-    """
+class StopToken(Flag):
+    """Waiting on it is how a loop pauses: it ends at once when the process should stop. `hurry` is set when somebody
+    does not want to wait for an end in good order."""
 
     def __init__(self) -> None:
-        self._flag = Flag()
+        super().__init__()
         self.hurry = Flag()
-        self.reason = ""
-
-    def set(self, reason: str) -> None:
-        if not self._flag.is_set():
-            self.reason = reason
-            self._flag.set()
-
-    def is_set(self) -> bool:
-        return self._flag.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        """Pause for at most `seconds`; true if the process should stop."""
-        return self._flag.wait(seconds)
 
 
 def stop_on_signals(supervising: bool = False) -> StopToken:

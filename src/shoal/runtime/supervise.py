@@ -15,6 +15,7 @@ then is killed. Nothing is ever killed by name: only pids that this supervisor s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -40,10 +41,8 @@ TAIL_BYTES = 4096
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to keep running.
-
-    An `essential` one that keeps dying ends the run; another is given up on, and the run goes on without it.
-    """
+    """One process to keep running. An `essential` one that keeps dying ends the run; another is given up on, and the
+    run continues without it."""
 
     name: str
     argv: tuple[str, ...]
@@ -76,10 +75,8 @@ ProcessState = Literal["running", "restarting", "resting", "given up"]
 
 @dataclass(frozen=True)
 class ProcessView:
-    """A process as people see it: for `since_s` seconds it has been in this state.
-
-    `why` is how its last life ended, in words that go on from its name: `was killed by SIGKILL`; empty in its first.
-    """
+    """A process as people see it: for `since_s` seconds it has been in this state. `why` is how its last life ended, in
+    words that follow its name: `was killed by SIGKILL`; empty in its first."""
 
     name: str
     state: ProcessState
@@ -120,27 +117,17 @@ class Supervisor:
     """Keeps a set of processes alive until one of them ends the run, or `stop` is set."""
 
     def __init__(
-        self,
-        specs: Sequence[ProcessSpec],
-        stop: StopToken,
-        processes_file: Path,
-        policy: RestartPolicy = RestartPolicy(),
-        clock: Clock = SystemClock(),
-    ) -> None:
+        self, specs: Sequence[ProcessSpec], stop: StopToken, processes_file: Path,
+        policy: RestartPolicy = RestartPolicy(), clock: Clock = SystemClock(),
+    ) -> None:  # fmt: skip
         self._children = [_Child(spec, changed_s=clock.monotonic_s()) for spec in specs]
-        self._stop = stop
-        self._processes_file = processes_file
-        self._policy = policy
-        self._clock = clock
+        self._stop, self._processes_file, self._policy, self._clock = stop, processes_file, policy, clock
 
     def run(
         self, on_tick: Callable[[], Ending | None] = lambda: None, on_end: Callable[[], None] = lambda: None
     ) -> Ending:
-        """Start everything and watch it. `on_tick` is called ten times a second and may end the run; `on_end` is
-        called once it has ended, while the other processes still run.
-
-        However this returns or raises, no child is left.
-        """
+        """Start everything and watch it. `on_tick` is called ten times a second and may end the run; `on_end` is called
+        once it has ended, while the other processes still run. However this returns or raises, no child is left."""
         try:
             ending = None
             while ending is None and not self._stop.is_set():
@@ -178,7 +165,8 @@ class Supervisor:
         """SIGTERM to every child, a grace period for all together, then SIGKILL to what is left and its children."""
         alive = [(child.spec.name, child.process) for child in self._children if child.process is not None]
         for _, process in alive:
-            _signal(process, signal.SIGTERM)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
         began_s = self._clock.monotonic_s()
         while any(process.poll() is None for _, process in alive):
             waited_s = self._clock.monotonic_s() - began_s
@@ -187,7 +175,9 @@ class Supervisor:
         for name, process in alive:
             if process.poll() is None:
                 log.warning("%s did not stop within %.1f s: killing it", name, self._clock.monotonic_s() - began_s)
-                _kill_group(process)
+                # It was not reaped, and leads its own group: the id is still its. What it started ends with it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             _close_stdin(process)
         for child in self._children:
@@ -198,14 +188,11 @@ class Supervisor:
         spec = child.spec
         try:
             with spec.log.open("ab") as output:
+                # In a session of its own: Ctrl-C in the terminal reaches the supervisor alone.
                 child.process = subprocess.Popen(
-                    spec.argv,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
+                    spec.argv, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
                     env={**os.environ, **spec.env, SUPERVISED: "1"},
-                    start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
-                )
+                )  # fmt: skip
         except OSError as error:
             raise resource_error(f"start {spec.name} or write its log", spec.log, error) from error
         child.started_s = child.changed_s = self._clock.monotonic_s()
@@ -233,28 +220,24 @@ class Supervisor:
         child.why = describe_exit(code) + (f": {said}" if code > 0 else "")
         if code == SHUT_OUT_CODE:
             child.why = f"was shut out by the hub: {said}"
-            log.warning("%s %s; the run goes on without it", spec.name, child.why)
+            log.warning("%s %s; the run continues without it", spec.name, child.why)
             return None
         # Start it again after a pause, unless it has died too often
         lived_s = self._clock.monotonic_s() - child.started_s
         child.short_lives = child.short_lives + 1 if lived_s < self._policy.healthy_s else 0
         if child.short_lives >= self._policy.max_short_lives:
-            return self._give_up(child, code)
+            child.given_up = True
+            message = (
+                f"{spec.name} died {child.short_lives} times in a row, the last time it {describe_exit(code)}: {said} "
+                f"(log: {spec.log})"
+            )
+            if spec.essential:
+                return Ending(1, message)
+            log.error("giving up: %s", message)
+            return None
         pause_s = self._policy.backoff.wait_s(child.short_lives)
         child.restart_at_s = self._clock.monotonic_s() + pause_s
         log.warning("%s %s; starting it again in %.1f s", child.spec.name, child.why, pause_s)
-        return None
-
-    def _give_up(self, child: _Child, code: int) -> Ending | None:
-        spec = child.spec
-        child.given_up = True
-        message = (
-            f"{spec.name} died {child.short_lives} times in a row, the last time it {describe_exit(code)}: "
-            f"{last_line(spec.log)} (log: {spec.log})"
-        )
-        if spec.essential:
-            return Ending(1, message)
-        log.error("giving up: %s", message)
         return None
 
     def _record(self) -> None:
@@ -264,8 +247,8 @@ class Supervisor:
 def describe_exit(code: int) -> str:
     """An exit status in words.
 
-    >>> describe_exit(-9), describe_exit(1), describe_exit(TOLD_TO_STOP_CODE)
-    ('was killed by SIGKILL', 'ended with exit code 1', 'was told to stop by somebody')
+    >>> describe_exit(-9), describe_exit(-250), describe_exit(1), describe_exit(TOLD_TO_STOP_CODE)
+    ('was killed by SIGKILL', 'was killed by signal 250', 'ended with exit code 1', 'was told to stop by somebody')
     """
     if code == TOLD_TO_STOP_CODE:
         return "was told to stop by somebody"
@@ -293,11 +276,9 @@ def last_line(path: Path) -> str:
 
 
 def follow_supervisor(stop: StopToken, grace_s: float = 10.0) -> None:
-    """In a child: stop when the supervisor is gone, by SIGKILL if stopping takes longer than the grace period.
-
-    Does nothing in a process that no supervisor started. Call it before slow imports: an end of the supervisor in
-    the meantime is noticed then.
-    """
+    """In a child: stop when the supervisor is gone, by SIGKILL if stopping takes longer than the grace period. Does
+    nothing in a process that no supervisor started. Call it before slow imports: an end of the supervisor in the
+    meantime is noticed then."""
     if os.environ.pop(SUPERVISED, None) is None:
         return
     pipe = os.dup(0)  # standard input itself may be closed
@@ -317,19 +298,6 @@ def close_standard_input() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    if process.poll() is None:
-        process.send_signal(number)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a child that was not reaped yet, and what it started: it leads its own group, so the id is still its."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        log.debug("process %d ended by itself", process.pid)
 
 
 def _close_stdin(process: subprocess.Popen[bytes]) -> None:

@@ -14,6 +14,12 @@ database on loopback, a cloud's metadata service. The hub's own place is that of
 resolved once, and what was checked is what is connected to; no redirect is followed. What the user named is the user's.
 
 Behind a proxy, names are resolved by the proxy, so only addresses in numbers can be checked here.
+
+Proxies are named by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, as other programs read them; this machine's own
+addresses are never asked for through one. Plain sources are asked for by their whole URL, secure ones in a tunnel:
+
+    http://source   ─ GET http://source/head.json ─► proxy ─► source
+    https://source  ─ CONNECT source:443 ──────────► proxy ═► TLS with the source, which the proxy cannot read
 """
 
 from __future__ import annotations
@@ -22,14 +28,120 @@ import hashlib
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass
+import ssl
+import time
+from base64 import b64encode
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]  # the second is in every Python, and in no stub
 
 import httpx
 
-from shoal.runtime.proxies import DEFAULT_PORTS, proxy_of
+from shoal.errors import ConfigError
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """An HTTP proxy. `shown` is its address without the password, for people."""
+
+    host: str
+    port: int
+    secure: bool = False
+    authorization: str = field(default="", repr=False)
+
+    @property
+    def shown(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.secure else 'http'}://{host}:{self.port}"
+
+
+def is_own(host: str) -> bool:
+    """Whether a host is this machine by name or by number.
+
+    >>> is_own("localhost"), is_own("127.0.0.3"), is_own("::1"), is_own("example.org")
+    (True, True, True, False)
+    """
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def proxy_of(url: str) -> Proxy | None:
+    """The proxy for a URL by this process's environment; None: it is asked directly."""
+    parts = urlsplit(url)
+    host, known = parts.hostname or "", getproxies_environment()
+    given = known.get(parts.scheme) or known.get("all")
+    if not given or is_own(host) or proxy_bypass_environment(parts.netloc.rpartition("@")[2], known):
+        return None
+    return parse_proxy(given)
+
+
+def parse_proxy(text: str) -> Proxy:
+    """`http://user:password@host:3128`, or just `host:3128`."""
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        port = parts.port or DEFAULT_PORTS.get(parts.scheme, 0)
+    except ValueError as error:
+        raise ConfigError(f"the proxy in HTTP_PROXY, HTTPS_PROXY or ALL_PROXY is not a URL: {error}") from error
+    if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
+        raise ConfigError(
+            f"shoal does not know the kind of proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names "
+            f"({parts.scheme or 'no kind'}): give one such as http://proxy.example:3128, or list the host in NO_PROXY"
+        )
+    authorization = ""
+    if parts.username is not None:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        authorization = "Basic " + b64encode(pair.encode()).decode()
+    return Proxy(parts.hostname, port, parts.scheme == "https", authorization)
+
+
+MAX_ANSWER_BYTES = 16 * 1024
+WANTS_PASSWORD = 407
+
+
+def connect_to(proxy: Proxy, timeout_s: float) -> socket.socket:
+    """A connection to the proxy itself; `OSError` if there is none."""
+    plain = socket.create_connection((proxy.host, proxy.port), timeout=timeout_s)
+    if not proxy.secure:
+        return plain
+    try:
+        return ssl.create_default_context().wrap_socket(plain, server_hostname=proxy.host)
+    except OSError:
+        plain.close()
+        raise
+
+
+def open_tunnel(connection: socket.socket, proxy: Proxy, target: str, timeout_s: float) -> None:
+    """Ask the proxy to connect to `target` (host:port) and pass on bytes from then on; `OSError` if it does not."""
+    ends_at_s = time.monotonic() + timeout_s
+    lines = [f"CONNECT {target} HTTP/1.1", f"Host: {target}", *authorization_lines(proxy)]
+    connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+    head = b""
+    while b"\r\n\r\n" not in head:
+        left_s = ends_at_s - time.monotonic()
+        if left_s <= 0 or len(head) > MAX_ANSWER_BYTES:
+            raise OSError(f"the proxy {proxy.shown} gives no answer to CONNECT")
+        connection.settimeout(left_s)
+        piece = connection.recv(1)  # byte by byte: what follows the head belongs to the tunnel
+        if not piece:
+            raise OSError(f"the proxy {proxy.shown} closed the connection")
+        head += piece
+    status = head.split(b" ", 2)[1:2]
+    if status != [b"200"]:
+        said = head.split(b"\r\n", 1)[0].decode("latin-1")[:80]
+        raise OSError(f"the proxy {proxy.shown} opens no way to {target}: {said}")
+
+
+def authorization_lines(proxy: Proxy) -> list[str]:
+    return [f"Proxy-Authorization: {proxy.authorization}"] if proxy.authorization else []
+
 
 SANDBOX = "SHOAL_SANDBOX"
 """Names the folder with the sockets that lead out of a sandbox, to a process inside; unset outside."""
@@ -133,13 +245,7 @@ PUBLIC_ONLY = Reach(Nearness.PUBLIC)
 
 def own_address() -> str:
     """This machine's address, as others on its network reach it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: this only asks which address would be used
-            address: str = probe.getsockname()[0]
-            return address
-        except OSError:
-            return "127.0.0.1"
+    return str(_source_of("192.0.2.1") or "127.0.0.1")
 
 
 def endpoint_of(url: str | httpx.URL) -> tuple[str, int]:
@@ -173,7 +279,7 @@ def nearness_of_hub(url: str, peer: str | None) -> Nearness:
     """How near the hub at this URL is: by `peer`, the address that answered. None: it is in this process."""
     if proxy_of(url) is None:
         return Nearness.LOOPBACK if peer is None else nearness(peer)
-    return min(map(nearness, _numeric(*endpoint_of(url))), default=Nearness.PUBLIC)
+    return min(map(nearness, numeric(*endpoint_of(url))), default=Nearness.PUBLIC)
 
 
 def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
@@ -190,11 +296,13 @@ def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
     return found
 
 
-def check_behind_proxy(host: str, port: int, reach: Reach | None) -> None:
-    """What can be checked of a target that a proxy will look up: an address in numbers, however it is written."""
+def check_behind_proxy(host: str, port: int, reach: Reach | None) -> list[str]:
+    """What can be checked of a target that a proxy will look up: an address in numbers, however it is written. None of
+    its addresses is for this machine to connect to."""
     if reach is not None and (host, port) not in reach.given:
-        for address in _numeric(host, port):
+        for address in numeric(host, port):
             reach.check(host, address)
+    return []
 
 
 def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> socket.socket:
@@ -239,7 +347,7 @@ def socket_name(host: str, port: int) -> str:
     return hashlib.sha256(f"{host}_{port}".encode(errors="replace")).hexdigest()[:32]
 
 
-def _numeric(host: str, port: int) -> list[str]:
+def numeric(host: str, port: int) -> list[str]:
     """The address that a host is in numbers (also `127.1` or `0x7f000001`); none if it is a name."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

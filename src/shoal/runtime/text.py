@@ -69,25 +69,16 @@ def visible_json(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
 
 
-def shoal_command() -> str:
-    """`shoal` if that is found and is this one, else its path: `.venv/bin/shoal`."""
-    return command("shoal")
-
-
-def python_command() -> str:
-    """The interpreter that shoal runs in."""
-    return command("python")
-
-
-def install_command(package: str) -> str:
-    """What installs a package where shoal is: `.venv/bin/python -m pip install tensorboard`."""
-    return f"{python_command()} -m pip install {package}"
-
-
-def command(name: str) -> str:
+def shoal_command(name: str = "shoal") -> str:
+    """`shoal` if that is found and is this one, else its path: `.venv/bin/shoal`. Other programs there likewise."""
     ours = Path(sys.executable).parent / name
     found = shutil.which(name)
     if not ours.exists() or (found is not None and Path(found).parent.absolute() == ours.parent.absolute()):
         return name
     relative = os.path.relpath(ours)
     return str(ours) if relative.startswith("..") else relative
+
+
+def install_command(package: str) -> str:
+    """What installs a package where shoal is: `.venv/bin/python -m pip install tensorboard`."""
+    return f"{shoal_command('python')} -m pip install {package}"

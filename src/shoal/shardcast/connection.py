@@ -3,7 +3,7 @@
 Written by hand rather than over an HTTP library, for two reasons: a library spends several times the CPU per byte,
 and its time-outs are per receive, so that a source dripping one byte a second would hold a thread for days. Here
 every byte, header bytes included, is received under one deadline, and a stop is noticed within `SLICE_S`. Whoever
-does not want to wait even that long hangs up, from any thread. Proxies are honoured as elsewhere (`runtime.proxies`).
+does not want to wait even that long hangs up, from any thread. Proxies are honoured as elsewhere (`runtime.targets`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from shoal.errors import BroadcastError, ConfigError
-from shoal.runtime.proxies import WANTS_PASSWORD, authorization_lines, connect_to, open_tunnel, proxy_of
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import Reach, check_behind_proxy, connect
+from shoal.runtime.targets import (
+    WANTS_PASSWORD,
+    Reach,
+    authorization_lines,
+    check_behind_proxy,
+    connect,
+    connect_to,
+    open_tunnel,
+    proxy_of,
+)
 from shoal.shardcast.limits import Throttle
 
 SLICE_S = 0.2

@@ -6,14 +6,14 @@
     memory      plan, shape_of, within_memory: what fits on a device, before anything is loaded
 
     process     run_trainer: the process
-    loop        TrainingRun: its story, with everything it talks to handed in
+    loop        TrainingRun: its story, with everything it talks to as arguments
     samples     prepare: groups from the hub → samples with advantages; lay, score: samples → log-probabilities
     learner     Learner, new_learner: model, optimizer, algorithm; Masters: float32 weights behind bfloat16
     step        train_step, train_samples, StepWork: one training step; knows no algorithm, no hub, no file
     update      Update, StepPlan, Veto: one optimizer step of it; Tally, Totals: what it measures
     held_out    HeldOut, ByValidators, GreedyEvaluator: the greedy score on held-out tasks
 
-    publisher   Publisher, Handover: a version is saved and goes out while the next step is trained
+    publisher   Publisher: a version is saved and goes out while the next step is trained
     checkpoint  CheckpointStore, Copies, restore: everything a resume needs, whole or not at all; hold_start
     record      RunRecord, Trackers, Stopwatch: the rows of a run, in file, trackers and hub (no torch)
     archive     RolloutArchive: what each step was trained on, as Parquet, for people to look at

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,28 +23,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.algorithms.filters import staleness
-from shoal.protocol import Batch, TrainingBatch, TrainingGroup, TrainingRollout, unpack_tokens
+from shoal.protocol import Batch, TrainingBatch, TrainingRollout, unpack_tokens
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("unit", pa.int64()),
-        ("sample", pa.int32()),  # the rollout's place in its group
-        ("task", pa.string()),
-        ("node", pa.string()),
-        ("version", pa.int64()),
-        ("staleness", pa.int64()),
-        ("prompt", pa.string()),
-        ("completion", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("token_ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("given", pa.list_(pa.int32())),  # start, length, … of the tokens that the environment said
-        ("finish", pa.string()),
-        ("reward", pa.float64()),
-    ]
-)
+TEXT, COUNT, TOKENS = pa.string(), pa.int64(), pa.list_(pa.int32())
+# `sample` is the rollout's place in its group; `given` start, length, … of the tokens that a tool said.
+SCHEMA = pa.schema({
+    "step": COUNT, "unit": COUNT, "sample": pa.int32(), "task": TEXT, "node": TEXT, "version": COUNT,
+    "staleness": COUNT, "prompt": TEXT, "completion": TEXT, "prompt_ids": TOKENS, "token_ids": TOKENS,
+    "logprobs": pa.list_(pa.float32()), "given": TOKENS, "finish": TEXT, "reward": pa.float64(),
+})  # fmt: skip
 
 Decode = Callable[[Iterable[int]], str]
 
@@ -77,38 +65,26 @@ class RolloutArchive:
         return path
 
 
-class _Row(NamedTuple):
-    node: str
-    group: TrainingGroup
-    sample: int
-    rollout: TrainingRollout
-
-
 def as_table(batch: Batch, rollouts: TrainingBatch, decode: Decode) -> Any:
     """One row per rollout, in order of unit and sample. Who generated a group only the batch knows."""
-    rows = [
-        _Row(written.node, group, sample, rollout)
-        for written, group in zip(batch.groups, rollouts.groups, strict=True)
-        for sample, rollout in enumerate(group.rollouts)
-    ]
-    prompts = {group.unit: decode(group.prompt_ids.tolist()) for group in rollouts.groups}
-    columns = {
-        "step": [batch.step for _ in rows],
-        "unit": [row.group.unit for row in rows],
-        "sample": [row.sample for row in rows],
-        "task": [row.group.task for row in rows],
-        "node": [row.node for row in rows],
-        "version": [row.group.version for row in rows],
-        "staleness": [staleness(batch.step, row.group.version) for row in rows],
-        "prompt": [prompts[row.group.unit] for row in rows],
-        "completion": [decode(row.rollout.token_ids.tolist()) for row in rows],
-        "prompt_ids": _lists([row.group.prompt_ids for row in rows], pa.int32()),
-        "token_ids": _lists([row.rollout.token_ids for row in rows], pa.int32()),
-        "logprobs": _lists([row.rollout.logprob_values for row in rows], pa.float32()),
-        "given": _lists([unpack_tokens(row.rollout.given) for row in rows], pa.int32()),
-        "finish": [row.rollout.finish for row in rows],
-        "reward": [row.rollout.reward for row in rows],
-    }
+    said: list[TrainingRollout] = [rollout for group in rollouts.groups for rollout in group.rollouts]
+    columns: dict[str, Any] = {name: [] for name in SCHEMA.names}
+    for written, group in zip(batch.groups, rollouts.groups, strict=True):
+        count, age = len(group.rollouts), staleness(batch.step, group.version)
+        same = {
+            "step": batch.step, "unit": group.unit, "task": group.task, "node": written.node, "version": group.version,
+            "staleness": age, "prompt": decode(group.prompt_ids.tolist()), "prompt_ids": group.prompt_ids,
+        }  # fmt: skip
+        for name, value in same.items():
+            columns[name] += [value] * count
+        columns["sample"] += range(count)
+    columns |= {
+        "completion": [decode(each.token_ids.tolist()) for each in said], "finish": [each.finish for each in said],
+        "reward": [each.reward for each in said], "prompt_ids": _lists(columns["prompt_ids"], pa.int32()),
+        "token_ids": _lists([each.token_ids for each in said], pa.int32()),
+        "logprobs": _lists([each.logprob_values for each in said], pa.float32()),
+        "given": _lists([unpack_tokens(each.given) for each in said], pa.int32()),
+    }  # fmt: skip
     return pa.table(columns, schema=SCHEMA)
 
 

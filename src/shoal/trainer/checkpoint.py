@@ -71,9 +71,6 @@ Captured = Mapping[str, Callable[[Path], None]]
 they are written."""
 
 
-# ── files of tensors ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def part_name(name: str, number: int, count: int) -> str:
     """The file of one part.
 
@@ -109,18 +106,11 @@ def read_tensors(folder: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]
         try:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 - no dictionary
-                    part = file.get_slice(key)
-                    whole = partial(file.get_tensor, key)
-                    yield (
-                        key,
-                        tuple(part.get_shape()),
-                        lambda rows=None, part=part, whole=whole: whole() if rows is None else part[rows],
-                    )
+                    part, whole = file.get_slice(key), partial(file.get_tensor, key)
+                    read = lambda rows=None, part=part, whole=whole: whole() if rows is None else part[rows]  # noqa: E731
+                    yield key, tuple(part.get_shape()), read
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is not a part of a checkpoint: {error}") from error
-
-
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def captured_files(weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> Captured:
@@ -163,36 +153,45 @@ class CheckpointStore:
         return self.write(captured_files(learner.state(), training_state(learner)), progress, files)
 
     def write(
-        self,
-        captured: Captured,
-        progress: Progress,
-        files: Mapping[str, bytes],
-        scores: Mapping[int, float] | None = None,
+        self, captured: Captured, progress: Progress, files: Mapping[str, bytes], scores: Mapping[int, float] = {}
     ) -> Path:
         """Make what was captured durable, then remove what need not be kept; `scores` are those known by version."""
         ensure_folder(self.folder)
         hidden = self.folder / f"{HIDDEN}{progress.name}"
+
+        def put(part: tuple[str, Callable[[Path], None]]) -> tuple[str, str]:
+            """Write one large file; its name and its hash, as it can be read."""
+            part[1](hidden / part[0])
+            return part[0], _file_hash(hidden / part[0])
+
         try:
             self._sweep()
             hidden.mkdir()
             for name, data in files.items():
                 write_atomically(hidden / name, data)
-            hashes = dict(in_order(lambda part: _put(hidden, *part), captured.items()))
-            write_atomically(hidden / MANIFEST, _manifest(hidden, progress, hashes))
+            hashes = dict(in_order(put, captured.items()))
+            listed = {path.name: hashes.get(path.name) or _file_hash(path) for path in sorted(hidden.iterdir())}
+            content = {"format": FORMAT, **asdict(progress), "files": listed}
+            sealed = json.dumps({**content, "hash": _content_hash(content)}, indent=2).encode() + b"\n"
+            write_atomically(hidden / MANIFEST, sealed)
             point("trainer.checkpoint.before_rename")
-            target = self._put_in_place(hidden, progress)
+            target = self.folder / progress.name
+            if target.exists():  # the same state again (it was damaged, or replayed); the one before it still stands
+                target.rename(self.folder / f"{HIDDEN}replaced-{progress.name}")
+            hidden.rename(target)
+            sync_folder(self.folder)
+            point("trainer.checkpoint.after_rename")
+            self._sweep()
             self._damaged.discard((progress.version, progress.incarnation))
-            self.prune(scores or {}, (progress.version, progress.incarnation))
+            self.prune(scores, (progress.version, progress.incarnation))
             return target
         except (SafetensorError, OSError) as error:
             shutil.rmtree(hidden, ignore_errors=True)  # where the disk is full, what is half-written fills it
             raise resource_error("write the checkpoint", hidden, error) from error
 
     def prune(self, scores: Mapping[int, float], *written: Place) -> None:
-        """Remove the checkpoints that are kept for no reason any more, but none of those just `written`.
-
-        One that is known to be damaged keeps no other from being kept. It is left there: somebody may mend it.
-        """
+        """Remove the checkpoints that are kept for no reason any more, but none of those just `written`. One that is
+        known to be damaged keeps no other from being kept. It is left there: somebody may mend it."""
         sound = self.sound()
         kept = self._retention.kept(sound, scores) | set(written)
         for place in sound:
@@ -206,8 +205,7 @@ class CheckpointStore:
 
     def newest(self) -> StoredCheckpoint | None:
         """The newest checkpoint that is undamaged; None if there is none at all."""
-        found = self.places()
-        damage = []
+        found, damage = self.places(), []
         for place in found:
             try:
                 return self.at(place)
@@ -244,23 +242,12 @@ class CheckpointStore:
         """Version and incarnation of the checkpoints, newest first."""
         if not self.folder.is_dir():
             return []
-        folders = [entry.name for entry in self.folder.iterdir() if entry.is_dir()]
-        found = [match for name in folders if (match := NAME.fullmatch(name))]
-        return sorted(((int(match[1]), int(match[2])) for match in found), reverse=True)
+        found = [NAME.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir()]
+        return sorted(((int(match[1]), int(match[2])) for match in found if match), reverse=True)
 
     def sound(self) -> list[Place]:
         """The same without those that were found damaged."""
         return [place for place in self.places() if place not in self._damaged]
-
-    def _put_in_place(self, hidden: Path, progress: Progress) -> Path:
-        target = self.folder / progress.name
-        if target.exists():  # the same state again (it was damaged, or replayed); the one before it still stands
-            target.rename(self.folder / f"{HIDDEN}replaced-{progress.name}")
-        hidden.rename(target)
-        sync_folder(self.folder)
-        point("trainer.checkpoint.after_rename")
-        self._sweep()
-        return target
 
     def _sweep(self) -> None:
         """Remove what a crash left half-written."""
@@ -269,12 +256,10 @@ class CheckpointStore:
 
 
 def restore(learner: Learner, stored: StoredCheckpoint) -> None:
-    """Put weights, moments and generators in place; on the same machine, training goes on bit for bit."""
+    """Put weights, moments and generators in place; on the same machine, training continues bit for bit."""
     learner.load_state(stored.tensors(MODEL))
     training = stored.tensors(TRAINING)
-    learner.load_moments(
-        {name.removeprefix(MOMENTS): value for name, value in training.items() if name.startswith(MOMENTS)}
-    )
+    learner.load_moments({name[len(MOMENTS) :]: each for name, each in training.items() if name.startswith(MOMENTS)})
     restore_generators(training)
 
 
@@ -292,18 +277,6 @@ def restore_generators(training: Mapping[str, Tensor]) -> None:
     for index in range(torch.cuda.device_count()):
         if (state := training.get(f"generator/cuda-{index}")) is not None:
             torch.cuda.set_rng_state(state, index)
-
-
-def _put(folder: Path, name: str, put: Callable[[Path], None]) -> tuple[str, str]:
-    """Write one large file; its name and its hash, as it can be read."""
-    put(folder / name)
-    return name, _file_hash(folder / name)
-
-
-def _manifest(folder: Path, progress: Progress, hashes: Mapping[str, str]) -> bytes:
-    files = {path.name: hashes.get(path.name) or _file_hash(path) for path in sorted(folder.iterdir())}
-    content = {"format": FORMAT, **asdict(progress), "files": files}
-    return json.dumps({**content, "hash": _content_hash(content)}, indent=2).encode() + b"\n"
 
 
 def _content_hash(content: Mapping[str, Any]) -> str:
@@ -330,9 +303,6 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True)
 class Copied:
     """The state of one version: may be read once `arrived` has returned, and until the next copy is taken. `weights`
@@ -348,8 +318,7 @@ class CopyStream:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies are begun inside."""
-        yield
+        yield  # copies are begun inside
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -385,12 +354,10 @@ class GpuCopyStream(CopyStream):
 
 
 class Copies:
-    """Takes copies of one learner, each into the memory of the one before: whoever uses that must have finished.
-
-    The memory is as large as the state: 4 bytes per weight, 12 with the moments, and 2 more if bfloat16 is published.
-    For a GPU it is page-locked, so that copies run by themselves at the speed of the bus. To lock pages takes seconds:
-    those of a checkpoint are locked beside the first step. Weights that are not trained are copied once.
-    """
+    """Takes copies of one learner, each into the memory of the one before: whoever uses that must have finished. The
+    memory is as large as the state: 4 bytes per weight, 12 with the moments, and 2 more if bfloat16 is published. For a
+    GPU it is page-locked, so that copies run by themselves at the speed of the bus. To lock pages takes seconds: those
+    of a checkpoint are locked beside the first step. Weights that are not trained are copied once."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -398,10 +365,10 @@ class Copies:
         self._reserving: threading.Thread | None = None
 
     def take(self, learner: Learner, with_training: bool) -> Copied:
-        """The state as it is now; training may go on at once."""
+        """The state as it is now; training may continue at once."""
         if self._stream is None:
-            self._stream = self._new_stream(learner.device)
-            learner.optimizer.register_step_pre_hook(self._before_update)
+            stream = self._stream = self._new_stream(learner.device)
+            learner.optimizer.register_step_pre_hook(lambda *_: stream.before_update())
         if self._reserving is not None:
             self._reserving.join()
         with self._stream.copying():
@@ -413,10 +380,6 @@ class Copies:
 
     def _new_stream(self, device: torch.device) -> CopyStream:
         return GpuCopyStream(device) if device.type == "cuda" else CopyStream()
-
-    def _before_update(self, *_: object) -> None:
-        assert self._stream is not None
-        self._stream.before_update()
 
     def _begin(self, learner: Learner, with_training: bool) -> Copied:
         """Nobody reads what it returns before it has arrived."""
@@ -433,10 +396,8 @@ class Copies:
                 exact[name] = self._copy_one(name, whole, name in frozen)
         if not with_training:
             return Copied(weights, None)
-        training = {
-            name: self._copy_one(name, learner.ranks.whole(value), False)
-            for name, value in training_state(learner).items()
-        }
+        state = training_state(learner)
+        training = {name: self._copy_one(name, learner.ranks.whole(value), False) for name, value in state.items()}
         return Copied(weights, captured_files(exact, training))
 
     def _copy_one(self, name: str, tensor: Tensor, unchanging: bool, floating: torch.dtype | None = None) -> Tensor:
@@ -470,42 +431,33 @@ def published_type(learner: Learner) -> torch.dtype | None:
     return DTYPES[learner.settings.publish_dtype] if learner.settings.lora is None else None
 
 
-# ── the start of a run ───────────────────────────────────────────────────────────────────────────────────────────
-
-
 def weights_digest(model: str | Path) -> str:
     """Of all weight files of a model folder, names included: the same folder, or a copy of it, has the same digest."""
-    digest = blake3()
-    for path in sorted(model_folder(model).glob("*.safetensors")):
-        content = blake3().update_mmap(path).hexdigest()
-        digest.update(f"{path.name} {content}\n".encode())
-    return digest.hexdigest()
+    paths = sorted(model_folder(model).glob("*.safetensors"))
+    return blake3("".join(f"{path.name} {_file_hash(path)}\n" for path in paths).encode()).hexdigest()
 
 
 def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed: bool) -> None:
-    """When a run begins, write down from what; when it goes on and the reference is needed, compare.
-
-    For example after `model.path` was pointed at another folder: with a KL term that is an error, without one it
-    changes nothing, since the weights come from the checkpoint.
-    """
+    """When a run begins, write down from what; when it resumes and the reference is needed, compare. For example after
+    `model.path` was pointed at another folder: with a KL term that is an error, without one it changes nothing, since
+    the weights come from the checkpoint."""
     path = folder / START
     if begins:
         ensure_folder(folder)
         write_atomically(path, json.dumps({"weights": digest()}).encode() + b"\n")
-    elif needed and digest() != (recorded := _recorded(path)):
-        raise CheckpointError(
-            f"the model folder does not hold the weights that this run began with ({path} says {recorded[:16]}…), and "
-            "trainer.objective.kl is measured from them; put that model back, or begin a new run from an export of "
-            "this one (shoal export)"
-        )
-
-
-def _recorded(path: Path) -> str:
+        return
+    if not needed:
+        return
+    anew = "or begin a new run from an export of this one (shoal export)"
     try:
-        return str(json.loads(path.read_bytes())["weights"])
+        recorded = str(json.loads(path.read_bytes())["weights"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"trainer.objective.kl is measured from the policy that the run began with, and {path}, which says which "
-            "one that was, cannot be read; put it back from a backup, or begin a new run from an export of this one "
-            "(shoal export)"
+            f"one that was, cannot be read; put it back from a backup, {anew}"
         ) from error
+    if digest() != recorded:
+        raise CheckpointError(
+            f"the model folder does not hold the weights that this run began with ({path} says {recorded[:16]}…), and "
+            f"trainer.objective.kl is measured from them; put that model back, {anew}"
+        )

@@ -43,7 +43,15 @@ SHUT_DOWN_S = 8  # less than the grace period of a supervisor
 def run_group(arguments: Sequence[str], processes: int, stop: StopToken, restarts: int = RESTARTS) -> None:
     """Run `python -m shoal.cli ARGUMENTS` in so many processes until all are done, or `stop` is set, or they fail."""
     logs = tempfile.mkdtemp(prefix="shoal-ranks-")
-    spec = _spec(arguments, processes, restarts)
+    here = RendezvousParameters(
+        backend="c10d", endpoint="127.0.0.1:0", run_id=os.urandom(8).hex(), min_nodes=1, max_nodes=1,
+        local_addr="127.0.0.1", is_host=True,
+    )  # fmt: skip
+    spec = WorkerSpec(
+        role="trainer", local_world_size=processes, entrypoint=sys.executable, args=("-m", "shoal.cli", *arguments),
+        rdzv_handler=rendezvous.get_rendezvous_handler(here), max_restarts=restarts, monitor_interval=0.1,
+        local_addr="127.0.0.1",
+    )  # fmt: skip
     agent = _Agent(spec, DefaultLogsSpecs(logs))
     agent._shutdown_timeout = SHUT_DOWN_S
     try:
@@ -60,10 +68,8 @@ def run_group(arguments: Sequence[str], processes: int, stop: StopToken, restart
 
 
 def group_error(failures: Mapping[int, ProcessFailure]) -> ShoalError:
-    """Why a group has failed: the rank whose end starting again cannot help, or the first that ended.
-
-    The others mostly end because of it, with a collective that nobody answers.
-    """
+    """Why a group has failed: the rank whose end starting again cannot help, or the first that ended. The others mostly
+    end because of it, with a collective that nobody answers."""
     ordered = sorted(failures.items(), key=lambda item: (item[1].exitcode not in HOPELESS_CODES, item[1].timestamp))
     rank, failure = ordered[0]
     named = f"rank {rank} of the trainer {describe_exit(failure.exitcode)}"
@@ -83,28 +89,6 @@ class _Agent(LocalElasticAgent):
             if failure.exitcode in HOPELESS_CODES:
                 self._remaining_restarts = 0
         return result
-
-
-def _spec(arguments: Sequence[str], processes: int, restarts: int) -> WorkerSpec:
-    here = RendezvousParameters(
-        backend="c10d",
-        endpoint="127.0.0.1:0",
-        run_id=os.urandom(8).hex(),
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="127.0.0.1",
-        is_host=True,
-    )
-    return WorkerSpec(
-        role="trainer",
-        local_world_size=processes,
-        entrypoint=sys.executable,
-        args=("-m", "shoal.cli", *arguments),
-        rdzv_handler=rendezvous.get_rendezvous_handler(here),
-        max_restarts=restarts,
-        monitor_interval=0.1,
-        local_addr="127.0.0.1",
-    )
 
 
 @contextmanager

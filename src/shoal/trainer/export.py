@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -35,14 +34,12 @@ from shoal.protocol import LedgerHead, PolicyManifest
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import CheckpointStore, StoredCheckpoint
-from shoal.trainer.folder import HIDDEN, MARK, Place, Progress, ranked, refuse_foreign, scores_of, written_files
+from shoal.trainer.folder import HIDDEN, MARK, Progress, ranked, refuse_foreign, scores_of, written_files
 from shoal.trainer.publisher import cast
 from shoal.trainer.record import latest_metrics
 from shoal.trainer.settings import HARMLESS, TrainerSettings
 
 log = logging.getLogger(__name__)
-
-# ── the card ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 SHOWN_SCORES = 24
@@ -68,11 +65,9 @@ IMITATION = "cross_entropy"  # the loss of demonstrations, which have no advanta
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a reader of the exported model wants to know.
-
-    `metrics` is the last row that measured each number, `scores` the held-out score by version, `chosen` says which of
-    the run's versions this is, `training` what it was trained with, `files` which files the export consists of.
-    """
+    """What a reader of the exported model wants to know. `metrics` is the last row that measured each number, `scores`
+    the held-out score by version, `chosen` says which of the run's versions this is, `training` what it was trained
+    with, `files` which files the export consists of."""
 
     progress: Progress
     base_model: str = ""
@@ -137,10 +132,7 @@ def training_facts(settings: TrainerSettings, **run: object) -> dict[str, str]:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Mapping | BaseModel):
-            flat |= _flat(dict(value), f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat
 
 
@@ -165,7 +157,9 @@ def _front_matter(card: ModelCard) -> str:
 
 
 def _facts(card: ModelCard, dtype: str) -> dict[str, str]:
-    progress, head, published = card.progress, card.ledger_head, {}
+    progress, head, published, base = card.progress, card.ledger_head, {}, card.base_model or "not recorded"
+    if card.base_model and not ON_THE_HUB.fullmatch(card.base_model):  # no name that the hub could look up
+        base += " (a local model, not one of the Hugging Face hub: there is no `base_model` above)"
     if card.trained_on == "rollouts":  # demonstrations need no hub: nothing is published, and there is no ledger
         published["policy digest"] = f"`{card.digest}`" if card.digest else "not recorded"
         published["ledger head (index / hash)"] = f"{head.index} / `{head.hash}`" if head else "not recorded"
@@ -173,7 +167,7 @@ def _facts(card: ModelCard, dtype: str) -> dict[str, str]:
         "run": f"`{progress.run}`",
         "version": f"{progress.version} (incarnation {progress.incarnation})",
         **({"this version is": card.chosen} if card.chosen else {}),
-        "trained from": _origin(card.base_model),
+        "trained from": base,
         "environment": card.environment or "not recorded",
         **({"data": ", ".join(card.datasets)} if card.datasets else {}),
         "weights": dtype,
@@ -181,29 +175,14 @@ def _facts(card: ModelCard, dtype: str) -> dict[str, str]:
     }
 
 
-def _origin(base_model: str) -> str:
-    """What it was trained from; a folder of one's own is no name that the Hugging Face hub could look up."""
-    if not base_model or ON_THE_HUB.fullmatch(base_model):
-        return base_model or "not recorded"
-    return f"{base_model} (a local model, not one of the Hugging Face hub: there is no `base_model` above)"
-
-
 def _results(card: ModelCard) -> str:
+    """Of many scores so many that one sees how it went; the first and the last always."""
     measured = {name: f"{value:.6g}" for name, value in sorted(card.metrics.items())}
-    shown = {str(version): f"{card.scores[version]:.6g}" for version in _some(sorted(card.scores))}
+    versions, last = sorted(card.scores), min(len(card.scores), SHOWN_SCORES) - 1
+    some = versions[:1] + [versions[round(place * (len(versions) - 1) / last)] for place in range(1, last + 1)]
+    shown = {str(version): f"{card.scores[version]:.6g}" for version in some}
     curve = f"## Held-out score by version\n\n{_table(('version', 'score'), shown)}\n" if shown else ""
     return f"{curve}## Last measured\n\n{_table(('metric', 'value'), measured)}\n"
-
-
-def _some(versions: Sequence[int]) -> list[int]:
-    """So many of them that one sees how it went; the first and the last always.
-
-    >>> _some(range(3)), len(_some(range(1000))), _some(range(1000))[-1]
-    ([0, 1, 2], 24, 999)
-    """
-    if len(versions) <= SHOWN_SCORES:
-        return list(versions)
-    return [versions[round(place * (len(versions) - 1) / (SHOWN_SCORES - 1))] for place in range(SHOWN_SCORES)]
 
 
 def _table(header: tuple[str, str], rows: Mapping[str, str]) -> str:
@@ -211,30 +190,17 @@ def _table(header: tuple[str, str], rows: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# ── the folder ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 MODEL = "model.safetensors"
-
-
-Which = int | Literal["newest", "best"]
-"""A version, the newest checkpoint, or the one with the best held-out score."""
-
-LOOKS = 3
-"""A trainer that goes on may remove a checkpoint while it is read; another one is there by then."""
+Which = int | Literal["newest", "best"]  # a version, the newest checkpoint, or that with the best held-out score
+LOOKS = 3  # a trainer may remove a checkpoint while it is read; another one is there by then
 
 
 def export_policy(
-    destination: Path,
-    tensors: Mapping[str, Tensor],
-    files: Mapping[str, bytes],
-    card: ModelCard,
+    destination: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], card: ModelCard,
     dtype: str = "float32",
-) -> Path:
+) -> Path:  # fmt: skip
     """Write the folder, and return where it is; an older export there is replaced, anything else is left alone.
-
-    Adapters are merged into the weights they sit on: whoever loads the folder needs to know nothing of them.
-    """
+    Adapters are merged into the weights they sit on: whoever loads the folder needs to know nothing of them."""
     refuse_foreign(destination)
     destination = destination.resolve()
     tensors, files = merged(tensors, files)
@@ -257,8 +223,13 @@ def export_policy(
         write_atomically(hidden / "README.md", card.as_readme(dtype).encode())
         write_atomically(hidden / MARK, card.as_json())
         sync_folder(hidden)
-        if there:
-            _replace_files(hidden, destination, card.files)
+        if there:  # one after the other; the mark is always there, weights never beside another's configuration
+            for name in (MODEL, *sorted(set(written_files(destination)) - {*card.files})):
+                (destination / name).unlink(missing_ok=True)
+            sync_folder(destination)
+            for name in sorted(card.files, key=lambda name: (name == MODEL, name == MARK)):
+                (hidden / name).replace(destination / name)
+            sync_folder(destination)
         else:
             hidden.rename(destination)
             sync_folder(destination.parent)
@@ -276,58 +247,53 @@ def write_card(destination: Path, card: ModelCard, dtype: str = "float32") -> No
 
 
 def export_checkpoint(
-    trainer_folder: Path,
-    destination: Path,
-    card: ModelCard | None = None,
-    dtype: str = "float32",
-    manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None,
-    which: Which = "newest",
-) -> Path:
-    """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer.
-
-    Of a given card, all that the folder tells is filled in: progress, metrics, scores; digest and ledger head from the
-    manifest under which that version was published.
-    """
+    trainer_folder: Path, destination: Path, card: ModelCard | None = None, dtype: str = "float32",
+    manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None, which: Which = "newest",
+) -> Path:  # fmt: skip
+    """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer. Of a given
+    card, all that the folder tells is filled in: progress, metrics, scores; digest and ledger head from the manifest
+    under which that version was published."""
     log_of = MetricsLog(trainer_folder / "metrics.jsonl")
-    scores = scores_of(log_of)
-    stored, tensors, chosen = _open(CheckpointStore(trainer_folder / "checkpoints", keep=1), which, scores)
-    given, version = card or ModelCard(stored.progress), stored.progress.version
-    manifest = manifest_of(stored.progress)
-    filled = replace(
-        given,
-        progress=stored.progress,
-        digest=manifest.policy.digest if manifest else given.digest,
-        ledger_head=manifest.ledger_head if manifest else given.ledger_head,
-        metrics=latest_metrics(log_of, version),
-        scores=scores,
-        chosen=chosen,
-    )
-    return export_policy(destination, tensors, stored.files, filled, dtype)
-
-
-def _open(
-    store: CheckpointStore, which: Which, scores: Mapping[int, float]
-) -> tuple[StoredCheckpoint, dict[str, Tensor], str]:
-    """The checkpoint asked for, its weights, and why it is this one."""
+    scores, store = scores_of(log_of), CheckpointStore(trainer_folder / "checkpoints", keep=1)
     for look in range(LOOKS):
         stored, chosen = _choose(store, which, scores)
         try:
-            return stored, stored.tensors(), chosen
+            tensors = stored.tensors()
+            break
         except (OSError, SafetensorError, CheckpointError):
             if stored.folder.is_dir() or look == LOOKS - 1:
                 raise
             log.info("the checkpoint %s was removed meanwhile; looking again", stored.folder)
-    raise AssertionError("the last look returns or raises")
+    given, version = card or ModelCard(stored.progress), stored.progress.version
+    manifest = manifest_of(stored.progress)
+    filled = replace(
+        given, progress=stored.progress, digest=manifest.policy.digest if manifest else given.digest,
+        ledger_head=manifest.ledger_head if manifest else given.ledger_head, metrics=latest_metrics(log_of, version),
+        scores=scores, chosen=chosen,
+    )  # fmt: skip
+    return export_policy(destination, tensors, stored.files, filled, dtype)
 
 
 def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -> tuple[StoredCheckpoint, str]:
+    """The checkpoint asked for, and why it is this one."""
     places = store.places()
     if not places:
         raise CheckpointError(
             f"there is no checkpoint in {store.folder} yet; wait for the trainer's first, then export again"
         )
     if which == "best":
-        return _best(store, places, scores)
+        best = ranked(places, scores)
+        if not best:
+            raise ConfigError(
+                f"no checkpoint in {store.folder} has a held-out score yet (trainer.evaluate_every); export the newest "
+                "one by leaving out --best, or wait for a score"
+            )
+        beside = beside_the_best(best[0][0], scores)
+        if scores[best[0][0]] < max(scores.values()):
+            log.warning(
+                "version %d has the best score of the checkpoints kept, but not of the run%s", best[0][0], beside
+            )
+        return store.at(best[0]), f"the best of {len(best)} kept, by held-out score{beside}"
     if which == "newest":
         stored = store.newest()
         assert stored is not None, "there are checkpoints"
@@ -339,22 +305,6 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
     return store.at(of_version[0]), "the one that was asked for" + beside_the_best(which, scores)
 
 
-def _best(store: CheckpointStore, places: Sequence[Place], scores: Mapping[int, float]) -> tuple[StoredCheckpoint, str]:
-    best = ranked(places, scores)
-    if not best:
-        raise ConfigError(
-            f"no checkpoint in {store.folder} has a held-out score yet (trainer.evaluate_every); export the newest one "
-            "by leaving out --best, or wait for a score"
-        )
-    version = best[0][0]
-    if scores[version] < max(scores.values()):
-        log.warning(
-            "version %d has the best score of the checkpoints kept, %.4g, but not of the run%s",
-            version, scores[version], beside_the_best(version, scores),
-        )  # fmt: skip
-    return store.at(best[0]), f"the best of {len(best)} kept, by held-out score" + beside_the_best(version, scores)
-
-
 def beside_the_best(version: int, scores: Mapping[int, float]) -> str:
     """How a version compares with the best that was measured; nothing where there is nothing to compare."""
     if not scores:
@@ -362,14 +312,3 @@ def beside_the_best(version: int, scores: Mapping[int, float]) -> str:
     best = max(scores, key=lambda number: (scores[number], number))
     own = f"held-out score {scores[version]:.4g}" if version in scores else "not measured itself"
     return f" ({own}; the run's best is {scores[best]:.4g}, of version {best})"
-
-
-def _replace_files(hidden: Path, destination: Path, names: Sequence[str]) -> None:
-    """One after the other. The mark is always there; weights are never beside a configuration that is not theirs."""
-    earlier = set(written_files(destination)) - {*names}
-    for name in (MODEL, *sorted(earlier)):
-        (destination / name).unlink(missing_ok=True)
-    sync_folder(destination)
-    for name in sorted(names, key=lambda name: (name == MODEL, name == MARK)):
-        (hidden / name).replace(destination / name)
-    sync_folder(destination)

@@ -57,20 +57,16 @@ class Retention:
     lookback: int = 0
 
     def kept(self, places: Sequence[Place], scores: Mapping[int, float]) -> set[Place]:
-        newest = [*sorted(places, reverse=True)[: self.keep], *self._from_before(places)]
-        if not self.keep_best:
-            return set(newest)
-        awaited = [place for place in _last_lives(places) if self.is_measured(place[0]) and place[0] not in scores]
-        return {*newest, *ranked(places, scores)[: self.keep_best], *awaited[:AWAITED]}
-
-    def _from_before(self, places: Sequence[Place]) -> list[Place]:
-        """While version n is the newest, one of them is at least `lookback` old (or the first that there was)."""
-        if not self.lookback:
-            return []
-        lives = _last_lives(places)  # newest first, so that the oldest of a block is the one that stays
-        first = sorted({place[0] // self.lookback: place for place in lives}.values())
-        old = [place for place in first if place[0] <= max(places)[0] - self.lookback]
-        return first[max(0, len(old) - 1) :]
+        kept, lives = set(sorted(places, reverse=True)[: self.keep]), _last_lives(places)
+        if self.lookback:  # while version n is the newest, one is at least that old (or the first that there was)
+            # Newest first, so that the oldest of a block is the one that stays.
+            first = sorted({place[0] // self.lookback: place for place in lives}.values())
+            old = [place for place in first if place[0] <= max(places)[0] - self.lookback]
+            kept |= set(first[max(0, len(old) - 1) :])
+        if self.keep_best:
+            awaited = [place for place in lives if self.is_measured(place[0]) and place[0] not in scores]
+            kept |= {*ranked(places, scores)[: self.keep_best], *awaited[:AWAITED]}
+        return kept
 
 
 def scores_of(metrics: MetricsLog) -> dict[int, float]:
@@ -91,9 +87,6 @@ def ranked(places: Sequence[Place], scores: Mapping[int, float]) -> list[Place]:
 def _last_lives(places: Sequence[Place]) -> list[Place]:
     """The newest incarnation of every version, newest first: scores are of that one."""
     return sorted(dict(sorted(places)).items(), reverse=True)
-
-
-# ── exports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 MARK = "shoal.json"

@@ -44,22 +44,13 @@ RUN_OF_NOT_FINITE = "not_finite_updates"  # how many there were in a row when th
 LARGEST = 3.4028234663852886e38  # that float32 holds
 
 
-def holds(value: float) -> bool:
-    """
-    >>> [holds(value) for value in (1e-6, 1e39, float("inf"), float("nan"))]
-    [True, False, False, False]
-    """
-    return -LARGEST <= value <= LARGEST
-
-
-def _check(value: float) -> float:
-    if not holds(value):
+def holds(value: float) -> float:
+    if not -LARGEST <= value <= LARGEST:
         raise ValueError(f"{value} is not a finite number that float32 holds (at most {LARGEST:.3g})")
     return value
 
 
-Real = Annotated[float, AfterValidator(_check)]
-"""A number of the settings that ends in arithmetic with float32."""
+Real = Annotated[float, AfterValidator(holds)]  # a number of the settings that ends in arithmetic with float32
 
 
 def values_of(rows: Sequence[Row], *names: str) -> list[float]:
@@ -84,8 +75,8 @@ def recent(name: str) -> Measure:
 
 def without_tokens(rows: Sequence[Row], row: Row) -> float | None:
     """How many steps in a row, this one included, had no token to train on."""
-    newest_first = reversed(values_of([*rows[-HISTORY:], row], "tokens"))
-    return float(sum(1 for _ in itertools.takewhile(lambda tokens: tokens == 0, newest_first)))
+    counts = values_of([*rows[-HISTORY:], row], "tokens")
+    return float(next((age for age, tokens in enumerate(reversed(counts)) if tokens), len(counts)))
 
 
 def spike(name: str) -> Measure:
@@ -157,7 +148,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(value / len(values) for value in values)  # divided first: the sum of huge ones would be infinite
 
 
-STRICT = ConfigDict(frozen=True, extra="forbid")
 LOWER = "What to do: lower trainer.learning_rate"
 
 
@@ -238,7 +228,7 @@ RULES = {guard.name: guard for guard in GUARDS}
 class GuardRule(BaseModel):
     """`[trainer.guards.NAME]`: what is not given is as the table of guards says (docs/guides/guards.md)."""
 
-    model_config = STRICT
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     limit: Real | None = Field(default=None, description="what the guard fires beyond")
     react: Literal["off", "warn", "skip", "slow", "stop"] | None = Field(default=None, description="what is done then")
@@ -309,21 +299,22 @@ class Judged:
 
     def refuse(self, folder: Path, versions: Iterable[int]) -> None:
         """Raise `TrainingDiverged` if a guard stops the run; `versions` are those of the checkpoints in `folder`."""
-        for alarm in self.alarms:
-            if alarm.react == "stop":
-                way_back = alarm.way_back or _way_back(alarm, folder, sorted(versions))
-                raise TrainingDiverged(f"{alarm.message}. {way_back}")
-
-
-def _way_back(alarm: Alarm, folder: Path, kept: Sequence[int]) -> str:
-    """Which checkpoint to go back to: the newest from before whatever the guard looked at."""
-    good = max((version for version in kept if version <= max(0, alarm.step - alarm.rows + 1)), default=None)
-    ended = f"The run was stopped at version {alarm.step}"
-    ended += "" if kept and kept[-1] > alarm.step else "; nothing newer was saved or published"
-    if good is None:
-        return f"{ended}. There is no checkpoint from before it began in {folder}; there are versions {list(kept)}"
-    take = _to_take(folder, f"--version {good}")
-    return f"{ended}. The last good checkpoint, from before it began, is version {good} in {folder}{take}"
+        alarm = next((alarm for alarm in self.alarms if alarm.react == "stop"), None)
+        if alarm is None:
+            return
+        if alarm.way_back:
+            raise TrainingDiverged(f"{alarm.message}. {alarm.way_back}")
+        # Which checkpoint to go back to: the newest from before whatever the guard looked at.
+        kept = sorted(versions)
+        good = max((version for version in kept if version <= max(0, alarm.step - alarm.rows + 1)), default=None)
+        ended = f"{alarm.message}. The run was stopped at version {alarm.step}"
+        ended += "" if kept and kept[-1] > alarm.step else "; nothing newer was saved or published"
+        if good is None:
+            said = f"There is no checkpoint from before it began in {folder}; there are versions {kept}"
+        else:
+            take = _to_take(folder, f"--version {good}")
+            said = f"The last good checkpoint, from before it began, is version {good} in {folder}{take}"
+        raise TrainingDiverged(f"{ended}. {said}")
 
 
 def _to_take(folder: Path, which: str) -> str:

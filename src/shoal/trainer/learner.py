@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,9 @@ from shoal.algorithms.losses import Loss, LossParameters
 from shoal.algorithms.packing import Cost
 from shoal.algorithms.registry import advantage_named, loss_named
 from shoal.errors import CheckpointError, ConfigError
-from shoal.models.compiled import compile_layers, decoder_layers
 from shoal.models.load import DTYPES, LoadedModel, adapted, load_model
 from shoal.models.lora import AdapterShape
-from shoal.models.packed import attends_by_flash, supports_packing
+from shoal.models.packed import attends_by_flash, compile_layers, decoder_layers, supports_packing
 from shoal.models.state import overwrite, policy_state
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import TrainerSettings
@@ -45,23 +45,18 @@ class Masters:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self.named: Mapping[str, Tensor] = {
-            name: nn.Parameter(weight.detach().to(torch.float32, copy=True)) for name, weight in trained.items()
-        }
-        untrained = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+        copied = {name: weight.detach().to(torch.float32, copy=True) for name, weight in trained.items()}
+        self.named: Mapping[str, Tensor] = {name: nn.Parameter(weight) for name, weight in copied.items()}
+        untrained = {name: weight.detach() for name, weight in model.named_parameters() if not weight.requires_grad}
         # On a CPU the memory that they lay in: `attach` gives the model other.
-        self.frozen: Mapping[str, Tensor] = {
-            name: weight.detach().to("cpu", torch.float32) for name, weight in untrained.items()
-        }
-        self._untrained: list[Tensor] = list(untrained.values())
+        self.frozen: Mapping[str, Tensor] = {n: each.to("cpu", torch.float32) for n, each in untrained.items()}
+        self._untrained = [weight for weight in model.parameters() if not weight.requires_grad]
         self._weights: list[Tensor] = list(trained.values())
         self._masters: list[Tensor] = list(self.named.values())
 
     def attach(self, dtype: torch.dtype) -> None:
-        """Round the model's weights to `dtype`, and take over their gradients from now on.
-
-        Buffers keep their type: the frequencies of rotary positions would lose what tells far positions apart.
-        """
+        """Round the model's weights to `dtype`, and take over their gradients from now on. Buffers keep their type: the
+        frequencies of rotary positions would lose what tells far positions apart."""
         for own in self._model.parameters():
             own.data = own.data.to(dtype)
         for weight, master in zip(self._weights, self._masters, strict=True):
@@ -93,21 +88,16 @@ def _hand_over(master: Tensor) -> Callable[[Tensor], None]:
 
 
 def recompute_layers(model: Any) -> None:
-    """From now on the backward pass computes every decoder layer again. The gradients are the same.
+    """From now on the backward pass computes every decoder layer again. The gradients are the same. transformers' own
+    switch works in training mode only, where dropout would be noise in the ratio."""
 
-    transformers' own switch works in training mode only, where dropout would be noise in the ratio.
-    """
-    for layer in decoder_layers(model):
-        layer.forward = _recomputed(layer.forward)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*values: Any, **named: Any) -> Any:
+    def call(forward: Callable[..., Any], *values: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*values, **named)
         return checkpoint(forward, *values, use_reentrant=False, preserve_rng_state=False, **named)
 
-    return call
+    for layer in decoder_layers(model):
+        layer.forward = partial(call, layer.forward)
 
 
 NOT_COMPILED = (
@@ -118,10 +108,8 @@ NOT_COMPILED = (
 
 @dataclass(frozen=True)
 class Learner:
-    """A model with its optimizer. The algorithm is three values that nobody else looks into.
-
-    `state` is what has been learnt: in float32 always, also where the model computes in bfloat16 (`masters`).
-    """
+    """A model with its optimizer. The algorithm is three values that nobody else looks into. `state` is what has been
+    learnt: in float32 always, also where the model computes in bfloat16 (`masters`)."""
 
     model: Any
     optimizer: torch.optim.AdamW
@@ -177,11 +165,9 @@ class Learner:
 
 
 def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = None, reference: Any = None) -> Learner:
-    """A learner that has not learnt yet. The model is put in evaluation mode: dropout would be noise in the ratio.
-
-    A model whose weights are spread over the ranks already comes in float32 and with its `reference`, if that is
-    another model; they are not touched here.
-    """
+    """A learner that has not learnt yet. The model is put in evaluation mode: dropout would be noise in the ratio. A
+    model whose weights are spread over the ranks already comes in float32 and with its `reference`, if that is another
+    model; they are not touched here."""
     model.eval()
     ranks = ranks or Ranks()
     masters = None
@@ -201,31 +187,18 @@ def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = Non
         recompute_layers(model)
     objective, trained = settings.objective, [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained if masters is None else masters.named.values(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        fused=trained[0].is_cuda,
-    )
+        trained if masters is None else masters.named.values(), lr=settings.learning_rate, betas=settings.betas,
+        weight_decay=settings.weight_decay, fused=trained[0].is_cuda,
+    )  # fmt: skip
+    parameters = LossParameters(
+        epsilon=settings.clip_epsilon, delta=settings.clip_delta, epsilon_high=objective.clip_high,
+        ratio_cap=objective.ratio_cap, recomputed_base=objective.ratio_base == "recomputed",
+    )  # fmt: skip
     return Learner(
-        model=model,
-        optimizer=optimizer,
-        settings=settings,
-        advantage=advantage_named(settings.advantage),
-        loss=loss_named(settings.loss),
-        loss_parameters=LossParameters(
-            epsilon=settings.clip_epsilon,
-            delta=settings.clip_delta,
-            epsilon_high=objective.clip_high,
-            ratio_cap=objective.ratio_cap,
-            recomputed_base=objective.ratio_base == "recomputed",
-        ),
-        ranks=ranks,
-        masters=masters,
-        reference=reference,
-        packed=packed,
-        cost=cost_of(model),
-    )
+        model=model, optimizer=optimizer, settings=settings, advantage=advantage_named(settings.advantage),
+        loss=loss_named(settings.loss), loss_parameters=parameters, ranks=ranks, masters=masters, reference=reference,
+        packed=packed, cost=cost_of(model),
+    )  # fmt: skip
 
 
 def cost_of(model: Any) -> Cost:

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.client import Activity, HubClient
-from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError, ShoalError
+from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import Batch, PolicyManifest, PolicyRef, SigningKey, TrainingBatch
 from shoal.runtime.clock import Clock, SystemClock
@@ -52,9 +52,9 @@ from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start
 from shoal.trainer.export import ModelCard, beside_the_best, export_policy, training_facts, write_card
 from shoal.trainer.folder import Progress, Retention, refuse_foreign
 from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
-from shoal.trainer.held_out import ByValidators, Evaluator, HeldOut
+from shoal.trainer.held_out import HeldOut
 from shoal.trainer.learner import Learner
-from shoal.trainer.publisher import Handover, Publication, Publisher
+from shoal.trainer.publisher import Publisher
 from shoal.trainer.record import RunRecord, Stopwatch, Trackers, finite, named
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.shards import Actions
@@ -67,7 +67,7 @@ POLL_S = 2.0  # a failed publication, or a request to stop, is noticed within th
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """Everything that a training run talks to. The process puts real ones together; tests hand in others."""
+    """Everything that a training run talks to. The process puts real ones together; tests pass others."""
 
     folder: Path
     hub: HubClient
@@ -75,7 +75,6 @@ class TrainingParts:
     learner: Learner
     files: Mapping[str, bytes]
     key: SigningKey
-    evaluate: Evaluator
     base_model: str = ""
     seed: int = 0
     clock: Clock = field(default_factory=SystemClock)
@@ -91,9 +90,7 @@ class TrainingRun:
     """One run from wherever it stands to its last step. `version` counts the steps done."""
 
     def __init__(self, parts: TrainingParts, stop: StopToken) -> None:
-        self._parts = parts
-        self._stop = stop
-        self._info = parts.hub.run_info()
+        self._parts, self._stop, self._info = parts, stop, parts.hub.run_info()
         self._chosen = settle(self._settings, RunSize.of(self._info))
         settings, lookback = self._settings, LOOKBACK if needs_lookback(self._settings.guards) else 0
         kept = Retention(self._chosen.keep_checkpoints, settings.keep_best, self._is_measured, lookback)
@@ -107,10 +104,7 @@ class TrainingRun:
         self._stopwatch = Stopwatch(parts.clock)
         self.activity = Activity(parts.clock)
         self.version = 0
-        self._held_out = HeldOut(self._evaluate, settings.evaluate_every)
-        if settings.evaluate_by == "validators":
-            page, every = parts.hub.evaluations, settings.evaluate_every
-            self._held_out = ByValidators(self._evaluate, every, page, parts.clock, stop)
+        self._held_out = HeldOut(settings.evaluate_every, parts.hub.evaluations, parts.clock, stop)
 
     @property
     def _settings(self) -> TrainerSettings:
@@ -122,7 +116,7 @@ class TrainingRun:
         return every > 0 and (version % every == 0 or version == self._info.steps)
 
     def run(self) -> None:
-        """The story: resume, catch up with what the hub has seen, go on to the last step, export."""
+        """The story: resume, catch up with what the hub has seen, continue to the last step, export."""
         refuse_foreign(self._parts.folder / "export")
         self._archive.open()
         published = self._parts.hub.status().policy
@@ -145,7 +139,7 @@ class TrainingRun:
             self._publisher.close()
 
     def _resume(self, published: PolicyRef | None) -> int:
-        """Load the newest checkpoint, if there is one; returns the incarnation to go on with."""
+        """Load the newest checkpoint, if there is one; returns the incarnation to continue with."""
         parts, stored = self._parts, self._store.newest()
         incarnation = published.incarnation if published else 0
         held = parts.learner.reference is not None
@@ -175,29 +169,17 @@ class TrainingRun:
             )
 
     def _new_publisher(self, incarnation: int, published: PolicyRef | None) -> Publisher:
-        head = self._parts.origin.head()
+        parts, head, settings = self._parts, self._parts.origin.head(), self._settings
         seen = [ref.version for ref in (published, head.policy if head else None) if ref is not None]
         return Publisher(
-            Publication(
-                origin=self._parts.origin,
-                hub=self._parts.hub,
-                record=self._record,
-                store=self._store,
-                files=self._parts.files,
-                dtype=self._settings.publish_dtype,
-                key=self._parts.key,
-                run=self._info.run,
-                incarnation=incarnation,
-                republished_until=max(seen, default=-1),
-                deadline_s=self._settings.batch_deadline_s,
-                clock=self._parts.clock,
-            )
-        )
+            origin=parts.origin, hub=parts.hub, record=self._record, store=self._store, files=parts.files,
+            dtype=settings.publish_dtype, key=parts.key, run=self._info.run, incarnation=incarnation,
+            republished_until=max(seen, default=-1), deadline_s=settings.batch_deadline_s, clock=parts.clock,
+        )  # fmt: skip
 
     def _advance(self) -> None:
         """One step: wait for the batch, train, write the row. Saving and publishing begin when it is handed over."""
         step, watch = self.version, self._stopwatch
-        held_out = named(self._held_out.before(step))
         with watch.lap("wait_s"):
             batch, rollouts = self._batch_of(step)
         metrics = finite(step, self._train(batch, rollouts))
@@ -206,8 +188,7 @@ class TrainingRun:
         times = {"hidden_s": self._publisher.worked_s, "save_s": self._publisher.saved_s, **watch.row()}
         times["tokens_per_s"] = metrics["tokens"] / times["train_s"] if times["train_s"] else 0.0
         judged = self._watch.judge(metrics)
-        row = {**held_out, **metrics, **times, **judged.numbers}
-        self._record.add(step, row, self._held_out.known(step))
+        self._record.add(step, {**metrics, **times, **judged.numbers}, self._held_out.known(step))
         self._heed(judged)
         self._watch.rows.append({"step": step, **metrics, **judged.numbers})
         self.version = step + 1
@@ -233,16 +214,14 @@ class TrainingRun:
 
     def _hand_over(self, publish: bool = True) -> None:
         """Copy this version. The publisher's thread reports the rows before it, saves it if that is due, publishes it.
-
-        Nothing that the thread uses changes before it is done: the next copy waits for it.
-        """
+        Nothing that the thread uses changes before it is done: the next copy waits for it."""
         self._publisher.wait()
         with self._stopwatch.lap("copy_s"):
             self._copied = self._parts.actions.copies.take(self._parts.learner, self._is_save_due())
         if self._copied.captured is not None:
             self._saved = self.version
         rows, scores = self._record.take(), dict(self._record.scores)
-        self._publisher.submit(Handover(self.version, self._copied, rows, scores, publish))
+        self._publisher.submit(self.version, self._copied, rows, scores, publish)
 
     def _is_save_due(self) -> bool:
         """Whether this version is to be in a checkpoint and is in none; one that is measured may be the best."""
@@ -255,7 +234,7 @@ class TrainingRun:
         clock, hub = self._parts.clock, self._parts.hub
         deadline_s = self._settings.batch_deadline_s
         began_s, waiting = clock.monotonic_s(), "nothing was said"
-        while True:
+        while True:  # until it is written down
             self._publisher.check()
             if self._stop.is_set():
                 raise Stopped
@@ -265,21 +244,22 @@ class TrainingRun:
             with self.activity.waiting(f"the batch of step {step}: {waiting}"):
                 reply = hub.batch(step, min(POLL_S, left_s))
             if reply.batch is not None:
-                rollouts = hub.rollouts(step)
-                _refuse_mixed_up(reply.batch, rollouts)
-                return reply.batch, rollouts
+                break
             waiting = reply.waiting or waiting
+        batch, rollouts = reply.batch, hub.rollouts(step)
+        written, sent = [group.unit for group in batch.groups], [group.unit for group in rollouts.groups]
+        if rollouts.step != step or written != sent:
+            raise ProtocolError(
+                f"the hub wrote down units {written[:8]} for step {step} but sent {sent[:8]} for step {rollouts.step}"
+            )
+        return batch, rollouts
 
     def _work(self, batch: Batch, rollouts: TrainingBatch, rate_factor: float = 1.0) -> StepWork:
+        info = self._info
         return StepWork(
-            step=batch.step,
-            groups=rollouts.groups,
-            temperature=self._info.sampling.temperature,
-            max_staleness=self._info.max_staleness,
-            seed=self._parts.seed,
-            max_new_tokens=self._info.sampling.max_new_tokens,
-            rate_factor=rate_factor,
-        )
+            batch.step, rollouts.groups, info.sampling.temperature, info.max_staleness, self._parts.seed, rate_factor,
+            info.sampling.max_new_tokens,
+        )  # fmt: skip
 
     def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
         """Train on a batch. It is archived meanwhile, also if training fails: one will want to look at it then."""
@@ -294,17 +274,6 @@ class TrainingRun:
         if batch.sampled_reward is not None:
             metrics["sampled_reward"] = batch.sampled_reward
         return metrics
-
-    def _evaluate(self) -> float | None:
-        """The score of the model as it is; None if it cannot be had. No evaluation ends training."""
-        with self.activity.busy(f"evaluating version {self.version}"), self._stopwatch.lap("evaluate_s"):
-            try:
-                return self._parts.evaluate()
-            except (ShoalError, RuntimeError, OSError) as error:  # RuntimeError: torch, also when memory is short
-                if self._stop.is_set():
-                    raise
-                log.warning("version %d could not be measured on held-out tasks: %s", self.version, error)
-                return None
 
     def _finish(self) -> None:
         """The last version is out: export it, then measure it. Nothing that may fail or wait comes before."""
@@ -325,8 +294,8 @@ class TrainingRun:
 
     def _judge_scores(self, export: Path) -> None:
         """A last version that has lost nearly all of the best score is not handed out: its checkpoint is enough."""
-        asked = self._settings.evaluate_tasks
-        tasks = min(asked, asked if self._parts.held_out_tasks is None else self._parts.held_out_tasks)
+        asked, there = self._settings.evaluate_tasks, self._parts.held_out_tasks
+        tasks = asked if there is None else min(asked, there)
         judged = self._watch.conclude_scores(self._record.scores, self.version, tasks, self._store.folder)
         self._record.amend(self.version, judged.numbers)
         if judged.stops:
@@ -335,29 +304,12 @@ class TrainingRun:
         self._heed(judged)
 
     def _card(self, manifest: PolicyManifest) -> ModelCard:
-        info = self._info
+        info, scores = self._info, self._record.scores
+        facts = {"steps": info.steps, "group_size": info.group_size, "max_staleness": info.max_staleness}
         return ModelCard(
-            progress=Progress(info.run, self.version, manifest.policy.incarnation),
-            base_model=self._parts.base_model,
-            environment=info.environment,
-            digest=manifest.policy.digest,
-            ledger_head=manifest.ledger_head,
-            metrics=self._record.latest(self.version),
-            scores=self._record.scores,
-            chosen="the last of the run" + beside_the_best(self.version, self._record.scores),
-            training=training_facts(
-                self._settings,
-                steps=info.steps,
-                group_size=info.group_size,
-                max_staleness=info.max_staleness,
-                temperature=info.sampling.temperature,
-            ),
-        )
-
-
-def _refuse_mixed_up(batch: Batch, rollouts: TrainingBatch) -> None:
-    written, sent = [group.unit for group in batch.groups], [group.unit for group in rollouts.groups]
-    if rollouts.step != batch.step or written != sent:
-        raise ProtocolError(
-            f"the hub wrote down units {written[:8]} for step {batch.step} but sent {sent[:8]} for step {rollouts.step}"
-        )
+            progress=Progress(info.run, self.version, manifest.policy.incarnation), base_model=self._parts.base_model,
+            environment=info.environment, digest=manifest.policy.digest, ledger_head=manifest.ledger_head,
+            metrics=self._record.latest(self.version), scores=scores,
+            chosen="the last of the run" + beside_the_best(self.version, scores),
+            training=training_facts(self._settings, **facts, temperature=info.sampling.temperature),
+        )  # fmt: skip

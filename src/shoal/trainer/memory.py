@@ -30,11 +30,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from shoal.engines.memory import cached_token_bytes
 from shoal.errors import ResourceError
-from shoal.models.compiled import decoder_layers
 from shoal.models.folder import model_folder, read_files
 from shoal.models.load import DTYPES, model_from_files
 from shoal.models.logprobs import GPU_TILE_ELEMENTS, TILE_ELEMENTS
 from shoal.models.lora import adapted_layers
+from shoal.models.packed import decoder_layers
 from shoal.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -93,37 +93,40 @@ def shape_of(files: Mapping[str, bytes], settings: TrainerSettings) -> Shape:
     layers = decoder_layers(model)
     sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
     weights = sum(weight.numel() for weight in model.parameters())
-    config = model.config.get_text_config()
+    config, trained = model.config.get_text_config(), weights
+    if settings.lora is not None:
+        adapted = adapted_layers(model, settings.lora.targets).values()
+        trained = sum(settings.lora.rank * sum(layer.weight.shape) for layer in adapted)
     return Shape(
-        kind=type(model).__name__,
-        weights=weights,
-        trained=weights if settings.lora is None else _adapters(model, settings),
-        layers=len(layers),
-        largest_layer=max(sizes),
-        outside_layers=weights - sum(sizes),
-        hidden=config.hidden_size,
-        vocabulary=config.vocab_size,
-        activation_bytes=_kept_bytes(model),
-        dtype=dtype,
-        cached_bytes=cached_token_bytes(config, 2),
-    )
+        kind=type(model).__name__, weights=weights, trained=trained, layers=len(layers), largest_layer=max(sizes),
+        outside_layers=weights - sum(sizes), hidden=config.hidden_size, vocabulary=config.vocab_size,
+        activation_bytes=_kept_bytes(model), dtype=dtype, cached_bytes=cached_token_bytes(config, 2),
+    )  # fmt: skip
 
 
 def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda") -> Plan:
     """What each of so many processes needs, for micro-batches as the settings say, or one sequence of `longest`."""
-    tokens = max(settings.micro_batch_tokens, longest)
-    on_host = kind == "cpu"
-    copied = _copied(shape, settings)
-    return Plan(
-        device={
-            **_fixed(shape, settings, processes),
-            "activations": _activations(shape, settings, tokens, kind),
-            "head": _head(shape, settings, tokens, kind),
-            **(copied | _holes(shape, tokens) if on_host else {"copying": _copying(shape, settings, processes)}),
-            "torch itself": CONTEXT_BYTES[kind],
-        },
-        host={} if on_host else copied,
-    )
+    tokens, on_host = max(settings.micro_batch_tokens, longest), kind == "cpu"
+    rounds = settings.publish_dtype == "bfloat16" and settings.lora is None
+    # Host memory of the first process for saving and publishing (`Copies`): weights that are published in another type
+    # than they are saved in are there in both. On a GPU the largest weight leaves it gathered and rounded.
+    copied = {"copy of the state": 4 * shape.weights + 8 * shape.trained}
+    copied |= {"published copy": 2 * shape.weights} if rounds else {}
+    copying = ((4 if processes > 1 else 0) + (2 if rounds else 0)) * shape.vocabulary * shape.hidden
+    kept = shape.activation_bytes * tokens
+    # glibc seldom puts an aligned block where one of the same size was, so that what layers compute by the way leaves
+    # holes, whether they are recomputed or not. Larger blocks leave none.
+    mapped = tokens * shape.hidden * shape.dtype.itemsize >= MAPPED_BYTES
+    holes = {} if mapped else {"holes": int(HOLES * kept)}
+    if settings.memory.compile and kind == "cuda" and shape.dtype.itemsize == 2:
+        kept = int(kept * COMPILED)
+    if settings.memory.recompute:
+        kept = shape.layers * shape.hidden * shape.dtype.itemsize * tokens + kept // shape.layers
+    device = {
+        **_fixed(shape, settings, processes), "activations": kept, "head": _head(shape, settings, tokens, kind),
+        **(copied | holes if on_host else {"copying": copying}), "torch itself": CONTEXT_BYTES[kind],
+    }  # fmt: skip
+    return Plan(device, {} if on_host else copied)
 
 
 def alternatives(
@@ -135,10 +138,9 @@ def alternatives(
     changed: dict[str, dict[str, Any]] = {
         "trainer.memory.recompute=true": {"memory": memory.model_copy(update={"recompute": True})},
         f"trainer.micro_batch_tokens={smaller}": {"micro_batch_tokens": smaller},
-        "trainer.memory.compile=true": {"memory": memory.model_copy(update={"compile": True})}
-        if kind == "cuda"
-        else {},
     }
+    if kind == "cuda":
+        changed["trainer.memory.compile=true"] = {"memory": memory.model_copy(update={"compile": True})}
     found = {
         words: plan(shape, settings.model_copy(update=update), processes, longest, kind)
         for words, update in changed.items()
@@ -165,10 +167,8 @@ def available(settings: TrainerSettings, processes: int) -> tuple[str, int]:
 def within_memory(model: str, settings: TrainerSettings, processes: int) -> Iterator[None]:
     """Load and train a model inside: what cannot fit, and what does not after all, is a message with the numbers."""
     folder = model_folder(model)
-    files = read_files(folder)
-    refuse_what_cannot_fit(
-        files, sum(path.stat().st_size for path in folder.glob("*.safetensors")), settings, processes
-    )
+    files, weight_bytes = read_files(folder), sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    refuse_what_cannot_fit(files, weight_bytes, settings, processes)
     with out_of_memory_in_words(settings, files, processes):
         yield
 
@@ -176,11 +176,9 @@ def within_memory(model: str, settings: TrainerSettings, processes: int) -> Iter
 def refuse_what_cannot_fit(
     files: Mapping[str, bytes], weight_bytes: int, settings: TrainerSettings, processes: int
 ) -> None:
-    """Before weights are loaded: a message with the numbers instead of an allocation that fails.
-
-    Only what is certain refuses: weights, gradients and moments. An estimate that is too large is a warning. Models
-    that are small for this machine, by `weight_bytes` on disk, are not looked at.
-    """
+    """Before weights are loaded: a message with the numbers instead of an allocation that fails. Only what is certain
+    refuses: weights, gradients and moments. An estimate that is too large is a warning. Models that are small for this
+    machine, by `weight_bytes` on disk, are not looked at."""
     kind, memory_bytes = available(settings, processes)
     if weight_bytes * SMALL < memory_bytes:
         return
@@ -231,33 +229,6 @@ def _fixed(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str,
     return {name: size for name, size in parts.items() if size}
 
 
-def _copied(shape: Shape, settings: TrainerSettings) -> dict[str, int]:
-    """Host memory of the first process for saving and publishing (`Copies`): weights that are published in another type
-    than they are saved in are there in both."""
-    published = {"published copy": 2 * shape.weights} if _rounds(settings) else {}
-    return {"copy of the state": 4 * shape.weights + 8 * shape.trained, **published}
-
-
-def _copying(shape: Shape, settings: TrainerSettings, processes: int) -> int:
-    """On a GPU, while weights leave it beside training: the largest one, gathered and rounded."""
-    width = (4 if processes > 1 else 0) + (2 if _rounds(settings) else 0)
-    return width * shape.vocabulary * shape.hidden
-
-
-def _rounds(settings: TrainerSettings) -> bool:
-    return settings.publish_dtype == "bfloat16" and settings.lora is None
-
-
-def _activations(shape: Shape, settings: TrainerSettings, tokens: int, kind: str) -> int:
-    kept = shape.activation_bytes * tokens
-    if settings.memory.compile and kind == "cuda" and shape.dtype.itemsize == 2:
-        kept = int(kept * COMPILED)
-    if not settings.memory.recompute:
-        return kept
-    inputs = shape.layers * shape.hidden * shape.dtype.itemsize * tokens
-    return inputs + kept // shape.layers
-
-
 def _head(shape: Shape, settings: TrainerSettings, tokens: int, kind: str) -> int:
     """The kernels of a GPU make fewer tables than are counted, by more than the gradient of the head's weights."""
     states = 2 * 4 * tokens * shape.hidden
@@ -268,23 +239,6 @@ def _head(shape: Shape, settings: TrainerSettings, tokens: int, kind: str) -> in
     copies = (settings.lora is None) + (shape.dtype.itemsize < 4)
     weights = copies * 4 * shape.vocabulary * shape.hidden
     return tiles * 4 * min(TILE_ELEMENTS, tokens * shape.vocabulary) + states + weights
-
-
-def _holes(shape: Shape, tokens: int) -> dict[str, int]:
-    """glibc seldom puts an aligned block where one of the same size was, so that what layers compute by the way leaves
-    holes, whether they are recomputed or not. Larger blocks leave none."""
-    if tokens * shape.hidden * shape.dtype.itemsize >= MAPPED_BYTES:
-        return {}
-    return {"holes": int(HOLES * shape.activation_bytes * tokens)}
-
-
-def _adapters(model: nn.Module, settings: TrainerSettings) -> int:
-    assert settings.lora is not None
-    layers = adapted_layers(model, settings.lora.targets).values()
-    return sum(settings.lora.rank * sum(layer.weight.shape) for layer in layers)
-
-
-# -- counting on the meta device ---------------------------------------------------------------------------------------
 
 
 def _kept_bytes(model: Any) -> int:
@@ -298,37 +252,25 @@ def _kept_bytes(model: Any) -> int:
 
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device="meta")
     no_mask = torch.zeros((1, 1, 1, 1), device="meta")  # of four dimensions: it is passed on, and none is built
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *_arguments, **_named: None)
+    before, model.config._attn_implementation = model.config._attn_implementation, ATTENTION
     try:
-        with _planned_attention(model), saved_tensors_hooks(keep, lambda tensor: tensor):
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
             model.base_model(input_ids=ids, attention_mask=no_mask, use_cache=False)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         log.debug("%s cannot be counted without numbers: %s", type(model).__name__, error)
-        return _rough_bytes(model)
-    total = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weights)
-    return total // PROBE_TOKENS
-
-
-def _rough_bytes(model: Any) -> int:
-    """For architectures that do not compute on the meta device (mixtures of experts, mostly): from the usual shape of a
-    layer. Norms keep two copies of the hidden state each, attention its inputs and output, a gated layer four."""
-    config = model.config.get_text_config()
-    wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
-    inner = (wide or 4 * config.hidden_size) * (getattr(config, "num_experts_per_tok", None) or 1)
-    layer = 8 * config.hidden_size + 4 * inner + 4 * config.hidden_size
-    dtype: torch.dtype = next(model.parameters()).dtype
-    return int(config.num_hidden_layers * layer * dtype.itemsize)
-
-
-@contextmanager
-def _planned_attention(model: Any) -> Iterator[None]:
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *_arguments, **_named: None)
-    before = model.config._attn_implementation
-    model.config._attn_implementation = ATTENTION
-    try:
-        yield
+        # Some do not compute on the meta device (mixtures of experts, mostly): from the usual shape of a layer. Norms
+        # keep two copies of the hidden state each, attention its inputs and output, a gated layer four.
+        config = model.config.get_text_config()
+        wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+        inner = (wide or 4 * config.hidden_size) * (getattr(config, "num_experts_per_tok", None) or 1)
+        dtype: torch.dtype = next(model.parameters()).dtype
+        return int(config.num_hidden_layers * (12 * config.hidden_size + 4 * inner) * dtype.itemsize)
     finally:
         model.config._attn_implementation = before
+    total = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weights)
+    return total // PROBE_TOKENS
 
 
 def _attention(

@@ -1,7 +1,7 @@
 """Saving and publishing beside training: copies are begun in front (`checkpoint.Copies`), what is slow is done here.
 
     main thread                                 publisher thread (one version at a time)
-    copy ─► submit(Handover) ─────────────────► rows to the hub ─► copy arrived ─► checkpoint durable, if due
+    copy ─► submit ───────────────────────────► rows to the hub ─► copy arrived ─► checkpoint durable, if due
     … waits for rollouts, trains …              hub.ledger_head ─► origin.publish ─► hub.announce
     check() at every wait ◄── failure, raised ◄─────┘  hash, write, sign       workers learn of it
     wait() before the next copy: never more than one version on its way, and its memory is free again
@@ -40,18 +40,6 @@ DIGEST_CONFLICT = "policy.digest"
 MAX_NEW_INCARNATIONS = 8
 
 
-@dataclass(frozen=True)
-class Handover:
-    """A version on its way out, in memory that nobody writes to before it is out: `rows` are reported first, with
-    `scores` it is saved if `copied` is captured, and then published, unless that is not asked for."""
-
-    version: int
-    copied: Copied
-    rows: Sequence[Row] = ()
-    scores: Mapping[int, float] = field(default_factory=dict)
-    publish: bool = True
-
-
 def views_of(weights: Mapping[str, Tensor], dtype: str) -> list[TensorView]:
     """The weights in the type that travels; those that have it already are lent, not copied."""
     return [lent_view(name, cast(tensor, DTYPES[dtype])) for name, tensor in weights.items()]
@@ -62,12 +50,15 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-@dataclass(frozen=True)
-class Publication:
-    """To whom, as whom, and from where: `files` describe the model, `incarnation` is the one to begin with.
+@dataclass
+class Publisher:
+    """Publishes one version at a time in its own thread. Its failures are raised in the main one.
 
-    Up to version `republished_until` a digest conflict is expected to be possible: that version, or one before it,
-    was out before this process started. Past it a conflict means a second trainer, and is an error.
+    `files` describe the model, `incarnation` is the one to begin with. Up to version `republished_until` a digest
+    conflict is expected to be possible: that version, or one before it, was out before this process started. Past it a
+    conflict means a second trainer, and is an error. `worked_s` is how long the thread worked on the version that went
+    out last: what would have held up training. Of that, `saved_s` went by before it was published: reports, and the
+    checkpoint if one was due.
     """
 
     origin: Origin
@@ -82,26 +73,22 @@ class Publication:
     republished_until: int
     deadline_s: float
     clock: Clock = field(default_factory=SystemClock)
+    worked_s: float = 0.0
+    saved_s: float = 0.0
+    _current: Future[PolicyManifest | None] | None = None
 
-
-class Publisher:
-    """Publishes one version at a time in its own thread. Its failures are raised in the main one.
-
-    `worked_s` is how long the thread worked on the version that went out last: what would have held up training. Of
-    that, `saved_s` went by before it was published: reports, and the checkpoint if one was due.
-    """
-
-    def __init__(self, publication: Publication) -> None:
-        self._to = publication
+    def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
-        self._current: Future[PolicyManifest | None] | None = None
-        self.incarnation = publication.incarnation
-        self.worked_s = self.saved_s = 0.0
 
-    def submit(self, handover: Handover) -> None:
-        """Start with a version, once the one before is out (or has failed: then its failure is raised)."""
+    def submit(
+        self, version: int, copied: Copied, rows: Sequence[Row] = (), scores: Mapping[int, float] = {},
+        publish: bool = True,
+    ) -> None:  # fmt: skip
+        """Start with a version, once the one before is out (or has failed: then its failure is raised). `rows` are
+        reported first, with `scores` it is saved if `copied` is captured, and then published, unless that is not asked
+        for. Nobody writes to the memory of `copied` before it is out."""
         self.wait()
-        self._current = self._pool.submit(self._work, handover)
+        self._current = self._pool.submit(self._work, version, copied, rows, scores, publish)
 
     def check(self) -> None:
         """Raise the failure of the version on its way, if it has failed by now. Never waits."""
@@ -113,10 +100,10 @@ class Publisher:
         if self._current is None:
             return None
         try:
-            return self._current.result(self._to.deadline_s)
+            return self._current.result(self.deadline_s)
         except FutureTimeoutError as error:
             raise DeadlineExceeded(
-                f"publishing a policy took longer than {self._to.deadline_s:.0f} s; look at the origin and the hub"
+                f"publishing a policy took longer than {self.deadline_s:.0f} s; look at the origin and the hub"
             ) from error
 
     def close(self) -> None:
@@ -125,33 +112,40 @@ class Publisher:
         if self._current is not None and (failure := self._current.exception()) is not None:
             log.info("the last publication did not complete: %s", failure)
 
-    def _work(self, given: Handover) -> PolicyManifest | None:
-        to, began_s = self._to, self._to.clock.monotonic_s()
-        to.record.report(given.rows)
+    def _work(
+        self, version: int, copied: Copied, rows: Sequence[Row], scores: Mapping[int, float], publish: bool
+    ) -> PolicyManifest | None:
+        began_s = self.clock.monotonic_s()
+        self.record.report(rows)
         point("trainer.step.recorded")
-        given.copied.arrived()
-        if given.copied.captured is not None:
-            progress = Progress(to.run, given.version, self.incarnation)
-            to.store.write(given.copied.captured, progress, to.files, given.scores)
-        content = Content.of(to.files, views_of(given.copied.weights, to.dtype)) if given.publish else None
-        saved_s = to.clock.monotonic_s() - began_s
-        manifest = None if content is None else self._publish(given.version, content)
-        self.worked_s, self.saved_s = to.clock.monotonic_s() - began_s, saved_s
+        copied.arrived()
+        if copied.captured is not None:
+            progress = Progress(self.run, version, self.incarnation)
+            self.store.write(copied.captured, progress, self.files, scores)
+        content = Content.of(self.files, views_of(copied.weights, self.dtype)) if publish else None
+        saved_s = self.clock.monotonic_s() - began_s
+        manifest = None if content is None else self._publish(version, content)
+        self.worked_s, self.saved_s = self.clock.monotonic_s() - began_s, saved_s
         if manifest is not None:
-            log.info(
-                "policy %s is out, digest %s…: %.2f s for reports and a checkpoint if due, %.2f s to publish %.3g GB",
-                manifest.policy.label, manifest.policy.digest[:16], saved_s, self.worked_s - saved_s,
-                manifest.size_bytes / 1e9,
-            )  # fmt: skip
+            said = "policy %s is out: %.2f s for reports and a checkpoint if due, %.2f s to publish %.3g GB"
+            log.info(said, manifest.policy.label, saved_s, self.worked_s - saved_s, manifest.size_bytes / 1e9)
         return manifest
 
     def _publish(self, version: int, content: Content) -> PolicyManifest:
         for _ in range(MAX_NEW_INCARNATIONS):
             try:
-                return self._publish_once(version, content)
+                head = self.hub.ledger_head()
+                manifest = self.origin.publish(version, content, incarnation=self.incarnation, ledger_head=head)
+                announcement = PolicyAnnouncement(
+                    run=self.run, policy=manifest.policy, created_at_ms=self.clock.now_ms()
+                )
+                point("trainer.publish.before_announce")
+                self.hub.announce(sign_document(announcement, self.key))
+                point("trainer.publish.after_announce")
+                return manifest
             except (PolicyMismatch, HubRefused) as conflict:
                 refused = isinstance(conflict, HubRefused) and conflict.code != DIGEST_CONFLICT
-                if refused or version > self._to.republished_until:
+                if refused or version > self.republished_until:
                     raise
                 self.incarnation += 1
                 log.warning(
@@ -162,12 +156,3 @@ class Publisher:
             f"version {version} conflicts with what is published under {MAX_NEW_INCARNATIONS} incarnations; "
             "is another trainer publishing to the same origin or hub?"
         )
-
-    def _publish_once(self, version: int, content: Content) -> PolicyManifest:
-        to, head = self._to, self._to.hub.ledger_head()
-        manifest = to.origin.publish(version, content, incarnation=self.incarnation, ledger_head=head)
-        announcement = PolicyAnnouncement(run=to.run, policy=manifest.policy, created_at_ms=to.clock.now_ms())
-        point("trainer.publish.before_announce")
-        to.hub.announce(sign_document(announcement, to.key))
-        point("trainer.publish.after_announce")
-        return manifest

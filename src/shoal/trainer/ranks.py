@@ -44,10 +44,8 @@ RUN_METHOD = "run_with_weights"
 
 
 class Ranks:
-    """The trainer's processes, of which this is the only one. All of them call these methods in the same order.
-
-    Rank 0 leads: it alone talks to the hub, and sends the others what to do next (`shards`).
-    """
+    """The trainer's processes, of which this is the only one. All of them call these methods in the same order. Rank 0
+    leads: it alone talks to the hub, and sends the others what to do next (`shards`)."""
 
     rank = 0
     world = 1

@@ -46,12 +46,9 @@ ALWAYS = ("wait_s", "train_s", "copy_s", "publish_wait_s")
 
 
 class Stopwatch:
-    """Laps by name, added up until `row` begins anew.
-
-    `idle_fraction` is the part of the time in which the trainer waited for rollouts. `overhead_fraction` is the part
-    in which it neither trained nor evaluated nor waited for them: copying, waiting for a version to be out, files, the
-    hub. With rollouts that suffice, it is all the time that training loses.
-    """
+    """Laps by name, added up until `row` begins anew. `idle_fraction` is the part of the time in which the trainer
+    waited for rollouts. `overhead_fraction` is the part in which it neither trained nor waited for them: copying,
+    waiting for a version to be out, files, the hub."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -72,13 +69,10 @@ class Stopwatch:
         step_s, self._began_s = now_s - self._began_s, now_s
         laps = {**dict.fromkeys(ALWAYS, 0.0), **self._laps}
         self._laps.clear()
-        lost_s = step_s - laps["train_s"] - laps["wait_s"] - laps.get("evaluate_s", 0.0)
-        parts = {"idle_fraction": laps["wait_s"], "overhead_fraction": max(0.0, lost_s)}
+        lost_s = max(0.0, step_s - laps["train_s"] - laps["wait_s"])
+        parts = {"idle_fraction": laps["wait_s"], "overhead_fraction": lost_s}
         fractions = {name: spent_s / step_s if step_s else 0.0 for name, spent_s in parts.items()}
         return {**laps, "step_s": step_s, **fractions}
-
-
-# ── trackers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 Row = Mapping[str, float]
@@ -97,20 +91,12 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """Somewhere that rows go. Whatever it raises ends its part, never training."""
+    """Somewhere that rows go. Whatever it raises ends its part, never training. `begin`: training resumes after `rows`,
+    those of the steps before. `write`: the row of a step, whole. `amend`: what became known of an earlier step."""
 
-    def begin(self, step: int, rows: Sequence[Row]) -> None:
-        """Training goes on from `step`; `rows` are those of the steps before."""
-        ...
-
-    def write(self, row: Row) -> None:
-        """The row of a step, whole."""
-        ...
-
-    def amend(self, step: int, numbers: Row) -> None:
-        """What became known of an earlier step."""
-        ...
-
+    def begin(self, rows: Sequence[Row]) -> None: ...
+    def write(self, row: Row) -> None: ...
+    def amend(self, step: int, numbers: Row) -> None: ...
     def close(self) -> None: ...
 
 
@@ -120,8 +106,8 @@ class Trackers:
     def __init__(self, trackers: Mapping[str, Tracker] | None = None) -> None:
         self._trackers = dict(trackers or {})
 
-    def begin(self, step: int, rows: Sequence[Row]) -> None:
-        self._each(lambda tracker: tracker.begin(step, rows))
+    def begin(self, rows: Sequence[Row]) -> None:
+        self._each(lambda tracker: tracker.begin(rows))
 
     def write(self, row: Row) -> None:
         self._each(lambda tracker: tracker.write(row))
@@ -139,10 +125,8 @@ class Trackers:
                 call(tracker)
             except Exception as error:  # noqa: BLE001 - a full disk, a network, a library: training needs none of them
                 del self._trackers[name]
-                log.warning(
-                    "%s gets no more metrics until the trainer is started again (%s: %s); metrics.jsonl has them all",
-                    *(name, type(error).__name__, error),
-                )
+                said = "%s gets no more metrics until the trainer is started again (%s: %s); metrics.jsonl has them all"
+                log.warning(said, name, type(error).__name__, error)
 
 
 def open_trackers(words: Iterable[str], tracked: Tracked) -> Trackers:
@@ -162,14 +146,14 @@ def require_trackers(words: Iterable[str]) -> None:
 
 
 class TensorBoard:
-    """Implements `Tracker`: an event file in `tensorboard/`, readable while training goes on. Every start writes it
+    """Implements `Tracker`: an event file in `tensorboard/`, readable while training continues. Every start writes it
     anew, with the rows of the steps before."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._path = tracked.folder / "tensorboard" / "events.out.tfevents.0.shoal"
         self._events: Any = None
 
-    def begin(self, step: int, rows: Sequence[Row]) -> None:  # noqa: ARG002  all rows are written
+    def begin(self, rows: Sequence[Row]) -> None:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -186,11 +170,8 @@ class TensorBoard:
     def amend(self, step: int, numbers: Row) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
-        values = [
-            summary_pb2.Summary.Value(tag=name, simple_value=value)
-            for name, value in numbers.items()
-            if name not in NOT_SHOWN
-        ]
+        shown = {name: value for name, value in numbers.items() if name not in NOT_SHOWN}
+        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
         at_s = numbers["at_ms"] / 1000 if "at_ms" in numbers else time.time()
         self._put(event_pb2.Event(wall_time=at_s, step=step, summary=summary_pb2.Summary(value=values)))
 
@@ -205,11 +186,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Implements `Tracker`: one W&B run per run of shoal, also after a resume.
-
-    A step that is trained again is not logged again: its row would be the same. wandb/cursor.json has the newest step
-    whose row was logged, and how often anything was.
-    """
+    """Implements `Tracker`: one W&B run per run of shoal, also after a resume. A step that is trained again is not
+    logged again: its row would be the same. wandb/cursor.json has the newest step whose row was logged, and how often
+    anything was."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
@@ -217,12 +196,12 @@ class WeightsAndBiases:
         self._step, self._count = -1, 0
         self._run: Any = None
 
-    def begin(self, step: int, rows: Sequence[Row]) -> None:  # noqa: ARG002  the cursor knows what was logged
+    def begin(self, rows: Sequence[Row]) -> None:
         ensure_folder(self._cursor.parent)
         if self._cursor.exists():
             known = json.loads(self._cursor.read_bytes())
             self._step, self._count = int(known["step"]), int(known["count"])
-        self._run = self._start(choose_mode(os.environ))
+        self._run = start_wandb(self._tracked, choose_mode(os.environ))
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")  # scores of earlier steps come later
         for row in rows:
@@ -246,29 +225,20 @@ class WeightsAndBiases:
         # After the log, so that a crash between the two repeats one and loses none.
         write_atomically(self._cursor, json.dumps({"step": self._step, "count": self._count}).encode())
 
-    def _start(self, mode: str) -> Any:
-        import wandb
 
-        settings = wandb.Settings(
-            console="off",  # the log is ours
-            silent=True,
-            disable_code=True,
-            disable_git=True,
-            init_timeout=ANSWER_S,
-            finish_timeout=ANSWER_S,
-            finish_timeout_raises=False,
-        )
-        log.info("metrics go to Weights & Biases (%s)", mode)
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=self._tracked.run,
-            name=self._tracked.run,
-            dir=str(self._tracked.folder),
-            config=dict(self._tracked.settings),
-            mode=cast(Any, mode),
-            resume="allow" if mode == "online" else None,
-            settings=settings,
-        )
+def start_wandb(tracked: Tracked, mode: str) -> Any:
+    import wandb
+
+    settings = wandb.Settings(
+        console="off", silent=True, disable_code=True, disable_git=True, init_timeout=ANSWER_S,
+        finish_timeout=ANSWER_S, finish_timeout_raises=False,
+    )  # fmt: skip
+    log.info("metrics go to Weights & Biases (%s)", mode)
+    return wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT), id=tracked.run, name=tracked.run, dir=str(tracked.folder),
+        config=dict(tracked.settings), mode=cast(Any, mode), resume="allow" if mode == "online" else None,
+        settings=settings,
+    )  # fmt: skip
 
 
 def choose_mode(environ: Mapping[str, str]) -> str:
@@ -292,9 +262,6 @@ def _has_key() -> bool:
 
 
 TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-
-
-# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 SHOWN = ("sampled_reward", "reward_mean", "held_out", "loss", "validation_loss", "grad_norm", "idle_fraction")
@@ -322,7 +289,7 @@ class RunRecord:
                 "%s has %d of the %d steps that were done: guards, best score and a slowed rate go by these",
                 self._metrics.path, len(before), version,
             )  # fmt: skip
-        self._trackers.begin(version, before)
+        self._trackers.begin(before)
         return list(before)
 
     def add(self, step: int, metrics: Row, measured: Mapping[int, float]) -> None:

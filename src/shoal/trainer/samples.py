@@ -37,11 +37,9 @@ from shoal.protocol.submission import drawn_mask
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to train on. `behaviour` is the log-probability of each of its tokens when it was drawn.
-
-    `drawn` says which tokens the model drew. The others were given by the environment: the model reads them, and learns
-    nothing from them.
-    """
+    """One completion to train on. `behaviour` is the log-probability of each of its tokens when it was drawn. `drawn`
+    says which tokens the model drew. The others were given by the environment: the model reads them, and learns nothing
+    from them."""
 
     prompt_ids: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int64]
@@ -150,24 +148,19 @@ def _sample(group: TrainingGroup, rollout: TrainingRollout, advantage: float) ->
     return Sample(group.prompt_ids, token_ids, behaviour, advantage, drawn)
 
 
-# ── log-probabilities ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True)
 class Laid:
     """One micro-batch. `places_N` are the positions, counted through all rows, that predict the drawn tokens."""
 
     ids: Tensor
-    # None: padded rows. Else `ids` lie end to end, with these positions and bounds.
-    positions_T: Tensor | None
+    positions_T: Tensor | None  # None: padded rows. Else `ids` lie end to end, with these positions and bounds.
     bounds: tuple[int, ...]
     places_N: Tensor
     targets_N: Tensor
     behaviour_N: Tensor
     advantages_N: Tensor
     sequence_N: Tensor
-    # Tokens that stand in it, of `ids.numel()` positions.
-    inputs: int
+    inputs: int  # tokens that stand in it, of `ids.numel()` positions
 
 
 def lay(samples: Sequence[Sample], device: torch.device, *, packed: bool) -> Laid:
@@ -179,17 +172,13 @@ def lay(samples: Sequence[Sample], device: torch.device, *, packed: bool) -> Lai
     behaviour_N = torch.from_numpy(np.concatenate([sample.behaviour[sample.drawn] for sample in samples]))
     advantages_N = torch.tensor([sample.advantage for sample in samples]).repeat_interleave(counts)
     sequence_N = torch.arange(len(samples)).repeat_interleave(counts)
+    inputs = sum(sample.length for sample in samples) - (len(samples) if packed else 0)
     return Laid(
-        ids=batch.ids.to(device),
-        positions_T=None if batch.positions_T is None else batch.positions_T.to(device),
-        bounds=batch.bounds,
-        places_N=batch.places_N[drawn_N].to(device),
-        targets_N=batch.targets_N[drawn_N].to(device),
-        behaviour_N=behaviour_N.to(device),
-        advantages_N=advantages_N.to(device),
-        sequence_N=sequence_N.to(device),
-        inputs=sum(sample.length for sample in samples) - (len(samples) if packed else 0),
-    )
+        ids=batch.ids.to(device), positions_T=None if batch.positions_T is None else batch.positions_T.to(device),
+        bounds=batch.bounds, places_N=batch.places_N[drawn_N].to(device), targets_N=batch.targets_N[drawn_N].to(device),
+        behaviour_N=behaviour_N.to(device), advantages_N=advantages_N.to(device), sequence_N=sequence_N.to(device),
+        inputs=inputs,
+    )  # fmt: skip
 
 
 def score(model: Any, laid: Laid, temperature: float) -> TokenLogprobs:

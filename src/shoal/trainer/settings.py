@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.runtime.sizing import DERIVED
-from shoal.trainer.guards import GuardSettings, Real, holds
+from shoal.trainer.guards import LARGEST, GuardSettings, Real
 
 if TYPE_CHECKING:
-    from shoal.environments import Environment, EnvironmentSettings
     from shoal.protocol import SignedDocument, SigningKey
 
 # The words of algorithms/registry.py, which imports torch and is therefore not asked; a test holds them equal.
@@ -160,9 +159,8 @@ class TrainerSettings(BaseModel):
         ge=0,
         description="checkpoints with the best held-out scores kept beside those, and the two newest that wait for one",
     )
-    evaluate_every: int = Field(default=5, ge=0, description="steps between greedy held-out evaluations; 0: never")
-    evaluate_by: Literal["validators", "trainer"] = Field(
-        default="validators", description="who evaluates; validators do it beside their audits, and training goes on"
+    evaluate_every: int = Field(
+        default=5, ge=0, description="steps between greedy held-out evaluations, by validators; 0: never"
     )
     evaluate_tasks: int = Field(default=128, ge=1, description="held-out tasks per evaluation, the first ones")
     batch_deadline_s: Real = Field(
@@ -172,25 +170,21 @@ class TrainerSettings(BaseModel):
     @model_validator(mode="after")
     def _complete(self) -> TrainerSettings:
         """What the words bring along is filled in, here and nowhere else; whatever was given wins."""
-        objective = self.objective
+        objective, brought = self.objective, dict[str, object]()
         if self.loss in CLIP_OF_LOSS and "clip_epsilon" not in self.model_fields_set:
-            low, high = CLIP_OF_LOSS[self.loss]
+            low, brought["clip_high"] = CLIP_OF_LOSS[self.loss]
             object.__setattr__(self, "clip_epsilon", low)
-            if "clip_high" not in objective.model_fields_set:
-                objective = objective.model_copy(update={"clip_high": high})
-        if "normalisation" not in objective.model_fields_set:
-            objective = objective.model_copy(update={"normalisation": self._normalisation()})
-        object.__setattr__(self, "objective", objective)
-        return self
-
-    def _normalisation(self) -> Normalisation:
         by_loss, by_advantage = NORMALISATION_OF_LOSS.get(self.loss), NORMALISATION_OF_ADVANTAGE.get(self.advantage)
-        if by_loss and by_advantage and by_loss != by_advantage:
+        brought["normalisation"] = by_loss or by_advantage or "tokens"
+        undecided = "normalisation" not in objective.model_fields_set
+        if by_loss and by_advantage and by_loss != by_advantage and undecided:
             raise ValueError(
                 f'loss = "{self.loss}" comes with one normalisation, advantage = "{self.advantage}" with another: set '
                 f'objective.normalisation to "{by_loss}" or "{by_advantage}"'
             )
-        return by_loss or by_advantage or "tokens"
+        brought = {name: value for name, value in brought.items() if name not in objective.model_fields_set}
+        object.__setattr__(self, "objective", objective.model_copy(update=brought))
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> TrainerSettings:
@@ -200,12 +194,9 @@ class TrainerSettings(BaseModel):
             raise ValueError(f"clip_delta ({self.clip_delta}) must be above 1 + {named} ({highest})")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must both be in [0, 1)")
-        if not holds(self.learning_rate / (1 - self.betas[0])):  # AdamW's first update divides by that
+        if self.learning_rate / (1 - self.betas[0]) > LARGEST:  # AdamW's first update divides by that
             raise ValueError(f"learning_rate ({self.learning_rate}) / (1 - betas[0]) is more than float32 holds")
         return self
-
-
-# ── what may change when a run continues ────────────────────────────────────────────────────────────────────────────
 
 
 # Harmless: nothing of what is learnt depends on it. Rounding: the same is computed in another order or place, so learnt
@@ -213,15 +204,12 @@ class TrainerSettings(BaseModel):
 # said. Everything else is what the run is: `publish_dtype`, too, since workers generate with what was published, and
 # `evaluate_tasks`, since scores of other tasks could not be compared.
 ROUNDING = ("device", "threads", "processes", "micro_batch_tokens", "memory.compile", "memory.recompute")
-HARMLESS = (
-    "tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoints", "keep_best", "evaluate_by",
-    "evaluate_every",
-)  # fmt: skip
+HARMLESS = ("tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoints", "keep_best", "evaluate_every")
 GUARDS = "guards"
 
 
 def is_changeable(key: str) -> bool:
-    """Whether a run may go on with another value of `trainer.KEY`.
+    """Whether a run may resume with another value of `trainer.KEY`.
 
     >>> [is_changeable(key) for key in ("keep_best", "guards.clip_fraction.react", "objective.kl")]
     [True, True, False]
@@ -231,48 +219,36 @@ def is_changeable(key: str) -> bool:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """`folder` is the trainer's own (checkpoints, metrics, export); `seed` is the run's and orders minibatches.
-
-    `scored_by` is the [environment] section: what the trainer evaluates itself is then scored in processes with limits.
-    """
+    """`folder` is the trainer's own (checkpoints, metrics, export); `seed` is the run's and orders minibatches;
+    `held_out_tasks` is how many the environment has."""
 
     folder: Path
     settings: TrainerSettings
     model: str
-    environment: Environment
     origin_folder: Path
     hub_url: str
     root_fingerprint: str | None
     key: SigningKey
     certificate: SignedDocument
     seed: int = 0
-    scored_by: EnvironmentSettings | None = None
-
-
-# ── a trainer process ───────────────────────────────────────────────────────────────────────────────────────────────
+    held_out_tasks: int | None = None
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 REPORTER = "shoal"
 
 
-def own_rank(environment: Mapping[str, str] | None = None) -> int | None:
+def own_rank(values: Mapping[str, str] = os.environ) -> int | None:
     """The number of this process in its group; None if `torchrun` did not start it.
 
     >>> own_rank({"RANK": "1", "WORLD_SIZE": "2"}), own_rank({})
     (1, None)
     """
-    values = os.environ if environment is None else environment
     return int(values["RANK"]) if "RANK" in values and "WORLD_SIZE" in values else None
 
 
-def in_group(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether there are other processes beside this one.
-
-    >>> in_group({"RANK": "0", "WORLD_SIZE": "2"}), in_group({"RANK": "0", "WORLD_SIZE": "1"}), in_group({})
-    (True, False, False)
-    """
-    values = os.environ if environment is None else environment
+def in_group(values: Mapping[str, str] = os.environ) -> bool:
+    """Whether there are other processes beside this one."""
     return own_rank(values) is not None and int(values["WORLD_SIZE"]) > 1
 
 

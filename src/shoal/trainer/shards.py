@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from shoal.errors import CheckpointError, CodecError, ShoalError
-from shoal.models.compiled import decoder_layers
 from shoal.models.load import DTYPES, LoadedModel, model_from_files
+from shoal.models.packed import decoder_layers
 from shoal.runtime.stop import StopToken
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copied, Copies, StoredCheckpoint
@@ -47,8 +47,6 @@ from shoal.trainer.step import StepWork, Stopped, look_back, train_step
 log = logging.getLogger(__name__)
 
 WAITS = 4  # rank 0 waits for a batch, for a publication, for the hub: each at most `batch_deadline_s`
-
-# ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -83,10 +81,7 @@ def _send(ranks: Ranks, command: Command) -> None:
 
 def _received(ranks: RankGroup, stop: StopToken, silence_s: float) -> Command | None:
     message = ranks.receive(stop, silence_s)
-    if message is None:
-        return None
-    command: Command = msgspec.msgpack.decode(message, type=Command)
-    return command
+    return None if message is None else msgspec.msgpack.decode(message, type=Command)
 
 
 @dataclass(frozen=True)
@@ -174,14 +169,9 @@ def _learner(whole: Any, settings: TrainerSettings, files: Mapping[str, bytes], 
     return new_learner(model, settings, ranks, reference)
 
 
-# ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def spread(whole: nn.Module | None, files: Mapping[str, bytes], precision: str, ranks: RankGroup) -> Any:
-    """The model of `files` with the weights of rank 0's `whole` (None elsewhere), in shards. Collective.
-
-    Weights stay in float32: they are what learns. With `precision` "bfloat16" they are rounded when they are gathered.
-    """
+    """The model of `files` with the weights of rank 0's `whole` (None elsewhere), in shards. Collective. Weights stay
+    in float32: they are what learns. With `precision` "bfloat16" they are rounded when they are gathered."""
     with torch.device("meta"):
         model = model_from_files(files, device="meta")
     shard(model, precision, ranks)
@@ -246,9 +236,6 @@ def _send_weights(whole: nn.Module | None, model: FSDPModule, ranks: RankGroup) 
             own.copy_(values)
 
 
-# ── copies and checkpoints ───────────────────────────────────────────────────────────────────────────────────────
-
-
 class ShardedCopies(Copies):
     """Rank 0's `Copies` of a learner that is spread over ranks: the others send their rows."""
 
@@ -277,9 +264,7 @@ def restore_shard(learner: Learner, folder: Path, ranks: RankGroup) -> None:
     for name, shape, read in checkpoint.read_tensors(folder, MODEL):
         target = state[name]
         if shape != tuple(target.shape):
-            raise CheckpointError(
-                f"weight {name} is {list(shape)} in the checkpoint, the model's is {list(target.shape)}"
-            )
+            raise CheckpointError(f"weight {name} is {list(shape)} in the checkpoint, here {list(target.shape)}")
         local, rows = own_rows(target, ranks) if isinstance(target, DTensor) else (target, None)
         with torch.no_grad():
             local.copy_(read(rows))
@@ -290,15 +275,9 @@ def restore_shard(learner: Learner, folder: Path, ranks: RankGroup) -> None:
             generators[name] = read()
         elif isinstance(weight, DTensor) and shape == tuple(weight.shape):
             local, rows = own_rows(weight, ranks)
+            shaped: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
             values = read(rows).to(local.device)
-            moments[name.removeprefix(MOMENTS)] = DTensor.from_local(
-                values,
-                weight.device_mesh,
-                weight.placements,
-                shape=weight.shape,
-                stride=weight.stride(),
-                run_check=False,
-            )
+            moments[name[len(MOMENTS) :]] = DTensor.from_local(values, weight.device_mesh, weight.placements, **shaped)
         else:  # a count that every rank has
             moments[name.removeprefix(MOMENTS)] = read()
     learner.load_moments(moments)

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoal.algorithms.filters import staleness
-from shoal.algorithms.normalisation import StepCount, token_weight
 from shoal.algorithms.packing import micro_batches, minibatches, packs, shares
 from shoal.algorithms.registry import NEEDS_RECOMPUTED
+from shoal.algorithms.terms import StepCount, token_weight
 from shoal.errors import ConfigError
 from shoal.protocol import TrainingGroup
 from shoal.trainer.learner import Learner, learning_rate
@@ -45,10 +45,8 @@ class StepWork:
     temperature: float
     max_staleness: int
     seed: int = 0
-    # What the guards make of the learning rate.
-    rate_factor: float = 1.0
-    # The run's limit, for `normalisation = "constant"`.
-    max_new_tokens: int | None = None
+    rate_factor: float = 1.0  # what the guards make of the learning rate
+    max_new_tokens: int | None = None  # the run's limit, for `normalisation = "constant"`
 
     @property
     def plan(self) -> StepPlan:
@@ -61,10 +59,8 @@ def train_step(
     interrupted: Callable[[], bool] = lambda: False,
     veto: Veto = lambda _numbers: None,
 ) -> dict[str, float]:
-    """Train on the groups of one step; the same learner and work give the same weights, bit for bit on a CPU.
-
-    A step without any signal changes nothing (not even by weight decay) and says so: `tokens` is 0.
-    """
+    """Train on the groups of one step; the same learner and work give the same weights, bit for bit on a CPU. A step
+    without any signal changes nothing (not even by weight decay) and says so: `tokens` is 0."""
     check_staleness(work.groups, work.step, work.max_staleness)
     check_tokens(work.groups, learner.model.get_output_embeddings().weight.shape[0])
     prepared = prepare(work.groups, learner.advantage, learner.settings.mask_truncated)
@@ -72,16 +68,15 @@ def train_step(
 
 
 def look_back(learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
-    """How the policy as it is now sees the groups of a step that it was trained on: forward passes only.
-
-    `mismatch` and `mismatch_kl` as of a step that begins; not finite where weights are not, or might as well not be.
-    """
+    """How the policy as it is now sees the groups of a step that it was trained on: forward passes only. `mismatch` and
+    `mismatch_kl` as of a step that begins; not finite where weights are not, or might as well not be."""
     update, tally = Update(learner, work.plan, Totals(), interrupted, lambda _numbers: None), Tally()
     samples = all_recorded(work.groups)
     for batch in _share(learner, samples, lambda _sample: 0.0) if samples else ():
-        update.stop_if_told()
         update.look(batch, tally)
-    broken = learner.ranks.any(not all(map(_is_usable, learner.trained().values())))
+    # Every weight must be a number that can be computed with; a norm turns what overflows into a calm 0.
+    own = (each.to_local() if isinstance(each, DTensor) else each for each in learner.trained().values())
+    broken = learner.ranks.any(not all(bool((weight.detach().abs() < HUGE).all()) for weight in own))
     return {**(tally.reduced(learner.ranks).means() if samples else {}), "weights": math.nan if broken else 0.0}
 
 
@@ -89,28 +84,21 @@ def mean_loss(learner: Learner, samples: Sequence[Sample], interrupted: Callable
     """What the tokens of these samples cost the policy as it is, in nats each: forward passes only, in one process."""
     update, total = Update(learner, StepPlan(0, 1.0), Totals(), interrupted, lambda _numbers: None), 0.0
     for batch in _share(learner, samples, lambda _sample: 0.0):
-        update.stop_if_told()
         total -= float(update.logprobs(batch).double().sum())
     return total / sum(sample.trained for sample in samples)
 
 
-def _is_usable(weight: Tensor) -> bool:
-    """Whether every weight is a number that can be computed with; a norm turns what overflows into a calm 0."""
-    own = weight.to_local() if isinstance(weight, DTensor) else weight
-    return bool((own.detach().abs() < HUGE).all())
-
-
 def train_samples(
-    learner: Learner,
-    prepared: Prepared,
-    plan: StepPlan,
-    interrupted: Callable[[], bool] = lambda: False,
+    learner: Learner, prepared: Prepared, plan: StepPlan, interrupted: Callable[[], bool] = lambda: False,
     veto: Veto = lambda _numbers: None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """The same for samples that no hub has sent. `veto` is asked before every optimizer step, with its numbers."""
-    rate = 0.0
-    update = Update(learner, plan, Totals(), interrupted, veto)
-    parts = _parts(learner, prepared, plan)
+    rate, update = 0.0, Update(learner, plan, Totals(), interrupted, veto)
+    groups = [group for each in prepared.groups if (group := [sample for sample in each if sample.trained])]
+    split = minibatches(len(groups), learner.settings.minibatches, seed=plan.seed, step=plan.step)
+    weight = _weights(learner, groups, plan, len(split))
+    # The micro-batches of this process, by minibatch; as many as every other process has.
+    parts = [_share(learner, [sample for index in part for sample in groups[index]], weight) for part in split]
     recomputed = _recomputed(update, parts)
     for number, batches in enumerate(parts):
         rate = learning_rate(learner.settings, plan.step, number) * plan.rate_factor
@@ -118,16 +106,6 @@ def train_samples(
             parameters["lr"] = rate
         update.run(batches, recomputed[number], first=number == 0)
     return {"learning_rate": rate, "tokens": float(prepared.tokens), **update.totals.metrics()}
-
-
-def _parts(learner: Learner, prepared: Prepared, plan: StepPlan) -> list[list[Micro]]:
-    """The micro-batches of this process, by minibatch; as many as every other process has."""
-    groups = [[sample for sample in group if sample.trained] for group in prepared.groups]
-    groups = [group for group in groups if group]
-    parts = minibatches(len(groups), learner.settings.minibatches, seed=plan.seed, step=plan.step)
-    weight = _weights(learner, groups, plan, len(parts))
-    split = [[sample for index in part for sample in groups[index]] for part in parts]
-    return [_share(learner, samples, weight) for samples in split]
 
 
 def _share(learner: Learner, samples: Sequence[Sample], weight: Callable[[Sample], float]) -> list[Micro]:
@@ -159,14 +137,7 @@ def _recomputed(update: Update, parts: Sequence[Sequence[Micro]]) -> list[list[T
     settings = update.learner.settings
     if settings.loss not in NEEDS_RECOMPUTED and settings.objective.ratio_base != "recomputed":
         return [None] * len(parts)
-    later: list[list[Tensor] | None] = []
-    for batches in parts[1:]:
-        values = []
-        for batch in batches:
-            update.stop_if_told()
-            values.append(update.logprobs(batch))
-        later.append(values)
-    return [None, *later]
+    return [None, *([update.logprobs(batch) for batch in batches] for batches in parts[1:])]
 
 
 def _batch_metrics(work: StepWork, prepared: Prepared) -> Mapping[str, float]:

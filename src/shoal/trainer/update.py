@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from shoal.algorithms.losses import LossOutput, LossTokens
-from shoal.algorithms.mismatch import absolute_difference, divergence, effective_share, ratio_sums
-from shoal.algorithms.terms import TermWeights, with_terms
+from shoal.algorithms.terms import TermWeights, absolute_difference, divergence, effective_share, ratio_sums, with_terms
 from shoal.errors import TrainingDiverged
 from shoal.models.logprobs import TokenLogprobs
 from shoal.models.lora import without_adapters
@@ -37,8 +36,6 @@ from shoal.trainer.ranks import Ranks
 from shoal.trainer.samples import Laid, Sample, lay, score
 
 log = logging.getLogger(__name__)
-
-# ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 # Sums that become something else than a mean over tokens.
@@ -85,10 +82,8 @@ class Numbers:
 
 @dataclass
 class Totals:
-    """A step's numbers: what an update did not measure does not count in the mean of those that did.
-
-    `grad_norm` is the mean of the updates that were made, if any was; `grad_norm_max` is of the skipped ones, too.
-    """
+    """A step's numbers: what an update did not measure does not count in the mean of those that did. `grad_norm` is the
+    mean of the updates that were made, if any was; `grad_norm_max` is of the skipped ones, too."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
@@ -124,9 +119,6 @@ def _means(sums: Mapping[str, float], tokens: Mapping[str, float]) -> dict[str, 
     return means
 
 
-# ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 Veto = Callable[[Mapping[str, float]], str | None]
 
 
@@ -141,12 +133,9 @@ class StepPlan:
     step: int
     temperature: float
     seed: int = 0
-    # What the guards make of the learning rate.
-    rate_factor: float = 1.0
-    # The run's limit, for `normalisation = "constant"`.
-    max_new_tokens: int | None = None
-    # Whether samples bring the log-probabilities that they were drawn with. A demonstration has none.
-    recorded: bool = True
+    rate_factor: float = 1.0  # what the guards make of the learning rate
+    max_new_tokens: int | None = None  # the run's limit, for `normalisation = "constant"`
+    recorded: bool = True  # whether samples bring the log-probabilities that they were drawn with
 
 
 @dataclass(frozen=True)
@@ -157,13 +146,7 @@ class Micro:
     weights: Sequence[float]
 
 
-DUMMY = Sample(
-    prompt_ids=np.zeros(1, dtype=np.int64),
-    token_ids=np.zeros(1, dtype=np.int64),
-    behaviour=np.zeros(1, dtype=np.float32),
-    advantage=0.0,
-    drawn=np.ones(1, dtype=np.bool_),
-)
+DUMMY = Sample(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.float32), 0.0, np.ones(1, np.bool_))
 
 
 @dataclass(frozen=True)
@@ -177,10 +160,8 @@ class Update:
     veto: Veto
 
     def run(self, batches: Sequence[Micro], recomputed: Sequence[Tensor] | None, *, first: bool) -> None:
-        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch; None: not asked for.
-
-        In the `first` update the trained policy is the one that the step began with.
-        """
+        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch; None: not asked for. In the
+        `first` update the trained policy is the one that the step began with."""
         learner, tally = self.learner, Tally()
         learner.optimizer.zero_grad(set_to_none=True)
         for number, batch in enumerate(batches):
@@ -197,11 +178,13 @@ class Update:
     @torch.no_grad()
     def logprobs(self, batch: Micro) -> Tensor:
         """Of the policy as it is, without a gradient."""
+        self.stop_if_told()
         return self._score(self.learner.model, self._lay(batch)).logprobs
 
     @torch.no_grad()
     def look(self, batch: Micro, tally: Tally) -> None:
         """How far the policy as it is now is from what was recorded, without learning from it."""
+        self.stop_if_told()
         laid = self._lay(batch)
         logprobs_N = self._score(self.learner.model, laid).logprobs
         gap_N, kl_N = absolute_difference(logprobs_N, laid.behaviour_N), divergence(logprobs_N, laid.behaviour_N)
@@ -216,41 +199,24 @@ class Update:
 
     def _accumulate(self, batch: Micro, tally: Tally, recomputed_N: Tensor | None, *, first: bool) -> None:
         """Forward and backward of one micro-batch."""
-        laid = self._lay(batch)
-        reference_N = self._reference(laid)
-        scored = self._score(self.learner.model, laid)
+        learner, laid, reference_N = self.learner, self._lay(batch), None
+        if learner.reference is not None:
+            begun = without_adapters(learner.model) if learner.reference is learner.model else nullcontext()
+            with torch.no_grad(), begun:
+                reference_N = self._score(learner.reference, laid).logprobs
+        scored = self._score(learner.model, laid)
         if recomputed_N is None and first:
             recomputed_N = scored.logprobs.detach()
         tokens = LossTokens(
-            logprobs_N=scored.logprobs,
-            behaviour_N=laid.behaviour_N,
-            advantages_N=laid.advantages_N,
-            recomputed_N=recomputed_N,
-            reference_N=reference_N,
-            entropy_N=scored.entropy,
-            sequence_N=laid.sequence_N,
-        )
-        output = self._loss(tokens)
-        torch.autograd.backward((output.loss_N * self._weights(batch, laid)).sum())
-        self._tally(tally, laid, tokens, output, counted=bool(batch.samples))
-
-    def _loss(self, tokens: LossTokens) -> LossOutput:
-        objective, parameters = self.learner.settings.objective, self.learner.loss_parameters
-        weights = TermWeights(kl=objective.kl, entropy=objective.entropy)
-        return with_terms(self.learner.loss(tokens, parameters), tokens, parameters, weights)
-
-    def _weights(self, batch: Micro, laid: Laid) -> Tensor:
+            logprobs_N=scored.logprobs, behaviour_N=laid.behaviour_N, advantages_N=laid.advantages_N,
+            recomputed_N=recomputed_N, reference_N=reference_N, entropy_N=scored.entropy, sequence_N=laid.sequence_N,
+        )  # fmt: skip
+        objective, parameters = learner.settings.objective, learner.loss_parameters
+        terms = TermWeights(kl=objective.kl, entropy=objective.entropy)
+        output = with_terms(learner.loss(tokens, parameters), tokens, parameters, terms)
         weights = torch.tensor(batch.weights or [0.0], dtype=torch.float32, device=laid.sequence_N.device)
-        return weights.index_select(0, laid.sequence_N)
-
-    @torch.no_grad()
-    def _reference(self, laid: Laid) -> Tensor | None:
-        reference = self.learner.reference
-        if reference is None:
-            return None
-        begun = without_adapters(reference) if reference is self.learner.model else nullcontext()
-        with begun:
-            return self._score(reference, laid).logprobs
+        torch.autograd.backward((output.loss_N * weights.index_select(0, laid.sequence_N)).sum())
+        self._tally(tally, laid, tokens, output, counted=bool(batch.samples))
 
     @torch.no_grad()
     def _tally(self, tally: Tally, laid: Laid, tokens: LossTokens, output: LossOutput, *, counted: bool) -> None:

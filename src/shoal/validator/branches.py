@@ -4,7 +4,7 @@
 
 A worker that knows the tolerance may submit the neighbour of a token whose uniform lies near an edge, draw honestly
 afterwards, and keep whichever branch pays. Every token of it passes. But of two branches that only rounding told apart,
-honest work has the better one half of the time (`protocol.branches` makes evidence of it).
+honest work has the better one half of the time (`protocol.verdict` makes evidence of it).
 
 Where to look must not depend on how the submission continues, unless it depends in the same way on how the seed's
 branch continues: otherwise the two cannot be exchanged, and short completions, say, would look chosen. The first token
@@ -31,7 +31,7 @@ from shoal.engines import Engine, GenerationRequest
 from shoal.engines.protocol import Finish
 from shoal.errors import ScoringFailure
 from shoal.protocol import Rollout, RolloutReward, pack_logprobs, pack_tokens
-from shoal.protocol.branches import Branches
+from shoal.protocol.verdict import Branches
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.validator.case import ENGINE_ERRORS, Case
 from shoal.validator.rewards import Group, Scored

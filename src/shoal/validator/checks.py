@@ -57,7 +57,7 @@ import numpy as np
 
 from shoal.errors import ProofError
 from shoal.protocol import SUBMISSION_FORMAT, Audit, Severity, pack_tokens
-from shoal.protocol.branches import Branches
+from shoal.protocol.verdict import Branches
 from shoal.sampling.check import distances
 from shoal.toploc import check_proofs
 from shoal.toploc.check import ProofSums

@@ -31,8 +31,8 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import ConfigError, ScoringFailure
 from shoal.protocol import Audit, Lease, Outcome, Severity, SignedDocument, Tally, Verdict, submission_digest
-from shoal.protocol.branches import Branches
-from shoal.protocol.calibration import format_of
+from shoal.protocol.lease import format_of
+from shoal.protocol.verdict import Branches
 from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock

@@ -26,7 +26,7 @@ from shoal.engines.memory import release_memory
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ShoalError
 from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, sign_document
-from shoal.protocol.calibration import format_of
+from shoal.protocol.lease import format_of
 from shoal.runtime.clock import Clock
 from shoal.validator.calibrate import Measurement, Plan, has_moved, measure, prompts_of
 from shoal.validator.case import ENGINE_ERRORS

@@ -20,8 +20,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from shoal.errors import ConfigError
-from shoal.protocol.calibration import format_of
-from shoal.protocol.lease import PROFILE
+from shoal.protocol.lease import PROFILE, format_of
 from shoal.runtime.config import dump_config, parse_config
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance

@@ -25,7 +25,7 @@ from shoal.engines.memory import release_memory
 from shoal.engines.shelf import EngineShelf, Fetch
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, ModelError, ResourceError
 from shoal.protocol import CheckResult, PolicyRef, Severity, Tally
-from shoal.protocol.calibration import format_of
+from shoal.protocol.lease import format_of
 from shoal.validator.case import Case, Finding, passed, unsure
 from shoal.validator.verdicts import MACHINERY_SECOND_MISSING, MACHINERY_SECOND_PASSED
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.environments import Identity
 from shoal.protocol import Audit, CheckResult, Lease, Outcome, RolloutReward, Tally, Verdict
-from shoal.protocol.branches import Branches
+from shoal.protocol.verdict import Branches
 from shoal.rewards.pool import LIMIT_PART
 from shoal.validator.case import MESSAGE_LIMIT, Finding
 

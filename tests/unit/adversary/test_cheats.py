@@ -24,7 +24,7 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.submission import submission_of
 from shoal.errors import ConfigError
 from shoal.hub.service import work as hub_work
-from shoal.models.weights import from_numpy
+from shoal.models.folder import from_numpy
 from shoal.protocol import Lease, PolicyRef, ProofParameters, SamplingParameters, Submission
 from shoal.runtime.stop import StopToken
 from shoal.sampling import SeedTolerance, uniforms

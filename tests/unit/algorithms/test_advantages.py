@@ -1,4 +1,4 @@
-"""Advantages, against numbers computed by hand, and what holds for any rewards."""
+"""Advantages by hand, and which groups are trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.algorithms.advantages import dr_grpo, group_mean, group_mean_sample_std, group_mean_std, max_rl, rloo
+from shoal.algorithms.filters import allowed, carries_signal, is_truncated, staleness
 from shoal.algorithms.registry import ADVANTAGES, LOSSES, advantage_named, loss_named
 from shoal.errors import ConfigError
 from shoal.protocol.verdict import MAX_REWARD
@@ -26,47 +26,28 @@ def of(name: str, rewards: list[float]) -> list[float]:
     return values
 
 
-def test_group_mean_by_hand() -> None:
-    # mean of 1, 0, 0.5, 0.5 is 0.5
-    assert group_mean(torch.tensor([1.0, 0.0, 0.5, 0.5])).tolist() == [0.5, -0.5, 0.0, 0.0]
-
-
-def test_group_mean_std_by_hand() -> None:
-    # rewards 2, 0, 1, 1: mean 1, population variance (1 + 1 + 0 + 0) / 4 = 0.5, std 0.70710678; 1 / 0.70710778
-    expected = [1.4142116, -1.4142116, 0.0, 0.0]
-    assert group_mean_std(torch.tensor([2.0, 0.0, 1.0, 1.0])).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
-
-
-def test_group_mean_sample_std_by_hand() -> None:
-    # rewards 2, 0, 1, 1: mean 1, sample variance (1 + 1 + 0 + 0) / 3, std 0.81649658; 1 / 0.81649758
-    expected = [1.2247434, -1.2247434, 0.0, 0.0]
-    made = group_mean_sample_std(torch.tensor([2.0, 0.0, 1.0, 1.0], dtype=torch.float64))
-    assert made.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
-    assert group_mean_sample_std(torch.tensor([3.0])).tolist() == [0.0], "a group of one has no deviation"
-
-
-def test_rloo_by_hand() -> None:
-    # of 3, 0, 0, 1 the others of the first have the mean 1/3, those of the second and third 4/3, of the last 1
-    assert rloo(torch.tensor([3.0, 0.0, 0.0, 1.0])).tolist() == pytest.approx([8 / 3, -4 / 3, -4 / 3, 0.0])
-
-
-def test_dr_grpo_by_hand() -> None:
-    assert dr_grpo(torch.tensor([1.0, 0.0, 0.0, 1.0])).tolist() == [0.5, -0.5, -0.5, 0.5]
-
-
 @pytest.mark.parametrize(
-    ("rewards", "expected"),
+    ("name", "rewards", "expected"),
     [
-        ([1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),  # one success of four weighs 1 / (1/4) − 1
-        ([1.0, 1.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3, -1.0]),
-        ([0.0, 0.0], [0.0, 0.0]),  # no success, nothing to learn
-        ([-0.5, -1.0], [0.0, 0.0]),  # what is below 0 is no success, and no two failures differ
-        ([0.9, -0.1], [1.0, -1.0]),
-        ([0.5, 0.25, 0.0, 0.25], [1.0, 0.0, -1.0, 0.0]),  # parts of a success: mean 1/4
+        ("group_mean", [1.0, 0.0, 0.5, 0.5], [0.5, -0.5, 0.0, 0.0]),
+        # mean 1, population variance (1 + 1 + 0 + 0) / 4 = 0.5, std 0.70710678; 1 / 0.70710778
+        ("group_mean_std", [2.0, 0.0, 1.0, 1.0], [1.4142116, -1.4142116, 0.0, 0.0]),
+        # mean 1, sample variance (1 + 1 + 0 + 0) / 3, std 0.81649658; 1 / 0.81649758
+        ("group_mean_sample_std", [2.0, 0.0, 1.0, 1.0], [1.2247434, -1.2247434, 0.0, 0.0]),
+        ("group_mean_sample_std", [3.0], [0.0]),  # a group of one has no deviation
+        # the others of the first have the mean 1/3, those of the second and third 4/3, of the last 1
+        ("rloo", [3.0, 0.0, 0.0, 1.0], [8 / 3, -4 / 3, -4 / 3, 0.0]),
+        ("dr_grpo", [1.0, 0.0, 0.0, 1.0], [0.5, -0.5, -0.5, 0.5]),
+        ("max_rl", [1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),  # one success of four weighs 1 / (1/4) − 1
+        ("max_rl", [1.0, 1.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3, -1.0]),
+        ("max_rl", [0.0, 0.0], [0.0, 0.0]),  # no success, nothing to learn
+        ("max_rl", [-0.5, -1.0], [0.0, 0.0]),  # what is below 0 is no success, and no two failures differ
+        ("max_rl", [0.9, -0.1], [1.0, -1.0]),
+        ("max_rl", [0.5, 0.25, 0.0, 0.25], [1.0, 0.0, -1.0, 0.0]),  # parts of a success: mean 1/4
     ],
 )
-def test_max_rl_by_hand(rewards: list[float], expected: list[float]) -> None:
-    assert max_rl(torch.tensor(rewards)).tolist() == pytest.approx(expected)
+def test_advantages_by_hand(name: str, rewards: list[float], expected: list[float]) -> None:
+    assert of(name, rewards) == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,3 +114,24 @@ def test_an_unknown_word_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"no loss called 'clip'; choose one of: .*ppo_clip, tis, two_sided_clip"):
         loss_named("clip")
     assert loss_named("ppo_clip") is LOSSES["ppo_clip"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.0, 1.0], True), ([0.5, 0.5, 0.5000001], True), ([1.0, 1.0, 1.0], False), ([0.0], False), ([], False),
+        ([0.0, math.nan], False), ([0.0, math.inf], False),
+    ],
+)  # fmt: skip
+def test_groups_that_teach(rewards: list[float], expected: bool) -> None:
+    assert carries_signal(rewards) is expected
+    assert (is_truncated("length"), is_truncated("eos")) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("step", "version", "bound", "expected"),
+    [(0, 0, 0, True), (1, 0, 0, False), (1, 0, 1, True), (5, 3, 2, True), (5, 2, 2, False), (5, 6, 2, False)],
+)
+def test_the_staleness_bound(step: int, version: int, bound: int, expected: bool) -> None:
+    assert allowed(step, version, bound) is expected
+    assert staleness(step, version) == step - version

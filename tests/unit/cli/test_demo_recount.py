@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from shoal.engines.dialogue import greedy_answers
+from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import DeadlineExceeded, ModelError, ShoalError
 from shoal.models.load import load_model
@@ -19,7 +21,6 @@ from shoal.run.recipe import Recipe
 from shoal.runtime.stop import StopToken
 from shoal.trainer.export import ModelCard, export_policy
 from shoal.trainer.folder import Progress
-from shoal.trainer.held_out import GreedyEvaluator
 
 TASKS, NEW_TOKENS = 96, 10
 # Three to eight digits: prompts of six lengths, so that padding matters; the built-in policy sorts some of them.
@@ -48,9 +49,12 @@ def recipe(environment: EnvironmentSettings = SORT, tasks: int = TASKS) -> Recip
 def trainers_score(environment: EnvironmentSettings, tasks: int = TASKS) -> float:
     loaded = load_model("tiny")
     sampling = SamplingParameters(temperature=1, max_new_tokens=NEW_TOKENS, eos_token_id=loaded.eos_token_id)
-    value = GreedyEvaluator(loaded.model, loaded.tokenizer, build(environment), sampling, tasks)()
-    assert value is not None
-    return value
+    made = build(environment)
+    held_out = list(made.tasks("held_out"))[:tasks]
+    prompts = [loaded.tokenizer.encode(task.prompt) for task in held_out]
+    answers = greedy_answers(TorchEngine.wrap(loaded.model), prompts, [None] * len(held_out), sampling)
+    scores = [made.score(t, loaded.tokenizer.decode(ids)).value for t, ids in zip(held_out, answers, strict=True)]
+    return sum(scores) / len(scores)
 
 
 @pytest.mark.parametrize("tasks", [1, 63, 65, 1000])

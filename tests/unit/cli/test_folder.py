@@ -133,8 +133,8 @@ def test_how_a_run_is_served_and_for_how_long_may_change(folder: RunFolder) -> N
 
 CHANGEABLE = (
     'trainer.tracking=["tensorboard"]', "trainer.batch_deadline_s=60.0", "trainer.keep_checkpoints=3",
-    "trainer.keep_best=2", "trainer.checkpoint_every=5", "trainer.evaluate_by=trainer",
-    "trainer.evaluate_every=3", "trainer.guards.staleness.limit=9.0", "trainer.guards.divergence.react=warn",
+    "trainer.keep_best=2", "trainer.checkpoint_every=5", "trainer.evaluate_every=3",
+    "trainer.guards.staleness.limit=9.0", "trainer.guards.divergence.react=warn",
 )  # fmt: skip
 
 

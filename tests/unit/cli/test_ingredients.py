@@ -15,7 +15,7 @@ from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ModelError, UserError
 from shoal.models import model_folder
-from shoal.models.weights import check_targets
+from shoal.models.folder import check_targets
 from shoal.run.preflight import check_engines, check_ingredients, check_machine
 from shoal.run.recipe import Recipe
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.runtime.text import install_command, python_command, shoal_command
+from shoal.runtime.text import install_command, shoal_command
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_from_outside_the_environment_its_path_is_given(venv: Path) -> None:
-    assert (shoal_command(), python_command()) == (".venv/bin/shoal", ".venv/bin/python")
+    assert (shoal_command(), shoal_command("python")) == (".venv/bin/shoal", ".venv/bin/python")
     assert install_command("wandb") == ".venv/bin/python -m pip install wandb"
 
 
@@ -37,7 +37,7 @@ def test_in_another_folder_the_whole_path_is_given(
 
 def test_in_the_active_environment_the_name_is_enough(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(venv))
-    assert (shoal_command(), python_command()) == ("shoal", "python")
+    assert (shoal_command(), shoal_command("python")) == ("shoal", "python")
 
 
 def test_another_shoal_on_the_path_is_not_meant(

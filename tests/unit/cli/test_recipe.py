@@ -27,7 +27,7 @@ environment.pools: retire_after easy_share hard_share
 environment.scoring: seconds memory_mb processes
 trainer: learning_rate betas weight_decay warmup_steps grad_clip minibatches advantage loss clip_epsilon clip_delta
 trainer: mask_truncated lora processes tracking micro_batch_tokens device threads publish_dtype checkpoint_every
-trainer: keep_checkpoints keep_best evaluate_every evaluate_by evaluate_tasks batch_deadline_s
+trainer: keep_checkpoints keep_best evaluate_every evaluate_tasks batch_deadline_s
 trainer.objective: normalisation ratio_base clip_high ratio_cap kl entropy
 trainer.memory: precision recompute compile
 trainer.guards.NAME: limit react

@@ -38,7 +38,7 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.protocol.signing import sign_values
-from shoal.protocol.story import behind
+from shoal.protocol.status import behind
 
 ALICE, BOB = worker_key(1).node, worker_key(2).node
 FAILED: dict[str, Any] = {

@@ -19,7 +19,7 @@ from shoal.hub.state.commands import Refusal, SaveNode
 from shoal.hub.state.reputation import NEWER, POOLED_AUDITS, Suspicion, evidence_groups
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Audit, AuditRequest, Batch, Lease, NodeState, Outcome, Severity
-from shoal.protocol.branches import ENOUGH, Branches, GainEvidence
+from shoal.protocol.verdict import ENOUGH, Branches, GainEvidence
 
 GROUPS = 3
 

@@ -29,7 +29,7 @@ from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Re
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import NodeRow, Progress
 from shoal.protocol import NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
-from shoal.protocol.branches import Branches
+from shoal.protocol.verdict import Branches
 
 VALIDATOR = "f" * 32
 SIGNED = '{"kind": "verdict"}'

@@ -1,10 +1,12 @@
-"""Log-probabilities: equal to the plain computation, whole or in tiles, forward and backward."""
+"""Log-probabilities and the gradient of the head."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.models import logprobs
 from shoal.models.logprobs import Head, hidden_states, token_logprobs
 from shoal.models.tiny import build_tiny
 
@@ -14,7 +16,7 @@ def model():
     return build_tiny(3)
 
 
-def plain(logits, targets, temperature):
+def by_softmax(logits, targets, temperature):
     everything = torch.log_softmax(logits.float() / temperature, dim=-1)
     return everything.gather(1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(-1)
 
@@ -26,40 +28,9 @@ def test_logprobs_and_entropy_equal_the_plain_computation(model, temperature, ti
     logits = model(ids).logits[:, :-1].flatten(0, 1)
     states = hidden_states(model, ids)[:, :-1].flatten(0, 1)
     found = token_logprobs(states, Head.of(model), ids[:, 1:].flatten(), temperature, tile_elements)
-    expected = plain(logits, ids[:, 1:].flatten(), temperature)
+    expected = by_softmax(logits, ids[:, 1:].flatten(), temperature)
     torch.testing.assert_close(found.logprobs, expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.entropy, expected[1], rtol=1e-5, atol=1e-5)
-
-
-def test_tiles_carry_the_same_gradient(model):
-    ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(1))
-    gradients = []
-    for tile_elements in (2**24, 96 * 3):
-        model.zero_grad()
-        states = hidden_states(model, ids)[:, :-1].flatten(0, 1)
-        found = token_logprobs(states, Head.of(model), ids[:, 1:].flatten(), 0.7, tile_elements)
-        (found.logprobs.sum() + 0.1 * found.entropy.sum()).backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert any(gradient.abs().max() > 0 for gradient in gradients[0])
-    for whole, tiled in zip(*gradients, strict=True):
-        torch.testing.assert_close(whole, tiled, rtol=1e-4, atol=1e-5)
-
-
-def test_the_whole_table_is_never_made():
-    widest = 0
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            nonlocal widest
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                widest = max(widest, result.numel())
-            return result
-
-    head = Head(torch.randn(500, 8), None)
-    with Watch():
-        token_logprobs(torch.randn(100, 8), head, torch.zeros(100, dtype=torch.long), tile_elements=500 * 4)
-    assert 0 < widest <= 4000  # the head's own 500 × 8, not 100 × 500
 
 
 def test_a_bfloat16_model_has_a_float32_head():
@@ -69,5 +40,188 @@ def test_a_bfloat16_model_has_a_float32_head():
     assert states.dtype == torch.bfloat16
     found = token_logprobs(states, Head.of(model), ids[0])
     assert found.logprobs.dtype == torch.float32
-    expected = plain(states.float() @ model.lm_head.weight.float().T, ids[0], 1.0)[0]
+    expected = by_softmax(states.float() @ model.lm_head.weight.float().T, ids[0], 1.0)[0]
     torch.testing.assert_close(found.logprobs, expected)
+
+
+TOKENS, HIDDEN, VOCABULARY = 23, 6, 40
+
+
+def make(seed=0, bias=True):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight, shift = (
+        torch.randn(shape, generator=generator) for shape in ((TOKENS, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
+    )
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    weights = torch.randn((2, TOKENS), generator=generator)
+    return hidden, weight, shift if bias else None, targets, weights
+
+
+def plain(hidden, weight, bias, targets, temperature, scale=1.0, cap=None):
+    logits = rescaled(torch.nn.functional.linear(hidden, weight, bias), scale, cap)
+    everything = torch.log_softmax(logits / temperature, dim=-1)
+    return everything.gather(1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(dim=-1)
+
+
+def rescaled(logits, scale, cap):
+    """What Cohere and Granite (scale) and Gemma 2 (cap) do to their logits."""
+    return logits * scale if cap is None else cap * torch.tanh(logits * scale / cap)
+
+
+def objective(found, weights, parts):
+    return sum(
+        (value * weight).sum() for value, weight, part in zip(found, weights, "le", strict=True) if part in parts
+    )
+
+
+def gradients(call, tensors, weights, parts):
+    leaves = [None if each is None else each.clone().requires_grad_() for each in tensors]
+    objective(call(*leaves), weights, parts).backward()
+    return [None if leaf is None else leaf.grad for leaf in leaves]
+
+
+def test_tokens_that_can_never_be_drawn_change_nothing():
+    """A logit of −∞, e.g. of a vocabulary that is filled up: 0 · −∞ must not become a number, nor no number."""
+    hidden, weight, shift, targets, weights = make()
+    wider = torch.cat([weight, torch.ones(3, HIDDEN)]), torch.cat([shift, torch.full((3,), -torch.inf)])
+    few, more = token_logprobs(hidden, Head(weight, shift), targets), token_logprobs(hidden, Head(*wider), targets)
+    torch.testing.assert_close(tuple(more), tuple(few))
+    found, expected = (
+        gradients(lambda h, w, b: token_logprobs(h, Head(w, b), targets), (hidden, *head), weights, "le")
+        for head in (wider, (weight, shift))
+    )
+    torch.testing.assert_close([found[0], *(each[:VOCABULARY] for each in found[1:])], expected)
+    assert not found[1][VOCABULARY:].any()
+    assert not found[2][VOCABULARY:].any()
+
+
+@pytest.mark.parametrize("parts", ["l", "e", "le"])
+@pytest.mark.parametrize("rows", [TOKENS, 7, 1])
+@pytest.mark.parametrize(("bias", "temperature"), [(True, 0.6), (False, 1.0)])
+def test_gradients_are_those_of_the_plain_formula_in_double(parts, rows, bias, temperature):
+    hidden, weight, shift, targets, weights = make(bias=bias)
+    tensors = (hidden, weight, shift)
+    expected = gradients(
+        lambda h, w, b: plain(h, w, b, targets, temperature),
+        [None if each is None else each.double() for each in tensors],
+        weights.double(),
+        parts,
+    )
+    found = gradients(
+        lambda h, w, b: token_logprobs(h, Head(w, b), targets, temperature, rows * VOCABULARY), tensors, weights, parts
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("parts", ["l", "e", "le"])
+@pytest.mark.parametrize("rows", [TOKENS, 7])
+@pytest.mark.parametrize(("scale", "cap"), [(0.0625, None), (1.0, 3.0), (1.7, 2.0)])
+def test_rescaled_logits_have_the_plain_formulas_values_and_gradients(parts, rows, scale, cap):
+    *tensors, targets, weights = make(2)
+    assert cap is None or torch.nn.functional.linear(*tensors).abs().max() > 2 * cap, "the cap is reached"
+    wide = [each.double() for each in tensors]
+    expected = gradients(lambda h, w, b: plain(h, w, b, targets, 0.6, scale, cap), wide, weights.double(), parts)
+
+    def call(h, w, b):
+        return token_logprobs(h, Head(w, b, scale, cap), targets, 0.6, rows * VOCABULARY)
+
+    for mine, theirs in zip(call(*tensors), plain(*wide, targets, 0.6, scale, cap), strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(gradients(call, tensors, weights, parts), expected, strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.5, None), (1.0, 2.0), (0.5, 3.0)])
+def test_rescaled_logits_are_differentiable_by_themselves(scale, cap):
+    hidden, weight, shift, _targets, _weights = make(3)
+    leaves = [each[:4].clone().requires_grad_() for each in (hidden, weight, shift)]
+    mine = torch.autograd.grad(Head(*leaves[1:], scale, cap).logits(leaves[0]).square().sum(), leaves)
+    plainly = rescaled(torch.nn.functional.linear(*leaves), scale, cap)
+    for one, other in zip(mine, torch.autograd.grad(plainly.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("rows", [TOKENS, 5])
+def test_values_on_a_cpu_are_bit_for_bit_those_of_log_softmax(rows):
+    """Engines and validators compare them across machines: no other way of adding up."""
+    hidden, weight, shift, targets, _weights = make(1)
+    found = token_logprobs(hidden, Head(weight, shift), targets, 0.7, rows * VOCABULARY)
+    tiles = [plain(h, weight, shift, t, 0.7) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)]
+    for mine, theirs in zip(found, zip(*tiles, strict=True), strict=True):
+        assert torch.equal(mine, torch.cat(theirs))
+
+
+def test_a_weight_used_twice_gets_both_gradients():
+    """Tied embeddings: the head's weight is the input's too."""
+    hidden, weight, _shift, targets, weights = make()
+    tied, apart = weight.clone().requires_grad_(), [weight.clone().requires_grad_() for _ in range(2)]
+    for first, second in ((tied, tied), tuple(apart)):
+        states = torch.tanh(first[targets] + hidden)
+        objective(token_logprobs(states, Head(second, None), targets, 1.0, 4 * VOCABULARY), weights, "le").backward()
+    torch.testing.assert_close(tied.grad, apart[0].grad + apart[1].grad)
+
+
+def test_sixteen_bit_weights_get_sixteen_bit_gradients_of_a_float32_sum():
+    hidden, weight, _shift, targets, weights = make()
+    narrow = [each.bfloat16() for each in (hidden, weight)]
+    found = gradients(
+        lambda h, w: token_logprobs(h, Head(w, None), targets, 1.0, 4 * VOCABULARY), narrow, weights, "le"
+    )
+    expected = gradients(
+        lambda h, w: plain(h, w, None, targets, 1.0), [each.double() for each in narrow], weights.double(), "le"
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.double(), theirs, rtol=2**-8, atol=1e-5)  # one rounding, not one per tile
+
+
+def test_only_what_is_asked_for_is_computed(monkeypatch):
+    asked = []
+    original = logprobs.slopes
+    monkeypatch.setattr(
+        logprobs, "slopes", lambda *given: (asked.append(given[3].entropy_N is not None), original(*given))[1]
+    )
+    hidden, weight, _shift, targets, _weights = make()
+    frozen, leaf = weight, hidden.clone().requires_grad_()
+    token_logprobs(leaf, Head(frozen, None), targets).logprobs.sum().backward()
+    assert asked == [False]
+    assert leaf.grad is not None
+    assert frozen.grad is None
+    token_logprobs(leaf, Head(frozen, None), targets).entropy.sum().backward()
+    assert asked == [False, True]
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation gave, forward and backward."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, torch.Tensor):
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_the_whole_table_is_made_in_neither_direction(cap):
+    tokens, vocabulary, rows = 400, 300, 10
+    hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+    with Largest() as largest:
+        found = token_logprobs(
+            hidden, Head(weight, None, 1.0, cap), torch.zeros(tokens, dtype=torch.long), tile_elements=rows * vocabulary
+        )
+        (found.logprobs.sum() + found.entropy.sum()).backward()
+    assert rows * vocabulary <= largest.elements <= rows * vocabulary  # 3,000 of 120,000
+
+
+def test_no_tokens_are_no_trouble():
+    hidden, weight = torch.zeros((0, 4), requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    found = token_logprobs(hidden, Head(weight, None), torch.zeros(0, dtype=torch.long))
+    found.logprobs.sum().backward()
+    assert found.logprobs.shape == (0,)
+    assert weight.grad is not None
+    assert not weight.grad.any()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from shoal.environments.settings import PromptSettings
 from shoal.errors import ModelError
 from shoal.models import PromptEncoder, TextTokenizer, model_folder, read_files
 from shoal.models.prompts import special_words, template_source
@@ -181,17 +179,6 @@ def test_a_dialogue_is_what_the_template_would_have_written() -> None:
     before, after = encoder.frame()
     whole = encoder.encode("and?", [("user", "2+2"), ("assistant", "calc")])
     assert (*encoder.encode("2+2"), *spelt("calc"), IDS["<|end|>"], *before, *spelt("and?"), *after) == whole
-
-
-@dataclass(frozen=True)
-class Said:
-    prompt: str
-    history: tuple[tuple[str, str], ...] = ()
-
-
-def test_settings_and_tasks_fit() -> None:
-    encoder = PromptEncoder.of(model(), PromptSettings(system="s", thinking="<think>"))
-    assert encoder.task(Said("x")) == PromptEncoder(model(), system="s", thinking="<think>").encode("x")
 
 
 def by_transformers(files: Mapping[str, bytes], messages: list[dict[str, str]], folder: str) -> list[int]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from shoal.protocol.branches import BETS, ENOUGH, FORGOTTEN, LEAST_LOG, MARGIN, GainEvidence
+from shoal.protocol.verdict import BETS, ENOUGH, FORGOTTEN, LEAST_LOG, MARGIN, GainEvidence
 
 
 def test_nothing_seen_is_a_wealth_of_one() -> None:

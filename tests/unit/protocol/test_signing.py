@@ -170,8 +170,6 @@ def test_canonical_json_is_one_byte_string_per_value(value: Any) -> None:
         assert canonical_json(dict(reversed(value.items()))) == data
 
 
-# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
 NOW_MS = 1_700_000_000_000
 REQUEST: dict[str, Any] = {"run": "demo-1", "method": "PUT", "target": "/submissions/l-1?x=1", "body": b"abc"}
 
@@ -195,16 +193,11 @@ def test_a_signed_request_verifies_and_every_one_is_new() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"run": "demo-2"},
-        {"method": "POST"},
-        {"target": "/submissions/l-2?x=1"},
-        {"target": "/submissions/l-1?x=2"},
-        {"target": "/submissions/l-1"},
-        {"body": b"abd"},
-        {"body": b""},
+        {"run": "demo-2"}, {"method": "POST"}, {"target": "/submissions/l-2?x=1"},
+        {"target": "/submissions/l-1?x=2"}, {"target": "/submissions/l-1"}, {"body": b"abd"}, {"body": b""},
         {"public_key": OTHER.public_key},
     ],
-)
+)  # fmt: skip
 def test_no_part_of_a_request_can_be_changed(changes: dict[str, Any]) -> None:
     with pytest.raises(SignatureError):
         check(headers(), **changes)

@@ -1,4 +1,4 @@
-"""Clock, files, retry and stop: the small things every role leans on."""
+"""Clocks, back-off, stopping."""
 
 from __future__ import annotations
 
@@ -8,29 +8,21 @@ import stat
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.errors import ResourceError
-from shoal.runtime.clock import Backoff, ManualClock, SystemClock
+from shoal.runtime.clock import Backoff, ManualClock, SteadyClock, SystemClock
 from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.stop import StopToken
+from shoal.runtime.stop import Flag, StopToken, stop_on_signals
 
 NO_PAUSE = Backoff(first_s=0.0, most_s=0.0)
-
-
-def test_a_manual_clock_moves_only_when_told() -> None:
-    clock = ManualClock(start_ms=1000)
-    assert (clock.now_ms(), clock.monotonic_s()) == (1000, 1.0)
-    clock.advance(2.5)
-    assert (clock.now_ms(), clock.monotonic_s()) == (3500, 3.5)
-
-
-def test_the_system_clock_counts_milliseconds_since_1970() -> None:
-    clock = SystemClock()
-    assert clock.now_ms() > 1_600_000_000_000
-    assert clock.monotonic_s() <= clock.monotonic_s()
 
 
 def test_a_file_is_replaced_whole_with_its_mode_and_nothing_left_over(tmp_path: Path) -> None:
@@ -128,3 +120,135 @@ def test_a_second_signal_ends_a_process_that_hangs() -> None:
         assert process.stdout.readline() == b"stopping: SIGTERM\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == -signal.SIGTERM
+
+
+HOUR_S = 3600.0
+MOVES = st.lists(
+    st.tuples(st.sampled_from(["advance", "jump"]), st.floats(0, 100), st.booleans()).map(
+        lambda move: (move[0], move[1] if move[0] == "advance" else (1 if move[2] else -1) * move[1] * 72)
+    ),
+    max_size=40,
+)
+
+
+def test_a_jump_moves_the_wall_clock_alone() -> None:
+    clock = ManualClock(start_ms=1_000_000)
+    clock.jump(-500)
+    clock.advance(2)
+    assert (clock.now_ms(), clock.monotonic_s()) == (502_000, 1002.0)
+
+
+def test_without_jumps_it_is_the_wall_clock() -> None:
+    wall = ManualClock()
+    steady = SteadyClock(wall)
+    for seconds in (0.001, 0.4, 0.0, 3.7, 86_400):
+        wall.advance(seconds)
+        assert steady.now_ms() == wall.now_ms()
+    assert abs(SteadyClock(SystemClock()).now_ms() - SystemClock().now_ms()) < 1000
+
+
+@given(MOVES)
+def test_it_never_goes_back_and_measures_time_within_a_tenth(moves: list[tuple[str, float]]) -> None:
+    wall = ManualClock()
+    steady = SteadyClock(wall)
+    for kind, seconds in moves:
+        before_ms, before_s = steady.now_ms(), wall.monotonic_s()
+        (wall.advance if kind == "advance" else wall.jump)(seconds)
+        passed_ms = (wall.monotonic_s() - before_s) * 1000
+        assert (
+            abs(steady.now_ms() - before_ms - passed_ms) <= passed_ms / 10 + 1.01
+        )  # two readings are each rounded to a millisecond
+        assert steady.now_ms() >= before_ms
+
+
+def test_it_comes_back_to_the_wall_clock_and_then_stays_with_it() -> None:
+    wall = ManualClock()
+    steady = SteadyClock(wall)
+    wall.jump(HOUR_S)
+    wall.advance(9 * HOUR_S)
+    assert 0 < wall.now_ms() - steady.now_ms() < HOUR_S * 1000
+    wall.advance(2 * HOUR_S)
+    assert steady.now_ms() == wall.now_ms()
+    wall.advance(1)
+    assert steady.now_ms() == wall.now_ms()
+
+
+def test_it_goes_on_from_what_an_earlier_process_wrote_down() -> None:
+    wall = ManualClock()
+    written_ms = wall.now_ms() + 60_000
+    steady = SteadyClock(wall, not_before_ms=written_ms)
+    assert steady.now_ms() == written_ms
+    wall.advance(10)
+    assert steady.now_ms() == written_ms + 9_000, "a tenth slower, until the wall clock has caught up"
+
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_flag_wakes_everyone_who_waits_and_stays_set() -> None:
+    flag = Flag()
+    assert not flag.wait(0.0)
+    woken = [threading.Thread(target=flag.wait, args=(600.0,), daemon=True) for _ in range(5)]
+    for thread in woken:
+        thread.start()
+    flag.set()
+    for thread in woken:
+        thread.join(DEADLINE_S)
+    assert not any(thread.is_alive() for thread in woken)
+    assert flag.is_set()
+    assert flag.wait(600.0)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_supervisor_is_stopped_by_the_first_signal_and_hurries_from_the_second_on() -> None:
+    stop = stop_on_signals(supervising=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.wait(DEADLINE_S)
+    assert not stop.hurry.is_set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.hurry.wait(DEADLINE_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.reason == "SIGINT"
+
+
+def interrupted(flag: Flag, moment: int) -> int:
+    """Wait for the flag, which is set at the given moment of that wait, by the waiting thread; returns the moments."""
+    seen = 0
+
+    def hook(_frame: FrameType, _event: str, _argument: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == moment:
+            flag.set()
+
+    sys.setprofile(hook)
+    try:
+        flag.wait(0.01)
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_a_flag_can_be_set_by_whoever_interrupts_its_waiter() -> None:
+    """`threading.Event` cannot: `set` would wait for the lock that the interrupted `wait` holds."""
+    moments = interrupted(Flag(), 0)
+    flags = [Flag() for _ in range(moments)]
+    waiters = [
+        threading.Thread(target=interrupted, args=(flag, moment), daemon=True) for moment, flag in enumerate(flags, 1)
+    ]
+    for thread in waiters:
+        thread.start()
+    end_s = time.monotonic() + DEADLINE_S
+    for thread in waiters:
+        thread.join(max(0.0, end_s - time.monotonic()))
+    assert moments > 3
+    assert not any(thread.is_alive() for thread in waiters)
+    assert all(flag.is_set() for flag in flags)

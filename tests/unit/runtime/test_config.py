@@ -56,8 +56,33 @@ def refused(text: str, *overrides: str) -> str:
     return message
 
 
-def test_an_empty_recipe_is_the_defaults() -> None:
-    assert parse_config("", Recipe, "recipe.toml") == Recipe()
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("[trainer]\nlearning_rat = 1", (), "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
+        ("[environment]\nzzz = 1", (), "[environment] has no key 'zzz'; it may have: name, options, words"),
+        ("[trainr]\nx = 1", (), "there is no section [trainr]; did you mean [trainer]?"),
+        ("[trainer]\nlearning_rate = -1", (), "[trainer] learning_rate = -1: input should be greater than 0"),
+        ("[trainer]\nminibatches = '4'", (), '[trainer] minibatches = "4": input should be a valid integer'),
+        ("[trainer]\nminibatches = true", (), "[trainer] minibatches = true: input should be a valid integer"),
+        ("[trainer]\nminibatches = 1.5", (), "[trainer] minibatches = 1.5: input should be a valid integer"),
+        ("[trainer]\nloss = 'klip'", (), "[trainer] loss = \"klip\": input should be 'clip' or 'cispo'"),
+        ("[trainer]\nbetas = [1]", (), "[trainer] betas.1 is missing"),
+        ("[environment]\nwords = 'sun'", (), '[environment] words = "sun": a list is wanted, such as ["sun"]'),
+        ("trainer = 3", (), "[trainer] = 3: input should be"),
+        ("[trainer]\nlearning_rate = = 3", (), "not valid TOML: invalid value (at line 2"),
+        ("[trainer]\ncompile = true\nloss = 'cispo'", (), "[trainer]: cispo cannot be compiled; set compile = false"),
+        ("", ("trainer.minibatches=many",), '[trainer] minibatches = "many": input should be'),
+        ("", ("trainer.minibatch=2",), "[trainer] has no key 'minibatch'; did you mean 'minibatches'?"),
+        ("[trainer]\nminibatches = 4", ("trainer.minibatches.x=1",), "minibatches is a value, not a section"),
+        *(("", (bad,), "expected section.key=value") for bad in ("", "steps", "steps=3", "run.=3", ".s=3", "a..s=1")),
+    ],
+)
+def test_a_mistake_is_named_with_where_it_is_and_what_is_allowed(
+    text: str, overrides: tuple[str, ...], expected: str
+) -> None:
+    where = f"--set {overrides[0]}" if overrides else "recipe.toml"  # an override is blamed, not the file
+    assert refused(text, *overrides).startswith(f"{where}: {expected}")
 
 
 def test_values_and_overrides_are_read_with_their_types() -> None:
@@ -73,71 +98,9 @@ def test_an_override_that_is_not_toml_is_a_string() -> None:
     recipe = parse_config("", Recipe, "r", ["environment.name=my task", "environment.words=['a', 'b']"])
     assert recipe.environment == Environment(name="my task", words=["a", "b"])
     assert parse_config("", Recipe, "r", ["environment.name=a=b"]).environment.name == "a=b"
+    assert parse_config("[environment]\nname = 1979-05-27", Recipe, "r").environment.name == "1979-05-27"
+    assert parse_config("", Recipe, "r") == Recipe()
     assert parse_config("", Recipe, "r", ["environment.name=1\nwords=2"]).environment.name == "1\nwords=2"
-
-
-def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
-    expected = "recipe.toml: [trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"
-    assert refused("[trainer]\nlearning_rat = 1") == expected
-
-
-def test_a_key_like_no_other_is_refused_with_all_there_are() -> None:
-    message = refused("[environment]\nzzz = 1")
-    assert message == "recipe.toml: [environment] has no key 'zzz'; it may have: name, options, words"
-
-
-def test_a_misspelt_section_is_refused_with_the_right_one() -> None:
-    assert refused("[trainr]\nx = 1") == "recipe.toml: there is no section [trainr]; did you mean [trainer]?"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[trainer]\nlearning_rate = -1", "[trainer] learning_rate = -1: input should be greater than 0"),
-        ("[trainer]\nminibatches = '4'", '[trainer] minibatches = "4": input should be a valid integer'),
-        ("[trainer]\nminibatches = true", "[trainer] minibatches = true: input should be a valid integer"),
-        ("[trainer]\nminibatches = 1.5", "[trainer] minibatches = 1.5: input should be a valid integer"),
-        ("[trainer]\nloss = 'klip'", "[trainer] loss = \"klip\": input should be 'clip' or 'cispo'"),
-        ("[trainer]\nbetas = [1]", "[trainer] betas.1 is missing"),
-        ("[environment]\nwords = 'sun'", '[environment] words = "sun": a list is wanted, such as ["sun"]'),
-        ("trainer = 3", "[trainer] = 3: input should be"),
-    ],
-)
-def test_a_wrong_value_is_named_with_what_is_allowed(text: str, expected: str) -> None:
-    assert refused(text).startswith(f"recipe.toml: {expected}")
-
-
-def test_a_date_is_carried_as_text() -> None:
-    assert parse_config("[environment]\nname = 1979-05-27", Recipe, "recipe.toml").environment.name == "1979-05-27"
-
-
-def test_a_rule_across_keys_speaks_in_its_own_words() -> None:
-    message = refused("[trainer]\ncompile = true\nloss = 'cispo'")
-    assert message.endswith("cispo cannot be compiled; set compile = false")
-    assert "[trainer]" in message
-
-
-def test_a_wrong_override_is_blamed_on_the_override_not_the_file() -> None:
-    message = refused("[trainer]\nminibatches = 4", "trainer.minibatches=many")
-    assert message.startswith('--set trainer.minibatches=many: [trainer] minibatches = "many": input should be')
-    message = refused("", "trainer.minibatch=2")
-    assert message == "--set trainer.minibatch=2: [trainer] has no key 'minibatch'; did you mean 'minibatches'?"
-
-
-@pytest.mark.parametrize("override", ["", "steps", "steps=3", "run.=3", ".steps=3", "run..steps=1", "run.steps"])
-def test_a_malformed_override_is_refused(override: str) -> None:
-    assert "expected section.key=value" in refused("", override)
-
-
-def test_an_override_below_a_value_is_refused() -> None:
-    message = refused("[trainer]\nminibatches = 4", "trainer.minibatches.x=1")
-    assert message == "--set trainer.minibatches.x=1: minibatches is a value, not a section"
-
-
-def test_a_syntax_error_names_the_line() -> None:
-    message = refused("[trainer]\nlearning_rate = = 3")
-    assert message.startswith("recipe.toml: not valid TOML: ")
-    assert "line 2" in message
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -194,17 +157,12 @@ class Nested(Section):
 
 texts = st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)
 anything = st.builds(
-    Anything,
-    text=texts,
-    number=st.floats(allow_nan=False),
-    whole=st.integers(-(2**63), 2**63 - 1),
-    flag=st.booleans(),
-    maybe=st.none() | st.integers(-5, 5),
-    numbers=st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
-    names=st.lists(texts, max_size=3),
+    Anything, text=texts, number=st.floats(allow_nan=False), whole=st.integers(-(2**63), 2**63 - 1),
+    flag=st.booleans(), maybe=st.none() | st.integers(-5, 5),
+    numbers=st.lists(st.floats(allow_nan=False), max_size=3).map(tuple), names=st.lists(texts, max_size=3),
     rows=st.lists(st.dictionaries(texts, st.integers(-9, 9), max_size=2), max_size=2),
     table=st.dictionaries(texts, texts | st.booleans(), max_size=3),
-)
+)  # fmt: skip
 
 
 @given(st.builds(Nested, top=st.integers(0, 9), one=anything, two=anything))

@@ -353,12 +353,6 @@ def test_following_nobody_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not stop.is_set()
 
 
-def test_exits_in_words() -> None:
-    assert describe_exit(3) == "ended with exit code 3"
-    assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
-    assert describe_exit(-250) == "was killed by signal 250"
-
-
 def test_the_last_line_of_a_log(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     assert last_line(path) == "no log was written"
@@ -366,3 +360,8 @@ def test_the_last_line_of_a_log(tmp_path: Path) -> None:
     assert last_line(path) == "its log is empty"
     path.write_text("x" * 10_000 + "\nshoal: the port is taken\n\n")
     assert last_line(path) == "the port is taken"
+
+
+def test_exits_in_words() -> None:
+    assert describe_exit(3) == "ended with exit code 3"
+    assert [describe_exit(-code) for code in (11, 250)] == ["was killed by SIGSEGV", "was killed by signal 250"]

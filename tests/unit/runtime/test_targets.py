@@ -47,15 +47,12 @@ def test_how_near_an_address_is(address: str, near: Nearness) -> None:
 @pytest.mark.parametrize(
     ("address", "source", "near"),
     [
-        ("8.8.8.8", "8.8.8.8", Nearness.LOOPBACK),
-        ("8.8.8.8", "8.8.8.9", Nearness.PUBLIC),
-        ("8.8.8.8", None, Nearness.PUBLIC),
-        ("2606:4700::1", "2606:4700::1", Nearness.LOOPBACK),
+        ("8.8.8.8", "8.8.8.8", Nearness.LOOPBACK), ("8.8.8.8", "8.8.8.9", Nearness.PUBLIC),
+        ("8.8.8.8", None, Nearness.PUBLIC), ("2606:4700::1", "2606:4700::1", Nearness.LOOPBACK),
         ("2606:4700::1", "2606:4700:0:0:8000::2", Nearness.PRIVATE),
-        ("2606:4700::1", "2606:4700:0:1::1", Nearness.PUBLIC),
-        ("::ffff:8.8.8.8", "8.8.8.8", Nearness.LOOPBACK),
+        ("2606:4700::1", "2606:4700:0:1::1", Nearness.PUBLIC), ("::ffff:8.8.8.8", "8.8.8.8", Nearness.LOOPBACK),
     ],
-)
+)  # fmt: skip
 def test_global_addresses_of_this_machine_and_its_link_are_near(
     monkeypatch: pytest.MonkeyPatch, address: str, source: str | None, near: Nearness
 ) -> None:

@@ -46,15 +46,9 @@ def _lead(folder: Path, steps: int, settings: TrainerSettings, ranks: RankGroup,
     hub = FakeHub(steps)
     _remember(hub, origin)
     parts = TrainingParts(
-        folder=folder / "trainer",
-        hub=hub,
-        origin=origin,
-        learner=lead(loaded, settings, ranks),
-        files=dict(loaded.files),
-        key=KEY,
-        evaluate=lambda: None,
-        actions=leading_actions(ranks),
-    )
+        folder=folder / "trainer", hub=hub, origin=origin, learner=lead(loaded, settings, ranks),
+        files=dict(loaded.files), key=KEY, actions=leading_actions(ranks),
+    )  # fmt: skip
     TrainingRun(parts, stop).run()
 
 

@@ -35,98 +35,56 @@ DELTA = {
 STATE = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8
 }  # fmt: skip
+PLAIN = (
+    "llama", "qwen2", "qwen3", "gemma", "gemma3_text", "olmo2", "olmo3", "smollm3", "starcoder2", "stablelm",
+    "cohere",
+)  # fmt: skip
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": COMMON,
+    **dict.fromkeys(PLAIN, COMMON),
     "mistral": {**COMMON, "sliding_window": None},
     "mistral-window": {**COMMON, "model_type": "mistral", "sliding_window": 4},
-    "qwen2": COMMON,
-    "qwen3": COMMON,
-    "gemma": COMMON,
-    "gemma3_text": COMMON,
     "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 1},
     "gpt_neox": SHARED,
     "phi": {**SHARED, "head_dim": 16},
     "phi3": {**COMMON, "original_max_position_embeddings": 64},
-    "olmo2": COMMON,
-    "olmo3": COMMON,
-    "smollm3": COMMON,
-    "starcoder2": COMMON,
-    "stablelm": COMMON,
     "opt": {**SHARED, "word_embed_proj_dim": 32, "ffn_dim": 48},
     "granite-plain": {**COMMON, "model_type": "granite", "logits_scaling": 1.0},
     # Logits that are scaled or capped; attention that is capped, has sinks, or is written out in the model.
     "granite": {**COMMON, "logits_scaling": 8.0},
     "granitemoe": {**COMMON, "logits_scaling": 6.0},
     "hyperclovax": {**COMMON, "logits_scaling": 3.0},
-    "cohere": COMMON,
     "cohere2": {**COMMON, "sliding_window": 4},
     "gemma2": {**COMMON, "sliding_window": 4, "final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5},
     "vaultgemma": {**COMMON, "sliding_window": 4, "final_logit_softcapping": 0.5},
-    "gemma4_text": {
-        **COMMON,
-        "final_logit_softcapping": 0.5,
-        "vocab_size_per_layer_input": 96,
-        "hidden_size_per_layer_input": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 4,
-    },
+    "gemma4_text": {**COMMON, "final_logit_softcapping": 0.5, "vocab_size_per_layer_input": 96,
+     "hidden_size_per_layer_input": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
     "nanochat": {**COMMON, "final_logit_softcapping": 0.5},
     "gpt_oss": {**COMMON, "num_local_experts": 4, "sliding_window": 4},
     "mpt": {"vocab_size": 96, "d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 64, "logit_scale": 0.5},
     "bloom": {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 2},
     "gptj": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "rotary_dim": 8},
     "codegen": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
-    "gpt_neo": {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "max_position_embeddings": 64,
-        "attention_types": [[["global", "local"], 1]],
-        "window_size": 4,
-    },
+    "gpt_neo": {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 64,
+     "attention_types": [[["global", "local"], 1]], "window_size": 4},
     "xglm": {"vocab_size": 96, "d_model": 32, "num_layers": 2, "attention_heads": 2, "ffn_dim": 48},
     "qwen3_moe": {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mixtral": {**COMMON, "num_local_experts": 4},
     # Layers that keep a state instead of keys and values, alone or beside attention.
     "qwen3_5_text": {**COMMON, **DELTA, "num_hidden_layers": 4},
-    "qwen3_next": {
-        **COMMON,
-        **DELTA,
-        "num_hidden_layers": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-    },
+    "qwen3_next": {**COMMON, **DELTA, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2,
+     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "lfm2": {**COMMON, "layer_types": ["conv", "full_attention"]},
     "falcon_h1": {**COMMON, **STATE, "mamba_d_ssm": 32, "mamba_d_head": 8},
     "bamba": {**COMMON, **STATE, "attn_layer_indices": [1]},
-    "granitemoehybrid": {
-        **COMMON,
-        **STATE,
-        "layer_types": ["mamba", "attention"],
-        "shared_intermediate_size": 16,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-    },
-    "jamba": {
-        **COMMON,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 2,
-        "mamba_d_state": 8,
-        "use_mamba_kernels": False,
-    },
-    "recurrent_gemma": {
-        **COMMON,
-        "lru_width": 32,
-        "attention_window_size": 16,
-        "block_types": ["recurrent", "attention"],
-    },
+    "granitemoehybrid": {**COMMON, **STATE, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 16,
+     "num_local_experts": 2, "num_experts_per_tok": 1},
+    "jamba": {**COMMON, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8,
+     "use_mamba_kernels": False},
+    "recurrent_gemma": {**COMMON, "lru_width": 32, "attention_window_size": 16, "block_types": ["recurrent",
+     "attention"]},
     "mamba": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": 1},
     "rwkv": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
-}
+}  # fmt: skip
 
 
 def config_of(name: str) -> Any:
@@ -136,17 +94,9 @@ def config_of(name: str) -> Any:
 
 # One of each way of doing things: learned positions, windows, norms in other places, fused projections, experts.
 QUICK = (
-    "cohere",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "granite",
-    "llama",
-    "phi3",
-    "qwen3_5_text",
-    "qwen3_moe",
+    "cohere", "gemma2", "gemma3_text", "gpt2", "granite", "llama", "phi3", "qwen3_5_text", "qwen3_moe",
     "recurrent_gemma",
-)
+)  # fmt: skip
 PADDED = ("gemma2", "vaultgemma", "cohere2", "gemma4_text", "gemma3_text", "gpt_oss", "mistral-window", "bloom", "mpt")
 
 

@@ -1,50 +1,42 @@
-"""Guards in a run with real training steps: what diverges ends as a failure, and leaves a good checkpoint."""
+"""Guards in a run with real steps: what diverges ends as a failure and leaves a good checkpoint."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trainer_stubs import SETTINGS, FakeHub, learner, same, training_run, weights
+from trainer_stubs import (
+    FakeHub,
+    Killed,
+    changed,
+    killing,
+    learner,
+    make_group,
+    rows_of,
+    run_ranks,
+    same,
+    tiny_model,
+    training_run,
+    weights,
+)
 
 from shoal.errors import TrainingDiverged
-from shoal.trainer import loop
+from shoal.run.launch import Launched
+from shoal.run.outcome import conclusion
+from shoal.runtime.supervise import Ending
+from shoal.trainer import guards
 from shoal.trainer.checkpoint import CheckpointStore, restore
+from shoal.trainer.guards import GuardSettings, Watch, lost_score, standing
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.step import StepWork, train_step
-
-
-@pytest.fixture(autouse=True)
-def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "POLL_S", 0.05)
-
-
-def changed(**values: Any) -> TrainerSettings:
-    return TrainerSettings.model_validate({**SETTINGS.model_dump(), **values})
-
-
-def rows_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "trainer" / "metrics.jsonl").read_text().splitlines()]
-
-
-class Alarming(FakeHub):
-    """Remembers the alarms that came with reports."""
-
-    def __init__(self, *given: int) -> None:
-        super().__init__(*given)
-        self.alarms: dict[int, dict[str, str]] = {}
-
-    def report(self, report: Any) -> None:
-        super().report(report)
-        if report.alarms:
-            self.alarms[report.step] = report.alarms
+from shoal.trainer.step import StepWork, look_back, train_step
 
 
 def test_a_learning_rate_of_ten_ends_as_a_failure_with_a_good_checkpoint(tmp_path: Path) -> None:
-    hub = Alarming(6)
+    hub = FakeHub(6)
     run, _ = training_run(tmp_path, hub, changed(learning_rate=10.0))
     with pytest.raises(TrainingDiverged, match=r"nats per token away.*last good checkpoint.*is version 0") as caught:
         run.run()
@@ -61,7 +53,7 @@ def test_a_learning_rate_of_ten_ends_as_a_failure_with_a_good_checkpoint(tmp_pat
 
 
 def test_a_run_that_diverged_diverges_again_when_it_is_started_again(tmp_path: Path) -> None:
-    hub, settings = Alarming(6), changed(learning_rate=10.0)
+    hub, settings = FakeHub(6), changed(learning_rate=10.0)
     messages = []
     for _ in range(2):
         run, _ = training_run(tmp_path, hub, settings)
@@ -89,7 +81,7 @@ def test_healthy_steps_are_not_touched_by_guards(tmp_path: Path) -> None:
 
 def test_skip_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
     """Every update moves too far for this limit, so none is made; warnings reach the hub once."""
-    hub = Alarming(3)
+    hub = FakeHub(3)
     run, made = training_run(
         tmp_path, hub, changed(guards={"effective_samples": {"react": "skip", "limit": 0.999999999}}, minibatches=1)
     )
@@ -108,20 +100,13 @@ SLOWED = changed(guards={"clip_fraction": {"react": "slow", "limit": 1e-9}}, cli
 
 def test_slow_is_the_same_after_a_kill(tmp_path: Path) -> None:
     """The rate of every step follows from the rows: a resume in the middle ends at the same weights, bit for bit."""
-    whole, made = training_run(tmp_path / "whole", Alarming(4), SLOWED)
+    whole, made = training_run(tmp_path / "whole", FakeHub(4), SLOWED)
     whole.run()
     rates = [row["learning_rate"] for row in rows_of(tmp_path / "whole")[:-1]]
     assert rates == pytest.approx([1e-3, 5e-4, 5e-4, 5e-4])
 
-    class Killed(BaseException):
-        pass
-
-    def kill(step: int) -> None:
-        if step == 2:
-            raise Killed
-
-    hub = Alarming(4)
-    hub.before["batch"] = kill
+    hub = FakeHub(4)
+    hub.before["batch"] = killing(2)
     with pytest.raises(Killed):
         training_run(tmp_path / "killed", hub, SLOWED)[0].run()
     hub.before.clear()
@@ -132,3 +117,189 @@ def test_slow_is_the_same_after_a_kill(tmp_path: Path) -> None:
     written = [rows_of(tmp_path / folder) for folder in ("whole", "killed")]
     kept = [[{name: row.get(name) for name in names} for row in rows] for rows in written]
     assert kept[0] == kept[1]
+
+
+def quiet(**values: Any) -> TrainerSettings:
+    return changed(**{"evaluate_every": 0, **values})
+
+
+def diverges(folder: Path, hub: FakeHub, settings: TrainerSettings) -> str:
+    with pytest.raises(TrainingDiverged) as caught:
+        training_run(folder, hub, settings)[0].run()
+    assert caught.value.exit_code == 5
+    assert not (folder / "trainer" / "export").exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [quiet(learning_rate=10.0), quiet(learning_rate=1e30, minibatches=1)])
+def test_a_last_step_that_destroys_the_policy_is_no_success(tmp_path: Path, settings: TrainerSettings) -> None:
+    hub = FakeHub(1)
+    message = diverges(tmp_path, hub, settings)
+    assert message.startswith("after step 0, the last: ")
+    assert "nothing newer was saved or published" in message
+    assert f"shoal export {tmp_path} OUT --version 0" in message
+    assert max(hub.policies) == (0, 0), "it was not published"
+    assert CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).places() == [(0, 0)]
+    assert any(name.startswith("alarm_") for name in hub.reports[0]), "the hub heard of it"
+    assert diverges(tmp_path, hub, settings) == message, "and so it is when it is started again"
+
+
+def test_the_look_changes_nothing_and_sees_what_a_next_step_would() -> None:
+    made, hub = learner(), FakeHub(1)
+    work = StepWork(0, hub.rollouts(0).groups, temperature=1.0, max_staleness=0)
+    before = weights(made)
+    fresh = look_back(made, work)
+    assert fresh["mismatch"] < 1e-5, "it drew these tokens itself"
+    assert same(weights(made), before)
+    train_step(made, work)
+    moved, again = look_back(made, work), train_step(made, work)
+    assert moved["mismatch"] > 10 * fresh["mismatch"]
+    assert moved["mismatch"] == pytest.approx(again["mismatch"], rel=0.5), "the first minibatch of the next one"
+
+
+def test_weights_that_are_no_numbers_are_seen_without_any_batch() -> None:
+    made = learner()
+    with torch.no_grad():
+        made.model.model.norm.weight[0] = torch.inf
+    seen = look_back(made, StepWork(0, [], temperature=1.0, max_staleness=0))
+    judged = Watch(GuardSettings()).conclude(0, seen)
+    assert judged.stops
+    assert judged.numbers == {"alarm_not_finite": 1.0}
+
+
+def test_a_resume_at_the_last_version_looks_as_well(tmp_path: Path) -> None:
+    """Its batch is asked for again: a version that was saved before it could be judged is not exported either."""
+    hub = FakeHub(1)
+    off = quiet(learning_rate=10.0, guards={"divergence": {"react": "off"}})
+    training_run(tmp_path, hub, off)[0].run()
+    export = tmp_path / "trainer" / "export"
+    assert export.exists()
+    for path in export.iterdir():
+        path.unlink()
+    export.rmdir()
+    message = diverges(tmp_path, hub, quiet(learning_rate=10.0))
+    assert "--version 0" in message
+    assert "nothing newer" not in message, "version 1 was saved by then"
+    assert "alarm_divergence" in hub.reports[0]
+
+
+def test_a_guard_that_only_warns_lets_the_last_version_out(tmp_path: Path) -> None:
+    settings = quiet(learning_rate=10.0, guards={"divergence": {"react": "warn"}})
+    training_run(tmp_path, FakeHub(1), settings)[0].run()
+    assert (tmp_path / "trainer" / "export").exists()
+    assert rows_of(tmp_path)[0]["alarm_divergence"] > 3
+
+
+@pytest.mark.slow
+def test_two_processes_look_together(tmp_path: Path) -> None:
+    (_, first), (_, second) = run_ranks(tmp_path, 2, 1, quiet(learning_rate=10.0))
+    assert "TrainingDiverged: after step 0, the last: " in first, second
+    assert "TrainingDiverged" not in second, "the other one was told that it is over"
+    assert not (tmp_path / "trainer" / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("scores", "tasks", "share"),
+    [
+        ({0: 0.438, 1: 0.0}, 16, 1.0),
+        ({0: 0.1, 4: 0.9, 8: 0.05}, 128, 0.9444),
+        ({0: 0.0625, 2: 0.0}, 16, 0.0),  # one task of sixteen
+        ({0: 0.2, 2: 0.0}, 10, 0.0),
+        ({0: 0.04, 2: 0.0}, 10_000, 0.0),  # hardly anything was there
+        ({0: 0.5, 2: 0.6}, 128, 0.0),
+        ({0: -0.2, 2: -0.3}, 128, None),
+        ({0: 3.0, 2: 0.0}, 128, 1.0),
+    ],
+)
+def test_what_a_last_score_has_lost(scores: dict[int, float], tasks: int, share: float | None) -> None:
+    found = lost_score(scores, max(scores), tasks)
+    assert found is None if share is None else found == pytest.approx(share, abs=1e-3)
+    assert lost_score(scores, 99, tasks) is None
+
+
+def by_score(react: str) -> tuple[FakeHub, TrainerSettings]:
+    hub = FakeHub(4)
+    hub.score = {0: 0.9, 2: 0.8, 4: 0.02}.get
+    return hub, quiet(evaluate_every=2, guards={"reward_collapse": {"react": react}})
+
+
+def test_a_last_version_that_has_lost_the_best_score_is_no_success(tmp_path: Path) -> None:
+    hub, settings = by_score("stop")
+    message = diverges(tmp_path, hub, settings)
+    assert "98% of the best held-out score was lost, from 0.9 of version 0 to 0.02 of version 4" in message
+    assert f"shoal export {tmp_path} OUT --best" in message
+    assert hub.reports[4]["alarm_reward_collapse"] == pytest.approx(0.9778, abs=1e-3)
+    versions = {version for version, _ in CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).places()}
+    assert {0, 4} <= versions, "the best and the last are kept"
+
+
+def test_a_score_that_is_lost_is_a_warning_if_the_guard_warns(tmp_path: Path) -> None:
+    training_run(tmp_path, *by_score("warn"))[0].run()
+    assert (tmp_path / "trainer" / "export").exists()
+    assert rows_of(tmp_path)[4]["alarm_reward_collapse"] > 0.9
+
+
+@pytest.mark.parametrize(("name", "number"), [("divergence", "mismatch"), ("mismatch_kl", "mismatch_kl")])
+def test_what_a_step_begins_with_is_refused_for_all_its_updates(name: str, number: str) -> None:
+    watch = Watch(GuardSettings.model_validate({name: {"react": "skip"}}))
+    watch.begin(0)
+    healthy = {"loss": 0.1, "grad_norm": 1.0}
+    assert watch.veto({**healthy, number: 50.0}) is not None
+    assert watch.veto(healthy) is not None, "the same step, in which nobody measures it again"
+    watch.begin(1)
+    assert watch.veto(healthy) is None
+
+
+def test_skip_by_divergence_leaves_a_destroyed_policy_as_it_is(tmp_path: Path) -> None:
+    settings = quiet(learning_rate=10.0, guards={"divergence": {"react": "skip"}})
+    training_run(tmp_path, FakeHub(3), settings)[0].run()
+    assert [row["skipped_updates"] for row in rows_of(tmp_path)] == [0.0, 2.0, 2.0]
+
+
+def test_an_alarm_stands_until_enough_calm_rows_have_followed() -> None:
+    rows: list[dict[str, float]] = [{"step": step} for step in range(20)]
+    for step in (1, 10, 13):
+        rows[step]["alarm_staleness"] = float(step)
+    assert standing(rows) == {}
+    assert standing(rows[: 13 + guards.CALM]) == {
+        "staleness": (10, "groups are 13 versions old on average, over 5 steps in step 13")
+    }
+
+
+def test_the_end_of_a_run_says_which_alarms_stand(tmp_path: Path) -> None:
+    trainer = tmp_path / "trainer"
+    trainer.mkdir()
+    rows = [{"step": step, "groups": 4, "loss": 0.1, "held_out": 0.5} for step in range(3)]
+    ended = Launched(Ending(0, ""), None, 1.0)
+    (trainer / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert conclusion(tmp_path, ended)[-1] == f"the trained model is in {trainer}/export"
+    rows[1]["alarm_divergence"] = rows[2]["alarm_divergence"] = 2300.0
+    (trainer / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    *_, alarm, where = conclusion(tmp_path, ended)
+    assert alarm.startswith("ALARM divergence, since step 1: the trainer's log-probabilities are 2.3e+03 nats")
+    assert where.startswith(f"the trained model is in {trainer}/export, BUT ALARMS STAND")
+    assert f"export {tmp_path} OUT --best" in where
+
+
+@pytest.mark.parametrize("react", ["stop", "skip"])
+def test_rewards_beyond_all_bounds_end_in_words(tmp_path: Path, react: str, caplog: pytest.LogCaptureFixture) -> None:
+    hub = FakeHub(1)
+    hub._groups = [[make_group(0, 0, tiny_model(), [1e200, 0.0, 0.0, 0.0])]]
+    settings = quiet(guards={"not_finite": {"react": react}})
+    if react == "stop":
+        assert "NaN or infinite" in diverges(tmp_path, hub, settings)
+    else:
+        training_run(tmp_path, hub, settings)[0].run()
+    assert "reward_std" not in rows_of(tmp_path)[0]
+    assert "not in its row: reward_std" in caplog.text
+
+
+def test_a_resume_without_its_rows_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hub = FakeHub(2)
+    training_run(tmp_path, hub, quiet())[0].run()
+    with caplog.at_level(logging.WARNING):
+        training_run(tmp_path, hub, quiet())[0].run()
+        assert "of the 2 steps" not in caplog.text
+        (tmp_path / "trainer" / "metrics.jsonl").unlink()
+        training_run(tmp_path, hub, quiet())[0].run()
+    assert "has 0 of the 2 steps that were done" in caplog.text

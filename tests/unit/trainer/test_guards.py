@@ -164,9 +164,6 @@ def test_a_warning_explains_itself() -> None:
     assert "trainer.guards.effective_samples.limit = 0.05" in few.message
 
 
-# ── a run that holds a watch ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def replayed(rows: Rows, given: GuardSettings, resumed_at: int | None = None) -> tuple[Rows, list[tuple[int, str]]]:
     """The rows as a run would write them, and what people hear of; at a resume the watch is a new one."""
     watch, written, news = Watch(given), [], []
@@ -293,8 +290,6 @@ def test_an_update_that_is_no_number_stops_or_is_skipped_a_few_times_in_a_row() 
     with pytest.raises(TrainingDiverged, match="3 in a row"):
         watch.judge({}).refuse(Path("c"), [1])
 
-
-# ── whatever the rows ────────────────────────────────────────────────────────────────────────────────────────────
 
 NAMES = sorted(
     {*steady(1)[0], "reward_mean", "rate_factor", "not_finite_updates", *(f"alarm_{name}" for name in RULES)} - {"step"}

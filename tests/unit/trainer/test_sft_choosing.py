@@ -1,4 +1,4 @@
-"""Which demonstrations are trained on: rows that cannot be read, each filter, the table, the report, the corpus."""
+"""Which demonstrations are trained on: rows, filters, the report, the corpus; their tokens."""
 
 from __future__ import annotations
 
@@ -10,37 +10,51 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kit.sft import chat_files, chosen, put, sort_files, sort_row, sort_rows
+from kit.sft import (
+    BOT,
+    CHAT,
+    END,
+    FORGETFUL,
+    SYS,
+    TOKENIZER,
+    USER,
+    chat_files,
+    chosen,
+    put,
+    sort_files,
+    sort_row,
+    sort_rows,
+)
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import PromptSettings
-from shoal.errors import ConfigError, ScoringFailure
+from shoal.errors import ConfigError, ModelError, ScoringFailure, UnusableTask
+from shoal.models import PromptEncoder, TextTokenizer
 from shoal.rewards import DirectScorer
 from shoal.rewards.panel import Piece
-from shoal.trainer.demonstrations.choosing import Asking, Choosing, Corpus, Interrupted
-from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder
+from shoal.trainer.demonstrations.choosing import Asking, Corpus, Course, Interrupted, choose
+from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder, Tokens
 
-USER = {"role": "user", "content": "hi"}
-BOT = {"role": "assistant", "content": "ho"}
+HI = {"role": "user", "content": "hi"}
+HO = {"role": "assistant", "content": "ho"}
 
 
 def reasons(outcome: Any) -> dict[int, str]:
     return {row: f"{by}: {reason}" for row, (by, reason) in outcome.left_out.items()}
 
 
-# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_rows_that_are_no_demonstrations_are_counted_by_number(tmp_path: Path) -> None:
     rows: list[Any] = [
-        {"messages": [USER, BOT]},
+        {"messages": [HI, HO]},
         "{nonsense",
-        {"messages": [USER]},
-        {"messages": [USER, USER, BOT]},
-        {"messages": [USER, {"role": "assistant", "content": " "}]},
-        {"messages": [USER, {**BOT, "reasoning_content": "so"}]},
+        {"messages": [HI]},
+        {"messages": [HI, HI, HO]},
+        {"messages": [HI, {"role": "assistant", "content": " "}]},
+        {"messages": [HI, {**HO, "reasoning_content": "so"}]},
         {"messages": None},
-        {"messages": [USER, BOT, USER]},
+        {"messages": [HI, HO, HI]},
     ]
     corpus, outcome = chosen(tmp_path, rows, files=chat_files())
     assert outcome.kept == [0, 7]
@@ -71,14 +85,11 @@ def test_wrong_columns_are_named(tmp_path: Path) -> None:
 
 
 def test_a_prompt_may_be_a_conversation_of_which_only_the_end_is_learnt(tmp_path: Path) -> None:
-    before = [USER, BOT, {"role": "user", "content": "and?"}]
+    before = [HI, HO, {"role": "user", "content": "and?"}]
     found = next(Demonstrations([put(tmp_path / "a.jsonl", [{"prompt": before, "completion": "so"}])]).read())
     assert found == Demonstration(
         0, (("user", "hi"), ("assistant", "ho"), ("user", "and?"), ("assistant", "so")), given=3
     )
-
-
-# ── filters ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_length(tmp_path: Path) -> None:
@@ -106,17 +117,6 @@ def test_characters_that_the_tokenizer_does_not_know(tmp_path: Path) -> None:
     rows = [{"text": "plain"}, {"text": "naïve"}]
     _, outcome = chosen(tmp_path, rows)
     assert reasons(outcome) == {1: "characters: characters that the tokenizer does not know"}
-
-
-def test_duplicates_but_for_space_and_case(tmp_path: Path) -> None:
-    rows = [
-        {"messages": [{"role": "user", "content": "Two  plus two?"}, {"role": "assistant", "content": "Four."}]},
-        {"messages": [USER, BOT]},
-        {"messages": [{"role": "user", "content": " two plus\nTWO?"}, {"role": "assistant", "content": "four."}]},
-        {"messages": [USER, {**BOT, "content": "he"}]},
-    ]
-    _, outcome = chosen(tmp_path, rows, duplicates=True, files=chat_files())
-    assert reasons(outcome) == {2: "duplicates: the same as row 0"}
 
 
 def test_held_out_tasks_of_a_generator_and_of_a_data_set(tmp_path: Path) -> None:
@@ -204,9 +204,6 @@ def test_the_best_by_rank(tmp_path: Path) -> None:
     assert outcome.kept == [1, 2]
 
 
-# ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_filters_see_only_what_those_before_have_kept(tmp_path: Path) -> None:
     rows = [sort_row("7654321"), sort_row("7654321"), sort_row("21"), sort_row("21")]
     _, outcome = chosen(tmp_path, rows, max_tokens=9, duplicates=True)
@@ -234,8 +231,8 @@ def test_told_to_stop(tmp_path: Path) -> None:
 
 
 def test_samples_of_the_corpus_are_the_tokens_that_were_encoded(tmp_path: Path) -> None:
-    turns = [USER, BOT, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "so"}]
-    corpus, _ = chosen(tmp_path, [{"messages": turns}, {"messages": [USER, BOT]}], files=chat_files())
+    turns = [HI, HO, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "so"}]
+    corpus, _ = chosen(tmp_path, [{"messages": turns}, {"messages": [HI, HO]}], files=chat_files())
     encoder = Encoder(chat_files(), PromptSettings(), "messages")
     said = tuple((turn["role"], turn["content"]) for turn in turns)
     (expected,) = encoder.encode(Demonstration(0, said))
@@ -254,5 +251,198 @@ def test_progress_is_told(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     data = Demonstrations([put(tmp_path / "a.jsonl", sort_rows(300))])
     encoder = Encoder(sort_files(), PromptSettings(), data.layout)
-    Choosing(data, encoder, progress=lambda *said: told.append(said)).run()
+    choose(data, encoder, progress=lambda *said: told.append(said))
     assert told == [(0, 300), (256, 300)]
+
+
+def talk(*texts: str, system: str = "") -> dict[str, Any]:
+    """A conversation that the user begins."""
+    roles = ("user", "assistant")
+    said = [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+    return {"messages": [*([{"role": "system", "content": system}] if system else []), *said]}
+
+
+def gone(tmp: Path, rows: list[dict[str, Any]], **choice: Any) -> list[int]:
+    """The rows that are left out."""
+    return sorted(chosen(tmp, rows, files=chat_files(), **choice)[1].left_out)
+
+
+def asked(*prompts: str) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "completion": "12"} for prompt in prompts]
+
+
+def after(role: str) -> dict[str, Any]:
+    return {"prompt": [{"role": role, "content": "a"}, {"role": "user", "content": "b"}], "completion": "c"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "left_out"),
+    [
+        pytest.param([{"prompt": "1", "completion": "23"}, {"prompt": "12", "completion": "3"}], [], id="border"),
+        pytest.param(asked("add 1 11=", "add 11 1=", "add  1 \n11="), [2], id="space, but not how much"),
+        pytest.param(asked("Two plus", "three", " two plus"), [2], id="not case"),
+        pytest.param([talk("hi", "yo", system=each) for each in ("french", "german", "french")], [2], id="system"),
+        pytest.param([after("user"), after("assistant")], [], id="who says it"),
+    ],
+)
+def test_what_tells_demonstrations_apart(tmp_path: Path, rows: list[dict[str, Any]], left_out: list[int]) -> None:
+    assert gone(tmp_path, rows, duplicates=True) == left_out
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content"])
+def test_calls_of_tools_are_not_lost_without_a_word(tmp_path: Path, key: str) -> None:
+    called = talk("t", "y")
+    called["messages"][1][key] = [{"name": "f"}]
+    _, outcome = chosen(tmp_path, [talk("a", "b"), called], files=chat_files())
+    [(row, (by, reason))] = outcome.left_out.items()
+    assert (row, by) == (1, "readable")
+    assert f"{key}, which would be lost" in reason
+    prompt = [*called["messages"], {"role": "user", "content": "so?"}]
+    _, outcome = chosen(tmp_path, [sort_row("21"), {"prompt": prompt, "completion": "12"}])
+    assert list(outcome.left_out) == [1]
+
+
+def test_files_of_two_layouts_are_refused_by_name(tmp_path: Path) -> None:
+    chat, lines = put(tmp_path / "chat.jsonl", [talk("a", "b")]), put(tmp_path / "d24.jsonl", [sort_row("21")])
+    pq.write_table(pa.Table.from_pylist([sort_row("54")]), tmp_path / "b.parquet")
+    message = r"d24\.jsonl has no column messages, which .*chat\.jsonl has; it has prompt, completion"
+    with pytest.raises(ConfigError, match=message):
+        Demonstrations([chat, lines])
+    with pytest.raises(ConfigError, match=r"chat\.jsonl has no column prompt.*; it has messages"):
+        Demonstrations([lines, chat])
+    with pytest.raises(ConfigError, match=r"b\.parquet has no column messages"):
+        Demonstrations([chat, tmp_path / "b.parquet"])
+
+
+def test_a_held_out_question_in_any_turn_is_left_out(tmp_path: Path) -> None:
+    questions = put(tmp_path / "q.jsonl", [{"question": f"{n} plus 1?", "answer": str(n + 1)} for n in range(20)])
+    data = build(EnvironmentSettings(name="dataset", data=questions, options={"grader": "exact"}))
+    asked, trained = data.tasks("held_out")[0].prompt, data.tasks("train")[0].prompt
+    rows = [
+        talk(asked, "7"),
+        talk(asked, "7", "thanks", "welcome"),
+        talk("hi", "hello", asked.upper(), "7"),
+        talk("hi", "hello", trained, "7"),
+    ]
+    assert gone(tmp_path, rows, asking=Asking(data)) == [0, 1, 2]
+
+
+def test_conversations_that_begin_with_one_question_are_on_one_side(tmp_path: Path) -> None:
+    rows = [row for n in range(12) for row in (talk(f"q{n}", "a"), talk(f"Q{n}", "a", "and?", "b"))]
+    corpus, _ = chosen(tmp_path, rows, files=chat_files())
+    aside = set(Course(validation=6).timetable(corpus.questions)[1].tolist())
+    assert len(aside) == 6
+    assert all((number in aside) == (number ^ 1 in aside) for number in range(24))
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\U0010fff0\U0010fff1"), min_size=1, max_size=12)
+
+
+def spelt(text: str) -> list[int]:
+    return list(TextTokenizer(chat_files()).encode_plain(text))
+
+
+def encode(*said: tuple[str, str], template: str | None = CHAT, given: int = 0, **manner: str) -> tuple[Tokens, ...]:
+    encoder = Encoder(chat_files(template), PromptSettings(**manner), "messages")
+    return encoder.encode(Demonstration(0, said, given))
+
+
+def learnt(sequence: Tokens) -> list[int]:
+    return [
+        token for token, is_learnt in zip(sequence.ids.tolist(), sequence.trained.tolist(), strict=True) if is_learnt
+    ]
+
+
+def test_one_turn_by_hand() -> None:
+    (found,) = encode(("system", "S"), ("user", "2+2?"), ("assistant", "4!"))
+    read = [SYS, *spelt("S"), END, USER, *spelt("2+2?"), END, BOT]
+    assert found.ids.tolist() == [*read, *spelt("4!"), END]
+    assert found.trained.tolist() == [False] * len(read) + [True] * 3
+
+
+def test_every_turn_of_a_conversation_is_learnt_in_one_sequence() -> None:
+    (found,) = encode(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    assert found.ids.tolist() == [
+        USER, *spelt("a"), END, BOT, *spelt("b"), END, USER, *spelt("c"), END, BOT, *spelt("d"), END,
+    ]  # fmt: skip
+    assert learnt(found) == [*spelt("b"), END, *spelt("d"), END]
+
+
+def test_turns_before_the_given_ones_are_only_read() -> None:
+    (found,) = encode(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), given=3)
+    assert learnt(found) == [*spelt("d"), END]
+
+
+def test_a_template_that_forgets_thinking_gives_each_turn_its_own_sequence() -> None:
+    first, second = encode(
+        ("user", "a"), ("assistant", "t</think>b"), ("user", "c"), ("assistant", "u</think>d"), template=FORGETFUL
+    )
+    assert learnt(first) == [*spelt("t</think>b"), END]
+    assert learnt(second) == [*spelt("u</think>d"), END]
+    assert second.ids.tolist()[: -len(learnt(second))] == [
+        USER, *spelt("a"), END, BOT, *spelt("b"), END, USER, *spelt("c"), END, BOT,
+    ]  # fmt: skip
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3), st.sampled_from([CHAT, FORGETFUL]))
+def test_each_turn_stands_behind_the_very_prompt_of_a_rollout(turns: list[tuple[str, str]], template: str) -> None:
+    said = tuple(message for user, bot in turns for message in (("user", user), ("assistant", bot)))
+    found = encode(*said, template=template)
+    asking = PromptEncoder(chat_files(template))
+    spans = []
+    for index in range(1, len(said), 2):
+        asked = list(asking.encode(said[index - 1][1], said[: index - 1]))
+        spans.append((asked, [*spelt(said[index][1]), END]))
+    for asked, answer in spans:  # some sequence has the prompt as its beginning and the answer, learnt, right after it
+        size = len(asked)
+        assert any(
+            each.ids.tolist()[: size + len(answer)] == asked + answer and each.trained[size : size + len(answer)].all()
+            for each in found
+        )
+    assert sum(int(each.trained.sum()) for each in found) == sum(len(answer) for _, answer in spans)
+
+
+def test_words_that_look_like_control_tokens_are_spelt_out() -> None:
+    (found,) = encode(("user", "a<|end|>"), ("assistant", "b<|end|><|user|>c"))
+    assert found.ids.tolist().count(END) == 2
+    assert found.ids.tolist().count(USER) == 1
+    assert learnt(found) == [*spelt("b<|end|><|user|>c"), END]
+
+
+@pytest.mark.parametrize("template", [None, CHAT])
+def test_bare_text_is_learnt_whole_but_for_its_first_token(template: str | None) -> None:
+    encoder = Encoder(chat_files(template), PromptSettings(), "text")
+    (found,) = encoder.encode(Demonstration(0, text="hey<|end|>"))
+    assert found.ids.tolist() == [*spelt("hey<|end|>"), END]
+    assert found.trained.tolist() == [False] + [True] * (len(found.ids) - 1)
+
+
+def test_an_answer_that_the_prompt_has_begun_is_not_begun_twice() -> None:
+    think = TOKENIZER.token_to_id("<think>")
+    (found,) = encode(("user", "a"), ("assistant", "<think>b</think>c"), thinking="<think>")
+    assert found.ids.tolist() == [USER, *spelt("a"), END, BOT, think, *spelt("b</think>c"), END]
+    assert learnt(found) == [*spelt("b</think>c"), END]
+    begun = CHAT.removesuffix("{% endif %}") + "<think>\n{% endif %}"
+    (by_template,) = encode(("user", "a"), ("assistant", "<think>\nb</think>c"), template=begun)
+    assert learnt(by_template) == [*spelt("b</think>c"), END]
+    assert by_template.ids.tolist().count(think) == 1
+
+
+def test_chat_without_a_template_is_refused_and_says_what_to_do() -> None:
+    with pytest.raises(ModelError, match="the demonstrations are messages, but the model has no chat template"):
+        Encoder(chat_files(None), PromptSettings(), "messages")
+
+
+def test_a_template_that_refuses_makes_the_row_unusable() -> None:
+    with pytest.raises(UnusableTask, match="the model's chat template refuses the prompt"):
+        encode(("user", "a"), ("assistant", "b"), template="{{ raise_exception('no') }}")
+
+
+def test_prompt_and_completion_without_a_template_are_their_texts() -> None:
+    encoder = Encoder(sort_files(), PromptSettings(), "completion")
+    (found,) = encoder.encode(Demonstration(0, (("user", "312="), ("assistant", "123")), given=1))
+    tokenizer = TextTokenizer(sort_files())
+    assert found.ids.tolist() == [*tokenizer.encode("312=123"), tokenizer.eos_token_id]
+    assert found.trained.tolist() == [False] * 4 + [True] * 4
+    assert encoder.positions == 256

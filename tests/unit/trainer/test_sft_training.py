@@ -1,4 +1,4 @@
-"""The warm start itself: the loss it lowers, exact resume, stopping, divergence, and the model that comes of it."""
+"""The warm start: its course, the loss it lowers, exact resume, divergence, the model that comes of it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,88 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from trainer_stubs import same, tiny_model, weights
 
 from kit.sft import chosen, sort_files, sort_rows
-from shoal.errors import CheckpointError, TrainingDiverged
+from shoal.errors import CheckpointError, ConfigError, TrainingDiverged
 from shoal.models.load import load_model
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
-from shoal.trainer.demonstrations.choosing import Corpus
-from shoal.trainer.demonstrations.course import Course
-from shoal.trainer.demonstrations.training import VALIDATION, WarmStart, WarmStartParts
+from shoal.trainer.checkpoint import CheckpointStore
+from shoal.trainer.demonstrations.choosing import Corpus, Course
+from shoal.trainer.demonstrations.training import LAST_BATCH, VALIDATION, WarmStart, WarmStartParts
 from shoal.trainer.export import ModelCard
 from shoal.trainer.folder import Progress
+from shoal.trainer.guards import GuardSettings, Watch
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.settings import TrainerSettings
+
+
+def table(course: Course, questions: list[int]) -> tuple[list[list[int]], list[int]]:
+    """The batches, and what is kept for validation."""
+    found, aside = course.timetable(np.array(questions, np.int64))
+    return [batch.tolist() for batch in found], aside.tolist()
+
+
+def batches(course: Course, count: int) -> list[list[int]]:
+    return table(course, list(range(count)))[0]
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 3), st.integers(0, 5))
+def test_every_epoch_has_every_sequence_once(count: int, size: int, epochs: int, seed: int) -> None:
+    found = batches(Course(epochs=epochs, batch=size, seed=seed, validation=0), count)
+    per_epoch = -(-count // size)
+    assert len(found) == epochs * per_epoch
+    for epoch in range(epochs):
+        seen = [number for batch in found[epoch * per_epoch : (epoch + 1) * per_epoch] for number in batch]
+        assert sorted(seen) == list(range(count))
+    sizes = [len(batch) for batch in found]
+    assert max(sizes) <= size
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_order_is_the_seeds_and_the_epochs() -> None:
+    course = Course(epochs=2, batch=4, validation=0)
+    first = batches(course, 8)
+    assert first == batches(course, 8)
+    assert first[:2] != first[2:]
+    assert first != batches(replace(course, seed=1), 8)
+    assert first[0] == PINNED  # the same on every machine and in every version
+
+
+PINNED = [0, 2, 1, 5]
+
+
+def test_steps_end_it_or_let_it_go_on() -> None:
+    course = Course(epochs=1, batch=4, validation=0)
+    assert len(batches(replace(course, steps=1), 8)) == 1
+    longer = batches(replace(course, steps=5), 8)
+    assert len(longer) == 5
+    assert longer[:2] == batches(course, 8)
+
+
+def test_validation_takes_whole_questions_and_is_never_trained_on() -> None:
+    questions = [5, 1, 5, 2, 1, 9, 9, 7]
+    assert table(Course(validation=2), questions)[1] == [1, 4]
+    found, aside = table(Course(validation=4), questions)
+    assert aside == [0, 1, 2, 3, 4]  # five: both answers to question 5
+    assert {number for batch in found for number in batch} == {5, 6, 7}
+    assert [len(table(Course(), list(range(count)))[1]) for count in (100, 10_000, 19)] == [5, 256, 0]
+
+
+def test_nothing_left_to_train_on() -> None:
+    with pytest.raises(ConfigError, match="all 3 sequences are kept for validation"):
+        table(Course(validation=3), [0, 1, 2])
+
+
+def test_decay_by_hand() -> None:
+    assert [Course(decay="none").rate_factor(step, 4, 0) for step in range(4)] == [1, 1, 1, 1]
+    assert [Course(decay="linear").rate_factor(step, 4, 0) for step in range(4)] == [1, 0.75, 0.5, 0.25]
+    assert [round(Course().rate_factor(step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
+    assert Course().rate_factor(0, 1, 5) == 1
+
 
 SETTINGS = TrainerSettings(
     learning_rate=3e-3, minibatches=1, grad_clip=1.0, warmup_steps=2, checkpoint_every=2, evaluate_every=3,
@@ -142,18 +210,133 @@ def test_killed_after_any_row_it_goes_on_bit_for_bit(tmp_path: Path, corpus: Cor
     assert [row["loss"] for row in rows(resumed)[:6]] == [row["loss"] for row in rows(whole)[:6]]
 
 
-def test_divergence_is_an_error_and_saves_nothing_of_it(tmp_path: Path, corpus: Corpus) -> None:
-    given = parts(tmp_path, corpus, settings=SETTINGS.model_copy(update={"learning_rate": 1e30, "warmup_steps": 0}))
-    with pytest.raises(TrainingDiverged):
-        WarmStart(given, StopToken()).run()
-    assert not given.out.exists()
-    for checkpoint in (given.folder / "checkpoints").glob("*"):
-        loaded = load_model(checkpoint)
-        assert all(bool(torch.isfinite(weight).all()) for weight in loaded.model.parameters())
-
-
 def test_checkpoints_of_another_warm_start_are_refused(tmp_path: Path, corpus: Corpus) -> None:
     assert not WarmStart(parts(tmp_path, corpus), Stopping(3)).run()
     other = replace(parts(tmp_path, corpus), run="sft-other")
     with pytest.raises(CheckpointError, match="are of another warm start"):
         WarmStart(other, StopToken()).run()
+
+
+def settings(**values: Any) -> TrainerSettings:
+    common = {"minibatches": 1, "warmup_steps": 0, "checkpoint_every": 1, "evaluate_every": 0, "device": "cpu"}
+    return TrainerSettings.model_validate({**common, "loss": "cross_entropy", **values})
+
+
+def warm_start(tmp: Path, corpus: Corpus, with_: TrainerSettings, **course: Any) -> WarmStart:
+    (tmp / "work").mkdir(exist_ok=True)
+    parts = WarmStartParts(
+        folder=tmp / "work", out=tmp / "out", run="sft-test", learner=new_learner(tiny_model(), with_),
+        files=sort_files(), corpus=corpus, course=Course(**{"batch": 8, "validation": 0, "decay": "none", **course}),
+        card=ModelCard(Progress("sft-test", 0)),
+    )  # fmt: skip
+    return WarmStart(parts, StopToken())
+
+
+def written(tmp: Path) -> list[dict[str, float]]:
+    return MetricsLog(tmp / "work" / "metrics.jsonl").rows()
+
+
+def saved(tmp: Path) -> list[int]:
+    return sorted(version for version, _ in CheckpointStore(tmp / "work" / "checkpoints", 2).places())
+
+
+def diverges(tmp: Path, run: WarmStart) -> str:
+    with pytest.raises(TrainingDiverged) as caught:
+        run.run()
+    assert caught.value.exit_code == 5
+    assert not (tmp / "out").exists()
+    return str(caught.value)
+
+
+def ruin_at(run: WarmStart, monkeypatch: pytest.MonkeyPatch, step: int, rate: float) -> None:
+    """Only that step has the rate: the others are as they should be."""
+    train = run._train
+    factor = rate / run._settings.learning_rate
+
+    def training(at: int) -> dict[str, float]:
+        with monkeypatch.context() as patch:
+            patch.setattr(run._watch, "begin", lambda _step: factor if at == step else 1.0)
+            return train(at)
+
+    monkeypatch.setattr(run, "_train", training)
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"), [(10.0, "nats per token higher than before it"), (1e30, "are NaN, infinite or huge")]
+)
+def test_an_only_step_that_destroys_the_model_is_no_success(
+    tmp_path: Path, corpus: Corpus, rate: float, said: str
+) -> None:
+    message = diverges(tmp_path, warm_start(tmp_path, corpus, settings(learning_rate=rate), steps=1))
+    assert message.startswith("after step 0, the last: ")
+    assert said in message
+    assert "lower trainer.learning_rate" in message
+    assert saved(tmp_path) == []
+    assert any(name.startswith("alarm_") for name in written(tmp_path)[0])
+    again = warm_start(tmp_path, corpus, settings(learning_rate=rate), steps=1)
+    assert diverges(tmp_path, again) == message, "and so it is when it is started again"
+
+
+def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_it(
+    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = warm_start(tmp_path, corpus, settings(learning_rate=1e-3), steps=3)
+    ruin_at(run, monkeypatch, 2, 10.0)
+    message = diverges(tmp_path, run)
+    assert "after step 2, the last: " in message
+    assert f"from before it began, is version 2 in {tmp_path / 'work' / 'checkpoints'}" in message
+    assert saved(tmp_path) == [1, 2]
+    assert written(tmp_path)[2]["alarm_divergence"] > 3
+
+
+def test_what_an_earlier_step_destroyed_is_seen_as_well(
+    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step did no harm: only the model that it began with tells."""
+    run = warm_start(tmp_path, corpus, settings(learning_rate=1e-6), steps=3)
+    ruin_at(run, monkeypatch, 0, 10.0)
+    message = diverges(tmp_path, run)
+    assert "higher than at the beginning" in message
+    assert "Earlier steps have destroyed" in message
+    assert "There is no checkpoint from before it began" in message, "nobody knows which checkpoint is good"
+
+
+@pytest.mark.parametrize("react", ["warn", "off"])
+def test_a_guard_that_does_not_stop_lets_it_out(tmp_path: Path, corpus: Corpus, react: str) -> None:
+    with_ = settings(learning_rate=10.0, guards={"divergence": {"react": react}})
+    assert warm_start(tmp_path, corpus, with_, steps=1).run()
+    assert (tmp_path / "out").exists()
+    assert ("alarm_divergence" in written(tmp_path)[0]) == (react == "warn")
+
+
+def test_a_version_that_was_saved_unjudged_is_judged_by_a_resume(tmp_path: Path, corpus: Corpus) -> None:
+    """Told to stop while it looks, it saves where it stands."""
+    stopped = warm_start(tmp_path, corpus, settings(learning_rate=10.0), steps=1)
+    stopped._resume()
+    stopped._advance()
+    stopped._stop.set("test")
+    assert not stopped.run()
+    assert saved(tmp_path) == [1]
+    message = diverges(tmp_path, warm_start(tmp_path, corpus, settings(learning_rate=10.0), steps=1))
+    assert "higher than before it" in message
+    assert "There is no checkpoint from before it began" in message, "version 1 is the one that is refused"
+
+
+def test_a_sound_end_is_in_the_rows_and_in_a_checkpoint(tmp_path: Path, corpus: Corpus) -> None:
+    assert warm_start(tmp_path, corpus, settings(learning_rate=1e-3), steps=2).run()
+    first, last_step, end = written(tmp_path)
+    assert end["step"] == 2
+    assert end[LAST_BATCH] < last_step["loss"] < first[LAST_BATCH]
+    assert not any(name.startswith("alarm_") for name in end)
+    assert saved(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("by_step", "by_run", "value"),
+    [(2.9, 2.9, None), (3.1, 1.6, 3.1), (0.6, 3.1, 3.1), (5.0, 9.0, 5.0), (-6.0, -7.0, None), (None, 3.1, 3.1)],
+)
+def test_what_is_judged(by_step: float | None, by_run: float, value: float | None) -> None:
+    seen = {"rise_by_run": by_run, **({} if by_step is None else {"rise_by_step": by_step})}
+    judged = Watch(GuardSettings()).conclude(7, seen)
+    assert judged.stops == (value is not None)
+    assert judged.numbers == ({} if value is None else {"alarm_divergence": value})

@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from trainer_stubs import SETTINGS, FakeHub, learner, make_group, same, tiny_files, tiny_model, training_run
-from transformers import OPTConfig, OPTForCausalLM
 
 from shoal.errors import CheckpointError, ModelError
 from shoal.models import logprobs
-from shoal.models.compiled import decoder_layers
 from shoal.models.load import model_from_files
 from shoal.models.lora import AdapterShape, add_adapters
 from shoal.models.state import policy_state
@@ -48,9 +46,6 @@ def first_gradient(made: Learner, groups: list[TrainingGroup]) -> dict[str, Tens
     )
     train(made, groups)
     return seen[0]
-
-
-# -- bfloat16 ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_published_in_bfloat16_is_what_the_trainer_computes_with(groups) -> None:
@@ -113,9 +108,6 @@ def test_moments_and_weights_of_another_model_are_refused(groups) -> None:
         other.load_moments(made.moments())
 
 
-# -- recomputation -----------------------------------------------------------------------------------------------------
-
-
 def test_recomputing_a_layer_gives_the_same_gradient_bit_for_bit(groups) -> None:
     plain = SETTINGS.model_copy(update={"minibatches": 1})
     made = new_learner(tiny_model(), plain.model_copy(update={"memory": MemorySettings(recompute=True)}))
@@ -133,16 +125,6 @@ def test_nothing_is_recomputed_where_there_is_no_gradient() -> None:
     with torch.no_grad():
         model(torch.tensor([[3, 4, 5]]))
     assert not kept[0].requires_grad
-
-
-def test_layers_are_found_wherever_the_architecture_keeps_them() -> None:
-    shape = {"vocab_size": 96, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    opt = OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=16, max_position_embeddings=32))
-    assert list(decoder_layers(opt)) == list(opt.model.decoder.layers)
-    assert list(decoder_layers(tiny_model())) != []
-
-
-# -- the reference -----------------------------------------------------------------------------------------------------
 
 
 def test_the_reference_computes_by_itself(groups) -> None:
@@ -226,8 +208,6 @@ def test_a_resumed_run_is_held_near_the_same_reference(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "broken/trainer/metrics.jsonl").read_text().splitlines()]
     assert rows[2]["reference_kl"] > rows[0]["reference_kl"]
 
-
-# -- the plan ----------------------------------------------------------------------------------------------------------
 
 PLANNED = {
     "model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_stubs import RUN, SETTINGS, FakeHub, training_run
+from trainer_stubs import RUN, FakeHub, training_run
 
 from shoal.errors import ConfigError
 from shoal.run.preflight import check_machine
@@ -40,9 +40,9 @@ def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def tensorboard(folder: Path, at: int = 0, rows: Sequence[Row] = ()) -> Trackers:
+def tensorboard(folder: Path, rows: Sequence[Row] = ()) -> Trackers:
     trackers = open_trackers(["tensorboard"], Tracked(folder, RUN))
-    trackers.begin(at, rows)
+    trackers.begin(rows)
     return trackers
 
 
@@ -66,7 +66,7 @@ def test_a_resume_goes_on_without_doubled_steps(tmp_path: Path) -> None:
     for step in range(4):
         first.write(row(step, 1.0 + step))
     first.amend(1, {"held_out": 0.75})
-    again = tensorboard(tmp_path, 2, [row(0, 1.0), {**row(1, 2.0), "held_out": 0.75}])
+    again = tensorboard(tmp_path, [row(0, 1.0), {**row(1, 2.0), "held_out": 0.75}])
     for step in range(2, 5):
         again.write(row(step, 10.0 + step))
     again.close()
@@ -76,13 +76,10 @@ def test_a_resume_goes_on_without_doubled_steps(tmp_path: Path) -> None:
 
 def test_what_was_never_tracked_is_made_up_for(tmp_path: Path) -> None:
     """The word was added to the recipe of a run that had begun; and rows were lost while the disk was full."""
-    tensorboard(tmp_path, 2, [row(0, 1.0), row(1, 2.0)]).close()
+    tensorboard(tmp_path, [row(0, 1.0), row(1, 2.0)]).close()
     assert board(tmp_path) == {"loss": [(0, 1.0), (1, 2.0)]}
-    tensorboard(tmp_path, 4, [row(step, 1.0 + step) for step in range(4)]).close()
+    tensorboard(tmp_path, [row(step, 1.0 + step) for step in range(4)]).close()
     assert board(tmp_path) == {"loss": [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0)]}
-
-
-# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Failing:
@@ -96,7 +93,7 @@ class Failing:
         if self.left < 0:
             raise OSError(28, "No space left on device")
 
-    def begin(self, step: int, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row]) -> None:
         self._use()
 
     def write(self, row: Row) -> None:
@@ -116,7 +113,7 @@ def test_a_tracker_that_fails_is_warned_about_once_and_holds_up_nobody(
 ) -> None:
     failing, other = Failing(works), Failing(100)
     trackers = Trackers({"failing": failing, "other": other})
-    trackers.begin(0, [])
+    trackers.begin([])
     for step in range(4):
         trackers.write(row(step, 1.0))
     trackers.amend(0, {"held_out": 1.0})
@@ -141,10 +138,9 @@ def test_a_run_is_tracked_step_by_step_with_late_scores(tmp_path: Path) -> None:
     hub = FakeHub(4)
     scores = {2: (0, 0.5), 3: (4, 0.9)}
     hub.before["batch"] = lambda step: hub.measure(*scores[step]) if step in scores else None
-    settings = SETTINGS.model_copy(update={"evaluate_by": "validators"})
+    hub.score = lambda _version: None
     trackers = open_trackers(["tensorboard"], Tracked(tmp_path / "trainer", RUN))
-    run, _ = training_run(tmp_path, hub, settings, trackers=trackers)
-    run.run()
+    training_run(tmp_path, hub, trackers=trackers)[0].run()
     shown = board(tmp_path / "trainer")
     lines = (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
     written: dict[str, list[tuple[int, float]]] = {}
@@ -175,20 +171,14 @@ def test_tracking_imports_neither_torch_nor_what_it_tracks_with() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-# ── Weights & Biases ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("environ", "key", "mode"),
     [
-        ({}, False, "offline"),
-        ({}, True, "online"),
-        ({"WANDB_MODE": "offline"}, True, "offline"),
-        ({"WANDB_MODE": "disabled"}, True, "disabled"),
-        ({"WANDB_MODE": "online"}, True, "online"),
+        ({}, False, "offline"), ({}, True, "online"), ({"WANDB_MODE": "offline"}, True, "offline"),
+        ({"WANDB_MODE": "disabled"}, True, "disabled"), ({"WANDB_MODE": "online"}, True, "online"),
         ({"WANDB_MODE": "online"}, False, "offline"),
     ],
-)
+)  # fmt: skip
 def test_no_key_means_no_network_and_no_question(
     environ: dict[str, str], key: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,15 +206,15 @@ def test_wandb_gets_each_step_once_and_its_own_count_only_rises(
 ) -> None:
     made: list[FakeRun] = []
 
-    def start(_self: object, _mode: str) -> FakeRun:
+    def start(_tracked: object, _mode: str) -> FakeRun:
         made.append(FakeRun())
         return made[-1]
 
-    monkeypatch.setattr(record.WeightsAndBiases, "_start", start)
+    monkeypatch.setattr(record, "start_wandb", start)
     monkeypatch.setattr(record, "choose_mode", lambda _environ: "offline")
     for at, rows in ((0, []), (2, [row(0, 0.0), row(1, 1.0)])):
         trackers = open_trackers(["wandb"], Tracked(tmp_path, RUN))
-        trackers.begin(at, rows)
+        trackers.begin(rows)
         for step in range(at, at + 3):
             trackers.write(row(step, float(step)))
         trackers.amend(1, {"held_out": 0.5})
@@ -244,7 +234,7 @@ connect, socket.socket.connect = socket.socket.connect, refused
 from shoal.trainer.record import Tracked, open_trackers
 trackers = open_trackers(["wandb"], Tracked(Path(sys.argv[1]), "tiny-0123", {"learning_rate": 1e-4}))
 first = int(sys.argv[2])
-trackers.begin(first, [])
+trackers.begin([])
 for step in range(first, first + 3):
     trackers.write({"step": step, "loss": 0.5, "at_ms": 0.0})
 trackers.amend(first, {"held_out": 0.75})

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from trainer_stubs import SETTINGS, FakeHub, tiny_files, tiny_model, training_run
+from trainer_stubs import SETTINGS, FakeHub, Killed, killing, tiny_files, tiny_model, training_run
 
 from shoal.errors import ResourceError, TrainingDiverged
 from shoal.models.tokenizer import TextTokenizer
@@ -24,16 +22,11 @@ from shoal.protocol import (
     pack_logprobs,
     pack_tokens,
 )
-from shoal.trainer import loop
 from shoal.trainer.archive import SCHEMA, RolloutArchive
 from shoal.trainer.shards import Actions
 
 TOKENIZER = TextTokenizer(tiny_files(tiny_model()))
 EOS = TOKENIZER.eos_token_id
-
-
-class Killed(BaseException):
-    """Stands for kill -9."""
 
 
 def group(unit: int, version: int, prompt: str, *completions: tuple[str, str, float]) -> TrainingGroup:
@@ -74,8 +67,9 @@ def archive(tmp_path: Path) -> RolloutArchive:
 def test_a_row_is_a_rollout_with_its_texts_tokens_and_reward(archive: RolloutArchive) -> None:
     path = archive.write(*STEP_7)
     assert path.name == "step-00007.parquet"
-    table = pq.read_table(path)
+    table, chunks = pq.read_table(path), pq.ParquetFile(path).metadata.row_group(0)
     assert table.schema.equals(SCHEMA)
+    assert {chunks.column(index).compression for index in range(chunks.num_columns)} == {"ZSTD"}
     rows = table.to_pylist()
     assert rows[0] == {
         "step": 7, "unit": 40, "sample": 0, "task": "sort/40", "node": "node-40", "version": 6, "staleness": 1,
@@ -87,16 +81,6 @@ def test_a_row_is_a_rollout_with_its_texts_tokens_and_reward(archive: RolloutArc
     assert seen == [(40, 1, "node-40", 1, ""), (41, 0, "node-41", 0, "0 2 ")]
     assert (rows[1]["token_ids"], rows[2]["logprobs"]) == ([EOS], [-0.5, -1.0, -1.5, -2.0])
     assert (rows[2]["prompt"], rows[2]["finish"], rows[2]["reward"]) == ("2 0=", "length", 0.25)
-
-
-def test_the_columns_are_those_that_are_promised_and_compressed(archive: RolloutArchive) -> None:
-    file = pq.ParquetFile(archive.write(*STEP_7))
-    assert file.schema_arrow.names == [
-        "step", "unit", "sample", "task", "node", "version", "staleness", "prompt", "completion", "prompt_ids",
-        "token_ids", "logprobs", "given", "finish", "reward",
-    ]  # fmt: skip
-    chunks = file.metadata.row_group(0)
-    assert {chunks.column(index).compression for index in range(chunks.num_columns)} == {"ZSTD"}
 
 
 def test_a_step_without_a_group_is_a_file_without_rows_of_the_same_schema(archive: RolloutArchive) -> None:
@@ -119,27 +103,6 @@ def test_what_a_killed_trainer_left_half_written_is_removed(archive: RolloutArch
     (archive.folder / ".step-00008.parquet.123.ab").write_bytes(b"PAR1")
     archive.open()
     assert list(archive.folder.iterdir()) == [path]
-
-
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
-    archive: RolloutArchive, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ResourceError, match=r"cannot write .*step-00007\.parquet: the disk is full: free some space"):
-        archive.write(*STEP_7)
-    assert list(archive.folder.iterdir()) == []
-
-
-def test_a_folder_that_is_none_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").write_text("")
-    with pytest.raises(ResourceError, match="a part of the path is a file"):
-        RolloutArchive(tmp_path / "rollouts", TOKENIZER.decode).open()
-
-
-# ── in a run ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -167,17 +130,11 @@ def test_every_step_of_a_run_has_its_file(whole: Path) -> None:
 
 @pytest.mark.parametrize(("where", "number"), [("report", 1), ("batch", 2), ("announce", 2)])
 def test_killed_and_replayed_the_files_are_the_same_to_the_byte(
-    tmp_path: Path, whole: Path, where: str, number: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, whole: Path, where: str, number: int
 ) -> None:
     """Checkpoints are far apart, so that the resumed trainer goes through written-down batches again."""
-    monkeypatch.setattr(loop, "POLL_S", 0.05)
     settings, hub = SETTINGS.model_copy(update={"checkpoint_every": 3, "keep_best": 0}), FakeHub(3)
-
-    def kill(reached: int) -> None:
-        if reached == number:
-            raise Killed
-
-    hub.before[where] = kill
+    hub.before[where] = killing(number)
     with pytest.raises(Killed):
         training_run(tmp_path, hub, settings)[0].run()
     assert "step-00000.parquet" in files_of(tmp_path)

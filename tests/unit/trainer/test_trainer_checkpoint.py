@@ -1,4 +1,4 @@
-"""Checkpoints: exact, atomic, bounded, and never believed when damaged."""
+"""Checkpoints: exact, atomic, bounded, never believed when damaged; the copies that they are made of."""
 
 from __future__ import annotations
 
@@ -10,16 +10,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_stubs import RUN, learner, make_group, same, tiny_files, tiny_model, weights
+from safetensors.torch import load_file
+from trainer_stubs import (
+    RUN,
+    SETTINGS,
+    learner,
+    make_group,
+    same,
+    stored_in,
+    tiny_files,
+    tiny_loaded,
+    tiny_model,
+    weights,
+)
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import CheckpointError, ModelError, ResourceError
 from shoal.protocol import TrainingGroup
 from shoal.runtime.files import write_atomically
 from shoal.trainer import checkpoint
-from shoal.trainer.checkpoint import CheckpointStore, restore
+from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, CopyStream, restore
 from shoal.trainer.folder import Progress
-from shoal.trainer.learner import Learner
+from shoal.trainer.learner import Learner, new_learner
+from shoal.trainer.ranks import Ranks
+from shoal.trainer.settings import LoraSettings
+from shoal.trainer.shards import ShardedCopies
 from shoal.trainer.step import StepWork, train_step
 
 
@@ -43,10 +58,8 @@ def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, groups: list[Tra
     train(whole, groups, range(2, 4))
 
     resumed = learner(seed=9, tie_word_embeddings=tied)  # other weights: everything must come from the checkpoint
-    stored = store.newest()
-    assert stored is not None
-    assert stored.progress == Progress(RUN, 2, 0)
-    restore(resumed, stored)
+    assert stored_in(tmp_path).progress == Progress(RUN, 2, 0)
+    restore(resumed, stored_in(tmp_path))
     train(resumed, groups, range(2, 4))
     assert same(weights(whole), weights(resumed))
 
@@ -61,8 +74,7 @@ def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(
     parts = sorted(path.name for path in folder.glob("training*"))
     assert parts == [f"training-{number + 1:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))]
     assert len(parts) > 2
-    stored = CheckpointStore(tmp_path, 1).newest()
-    assert stored is not None
+    stored = stored_in(tmp_path)
     restore(other, stored)
     assert same(weights(other), weights(made))
     assert same(other.moments(), made.moments())
@@ -76,8 +88,7 @@ def test_generators_are_restored(tmp_path: Path) -> None:
     torch.manual_seed(3)
     CheckpointStore(tmp_path, 1).save(made, Progress(RUN, 0), {})
     first = torch.rand(4)
-    stored = CheckpointStore(tmp_path, 1).newest()
-    assert stored is not None
+    stored = stored_in(tmp_path)
     restore(made, stored)
     assert torch.equal(torch.rand(4), first)
 
@@ -130,9 +141,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
     folder = copy_of(two_saved, tmp_path / "checkpoints")
     damage(folder / "2.0" / name)
     with caplog.at_level(logging.WARNING):
-        stored = CheckpointStore(folder, 2).newest()
-    assert stored is not None
-    assert stored.progress.version == 1
+        assert stored_in(folder).progress.version == 1
     assert "2.0 is damaged" in caplog.text
     assert name in caplog.text
     assert "falling back" in caplog.text
@@ -149,9 +158,7 @@ def test_when_all_are_damaged_it_says_what_to_do(two_saved: Path, tmp_path: Path
 def test_a_renamed_or_newer_checkpoint_is_refused(two_saved: Path, tmp_path: Path) -> None:
     folder = copy_of(two_saved, tmp_path / "checkpoints")
     (folder / "2.0").rename(folder / "7.0")
-    stored = CheckpointStore(folder, 2).newest()
-    assert stored is not None
-    assert stored.progress.version == 1
+    assert stored_in(folder).progress.version == 1
     content = json.loads((folder / "1.0" / "checkpoint.json").read_text())
     content = {key: value for key, value in content.items() if key != "hash"} | {"format": 99}
     content["hash"] = checkpoint._content_hash(content)
@@ -165,18 +172,14 @@ def test_old_ones_are_removed_and_the_order_is_by_number(tmp_path: Path) -> None
     for version, incarnation in [(8, 0), (9, 0), (10, 0), (10, 1)]:
         store.save(made, Progress(RUN, version, incarnation), {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10.0", "10.1"]
-    stored = store.newest()
-    assert stored is not None
-    assert stored.progress == Progress(RUN, 10, 1)
+    assert stored_in(tmp_path).progress == Progress(RUN, 10, 1)
 
 
 def test_saving_again_replaces_a_damaged_one(tmp_path: Path) -> None:
     made, store = learner(), CheckpointStore(tmp_path, keep=2)
     flip(store.save(made, Progress(RUN, 3), {}) / "model.safetensors")
     store.save(made, Progress(RUN, 3), {})
-    stored = store.newest()
-    assert stored is not None
-    assert stored.progress.version == 3
+    assert stored_in(tmp_path).progress.version == 3
     assert [path.name for path in tmp_path.iterdir()] == ["3.0"]
 
 
@@ -193,9 +196,7 @@ def test_a_crash_while_saving_leaves_the_one_before(tmp_path: Path, monkeypatch:
     with pytest.raises(ResourceError, match="the disk is full"):
         store.save(made, Progress(RUN, 2), {})
     monkeypatch.undo()
-    stored = store.newest()
-    assert stored is not None
-    assert stored.progress.version == 1
+    assert stored_in(tmp_path).progress.version == 1
     store.save(made, Progress(RUN, 2), {})  # what was left half-written is swept away
     assert [path.name for path in tmp_path.iterdir()] == ["2.0"]
 
@@ -230,20 +231,8 @@ def test_stray_files_among_the_checkpoints_are_no_trouble(tmp_path: Path) -> Non
     assert store.newest() is None
     for version in (1, 2):
         store.save(made, Progress(RUN, version), {})
-    stored = store.newest()
-    assert stored is not None
+    stored = stored_in(tmp_path)
     assert (stored.progress.version, store.places()) == (2, [(2, 0), (1, 0)])
-
-
-def test_what_cannot_be_swept_away_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".saving-1.0").mkdir()
-
-    def refused(_path: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(checkpoint.CheckpointStore, "_sweep", lambda store: refused(store.folder))
-    with pytest.raises(ResourceError, match="permission denied"):
-        CheckpointStore(tmp_path, 1).save(learner(), Progress(RUN, 2), {})
 
 
 def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
@@ -255,9 +244,155 @@ def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 1)
     store.save(learner(num_hidden_layers=1), Progress(RUN, 0), {})
-    stored, made = store.newest(), learner()
-    assert stored is not None
+    stored, made = stored_in(tmp_path), learner()
     before = weights(made)
     with pytest.raises(ModelError, match="another model"):
         restore(made, stored)
     assert same(before, weights(made))
+
+
+def train_one(made: Learner, step: int) -> None:
+    groups = [make_group(unit, 0, made.model) for unit in range(2)]
+    train_step(made, StepWork(step, groups, temperature=1.0, max_staleness=99))
+
+
+def test_a_copy_does_not_follow_the_model(tmp_path: Path) -> None:
+    made = learner()
+    train_one(made, 0)
+    copied = Copies().take(made, with_training=True)
+    assert copied.captured is not None
+    copied.captured[TRAINING](tmp_path / "before")
+    before = {name: value.clone() for name, value in copied.weights.items()}
+    train_one(made, 1)
+    torch.rand(1)
+    copied.captured[TRAINING](tmp_path / "after")
+    assert same(copied.weights, before)
+    assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()
+    assert not same(copied.weights, weights(made))
+
+
+def test_the_next_copy_uses_the_same_memory() -> None:
+    made, copies = learner(), Copies()
+    first = copies.take(made, with_training=False)
+    train_one(made, 0)
+    second = copies.take(made, with_training=True)
+    assert {value.data_ptr() for value in first.weights.values()} == {
+        value.data_ptr() for value in second.weights.values()
+    }
+    assert same(second.weights, weights(made))
+
+
+def test_weights_are_copied_as_they_are_published_and_as_they_are_saved(tmp_path: Path) -> None:
+    made, copies = learner(settings=SETTINGS.model_copy(update={"publish_dtype": "bfloat16"})), Copies()
+    train_one(made, 0)
+    exact = weights(made)
+    for with_training in (False, True):
+        copied = copies.take(made, with_training)
+        assert same(copied.weights, {name: value.bfloat16() for name, value in exact.items()})
+    assert copied.captured is not None
+    copied.captured[MODEL](tmp_path / MODEL)
+    assert same(load_file(tmp_path / MODEL), exact)
+
+
+def test_adapters_are_copied_exactly_since_they_are_merged_when_they_are_exported() -> None:
+    lora = LoraSettings(rank=2, targets=("q_proj",))
+    settings = SETTINGS.model_copy(update={"publish_dtype": "bfloat16", "lora": lora})
+    copied = Copies().take(new_learner(tiny_loaded(settings).model, settings), with_training=False)
+    assert {value.dtype for value in copied.weights.values()} == {torch.float32}
+
+
+class Late(CopyStream):
+    """A device whose copies arrive as late as they may: when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.begun.append((target.zero_(), source))
+
+    def wait(self) -> None:
+        for target, source in self.begun:
+            target.copy_(source)
+        self.begun.clear()
+
+    before_update = wait
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    transfer = Late()
+    monkeypatch.setattr(Copies, "_new_stream", lambda *_: transfer)
+    return transfer
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_taking_a_copy_waits_for_nothing(late: Late, sharded: bool) -> None:
+    copies = ShardedCopies(Ranks()) if sharded else Copies()
+    copied = copies.take(made := learner(), with_training=False)
+    assert len(late.begun) == len(copied.weights)
+    copied.arrived()
+    assert same(copied.weights, weights(made))
+
+
+def test_an_update_does_not_change_a_copy_that_is_on_its_way(late: Late, tmp_path: Path) -> None:
+    made, copies = learner(), Copies()
+    train_one(made, 0)
+    before = weights(made)
+    moments = {f"{MOMENTS}{name}": value.clone() for name, value in made.moments().items()}
+    copied = copies.take(made, with_training=True)
+    train_one(made, 1)
+    assert not late.begun
+    assert not same(weights(made), before)
+    assert same(copied.weights, before)
+    assert copied.captured is not None
+    copied.captured[TRAINING](tmp_path / TRAINING)
+    saved = load_file(tmp_path / TRAINING)
+    assert same({name: value for name, value in saved.items() if name.startswith(MOMENTS)}, moments)
+
+
+def test_the_memory_of_a_checkpoint_is_there_before_there_are_moments() -> None:
+    made, copies = learner(), Copies()
+    copies.take(made, with_training=True)
+    copies._reserve(made)
+    reserved = {name: value.data_ptr() for (name, _), value in copies._memory.items()}
+    train_one(made, 0)
+    copies.take(made, with_training=True)
+    later = {name: value.data_ptr() for (name, _), value in copies._memory.items()}
+    assert {name for name in later if name not in reserved} == {name for name in later if name.endswith("/step")}
+    assert all(later[name] == where for name, where in reserved.items())
+
+
+def test_weights_that_are_not_trained_are_copied_once() -> None:
+    made, copies = learner(), Copies()
+    made.model.lm_head.weight.requires_grad_(False)
+    first = copies.take(made, with_training=False).weights["lm_head.weight"].clone()
+    with torch.no_grad():
+        made.model.lm_head.weight.add_(1)  # nobody does this; it shows who looks
+        made.model.model.norm.weight.add_(1)
+    second = copies.take(made, with_training=False).weights
+    assert torch.equal(second["lm_head.weight"], first)
+    assert torch.equal(second["model.norm.weight"], made.model.model.norm.weight)
+
+
+def test_a_checkpoint_of_a_copy_is_one_of_the_moment_it_was_taken(tmp_path: Path) -> None:
+    made, store = learner(), CheckpointStore(tmp_path, 1)
+    train_one(made, 0)
+    captured = Copies().take(made, with_training=True).captured
+    assert captured is not None
+    train_one(made, 1)
+    expected = weights(made)
+    store.write(captured, Progress(RUN, 1), {})
+    stored, resumed = stored_in(tmp_path), learner(seed=9)
+    restore(resumed, stored)
+    train_one(resumed, 1)
+    assert same(weights(resumed), expected)
+
+
+def test_a_model_of_half_precision_is_copied_as_its_masters() -> None:
+    memory = SETTINGS.memory.model_copy(update={"precision": "bfloat16"})
+    made = learner(SETTINGS.model_copy(update={"memory": memory}))
+    train_one(made, 0)
+    copied = Copies().take(made, with_training=True)
+    assert {value.dtype for value in copied.weights.values()} == {torch.float32}
+    name = "model.norm.weight"
+    assert torch.equal(copied.weights[name].to(torch.bfloat16), made.model.get_parameter(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,19 +45,14 @@ def test_transformers_loads_it_and_gets_the_same_logits(tmp_path: Path, tied: bo
     assert tokenizer.decode(tokenizer("3142=")["input_ids"]) == "3142="
 
 
-def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
-    made = learner()
-    loaded = AutoModelForCausalLM.from_pretrained(export(made, tmp_path / "export", "bfloat16"))
-    assert loaded.dtype == torch.bfloat16
-    assert torch.equal(loaded.lm_head.weight, made.model.lm_head.weight.to(torch.bfloat16))
-
-
 def test_the_card_says_where_the_model_came_from(tmp_path: Path) -> None:
     folder = export(learner(), tmp_path / "export")
     card = (folder / "README.md").read_text()
     for fact in (RUN, "12 (incarnation 1)", "tiny", "sort", "cd" * 32, "99 / `" + "ef" * 32, "| held_out | 0.875 |"):
         assert fact in card
     assert card.startswith("---\nlibrary_name: transformers")
+    read = HubCard.load(folder / "README.md").data
+    assert (read.base_model, read.datasets, read.eval_results) == (None, None, None), "what the hub does not know"
     facts = json.loads((folder / "shoal.json").read_text())
     assert facts["ledger_head"]["index"] == 99
     assert facts["progress"] == {"run": RUN, "version": 12, "incarnation": 1}
@@ -118,21 +114,6 @@ def test_what_a_kill_left_half_written_is_swept_away(tmp_path: Path) -> None:
     assert not (export(learner(), tmp_path / "out") / HIDDEN).exists()
 
 
-@pytest.mark.parametrize(
-    "mark", ["hi", "[]", "{}", '{"progress": 3}', '{"progress": {"run": "r", "version": true, "incarnation": 0}}', None]
-)
-def test_a_file_called_as_the_mark_is_makes_no_export(tmp_path: Path, mark: str | None) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "precious.txt").write_text("mine")
-    if mark is None:
-        (tmp_path / "mine" / "shoal.json").mkdir()
-    else:
-        (tmp_path / "mine" / "shoal.json").write_text(mark)
-    with pytest.raises(ConfigError, match="is not an export of shoal; choose another folder"):
-        export(learner(), tmp_path / "mine")
-    assert (tmp_path / "mine" / "precious.txt").read_text() == "mine"
-
-
 def test_a_list_of_files_that_somebody_edited_removes_nothing_elsewhere(tmp_path: Path) -> None:
     folder = export(learner(), tmp_path / "out")
     (tmp_path / "precious.txt").write_text("mine")
@@ -151,19 +132,6 @@ def test_another_card_keeps_the_list_of_files(tmp_path: Path) -> None:
     assert json.loads((folder / "shoal.json").read_text())["files"] == listed
 
 
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_what_is_not_an_export_is_never_overwritten(tmp_path: Path, kind: str) -> None:
-    target = tmp_path / "mine"
-    if kind == "folder":
-        target.mkdir()
-        (target / "notes.txt").write_text("mine")
-    else:
-        target.write_text("mine")
-    with pytest.raises(ConfigError, match="choose another folder"):
-        export(learner(), target)
-    assert (target / "notes.txt" if kind == "folder" else target).read_text() == "mine"
-
-
 def test_a_checkpoint_can_be_exported_at_any_time_without_a_hub(tmp_path: Path) -> None:
     made = learner()
     CheckpointStore(tmp_path / "checkpoints", 1).save(made, Progress(RUN, 3), tiny_files(made.model))
@@ -178,11 +146,6 @@ def test_a_checkpoint_can_be_exported_at_any_time_without_a_hub(tmp_path: Path) 
     assert facts["metrics"] == latest_metrics(metrics, 3) == {"reward_mean": 0.5, "held_out": 0.75}
     assert facts["base_model"] == "tiny"
     assert export_checkpoint(tmp_path, tmp_path / "bare").is_dir()
-
-
-def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint in"):
-        export_checkpoint(tmp_path, tmp_path / "out")
 
 
 SCORES = {0: 0.1, 2: 0.8, 4: 0.3, 6: 0.9}
@@ -229,13 +192,6 @@ def test_a_version_that_is_not_kept_is_refused_with_those_that_are(trained: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_the_best_of_none_that_was_measured_is_refused(tmp_path: Path) -> None:
-    made = learner()
-    CheckpointStore(tmp_path / "checkpoints", 1).save(made, Progress(RUN, 3), tiny_files(made.model))
-    with pytest.raises(ConfigError, match=r"has a held-out score yet .* leaving out --best"):
-        export_checkpoint(tmp_path, tmp_path / "out", which="best")
-
-
 def test_a_trainer_that_goes_on_may_remove_what_is_being_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,29 +236,39 @@ def test_the_card_is_one_that_the_hugging_face_hub_reads(tmp_path: Path) -> None
         assert line in text
 
 
-def test_what_the_hub_does_not_know_is_not_in_the_front_matter(tmp_path: Path) -> None:
-    read = HubCard.load(export(learner(), tmp_path / "export") / "README.md").data
-    assert read.base_model is None
-    assert read.datasets is None
-    assert read.eval_results is None
+@pytest.mark.parametrize(
+    "mark", ["hi", "[]", "{}", '{"progress": 3}', '{"progress": {"run": "r", "version": true, "incarnation": 0}}', None]
+)
+def test_a_folder_without_a_whole_mark_is_never_overwritten(tmp_path: Path, mark: str | None) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious.txt").write_text("mine")
+    if mark is not None:
+        (tmp_path / "mine" / "shoal.json").write_text(mark)
+    for target in (tmp_path / "mine", tmp_path / "mine" / "precious.txt"):
+        with pytest.raises(ConfigError, match="is not an export of shoal; choose another folder"):
+            export(learner(), target)
+    assert (tmp_path / "mine" / "precious.txt").read_text() == "mine"
 
 
-def test_a_model_of_demonstrations_does_not_claim_rollouts() -> None:
-    text = ModelCard(Progress(RUN, 1), trained_on="demonstrations").as_readme("float32")
-    assert "imitate demonstrations" in text
-    assert "reinforcement" not in text
-    assert "ledger" not in text, "there is none"
+def test_without_a_checkpoint_or_a_score_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        export_checkpoint(tmp_path, tmp_path / "out")
+    made = learner()
+    CheckpointStore(tmp_path / "checkpoints", 1).save(made, Progress(RUN, 3), tiny_files(made.model))
+    with pytest.raises(ConfigError, match=r"has a held-out score yet .* leaving out --best"):
+        export_checkpoint(tmp_path, tmp_path / "out", which="best")
 
 
-def test_the_model_that_a_run_began_with_does_not_claim_training() -> None:
-    facts = training_facts(TrainerSettings())
-    text = ModelCard(Progress(RUN, 0), base_model="begun", training=facts).as_readme("float32")
-    assert "before any training" in text
-    for claim in ("reinforcement", "## Training", "Trained by"):
-        assert claim not in text
-
-
-def test_a_model_of_ones_own_is_named_in_words() -> None:
-    text = ModelCard(Progress(RUN, 1), base_model="begun").as_readme("float32")
-    assert "| trained from | begun (a local model, not one of the Hugging Face hub: " in text
-    assert "\nbase_model:" not in text
+@pytest.mark.parametrize(
+    ("card", "said", "unsaid"),
+    [
+        pytest.param({"trained_on": "demonstrations"}, "imitate demonstrations", ("reinforcement", "ledger"), id="sft"),
+        pytest.param({}, "before any training", ("reinforcement", "## Training", "Trained by"), id="untrained"),
+        pytest.param({"base_model": "begun"}, "begun (a local model, not one of", ("\nbase_model:",), id="local base"),
+    ],
+)
+def test_a_card_claims_no_more_than_there_is(card: dict[str, Any], said: str, unsaid: tuple[str, ...]) -> None:
+    made = ModelCard(Progress(RUN, 1 if card else 0), training=training_facts(TrainerSettings()), **card)
+    text = made.as_readme("float32")
+    assert said in text
+    assert not [claim for claim in unsaid if claim in text]

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, learner, same, training_run, weights
+from trainer_stubs import (
+    KEY,
+    RUN,
+    SETTINGS,
+    FakeHub,
+    Killed,
+    killing,
+    learner,
+    rows_of,
+    same,
+    stored_in,
+    training_run,
+    weights,
+)
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import CheckpointError, ConfigError, DeadlineExceeded, ProtocolError, ResourceError, TrainingDiverged
@@ -17,7 +29,6 @@ from shoal.protocol import BatchReply, TrainingBatch
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
-from shoal.trainer import loop
 from shoal.trainer.checkpoint import CheckpointStore
 from shoal.trainer.folder import Progress
 from shoal.trainer.settings import TrainerSettings
@@ -25,19 +36,6 @@ from shoal.trainer.step import StepWork, train_step
 
 STEPS = 4
 SPARSE = SETTINGS.model_copy(update={"checkpoint_every": 3, "keep_best": 0})
-
-
-class Killed(BaseException):
-    """Stands for kill -9: nothing in the trainer may catch it."""
-
-
-def rows_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "trainer" / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "POLL_S", 0.05)  # how soon a failed publication is noticed
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +91,9 @@ def test_the_end_is_an_export_that_transformers_loads(whole) -> None:
 
 def kill_and_resume(folder: Path, where: str, number: int, settings: TrainerSettings) -> tuple[dict, FakeHub]:
     hub = FakeHub(STEPS)
-
-    def kill(reached: int) -> None:
-        if reached == number:
-            raise Killed
-
-    hub.before[where] = kill
-    run, _ = training_run(folder, hub, settings)
+    hub.before[where] = killing(number)
     with pytest.raises(Killed):
-        run.run()
+        training_run(folder, hub, settings)[0].run()
     hub.before.clear()
     resumed, made = training_run(folder, hub, settings)
     resumed.run()
@@ -127,12 +119,7 @@ def test_killed_anywhere_and_resumed_gives_the_same_weights_bit_for_bit(
 def test_batches_since_the_last_checkpoint_are_replayed(tmp_path: Path) -> None:
     """With a checkpoint every three steps, a trainer killed in step 2 begins again at version 0."""
     hub, asked = FakeHub(STEPS), []
-
-    def kill(step: int) -> None:
-        if step == 2:
-            raise Killed
-
-    hub.before["rollouts"] = kill
+    hub.before["rollouts"] = killing(2)
     with pytest.raises(Killed):
         training_run(tmp_path, hub, SPARSE)[0].run()
     hub.before["rollouts"] = asked.append
@@ -142,7 +129,7 @@ def test_batches_since_the_last_checkpoint_are_replayed(tmp_path: Path) -> None:
 
 def test_a_lost_trainer_folder_is_replayed_from_the_hubs_batches(tmp_path: Path, whole) -> None:
     hub = FakeHub(STEPS)
-    hub.before["report"] = lambda step: (_ for _ in ()).throw(Killed) if step == 2 else None
+    hub.before["report"] = killing(2)
     with pytest.raises(Killed):
         training_run(tmp_path, hub)[0].run()
     hub.before.clear()
@@ -155,7 +142,7 @@ def test_a_lost_trainer_folder_is_replayed_from_the_hubs_batches(tmp_path: Path,
 
 def test_a_damaged_newest_checkpoint_costs_a_replay_and_nothing_else(tmp_path: Path, whole, caplog) -> None:
     hub = FakeHub(STEPS)
-    hub.before["batch"] = lambda step: (_ for _ in ()).throw(Killed) if step == 3 else None
+    hub.before["batch"] = killing(3)
     with pytest.raises(Killed):
         training_run(tmp_path, hub)[0].run()
     hub.before.clear()
@@ -174,7 +161,7 @@ def test_a_digest_that_cannot_be_reproduced_begins_a_new_incarnation(
     tmp_path: Path, origin_lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = FakeHub(STEPS)
-    hub.before["batch"] = lambda step: (_ for _ in ()).throw(Killed) if step == 2 else None
+    hub.before["batch"] = killing(2)
     with pytest.raises(Killed):
         training_run(tmp_path, hub)[0].run()
     hub.before.clear()
@@ -185,8 +172,7 @@ def test_a_digest_that_cannot_be_reproduced_begins_a_new_incarnation(
         training_run(tmp_path, hub)[0].run()
     assert sorted(hub.policies) == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 3), (1, 4)]
     assert "incarnation 1" in caplog.text
-    stored = CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).newest()
-    assert stored is not None
+    stored = stored_in(tmp_path / "trainer" / "checkpoints")
     assert stored.progress == Progress(RUN, STEPS, 1)
     # and once more: the new incarnation is continued, not left
     training_run(tmp_path, hub)[0].run()
@@ -204,7 +190,7 @@ def _move_weights(folder: Path) -> None:
 def test_a_version_that_only_the_origin_has_seen_is_reconciled_too(tmp_path: Path) -> None:
     """Killed between publish and announce of version 2, and its weights do not come out the same again."""
     hub = FakeHub(STEPS)
-    hub.before["announce"] = lambda version: (_ for _ in ()).throw(Killed) if version == 2 else None
+    hub.before["announce"] = killing(2)
     with pytest.raises(Killed):
         training_run(tmp_path, hub)[0].run()
     hub.before.clear()
@@ -246,18 +232,17 @@ def test_every_row_says_when_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("killed_first", [False, True])
 def test_a_run_that_is_extended_keeps_the_score_of_its_former_end(tmp_path: Path, killed_first: bool) -> None:
     """Version 3 is measured because the run ends there; a run that goes on past it would not measure it."""
-    scores = iter([0.1, 0.2, 0.3, 0.4])  # versions 0, 2, 3, then 4: none is measured twice
-    first = FakeHub(3)
-    training_run(tmp_path, first, evaluate=lambda: next(scores))[0].run()
-    longer = FakeHub(4)
+    first, longer = FakeHub(3), FakeHub(4)
+    first.score = longer.score = {0: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}.get
+    training_run(tmp_path, first)[0].run()
     longer.policies = dict(first.policies)
     if killed_first:
-        longer.before["rollouts"] = lambda _step: (_ for _ in ()).throw(Killed)
+        longer.before["rollouts"] = killing(3)
         with pytest.raises(Killed):
-            training_run(tmp_path, longer, evaluate=lambda: next(scores))[0].run()
+            training_run(tmp_path, longer)[0].run()
         assert rows_of(tmp_path)[-1] == {"step": 3, "held_out": 0.3}
         longer.before.clear()
-    training_run(tmp_path, longer, evaluate=lambda: next(scores))[0].run()
+    training_run(tmp_path, longer)[0].run()
     rows = rows_of(tmp_path)
     assert [(row["step"], row.get("held_out")) for row in rows] == [(0, 0.1), (1, None), (2, 0.2), (3, 0.3), (4, 0.4)]
     assert "loss" in rows[3]
@@ -322,15 +307,16 @@ def test_divergence_never_ends_as_success(tmp_path: Path) -> None:
     assert list(hub.policies) == [(0, 0)]
 
 
-def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
-    CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(learner(), Progress("other-run", 0), {})
-    with pytest.raises(CheckpointError, match=r"belong to run other-run, the hub's run is test-"):
-        training_run(tmp_path, FakeHub(STEPS))[0].run()
-
-
-def test_a_hub_that_has_forgotten_versions_is_noticed(tmp_path: Path) -> None:
-    CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(learner(), Progress(RUN, 3), {})
-    with pytest.raises(CheckpointError, match=r"version 3, but the hub has seen version -1 at most; restore"):
+@pytest.mark.parametrize(
+    ("progress", "said"),
+    [
+        (Progress("other-run", 0), r"belong to run other-run, the hub's run is test-"),
+        (Progress(RUN, 3), r"version 3, but the hub has seen version -1 at most; restore"),
+    ],
+)
+def test_checkpoints_that_the_hub_cannot_know_are_refused(tmp_path: Path, progress: Progress, said: str) -> None:
+    CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(learner(), progress, {})
+    with pytest.raises(CheckpointError, match=said):
         training_run(tmp_path, FakeHub(STEPS))[0].run()
 
 
@@ -359,7 +345,6 @@ def test_the_policy_is_published_in_the_type_asked_for(tmp_path: Path) -> None:
     assert head.policy.version == 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trainer" / "export")
     assert loaded.dtype == torch.bfloat16
-    stored = CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).newest()
-    assert stored is not None
+    stored = stored_in(tmp_path / "trainer" / "checkpoints")
     assert stored.tensors()["lm_head.weight"].dtype == torch.float32  # the master copy keeps its precision
     assert torch.equal(loaded.lm_head.weight, stored.tensors()["lm_head.weight"].to(torch.bfloat16))

@@ -12,7 +12,6 @@ from trainer_stubs import (
     RUN,
     SETTINGS,
     FakeHub,
-    learner,
     make_group,
     same,
     tiny_files,
@@ -28,7 +27,7 @@ from shoal.models.lora import ADAPTER_FILE, AdapterShape
 from shoal.models.tokenizer import TextTokenizer
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
-from shoal.trainer import loop, shards
+from shoal.trainer import shards
 from shoal.trainer.checkpoint import Copies
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.publisher import views_of
@@ -40,11 +39,6 @@ STEPS = 3
 SHAPE = AdapterShape(rank=2, alpha=4.0, targets=("q_proj", "up_proj"))
 LORA = SETTINGS.model_copy(update={"lora": LoraSettings(rank=2, alpha=4.0, targets=SHAPE.targets)})
 ROUNDED = LORA.model_copy(update={"memory": MemorySettings(precision="bfloat16")})
-
-
-@pytest.fixture(autouse=True)
-def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "POLL_S", 0.05)
 
 
 def with_adapters(settings: TrainerSettings = LORA) -> tuple[Learner, dict[str, bytes]]:
@@ -139,18 +133,6 @@ def test_what_float32_has_saved_is_loaded_in_bfloat16_and_computed_with() -> Non
     made.load_state(saved)
     assert same(state_of(made), saved)
     assert all(torch.equal(made.model.state_dict()[name], value.to(torch.bfloat16)) for name, value in saved.items())
-
-
-def test_the_reference_is_the_base_and_costs_no_memory() -> None:
-    settings = LORA.model_copy(update={"objective": ObjectiveSettings(kl=0.5)})
-    made = with_adapters(settings)[0]
-    groups = [make_group(unit, 0, tiny_model()) for unit in range(3)]
-    first = train_step(made, StepWork(0, groups, temperature=1.0, max_staleness=0))
-    second = train_step(made, StepWork(1, groups, temperature=1.0, max_staleness=1))
-    assert made.reference is made.model
-    assert second["reference_kl"] > first["reference_kl"] >= 0
-    full = learner(SETTINGS.model_copy(update={"objective": ObjectiveSettings(kl=0.5)}))
-    assert full.reference is not full.model
 
 
 @pytest.mark.parametrize(("settings", "models"), [(LORA, 1), (SETTINGS, 2)])

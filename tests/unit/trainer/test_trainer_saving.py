@@ -1,4 +1,4 @@
-"""Saving and publishing beside training: in an order that a crash anywhere can rely on, and the best is kept."""
+"""Saving and publishing beside training, in an order that a crash anywhere can rely on; which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_stubs import SETTINGS, FakeHub, same, training_run, weights
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_stubs import SETTINGS, FakeHub, Killed, killing, same, training_run, weights
 
 from shoal.errors import ResourceError
 from shoal.runtime import crash
@@ -17,8 +19,8 @@ from shoal.runtime.files import write_atomically
 from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import origin
-from shoal.trainer import checkpoint, loop, publisher
-from shoal.trainer.folder import AWAITED
+from shoal.trainer import checkpoint, publisher
+from shoal.trainer.folder import AWAITED, Place, Retention, ranked
 from shoal.trainer.guards import GuardSettings
 
 STEPS = 3
@@ -36,15 +38,6 @@ def without_stops() -> GuardSettings:
 
 PLAIN = SETTINGS.model_copy(update={"guards": without_stops()})
 QUIET = PLAIN.model_copy(update={"evaluate_every": 0})
-
-
-class Killed(BaseException):
-    """Stands for kill -9: nothing in the trainer may catch it."""
-
-
-@pytest.fixture(autouse=True)
-def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "POLL_S", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +146,8 @@ def measured(folder: Path, scores: dict[int, float], steps: int = 8, **changes: 
         assert len(saved(folder)) <= most
 
     hub.before["announce"] = count
-    run, _ = training_run(folder, hub, settings, evaluate=lambda: scores[run.version])
-    run.run()
+    hub.score = scores.get
+    training_run(folder, hub, settings)[0].run()
     return hub
 
 
@@ -170,8 +163,8 @@ def test_a_finished_run_keeps_the_newest_and_the_best_and_none_that_only_guards_
     during: list[list[str]] = []
     hub, settings = FakeHub(8, max_staleness=1), SETTINGS.model_copy(update={"minibatches": 1})
     hub.before["announce"] = lambda _version: during.append(saved(tmp_path))
-    run, _ = training_run(tmp_path, hub, settings, evaluate=lambda: SCORES[run.version])
-    run.run()
+    hub.score = SCORES.get
+    training_run(tmp_path, hub, settings)[0].run()
     assert "0.0" in during[-1], "a guard that stops the run may need it"
     assert saved(tmp_path) == ["6.0", "7.0", "8.0"]
 
@@ -188,7 +181,8 @@ def test_versions_that_are_measured_are_saved_though_no_checkpoint_is_due(tmp_pa
 
 def test_scores_that_come_late_decide_all_the_same(tmp_path: Path) -> None:
     hub = FakeHub(8, max_staleness=1)
-    settings = PLAIN.model_copy(update={"evaluate_by": "validators", "minibatches": 1})
+    settings = PLAIN.model_copy(update={"minibatches": 1})
+    hub.score = lambda _version: None
     for version in SCORES:
         hub.measure(version, None, complete=False)
     # each is measured three steps after it went out
@@ -201,23 +195,82 @@ def test_scores_that_come_late_decide_all_the_same(tmp_path: Path) -> None:
 def test_after_a_resume_the_same_one_is_the_best(tmp_path: Path) -> None:
     hub = FakeHub(8, max_staleness=1)
     settings = PLAIN.model_copy(update={"minibatches": 1})
-    scores = {**SCORES, 6: 0.7}
-
-    def kill(step: int) -> None:
-        if step == 5:
-            raise Killed
-
-    hub.before["batch"] = kill
-    first, _ = training_run(tmp_path, hub, settings, evaluate=lambda: scores[first.version])
+    hub.score = {**SCORES, 6: 0.7}.get
+    hub.before["batch"] = killing(5)
     with pytest.raises(Killed):
-        first.run()
+        training_run(tmp_path, hub, settings)[0].run()
     assert "2.0" in saved(tmp_path)
     hub.before.clear()
-    second, _ = training_run(tmp_path, hub, settings, evaluate=lambda: scores[second.version])
-    second.run()
+    training_run(tmp_path, hub, settings)[0].run()
     assert saved(tmp_path) == ["2.0", "7.0", "8.0"]
 
 
 def test_without_it_only_the_newest_are_kept(tmp_path: Path) -> None:
     measured(tmp_path, SCORES, keep_best=0)
     assert saved(tmp_path) == ["7.0", "8.0"]
+
+
+EVERY = 5
+
+
+def is_measured(version: int) -> bool:
+    return version % EVERY == 0
+
+
+RULE = Retention(keep=2, keep_best=1, is_measured=is_measured)
+
+
+def after(versions: int, scores: dict[int, float], rule: Retention = RULE, delay: int = 0) -> list[int]:
+    """What is left when versions were saved one by one, and the score of each came `delay` versions later."""
+    left: set[Place] = set()
+    for version in range(versions):
+        known = {number: score for number, score in scores.items() if number + delay <= version}
+        left = rule.kept([*left, (version, 0)], known)
+    return sorted(version for version, _ in left)
+
+
+def test_the_newest_the_best_and_those_that_wait_for_their_score() -> None:
+    scores = {0: 0.1, 5: 0.7, 10: 0.6, 15: 0.2}
+    assert after(28, scores) == [5, 20, 25, 26, 27]
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4, 7])
+def test_the_best_is_kept_however_late_its_score_comes(delay: int) -> None:
+    scores = {0: 0.1, 5: 0.7, 10: 0.6, 15: 0.2, 20: 0.3}
+    assert after(34, scores, delay=delay)[0] == 5
+
+
+def test_of_equal_ones_the_newer_is_kept() -> None:
+    assert after(24, {0: 1.0, 5: 1.0, 10: 0.5, 15: 1.0, 20: 0.9}) == [15, 22, 23]
+
+
+def test_versions_that_nobody_ever_measures_do_not_pile_up() -> None:
+    assert after(100, {}) == [90, 95, 98, 99]
+
+
+def test_without_a_best_only_the_newest_are_kept() -> None:
+    assert after(12, {5: 1.0}, Retention(keep=3, is_measured=is_measured)) == [9, 10, 11]
+
+
+def test_a_version_of_two_incarnations_counts_once_and_as_the_newer_one() -> None:
+    places = [(5, 0), (5, 1), (7, 1), (8, 1)]
+    assert RULE.kept(places, {5: 0.9}) == {(5, 1), (7, 1), (8, 1)}
+    assert ranked(places, {5: 0.9, 7: 0.1}) == [(5, 1), (7, 1)]
+
+
+places_strategy = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), unique=True, max_size=30)
+scores_strategy = st.dictionaries(st.integers(0, 40), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=30)
+
+
+@given(places_strategy, scores_strategy, st.integers(1, 4), st.integers(0, 3))
+def test_bounded_stable_and_never_without_the_newest(
+    places: list[Place], scores: dict[int, float], keep: int, keep_best: int
+) -> None:
+    rule = Retention(keep, keep_best, is_measured)
+    kept = rule.kept(places, scores)
+    assert kept <= set(places)
+    assert len(kept) <= keep + keep_best + (AWAITED if keep_best else 0)
+    assert set(sorted(places, reverse=True)[:keep]) <= kept
+    assert rule.kept(sorted(kept), scores) == kept, "what is kept for a reason stays as long as nothing is learnt"
+    if keep_best:
+        assert set(ranked(places, scores)[:keep_best]) <= kept

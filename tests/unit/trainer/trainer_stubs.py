@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -43,6 +48,7 @@ from shoal.protocol import (
 )
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
+from shoal.trainer.checkpoint import CheckpointStore, StoredCheckpoint
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.loop import TrainingParts, TrainingRun
 from shoal.trainer.settings import TrainerSettings
@@ -53,9 +59,7 @@ RUN = "test-0123456789ab"
 KEY = SigningKey.from_seed(b"t" * 32)
 EOS = 1
 SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=EOS)
-SETTINGS = TrainerSettings(
-    learning_rate=1e-3, minibatches=2, evaluate_every=2, evaluate_by="trainer", batch_deadline_s=20, device="cpu"
-)
+SETTINGS = TrainerSettings(learning_rate=1e-3, minibatches=2, evaluate_every=2, batch_deadline_s=20, device="cpu")
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> Any:
@@ -126,18 +130,19 @@ def written_down(steps: int, max_staleness: int) -> list[list[TrainingGroup]]:
 
 
 class FakeHub:
-    """In place of `HubClient`. Batches are fixed in advance, as a hub's are once written down.
-
-    `before[name]` is called, with the step or version, before a call is served: a test raises or stops there.
-    """
+    """In place of `HubClient`. Batches are fixed in advance, as a hub's are once written down. `before[name]` is
+    called, with the step or version, before a call is served: a test raises or stops there. `score` is what validators
+    measure of each version that is due, as soon as it is announced; None: they never come."""
 
     def __init__(self, steps: int = 4, max_staleness: int = 0) -> None:
         self.steps, self.max_staleness = steps, max_staleness
         self.policies: dict[tuple[int, int], str] = {}
         self.reports: dict[int, dict[str, float]] = {}
+        self.alarms: dict[int, dict[str, str]] = {}
         self.before: dict[str, Callable[[int], None]] = {}
         self.waiting = "3 more groups"
         self.evaluated: dict[int, Evaluation] = {}
+        self.score: Callable[[int], float | None] = lambda _version: 0.25
         self.sampled_reward: float | None = 0.625
         self._arrived = threading.Condition()
         self._groups = written_down(steps, max_staleness)
@@ -178,6 +183,8 @@ class FakeHub:
         with self._arrived:
             if self.policies.setdefault((ref.incarnation, ref.version), ref.digest) != ref.digest:
                 raise HubRefused(409, "policy.digest", f"policy {ref.label} has another digest")
+            if (ref.version % 2 == 0 or ref.version == self.steps) and (score := self.score(ref.version)) is not None:
+                self.measure(ref.version, score)
             self._arrived.notify_all()
         self._hook("announced", ref.version)
 
@@ -211,6 +218,7 @@ class FakeHub:
     def report(self, report: StepReport) -> None:
         self._hook("report", report.step)
         self.reports[report.step] = report.metrics
+        self.alarms |= {report.step: report.alarms} if report.alarms else {}
 
     def evaluations(self, since: int) -> EvaluationPage:
         """What `evaluated` says of the versions from `since` on."""
@@ -225,6 +233,54 @@ class FakeHub:
         )
 
 
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the trainer may catch it."""
+
+
+def killing(number: int) -> Callable[[int], None]:
+    """For `FakeHub.before`: the process dies when that step or version is reached."""
+
+    def kill(reached: int) -> None:
+        if reached == number:
+            raise Killed
+
+    return kill
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "trainer" / "metrics.jsonl").read_text().splitlines()]
+
+
+def changed(**values: Any) -> TrainerSettings:
+    return TrainerSettings.model_validate({**SETTINGS.model_dump(), **values})
+
+
+def stored_in(folder: Path) -> StoredCheckpoint:
+    """The newest checkpoint of a folder of checkpoints."""
+    stored = CheckpointStore(folder, 2).newest()
+    assert stored is not None
+    return stored
+
+
+def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings) -> list[tuple[int, str]]:
+    """All processes of a group of ranks, from start to end: exit code and output of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = Path(__file__).with_name("rank_program.py")
+    command = [sys.executable, str(program), str(folder), str(steps), settings.model_dump_json()]
+    each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ranks = [subprocess.Popen(command, env=environment, **piped) for environment in each]
+    try:
+        said = [rank.communicate(timeout=240)[0].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+
+
 def training_run(
     folder: Path, hub: FakeHub, settings: TrainerSettings = SETTINGS, stop: StopToken | None = None, **parts: Any
 ) -> tuple[TrainingRun, Learner]:
@@ -232,6 +288,6 @@ def training_run(
     made = learner(settings)
     given: dict[str, Any] = {
         "folder": folder / "trainer", "hub": hub, "origin": Origin(folder / "origin", RUN, KEY), "learner": made,
-        "files": tiny_files(made.model), "key": KEY, "evaluate": lambda: 0.25, "base_model": "tiny",
+        "files": tiny_files(made.model), "key": KEY, "base_model": "tiny",
     }  # fmt: skip
     return TrainingRun(TrainingParts(**{**given, **parts}), stop or StopToken()), made

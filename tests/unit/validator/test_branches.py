@@ -15,7 +15,7 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.submission import submission_of
 from shoal.errors import ResourceError, ScoringFailure
 from shoal.protocol import Lease, Outcome, RolloutReward, Severity
-from shoal.protocol.branches import Branches, GainEvidence
+from shoal.protocol.verdict import Branches, GainEvidence
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import uniforms
 from shoal.validator import branches

@@ -28,8 +28,7 @@ from shoal.protocol import (
     UnitStory,
     fingerprint,
 )
-from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
-from shoal.protocol.story import MAX_NODES_PER_PAGE
+from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE, MAX_NODES_PER_PAGE
 
 router = APIRouter()
 

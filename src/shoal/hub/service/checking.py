@@ -20,7 +20,6 @@ from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.reputation import NEWER, STEERED, Suspicion
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol.branches import look_share
 from shoal.protocol.codec import pack
 from shoal.protocol.signing import SignedDocument, open_document
 from shoal.protocol.verdict import (
@@ -34,6 +33,7 @@ from shoal.protocol.verdict import (
     Verdict,
     VerdictReply,
     VerdictReport,
+    look_share,
 )
 from shoal.runtime.crash import point
 

@@ -18,8 +18,8 @@ from shoal.hub.state import evaluations
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import EvaluationRow, Moment, NodeRow
 from shoal.hub.storage import Writer
-from shoal.protocol.evaluation import EvaluationPage, EvaluationReport, EvaluationSlice, EvaluationTask
 from shoal.protocol.signing import SignedDocument, open_document, sign_document
+from shoal.protocol.verdict import EvaluationPage, EvaluationReport, EvaluationSlice, EvaluationTask
 
 MOST_VERSIONS = 1024
 

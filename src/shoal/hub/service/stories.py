@@ -20,8 +20,16 @@ from shoal.hub.storage import Reader
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
 from shoal.protocol.node import NodeState
 from shoal.protocol.signing import SignedDocument
-from shoal.protocol.status import Evidence, EvidencePage, LedgerEntry
-from shoal.protocol.story import LeaseStory, NodePage, NodeStory, SubmissionStory, UnitStory
+from shoal.protocol.status import (
+    Evidence,
+    EvidencePage,
+    LeaseStory,
+    LedgerEntry,
+    NodePage,
+    NodeStory,
+    SubmissionStory,
+    UnitStory,
+)
 from shoal.protocol.verdict import Outcome
 from shoal.runtime.text import count_of
 

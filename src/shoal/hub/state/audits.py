@@ -32,7 +32,7 @@ from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, Uni
 from shoal.hub.state.rows import Filled, Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
 from shoal.protocol import Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
-from shoal.protocol.branches import Branches
+from shoal.protocol.verdict import Branches
 
 DECIDED = "verdict.decided"
 PULLED = "node.failed"

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import Calibration, Message, PolicyRef
-from shoal.protocol.calibration import MAX_KINDS, format_of
+from shoal.protocol.lease import MAX_KINDS, format_of
 
 
 class InForce(Message):

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.hub.state.commands import Refusal
-from shoal.protocol.admin import MAX_RELAYS, AdminAction, AdminVerb
-from shoal.protocol.node import RoleCertificate
+from shoal.protocol.node import MAX_RELAYS, AdminAction, AdminVerb, RoleCertificate
 from shoal.protocol.signing import MAX_SKEW_MS, Message, SignedDocument, open_document
 from shoal.protocol.status import Conduct, OwnerOrders
 

@@ -26,7 +26,7 @@ It protects no cheat: unsure work is neither trained on nor paid, gets its node 
 attempts a validator generates the unit. Certain failures ban as ever, and so do better rewards than the seeds'
 branches: no driver knows the reward.
 
-Gains: what follows when the evidence says that tolerance was used to buy reward (`protocol.branches`).
+Gains: what follows when the evidence says that tolerance was used to buy reward (`protocol.verdict`).
 
     a node's evidence suffices ─► the validator rejects the group: a strike; the node's evidence begins anew
     its owner's does ──────────► groups of all nodes of that owner with tokens that pass by tolerance are unsure
@@ -44,8 +44,8 @@ from dataclasses import replace
 from shoal.hub.state.commands import Command, RaiseAlarm, alarm
 from shoal.hub.state.rows import PROBATION_AUDITS, Moment, NodeRow, Rules
 from shoal.protocol import Depth, Outcome, Severity, Tally, Verdict
-from shoal.protocol.branches import ENOUGH, FORGOTTEN, GainEvidence
 from shoal.protocol.signing import Message
+from shoal.protocol.verdict import ENOUGH, FORGOTTEN, GainEvidence
 
 ALWAYS_UNTIL, LEAST = 10, 0.05
 FORGIVEN_AFTER = 1_000

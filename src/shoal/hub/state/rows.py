@@ -13,7 +13,7 @@ from typing import Any, Literal
 from shoal.hub.state import machines
 from shoal.hub.state.machines import EvaluationState, LeaseState, SubmissionState, UnitState, check_move
 from shoal.protocol import Depth, NodeState, PolicyRef, Role, Tally
-from shoal.protocol.branches import GainEvidence
+from shoal.protocol.verdict import GainEvidence
 
 AuditPolicy = Literal["all", "reputation"]
 

@@ -1,10 +1,12 @@
-"""Rows through the filters, in one pass, into a corpus.
+"""Which demonstrations are trained on, and when. Imports no torch.
 
     rows ─read─► demonstrations ─encode─► candidates ─filter, filter, …─► corpus ─rank, if asked─► trained on
       └ cannot be read: counted             └ left out: by which filter, and why
+    corpus ─► validation, by question ─┐
+           └► the others: epoch 0, an order by (seed, 0), cut into batches; epoch 1, …
 
-A filter takes a few candidates and says of each why it is left out, or nothing. The cheap ones are asked first, and
-each sees only what those before it have kept.
+A filter says of each candidate why it is left out, or nothing. The cheap ones come first, and each sees only what those
+before it have kept. Batches and rates are functions of the settings alone: a resume restores the number of the step.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,7 @@ from shoal.rewards import Job, Scorer
 from shoal.rewards.panel import PartJudge, Piece
 from shoal.rewards.protocol import settled
 from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder, Tokens
+from shoal.trainer.settings import LossName, TrainerSettings
 
 if TYPE_CHECKING:
     from shoal.trainer.samples import Sample
@@ -97,12 +100,6 @@ class Candidate:
         return question_digest(said.prompt, said.messages[:-2]) if said.messages else question_digest(said.text)
 
     @property
-    def begins(self) -> int:
-        """A number that conversations share which begin with the same question."""
-        asked = next((text for role, text in self.said.messages if role == "user"), self.said.text)
-        return int.from_bytes(prompt_digest(asked)[:7], "big")
-
-    @property
     def digest(self) -> bytes:
         """Of what is said, by whom, and which of it is trained on, but for how much space there is, case and width."""
         said = self.said.messages or (("", self.said.text),)
@@ -115,10 +112,6 @@ class Candidate:
 
 
 Filter = Callable[[Sequence[Candidate]], list[str]]
-
-
-def _each(reason: Callable[[Candidate], str]) -> Filter:
-    return lambda candidates: [reason(each) for each in candidates]
 
 
 def cheap_filters(choice: Choice, most: int | None, unknown: int | None) -> dict[str, Filter]:
@@ -145,10 +138,12 @@ def cheap_filters(choice: Choice, most: int | None, unknown: int | None) -> dict
         row = first.setdefault(each.digest, each.said.row)
         return "" if row == each.said.row else f"the same as row {row}"
 
-    found = {"form": form} if patterns else {}
-    found |= {"length": length, "characters": characters}
-    found |= {"duplicates": duplicates} if choice.duplicates else {}
-    return {name: _each(reason) for name, reason in found.items()}
+    asked = [form, length, characters, duplicates][not patterns : 4 if choice.duplicates else 3]
+    return {reason.__name__: each_by(reason) for reason in asked}
+
+
+def each_by(reason: Callable[[Candidate], str]) -> Filter:
+    return lambda candidates: [reason(each) for each in candidates]
 
 
 @dataclass(frozen=True)
@@ -161,22 +156,18 @@ class Asking:
     has_tasks: bool = False
 
     @cached_property
-    def _parts(self) -> list[Environment]:
-        """The environments that a recipe is made of."""
-        parts, waiting = [], [self.environment]
-        while waiting:
-            part = waiting.pop()
+    def _held_out(self) -> tuple[frozenset[bytes], list[GeneratingEnvironment]]:
+        """Of the environments that a recipe is made of: the digests of tasks that are listed, and those that draw."""
+        digests, drawing, waiting = set[bytes](), list[GeneratingEnvironment](), [self.environment]
+        for part in waiting:  # which grows
             inner = part.inner if isinstance(part, Composed) else part
             if isinstance(inner, MixedEnvironment):
                 waiting += [each.environment for each in inner.parts]
+            elif isinstance(inner, GeneratingEnvironment):
+                drawing.append(inner)
             else:
-                parts.append(inner)
-        return parts
-
-    @cached_property
-    def _held_out(self) -> frozenset[bytes]:
-        listing = (part for part in self._parts if not isinstance(part, GeneratingEnvironment))
-        return frozenset(digest for part in listing for digest in task_digests(part, "held_out"))
+                digests |= set(task_digests(inner, "held_out"))
+        return frozenset(digests), drawing
 
     def held_out(self, candidate: Candidate) -> str:
         """Every question of a conversation counts, not only the last, with what was said before it and without."""
@@ -184,9 +175,9 @@ class Asking:
         prompts = [(text, said.messages[:index]) for index, (role, text) in enumerate(said.messages) if role == "user"]
         asked = {candidate.question, *(question_digest(*each) for each in prompts)}
         asked |= {prompt_digest(text) for text, _before in prompts or [(said.text, ())]}
-        generating = (part for part in self._parts if isinstance(part, GeneratingEnvironment))
-        drawn = (part.holds_out(prompt) for part in generating for prompt, _before in prompts)
-        return "" if asked.isdisjoint(self._held_out) and not any(drawn) else "the environment holds this task out"
+        listed, drawing = self._held_out
+        drawn = (part.holds_out(prompt) for part in drawing for prompt, _before in prompts)
+        return "" if asked.isdisjoint(listed) and not any(drawn) else "the environment holds this task out"
 
     def verified(self, candidates: Sequence[Candidate]) -> list[str]:
         """The last words are scored as rollouts are; a failure of the machinery is no reward at all."""
@@ -261,9 +252,6 @@ class Ranked:
                 yield row
 
 
-# ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 SCHEMA = pa.schema({"ids": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_()), "question": pa.int64()})
 
 
@@ -328,59 +316,145 @@ class Outcome:
         return [f"  {name:<{width}}  {count:>9,}{examples.get(name, '')}" for name, count in counts.items()]
 
 
-@dataclass(frozen=True)
-class Choosing:
-    """What is needed to choose: `asking` with an environment, `judge` for a rank."""
+def choose(
+    data: Demonstrations, encoder: Encoder, choice: Choice = Choice(), asking: Asking | None = None,
+    judge: PartJudge | None = None, progress: Callable[[int, int], None] = lambda _done, _total: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[Corpus, Outcome]:  # fmt: skip
+    """`asking` with an environment, `judge` for a rank. If nothing is left, that is an error which says what left it
+    out."""
+    most = min((each for each in (choice.max_tokens, encoder.positions) if each is not None), default=None)
+    filters = cheap_filters(choice, most, encoder.tokenizer.unknown_token_id)
+    filters |= {"held out": each_by(asking.held_out)} if asking else {}
+    filters |= {"verified": asking.verified} if asking and choice.verify else {}
+    ranked = Ranked(judge, choice.best, choice.best_per_prompt) if judge else None
+    filters |= {RANK: ranked.reasons} if ranked else {}
+    outcome = Outcome(data, (READABLE, *filters))
 
-    data: Demonstrations
-    encoder: Encoder
-    choice: Choice = Choice()
-    asking: Asking | None = None
-    judge: PartJudge | None = None
-    progress: Callable[[int, int], None] = field(default=lambda _done, _total: None)
-    interrupted: Callable[[], bool] = field(default=lambda: False)
-
-    def run(self) -> tuple[Corpus, Outcome]:
-        """If nothing is left, that is an error which says what left it out."""
-        choice, asking = self.choice, self.asking
-        most = min((each for each in (choice.max_tokens, self.encoder.positions) if each is not None), default=None)
-        filters = cheap_filters(choice, most, self.encoder.tokenizer.unknown_token_id)
-        filters |= {"held out": _each(asking.held_out)} if asking else {}
-        filters |= {"verified": asking.verified} if asking and choice.verify else {}
-        ranked = Ranked(self.judge, choice.best, choice.best_per_prompt) if self.judge else None
-        filters |= {RANK: ranked.reasons} if ranked else {}
-        outcome = Outcome(self.data, (READABLE, *filters))
-        tables, rows = [SCHEMA.empty_table()], list[int]()  # the row of each sequence
-        candidates = self._candidates(outcome)
-        while left := list(islice(candidates, TOGETHER)):
-            for name, reasons in filters.items():
-                found = list(zip(left, reasons(left) if left else (), strict=True))
-                outcome.left_out |= {each.said.row: (name, reason) for each, reason in found if reason}
-                left = [each for each, reason in found if not reason]
-            kept = [(each, tokens) for each in left for tokens in each.sequences]
-            columns = [[s.ids for _, s in kept], [s.trained for _, s in kept], [each.begins for each, _ in kept]]
-            tables.append(pa.table(columns, schema=SCHEMA))
-            rows += [each.said.row for each, _ in kept]
-        outcome.left_out |= dict.fromkeys(ranked.worst() if ranked else (), (RANK, "others are ranked higher"))
-        if not outcome.kept:
-            by = next(name for name, count in outcome.counts.items() if count)
-            raise ConfigError(
-                f"no demonstration is left of {self.data.rows:,} (left out by: "
-                f"{', '.join(f'{name} {count:,}' for name, count in outcome.counts.items() if count)}); "
-                f"for example by {by}: {outcome.example(by)}"
-            )
-        mask = pa.array([row not in outcome.left_out for row in rows], pa.bool_())
-        return Corpus(pa.concat_tables(tables).filter(mask).combine_chunks()), outcome
-
-    def _candidates(self, outcome: Outcome) -> Iterator[Candidate]:
-        for number, found in enumerate(self.data.read()):
+    def candidates() -> Iterator[Candidate]:
+        for number, found in enumerate(data.read()):
             if number % TOGETHER == 0:
-                self.progress(number, self.data.rows)
-                if self.interrupted():
+                progress(number, data.rows)
+                if interrupted():
                     raise Interrupted
             try:
                 if isinstance(found, UnusableTask):
                     raise found
-                yield Candidate(found, tuple(each for each in self.encoder.encode(found) if each.trained.any()))
+                yield Candidate(found, tuple(each for each in encoder.encode(found) if each.trained.any()))
             except UnusableTask as error:
                 outcome.left_out[number] = (READABLE, str(error))
+
+    tables, rows, waiting = [SCHEMA.empty_table()], list[int](), candidates()  # rows: that of each sequence
+    while left := list(islice(waiting, TOGETHER)):
+        for name, reasons in filters.items():
+            judged = list(zip(left, reasons(left) if left else (), strict=True))
+            outcome.left_out |= {each.said.row: (name, reason) for each, reason in judged if reason}
+            left = [each for each, reason in judged if not reason]
+        kept = [(each, tokens) for each in left for tokens in each.sequences]
+        columns = [[s.ids for _, s in kept], [s.trained for _, s in kept], [each.said.begins for each, _ in kept]]
+        tables.append(pa.table(columns, schema=SCHEMA))
+        rows += [each.said.row for each, _ in kept]
+    outcome.left_out |= dict.fromkeys(ranked.worst() if ranked else (), (RANK, "others are ranked higher"))
+    if not outcome.kept:
+        counts = {name: count for name, count in outcome.counts.items() if count}
+        by = next(iter(counts))
+        raise ConfigError(
+            f"no demonstration is left of {data.rows:,} (left out by: "
+            f"{', '.join(f'{name} {count:,}' for name, count in counts.items())}); "
+            f"for example by {by}: {outcome.example(by)}"
+        )
+    mask = pa.array([row not in outcome.left_out for row in rows], pa.bool_())
+    return Corpus(pa.concat_tables(tables).filter(mask).combine_chunks()), outcome
+
+
+Numbers = npt.NDArray[np.int64]
+DECAYS = ("none", "linear", "cosine")
+VALIDATION_SHARE, MOST_VALIDATION = 20, 256
+LOSS: LossName = "cross_entropy"
+DEFAULTS = """
+learning_rate = 2e-5
+betas = [0.9, 0.999]
+warmup_steps = 10
+grad_clip = 1.0
+minibatches = 1
+checkpoint_every = 50
+evaluate_every = 50
+"""
+"""Of the [trainer] table, where imitation wants others than RL."""
+HARMLESS = frozenset({"tracking", "checkpoint_every", "keep_checkpoints", "evaluate_every"})
+"""Settings that may be others when a warm start continues."""
+USED = HARMLESS | {
+    "learning_rate", "betas", "weight_decay", "warmup_steps", "grad_clip", "memory", "lora", "guards",
+    "micro_batch_tokens", "device", "threads", "publish_dtype",
+}  # fmt: skip
+"""Settings of [trainer] that mean something here. The others are about rollouts, rewards and hubs."""
+
+
+def refuse_unused(override: str) -> None:
+    """An override that would change nothing is a mistake."""
+    table, key, *_ = [*override.partition("=")[0].strip().split("."), ""]
+    if table != "trainer":
+        raise ConfigError(f"--set {override}: only settings of [trainer] and [environment] matter here")
+    if key in TrainerSettings.model_fields and key not in USED:
+        raise ConfigError(
+            f"--set {override}: trainer.{key} means nothing to a warm start, which is one process without rollouts; "
+            f"what does: {', '.join(sorted(USED))}"
+        )
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long, in batches of how many sequences, in which order. `steps` ends it whatever the epochs; None: all of
+    them. At least `validation` sequences are kept for validation; None: a twentieth, 256 at most."""
+
+    epochs: int = 1
+    steps: int | None = None
+    batch: int = 32
+    seed: int = 0
+    decay: str = "cosine"
+    validation: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.decay not in DECAYS:
+            raise ConfigError(f"--decay {self.decay}: there are {', '.join(DECAYS)}")
+
+    def timetable(self, questions: Numbers) -> tuple[tuple[Numbers, ...], Numbers]:
+        """The sequences of every step, and those that are kept for validation; `questions` are those of all."""
+        aside = self._aside(questions)
+        others = np.setdiff1d(np.arange(len(questions)), aside)
+        if not len(others):
+            raise ConfigError(
+                f"all {len(questions)} sequences are kept for validation, so that none is left to train on: "
+                "lower --validation, or give more demonstrations"
+            )
+        epochs = range(self.epochs) if self.steps is None else count()
+        # As even as can be: a last batch of one sequence would weigh as much as one of many.
+        batches = math.ceil(len(others) / self.batch)
+        every = (batch for epoch in epochs for batch in np.array_split(self._order(others, epoch), batches))
+        return tuple(islice(every, self.steps)), aside
+
+    def _aside(self, questions: Numbers) -> Numbers:
+        """Those of the lowest questions, each with all its answers, until they are enough; questions with more answers
+        than are wanted come last, the fewest first."""
+        total = len(questions)
+        wanted = min(total // VALIDATION_SHARE, MOST_VALIDATION) if self.validation is None else self.validation
+        asked, answers = np.unique(questions, return_counts=True)
+        order = np.lexsort((asked, np.where(answers > wanted, answers, 0)))
+        enough = int(np.searchsorted(np.cumsum(answers[order]), wanted)) + 1 if wanted else 0
+        return np.flatnonzero(np.isin(questions, asked[order[:enough]])).astype(np.int64)
+
+    def _order(self, others: Numbers, epoch: int) -> Numbers:
+        # The raw bits of a counter-based generator: the same on every machine and in every version.
+        shuffle = np.random.Philox(key=[self.seed, epoch]).random_raw(len(others))
+        return others[np.argsort(shuffle, kind="stable")]
+
+    def rate_factor(self, step: int, steps: int, warmup: int) -> float:
+        """What the rate of a step is multiplied by: 1 while it warms up, then less, to almost 0.
+
+        >>> [round(Course(decay="linear").rate_factor(step, 6, 2), 2) for step in range(6)]
+        [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+        """
+        if self.decay == "none" or step < warmup:
+            return 1.0
+        done = (step - warmup) / max(1, steps - warmup)
+        return 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))

@@ -24,6 +24,7 @@ from shoal.environments.data.cache import data_digest
 from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import Broken, Table, rows_of
 from shoal.environments.formats.protocol import conversation, messages_of, required
+from shoal.environments.questions import prompt_digest
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, UnusableTask
 from shoal.models.folder import read_config
 from shoal.models.prompts import Manner, PromptEncoder
@@ -55,12 +56,18 @@ class Demonstration:
         """What the last words answer; empty for bare text."""
         return self.messages[-2][1] if self.messages else ""
 
+    @property
+    def begins(self) -> int:
+        """A number that conversations share which begin with the same question."""
+        asked = next((text for role, text in self.messages if role == "user"), self.text)
+        return int.from_bytes(prompt_digest(asked)[:7], "big")
+
 
 class Demonstrations:
     """All rows of all files, numbered through. `digest` names their content, `layout` the columns that count."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        with _named_on_the_command_line():
+        with _in_words():
             files = [file for path in paths for file in locate(path)]
             empty = next((file.path for file in files if file.path.stat().st_size == 0), None)
             if empty:
@@ -117,7 +124,7 @@ class Demonstrations:
 
 
 @contextmanager
-def _named_on_the_command_line() -> Iterator[None]:
+def _in_words() -> Iterator[None]:
     """Data is named in a recipe elsewhere, and here by --data."""
     try:
         yield

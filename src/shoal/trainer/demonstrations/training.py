@@ -23,8 +23,7 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore, restore
-from shoal.trainer.demonstrations.choosing import Corpus
-from shoal.trainer.demonstrations.course import LOSS, Course, Numbers
+from shoal.trainer.demonstrations.choosing import LOSS, Corpus, Course, Numbers
 from shoal.trainer.export import ModelCard, export_policy
 from shoal.trainer.folder import Progress
 from shoal.trainer.guards import Judged, Watch
@@ -40,10 +39,8 @@ VALIDATION, LAST_BATCH, METRICS = "validation_loss", "last_batch_loss", "metrics
 
 @dataclass(frozen=True)
 class WarmStartParts:
-    """Everything that a warm start works with. `run` names it: what was asked for, in a hash.
-
-    `card` and `extra` are for the export: what it was trained from, and files that go with it.
-    """
+    """Everything that a warm start works with. `run` names it: what was asked for, in a hash. `card` and `extra` are
+    for the export: what it was trained from, and files that go with it."""
 
     folder: Path
     out: Path

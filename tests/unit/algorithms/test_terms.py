@@ -1,19 +1,34 @@
-"""Terms beside the loss: each has the gradient of the exact quantity, on average, and none once it is detached.
-
-The expectation is exact: over every token of a small softmax, weighted by the probability that it is drawn.
-"""
+"""Terms beside the loss, mismatch and normalisation, by hand."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.algorithms.losses import LossOutput, LossParameters, LossTokens
-from shoal.algorithms.terms import TermWeights, entropy_of, kl_estimate, kl_term, with_terms
+from shoal.algorithms.terms import (
+    NORMALISATIONS,
+    StepCount,
+    TermWeights,
+    absolute_difference,
+    divergence,
+    effective_share,
+    entropy_of,
+    kl_estimate,
+    kl_term,
+    ratio_sums,
+    token_weight,
+    with_terms,
+)
+from shoal.errors import ConfigError
+from shoal.trainer.settings import ObjectiveSettings
 
 LOGITS_V = torch.tensor([0.5, -1.0, 2.0, 0.1, -0.3], dtype=torch.float64)
 REFERENCE_V = torch.tensor([1.0, 0.3, -0.5, 0.2, -1.0], dtype=torch.float64).log_softmax(0)
@@ -40,7 +55,7 @@ def gradient(quantity: Tensor, logits_V: Tensor) -> list[float]:
     return values
 
 
-def divergence(left_V: Tensor, right_V: Tensor) -> Tensor:
+def exact_kl(left_V: Tensor, right_V: Tensor) -> Tensor:
     """KL(left ‖ right), exactly."""
     return (left_V.exp() * (left_V - right_V)).sum()
 
@@ -49,7 +64,7 @@ def divergence(left_V: Tensor, right_V: Tensor) -> Tensor:
 def test_the_kl_term_has_the_gradient_of_the_exact_divergence(behaviour_V: Tensor | None) -> None:
     logits_V = LOGITS_V.clone().requires_grad_()
     tokens = every_token(logits_V, behaviour_V)
-    exact = gradient(divergence(logits_V.log_softmax(0), REFERENCE_V), logits_V)
+    exact = gradient(exact_kl(logits_V.log_softmax(0), REFERENCE_V), logits_V)
     assert max(abs(value) for value in exact) > 0.1
     assert gradient(expected(kl_term(tokens, UNCAPPED), tokens), logits_V) == pytest.approx(exact, abs=1e-12)
 
@@ -57,7 +72,7 @@ def test_the_kl_term_has_the_gradient_of_the_exact_divergence(behaviour_V: Tenso
 @pytest.mark.parametrize("behaviour_V", [None, BEHAVIOUR_V], ids=["on policy", "off policy"])
 def test_what_is_reported_is_the_exact_divergence_on_average(behaviour_V: Tensor | None) -> None:
     tokens = every_token(LOGITS_V, behaviour_V)
-    exact = float(divergence(LOGITS_V.log_softmax(0), REFERENCE_V))
+    exact = float(exact_kl(LOGITS_V.log_softmax(0), REFERENCE_V))
     assert float(expected(kl_estimate(tokens, UNCAPPED), tokens)) == pytest.approx(exact)
     assert (kl_estimate(tokens, UNCAPPED) >= 0).all()
     assert not kl_estimate(every_token(LOGITS_V.clone().requires_grad_()), UNCAPPED).requires_grad
@@ -84,8 +99,8 @@ def test_the_trap_the_reported_estimate_as_a_loss_follows_another_divergence() -
     difference_V = tokens.logprobs_N - REFERENCE_V
     as_a_loss = gradient(expected((-difference_V).exp() - 1 + difference_V, tokens), logits_V)
     logprobs_V = logits_V.log_softmax(0)
-    assert as_a_loss == pytest.approx(gradient(divergence(REFERENCE_V, logprobs_V), logits_V), abs=1e-12)
-    assert as_a_loss != pytest.approx(gradient(divergence(logits_V.log_softmax(0), REFERENCE_V), logits_V), abs=0.05)
+    assert as_a_loss == pytest.approx(gradient(exact_kl(REFERENCE_V, logprobs_V), logits_V), abs=1e-12)
+    assert as_a_loss != pytest.approx(gradient(exact_kl(logits_V.log_softmax(0), REFERENCE_V), logits_V), abs=0.05)
 
 
 def test_the_kl_term_at_a_token_by_hand() -> None:
@@ -153,3 +168,80 @@ def test_a_term_without_its_numbers_is_an_error() -> None:
         kl_term(bare, UNCAPPED)
     with pytest.raises(ValueError, match="entropy_N"):
         entropy_of(bare)
+
+
+def test_differences_by_hand() -> None:
+    now_N, recorded_N = torch.tensor([0.25, 0.5, 0.5]).log(), torch.tensor([0.5, 0.25, 0.5]).log()
+    assert absolute_difference(now_N, recorded_N).tolist() == pytest.approx([math.log(2), math.log(2), 0.0])
+    assert divergence(now_N, recorded_N).tolist() == pytest.approx([0.5 - 1 + math.log(2), 2 - 1 - math.log(2), 0.0])
+
+
+def test_the_mean_of_the_divergence_is_that_of_the_distributions() -> None:
+    recorded_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    now_V = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
+    exact = 0.5 * math.log(0.5 / 0.2) + 0.3 * math.log(0.3 / 0.2) + 0.2 * math.log(0.2 / 0.6)  # KL(recorded ‖ now)
+    assert float((recorded_V.exp() * divergence(now_V, recorded_V)).sum()) == pytest.approx(exact)
+
+
+def test_they_are_numbers_without_gradient_also_far_away() -> None:
+    now_N, recorded_N = torch.tensor([-1000.0, 0.0], requires_grad=True), torch.tensor([0.0, -1000.0])
+    for values in (
+        absolute_difference(now_N, recorded_N),
+        divergence(now_N, recorded_N),
+        *ratio_sums(now_N, recorded_N),
+    ):
+        assert torch.isfinite(values).all()
+        assert not values.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("ratios", "share"),
+    [([1.0, 1.0, 1.0, 1.0], 1.0), ([0.5, 0.5], 1.0), ([1.0, 3.0], 0.8), ([1000.0, 1e-3, 1e-3, 1e-3], 0.25)],
+)
+def test_the_effective_share_by_hand(ratios: list[float], share: float) -> None:
+    total, squares = ratio_sums(torch.tensor(ratios).log(), torch.zeros(len(ratios)))
+    assert effective_share(float(total), float(squares), len(ratios)) == pytest.approx(share, rel=1e-4)
+
+
+def test_the_effective_share_of_nothing_is_whole() -> None:
+    assert effective_share(0.0, 0.0, 0) == 1.0
+
+
+@settings(max_examples=40)
+@given(logs=st.lists(st.floats(-30, 30), min_size=1, max_size=20), cut=st.integers(0, 20))
+def test_the_share_is_bounded_and_sums_may_be_taken_apart(logs: list[float], cut: int) -> None:
+    now_N, zeros_N = torch.tensor(logs), torch.zeros(len(logs))
+    sums = [float(value) for value in ratio_sums(now_N, zeros_N)]
+    share = effective_share(sums[0], sums[1], len(logs))
+    assert 1 / len(logs) - 1e-9 <= share <= 1 + 1e-9
+    parts = [ratio_sums(part, torch.zeros(len(part))) for part in (now_N[:cut], now_N[cut:])]
+    assert [float(left + right) for left, right in zip(*parts, strict=True)] == pytest.approx(sums)
+
+
+STEP = StepCount(tokens=8, completions=2, max_new_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("word", "short", "long", "sum_"),
+    [
+        ("tokens", 1 / 8, 1 / 8, 1.0),
+        ("samples", 1 / 4, 1 / 12, 1.0),  # a mean of 2, a mean of 6, then their mean
+        ("constant", 1 / 20, 1 / 20, 0.4),  # as if both were 10 long
+    ],
+)
+def test_weights_by_hand(word: str, short: float, long: float, sum_: float) -> None:
+    assert token_weight(word, 2, STEP) == pytest.approx(short)
+    assert token_weight(word, 6, STEP) == pytest.approx(long)
+    assert 2 * token_weight(word, 2, STEP) + 6 * token_weight(word, 6, STEP) == pytest.approx(sum_)
+
+
+def test_with_a_constant_nobody_gains_by_the_length_of_others() -> None:
+    longer = StepCount(tokens=8000, completions=2, max_new_tokens=10)
+    assert token_weight("constant", 2, longer) == token_weight("constant", 2, STEP)
+    assert token_weight("tokens", 2, longer) < token_weight("tokens", 2, STEP)
+
+
+def test_the_words_are_those_of_the_recipe() -> None:
+    assert set(get_args(ObjectiveSettings.model_fields["normalisation"].annotation)) == set(NORMALISATIONS)
+    with pytest.raises(ConfigError, match="no normalisation called 'length'; choose: tokens, samples, constant"):
+        token_weight("length", 1, STEP)

@@ -1,57 +1,40 @@
-"""Two or three processes train as one does: gradients, weights, checkpoints, and what a crash of one of them leaves."""
+"""Several processes train as one does: gradients, weights, checkpoints, and how a group ends."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import trainer_stubs as stubs
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, tiny_loaded, training_run
 
+from shoal.cli.main import main
+from shoal.errors import CheckpointError
 from shoal.shardcast.origin import Origin
-from shoal.trainer.checkpoint import MODEL, TRAINING, CheckpointStore, StoredCheckpoint
+from shoal.trainer import elastic, settings
+from shoal.trainer.checkpoint import MODEL, TRAINING, StoredCheckpoint, part_name, read_tensors
 from shoal.trainer.learner import new_learner
+from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import TrainerSettings
+from shoal.trainer.shards import rows_of
 
-PROGRAM = Path(__file__).with_name("rank_program.py")
 SHARED = SETTINGS.model_copy(update={"evaluate_every": 0, "micro_batch_tokens": 24, "grad_clip": 0.05})
-LIMIT_S = 240
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "up_proj"]}
 
 
 def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings = SHARED) -> None:
-    """All processes of a group of ranks, from start to end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(PROGRAM), str(folder), str(steps), settings.model_dump_json()]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [rank.communicate(timeout=LIMIT_S)[0].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
+    ended = stubs.run_ranks(folder, world, steps, settings)
+    assert [code for code, _said in ended] == [0] * world, "\n".join(said for _code, said in ended)
 
 
 def newest(folder: Path) -> StoredCheckpoint:
-    stored = CheckpointStore(folder / "trainer" / "checkpoints", keep=2).newest()
-    assert stored is not None
-    return stored
+    return stubs.stored_in(folder / "trainer" / "checkpoints")
 
 
 def alone(folder: Path, steps: int, settings: TrainerSettings = SHARED) -> StoredCheckpoint:
@@ -137,12 +120,9 @@ def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path: Path) -> No
 )
 def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, object]) -> None:
     """The reference's pass, recomputed layers, rounded weights, adapters: as in one process. Then one process goes on
-    where the two have ended.
-
-    In bfloat16, sums of another order round otherwise, and AdamW may move a weight whose gradient is mostly rounding
-    the other way: any single weight may then be twice the learning rate off for each of 6 updates, on either side. So
-    the two processes may not be further from the float32 run than the one process is.
-    """
+    where the two have ended. In bfloat16, sums of another order round otherwise, and AdamW may move a weight whose
+    gradient is mostly rounding the other way: any single weight may then be twice the learning rate off for each of 6
+    updates, on either side. So the two processes may not be further from the float32 run than the one process is."""
     torch.set_num_threads(1)
     settings = TrainerSettings.model_validate({**SHARED.model_dump(), **changes})
     run_ranks(tmp_path / "two", 2, 3, settings)
@@ -168,3 +148,68 @@ def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, 
         frozen = [name for name in expected.tensors() if "lora_" not in name]
         start = tiny_loaded(settings).model.state_dict()
         assert all(torch.equal(stored.tensors()[name], start[name]) for name in frozen), "the base stays as it was"
+
+
+FILE = "training.safetensors"
+
+
+def tensors(count: int) -> dict[str, Tensor]:
+    return {f"w{number}": torch.full((2, 3), number, dtype=torch.bfloat16) for number in range(count)}
+
+
+def test_rows_of_a_tensor_are_read_alone(tmp_path: Path) -> None:
+    value = torch.arange(15.0).reshape(5, 3)
+    save_file({"weight": value}, tmp_path / FILE)
+    [(name, shape, read)] = read_tensors(tmp_path, FILE)
+    assert (name, shape) == ("weight", (5, 3))
+    for world in range(1, 7):
+        assert torch.equal(torch.cat([read(rows_of(5, rank, world)) for rank in range(world)]), value)
+
+
+def test_parts_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
+    save_file(tensors(2), tmp_path / part_name(FILE, 0, 2))
+    with pytest.raises(CheckpointError, match=r"of training\.safetensors there are the parts"):
+        list(read_tensors(tmp_path, FILE))
+    (tmp_path / part_name(FILE, 1, 2)).write_bytes(b"no safetensors")
+    with pytest.raises(CheckpointError, match="is not a part of a checkpoint"):
+        list(read_tensors(tmp_path, FILE))
+
+
+def test_a_process_by_itself_has_nobody_to_ask() -> None:
+    ranks, values = Ranks(), torch.tensor([3.0, 4.0])
+    assert ranks.total(values) is ranks.peak(values) is ranks.whole(values) is values
+    assert (ranks.any(True), ranks.any(False)) == (True, False)
+    assert float(ranks.norm([values])) == 5
+    assert ranks.run(None, lambda: 7) == 7
+    ranks.send(b"nobody listens")
+
+
+def failure(folder: Path, rank: int, code: int, said: str | None, at: int) -> ProcessFailure:
+    path = folder / f"error-{rank}.json"
+    if said is not None:
+        path.write_text(json.dumps({"message": said, "timestamp": at, "by": "shoal"}))
+    return ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file=str(path))
+
+
+def test_the_code_that_ends_a_run_is_not_lost_among_others(tmp_path: Path) -> None:
+    """Rank 1 has a full disk; rank 0 ended first, because nobody answered it any more."""
+    failures = {0: failure(tmp_path, 0, 1, "has lost another", 1), 1: failure(tmp_path, 1, 3, "the disk is full", 2)}
+    error = elastic.group_error(failures)
+    assert (error.exit_code, str(error)) == (3, "the disk is full")
+
+
+def test_a_killed_rank_is_named_and_may_be_started_again(tmp_path: Path) -> None:
+    error = elastic.group_error({1: failure(tmp_path, 1, -9, None, int(time.time()))})
+    assert error.exit_code == 1
+    assert str(error) == "rank 1 of the trainer was killed by SIGKILL"
+
+
+def test_a_rank_tells_its_agent_why_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    settings.report_to_agent("nobody listens")
+    monkeypatch.setenv(settings.ERROR_FILE, str(path))
+    assert main(["trainer", "--dir", str(tmp_path / "nowhere")]) == 2
+    found = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
+    error = elastic.group_error({0: found})
+    assert "nowhere" in str(error)
+    assert error.exit_code == 2

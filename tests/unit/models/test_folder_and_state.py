@@ -1,0 +1,227 @@
+"""Folders, tokenizers, weights as they travel, and weights rounded to few bits."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import ModelError
+from shoal.models import TextTokenizer, as_numpy, eos_token_id, from_numpy, model_folder, read_files
+from shoal.models.quantize import INT4, INT8, Quantization, quantized
+from shoal.models.state import TORCH_TYPES, apply_state, policy_state, policy_views, to_torch, to_view
+from shoal.models.tiny import build_tiny
+
+TINY = read_files(model_folder("tiny"))
+TOKENIZER = TextTokenizer(TINY)
+KNOWN = "\n 0123456789abcxyzABCXYZ+-*/=?!.,:;()[]{}<>|@#$%^&_'\""
+
+
+@given(st.text(alphabet=KNOWN))
+@settings(deadline=None)
+def test_text_survives_the_round_trip_one_token_per_character(text):
+    ids = TOKENIZER.encode(text)
+    assert len(ids) == len(text)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_the_vocabulary_is_small_and_has_an_end():
+    assert TOKENIZER.vocabulary_size == 96
+    assert TOKENIZER.eos_token_id == 1
+    assert TOKENIZER.encode("ü") == (2,)
+
+
+def test_decode_takes_away_one_final_end_and_hides_nothing_else():
+    one, two, eos, pad = *TOKENIZER.encode("12"), TOKENIZER.eos_token_id, 0
+    assert TOKENIZER.decode([one, two, eos]) == "12"
+    assert TOKENIZER.decode([one, eos, two, eos]) == "1<eos>2"
+    assert TOKENIZER.decode([one, pad, two]) == "1<pad>2"
+    assert TOKENIZER.decode([eos, eos]) == "<eos>"
+    assert TOKENIZER.decode([eos]) == TOKENIZER.decode([]) == ""
+
+
+def test_transformers_reads_the_same_tokenizer():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("tiny"), local_files_only=True)
+    assert tuple(tokenizer("314= x").input_ids) == TOKENIZER.encode("314= x")
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
+    assert tokenizer.decode(TOKENIZER.encode("3 1 . 4")) == "3 1 . 4"
+
+
+def test_only_what_describes_the_model_travels():
+    assert set(TINY) == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_the_end_of_sequence_is_found_where_models_put_it():
+    assert eos_token_id({"config.json": b'{"eos_token_id": 7}'}) == 7
+    assert eos_token_id({"config.json": b"{}", "generation_config.json": b'{"eos_token_id": [5, 6]}'}) == 5
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        eos_token_id({"config.json": b'{"eos_token_id": null}'})
+
+
+@pytest.mark.parametrize("config", [b"{", b"[]", b"\xff"])
+def test_a_damaged_config_is_said_to_be_one(config):
+    with pytest.raises(ModelError, match=r"config\.json is no JSON"):
+        eos_token_id({"config.json": config})
+
+
+@pytest.mark.parametrize("damage", [b"{", b"{}", b"\xff\xfe"])
+def test_a_damaged_tokenizer_is_said_to_be_one(damage):
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
+        TextTokenizer({**TINY, "tokenizer.json": damage})
+
+
+def test_missing_folders_and_files(tmp_path):
+    with pytest.raises(ModelError, match=r"no model folder .*nowhere.*built-in name \(tiny\)"):
+        model_folder(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        model_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    assert model_folder(tmp_path) == tmp_path
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        read_files(tmp_path)
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        TextTokenizer({"config.json": b"{}"})
+
+
+def test_state_is_every_weight_by_name():
+    model = build_tiny(0)
+    state = policy_state(model)
+    assert sum(tensor.numel() for tensor in state.values()) == sum(p.numel() for p in model.parameters())
+    assert "lm_head.weight" in state
+    assert not any(tensor.requires_grad for tensor in state.values())
+
+
+def test_tied_weights_travel_once_and_arrive_twice():
+    source, target = build_tiny(0, tie_word_embeddings=True), build_tiny(1, tie_word_embeddings=True)
+    views = policy_views(source)
+    assert "lm_head.weight" not in views
+    apply_state(target, views)
+    head = target.get_output_embeddings().weight
+    assert head.data_ptr() == target.get_input_embeddings().weight.data_ptr()
+    assert torch.equal(head, source.get_output_embeddings().weight)
+
+
+def test_applied_weights_give_the_same_outputs_in_place():
+    source, target = build_tiny(0), build_tiny(1)
+    before = target.lm_head.weight.data_ptr()
+    ids = torch.arange(10)[None]
+    assert not torch.equal(source(ids).logits, target(ids).logits)
+    apply_state(target, policy_views(source))
+    assert torch.equal(source(ids).logits, target(ids).logits)
+    assert target.lm_head.weight.data_ptr() == before
+
+
+def test_views_are_a_snapshot():
+    model = build_tiny(0)
+    views = policy_views(model)
+    before = bytes(views["lm_head.weight"].data)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    assert bytes(views["lm_head.weight"].data) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda views: views.pop("lm_head.weight"), r"missing \['lm_head.weight'\]"),
+        (lambda views: views.update(extra=views["lm_head.weight"]), r"unknown \['extra'\]"),
+        (
+            lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(63, np.float32))}),
+            r"model.norm.weight is torch.float32\[63\], the model's is torch.float32\[64\]",
+        ),
+        (
+            lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(64, np.float64))}),
+            r"model.norm.weight is torch.float64\[64\]",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(change, said):
+    target = build_tiny(1)
+    before = {name: tensor.clone() for name, tensor in policy_state(target).items()}
+    views = policy_views(build_tiny(0))
+    change(views)
+    with pytest.raises(ModelError, match=said):
+        apply_state(target, views)
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy_state(target).items())
+
+
+@given(st.sampled_from(sorted(TORCH_TYPES)), st.lists(st.integers(0, 4), max_size=3))
+@settings(deadline=None)
+def test_every_type_and_shape_survives(dtype, shape):
+    tensor = (torch.rand(shape) * 3).to(TORCH_TYPES[dtype])
+    view = to_view("w", tensor)
+    assert (view.dtype, view.shape) == (dtype, tuple(shape))
+    again = to_torch(view)
+    assert again.dtype == tensor.dtype
+    assert torch.equal(again, tensor)
+    array = as_numpy(view)
+    assert array.shape == tuple(shape)
+    assert not array.flags.writeable
+    assert bytes(from_numpy("w", array, dtype).data) == bytes(view.data)
+
+
+def test_a_transposed_tensor_travels_in_its_logical_order():
+    tensor = torch.arange(6.0).reshape(2, 3).T
+    assert as_numpy(to_view("w", tensor)).tolist() == tensor.tolist()
+    assert as_numpy(from_numpy("w", tensor.numpy())).tolist() == tensor.tolist()
+
+
+def test_bfloat16_must_be_named_since_numpy_has_no_such_type():
+    bits = np.array([0x3F80], dtype=np.uint16)
+    assert to_torch(from_numpy("w", bits, "BF16")).item() == 1.0
+    with pytest.raises(ValueError, match="does not travel"):
+        from_numpy("w", bits)
+    with pytest.raises(ValueError, match="does not travel as F32"):
+        from_numpy("w", bits, "F32")
+    with pytest.raises(ModelError, match="does not travel"):
+        to_view("w", torch.zeros(2, dtype=torch.complex64))
+
+
+@pytest.fixture
+def matrix() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((48, 96)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("how", "levels"), [(INT8, 255), (Quantization(bits=4), 15)])
+def test_a_row_takes_no_more_values_than_the_bits_allow(matrix: np.ndarray, how: Quantization, levels: int) -> None:
+    rounded = how.round(matrix)
+    assert max(len(np.unique(row)) for row in rounded) <= levels
+    steps = np.abs(matrix).max(axis=1) / (levels // 2)
+    assert (np.abs(rounded - matrix) <= steps[:, None] * 0.501).all()
+
+
+def test_groups_with_an_offset_have_sixteen_levels_each(matrix: np.ndarray) -> None:
+    rounded = Quantization(bits=4, group=32, offset=True).round(matrix).reshape(-1, 32)
+    assert max(len(np.unique(group)) for group in rounded) <= 16
+    assert 0 < np.abs(rounded - matrix.reshape(-1, 32)).max() < 0.25
+
+
+def test_rounding_again_changes_nothing_more(matrix: np.ndarray) -> None:
+    once = INT8.round(matrix)
+    assert np.allclose(INT8.round(once), once, atol=1e-6)
+
+
+def test_zeros_stay_zeros() -> None:
+    zeros = np.zeros((2, 32), np.float32)
+    assert (INT8.round(zeros) == 0).all()
+    assert (INT4.round(zeros) == 0).all()
+
+
+def test_only_linear_layers_are_touched_and_types_stay(matrix: np.ndarray) -> None:
+    bits = (matrix.view(np.uint32) >> 16).astype(np.uint16)
+    views = [
+        from_numpy("model.embed_tokens.weight", matrix),
+        from_numpy("model.norm.weight", matrix[0]),
+        from_numpy("model.layers.0.mlp.up_proj.weight", matrix),
+        from_numpy("model.layers.0.mlp.down_proj.weight", bits, "BF16"),
+    ]
+    after = quantized({view.name: view for view in views}, INT8)
+    same = [np.array_equal(as_numpy(after[view.name]), as_numpy(view)) for view in views]
+    assert same == [True, True, False, False]
+    assert [(after[view.name].dtype, after[view.name].shape) for view in views] == [(v.dtype, v.shape) for v in views]

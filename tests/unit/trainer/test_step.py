@@ -1,0 +1,560 @@
+"""One training step: against a plain loop, its own splits, bad input; every word of the recipe; tool tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from trainer_stubs import EOS, SETTINGS, learner, logprobs_of, make_group, same, tiny_files, tiny_model, weights
+
+from shoal.algorithms.losses import LossOutput, LossTokens
+from shoal.algorithms.registry import ADVANTAGES, LOSSES
+from shoal.errors import ConfigError, ProtocolError, TrainingDiverged
+from shoal.models.tokenizer import TextTokenizer
+from shoal.protocol import (
+    Batch,
+    BatchGroup,
+    PolicyRef,
+    TrainingBatch,
+    TrainingGroup,
+    TrainingRollout,
+    pack_logprobs,
+    pack_tokens,
+)
+from shoal.protocol.submission import drawn_mask, pack_spans
+from shoal.trainer.archive import as_table
+from shoal.trainer.learner import Learner, choose_device, learning_rate
+from shoal.trainer.samples import Prepared, Sample
+from shoal.trainer.settings import ObjectiveSettings, TrainerSettings
+from shoal.trainer.step import StepPlan, StepWork, Stopped, train_samples, train_step
+
+STILL = SETTINGS.model_copy(update={"learning_rate": 1e-30, "weight_decay": 0.0, "grad_clip": 1e9})
+
+
+def work(groups: list[TrainingGroup], step: int = 0, **changes: object) -> StepWork:
+    return replace(StepWork(step, groups, temperature=1.0, max_staleness=0), **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[TrainingGroup]:
+    behaviour = tiny_model(seed=5)  # not the model that is trained: ratios differ from 1
+    return [make_group(unit, 0, behaviour) for unit in range(4)]
+
+
+def gradients_of(settings: TrainerSettings, groups: list[TrainingGroup], **changes: object) -> list[dict]:
+    """The gradient of every optimizer step, seen at the optimizer."""
+    made, seen = learner(settings), []
+    named = list(made.model.named_parameters())
+    made.optimizer.register_step_pre_hook(lambda *_: seen.append({n: p.grad.clone() for n, p in named}))
+    train_step(made, work(groups, **changes))
+    return seen
+
+
+def plain_gradient(groups: list[TrainingGroup], temperature: float = 1.0) -> dict[str, torch.Tensor]:
+    """The same by a loop that anyone can check: one sequence at a time, full logits, the formula written out."""
+    model = tiny_model()
+    count = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    for group in groups:
+        mean = sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
+        for rollout in group.rollouts:
+            ids = torch.tensor([[*group.prompt_ids, *rollout.token_ids]])
+            logits = model(ids).logits[0, len(group.prompt_ids) - 1 : -1] / temperature
+            logp = logits.log_softmax(-1)[range(len(rollout.token_ids)), rollout.token_ids]
+            r, a = (logp - torch.from_numpy(rollout.logprob_values)).exp(), rollout.reward - mean
+            objective = torch.minimum(r.clamp(max=4.0) * a, r.clamp(0.8, 1.2) * a)
+            (-objective.sum() / count).backward()
+    return {name: value.grad for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_is_that_of_a_plain_loop(groups, temperature: float) -> None:
+    (seen,) = gradients_of(STILL.model_copy(update={"minibatches": 1}), groups, temperature=temperature)
+    for name, expected in plain_gradient(groups, temperature).items():
+        torch.testing.assert_close(seen[name], expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("budget", [1, 12, 25])
+def test_the_split_into_micro_batches_does_not_change_the_gradient(groups, budget: int) -> None:
+    whole = gradients_of(STILL, groups)
+    split = gradients_of(STILL.model_copy(update={"micro_batch_tokens": budget}), groups)
+    assert len(whole) == len(split) == 2
+    for left, right in zip(whole, split, strict=True):
+        for name in left:
+            torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-7)
+
+
+def test_every_token_of_a_step_weighs_the_same_in_whatever_minibatch(groups) -> None:
+    (whole,) = gradients_of(STILL.model_copy(update={"minibatches": 1}), groups)
+    parts = gradients_of(STILL.model_copy(update={"minibatches": 3}), groups)
+    for name, expected in whole.items():
+        torch.testing.assert_close(sum(part[name] for part in parts) / 3, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_an_update_is_adamw_on_the_clipped_gradient(groups) -> None:
+    settings = SETTINGS.model_copy(update={"minibatches": 1, "grad_clip": 0.01})
+    made = learner(settings)
+    metrics = train_step(made, work(groups))
+    reference = tiny_model()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
+    gradient = plain_gradient(groups)
+    norm = math.sqrt(sum(float(value.double().pow(2).sum()) for value in gradient.values()))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    for name, value in reference.named_parameters():
+        value.grad = gradient[name] * 0.01 / norm
+    optimizer.step()
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(dict(made.model.named_parameters())[name], value, rtol=1e-3, atol=2e-5)
+
+
+def test_the_same_work_gives_the_same_weights_bit_for_bit(groups) -> None:
+    left, right = learner(), learner()
+    assert train_step(left, work(groups)) == train_step(right, work(groups))
+    assert same(weights(left), weights(right))
+    other = learner()
+    train_step(other, work(groups, seed=1))
+    assert not same(weights(left), weights(other))
+
+
+def test_metrics_by_hand() -> None:
+    model = tiny_model()
+    groups = [make_group(0, 3, model, [1.0, 0.0]), make_group(1, 2, model, [0.5, 0.5], ["length", "eos"])]
+    metrics = train_step(learner(), work(groups, step=3, max_staleness=1))
+    assert metrics["reward_mean"] == 0.5
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(0.125))
+    assert (metrics["groups"], metrics["dropped_groups"]) == (1, 1)
+    assert metrics["truncated_fraction"] == 0.25
+    assert (metrics["staleness_mean"], metrics["staleness_max"]) == (0.5, 1)
+    assert (metrics["staleness_0"], metrics["staleness_1"]) == (0.5, 0.5)
+    assert metrics["tokens"] == sum(len(rollout.token_ids) for rollout in groups[0].rollouts)
+    # on policy, before any update: ratio 1, no mismatch, nothing clipped
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch"] == pytest.approx(0.0, abs=1e-5)
+    assert metrics["clip_fraction"] == 0.0
+    assert 0 < metrics["entropy"] <= math.log(96) + 1e-3
+    assert metrics["learning_rate"] == SETTINGS.learning_rate
+    assert metrics["grad_norm_max"] >= metrics["grad_norm"] > 0
+
+
+def test_a_step_without_signal_changes_nothing_and_says_so() -> None:
+    made = learner()
+    before = weights(made)
+    metrics = train_step(made, work([make_group(0, 0, made.model, [1.0, 1.0])]))
+    assert same(before, weights(made))  # not even by weight decay
+    assert (metrics["tokens"], metrics["groups"], metrics["dropped_groups"]) == (0, 0, 1)
+    assert train_step(made, work([]))["tokens"] == 0
+
+
+def test_weights_that_are_no_numbers_are_refused_before_any_update() -> None:
+    made = learner(SETTINGS.model_copy(update={"minibatches": 1}))
+    group = make_group(0, 0, made.model)
+    with torch.no_grad():
+        made.model.lm_head.weight[5, 0] = math.inf
+    before = weights(made)
+    with pytest.raises(TrainingDiverged, match=r"step 0 diverged: loss nan, gradient norm"):
+        train_step(made, work([group]))
+    assert same(before, weights(made))
+    assert not made.optimizer.state
+
+
+def test_a_step_can_be_stopped_between_micro_batches(groups) -> None:
+    made = learner(SETTINGS.model_copy(update={"micro_batch_tokens": 1, "minibatches": 1}))
+    before, calls = weights(made), iter([False, False, True])
+    with pytest.raises(Stopped):
+        train_step(made, work(groups), lambda: next(calls))
+    assert same(before, weights(made))
+
+
+def test_tokens_and_logprobs_of_different_length_are_refused() -> None:
+    made = learner()
+    group = make_group(0, 0, made.model)
+    broken = TrainingRollout(group.rollouts[0].tokens, pack_logprobs([0.0] * 9), "eos", 1.0)
+    with pytest.raises(ProtocolError, match="9 logprobs"):
+        train_step(made, work([TrainingGroup(3, "t", 0, group.prompt, [broken, *group.rollouts[1:]])]))
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [1.0, 1.0]])
+@pytest.mark.parametrize("where", ["prompt", "completion", "empty prompt"])
+def test_tokens_that_the_policy_does_not_have_are_refused_in_words(rewards: list[float], where: str) -> None:
+    """Also in a group without signal, which only the closing look would compute."""
+    made, group = learner(), make_group(7, 0, tiny_model(), rewards)
+    foreign = pack_tokens([3, 4_000_000_000])
+    if where == "completion":
+        rollout = msgspec.structs.replace(group.rollouts[0], tokens=foreign, logprobs=pack_logprobs([-1.0, -1.0]))
+        group = msgspec.structs.replace(group, rollouts=[rollout, group.rollouts[1]])
+    else:
+        group = msgspec.structs.replace(group, prompt=foreign if where == "prompt" else b"")
+    said = "unit 7 has an empty prompt" if where == "empty prompt" else "unit 7 holds token 4000000000; the policy"
+    with pytest.raises(ProtocolError, match=said):
+        train_step(made, StepWork(0, [group], 1.0, 0))
+
+
+def test_the_step_knows_no_algorithm(groups) -> None:
+    """A loss that nobody has heard of is trained with, and its numbers are reported under its own names."""
+
+    def odd(tokens, parameters) -> LossOutput:
+        return LossOutput(tokens.logprobs_N * 0 + 3.0, {"odd": tokens.advantages_N * 0 + 7.0}, {})
+
+    made: Learner = replace(learner(), loss=odd)
+    metrics = train_step(made, work(groups))
+    assert (metrics["odd"], metrics["loss"]) == (7.0, 3.0)
+    assert "ratio_mean" not in metrics
+
+
+def test_the_learning_rate_is_a_function_of_the_step() -> None:
+    settings = SETTINGS.model_copy(update={"learning_rate": 8.0, "warmup_steps": 4})
+    one = settings.model_copy(update={"minibatches": 1})
+    assert [learning_rate(one, step) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    assert learning_rate(settings.model_copy(update={"warmup_steps": 0}), 0) == 8.0
+
+
+def test_a_missing_gpu_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == "cpu"
+    with pytest.raises(ConfigError, match="torch finds no GPU"):
+        choose_device("cuda")
+
+
+ONE = SETTINGS.model_copy(update={"minibatches": 1})
+FIXED = ONE.model_copy(update={"learning_rate": 1e-30, "weight_decay": 0.0, "grad_clip": 1e9})
+
+
+def aiming(settings: TrainerSettings = FIXED, **objective: Any) -> TrainerSettings:
+    return settings.model_copy(update={"objective": ObjectiveSettings(**objective)})
+
+
+def test_a_veto_sees_each_updates_numbers_and_skips_it(groups) -> None:
+    made, seen = learner(SETTINGS), []
+    before = weights(made)
+    metrics = train_step(made, work(groups), veto=lambda numbers: seen.append(dict(numbers)) or "no")
+    assert same(before, weights(made))
+    assert not made.optimizer.state
+    assert metrics["skipped_updates"] == len(seen) == 2
+    names = {"loss", "grad_norm", "entropy", "clip_fraction", "ratio_mean", "ratio_max", "effective_samples"}
+    assert all(names <= numbers.keys() for numbers in seen)
+    measured = {"mismatch", "mismatch_max", "mismatch_kl"}  # before anything was learnt, and only then
+    assert measured <= seen[0].keys()
+    assert not measured & seen[1].keys()
+    assert metrics["grad_norm"] == pytest.approx(np.mean([numbers["grad_norm"] for numbers in seen]))
+
+
+def test_only_the_vetoed_update_is_left_out(groups) -> None:
+    answers = iter(["no", None])
+    made = learner(SETTINGS)
+    norms: list[float] = []
+    metrics = train_step(made, work(groups), veto=lambda seen: norms.append(seen["grad_norm"]) or next(answers))
+    assert metrics["skipped_updates"] == 1
+    assert metrics["grad_norm"] == norms[1], "what was not made is no part of how far steps go"
+    assert metrics["grad_norm_max"] == max(norms)
+    assert {float(slots["step"]) for slots in made.optimizer.state.values()} == {1.0}
+    free = learner(SETTINGS)
+    assert train_step(free, work(groups))["skipped_updates"] == 0
+    assert {float(slots["step"]) for slots in free.optimizer.state.values()} == {2.0}
+
+
+def test_a_veto_may_skip_what_is_no_number_and_the_row_stays_finite(groups) -> None:
+    made, seen = learner(ONE), []
+    with torch.no_grad():
+        made.model.lm_head.weight[5, 0] = math.inf
+    before = weights(made)
+
+    def refuse(numbers: Mapping[str, float]) -> str | None:
+        seen.append(numbers["loss"])
+        return None if math.isfinite(numbers["loss"]) else "not finite"
+
+    metrics = train_step(made, work(groups), veto=refuse)
+    assert same(before, weights(made))
+    assert math.isnan(seen[0])
+    assert metrics["skipped_updates"] == 1
+    assert all(math.isfinite(value) for value in metrics.values())
+    with pytest.raises(TrainingDiverged):
+        train_step(made, work(groups), veto=lambda _numbers: None)
+
+
+def test_the_rate_factor_multiplies_the_rate(groups) -> None:
+    """A first AdamW step moves every weight by the rate, whatever the gradient's size."""
+    moved = {}
+    for factor in (1.0, 0.25):
+        made = learner(ONE.model_copy(update={"weight_decay": 0.0, "learning_rate": 1e-3}))
+        before = weights(made)
+        metrics = train_step(made, work(groups, rate_factor=factor))
+        assert metrics["learning_rate"] == 1e-3 * factor
+        moved[factor] = float((weights(made)["lm_head.weight"] - before["lm_head.weight"]).abs().max())
+    assert moved[0.25] == pytest.approx(moved[1.0] / 4, rel=1e-2)
+
+
+def gradients(made: Learner, groups: list[TrainingGroup], **changes: Any) -> list[dict[str, torch.Tensor]]:
+    seen: list[dict[str, torch.Tensor]] = []
+    made.optimizer.register_step_pre_hook(
+        lambda *_: seen.append({n: p.grad.clone() for n, p in made.trained().items()})
+    )
+    train_step(made, work(groups, **changes))
+    return seen
+
+
+@pytest.mark.parametrize("word", ["tokens", "samples", "constant"])
+def test_normalisation_by_a_plain_loop(groups, word: str) -> None:
+    """Each token's gradient by the formula, one sequence at a time; and in three minibatches the same on average."""
+    model, rollouts = tiny_model(), [(group, each) for group in groups for each in group.rollouts]
+    tokens = sum(len(each.token_ids) for _, each in rollouts)
+    for group, each in rollouts:
+        own = {"tokens": 1 / tokens, "samples": 1 / (len(rollouts) * len(each.token_ids)), "constant": 1 / (16 * 7)}
+        ids = torch.tensor([[*group.prompt_ids, *each.token_ids]])
+        logits = model(ids).logits[0, len(group.prompt_ids) - 1 : -1]
+        logp = logits.log_softmax(-1)[range(len(each.token_ids)), each.token_ids]
+        advantage = each.reward - np.mean([other.reward for other in group.rollouts])
+        (-advantage * own[word] * logp.sum()).backward()
+    settings = aiming(normalisation=word).model_copy(update={"loss": "plain"})
+    (whole,) = gradients(learner(settings), groups, max_new_tokens=7)
+    parts = gradients(learner(settings.model_copy(update={"minibatches": 3})), groups, max_new_tokens=7)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(whole[name], value.grad, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(sum(part[name] for part in parts) / 3, value.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_constant_that_nobody_gave_is_refused(groups) -> None:
+    with pytest.raises(ConfigError, match="no limit to completions"):
+        train_step(learner(aiming(normalisation="constant")), work(groups))
+
+
+@pytest.mark.parametrize("minibatches", [1, 4])
+@pytest.mark.parametrize("asked", [{"loss": "decoupled"}, {"objective": ObjectiveSettings(ratio_base="recomputed")}])
+def test_recomputed_logprobs_are_those_of_the_steps_beginning(groups, minibatches: int, asked) -> None:
+    seen: list[LossTokens] = []
+
+    def watching(tokens: LossTokens, _parameters: Any) -> LossOutput:
+        seen.append(tokens)
+        return LossOutput(-tokens.logprobs_N * tokens.advantages_N)
+
+    settings = SETTINGS.model_copy(update={"minibatches": minibatches, "learning_rate": 0.05, **asked})
+    metrics = train_step(replace(learner(settings), loss=watching), work(groups))
+    found = torch.cat([tokens.recomputed_N for tokens in seen])
+    start, expected = tiny_model(), []
+    for group in groups:
+        expected += [logprobs_of(start, group.prompt_ids, each.token_ids) for each in group.rollouts]
+    flat = torch.from_numpy(np.concatenate(expected))
+    torch.testing.assert_close(found.sort().values, flat.sort().values, rtol=0, atol=1e-5)
+    moved = [float((tokens.logprobs_N - tokens.recomputed_N).detach().abs().max()) for tokens in seen]
+    assert moved[0] == 0
+    assert minibatches == 1 or min(moved[1:]) > 0.01  # later minibatches meet another policy
+    behaviour = torch.from_numpy(np.concatenate([each.logprob_values for group in groups for each in group.rollouts]))
+    assert metrics["mismatch"] == pytest.approx(float((flat - behaviour).abs().mean()), rel=1e-4)
+    assert metrics["mismatch_max"] == pytest.approx(float((flat - behaviour).abs().max()), rel=1e-4)
+
+
+def test_logprobs_are_not_recomputed_unless_asked_for(groups) -> None:
+    seen: list[LossTokens] = []
+
+    def watching(tokens: LossTokens, _parameters: Any) -> LossOutput:
+        seen.append(tokens)
+        return LossOutput(-tokens.logprobs_N * tokens.advantages_N)
+
+    train_step(replace(learner(SETTINGS), loss=watching), work(groups))
+    assert seen[-1].recomputed_N is None
+
+
+def test_mismatch_and_effective_samples_by_hand() -> None:
+    """Recorded with a quarter less log-probability: every ratio is e^¼, so that no sample is lost, and k3 is known."""
+    model = tiny_model()
+    prompt, tokens = np.array([5, 6, 7]), np.array([8, 9, 10, 11])
+    recorded = logprobs_of(model, prompt, tokens)
+    shift = np.array([0.25, 0.25, 0.25, 0.25], np.float32)
+    apart = np.array([1.0, -1.0, 0.0, 0.0], np.float32)
+    for gap, effective in ((shift, 1.0), (apart, None)):
+        sample = Sample(prompt, tokens, recorded - gap, 1.0, np.ones(4, np.bool_))
+        metrics = train_samples(learner(FIXED), Prepared([[sample]], 0, 1, 0), StepPlan(0, 1.0))
+        ratio = np.exp(gap.astype(float))
+        assert metrics["mismatch"] == pytest.approx(np.abs(gap).mean(), abs=1e-5)
+        assert metrics["mismatch_max"] == pytest.approx(np.abs(gap).max(), abs=1e-5)
+        assert metrics["mismatch_kl"] == pytest.approx((ratio - 1 - gap).mean(), abs=1e-5)
+        expected = effective or ratio.sum() ** 2 / (4 * (ratio**2).sum())
+        assert metrics["effective_samples"] == pytest.approx(expected, abs=1e-5)
+
+
+def demonstration(drawn: list[bool]) -> Sample:
+    count = len(drawn)
+    return Sample(np.array([4]), np.arange(3, 3 + count), np.zeros(count, np.float32), 1.0, np.array(drawn))
+
+
+def test_demonstrations_are_learnt_and_say_nothing_of_a_mismatch() -> None:
+    made = learner(ONE.model_copy(update={"loss": "cross_entropy", "learning_rate": 0.01}))
+    prepared = Prepared([[demonstration([True] * 6)], [demonstration([False, True, True])]], 0, 2, 0)
+    rows = [train_samples(made, prepared, StepPlan(step, 1.0, recorded=False)) for step in range(5)]
+    assert rows[0]["loss"] == pytest.approx(math.log(96), abs=0.2)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    assert rows[0]["tokens"] == 8
+    assert not {"mismatch", "mismatch_kl", "effective_samples"} & rows[0].keys()
+
+
+def test_samples_without_a_token_to_learn_from_change_nothing() -> None:
+    made = learner(SETTINGS)
+    before = weights(made)
+    metrics = train_samples(made, Prepared([[demonstration([False, False])]], 0, 1, 0), StepPlan(0, 1.0))
+    assert same(before, weights(made))
+    assert metrics["tokens"] == 0
+    # Beside others they form no minibatch of their own, which weight decay and momentum would move alone.
+    mixed = Prepared([[demonstration([False])], [demonstration([True])]], 0, 2, 0)
+    train_samples(made, mixed, StepPlan(0, 1.0))
+    assert {float(slots["step"]) for slots in made.optimizer.state.values()} == {1.0}
+
+
+def test_the_kl_term_pulls_towards_the_policy_that_training_began_with(groups) -> None:
+    """No advantage at all: without the term nothing moves, with it the learner goes back where it came from."""
+    start = tiny_model()
+    flat = replace(learner(aiming(ONE, kl=1.0)), loss=lambda tokens, _p: LossOutput(tokens.logprobs_N * 0))
+    with torch.no_grad():
+        flat.model.lm_head.weight += 0.3 * torch.randn(96, 32, generator=torch.Generator().manual_seed(1))
+    rows = [train_step(flat, work(groups, step=step, max_staleness=99)) for step in range(8)]
+    assert rows[0]["reference_kl"] > 0.05
+    assert rows[-1]["reference_kl"] < 0.9 * rows[0]["reference_kl"]
+    assert same(dict(start.named_parameters()), dict(flat.reference.named_parameters()))  # the reference stays
+    assert learner(ONE).reference is None
+
+
+def test_the_entropy_term_raises_entropy(groups) -> None:
+    made = replace(learner(aiming(ONE, entropy=1.0)), loss=lambda tokens, _p: LossOutput(tokens.logprobs_N * 0))
+    with torch.no_grad():
+        made.model.lm_head.weight *= 20
+    rows = [train_step(made, work(groups, step=step, max_staleness=99)) for step in range(4)]
+    assert rows[-1]["entropy"] > rows[0]["entropy"] + 0.01
+
+
+def trained(**changes: object) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The numbers and the weights after one step on policy, in one optimizer step unless said otherwise."""
+    settings = TrainerSettings.model_validate({**SETTINGS.model_dump(), "minibatches": 1, **changes})
+    made = learner(settings)
+    groups = [make_group(unit, 0, tiny_model()) for unit in range(3)]
+    return train_step(made, StepWork(0, groups, 1.0, 0, max_new_tokens=6)), weights(made)
+
+
+@pytest.fixture(scope="module")
+def usual() -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    return trained()
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("ratio_base", ["behaviour", "recomputed"])
+def test_on_policy_every_loss_makes_the_same_step(usual, loss: str, ratio_base: str) -> None:
+    numbers, after = trained(loss=loss, objective={"ratio_base": ratio_base, "normalisation": "tokens"})
+    assert numbers["grad_norm"] == pytest.approx(usual[0]["grad_norm"], rel=1e-4)
+    assert all(torch.allclose(after[name], usual[1][name], atol=2e-4) for name in after)
+
+
+@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"plain", "cross_entropy"}))
+def test_off_policy_every_loss_trains_and_reports(loss: str) -> None:
+    """Four optimizer steps at a high rate: the later ones are no longer on policy."""
+    numbers, after = trained(loss=loss, minibatches=4, learning_rate=0.02)
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert numbers["ratio_max"] > 1.01
+
+
+@pytest.mark.parametrize("advantage", sorted(ADVANTAGES))
+def test_every_advantage_trains(advantage: str) -> None:
+    assert trained(advantage=advantage)[0]["grad_norm"] > 0
+
+
+SPANS = ([(2, 3)], [(1, 2), (5, 3)], [], [(4, 1)])
+
+
+def dialogue_group(unit: int, behaviour: Any) -> TrainingGroup:
+    random = np.random.default_rng(unit)
+    prompt = random.integers(3, 90, size=4)
+    rollouts = []
+    for spans, reward in zip(SPANS, (1.0, 0.0, 0.5, 0.0), strict=True):
+        tokens = random.integers(3, 90, size=10)
+        logprobs = logprobs_of(behaviour, prompt, tokens)
+        given = pack_spans(spans)
+        logprobs = np.where(drawn_mask(given, 10), logprobs, 0.0)
+        rollouts.append(TrainingRollout(pack_tokens(tokens), pack_logprobs(logprobs), "eos", reward, given))
+    return TrainingGroup(unit, f"task/{unit}", 0, pack_tokens(prompt), rollouts)
+
+
+@pytest.fixture(scope="module")
+def dialogues() -> list[TrainingGroup]:
+    behaviour = tiny_model(seed=5)  # not the model that is trained: ratios differ from 1
+    return [dialogue_group(unit, behaviour) for unit in range(2)]
+
+
+def gradient_of(groups: list[TrainingGroup], **changes: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    made, seen = learner(FIXED.model_copy(update=changes)), []
+    named = list(made.model.named_parameters())
+    made.optimizer.register_step_pre_hook(lambda *_: seen.append({n: p.grad.clone() for n, p in named}))
+    metrics = train_step(made, StepWork(0, groups, temperature=1.0, max_staleness=0))
+    return seen[0], metrics
+
+
+def plain_drawn_gradient(groups: list[TrainingGroup]) -> dict[str, torch.Tensor]:
+    """One sequence at a time, the loss of drawn tokens written out; given ones are in the context only."""
+    model = tiny_model()
+    rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
+    count = sum(int(drawn_mask(rollout.given, 10).sum()) for _, rollout in rollouts)
+    for group, rollout in rollouts:
+        a = rollout.reward - sum(each.reward for each in group.rollouts) / len(group.rollouts)
+        ids = torch.tensor([[*group.prompt_ids, *rollout.token_ids]])
+        logp = model(ids).logits[0, len(group.prompt_ids) - 1 : -1].log_softmax(-1)
+        for place in np.flatnonzero(drawn_mask(rollout.given, 10)):
+            r = (logp[place, rollout.token_ids[place]] - float(rollout.logprob_values[place])).exp()
+            (-torch.minimum(r.clamp(max=4.0) * a, r.clamp(0.8, 1.2) * a) / count).backward(retain_graph=True)
+    return {name: value.grad for name, value in model.named_parameters()}
+
+
+def test_the_gradient_is_that_of_the_drawn_tokens_alone(dialogues: list[TrainingGroup]) -> None:
+    seen, metrics = gradient_of(dialogues)
+    for name, expected in plain_drawn_gradient(dialogues).items():
+        torch.testing.assert_close(seen[name], expected, rtol=1e-4, atol=1e-7)
+    assert metrics["tokens"] == 2 * (40 - 3 - 5 - 1)
+
+
+@pytest.mark.parametrize("budget", [1, 30])
+def test_however_it_is_split(dialogues: list[TrainingGroup], budget: int) -> None:
+    whole, _ = gradient_of(dialogues)
+    split, _ = gradient_of(dialogues, micro_batch_tokens=budget)
+    for name in whole:
+        torch.testing.assert_close(whole[name], split[name], rtol=1e-4, atol=1e-7)
+
+
+def test_what_was_said_of_a_given_token_does_not_matter_but_the_token_does(dialogues: list[TrainingGroup]) -> None:
+    """Its log-probability, then and now, has no influence; that the model reads it has."""
+
+    def with_first(**changes: Any) -> list[TrainingGroup]:
+        first = msgspec.structs.replace(dialogues[0].rollouts[0], **changes)
+        return [msgspec.structs.replace(dialogues[0], rollouts=[first, *dialogues[0].rollouts[1:]]), dialogues[1]]
+
+    rollout = dialogues[0].rollouts[0]
+    logprobs, tokens = rollout.logprob_values, rollout.token_ids
+    logprobs[2:5] = -7.0
+    before, metrics = gradient_of(dialogues)
+    after, metrics_after = gradient_of(with_first(logprobs=pack_logprobs(logprobs)))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert metrics == metrics_after
+    tokens[3] = (tokens[3] + 1) % 90
+    other, _ = gradient_of(with_first(tokens=pack_tokens(tokens)))
+    assert not all(torch.equal(before[name], other[name]) for name in before)
+    unmasked, _ = gradient_of(with_first(given=b""))
+    assert not all(torch.allclose(before[name], unmasked[name], rtol=1e-3) for name in before)
+
+
+def test_spans_that_are_none_are_refused_with_their_unit(dialogues: list[TrainingGroup]) -> None:
+    broken = msgspec.structs.replace(dialogues[0].rollouts[0], given=pack_spans([(8, 9)]))
+    bad = msgspec.structs.replace(dialogues[0], rollouts=[broken, *dialogues[0].rollouts[1:]])
+    with pytest.raises(ProtocolError, match="unit 0: the spans of a rollout cannot be read"):
+        gradient_of([bad])
+
+
+def test_the_archive_has_the_spans() -> None:
+    tokenizer = TextTokenizer(tiny_files(tiny_model()))
+    ids = [*tokenizer.encode("1+1"), EOS, *tokenizer.encode("2"), *tokenizer.encode("2"), EOS]
+    rollout = TrainingRollout(pack_tokens(ids), pack_logprobs(np.zeros(len(ids))), "eos", 1.0, pack_spans([(4, 1)]))
+    group = TrainingGroup(0, "t/0", 0, pack_tokens([5]), [rollout])
+    policy = PolicyRef(incarnation=0, version=0, digest="d" * 64)
+    written = BatchGroup(unit=0, submission="a" * 64, node="n", policy=policy, rewards=(1.0,))
+    batch = Batch(step=0, groups=(written,), written_at_ms=0)
+    [row] = as_table(batch, TrainingBatch(step=0, groups=[group]), tokenizer.decode).to_pylist()
+    assert row["given"] == [4, 1]
+    assert row["completion"] == "1+1<eos>22"
