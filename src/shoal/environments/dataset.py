@@ -31,12 +31,9 @@ from shoal.environments.data.scanning import (
     split_two,
     usable_answer,
 )  # fmt: skip
-from shoal.environments.formats.registry import DatasetOptions
-from shoal.environments.generated import Options
-from shoal.environments.graders.protocol import DemandingGrader
-from shoal.environments.graders.registry import grader
+from shoal.environments.formats import DatasetOptions
+from shoal.environments.graders.registry import DemandingGrader, grader
 from shoal.environments.protocol import LazyTasks, Score, Split, Task
-from shoal.environments.settings import Ingredient
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.runtime.text import count_of
 
@@ -330,12 +327,3 @@ def _named(opened: Opened, row: int, reason: str) -> str:
 
 def _kind_name(kind: str) -> str:
     return f"kind {kind!r}" if kind else "no kind"
-
-
-def make_dataset(options: Options, given: Ingredient) -> DatasetEnvironment:
-    """The environment of a recipe's [environment] section."""
-    if not isinstance(options, DatasetOptions):
-        raise TypeError(f"a data set takes DatasetOptions, not {type(options).__name__}")
-    if given.data is None:
-        raise EnvironmentSetupError("environment dataset needs data: a Parquet or JSON lines file, or a folder of them")
-    return DatasetEnvironment(options, given.data, given.held_out_size)

@@ -75,11 +75,9 @@ class GymEnvironment:
     version: ClassVar[int] = 2
 
     def __init__(self, options: GymOptions, sizes: dict[Split, int]) -> None:
-        self.options = options
-        self._sizes = dict(sizes)
-        choices = options.choices
-        self._generators = [Generator(one.generator, one.settings, one.level) for one in choices]
-        self._schedule = Schedule([one.weight for one in choices])
+        self.options, self._sizes = options, dict(sizes)
+        self._generators = [Generator(one.generator, one.settings, one.level) for one in options.choices]
+        self._schedule = Schedule([one.weight for one in options.choices])
         content = {
             "name": self.name, "version": self.version, "library": VERSION, "sizes": sizes,
             "options": options.model_dump(mode="json"),
@@ -95,12 +93,7 @@ class GymEnvironment:
 
     def make(self, split: Split, index: int) -> Task:
         generator, entry = self._found(split, index)
-        return Task(
-            id=f"{self.name}/{split}/{index}",
-            prompt=self._prompt(entry),
-            answer=example_answer(entry),
-            kind=generator.name,
-        )
+        return Task(f"{self.name}/{split}/{index}", self._prompt(entry), example_answer(entry), generator.name)
 
     def holds_out(self, prompt: str) -> bool:
         return is_held_out(prompt)

@@ -21,6 +21,7 @@ import json
 import math
 import random
 import re
+import string
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,6 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
-from shoal.environments.arithmetic_text import checked_expression
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.runtime.text import install_command, meant
 
@@ -57,11 +57,9 @@ class Generator:
     """A generator with its settings. `entry(number)` is the same everywhere and always for the same number."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], level: int | None = None) -> None:
-        factory = _library().factory
-        refused = _refused()
+        factory, refused, known = _library().factory, _refused(), generator_names()
         if name in refused:
             raise EnvironmentSetupError(f"reasoning-gym's {name} cannot be used here: {refused[name]}")
-        known = generator_names()
         if name not in known:
             raise EnvironmentSetupError(
                 f"reasoning-gym has no generator {name!r}{meant(name, known)}; it has {len(known)}, which its own "
@@ -76,12 +74,10 @@ class Generator:
     def entry(self, number: int) -> dict[str, Any]:
         """The task of a number in [0, 2**31), as reasoning-gym describes it: `question`, `answer`, `metadata`."""
         with _lock:
-            _reseed(number)
+            _own_random.seed(number)
             try:
-                if self._listed is None:
-                    found = self._first[number]
-                else:
-                    found = self._dataset(number, self._listed)[number % self._listed]
+                listed = self._listed
+                found = self._first[number] if listed is None else self._dataset(number, listed)[number % listed]
             except Exception as error:  # a generator may raise anything for settings that it does not like
                 raise EnvironmentSetupError(
                     f"reasoning-gym's {self.name} makes no task of these settings: {type(error).__name__}: {error}"
@@ -105,7 +101,13 @@ class Generator:
             if value > 0 and condition is not None and not condition(answer, entry):
                 return 0.0, "the generator's scorer would take this for an answer to any of its tasks"
         except UNREADABLE as error:
-            self._refuse_if_broken(entry)
+            if gold := example_answer(entry):  # what fails on the task's own answer, too, is no fault of this one
+                try:
+                    self._first.score_answer(gold, dict(entry))
+                except MemoryError:
+                    raise
+                except Exception as broken:
+                    raise self._failure(broken) from broken
             return 0.0, f"the scorer could not read the answer: {type(error).__name__}"
         except MemoryError:
             raise
@@ -113,22 +115,12 @@ class Generator:
             raise self._failure(error) from error
         return (min(1.0, max(0.0, value)), "") if math.isfinite(value) else (0.0, "the scorer gave no number")
 
-    def _refuse_if_broken(self, entry: Mapping[str, Any]) -> None:
-        """What fails on the task's own answer, too, is no fault of the answer that was given."""
-        gold = example_answer(entry)
-        try:
-            _ = self._first.score_answer(gold, dict(entry)) if gold else None
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise self._failure(error) from error
-
     def _failure(self, error: Exception) -> ScoringFailure:
         return ScoringFailure(f"the scorer of reasoning-gym's {self.name} failed: {type(error).__name__}: {error}")
 
     def _dataset(self, seed: int, size: int) -> Any:
         with _lock:
-            _reseed(seed)
+            _own_random.seed(seed)
             try:
                 return self._class(self._make(seed, size))
             except Exception as error:  # assertions, type errors, … of the generator's own checks
@@ -154,9 +146,7 @@ def example_answer(entry: Mapping[str, Any]) -> str:
     if entry["answer"] is not None:
         return str(entry["answer"])
     found = next((entry["metadata"][key] for key in EXAMPLES if entry["metadata"].get(key)), "")
-    if isinstance(found, Mapping | list):
-        return json.dumps(found)
-    return str(found)
+    return json.dumps(found) if isinstance(found, Mapping | list) else str(found)
 
 
 CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
@@ -181,29 +171,30 @@ CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
 def _maker(
     name: str, config: type[Any], settings: Mapping[str, Any], level: int | None
 ) -> Callable[[int, int], object]:
-    """A function of seed and size that makes the generator's configuration."""
+    """A function of seed and size that makes the generator's configuration.
+
+    A level is one of the generator's own curriculum; one beyond its last is its last.
+    """
     fields = {field.name: field for field in dataclasses.fields(config)}
-    for key in settings:
-        if key not in fields or key in ("seed", "size"):
-            allowed = [field for field in fields if field not in ("seed", "size")]
+    allowed = [field for field in fields if field not in ("seed", "size")]
+    values: dict[str, Any] = {}
+    if level is not None:
+        factory = _library().factory
+        if not factory.has_curriculum(name):
+            raise EnvironmentSetupError(
+                f"reasoning-gym's {name} has no curriculum, so it has no level; use its settings"
+            )
+        curriculum = factory.create_curriculum(name)
+        curriculum.set_global_level(level)
+        chosen = curriculum.generate_configuration()
+        values = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
+    for key, value in settings.items():
+        if key not in allowed:
             raise EnvironmentSetupError(
                 f"reasoning-gym's {name} has no setting {key!r}{meant(key, allowed)}; it has {', '.join(allowed)}"
             )
-    values = _levelled(name, level) | {key: _fitted(name, fields[key], value) for key, value in settings.items()}
+        values[key] = _fitted(name, fields[key], value)
     return lambda seed, size: config(**{**values, "seed": seed, "size": size})
-
-
-def _levelled(name: str, level: int | None) -> dict[str, Any]:
-    """The settings that the generator's own curriculum has for a level; a level beyond its last is its last."""
-    if level is None:
-        return {}
-    factory = _library().factory
-    if not factory.has_curriculum(name):
-        raise EnvironmentSetupError(f"reasoning-gym's {name} has no curriculum, so it has no level; use its settings")
-    curriculum = factory.create_curriculum(name)
-    curriculum.set_global_level(level)
-    chosen = curriculum.generate_configuration()
-    return {key: getattr(chosen, key) for key in (field.name for field in dataclasses.fields(chosen))}
 
 
 def _fitted(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
@@ -248,22 +239,25 @@ class _OrderedFrozenset(frozenset[Any]):
 
 
 _own_random = random.Random(0)
-
-
-def _reseed(number: int) -> None:
-    """Start the numbers of `list_functions` anew; `pool_matrix` starts its own."""
-    _own_random.seed(number)
+"""What `list_functions` draws from, seeded for every task; `pool_matrix` seeds its own."""
 
 
 def _library() -> ModuleType:
-    """reasoning_gym, loaded and mended on first use."""
+    """reasoning_gym, loaded and mended on first use. One package of it has to be compiled: one generator of a hundred
+    uses it, and the library cannot be imported without, so something empty stands in where it is missing."""
+    missing = importlib.util.find_spec(SOLVER) is None
     try:
-        library = _imported()
+        if missing:
+            sys.modules[SOLVER] = ModuleType(SOLVER)
+        library = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise EnvironmentSetupError(
             f"the environment reasoning-gym needs a package that is not installed ({error.name}): "
             f"{install_command(f'reasoning-gym=={VERSION}')}"
         ) from error
+    finally:
+        if missing:
+            del sys.modules[SOLVER]
     with _lock:
         if not getattr(library, "_mended_by_shoal", False):
             installed = importlib.metadata.version("reasoning-gym")
@@ -277,21 +271,12 @@ def _library() -> ModuleType:
     return library
 
 
-def _imported() -> ModuleType:
-    """The library, whether or not the one package is there that has to be compiled: one generator of a hundred uses it,
-    and the library cannot be imported without."""
-    if importlib.util.find_spec(SOLVER) is not None:
-        return importlib.import_module("reasoning_gym")
-    sys.modules[SOLVER] = ModuleType(SOLVER)
-    try:
-        return importlib.import_module("reasoning_gym")
-    finally:
-        del sys.modules[SOLVER]
-
-
 EVALUATORS = (
-    "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
-)  # fmt: skip
+    "algorithmic.binary_matrix",
+    "algorithmic.spiral_matrix",
+    "algorithmic.string_insertion",
+    "games.n_queens",
+)
 """Modules whose scorer calls `eval` on the answer."""
 PARSERS = {
     "games.puzzle24": "parse_expr",
@@ -301,9 +286,7 @@ PARSERS = {
     "algebra.intermediate_integration": "sympy",
 }
 """Modules whose scorer gives the answer to sympy's parser, which evaluates it; and by which name they call it."""
-LISTERS_OF_SETS = (
-    "algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication",
-)  # fmt: skip
+LISTERS_OF_SETS = ("algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication")
 """Modules that draw from a set of texts in the order in which it happens to be, which differs between processes."""
 PRINTERS = (
     "code.contrib.bfit.Compiler.Optimizer", "code.contrib.bfit.Compiler.FunctionCompiler",
@@ -343,3 +326,87 @@ def _guarded(parse: Callable[..., Any]) -> Callable[..., Any]:
         return parse(checked_expression(text), *rest, **options)
 
     return parse_checked
+
+
+# Whether a text is plain mathematics that sympy's parser may be given: it evaluates what it reads, so anything else
+# would be run, and a short text could ask for a number that fills the memory
+
+FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "acot", "asec", "acsc", "sinh", "cosh", "tanh",
+    "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs", "erf",
+})  # fmt: skip
+NAMES = FUNCTIONS | {"pi", "E", "I"} | set(string.ascii_letters)
+OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
+MOST_CHARACTERS, MOST_TERMS, DEEPEST = 8_000, 512, 60
+MOST_DIGITS, MOST_DIGITS_OF_A_POWER = 100, 24
+LARGEST_EXPONENT, LARGEST_EXPONENT_OF_A_LETTER = 64, 256
+MOST_POWERS_OF_NUMBERS = 64
+"""Products of polynomials have many terms with long numbers; powers of long numbers, and many of them, take minutes."""
+
+
+def checked_expression(text: str) -> str:
+    """The text itself, if it is made of numbers, one-letter names, `+ - * / **`, brackets and known functions.
+
+    Anything else is a `ValueError`; so is a power of numbers whose exponent is large.
+    """
+    if len(text) > MOST_CHARACTERS or not text.isascii() or "_" in text:
+        raise ValueError("not an expression of numbers and letters")
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("not an expression") from error
+    powers = [node.left for node in ast.walk(tree) if _is_power(node)]  # type: ignore[attr-defined]
+    if sum(not any(isinstance(part, ast.Name) for part in ast.walk(base)) for base in powers) > MOST_POWERS_OF_NUMBERS:
+        raise ValueError("too many powers of numbers")
+    _check(tree.body, 0, MOST_DIGITS)
+    return text
+
+
+def _is_power(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
+
+
+def _check(node: ast.expr, depth: int, most_digits: int) -> None:
+    if depth > DEEPEST:
+        raise ValueError("nested too deeply")
+    terms = 0
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):  # terms of a sum are not nested
+        terms += 1
+        if terms > MOST_TERMS:
+            raise ValueError("too many terms")
+        _check(node.right, depth + 1, most_digits)
+        node = node.left
+    if isinstance(node, ast.Constant):  # `True` is an int to Python, and no number here
+        if type(node.value) not in (int, float) or len(repr(node.value)) > most_digits:
+            raise ValueError(f"{node.value!r:.40} is no number here")
+    elif isinstance(node, ast.Name):
+        if node.id not in NAMES:
+            raise ValueError(f"the name {node.id!r} means nothing here")
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, OPERATORS):
+        _check(node.operand, depth + 1, most_digits)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, OPERATORS):
+        if isinstance(node.op, ast.Pow):
+            _check_power(node)
+            most_digits = MOST_DIGITS_OF_A_POWER
+        _check(node.left, depth + 1, most_digits)
+        _check(node.right, depth + 1, most_digits)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS:
+        if len(node.args) != 1 or node.keywords:
+            raise ValueError("a function has one argument here")
+        _check(node.args[0], depth + 1, most_digits)
+    else:
+        raise ValueError(f"{type(node).__name__} is no part of an expression here")
+
+
+def _check_power(node: ast.BinOp) -> None:
+    """No towers of numbers: an exponent is small, or it has a letter in it."""
+    if any(map(_is_power, ast.walk(node.right))):
+        raise ValueError("a power in an exponent")
+    numbers = [part.value for part in ast.walk(node.right) if isinstance(part, ast.Constant)]
+    largest = LARGEST_EXPONENT_OF_A_LETTER if isinstance(node.left, ast.Name) else LARGEST_EXPONENT
+    if any(isinstance(number, int | float) and abs(number) > largest for number in numbers):
+        raise ValueError("the exponent is too large")
+    if len(numbers) > 2:  # 64*64*64
+        raise ValueError("the exponent is too long")
+    if sum(map(_is_power, ast.walk(node.left))) > 1:  # ((9**64)**64)**64
+        raise ValueError("powers of powers of powers")

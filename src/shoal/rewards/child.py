@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from shoal.environments import Environment, EnvironmentSettings, build
-from shoal.environments.graders.protocol import PatientGrader
+from shoal.environments.graders.registry import PatientGrader
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES, grader
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.rewards.frames import (

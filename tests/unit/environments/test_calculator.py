@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from shoal.environments import EnvironmentSettings, build, dialogue_of, has_dialogues
 from shoal.environments.protocol import DialogueRule
 from shoal.environments.settings import LengthSettings
-from shoal.environments.tools import TOOLS
-from shoal.environments.tools.calculator import MAX_BITS, MAX_CHARACTERS, MAX_DEPTH, NoValue, evaluate, shown
+from shoal.environments.tools import MAX_BITS, MAX_CHARACTERS, MAX_DEPTH, TOOLS, NoValue, evaluate, shown
 from shoal.errors import EnvironmentSetupError
 
 answer = TOOLS["calculator"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.environments.graders.code_blocks import program
+from shoal.environments.graders.code import program
 from shoal.environments.graders.thinking import after_thinking
 
 BLOCKS = [

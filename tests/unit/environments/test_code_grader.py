@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sandboxkit import needs_bubblewrap
 from shoal.environments.graders.code import CodeGrader
-from shoal.environments.graders.protocol import Grader
+from shoal.environments.graders.registry import Grader
 from shoal.environments.sandbox import process as process_module
 from shoal.environments.sandbox.process import NOTHING
 from shoal.errors import ScoringFailure

@@ -24,8 +24,7 @@ from datakit import (
     write_parquet,
 )  # fmt: skip
 
-from shoal.environments.formats.programs import unpacked
-from shoal.environments.formats.protocol import final_answer
+from shoal.environments.formats import final_answer, unpacked
 from shoal.environments.graders.code_tests import read_tests
 from shoal.errors import UnusableTask
 
@@ -192,7 +191,7 @@ def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> N
 
 
 def test_packed_text_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.environments.formats.programs.UNPACKED_LIMIT_BYTES", 1000)
+    monkeypatch.setattr("shoal.environments.formats.UNPACKED_LIMIT_BYTES", 1000)
     with pytest.raises(UnusableTask, match="unpacks to more than"):
         unpacked(pack("x" * 2000), "tests")
 

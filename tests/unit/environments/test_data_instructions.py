@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from shoal.environments.graders.instructions import CHECKS, sentences
-from shoal.environments.graders.languages import is_language, may_be_english
+from shoal.environments.graders.instructions import CHECKS, is_language, may_be_english, sentences
 from shoal.environments.graders.registry import grader
 from shoal.errors import ScoringFailure
 

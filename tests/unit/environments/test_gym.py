@@ -20,10 +20,9 @@ import pytest
 
 from shoal.environments import Environment, EnvironmentSettings, build
 from shoal.environments import gym_source as source
-from shoal.environments.arithmetic_text import checked_expression
 from shoal.environments.generated import is_held_out
 from shoal.environments.gym import final_answer
-from shoal.environments.gym_source import Generator, example_answer, generator_names
+from shoal.environments.gym_source import Generator, checked_expression, example_answer, generator_names
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
 if importlib.util.find_spec("reasoning_gym") is None:

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from shoal.environments.graders.mathematics import MathematicsGrader, MathVerifyGrader
-from shoal.environments.graders.protocol import Grader
-from shoal.environments.graders.registry import grader
+from shoal.environments.graders.registry import Grader, grader
 from shoal.errors import ScoringFailure
 
 

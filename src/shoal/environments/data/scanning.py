@@ -22,10 +22,8 @@ import numpy as np
 from shoal.environments.data.cache import data_digest, entry_name, load_arrays, store_arrays
 from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import ROW_LIMIT_BYTES, Batch, Broken, Table, rows_of, values_of
-from shoal.environments.formats.protocol import Format
-from shoal.environments.formats.registry import DatasetOptions, fit
-from shoal.environments.graders.protocol import Grader
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES
+from shoal.environments.formats import DatasetOptions, Format, fit
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES, Grader
 from shoal.environments.questions import BLANK, DIGEST_BYTES, ascii_digest, prompt_digest, question_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
