@@ -15,6 +15,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -103,10 +104,8 @@ class EvaluationJournal:
     """
 
     def __init__(self, folder: Path, name: str = PROGRESS) -> None:
-        self.folder = folder
-        self.batches = 0
-        self.drawn = 0
-        self.path = folder / name
+        self.folder, self.path = folder, folder / name
+        self.batches = self.drawn = 0
         self._waiting: deque[tuple[TaskRecord, ...]] = deque()
         self._decoder = msgspec.json.Decoder(JournalLine)
 
@@ -268,8 +267,40 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 # The Parquet file
 
 
-def _schema(about: Mapping[str, Any]) -> Any:
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file: it is in its place when it is whole and on the disk, if there is one."""
+    hidden = path.with_name(f".{path.name}.writing")
+    try:
+        hidden.unlink(missing_ok=True)
+        yield hidden
+        if hidden.exists():
+            with hidden.open("rb") as file:
+                os.fsync(file.fileno())
+            hidden.replace(path)
+            sync_folder(path.absolute().parent)
+    except OSError as error:
+        raise resource_error("write", path, error) from error
+
+
+SAME = ("task", "index", "prompt_digest", "kind", "part", "problem", "prompt")
+
+
+def _as_row(record: TaskRecord) -> dict[str, Any]:
+    samples = record.samples
+    return {
+        **{name: getattr(record, name) for name in SAME}, "samples": len(record.scores), "mean": record.mean,
+        "passes": record.passes, "truncated": record.truncated,
+        "scores": [sample.score for sample in samples], "tokens": [sample.tokens for sample in samples],
+        "finish": [sample.finish for sample in samples], "completions": [sample.text for sample in samples],
+        "parts": [sorted(sample.parts.items()) for sample in samples],
+    }  # fmt: skip
+
+
+def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, Any]) -> None:
+    """Stream records into a Parquet file; `about` is what they are results of. The same ones give the same bytes."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     text, whole, real = pa.string(), pa.int32(), pa.float64()
     columns = {
@@ -280,28 +311,8 @@ def _schema(about: Mapping[str, Any]) -> Any:
         "tokens": pa.list_(whole), "finish": pa.list_(text), "parts": pa.list_(pa.map_(text, real)),
         "prompt": text, "completions": pa.list_(text),
     }  # fmt: skip
-    return pa.schema(list(columns.items()), {METADATA: json.dumps(about, sort_keys=True).encode()})
-
-
-def _as_row(record: TaskRecord) -> dict[str, Any]:
-    samples = record.samples
-    return {
-        "task": record.task, "index": record.index, "prompt_digest": record.prompt_digest, "kind": record.kind,
-        "part": record.part, "problem": record.problem, "samples": len(record.scores), "mean": record.mean,
-        "passes": record.passes, "truncated": record.truncated,
-        "scores": [sample.score for sample in samples], "tokens": [sample.tokens for sample in samples],
-        "finish": [sample.finish for sample in samples],
-        "parts": [sorted(sample.parts.items()) for sample in samples],
-        "prompt": record.prompt, "completions": [sample.text for sample in samples],
-    }  # fmt: skip
-
-
-def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, Any]) -> None:
-    """Stream records into a Parquet file; `about` is what they are results of. The same ones give the same bytes."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema, rows = _schema(about), map(_as_row, records)
+    schema = pa.schema(list(columns.items()), {METADATA: json.dumps(about, sort_keys=True).encode()})
+    rows = map(_as_row, records)
     with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
         while group := list(islice(rows, ROWS_PER_GROUP)):
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
@@ -323,8 +334,7 @@ def read_records(path: Path) -> Iterator[TaskRecord]:
 def _from_row(row: Mapping[str, Any]) -> TaskRecord:
     columns = zip(*(row[name] for name in ("scores", "tokens", "finish", "parts", "completions")), strict=True)
     samples = tuple(SampleRecord(score, tokens, how, dict(parts), text) for score, tokens, how, parts, text in columns)
-    named = {name: row[name] for name in ("task", "index", "prompt_digest", "kind", "part", "problem", "prompt")}
-    return TaskRecord(**named, samples=samples)
+    return TaskRecord(**{name: row[name] for name in SAME}, samples=samples)
 
 
 @dataclass(frozen=True)

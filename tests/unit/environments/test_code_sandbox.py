@@ -49,21 +49,17 @@ def test_this_machine_has_what_it_takes() -> None:
 def test_tests_of_one_program_are_processes_of_one_sandbox() -> None:
     with Sandbox(b"import math, os\nprint(input(), os.getpid())", SHORT, modules=("math",)) as sandbox:
         outputs = [sandbox.run(f"{number}\n".encode()).output for number in range(3)]
-
     assert outputs == [b"0 2\n", b"1 3\n", b"2 4\n"]
 
 
 @needs_bubblewrap
 def test_a_program_ends_as_it_ends() -> None:
     ends = {
-        "print(1)": ("well", 0),
-        "raise SystemExit(7)": ("error", 7),
-        "raise SystemExit('no')": ("error", 1),
-        "import os; os._exit(9)": ("error", 9),
-        "1/0": ("error", 1),
+        "print(1)": ("well", 0), "raise SystemExit(7)": ("error", 7), "raise SystemExit('no')": ("error", 1),
+        "import os; os._exit(9)": ("error", 9), "1/0": ("error", 1),
         "import os; os.abort()": ("signal", -signal.SIGABRT),
         "import signal; signal.setitimer(0, 0.01); signal.pause()": ("signal", -signal.SIGALRM),
-    }
+    }  # fmt: skip
     assert {code: (ran.ended, ran.status) for code in ends for ran in [run(code)]} == ends
 
 
@@ -92,7 +88,6 @@ except ImportError:
 
 def test_without_bubblewrap_it_is_refused_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-
     with pytest.raises(EnvironmentSetupError, match="apt install bubblewrap"):
         require_sandbox()
     with pytest.raises(EnvironmentSetupError, match="bwrap is not on the PATH"):
@@ -105,7 +100,6 @@ def test_where_namespaces_are_forbidden_it_is_refused_with_what_to_allow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(tmp_path, monkeypatch, "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
-
     with pytest.raises(EnvironmentSetupError, match=r"create new namespace.*user\.max_user_namespaces"):
         require_sandbox()
     with pytest.raises(ScoringFailure, match="No permissions to create new namespace"):
@@ -115,14 +109,12 @@ def test_where_namespaces_are_forbidden_it_is_refused_with_what_to_allow(
 def test_one_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(tmp_path, monkeypatch, "exec /bin/sleep 1000")
     monkeypatch.setattr(process_module, "START_S", 0.2)
-
     with pytest.raises(ScoringFailure, match="no answer within"):
         grader("code").score(ANSWER, "```python\nprint(1)\n```")
 
 
 def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-
     with pytest.raises(EnvironmentSetupError, match="needs Linux"):
         view.bubblewrap()
 
@@ -133,7 +125,6 @@ def test_when_no_process_can_be_started_that_is_no_score(monkeypatch: pytest.Mon
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-
     with pytest.raises(ScoringFailure, match="Resource temporarily unavailable"):
         grader("code").score(ANSWER, "```python\nprint(1)\n```")
 
@@ -164,7 +155,6 @@ def test_a_program_that_was_killed_from_outside_is_no_sample(victim: str) -> Non
         (program,) = (process for process in children() if _parent(process) == runner)
         os.kill({"program": program, "runner": runner}[victim], signal.SIGKILL)
         thread.join(timeout=20)
-
     assert isinstance(results[0], ScoringFailure)
     assert "killed" in str(results[0])
     assert not children()
@@ -177,14 +167,12 @@ def test_out_of_time_is_told_by_the_signal_or_by_the_account(
 ) -> None:
     """The kernel's two clocks differ on a busy machine: four seconds of the limit's may be 3.7 of the account's."""
     monkeypatch.setattr(process_module.Exchange, "report", lambda _self: (status, cpu_s))
-
     assert run("print(1)").ended == "time"
 
 
 @needs_bubblewrap
 def test_killed_long_before_its_time_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module.Exchange, "report", lambda _self: (signal.SIGKILL, 0.3))
-
     with pytest.raises(ScoringFailure, match="not by itself"):
         run("print(1)")
 
@@ -215,7 +203,6 @@ def test_a_machine_that_slept_in_the_middle_of_a_test_does_not_fail_the_program(
 ) -> None:
     hours = itertools.count(start=time.monotonic(), step=3600)  # the clock of a machine that sleeps at every look
     monkeypatch.setattr(process_module, "time", SimpleNamespace(monotonic=lambda: next(hours)))
-
     assert run("print(1)").ended == "well"
     assert run("while True: pass").ended == "time"
 
@@ -238,7 +225,6 @@ with Sandbox({SLEEPER!r}, Limits(cpu_s=600, test_cpu_s=120)) as sandbox:
         validator.kill()
         validator.wait(timeout=20)
         validator.stdout.close()  # type: ignore[union-attr]
-
     assert gone(started)
 
 
@@ -246,7 +232,6 @@ with Sandbox({SLEEPER!r}, Limits(cpu_s=600, test_cpu_s=120)) as sandbox:
 def test_a_program_that_could_not_be_confined_is_not_run_and_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """A filter that the kernel does not take: nothing ran, so nothing is worth 0."""
     monkeypatch.setattr(process_module, "_filter", lambda: "ff" * 8)
-
     with pytest.raises(ScoringFailure, match="killed"):
         run("print(1)")
     with pytest.raises(EnvironmentSetupError, match="cannot be run safely here"):
@@ -263,7 +248,6 @@ with Sandbox(b"print(len(bytearray(300 << 20)))", Limits()) as sandbox:
     print(sandbox.run(b"").output)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-
     assert done.stdout.strip() == str(f"{300 << 20}\n".encode())
 
 
@@ -307,16 +291,13 @@ def test_it_is_the_same_for_a_user_that_is_not_root(tmp_path: Path) -> None:
     options = {"user": 12_345, "group": 12_345, "extra_groups": [], "cwd": "/", "env": environ}
     if not Path(python).exists() or subprocess.run([python, "-c", "import shoal, pydantic"], **options).returncode:  # type: ignore[call-overload]
         pytest.skip(f"no {python} that another user may run with this package")
-
     done = subprocess.run([python, "-c", UNPRIVILEGED], capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
-
     assert done.stderr == ""
     assert done.stdout.strip() == str([b"True x False False False\n"] * 2)
 
 
 def test_a_sandbox_of_root_gets_a_user_of_its_own() -> None:
     users = {view.spare_uid() for _ in range(20)}
-
     if os.geteuid() == 0:
         assert len(users) > 1
         assert min(users) > 1000

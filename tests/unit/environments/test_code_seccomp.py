@@ -45,7 +45,6 @@ def number_of(machine: str, x86_64: int, aarch64: int) -> int:
 def test_every_call_that_is_denied_is_refused(machine: str) -> None:
     column = list(ARCHITECTURES).index(machine)
     numbers = {name: both[column] for name, both in DENIED.items() if both[column] is not None}
-
     assert {name for name, number in numbers.items() if number and decide(machine, number) != EPERM} == set()
     assert len(set(numbers.values())) == len(numbers)
 
@@ -56,14 +55,12 @@ def test_what_programs_need_is_allowed(machine: str) -> None:
         "read": (0, 63), "write": (1, 64), "mmap": (9, 222), "openat": (257, 56), "futex": (202, 98),
         "exit_group": (231, 94), "getrandom": (318, 278), "rt_sigaction": (13, 134), "socketpair": (53, 199),
     }  # fmt: skip
-
     assert {name for name, both in needed.items() if decide(machine, number_of(machine, *both)) != ALLOW} == set()
 
 
 @BOTH
 def test_threads_are_allowed_and_processes_are_not(machine: str) -> None:
     clone = number_of(machine, 56, 220)
-
     assert decide(machine, clone, 0x3D0F00) == ALLOW
     assert decide(machine, clone, 0x01200011) == EPERM
     assert decide(machine, clone, 0x10000000) == EPERM
@@ -73,21 +70,18 @@ def test_threads_are_allowed_and_processes_are_not(machine: str) -> None:
 @BOTH
 def test_only_local_sockets(machine: str) -> None:
     families = {family for family in range(64) if decide(machine, number_of(machine, 41, 198), family) == ALLOW}
-
     assert families == {1}
 
 
 @BOTH
 def test_only_abort(machine: str) -> None:
     signals = {signal for signal in range(65) if decide(machine, number_of(machine, 234, 131), 1, 1, signal) == ALLOW}
-
     assert signals == {6}
 
 
 @BOTH
 def test_limits_are_read_and_only_ones_own_stack_is_set(machine: str) -> None:
     call = number_of(machine, 302, 261)
-
     assert all(decide(machine, call, process, kind, 0, 5) == ALLOW for process in (0, 1) for kind in range(16))
     for pointer in (0x7F00, 0x7F00_0000_0000, 1 << 32):
         allowed = {(p, k) for p in (0, 1) for k in range(16) if decide(machine, call, p, k, pointer) == ALLOW}
@@ -97,7 +91,6 @@ def test_limits_are_read_and_only_ones_own_stack_is_set(machine: str) -> None:
 @BOTH
 def test_no_other_signal_for_a_descriptor(machine: str) -> None:
     refused = {command for command in range(20) if decide(machine, number_of(machine, 72, 25), 3, command) == EPERM}
-
     assert refused == {10}
 
 
@@ -116,7 +109,6 @@ def test_the_numbers_are_those_of_the_kernel(machine: str) -> None:
     pattern = re.compile(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)", re.MULTILINE)
     known = {name: int(number) for name, number in pattern.findall(HEADERS[machine].read_text())}
     column = list(ARCHITECTURES).index(machine)
-
     assert {name: both[column] for name, both in DENIED.items()} == {name: known.get(name) for name in DENIED}
 
 

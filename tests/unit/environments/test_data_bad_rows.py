@@ -25,27 +25,20 @@ from datakit import (
 
 from shoal.environments.data import readers, scanning
 from shoal.environments.data.scanning import Problems
-from shoal.environments.dataset import DatasetEnvironment
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 
 __all__ = ["own_cache"]
 
 SHALLOW: list[tuple[str, Any, str]] = [
-    ("prompt", None, "prompt is missing"),
-    ("prompt", "", "prompt is empty"),
-    ("prompt", " \n\t", "prompt is empty"),
-    ("task_type", "riddle", "task_type 'riddle' is unknown"),
-    ("task_type", None, "task_type 'None' is unknown"),
+    ("prompt", None, "prompt is missing"), ("prompt", "", "prompt is empty"), ("prompt", " \n\t", "prompt is empty"),
+    ("task_type", "riddle", "task_type 'riddle' is unknown"), ("task_type", None, "task_type 'None' is unknown"),
     ("problem_id", "p2", "problem_id 'p2' is that of an earlier row"),
-]
+]  # fmt: skip
 DEEP: list[tuple[Any, str]] = [
-    (None, "verification_info is missing"),
-    ("", "verification_info is empty"),
-    ("{not", "verification_info is no JSON"),
-    ("[1]", "verification_info is no JSON object"),
-    ("{}", ""),
+    (None, "verification_info is missing"), ("", "verification_info is empty"),
+    ("{not", "verification_info is no JSON"), ("[1]", "verification_info is no JSON object"), ("{}", ""),
     ('{"ground_truth": ""}', ""),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("column", "value", "said"), SHALLOW)
@@ -59,7 +52,7 @@ def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
     assert problem[0] == 7
     assert problem[1].startswith(said)
     where = "a.parquet" if name == "a.parquet" else "a.jsonl line 8"
-    assert f"1 of 20 rows cannot be used and is left out: row 7 ({where}): {said}" in caplog.text
+    assert f"1 of 20 rows left out, for they cannot be used: row 7 ({where}): {said}" in caplog.text
     ids = {task.id for split in ("train", "held_out") for task in environment.tasks(split)}
     assert len(ids) == 19
     assert "8/p8" in ids
@@ -98,7 +91,7 @@ def test_a_check_finds_everything_and_is_remembered(tmp_path: Path, monkeypatch:
     assert problems.count == 4
     assert [row for row, _ in sorted(problems.first)] == [3, 5, 30, 31]
     again = open_data(path)
-    monkeypatch.setattr(DatasetEnvironment, "_look", lambda *_: pytest.fail("read everything again"))
+    monkeypatch.setattr(scanning, "check", lambda *_: pytest.fail("read everything again"))
     assert checked(again).count == 4
     with pytest.raises(UnusableTask, match="row 5 "):
         again.task("5/p5")  # known without reading its answer
@@ -116,7 +109,7 @@ def test_bad_rows_of_a_held_out_file_are_told_by_their_own_numbers(
     other[2]["prompt"] = ""
     path = write_jsonl(tmp_path / "test.jsonl", other)
     environment = open_data(train, held_out=path)
-    assert "1 of 6 rows cannot be used and is left out: row 2 (test.jsonl line 3): prompt is empty" in caplog.text
+    assert "1 of 6 rows left out, for they cannot be used: row 2 (test.jsonl line 3): prompt is empty" in caplog.text
     good, found = environment.check(lambda *_: None)
     assert good.problems.count == 0
     assert [(row, found.where(row)) for row, _ in found.problems.first] == [

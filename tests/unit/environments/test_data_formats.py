@@ -101,13 +101,10 @@ def test_question_and_answer_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("so x = \\boxed{\\frac{1}{2}} and \\boxed{3}", "3"),
-        ("\\boxed{\\frac{a}{\\sqrt{b}}}", "\\frac{a}{\\sqrt{b}}"),
-        ("\\boxed{1", "\\boxed{1"),
-        ("8 - 3 = 5 #### 5", "5"),
-        ("plain", "plain"),
+        ("so x = \\boxed{\\frac{1}{2}} and \\boxed{3}", "3"), ("\\boxed{\\frac{a}{\\sqrt{b}}}", "\\frac{a}{\\sqrt{b}}"),
+        ("\\boxed{1", "\\boxed{1"), ("8 - 3 = 5 #### 5", "5"), ("plain", "plain"),
     ],
-)
+)  # fmt: skip
 def test_what_a_worked_solution_comes_to(text: str, answer: str) -> None:
     assert final_answer(text) == answer
 
@@ -173,18 +170,15 @@ def test_packed_text_is_unpacked_without_unpickling(protocol: int) -> None:
 @pytest.mark.parametrize(
     ("packed", "said"),
     [
-        (pack(Bomb()), "it is not run"),
-        (pack(Bomb(), 0), "it is not run"),
-        (pack(["a", "b"]), "it is not run"),
-        (pack(b"bytes"), "it is not run"),
-        (pack(7), "it is not run"),
+        (pack(Bomb()), "it is not run"), (pack(Bomb(), 0), "it is not run"), (pack(["a", "b"]), "it is not run"),
+        (pack(b"bytes"), "it is not run"), (pack(7), "it is not run"),
         (base64.b64encode(zlib.compress(b"\x80\x04")).decode(), "is no JSON, packed or not"),
         (base64.b64encode(zlib.compress(b"garbage")).decode(), "is no JSON, packed or not"),
         (base64.b64encode(zlib.compress(b"x" * 1000)[:-5]).decode(), "is cut off"),
         (base64.b64encode(b"not zlib").decode(), "neither JSON nor packed JSON"),
         ("no base64!", "neither JSON nor packed JSON"),
     ],
-)
+)  # fmt: skip
 def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> None:
     with pytest.raises(UnusableTask, match=said):
         unpacked(packed, "private_test_cases")

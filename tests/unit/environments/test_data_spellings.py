@@ -26,12 +26,9 @@ MATHEMATICS: dict[str, dict[int, tuple[str, ...]]] = {
     "eurus2": {0: ("56",), 1: ("1/2",)},
 }
 CODE: dict[str, dict[int, str]] = {
-    "intellect2": {3: PRINTS, 4: RETURNS},
-    "synthetic1": {2: PRINTS, 3: RETURNS},
-    "eurus2": {2: PRINTS},
-    "deepcoder": {0: PRINTS, 1: RETURNS, 2: PRINTS, 3: METHOD, 4: PRINTS},
-    "taco": {0: PRINTS, 1: RETURNS},
-}
+    "intellect2": {3: PRINTS, 4: RETURNS}, "synthetic1": {2: PRINTS, 3: RETURNS}, "eurus2": {2: PRINTS},
+    "deepcoder": {0: PRINTS, 1: RETURNS, 2: PRINTS, 3: METHOD, 4: PRINTS}, "taco": {0: PRINTS, 1: RETURNS},
+}  # fmt: skip
 KINDS = {
     "intellect2": ["kind 'verifiable_math': 3 rows, 3 can be used",
                    "kind 'prime_rl_code': 2 rows, 2 can be used"],

@@ -88,7 +88,7 @@ def test_a_held_out_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFix
     ids = {task.id for task in environment.tasks("train")}
     assert len(ids) == 28
     assert not ids & {"3/p3", "8/p8"}
-    assert "2 rows repeat a held-out question and are left out of training" in caplog.text
+    assert "2 rows left out of training: a held-out question is repeated" in caplog.text
     alone = open_data(train)
     assert environment.data_digest != alone.data_digest
     write_jsonl(path, [*shared, {"question": "Newer?", "answer": "1"}])

@@ -194,13 +194,9 @@ def test_nothing_that_an_answer_says_is_run(name: str, tmp_path: Path) -> None:
     mark = tmp_path / "was_run"
     attacks = [
         f"__import__('pathlib').Path({str(mark)!r}).touch()",
-        f"[p for p in [__import__('pathlib').Path({str(mark)!r}).touch()]]",
-        "().__class__.__base__.__subclasses__()",
-        "9**9**9**9**9",
-        "((((9**64)**64)**64)**64)",
-        "factorial(10**9)",
-        "lambda: 0",
-    ]
+        f"[p for p in [__import__('pathlib').Path({str(mark)!r}).touch()]]", "().__class__.__base__.__subclasses__()",
+        "9**9**9**9**9", "((((9**64)**64)**64)**64)", "factorial(10**9)", "lambda: 0",
+    ]  # fmt: skip
     entry = made.entry(3)
     assert [made.score(entry, attack)[0] < 1.0 for attack in attacks] == [True] * len(attacks)
     assert not mark.exists()
@@ -248,19 +244,15 @@ def test_anything_else_is_not(text: str) -> None:
 @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_gold_products_of_long_polynomials_score_1(level: int) -> None:
     made = Generator("polynomial_multiplication", {}, level)
-
     golds = [(made.entry(number), example_answer(made.entry(number))) for number in range(1, 5)]
-
     assert [made.score(entry, gold)[0] for entry, gold in golds] == [1.0] * 4
 
 
 def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Generator("simple_integration", {})
     first = gym().task("reasoning-gym/train/0").prompt
-
     assert made.is_answerable({"answer": "x**2/2 + C"})
     assert not made.is_answerable({"answer": "Integral(sin(x)/x, x) + C"})
-
     monkeypatch.setattr(Generator, "is_answerable", lambda _self, entry: not first.startswith(entry["question"]))
     assert gym().task("reasoning-gym/train/0").prompt != first
 
@@ -271,14 +263,11 @@ def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
-        ("7", "7"),
-        ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
-        ("<answer>5</answer> no: <answer>7</answer>", "7"),
-        ("<think>endless <answer>7</answer>", ""),
-        ("</answer>7", "</answer>7"),
-        ("<answer>7", "<answer>7"),
+        ("7", "7"), ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
+        ("<answer>5</answer> no: <answer>7</answer>", "7"), ("<think>endless <answer>7</answer>", ""),
+        ("</answer>7", "</answer>7"), ("<answer>7", "<answer>7"),
     ],
-)
+)  # fmt: skip
 def test_where_the_answer_is(completion: str, answer: str) -> None:
     assert final_answer(completion) == answer
 

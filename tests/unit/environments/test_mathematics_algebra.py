@@ -203,14 +203,11 @@ def test_the_longest_formula_that_is_sent_is_bounded() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        "\\sum_{k=1}^{99999} k^{k^{k}}",
-        "\\int \\sin(\\sin(\\sin(x))) e^{x^x} dx",
-        "\\prod_{k=1}^{9999} (x+k)^{k}",
-        "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}^{9999}",
-        "\\lim_{x\\to\\infty} x^{x^{x}}",
+        "\\sum_{k=1}^{99999} k^{k^{k}}", "\\int \\sin(\\sin(\\sin(x))) e^{x^x} dx", "\\prod_{k=1}^{9999} (x+k)^{k}",
+        "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}^{9999}", "\\lim_{x\\to\\infty} x^{x^{x}}",
         "\\sum_{n=1}^{\\infty} \\frac{\\sin(n^n)}{n!}",
     ],
-)
+)  # fmt: skip
 def test_symbolic_algebra_is_stopped(helper: Helper, answer: str) -> None:
     impatient = MathematicsGrader(symbolic=SymbolicEquality(helper))
     assert impatient.score("\\sqrt{2}", f"\\boxed{{{answer}}}").value == 0.0

@@ -59,14 +59,11 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("changes", "said"),
         [
-            ({"samples": 0}, "--samples 0"),
-            ({"samples": 2}, "--temperature 0 draws the same completion 2 times"),
-            ({"tasks": -1}, "--tasks -1"),
-            ({"temperature": 11.0}, "--temperature 11"),
-            ({"max_new_tokens": 0}, "at least 1"),
-            ({"batch_rows": 0}, "at least 1"),
+            ({"samples": 0}, "--samples 0"), ({"samples": 2}, "--temperature 0 draws the same completion 2 times"),
+            ({"tasks": -1}, "--tasks -1"), ({"temperature": 11.0}, "--temperature 11"),
+            ({"max_new_tokens": 0}, "at least 1"), ({"batch_rows": 0}, "at least 1"),
         ],
-    )
+    )  # fmt: skip
     def test_what_cannot_be_is_said(self, changes: dict[str, Any], said: str) -> None:
         with pytest.raises(ConfigError, match=said):
             SamplingPlan(**changes)
@@ -143,7 +140,6 @@ class TestDrawing:
         environment = build(EnvironmentSettings(name="sort", length=length))
         engine = SortingEngine()
         run(tmp_path, evaluation(replace(SAMPLING, tasks=1), engine, environment))
-
         assert TOKENIZER.decode(engine.asked[0].prompt_ids).endswith("= in 7")
         row = rows(tmp_path)[0]
         assert set(row["finish"]) == {"eos"}
@@ -159,7 +155,6 @@ class TestDrawing:
             targets.append([dict(row["parts"][0])["target"] for row in rows(tmp_path / str(seed))])
         same = sum(first == second for first, second in zip(*targets, strict=True))
         assert 0 < same < 16
-
         found = compare(read_results(tmp_path / "0", TASKS), read_results(tmp_path / "1", TASKS))
         assert (len(found.pairs), found.other_prompt) == (same, 16 - same)
 
@@ -302,13 +297,10 @@ class TestGoingOn:
     @pytest.mark.parametrize(
         "damage",
         [
-            b'{"batch":2,"drawn":[{"ta',
-            b"\x00" * 80,
-            b'{"batch":7,"drawn":[]}\n',
-            b'{"batch":1,"scored":[[]]}\n',
+            b'{"batch":2,"drawn":[{"ta', b"\x00" * 80, b'{"batch":7,"drawn":[]}\n', b'{"batch":1,"scored":[[]]}\n',
             b"[]\n",
         ],
-    )
+    )  # fmt: skip
     def test_what_a_crash_left_half_written_is_drawn_again(self, tmp_path: Path, damage: bytes) -> None:
         run(tmp_path / "whole")
         given, stop = evaluation(), StopToken()

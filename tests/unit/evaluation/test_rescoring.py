@@ -18,10 +18,9 @@ from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded
-from shoal.evaluation import rescore as rescoring
-from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, measure
+from shoal.evaluation import job
+from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, measure, rescore
 from shoal.evaluation.records import IDENTITY, PROGRESS, EvaluationJournal
-from shoal.evaluation.rescore import rescore
 from shoal.rewards import DirectScorer, Job
 from shoal.runtime.stop import StopToken
 
@@ -155,8 +154,8 @@ def test_killed_while_results_are_replaced_the_same_command_writes_the_new_ones(
     def killed(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rescoring, "write_results", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(job, "write_results", killed)
         again(out, SORT)
     engine = SortingEngine()
     assert finished(out, of(SORT).about) is None

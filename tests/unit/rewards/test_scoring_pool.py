@@ -109,13 +109,10 @@ def test_a_right_program_that_its_task_allows_more_time_than_the_pool_gets_it(tm
 @pytest.mark.parametrize(
     ("completion", "said"),
     [
-        ("raise", "raised ValueError: no such thing"),
-        ("exit", "raised SystemExit: 3"),
-        ("text", "returned 'good'"),
-        slow("really exit", "ended with exit code 3, twice"),
-        ("killed", "was killed by SIGKILL, twice"),
+        ("raise", "raised ValueError: no such thing"), ("exit", "raised SystemExit: 3"), ("text", "returned 'good'"),
+        slow("really exit", "ended with exit code 3, twice"), ("killed", "was killed by SIGKILL, twice"),
     ],
-)
+)  # fmt: skip
 def test_a_failure_of_the_machinery_is_no_sample(pool: ScoringPool, completion: str, said: str) -> None:
     failure, fine = pool.scores([Job("plain", completion), Job("plain", "fine")])
     assert isinstance(failure, ScoringFailure)

@@ -21,7 +21,7 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -73,19 +73,17 @@ def rows_of(batch: Batch) -> Iterator[dict[str, Any] | Broken]:
 
 def values_of(column: Any, name: str = "a value") -> list[Any]:
     """The values of a column of a batch."""
-
-    def value(item: Any) -> Any:
-        try:
-            return item.as_py()
-        except UnicodeDecodeError:
-            return Broken(f"{name} is not UTF-8")
-
     if isinstance(column, list):
         return column
-    try:
+    with suppress(UnicodeDecodeError):
         return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [value(item) for item in column]
+    found: list[Any] = []
+    for item in column:
+        try:
+            found.append(item.as_py())
+        except UnicodeDecodeError:
+            found.append(Broken(f"{name} is not UTF-8"))
+    return found
 
 
 class Source:
@@ -425,24 +423,17 @@ class Table:
         self._pieces = Pieces()
         self._open: dict[int, Source] = {}
         self._lock = threading.RLock()
-        self._starts: list[int] = []
-        self._types: list[dict[str, str]] = []
-        columns: list[tuple[str, ...]] = []
-        self.rows = 0
+        self._starts, self._types, columns, self.rows = list[int](), list[dict[str, str]](), list[Any](), 0
         for number in range(len(self.files)):
             source = self._source(number)
             self._starts.append(self.rows)
             columns.append(source.columns)
             self._types.append(source.types)
             self.rows += source.rows
-        self.columns_by_file = tuple(zip(self.paths, columns, strict=True))
+        self.columns_by_file: tuple[tuple[Path, tuple[str, ...]], ...] = tuple(zip(self.paths, columns, strict=True))
+        self.columns = self.columns_by_file[0][1]  # `agree` says whether the others have those that matter
         if not self.rows:
             raise EnvironmentSetupError(f"{self.paths[0]} has no rows; check environment.data")
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns of the first file; `agree` says whether the others have those that matter."""
-        return self.columns_by_file[0][1]
 
     def agree(self, columns: Sequence[str]) -> None:
         """Refuse files that lack one of these columns, or hold another type in it. JSON lines have no types."""
@@ -490,13 +481,11 @@ class Table:
         if number not in self._open:
             if len(self._open) >= OPEN_AT_ONCE:
                 self._open.pop(next(iter(self._open))).close()
-            self._open[number] = _opened(self.files[number].path, self.files[number].kind, self._pieces)
+            path, kind = self.files[number].path, self.files[number].kind
+            kinds: dict[str, Callable[[Path], Source]] = {"arrow": ArrowSource, "csv": CsvSource, "jsonl": JsonlSource}
+            try:
+                opened = ParquetSource(path, self._pieces) if kind == "parquet" else kinds[kind](path)
+            except OSError as error:
+                raise EnvironmentSetupError(f"cannot read {path}: {error.strerror or error}") from None
+            self._open[number] = opened
         return self._open[number]
-
-
-def _opened(path: Path, kind: str, pieces: Pieces) -> Source:
-    kinds: dict[str, Callable[[Path], Source]] = {"arrow": ArrowSource, "csv": CsvSource, "jsonl": JsonlSource}
-    try:
-        return ParquetSource(path, pieces) if kind == "parquet" else kinds[kind](path)
-    except OSError as error:
-        raise EnvironmentSetupError(f"cannot read {path}: {error.strerror or error}") from None

@@ -61,9 +61,8 @@ class Problems:
         if len(self.first) > 4 * SHOWN:
             self.first = sorted(self.first)[:SHOWN]
 
-    def add_all(self, others: Problems) -> None:
-        self.reasons += others.reasons
-        self.first = sorted({*self.first, *others.first})[:SHOWN]
+    def joined(self, others: Problems) -> Problems:
+        return Problems(sorted({*self.first, *others.first})[:SHOWN], self.reasons + others.reasons)
 
     def lines(self, where: Callable[[int], str], most: int = SHOWN) -> list[str]:
         """One line for each of the first rows, and one for the rest."""
@@ -355,8 +354,8 @@ def known_check(opened: Opened, graders: Graders) -> Checked | None:
     return Checked(bad, Problems.from_json(**beside["problems"]))
 
 
-def check(opened: Opened, graders: Graders, progress: Callable[[int], None]) -> Checked:
-    """Look at every answer; `progress` is told how many rows are done."""
+def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None]) -> Checked:
+    """Look at every answer; `progress` is told how many rows are done, and how many there are."""
     bad, problems, first, layout, found = dict[int, str](), Problems(), 0, opened.layout, opened.found
     for batch in opened.table.scan(layout.columns):
         for number, row in enumerate(rows_of(batch), first):
@@ -369,10 +368,9 @@ def check(opened: Opened, graders: Graders, progress: Callable[[int], None]) -> 
                 bad[number] = str(error)
                 problems.add(number, str(error))
         first += len(next(iter(batch.values())))
-        progress(first)
-    name = _check_name(opened, graders)
+        progress(first, opened.table.rows)
     beside = {"why": list(bad.values()), "problems": problems.as_json()}
-    store_arrays(name, {"bad": np.array(list(bad), np.int64)}, beside)
+    store_arrays(_check_name(opened, graders), {"bad": np.array(list(bad), np.int64)}, beside)
     return Checked(bad, problems)
 
 
