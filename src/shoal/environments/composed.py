@@ -29,7 +29,6 @@ class LengthBudget:
         return self.settings.targets[int.from_bytes(digest[:8], "big") % len(self.settings.targets)]
 
     def ask(self, task: Task, target: int) -> Task:
-        """The task with its target in the prompt."""
         return replace(task, prompt=f"{task.prompt} {self.settings.text.replace('{target}', str(target))}")
 
     def worth(self, score: Score, target: int, tokens: int) -> Score:

@@ -101,7 +101,6 @@ class DatasetEnvironment:
         return self.splits.train if split == "train" else self.splits.held_out
 
     def row_at(self, split: Split, position: int) -> int:
-        """Which row of its data set a task is."""
         return int(self._rows(split)[position])
 
     def _drawn(self, split: Split, position: int) -> Task:
@@ -164,7 +163,6 @@ class DatasetEnvironment:
         return self._grader(task.kind).score(answer, completion)
 
     def prepare(self) -> None:
-        """What the graders of its rows need of the machine."""
         for kind in self._kinds:
             chosen = self._grader(kind)
             if isinstance(chosen, DemandingGrader):
@@ -192,12 +190,10 @@ class DatasetEnvironment:
         return self._main.table.rows
 
     def where(self, row: int) -> str:
-        """Where a row of the data set is, for a person."""
         return self._main.table.where(row)
 
     @property
     def description(self) -> str:
-        """The data set in a sentence."""
         main = self._main
         return (
             f"{main.path}: {count_of(main.table.rows, 'row')} in {count_of(len(main.table.files), 'file')}, format"
@@ -250,7 +246,6 @@ class DatasetEnvironment:
                 yield f"all {count_of(len(rows), 'row')} of {_kind_name(kind)} ({why})"
 
     def _wrong(self, opened: Opened, row: int) -> str:
-        """What is wrong with a row; empty if nothing is."""
         try:
             self._answer(opened, row, self._task(opened, row).kind)
         except UnusableTask as error:

@@ -82,7 +82,6 @@ class Format:
 
     @property
     def columns(self) -> Names:
-        """Everything that is read of a row, without repeats."""
         return tuple(dict.fromkeys((*((self.id,) if self.id else ()), *self.asks, *self.answers)))
 
     @property
@@ -124,7 +123,6 @@ def messages_of(value: object, column: str) -> Messages:
 
 
 def required(value: object, column: str) -> str:
-    """Text that must not be missing or empty."""
     if value is None:
         raise UnusableTask(f"{column} is missing")
     if not isinstance(value, str):
@@ -179,7 +177,6 @@ def final_answer(text: str) -> str:
 
 
 def need(columns: Names, *names: str, what: str) -> None:
-    """Refuse a data set that lacks columns of its format."""
     missing = [name for name in names if name not in columns]
     if missing:
         raise EnvironmentSetupError(
@@ -227,7 +224,6 @@ def described(columns: Names, wanted: Wanted) -> Format:
 
 
 def kind_of(task_type: object) -> str:
-    """The grader of a task type."""
     known = TASK_TYPES.get(task_type, task_type) if isinstance(task_type, str) else None
     if known not in GRADERS:
         known_types = ", ".join([*TASK_TYPES, *GRADERS])
@@ -414,7 +410,6 @@ def livecodebench(columns: Names, wanted: Wanted) -> Format:
 
 
 def _program(column: str, row: Row) -> str:
-    """The problem, and what is asked for: a program, or its starter code completed."""
     content, starter = required(row.get(column), column), row.get(STARTER) or ""
     if not isinstance(starter, str):
         raise UnusableTask(f"{STARTER} is {type(starter).__name__}, not text")

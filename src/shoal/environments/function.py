@@ -134,7 +134,6 @@ def _load(file: Path) -> ModuleType:
 
 
 def _scorer(module: ModuleType, file: Path) -> Callable[[Task, str], Any]:
-    """The file's `score` with either signature, as a function of task and completion."""
     score, wanted = getattr(module, "score", None), "score(prompt, completion, answer) or score(task, completion)"
     if not callable(score):
         raise EnvironmentSetupError(f"the reward file {file} defines no function {wanted}")

@@ -81,7 +81,6 @@ class GeneratedEnvironment(ABC):
         """A prompt and its answer, made from nothing but `numbers`."""
 
     def score(self, task: Task, completion: str) -> Score:
-        """1 for the exact answer, 0 for anything else."""
         exact = float(completion == task.answer)
         return Score(value=exact, parts={"exact": exact})
 

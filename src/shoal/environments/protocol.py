@@ -157,12 +157,10 @@ def identity_of(environment: Environment) -> Identity:
 
 
 RESERVED = {
-    "task": "the reward before length and judges count",
-    "length": "what the length added",
-    "target": "the length that was asked for",
-    "limit": "scoring took too much time or memory",
+    "task": "the reward before length and judges count", "length": "what the length added",
+    "target": "the length that was asked for", "limit": "scoring took too much time or memory",
     "shuffled_from": "whose reward it is in the control run",
-}
+}  # fmt: skip
 RESERVED_PREFIX = "judge."
 RESERVED_NAMES = f"{', '.join(RESERVED)} and {RESERVED_PREFIX}*"  # for messages
 

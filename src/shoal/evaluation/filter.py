@@ -72,7 +72,6 @@ class Rate:
 
 
 def rates(records: Iterable[TaskRecord]) -> Iterator[tuple[TaskRecord, Rate]]:
-    """The rate of every task that could be measured."""
     for record in records:
         samples = len(record.scores)
         if samples:
@@ -128,13 +127,11 @@ class RowSelection:
 
 
 def data_of(environment: Environment) -> DatasetEnvironment | None:
-    """The data set that the tasks are rows of, if they are."""
     inner = inner_of(environment)
     return inner if isinstance(inner, DatasetEnvironment) else None
 
 
 def row_of(environment: DatasetEnvironment, part: Part, index: int) -> int:
-    """The row of the task at `index` of `tasks_of(environment, part)`."""
     splits = environment.splits
     if part == "train":
         return int(splits.train[index])

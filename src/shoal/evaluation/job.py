@@ -80,7 +80,6 @@ class Chosen:
         return list(self._found(self.numbers[number * size : (number + 1) * size]))
 
     def tasks(self) -> list[tuple[int, Task]]:
-        """All that can be used."""
         return [(index, task) for index, task in self._found(self.numbers, logging.DEBUG) if task is not None]
 
     def _found(self, numbers: Sequence[int], level: int = logging.WARNING) -> Iterator[tuple[int, Task | None]]:
@@ -94,7 +93,6 @@ class Chosen:
 
     @property
     def digest(self) -> str:
-        """Which numbers these are, in 16 letters."""
         return hashlib.sha256(",".join(map(str, self.numbers)).encode()).hexdigest()[:16]
 
 
@@ -126,22 +124,21 @@ class Sampler:
         self._talks = Talks(environment, subject.files, self._sampling)
 
     def draw(self, tasks: Sequence[tuple[int, Task]]) -> list[Drawn]:
-        """One result per (number, task), in order."""
         prompts = [self._prompt(number, task) for number, task in tasks]
         usable = [place for place, (_, problem) in enumerate(prompts) if not problem]
         asked = [(tasks[place][1], prompts[place][0], self._talks.of(tasks[place][1])) for place in usable]
+        found: list[tuple[SampleRecord, ...]]
         with memory_errors("draw these completions"):
-            if self._plan.temperature == 0:  # as validators and the trainer answer held-out tasks
-                _, ids, talks = zip(*asked, strict=True) if asked else ((), (), ())
-                lines = greedy_lines(self._engine, ids, talks, self._sampling)
-                found = [(self._sampled(line.tokens, line.finish, line.given),) for line in lines]
-            else:
+            if self._plan.temperature:
                 found = self._sample(asked)
+            else:  # as validators and the trainer answer held-out tasks
+                prompt_ids, talks = [ids for _task, ids, _talk in asked], [talk for _task, _ids, talk in asked]
+                lines = greedy_lines(self._engine, prompt_ids, talks, self._sampling)
+                found = [(self._sampled(line.tokens, line.finish, line.given),) for line in lines]
         drawn = dict(zip(usable, found, strict=True))
         return [Drawn(task, prompts[place][1], drawn.get(place, ())) for place, (_, task) in enumerate(tasks)]
 
     def _prompt(self, number: int, task: Task) -> tuple[tuple[int, ...], str]:
-        """Token ids, or what is wrong with the prompt."""
         try:
             return self._asking.ids(as_asked(self._environment, self._plan, number, task)), ""
         except CannotBeAsked as error:
@@ -203,8 +200,6 @@ class RecordScoring:
 
 
 class RunningEvaluation:
-    """One evaluation under way."""
-
     def __init__(self, chosen: Chosen, sampler: Sampler, scorer: Scorer, journal: EvaluationJournal) -> None:
         self._chosen, self._sampler, self._journal = chosen, sampler, journal
         self._scoring = RecordScoring(chosen.environment, chosen.plan, scorer)
@@ -290,7 +285,6 @@ def choose(environment: Environment, plan: SamplingPlan) -> Chosen:
 
 
 def without(chosen: Chosen, ids: Sequence[str]) -> Chosen:
-    """The same tasks but those of the given ids."""
     leaked = {index for index, task in chosen.tasks() if task.id in set(ids)} if ids else set[int]()
     kept = [index for index in chosen.numbers if index not in leaked]
     if not kept:
@@ -364,7 +358,6 @@ RESCORED = ".rescored.jsonl"
 
 
 def kept_settings(out: Path) -> EnvironmentSettings:
-    """The environment that the completions in `out` were scored by."""
     try:
         return EnvironmentSettings.model_validate_json((out / ENVIRONMENT).read_bytes())
     except (OSError, ValueError) as error:
@@ -418,7 +411,6 @@ def _stored(out: Path) -> tuple[dict[str, Any], SamplingPlan]:
 
 
 def _batches(out: Path, journal: EvaluationJournal, plan: SamplingPlan) -> Iterator[Sequence[TaskRecord]]:
-    """What was drawn, in the batches that it was drawn in."""
     if journal.drawn:
         yield from journal.kept()
         return

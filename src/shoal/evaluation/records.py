@@ -78,7 +78,6 @@ class TaskRecord(msgspec.Struct, frozen=True):
 
     @property
     def mean(self) -> float | None:
-        """The mean of what could be scored; None where nothing could."""
         scores = self.scores
         return math.fsum(scores) / len(scores) if scores else None
 
@@ -120,7 +119,6 @@ class EvaluationJournal:
             raise resource_error("read", self.path, error) from error
 
     def waiting(self, number: int) -> tuple[TaskRecord, ...]:
-        """The completions of a batch that has no scores yet."""
         return self._waiting[number - self.batches]
 
     def append_drawn(self, records: Sequence[TaskRecord]) -> None:
@@ -139,10 +137,12 @@ class EvaluationJournal:
             if line.drawn:
                 waiting.append(line.drawn)
             else:
-                yield from map(_with_scores, waiting.popleft(), line.scored)
+                for record, scored in zip(waiting.popleft(), line.scored, strict=True):
+                    pairs = zip(record.samples, scored, strict=True)
+                    samples = tuple(msgspec.structs.replace(one, score=said[0], parts=said[1]) for one, said in pairs)
+                    yield msgspec.structs.replace(record, samples=samples)
 
     def kept(self) -> Iterator[tuple[TaskRecord, ...]]:
-        """Every batch as it was drawn, scored or not."""
         return (line.drawn for line in self._lines() if line.drawn)
 
     def replace(self, other: EvaluationJournal) -> None:
@@ -183,8 +183,13 @@ class EvaluationJournal:
             return
         with self.path.open("r+b") as file:
             for raw in file:
-                line = self._next(raw)
-                if line is None:
+                try:
+                    line = self._decoder.decode(raw)
+                except msgspec.DecodeError:
+                    break
+                is_next = line.batch == (self.drawn if line.drawn else self.batches)
+                fits = bool(line.drawn) or (bool(line.scored) and self.batches < self.drawn)
+                if not (raw.endswith(b"\n") and is_next and fits):
                     break
                 self._count(line)
                 whole += len(raw)
@@ -198,22 +203,6 @@ class EvaluationJournal:
         else:
             self.batches += 1
             self._waiting.popleft()
-
-    def _next(self, raw: bytes) -> JournalLine | None:
-        """The line, if it is whole and may come next."""
-        try:
-            line = self._decoder.decode(raw)
-        except msgspec.DecodeError:
-            return None
-        is_next = line.batch == (self.drawn if line.drawn else self.batches)
-        fits = bool(line.drawn) or (bool(line.scored) and self.batches < self.drawn)
-        return line if raw.endswith(b"\n") and is_next and fits else None
-
-
-def _with_scores(record: TaskRecord, scored: Sequence[Worth]) -> TaskRecord:
-    pairs = zip(record.samples, scored, strict=True)
-    samples = tuple(msgspec.structs.replace(sample, score=worth[0], parts=worth[1]) for sample, worth in pairs)
-    return msgspec.structs.replace(record, samples=samples)
 
 
 def read_identity(folder: Path) -> dict[str, Any] | None:
@@ -339,8 +328,6 @@ def _from_row(row: Mapping[str, Any]) -> TaskRecord:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a comparison needs of a task."""
-
     task: str
     prompt_digest: str
     samples: int
@@ -363,7 +350,6 @@ class Results:
 
 
 def read_results(path: Path, file: str) -> Results:
-    """The results in a folder that `shoal eval` wrote, or in its Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -96,22 +96,17 @@ def bootstrap_means(values_TM: Floats, seed: int) -> list[Estimate]:
     if tasks < 2 or tasks > BOOTSTRAP_TASKS:
         return [t_interval(column) for column in values_TM.T]
     tail = NormalDist().cdf(-math.sqrt(tasks / (tasks - 1)) * t_quantile(UPPER, tasks - 1))
-    means_BM = _resampled_means(values_TM, np.random.default_rng([tasks, seed]))
+    generator, at_once = np.random.default_rng([tasks, seed]), max(1, ELEMENTS_AT_ONCE // (tasks * values_TM.shape[1]))
+    means = []
+    for start in range(0, RESAMPLINGS, at_once):
+        rows_BT = generator.integers(0, tasks, size=(min(at_once, RESAMPLINGS - start), tasks))
+        means.append(values_TM[rows_BT].mean(axis=1))
+    means_BM = np.concatenate(means)
     ends = np.quantile(means_BM, [tail, 1 - tail], axis=0)
     return [
         Estimate(float(mean), float(low), float(high))
         for mean, low, high in zip(values_TM.mean(axis=0), *ends, strict=True)
     ]
-
-
-def _resampled_means(values_TM: Floats, dice: np.random.Generator) -> Floats:
-    tasks, numbers = values_TM.shape
-    at_once = max(1, ELEMENTS_AT_ONCE // (tasks * max(1, numbers)))
-    parts = []
-    for start in range(0, RESAMPLINGS, at_once):
-        rows_BT = dice.integers(0, tasks, size=(min(at_once, RESAMPLINGS - start), tasks))
-        parts.append(values_TM[rows_BT].mean(axis=1))
-    return np.concatenate(parts)
 
 
 def mean_estimate(values: Floats, seed: int) -> Estimate:
@@ -148,11 +143,11 @@ def sign_flip_p(differences: Floats, seed: int) -> float:
         for difference in moved:
             sums = np.concatenate([sums - difference, sums + difference])
         return float((np.abs(sums) >= observed - near).mean())
-    dice, extreme = np.random.default_rng([len(moved), seed]), 1
+    generator, extreme = np.random.default_rng([len(moved), seed]), 1
     at_once = max(1, ELEMENTS_AT_ONCE // len(moved))
     for start in range(0, RANDOM_FLIPS, at_once):
         count = min(at_once, RANDOM_FLIPS - start)
-        sums = (2.0 * dice.integers(0, 2, size=(count, len(moved))) - 1.0) @ moved
+        sums = (2.0 * generator.integers(0, 2, size=(count, len(moved))) - 1.0) @ moved
         extreme += int((np.abs(sums) >= observed - near).sum())
     return extreme / (RANDOM_FLIPS + 1)
 

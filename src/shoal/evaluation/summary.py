@@ -161,7 +161,6 @@ def _numbered(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def missing_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What is in no number, and why."""
     unscored = summary["unscored"]
     if unscored["samples"]:
         more = ", …" if len(unscored["tasks"]) > NAMED_TASKS else ""

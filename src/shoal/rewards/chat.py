@@ -147,11 +147,9 @@ class ChatJudge:
 
     def _ask(self, piece: Piece, until_s: float) -> str:
         body = {
-            "model": self._settings.model,
-            "temperature": 0,
-            "max_tokens": MAX_TOKENS,
+            "model": self._settings.model, "temperature": 0, "max_tokens": MAX_TOKENS,
             "messages": [{"role": "user", "content": question(self._settings.prompt or DEFAULT_PROMPT, piece)}],
-        }
+        }  # fmt: skip
         address = self._settings.url.rstrip("/") + "/chat/completions"
         ends_s = min(until_s, self._clock.monotonic_s() + self._settings.timeout_s)
         answer, key = bytearray(), os.environ.get(KEY, "")

@@ -42,7 +42,7 @@ class Classifier:
     def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
         try:
             self.prepare()
-            return self._computed(pieces)
+            return list(self._computed(pieces))
         except EnvironmentSetupError as error:
             return [ScoringFailure(str(error))] * len(pieces)
         except Exception as error:

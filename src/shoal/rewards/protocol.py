@@ -56,8 +56,6 @@ def settled(ask: Callable[[Sequence[Job]], Scores], jobs: Sequence[Job]) -> Scor
 
 @dataclass(frozen=True)
 class DirectScorer:
-    """Implements `Scorer` by calling the environment."""
-
     environment: Environment
 
     def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:

@@ -71,9 +71,7 @@ def test_by_hand(form: str, reward: float, tokens: int, value: float) -> None:
 
 
 @given(rewards, lengths, lengths, st.integers(0, 1000))
-def test_exact_is_best_at_the_target_and_the_same_on_both_sides(
-    reward: float, target: int, off: int, more: int
-) -> None:
+def test_exact_is_best_at_the_target(reward: float, target: int, off: int, more: int) -> None:
     rule = budget()
     assert worth(rule, reward, target, target) == reward
     assert worth(rule, reward, target, target + off + more) <= worth(rule, reward, target, target + off) <= reward
@@ -81,9 +79,7 @@ def test_exact_is_best_at_the_target_and_the_same_on_both_sides(
 
 
 @given(rewards, lengths, lengths, lengths)
-def test_max_and_clip_stay_within_the_task_s_reward_and_never_reward_more_tokens(
-    reward: float, target: int, tokens: int, more: int
-) -> None:
+def test_max_and_clip_reward_no_tokens(reward: float, target: int, tokens: int, more: int) -> None:
     for rule in (budget(form="max", delta=0.5), budget(form="clip")):
         assert 0.0 <= worth(rule, reward, target, tokens + more) <= worth(rule, reward, target, tokens) <= reward
 

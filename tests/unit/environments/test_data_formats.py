@@ -138,10 +138,8 @@ def test_livecodebench(packed: bool, tmp_path: Path) -> None:
     assert {task.kind for task in tasks} == {"code"}
     cases = [read_tests(task.answer).cases for task in tasks]
     assert [(case.given, case.expected) for case in cases[0]] == [
-        (b"2\n", b"4\n"),
-        (b"-7\n", b"-14\n"),
-        (b"0\n", b"0\n"),
-    ]
+        (b"2\n", b"4\n"), (b"-7\n", b"-14\n"), (b"0\n", b"0\n"),
+    ]  # fmt: skip
     assert [(case.function, json.loads(case.given)["arguments"], case.expected) for case in cases[4]] == [
         ("addPair", [1, 2], 3), ("addPair", [-1, 1], 0),
     ]  # fmt: skip
@@ -247,13 +245,11 @@ def test_ifeval(packed: bool, tmp_path: Path) -> None:
     tasks = tasks_of(environment)
     assert [task.id for task in tasks] == [f"{number}/{1000 + number}" for number in range(6)]
     good = [
-        "Rain falls on the sea.",
-        "<<Rivers>>\n* Nile\n* Rhine\n- Amazon",
-        "the sea is a lot of salt water.",
+        "Rain falls on the sea.", "<<Rivers>>\n* Nile\n* Rhine\n- Amazon", "the sea is a lot of salt water.",
         "A fish has a fin at its back and one more fin below, and it swims.",
         "Das Wasser ist nicht nur nass, sondern auch der Ort, an dem die Fische sind.",
         "A group of fish.\n******\nMany fish that swim together.",
-    ]
+    ]  # fmt: skip
     bad = ["Rain, rain.", "<<Rivers>>\n* Nile", "The sea.", "A fin.", "Water is wet, and the fish are in it.", "One."]
     for task, right, wrong in zip(tasks, good, bad, strict=True):
         assert environment.score(task, right).value == 1.0, task.id

@@ -19,10 +19,9 @@ import numpy as np
 import pytest
 
 from shoal.environments import Environment, EnvironmentSettings, build
-from shoal.environments import gym_source as source
+from shoal.environments import gym as source
 from shoal.environments.generated import is_held_out
-from shoal.environments.gym import final_answer
-from shoal.environments.gym_source import Generator, checked_expression, example_answer, generator_names
+from shoal.environments.gym import Generator, checked_expression, example_answer, final_answer, generator_names
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
 if importlib.util.find_spec("reasoning_gym") is None:
@@ -88,7 +87,7 @@ LENIENT = {
 
 FINGERPRINT = """
 import hashlib, json, sys
-from shoal.environments.gym_source import Generator
+from shoal.environments.gym import Generator
 entries = {name: [Generator(name, {}).entry(number)["question"] for number in %r] for name in json.load(sys.stdin)}
 print(json.dumps({name: hashlib.sha256(repr(made).encode()).hexdigest() for name, made in entries.items()}))
 """
@@ -128,12 +127,10 @@ def test_those_that_went_by_hashes_or_global_numbers_do_not_any_more() -> None:
 @pytest.mark.parametrize(
     ("name", "hack"),
     [
-        ("game_of_life_halting", "anything"),
-        ("coin_flip", "0"),
-        ("complex_arithmetic", "nan"),
+        ("game_of_life_halting", "anything"), ("coin_flip", "0"), ("complex_arithmetic", "nan"),
         ("puzzle24", "6 + 6 + 6 + 6"),
     ],
-)
+)  # fmt: skip
 def test_no_answer_fits_every_task(name: str, hack: str) -> None:
     """Each of these is a full score to the library's own scorer, whatever the task."""
     made, entries = generator(name), [generator(name).entry(number) for number in range(3)]
@@ -154,9 +151,7 @@ def test_a_scorer_that_fails_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch,
         made.score(entry, "12")
 
 
-def test_an_answer_that_cannot_be_read_is_worth_nothing_unless_the_right_one_cannot_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unreadable_answer_scores_0_if_gold_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
     monkeypatch.setattr(made, "_first", Scorer(ValueError("no number"), reads=entry["answer"]))
     assert made.score(entry, "twelve") == (0.0, "the scorer could not read the answer: ValueError")
@@ -367,7 +362,7 @@ class Absent:
     def find_spec(self, name, *rest):
         if name == "pycosat": raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
-from shoal.environments.gym_source import Generator, generator_names
+from shoal.environments.gym import Generator, generator_names
 print(Generator("chain_sum", {}).entry(1)["question"])
 print("zebra_puzzles" in generator_names(), "pycosat" in sys.modules)
 try:

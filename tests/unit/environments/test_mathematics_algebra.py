@@ -146,9 +146,7 @@ def test_threads_share_it_and_get_their_own_answers(helper: Helper) -> None:
     assert answers == {number: number == 10 for number in range(8, 13)}
 
 
-def test_a_helper_that_never_answers_is_a_failure_of_the_machinery(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_helper_without_answers_is_a_scoring_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     silent = tmp_path / "python"
     silent.write_text("#!/bin/sh\nprintf R\nexec cat > /dev/null\n")
     silent.chmod(0o755)

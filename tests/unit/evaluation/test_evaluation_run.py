@@ -197,18 +197,14 @@ class TestScoring:
         assert (found[0]["scores"], found[0]["mean"], found[0]["samples"]) == ([None] * 4, None, 0)
         assert (found[1]["scores"][1], found[1]["samples"]) == (None, 3)
         assert summary["unscored"] == {
-            "samples": 5,
-            "share": pytest.approx(5 / 40),
-            "tasks": [row["task"] for row in found[:2]],
-        }
+            "samples": 5, "share": pytest.approx(5 / 40), "tasks": [row["task"] for row in found[:2]],
+        }  # fmt: skip
         assert summary["scored_tasks"] == 9
         means = [row["mean"] for row in found[1:]]
         assert summary["avg_at_k"]["value"] == pytest.approx(sum(means) / 9)
         assert scorer.closed
 
-    def test_an_unusable_row_is_counted_and_does_not_tell_its_answer(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_unusable_row_is_counted_without_its_answer(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         environment = Listed([Task("a", "21=", "12"), Task("b", "unusable", "secret")])
         summary = run(tmp_path, evaluation(GREEDY, environment=environment))
         assert summary["problems"] == {"reasons": {"its row cannot be used": 1}, "tasks": ["#1"]}

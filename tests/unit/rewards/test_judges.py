@@ -243,9 +243,7 @@ def test_a_stop_is_no_failure_of_the_judge() -> None:
         ("http://127.0.0.1:1/v1", "schlüssel"), ("http://127.0.0.1:1/v1", "k-1\n"), ("http://127.0.0.1:1/v1", " k-1"),
     ],
 )  # fmt: skip
-def test_what_can_never_be_asked_is_refused_at_the_start_and_no_sample_later(
-    url: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_address_or_key_is_refused_at_the_start(url: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_JUDGE_KEY", key)
     with pytest.raises(EnvironmentSetupError) as refused:
         judge(url).prepare()

@@ -134,7 +134,6 @@ def tidy(folder: Path) -> None:
 
 
 def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | None:
-    """Arrays and the JSON beside them; None if there are none that can be read."""
     import numpy as np
 
     payload = load(name)

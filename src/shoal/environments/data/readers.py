@@ -65,14 +65,12 @@ Batch = Mapping[str, Any]
 
 
 def rows_of(batch: Batch) -> Iterator[dict[str, Any] | Broken]:
-    """The rows of a batch as mappings."""
     for values in zip(*(values_of(column, name) for name, column in batch.items()), strict=True):
         broken = next((value for value in values if isinstance(value, Broken)), None)
         yield broken or dict(zip(batch, values, strict=True))
 
 
 def values_of(column: Any, name: str = "a value") -> list[Any]:
-    """The values of a column of a batch."""
     if isinstance(column, list):
         return column
     with suppress(UnicodeDecodeError):
@@ -101,14 +99,12 @@ class Source:
         self.rows = self._starts[-1]
 
     def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
-        """All rows in order, a bounded number at a time."""
         with _reading(self.path, self.kind):
             for piece in range(len(self._starts) - 1):
                 for batch in self._batches(piece, tuple(columns)):
                     yield {name: batch.column(name) for name in columns}
 
     def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
-        """One row. Raises `UnusableTask` if it cannot be read, `EnvironmentSetupError` if the file cannot."""
         piece = bisect.bisect_right(self._starts, index) - 1
         with _reading(self.path, self.kind):
             return self._row(piece, index - self._starts[piece], tuple(columns))
@@ -163,7 +159,6 @@ class Pieces:
         return self._kept.get(key)
 
     def put(self, key: tuple[object, ...], piece: Any) -> None:
-        """Keep a piece; the longest unused ones go until all fit."""
         self._kept[key] = piece
         self.size_bytes += piece.nbytes
         while self.size_bytes > self._limit_bytes and len(self._kept) > 1:
@@ -224,7 +219,6 @@ class ParquetSource(Source):
                 writer.write_batch(batch.select(list(columns)))
 
     def _unpacked_bytes(self, group: int, columns: tuple[str, ...]) -> int:
-        """Bytes of these columns of a row group, unpacked."""
         found = self._file.metadata.row_group(group)
         chunks = (found.column(number) for number in range(found.num_columns))
         return sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.partition(".")[0] in columns)
@@ -347,7 +341,6 @@ class JsonlSource(Source):
             return Broken(f"the line is no JSON object: {said}" if is_text else "the line is not UTF-8")
 
     def _look(self, path: Path) -> tuple[str, ...]:
-        """The columns that the first lines have."""
         found: dict[str, None] = {}
         for index in range(min(len(self._begins) - 1, LOOKED_AT)):
             value = self._decoded(index, msgspec.json.Decoder())
@@ -454,14 +447,12 @@ class Table:
         return [cache.identity(path) for path in self.paths]
 
     def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
-        """All rows in order."""
         for number in range(len(self.files)):
             with self._lock:
                 source = self._source(number)
             yield from source.scan(columns)
 
     def row(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
-        """One row, of these columns; `UnusableTask` if it cannot be read."""
         with self._lock:
             file = bisect.bisect_right(self._starts, number) - 1
             try:

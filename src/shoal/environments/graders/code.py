@@ -49,7 +49,6 @@ class CodeGrader:
         require_sandbox()
 
     def clock_s(self, answer: str) -> float:
-        """How long the task's own limits let a program take by the clock."""
         if self.problem(answer):
             return 0.0
         tests = read_tests(answer)
@@ -137,7 +136,6 @@ class Block:
         return "".join(line[min(width, _indent(line)) :] + "\n" for line in self.lines)
 
     def add(self, line: str) -> None:
-        """Takes the next line, which may be what closes the block."""
         for _ in range(self.quotes):
             line = _QUOTED.sub("", line, count=1)
         bare = line.strip()
@@ -176,7 +174,6 @@ def program(completion: str, functions: Collection[str] = ()) -> str:
 
 
 def blocks(completion: str) -> Iterator[Block]:
-    """Every block, in order; the last may not be closed."""
     block: Block | None = None
     for line in completion.replace("\r\n", "\n").split("\n"):
         if block is None:
