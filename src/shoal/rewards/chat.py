@@ -170,7 +170,13 @@ class ChatJudge:
                     raise UnreadableAnswer(f"more than {MAX_ANSWER_BYTES} bytes")
                 if self._clock.monotonic_s() > ends_s or self._stop.is_set():
                     raise httpx.ReadTimeout("the answer came too slowly")
-        return _content(bytes(answer))
+        try:
+            text = json.loads(bytes(answer))["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise UnreadableAnswer("not the shape of a chat completion") from None
+        if not isinstance(text, str):
+            raise UnreadableAnswer("no text")
+        return text
 
 
 @contextmanager
@@ -241,13 +247,3 @@ def grade(text: str) -> float:
     if len(numbers) != 1 or not 0 <= float(numbers[0]) <= MOST:
         raise UnreadableAnswer(repr(last[:80]))
     return float(numbers[0]) / MOST
-
-
-def _content(answer: bytes) -> str:
-    try:
-        text = json.loads(answer)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        raise UnreadableAnswer("not the shape of a chat completion") from None
-    if not isinstance(text, str):
-        raise UnreadableAnswer("no text")
-    return text

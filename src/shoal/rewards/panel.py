@@ -159,15 +159,15 @@ def ranks(numbers: Sequence[float]) -> list[float]:
 
 def panel_of(judges: Sequence[JudgeSettings], stop: StopToken, device: str = "auto") -> Panel:
     """The judges that the settings name. Nothing is loaded or asked yet."""
-    return Panel(tuple(Seated(settings, _judge(settings, stop, device)) for settings in judges))
+    seats = []
+    for settings in judges:
+        if settings.kind == "classifier":
+            from shoal.rewards.classifier import Classifier
 
+            assert settings.path is not None, "the settings see to it"
+            seats.append(Seated(settings, Classifier(settings.path, device)))
+        else:
+            from shoal.rewards.chat import ChatJudge
 
-def _judge(settings: JudgeSettings, stop: StopToken, device: str) -> PartJudge:
-    if settings.kind == "classifier":
-        from shoal.rewards.classifier import Classifier
-
-        assert settings.path is not None, "the settings see to it"
-        return Classifier(settings.path, device)
-    from shoal.rewards.chat import ChatJudge
-
-    return ChatJudge(settings, stop)
+            seats.append(Seated(settings, ChatJudge(settings, stop)))
+    return Panel(tuple(seats))

@@ -13,7 +13,7 @@ INTERFACES = ("shoal.environments.protocol", "shoal.environments.graders.registr
 LISTS = {
     "GRADERS": "shoal.environments.graders.registry", "FORMATS": "shoal.environments.formats",
     "TELLING": "shoal.environments.formats", "TOOLS": "shoal.environments.tools", "PartJudge": "shoal.rewards.panel",
-    "_judge": "shoal.rewards.panel",
+    "panel_of": "shoal.rewards.panel",
 }  # fmt: skip
 
 

@@ -381,24 +381,24 @@ def _line_starts(path: Path) -> np.ndarray[Any, Any]:
 
 def _plain(path: Path) -> Path:
     """The unpacked file in the cache folder, named by the digest of the packed one."""
+
+    def unpack(scratch: Path) -> None:
+        log.info("unpacking %s into %s", path, scratch.parent)
+        most_bytes = max(UNPACKS_TO_BYTES, UNPACKS_TO * path.stat().st_size)
+        with pa.CompressedInputStream(pa.OSFile(str(path)), PACKED[path.suffix]) as packed, scratch.open("wb") as out:
+            while chunk := packed.read(CHUNK_BYTES):
+                cache.leave_room(scratch.parent)
+                if out.tell() + len(chunk) > most_bytes:
+                    raise OSError(f"it unpacks to more than {most_bytes // 2**20:,} MB")
+                out.write(chunk)
+
     try:
-        return cache.unpacked(f"unpacked-{cache.file_digest(path)[:32]}.jsonl", lambda scratch: _unpack(path, scratch))
+        return cache.unpacked(f"unpacked-{cache.file_digest(path)[:32]}.jsonl", unpack)
     except (pa.ArrowException, OSError) as error:
         said = " ".join(str(error).split())[:160]
         raise EnvironmentSetupError(
             f"cannot unpack {path} into {cache.cache_folder()}: {said}; unpack it yourself"
         ) from None
-
-
-def _unpack(path: Path, scratch: Path) -> None:
-    log.info("unpacking %s into %s", path, scratch.parent)
-    most_bytes = max(UNPACKS_TO_BYTES, UNPACKS_TO * path.stat().st_size)
-    with pa.CompressedInputStream(pa.OSFile(str(path)), PACKED[path.suffix]) as packed, scratch.open("wb") as out:
-        while chunk := packed.read(CHUNK_BYTES):
-            cache.leave_room(scratch.parent)
-            if out.tell() + len(chunk) > most_bytes:
-                raise OSError(f"it unpacks to more than {most_bytes // 2**20:,} MB")
-            out.write(chunk)
 
 
 # All files

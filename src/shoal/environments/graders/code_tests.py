@@ -133,18 +133,14 @@ def _tests(info: dict[str, Any]) -> Tests:
         raise BadTests("there are no tests: the list is empty")
     if len(cases) > MAX_TESTS:
         raise BadTests(f"there are {len(cases)} tests, more than {MAX_TESTS}")
-    return Tests(tuple(cases), _limits(info.get("limits"), len(cases)))
-
-
-def _limits(given: Any, tests: int) -> Limits:
     try:
-        limits = Limits.model_validate(given or {})
+        limits = Limits.model_validate(info.get("limits") or {})
     except ValidationError as error:
         first = error.errors()[0]
         raise BadTests(f"limits: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if "cpu_s" in limits.model_fields_set:
-        return limits
-    return limits.model_copy(update={"cpu_s": max(limits.cpu_s, math.ceil(CPU_S_A_TEST * tests))})
+    if "cpu_s" not in limits.model_fields_set:
+        limits = limits.model_copy(update={"cpu_s": max(limits.cpu_s, math.ceil(CPU_S_A_TEST * len(cases)))})
+    return Tests(tuple(cases), limits)
 
 
 def _cases(info: dict[str, Any], field: str) -> list[Test]:

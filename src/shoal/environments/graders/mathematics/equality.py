@@ -79,7 +79,13 @@ class Comparison:
         if kinds == {"words", "value"}:  # only if the other is a word too: \text{1 2} must not be 1/2, 1.2 and 1-2
             words, other = (gold, given) if gold.kind == "words" else (given, gold)
             return bool(_PURE_WORDS.fullmatch(other.text)) and words.text == folded(other.text)
-        return self._valued(gold, given) if kinds == {"value"} else self._grouped(gold, given)
+        if kinds != {"value"}:
+            return self._grouped(gold, given)
+        if not gold.text or not given.text:
+            return False
+        if (gold.unit == ("%",)) != (given.unit == ("%",)):
+            return not (gold.unit and given.unit) and _percent(gold, given)
+        return units_agree(gold.unit, given.unit) and self._same_formula(gold.text, given.text)
 
     # several values
 
@@ -210,13 +216,6 @@ class Comparison:
         return gold.kind == sign and all(close(a, factor * b) for a, b in pairs)
 
     # values
-
-    def _valued(self, gold: Form, given: Form) -> bool:
-        if not gold.text or not given.text:
-            return False
-        if (gold.unit == ("%",)) != (given.unit == ("%",)):
-            return not (gold.unit and given.unit) and _percent(gold, given)
-        return units_agree(gold.unit, given.unit) and self._same_formula(gold.text, given.text)
 
     def _same_formula(self, gold: str, given: str) -> bool:
         if gold == given or _SPACE.sub("", gold) == _SPACE.sub("", given):
