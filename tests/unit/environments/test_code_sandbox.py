@@ -139,7 +139,7 @@ def _parent(process: int) -> int:
 
 @needs_bubblewrap
 @pytest.mark.parametrize("victim", ["program", "runner"])
-def test_a_program_that_was_killed_from_outside_is_no_sample(victim: str) -> None:
+def test_a_program_that_was_killed_from_outside_is_unscored(victim: str) -> None:
     results: list[Ran | ScoringFailure] = []
 
     def test() -> None:
@@ -170,14 +170,14 @@ def test_out_of_time_by_signal_or_account(status: int, cpu_s: float, monkeypatch
 
 
 @needs_bubblewrap
-def test_killed_long_before_its_time_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_long_before_its_time_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module.Exchange, "report", lambda _self: (signal.SIGKILL, 0.3))
     with pytest.raises(ScoringFailure, match="not by itself"):
         run("print(1)")
 
 
 @needs_bubblewrap
-def test_a_program_that_was_not_let_run_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_was_not_let_run_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that want the processor all the time, more of them than there are processors, by a short clock."""
     monkeypatch.setattr(process_module, "WALL_FACTOR", 0)
     monkeypatch.setattr(process_module, "WALL_GRACE_S", 0.5)
@@ -226,7 +226,7 @@ with Sandbox({SLEEPER!r}, Limits(cpu_s=600, test_cpu_s=120)) as sandbox:
 
 
 @needs_bubblewrap
-def test_a_program_that_could_not_be_confined_is_not_run_and_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_could_not_be_confined_is_not_run_and_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A filter that the kernel does not take: nothing ran, so nothing is worth 0."""
     monkeypatch.setattr(process_module, "_filter", lambda: "ff" * 8)
     with pytest.raises(ScoringFailure, match="killed"):

@@ -173,7 +173,7 @@ class _Slow(Helper):
         return None if "\\int" in gold + given else gold == given
 
 
-def test_who_took_too_long_decides_between_zero_and_no_sample() -> None:
+def test_who_took_too_long_decides_between_zero_and_unscored() -> None:
     slow = SymbolicEquality(_Slow())
     with pytest.raises(TooLarge):
         slow("\\sum k", "\\int x dx")

@@ -231,7 +231,7 @@ def test_the_digest_is_that_of_the_file(load):
         ("return float('nan')", "returned nan"), ("return float('inf')", "returned inf"),
     ],
 )  # fmt: skip
-def test_a_scorer_that_fails_is_no_sample_never_reward_zero(load, body, said):
+def test_a_scorer_that_fails_is_unscored_never_reward_zero(load, body, said):
     environment = load(f"tasks = [('p', 'a')]\ndef score(prompt, completion, answer): {body}\n")
     with pytest.raises(ScoringFailure, match=said):
         environment.score(environment.tasks("train")[0], "x")
@@ -297,7 +297,7 @@ def test_a_score_may_have_parts_and_notes(load, body):
         ("return {'value': 1, 'parts': [1]}", "parts must be a mapping"),
     ],
 )
-def test_a_score_that_is_none_is_no_sample(load, body, said):
+def test_a_score_that_is_none_is_unscored(load, body, said):
     environment = load(f"tasks = [('p', 'a')]\ndef score(prompt, completion, answer): {body}\n")
     with pytest.raises(ScoringFailure, match=said):
         environment.score(environment.tasks("train")[0], "")

@@ -47,11 +47,11 @@ def results(tmp_path: Path, name: str, records: list[TaskRecord], about: Mapping
 
 def shifted(tmp_path: Path, tasks: int, gain: int) -> tuple[Results, Results]:
     """Tasks of 8 samples, seeded: B solves `gain` more of them on every other task."""
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     first, second = [], []
     for number in range(tasks):
-        solved = int(dice.integers(1, 5))
-        more = solved + (gain if number % 2 else 0) + int(dice.integers(-1, 2))
+        solved = int(rng.integers(1, 5))
+        more = solved + (gain if number % 2 else 0) + int(rng.integers(-1, 2))
         first.append(record(f"t{number}", *([1.0] * solved + [0.0] * (8 - solved))))
         second.append(record(f"t{number}", *([1.0] * more + [0.0] * (8 - more))))
     return results(tmp_path, "a", first), results(tmp_path, "b", second)
@@ -135,7 +135,7 @@ def test_other_tasks_or_plans_are_compared_only_by_force(tmp_path: Path, change:
     assert isinstance(compare(a, b, force=True), PairedComparison)
 
 
-def test_more_samples_and_other_dice_are_about_the_same(tmp_path: Path) -> None:
+def test_more_samples_and_other_seeds_are_about_the_same(tmp_path: Path) -> None:
     a = results(tmp_path, "a", [record("t", 1.0)])
     b = results(tmp_path, "b", [record("t", 0.0)], {**ABOUT, "plan": {**ABOUT["plan"], "samples": 64, "seed": 9}})
     assert len(compare(a, b).pairs) == 1
@@ -260,17 +260,17 @@ class TestBootstrap:
         naive = wilson(640, 1280)
         assert found.high - found.low > 5 * (naive.high - naive.low)
 
-    def test_very_many_tasks_take_the_normal_road(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_very_many_tasks_take_the_normal_interval(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(statistics, "BOOTSTRAP_TASKS", 10)
         values = np.random.default_rng(3).random(11)
         assert bootstrap_means(values[:, None], 0)[0] == t_interval(values)
 
     def test_it_covers_the_truth_as_often_as_it_says(self) -> None:
         """300 evaluations of 30 tasks with 4 samples each, success rates of tasks from a U-shape: seeded."""
-        dice, hits = np.random.default_rng(7), 0
+        rng, hits = np.random.default_rng(7), 0
         for trial in range(300):
-            rates = dice.beta(0.5, 0.5, 30)
-            found = mean_estimate(dice.binomial(4, rates) / 4, trial)
+            rates = rng.beta(0.5, 0.5, 30)
+            found = mean_estimate(rng.binomial(4, rates) / 4, trial)
             hits += found.low <= 0.5 <= found.high
         assert 0.92 <= hits / 300 <= 0.98
 
@@ -310,18 +310,18 @@ class TestSignFlips:
         assert sign_flip_p(np.ones(200), 0) == 1 / 100_001
 
     def test_where_nothing_differs_it_rejects_as_often_as_it_says(self) -> None:
-        dice = np.random.default_rng(8)
-        rejected = sum(sign_flip_p(dice.choice([-0.25, 0.0, 0.25, 0.5, -0.5], 15), 0) < 0.05 for _ in range(400))
+        rng = np.random.default_rng(8)
+        rejected = sum(sign_flip_p(rng.choice([-0.25, 0.0, 0.25, 0.5, -0.5], 15), 0) < 0.05 for _ in range(400))
         assert rejected / 400 < 0.08
 
 
 def test_the_difference_that_could_be_told_is_told_four_times_in_five() -> None:
-    dice = np.random.default_rng(9)
-    spread = dice.normal(0, 0.4, 60)
+    rng = np.random.default_rng(9)
+    spread = rng.normal(0, 0.4, 60)
     wanted = detectable_difference(spread)
     told = 0
     for _ in range(300):
-        found = t_interval(dice.normal(wanted, spread.std(ddof=1), 60))
+        found = t_interval(rng.normal(wanted, spread.std(ddof=1), 60))
         told += found.low > 0
     assert 0.74 <= told / 300 <= 0.87
     assert math.isnan(detectable_difference(np.array([0.1])))

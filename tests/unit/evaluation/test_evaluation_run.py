@@ -1,4 +1,4 @@
-"""An evaluation: which tasks, which dice, what is kept, how it goes on, what its results say."""
+"""An evaluation: which tasks, which seeds, what is kept, how it resumes, what its results say."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TestPlan:
     def test_nearly_all_can_be_chosen(self) -> None:
         assert len(SamplingPlan(tasks=999).chosen(1000)) == 999
 
-    def test_dice_are_public_and_of_their_own_for_every_sample(self) -> None:
+    def test_seeds_are_public_and_of_their_own_for_every_sample(self) -> None:
         seeds = {sample_seed(s, task, k) for s in (0, 1) for task in ("a", "b", "a\n1") for k in range(4)}
         assert len(seeds) == 24
         assert sample_seed(0, "a", 0) == sample_seed(0, "a", 0) < 2**64
@@ -266,7 +266,7 @@ class Interrupting:
 
 class TestGoingOn:
     @pytest.mark.parametrize("raises", [True, False])
-    def test_stopped_and_gone_on_gives_the_same_bytes(self, tmp_path: Path, raises: bool) -> None:
+    def test_stopped_and_resumed_gives_the_same_bytes(self, tmp_path: Path, raises: bool) -> None:
         run(tmp_path / "whole")
         given, stop = evaluation(), StopToken()
         assert run(tmp_path / "halves", given, Interrupting(given.chosen.environment, stop, raises), stop) is None

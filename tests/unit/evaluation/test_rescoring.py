@@ -240,7 +240,7 @@ evaluate(given, lambda: DirectScorer(given.chosen.environment), Path(sys.argv[1]
 
 
 @pytest.mark.parametrize("drawn", [4, 8])
-def test_killed_and_gone_on_gives_the_same_file(tmp_path: Path, drawn: int) -> None:
+def test_killed_and_resumed_gives_the_same_file(tmp_path: Path, drawn: int) -> None:
     whole = evaluation()
     evaluate(whole, lambda: DirectScorer(whole.chosen.environment), tmp_path / "whole", StopToken())
     with subprocess.Popen(

@@ -138,7 +138,7 @@ def test_trouble_that_passes_is_waited_out() -> None:
     assert len(server.asked) == 4
 
 
-def test_trouble_that_stays_is_no_sample_and_never_zero() -> None:
+def test_trouble_that_stays_is_unscored_and_never_zero() -> None:
     found, server = value(lambda _n, _body: (500, {}, b""))
     assert isinstance(found, ScoringFailure)
     assert "HTTP 500" in str(found)
@@ -158,7 +158,7 @@ def test_a_refusal_is_not_repeated(monkeypatch: pytest.MonkeyPatch, status: int)
 @pytest.mark.parametrize(
     "content", [b"{", b"[" * 200_000, b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}']
 )
-def test_garbage_is_asked_about_once_more_and_then_no_sample(content: bytes) -> None:
+def test_garbage_is_asked_about_once_more_and_then_unscored(content: bytes) -> None:
     found, server = value(lambda _n, _body: (200, {}, content))
     assert isinstance(found, ScoringFailure)
     assert len(server.asked) == 2
@@ -175,7 +175,7 @@ def test_an_endless_answer_is_cut_off() -> None:
     assert "bytes" in str(found)
 
 
-def test_an_answer_that_does_not_come_is_no_sample() -> None:
+def test_an_answer_that_does_not_come_is_unscored() -> None:
     release = threading.Event()
 
     def reply(_n: int, _body: dict[str, Any]) -> Reply:
@@ -189,7 +189,7 @@ def test_an_answer_that_does_not_come_is_no_sample() -> None:
     assert "ReadTimeout" in str(found)
 
 
-def test_an_answer_that_comes_drop_by_drop_is_no_sample() -> None:
+def test_an_answer_that_comes_drop_by_drop_is_unscored() -> None:
     """Each byte is a sign of life: only a deadline for all of it ends this."""
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -217,7 +217,7 @@ def _drop_by_drop(connection: socket.socket, over: threading.Event) -> None:
             connection.sendall(b"a")
 
 
-def test_nobody_there_is_no_sample() -> None:
+def test_nobody_there_is_unscored() -> None:
     with serving(lambda _n, _body: said("1")) as server:
         url = server.url
     [found] = judge(url).values([PIECE])

@@ -81,7 +81,7 @@ def test_exceeded_limit_scores_0_and_the_next_is_scored(pool: ScoringPool, compl
     assert (first, second) == (limited(said), Score(1.0, {}))
 
 
-def test_a_job_that_waits_without_end_is_no_sample_for_a_busy_machine_looks_the_same(tmp_path: Path) -> None:
+def test_a_job_that_waits_without_end_is_unscored_for_a_busy_machine_looks_the_same(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=IMPATIENT) as pool:
         failure = one(pool, "sleep")
         assert isinstance(failure, ScoringFailure)
@@ -112,7 +112,7 @@ def test_a_right_program_that_its_task_allows_more_time_than_the_pool_gets_it(tm
         slow("really exit", "ended with exit code 3, twice"), ("killed", "was killed by SIGKILL, twice"),
     ],
 )  # fmt: skip
-def test_a_failure_of_the_machinery_is_no_sample(pool: ScoringPool, completion: str, said: str) -> None:
+def test_a_failure_of_the_machinery_is_unscored(pool: ScoringPool, completion: str, said: str) -> None:
     failure, fine = pool.scores([Job("plain", completion), Job("plain", "fine")])
     assert isinstance(failure, ScoringFailure)
     assert said in str(failure)
@@ -120,7 +120,7 @@ def test_a_failure_of_the_machinery_is_no_sample(pool: ScoringPool, completion: 
 
 
 @pytest.mark.slow
-def test_a_task_that_exceeds_the_limits_whatever_the_completion_is_no_sample(tmp_path: Path) -> None:
+def test_a_task_that_exceeds_the_limits_whatever_the_completion_is_unscored(tmp_path: Path) -> None:
     with naughty(tmp_path) as pool:
         failure, fine = pool.scores([Job("always", "anything"), Job("always", "fine")])
     assert isinstance(failure, ScoringFailure)
@@ -189,7 +189,7 @@ def test_an_environment_that_changed_meanwhile_does_not_score(own: ScoringPool, 
 
 
 @pytest.mark.slow
-def test_an_environment_that_no_longer_builds_is_no_sample(own: ScoringPool, tmp_path: Path) -> None:
+def test_an_environment_that_no_longer_builds_is_unscored(own: ScoringPool, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("tasks = oops\n")
     failure = one(own, "fine")
     assert isinstance(failure, ScoringFailure)
@@ -197,7 +197,7 @@ def test_an_environment_that_no_longer_builds_is_no_sample(own: ScoringPool, tmp
     assert "oops" in str(failure)
 
 
-def test_a_child_that_takes_too_long_to_start_is_no_sample(tmp_path: Path) -> None:
+def test_a_child_that_takes_too_long_to_start_is_unscored(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=ScoringPatience(start_s=0.01)) as pool:
         failure = one(pool, "fine")
         assert isinstance(failure, ScoringFailure)

@@ -1,7 +1,7 @@
 """A program in its sandbox, test by test, seen from outside.
 
     Sandbox(code, limits)          bubblewrap starts `runner` in namespaces of its own; it says that it is ready
-      .run(given, called=False)    pipes are made here and handed in; the runner forks; what comes out is read here,
+      .run(given, called=False)    pipes are made here and passed in; the runner forks; what comes out is read here,
                                    with a bound and a deadline; the runner says how the process ended
       .close()                     everything in there is killed, and gone when this returns
 
