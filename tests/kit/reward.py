@@ -42,7 +42,7 @@ def score(prompt, completion, answer):
     if word == "spin": spin()
     if word == "spin in C": re.match(r"(a+)+$", "a" * 64 + "b")
     if word == "gigabytes": return float(len(bytearray(10**10)))
-    if word == "bit by bit": return float(len([bytes(1000) for _ in range(10**8)]))
+    if word == "bit by bit": return float(len([bytes(10_000) for _ in range(10**7)]))
     if word == "print":
         for _ in range(20000): print("x" * 50)
         os.write(1, b"\\xff" * 100000)

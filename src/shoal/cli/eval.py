@@ -178,9 +178,8 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> int:
     from rich.console import Console
 
     from shoal.cli.printing import counted
-    from shoal.evaluation.job import SUMMARY
+    from shoal.evaluation.job import SUMMARY, kept_settings, rescore
     from shoal.evaluation.leaks import Leaks
-    from shoal.evaluation.rescore import kept_settings, rescore
     from shoal.run.sources import TaskSource, task_source
     from shoal.runtime.lock import FolderLock
     from shoal.runtime.stop import stop_on_signals
@@ -224,7 +223,6 @@ def positions_of(model: ModelSource) -> int | None:
 def look_for_leaks(request: EvalRequest, chosen: Chosen, model: ModelSource) -> Leaks:
     """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
     from shoal.environments import build
-    from shoal.evaluation.job import chosen_tasks
     from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks
     from shoal.run.sources import TaskSource, task_source
 
@@ -235,7 +233,7 @@ def look_for_leaks(request: EvalRequest, chosen: Chosen, model: ModelSource) -> 
     else:
         return Leaks()
     ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()
-    tasks = (task for _, task in chosen_tasks(chosen))
+    tasks = (task for _, task in chosen.tasks())
     return find_leaks(tasks, build(training.settings), sorted(ids))
 
 

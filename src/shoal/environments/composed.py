@@ -12,13 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.environments.protocol import Environment, Score, Split, Task, require_scoring
-from shoal.environments.settings import (
-    EnvironmentSettings,
-    JudgeSettings,
-    LengthSettings,
-    PromptSettings,
-    ScoringSettings,
-)
+from shoal.environments.settings import EnvironmentSettings as Settings
+from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
 from shoal.errors import EnvironmentSetupError
 
 
@@ -34,9 +29,7 @@ class LengthBudget:
         return self.settings.targets[int.from_bytes(digest[:8], "big") % len(self.settings.targets)]
 
     def ask(self, task: Task, target: int) -> Task:
-        """The task with its target in the prompt."""
-        said = self.settings.text.replace("{target}", str(target))
-        return replace(task, prompt=f"{task.prompt} {said}")
+        return replace(task, prompt=f"{task.prompt} {self.settings.text.replace('{target}', str(target))}")
 
     def worth(self, score: Score, target: int, tokens: int) -> Score:
         """What a completion of so many tokens is worth; parts `task`, `length` and `target` say how it came about."""
@@ -54,9 +47,8 @@ class LengthBudget:
 class Composed:
     """Implements `Environment` around another one. Graders see the whole answer, with what it begins with."""
 
-    def __init__(self, inner: Environment, settings: EnvironmentSettings) -> None:
-        self.inner = inner
-        self.name = inner.name
+    def __init__(self, inner: Environment, settings: Settings) -> None:
+        self.inner, self.name = inner, inner.name
         self.version = int(getattr(inner, "version", 1))
         self.data_digest = str(getattr(inner, "data_digest", ""))
         self.prompt = settings.prompt or PromptSettings()
@@ -78,13 +70,13 @@ class Composed:
         require_scoring(self.inner)
 
 
-def is_plain(settings: EnvironmentSettings) -> bool:
+def is_plain(settings: Settings) -> bool:
     """Whether nothing is added to the ingredient: a table that says what is so anyway adds nothing."""
     prompt, scoring = settings.prompt or PromptSettings(), settings.scoring or ScoringSettings()
     return not (settings.length or settings.judges or prompt != PromptSettings() or scoring != ScoringSettings())
 
 
-def _digest(inner: Environment, settings: EnvironmentSettings) -> str:
+def _digest(inner: Environment, settings: Settings) -> str:
     """The inner one's where nothing changes a score: how many processes there are is a machine's own affair."""
     limits = (settings.scoring or ScoringSettings()).model_copy(update={"processes": ScoringSettings().processes})
     prompt = None if settings.prompt == PromptSettings() else settings.prompt
@@ -111,8 +103,7 @@ def folder_digest(folder: Path) -> str:
     shown = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     if not shown:
         raise EnvironmentSetupError(f"the classifier's folder {folder} is not there, or empty: check the judge's path")
-    lines = [f"{file_digest(folder / name)} {name}\n" for name in shown]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return hashlib.sha256("".join(f"{file_digest(folder / name)} {name}\n" for name in shown).encode()).hexdigest()
 
 
 def inner_of(environment: Environment) -> Environment:
@@ -121,7 +112,6 @@ def inner_of(environment: Environment) -> Environment:
 
 
 def budget_of(environment: Environment) -> LengthBudget | None:
-    """The length budget of an environment, if it has one."""
     return environment.length if isinstance(environment, Composed) else None
 
 

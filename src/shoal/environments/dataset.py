@@ -18,25 +18,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from shoal.environments.data.scanning import (
-    Checked,
-    Numbers,
-    Opened,
-    Problems,
-    Splits,
-    check,
-    known_check,
-    open_data,
-    split_one,
-    split_two,
-    usable_answer,
-)  # fmt: skip
-from shoal.environments.formats.registry import DatasetOptions
-from shoal.environments.generated import Options
-from shoal.environments.graders.protocol import DemandingGrader
-from shoal.environments.graders.registry import grader
+from shoal.environments.data import scanning
+from shoal.environments.data.scanning import Numbers, Opened, Problems, Splits
+from shoal.environments.formats import DatasetOptions
+from shoal.environments.graders.registry import DemandingGrader, grader
 from shoal.environments.protocol import LazyTasks, Score, Split, Task
-from shoal.environments.settings import Ingredient
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.runtime.text import count_of
 
@@ -84,9 +70,9 @@ class DatasetEnvironment:
     def __init__(self, options: DatasetOptions, path: Path, held_out_size: int) -> None:
         self.options = options
         self._grader = lru_cache(maxsize=None)(grader)
-        self._main = open_data(path, options)
+        self._main = scanning.open_data(path, options)
         rest = options.model_copy(update={"split": "", "keep_solve_rate": None})
-        other = open_data(options.held_out, rest) if options.held_out else None
+        other = scanning.open_data(options.held_out, rest) if options.held_out else None
         self._held_out = other or self._main
         self._opened = (self._main, other) if other else (self._main,)
         self.problems: Problems = self._main.found.problems
@@ -95,9 +81,17 @@ class DatasetEnvironment:
         if other is not None:
             both = f"shoal/dataset/two/v1\n{self._main.digest}\n{other.digest}"
             self.data_digest = hashlib.sha256(both.encode()).hexdigest()
-        self.digest = self._digest(held_out_size)
+        self._kinds = sorted({kind for opened in self._opened for kind in opened.found.graders})
+        content = {
+            "name": self.name, "version": self.version, "data": self.data_digest, "held_out_size": held_out_size,
+            "options": options.model_dump(mode="json", exclude={"held_out", "bad_rows"}),
+            "layouts": [opened.layout.signature for opened in self._opened],
+            "graders": {kind: self._grader(kind).version for kind in self._kinds},
+        }  # fmt: skip
+        said = json.dumps(content, sort_keys=True).encode()
+        self.digest = hashlib.sha256(b"shoal/dataset/v1\n" + said).hexdigest()
         for opened in self._opened:
-            opened.checked = known_check(opened, self._grader)
+            opened.checked = scanning.known_check(opened, self._grader)
         self._refuse_or_tell()
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -107,11 +101,10 @@ class DatasetEnvironment:
         return self.splits.train if split == "train" else self.splits.held_out
 
     def row_at(self, split: Split, position: int) -> int:
-        """Which row of its data set a task is."""
         return int(self._rows(split)[position])
 
     def _drawn(self, split: Split, position: int) -> Task:
-        """The task at a position of a split; `UnusableTask` if its answer is no good (which is looked up once)."""
+        """`UnusableTask` if its answer is no good (which is looked up once)."""
         row, opened = self.row_at(split, position), self._main if split == "train" else self._held_out
         task = self._task(opened, row)
         if opened.checked is None:
@@ -156,7 +149,8 @@ class DatasetEnvironment:
 
     def _answer(self, opened: Opened, row: int, kind: str) -> str:
         try:
-            return usable_answer(opened.layout, opened.table.row(row, opened.layout.answers), kind, self._grader)
+            values = opened.table.row(row, opened.layout.answers)
+            return scanning.usable_answer(opened.layout, values, kind, self._grader)
         except UnusableTask as error:
             raise UnusableTask(_named(opened, row, str(error))) from None
 
@@ -169,14 +163,10 @@ class DatasetEnvironment:
         return self._grader(task.kind).score(answer, completion)
 
     def prepare(self) -> None:
-        """What the graders of its rows need of the machine."""
-        for kind in self._kinds():
+        for kind in self._kinds:
             chosen = self._grader(kind)
             if isinstance(chosen, DemandingGrader):
                 chosen.prepare()
-
-    def _kinds(self) -> list[str]:
-        return sorted({kind for opened in self._opened for kind in opened.found.graders})
 
     def prompt_digests(self, split: Split) -> Iterable[bytes]:
         """The digest of every prompt of a split, without reading the prompts again."""
@@ -190,30 +180,23 @@ class DatasetEnvironment:
         """
         found = []
         for opened in self._opened:
-            opened.checked = opened.checked or self._look(opened, progress)
-            problems = Problems()
-            problems.add_all(opened.found.problems)
-            problems.add_all(opened.checked.problems)
+            opened.checked = opened.checked or scanning.check(opened, self._grader, progress)
+            problems = opened.found.problems.joined(opened.checked.problems)
             found.append(Finding(opened.path, problems, opened.table.where))
         return tuple(found)
-
-    def _look(self, opened: Opened, progress: Callable[[int, int], None]) -> Checked:
-        return check(opened, self._grader, lambda done: progress(done, opened.table.rows))
-
-    def where(self, row: int) -> str:
-        """Where a row of the data set is, for a person."""
-        return self._main.table.where(row)
 
     @property
     def row_count(self) -> int:
         return self._main.table.rows
 
+    def where(self, row: int) -> str:
+        return self._main.table.where(row)
+
     @property
     def description(self) -> str:
-        """The data set in a sentence."""
         main = self._main
         return (
-            f"{main.path}: {count_of(self.row_count, 'row')} in {count_of(len(main.table.files), 'file')}, format"
+            f"{main.path}: {count_of(main.table.rows, 'row')} in {count_of(len(main.table.files), 'file')}, format"
             f" {main.layout.name} ({', '.join(main.found.graders)}): {'; '.join(self._counts())};"
             f" data digest {self.data_digest}"
         )
@@ -263,7 +246,6 @@ class DatasetEnvironment:
                 yield f"all {count_of(len(rows), 'row')} of {_kind_name(kind)} ({why})"
 
     def _wrong(self, opened: Opened, row: int) -> str:
-        """What is wrong with a row; empty if nothing is."""
         try:
             self._answer(opened, row, self._task(opened, row).kind)
         except UnusableTask as error:
@@ -272,8 +254,10 @@ class DatasetEnvironment:
 
     def _divide(self, held_out_size: int) -> Splits:
         found = self._main.found
-        two = len(self._opened) > 1
-        splits = split_two(found, self._held_out.found, held_out_size) if two else split_one(found, held_out_size)
+        if len(self._opened) > 1:
+            splits = scanning.split_two(found, self._held_out.found, held_out_size)
+        else:
+            splits = scanning.split_one(found, held_out_size)
         if len(splits.train):
             return splits
         why = "all of its questions are held-out ones"
@@ -282,15 +266,6 @@ class DatasetEnvironment:
         elif not found.kept.all():
             why = f"no row has a solve rate within {self.options.keep_solve_rate}"
         raise EnvironmentSetupError(f"the data {self._main.path} leaves no task to train on: {why}")
-
-    def _digest(self, held_out_size: int) -> str:
-        options = self.options.model_dump(mode="json", exclude={"held_out", "bad_rows"})
-        content = {
-            "name": self.name, "version": self.version, "data": self.data_digest, "options": options,
-            "layouts": [opened.layout.signature for opened in self._opened], "held_out_size": held_out_size,
-            "graders": {kind: self._grader(kind).version for kind in self._kinds()},
-        }  # fmt: skip
-        return hashlib.sha256(b"shoal/dataset/v1\n" + json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def _refuse_or_tell(self) -> None:
         """A kind of which no row can be used is dropped only by those who say so, and never silently."""
@@ -312,16 +287,11 @@ class DatasetEnvironment:
         for opened in self._opened:
             problems = opened.found.problems
             if problems.count:
-                log.warning(
-                    "%s: %d of %s cannot be used and %s left out: %s", opened.path, problems.count,
-                    count_of(opened.table.rows, "row"), "is" if problems.count == 1 else "are",
-                    problems.sentence(opened.table.where),
-                )  # fmt: skip
+                of, told = count_of(opened.table.rows, "row"), problems.sentence(opened.table.where)
+                log.warning("%s: %d of %s left out, for they cannot be used: %s", opened.path, problems.count, of, told)
         if self.splits.shared:
-            one = self.splits.shared == 1
-            repeat = "1 row repeats" if one else f"{self.splits.shared:,} rows repeat"
-            are = "is" if one else "are"
-            log.warning("%s: %s a held-out question and %s left out of training", self._main.path, repeat, are)
+            rows = count_of(self.splits.shared, "row")
+            log.warning("%s: %s left out of training: a held-out question is repeated", self._main.path, rows)
 
 
 def _named(opened: Opened, row: int, reason: str) -> str:
@@ -330,12 +300,3 @@ def _named(opened: Opened, row: int, reason: str) -> str:
 
 def _kind_name(kind: str) -> str:
     return f"kind {kind!r}" if kind else "no kind"
-
-
-def make_dataset(options: Options, given: Ingredient) -> DatasetEnvironment:
-    """The environment of a recipe's [environment] section."""
-    if not isinstance(options, DatasetOptions):
-        raise TypeError(f"a data set takes DatasetOptions, not {type(options).__name__}")
-    if given.data is None:
-        raise EnvironmentSetupError("environment dataset needs data: a Parquet or JSON lines file, or a folder of them")
-    return DatasetEnvironment(options, given.data, given.held_out_size)

@@ -18,23 +18,16 @@ import hashlib
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 
-from shoal.environments.protocol import (
-    DEFAULT_TURNS,
-    MAX_TURNS,
-    DialogueRule,
-    Score,
-    Split,
-    Task,
-    is_reserved,
-    reserved_names,
-)  # fmt: skip
+from shoal.environments import protocol
+from shoal.environments.protocol import SPLITS, DialogueRule, Score, Split, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
 TASK_KEYS = frozenset({"id", "prompt", "answer", "split"})
@@ -45,29 +38,37 @@ class FunctionEnvironment:
     """Tasks and scoring from a user's file; `digest` covers the file's bytes, so hub and validator must share it."""
 
     def __init__(self, file: Path, held_out_size: int) -> None:
-        source = _read(file)
+        try:
+            source = file.read_bytes()
+        except OSError as error:
+            raise EnvironmentSetupError(
+                f"cannot read the reward file {file}: {error.strerror or error}; check environment.file"
+            ) from None
         module = _load(file)
-        self.name = file.stem
+        self.name, self._file = file.stem, file
         self.digest = hashlib.sha256(b"shoal/function/%d\n" % held_out_size + source).hexdigest()
-        self._file = file
         self._call = _scorer(module, file)
         self._tasks = _divide(_collect(module, file), held_out_size, file)
         self._by_id = {task.id: task for split in self._tasks.values() for task in split}
-        rule = _dialogue(module, file)
-        if rule is not None:
+        tool, max_turns = getattr(module, "tool", None), getattr(module, "max_turns", protocol.DEFAULT_TURNS)
+        if isinstance(tool, str):
+            if not isinstance(max_turns, int) or not 2 <= max_turns <= protocol.MAX_TURNS:
+                raise EnvironmentSetupError(
+                    f"max_turns in {file} is {max_turns!r:.80}; it must be from 2 to {protocol.MAX_TURNS}"
+                )
+            rule = DialogueRule(tool, max_turns)
             self.dialogue = lambda _task: rule  # with it, this is an environment that answers the model
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._tasks[split]
 
     def task(self, task_id: str) -> Task:
-        try:
-            return self._by_id[task_id]
-        except KeyError:
-            raise EnvironmentSetupError(f"{self._file} has no task {task_id!r}") from None
+        if task_id not in self._by_id:
+            raise EnvironmentSetupError(f"{self._file} has no task {task_id!r}")
+        return self._by_id[task_id]
 
     def score(self, task: Task, completion: str) -> Score:
-        """The file's own verdict. Whatever it raises is a failure of the machinery: no sample, never reward 0."""
+        """The file's own verdict. Whatever it raises is a failure of the machinery: unscored, never reward 0."""
         try:
             result = self._call(task, completion)
         except (Exception, SystemExit) as error:  # any exception of a user's function means the same thing here
@@ -75,26 +76,24 @@ class FunctionEnvironment:
         try:
             return _as_score(result)
         except (TypeError, ValueError) as error:
-            raise ScoringFailure(
-                f"score() in {self._file} returned {result!r:.200} on task {task.id}: {error}"
-            ) from None
+            told = f"score() in {self._file} returned {result!r:.200} on task {task.id}: {error}"
+            raise ScoringFailure(told) from None
 
 
 def _as_score(result: object) -> Score:
     """What a user's function may return, as a `Score` of finite numbers; else a `TypeError` or `ValueError`."""
     if isinstance(result, Mapping):
-        unknown = sorted(str(key) for key in result if key not in SCORE_KEYS)
-        if unknown or "value" not in result:
+        if "value" not in result or not result.keys() <= SCORE_KEYS:
             raise ValueError("a mapping has `value`, and may have `parts` and `notes`")
         result = Score(result["value"], result.get("parts") or {}, str(result.get("notes") or ""))
     if not isinstance(result, Score):
         return Score(_number(result, "not a number"))
     if not isinstance(result.parts, Mapping):
         raise TypeError("parts must be a mapping from names to numbers")
-    taken = next((str(name) for name in result.parts if is_reserved(str(name))), None)
+    taken = next((str(name) for name in result.parts if protocol.is_reserved(str(name))), None)
     if taken is not None:
         raise ValueError(
-            f"shoal has parts called {reserved_names()} itself; call the part {taken!r:.40} something else"
+            f"shoal has parts called {protocol.RESERVED_NAMES} itself; call the part {taken!r:.40} something else"
         )
     parts = {str(name): _number(part, f"part {name!s:.40} is no number") for name, part in result.parts.items()}
     return Score(_number(result.value, "its value is no number"), parts, str(result.notes))
@@ -106,19 +105,10 @@ def _number(value: object, problem: str) -> float:
     try:
         number = float(value)
     except OverflowError:
-        raise ValueError(problem) from None
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(problem)
     return number
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise EnvironmentSetupError(
-            f"cannot read the reward file {file}: {error.strerror or error}; check environment.file"
-        ) from None
 
 
 class _AsItIs(SourceFileLoader):
@@ -144,31 +134,15 @@ def _load(file: Path) -> ModuleType:
 
 
 def _scorer(module: ModuleType, file: Path) -> Callable[[Task, str], Any]:
-    """The file's `score` with either signature, as a function of task and completion."""
-    score = getattr(module, "score", None)
+    score, wanted = getattr(module, "score", None), "score(prompt, completion, answer) or score(task, completion)"
     if not callable(score):
-        raise EnvironmentSetupError(
-            f"the reward file {file} defines no function score(prompt, completion, answer) or score(task, completion)"
-        )
+        raise EnvironmentSetupError(f"the reward file {file} defines no function {wanted}")
     parameters = len(inspect.signature(score).parameters)
+    if parameters not in (2, 3):
+        raise EnvironmentSetupError(f"score() in {file} takes {parameters} parameters; it must be {wanted}")
     if parameters == 2:
         return lambda task, completion: score(task, completion)
-    if parameters == 3:
-        return lambda task, completion: score(task.prompt, completion, task.answer)
-    raise EnvironmentSetupError(
-        f"score() in {file} takes {parameters} parameters; it must be score(prompt, completion, answer)"
-        " or score(task, completion)"
-    )
-
-
-def _dialogue(module: ModuleType, file: Path) -> DialogueRule | None:
-    """`tool = "calculator"` in the file: that tool, which ships with shoal, answers the model's turns."""
-    tool, max_turns = getattr(module, "tool", None), getattr(module, "max_turns", DEFAULT_TURNS)
-    if not isinstance(tool, str):
-        return None
-    if not isinstance(max_turns, int) or not 2 <= max_turns <= MAX_TURNS:
-        raise EnvironmentSetupError(f"max_turns in {file} is {max_turns!r:.80}; it must be from 2 to {MAX_TURNS}")
-    return DialogueRule(tool, max_turns)
+    return lambda task, completion: score(task.prompt, completion, task.answer)
 
 
 def _collect(module: ModuleType, file: Path) -> list[tuple[Task, Split | None]]:
@@ -182,7 +156,9 @@ def _collect(module: ModuleType, file: Path) -> list[tuple[Task, Split | None]]:
     if not items:
         raise EnvironmentSetupError(f"tasks in {file} is empty")
     parsed = [_parse(item, index, file) for index, item in enumerate(items)]
-    _refuse_repeats((task.id for task, _ in parsed), file)
+    task_id, count = Counter(task.id for task, _ in parsed).most_common(1)[0]
+    if count > 1:
+        raise EnvironmentSetupError(f"two tasks in {file} have the id {task_id!r}")
     return parsed
 
 
@@ -191,9 +167,8 @@ def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
         return item, None
     default = f"{file.stem}/{index}"
     if isinstance(item, Mapping):
-        unknown = sorted(str(key) for key in item if key not in TASK_KEYS)
         split = item.get("split")
-        if "prompt" not in item or unknown or split not in (None, *get_args(Split)):
+        if "prompt" not in item or not item.keys() <= TASK_KEYS or split not in (None, *SPLITS):
             raise EnvironmentSetupError(
                 f"task {index} in {file} needs `prompt`, and may have `answer`, `id` and `split` (train or held_out);"
                 f" it has {sorted(map(str, item))}"
@@ -205,14 +180,6 @@ def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
     raise EnvironmentSetupError(f"task {index} in {file} is {type(item).__name__}; give a mapping or (prompt, answer)")
 
 
-def _refuse_repeats(ids: Iterable[str], file: Path) -> None:
-    seen: set[str] = set()
-    for task_id in ids:
-        if task_id in seen:
-            raise EnvironmentSetupError(f"two tasks in {file} have the id {task_id!r}")
-        seen.add(task_id)
-
-
 def _divide(tasks: list[tuple[Task, Split | None]], held_out_size: int, file: Path) -> dict[Split, tuple[Task, ...]]:
     """Put tasks without a split aside by the hash of their prompt: at most `held_out_size` prompts, at most a fifth.
 
@@ -222,8 +189,7 @@ def _divide(tasks: list[tuple[Task, Split | None]], held_out_size: int, file: Pa
     held_out = [task for task, split in tasks if split == "held_out"]
     free = [task for task, split in tasks if split is None]
     prompts = sorted({task.prompt for task in free}, key=lambda p: hashlib.sha256(p.encode()).digest())
-    wanted = max(0, min(held_out_size - len(held_out), len(prompts) // 5))
-    aside = set(prompts[:wanted])
+    aside = set(prompts[: max(0, min(held_out_size - len(held_out), len(prompts) // 5))])
     train += [task for task in free if task.prompt not in aside]
     held_out += [task for task in free if task.prompt in aside]
     if not train:

@@ -5,24 +5,45 @@
 
 The answer is what stands between <answer> and </answer> after the thinking; all that follows the thinking, if there are
 no such tags. Nothing is stored: a task is made again when it is scored.
+
+The library is made for scripts, and some of it is no good here. Some scorers evaluate the answer as Python (`eval`,
+sympy's parser): here they get readers that take literals and arithmetic and nothing else. Some generators draw from
+global random numbers, or from sets in whatever order: here they have numbers and orders of their own. Some scorers are
+satisfied by one answer to everything ("nan", "0", "6+6+6+6"): here a full score must also pass `CONDITIONS`. Some tasks
+have no answer that a scorer could take: `is_answerable` tells. Only the version that this was checked against is used.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import datetime
+import enum
 import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+import math
+import random
+import re
+import string
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from shoal.environments.generated import Options, is_held_out, numbered_task
 from shoal.environments.graders.thinking import after_thinking
-from shoal.environments.gym_source import VERSION, Generator, example_answer
 from shoal.environments.mix import Schedule
 from shoal.environments.protocol import LazyTasks, Score, Split, Task
-from shoal.errors import EnvironmentSetupError
+from shoal.errors import EnvironmentSetupError, ScoringFailure
+from shoal.runtime.text import install_command, meant
 
 CANDIDATES_PER_TASK = 512
 ENTRIES_KEPT = 1024
@@ -75,11 +96,9 @@ class GymEnvironment:
     version: ClassVar[int] = 2
 
     def __init__(self, options: GymOptions, sizes: dict[Split, int]) -> None:
-        self.options = options
-        self._sizes = dict(sizes)
-        choices = options.choices
-        self._generators = [Generator(one.generator, one.settings, one.level) for one in choices]
-        self._schedule = Schedule([one.weight for one in choices])
+        self.options, self._sizes = options, dict(sizes)
+        self._generators = [Generator(one.generator, one.settings, one.level) for one in options.choices]
+        self._schedule = Schedule([one.weight for one in options.choices])
         content = {
             "name": self.name, "version": self.version, "library": VERSION, "sizes": sizes,
             "options": options.model_dump(mode="json"),
@@ -95,12 +114,7 @@ class GymEnvironment:
 
     def make(self, split: Split, index: int) -> Task:
         generator, entry = self._found(split, index)
-        return Task(
-            id=f"{self.name}/{split}/{index}",
-            prompt=self._prompt(entry),
-            answer=example_answer(entry),
-            kind=generator.name,
-        )
+        return Task(f"{self.name}/{split}/{index}", self._prompt(entry), example_answer(entry), generator.name)
 
     def holds_out(self, prompt: str) -> bool:
         return is_held_out(prompt)
@@ -137,3 +151,379 @@ def final_answer(completion: str) -> str:
     if closing and OPENING in before:
         return before.rpartition(OPENING)[2].strip()
     return said.strip()
+
+
+# One generator: its tasks by number, and its own scoring
+
+VERSION = "0.1.25"
+SOLVER = "pycosat"
+REFUSED = {
+    "composite": "it is a mixture of others: use environment.options.mix",
+    "codeio": "it runs stored programs whose output differs from process to process, so that hub and validator would "
+    "disagree about its tasks",
+}
+BY_ITS_OWN_SEED = {"acre": 5, "gsm_symbolic": 1, "list_functions": 1, "word_ladder": 1}
+"""Generators that list their tasks in advance: each task comes from a listing of this many, with a seed of its own."""
+INTEGRALS = ("intermediate_integration", "simple_integration")
+EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")
+"""Where an entry keeps an answer, if it has many right ones and names none."""
+MOST_ANSWER_CHARACTERS = 100_000
+UNREADABLE = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+"""What a scorer raises at an answer that is not of the form it reads. Anything else is the machine's, or its own."""
+
+_lock = threading.RLock()
+
+
+class Generator:
+    """A generator with its settings. `entry(number)` is the same everywhere and always for the same number."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any], level: int | None = None) -> None:
+        factory, refused, known = _library().factory, _refused(), generator_names()
+        if name in refused:
+            raise EnvironmentSetupError(f"reasoning-gym's {name} cannot be used here: {refused[name]}")
+        if name not in known:
+            raise EnvironmentSetupError(
+                f"reasoning-gym has no generator {name!r}{meant(name, known)}; it has {len(known)}, which its own "
+                "documentation shows (python -c 'import reasoning_gym.factory as f; print(sorted(f.DATASETS))')"
+            )
+        self.name = name
+        self._class, config = factory.DATASETS[name]
+        self._make = _maker(name, config, settings, level)
+        self._listed = BY_ITS_OWN_SEED.get(name)
+        self._first = self._dataset(1, self._listed or 1)
+
+    def entry(self, number: int) -> dict[str, Any]:
+        """The task of a number in [0, 2**31), as reasoning-gym describes it: `question`, `answer`, `metadata`."""
+        with _lock:
+            _own_random.seed(number)
+            try:
+                listed = self._listed
+                found = self._first[number] if listed is None else self._dataset(number, listed)[number % listed]
+            except Exception as error:  # a generator may raise anything for settings that it does not like
+                raise EnvironmentSetupError(
+                    f"reasoning-gym's {self.name} makes no task of these settings: {type(error).__name__}: {error}"
+                ) from error
+        return dict(found)
+
+    def is_answerable(self, entry: Mapping[str, Any]) -> bool:
+        """Whether somebody could answer it. The gold of some integrals is the integral itself: sympy knew no better."""
+        return self.name not in INTEGRALS or "Integral(" not in str(entry["answer"])
+
+    def score(self, entry: Mapping[str, Any], answer: str) -> tuple[float, str]:
+        """What the generator gives for an answer, within [0, 1], and a note if its scorer could not read it.
+
+        A scorer that fails for another reason is a `ScoringFailure`; that memory does not suffice is for its caller.
+        """
+        if len(answer) > MOST_ANSWER_CHARACTERS:
+            return 0.0, "the answer is too long"
+        try:
+            value = float(self._first.score_answer(answer, dict(entry)))
+            condition = CONDITIONS.get(self.name)
+            if value > 0 and condition is not None and not condition(answer, entry):
+                return 0.0, "the generator's scorer would take this for an answer to any of its tasks"
+        except UNREADABLE as error:
+            if gold := example_answer(entry):  # what fails on the task's own answer, too, is no fault of this one
+                try:
+                    self._first.score_answer(gold, dict(entry))
+                except MemoryError:
+                    raise
+                except Exception as broken:
+                    raise self._failure(broken) from broken
+            return 0.0, f"the scorer could not read the answer: {type(error).__name__}"
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+        return (min(1.0, max(0.0, value)), "") if math.isfinite(value) else (0.0, "the scorer gave no number")
+
+    def _failure(self, error: Exception) -> ScoringFailure:
+        return ScoringFailure(f"the scorer of reasoning-gym's {self.name} failed: {type(error).__name__}: {error}")
+
+    def _dataset(self, seed: int, size: int) -> Any:
+        with _lock:
+            _own_random.seed(seed)
+            try:
+                return self._class(self._make(seed, size))
+            except Exception as error:  # assertions, type errors, … of the generator's own checks
+                raise EnvironmentSetupError(
+                    f"reasoning-gym's {self.name} does not take its settings: {str(error) or type(error).__name__}"
+                ) from error
+
+
+def generator_names() -> list[str]:
+    """Every generator that can be used."""
+    return sorted(set(_library().factory.DATASETS) - _refused().keys())
+
+
+def _refused() -> dict[str, str]:
+    """The generators that cannot be used, each with the reason."""
+    if importlib.util.find_spec(SOLVER) is not None:
+        return REFUSED
+    return {**REFUSED, "zebra_puzzles": f"it needs {SOLVER}, which is not installed (it takes a C compiler)"}
+
+
+def example_answer(entry: Mapping[str, Any]) -> str:
+    """A right answer of an entry; empty if the generator knows none."""
+    if entry["answer"] is not None:
+        return str(entry["answer"])
+    found = next((entry["metadata"][key] for key in EXAMPLES if entry["metadata"].get(key)), "")
+    return json.dumps(found) if isinstance(found, Mapping | list) else str(found)
+
+
+CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
+    # its scorer asks whether there is an answer
+    "game_of_life_halting": lambda answer, entry: answer == str(entry["answer"]).strip(),
+    # its scorer takes "0" for the beginning of every probability
+    "coin_flip": lambda answer, entry: (
+        abs(float(Fraction(answer.replace(",", ""))) - float(Fraction(entry["answer"]))) <= 1e-4
+    ),
+    # its scorer finds nan close to everything
+    "complex_arithmetic": lambda answer, _entry: not re.search("nan|inf", answer, re.IGNORECASE),
+    # its scorer takes any four numbers
+    "puzzle24": lambda answer, entry: (
+        sorted(map(int, re.findall(r"\b\d+\b", answer))) == sorted(entry["metadata"]["numbers"])
+    ),
+    # its scorer reads -120 as 120
+    "gsm_symbolic": lambda answer, entry: str(entry["answer"]).startswith("-") or not re.match(r"\s*[-\u2212]", answer),
+}
+"""What some scorers forget: a full score must pass these, too."""
+
+
+def _maker(
+    name: str, config: type[Any], settings: Mapping[str, Any], level: int | None
+) -> Callable[[int, int], object]:
+    """A function of seed and size that makes the generator's configuration.
+
+    A level is one of the generator's own curriculum; one beyond its last is its last.
+    """
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    allowed = [field for field in fields if field not in ("seed", "size")]
+    values: dict[str, Any] = {}
+    if level is not None:
+        factory = _library().factory
+        if not factory.has_curriculum(name):
+            raise EnvironmentSetupError(
+                f"reasoning-gym's {name} has no curriculum, so it has no level; use its settings"
+            )
+        curriculum = factory.create_curriculum(name)
+        curriculum.set_global_level(level)
+        chosen = curriculum.generate_configuration()
+        values = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
+    for key, value in settings.items():
+        if key not in allowed:
+            raise EnvironmentSetupError(
+                f"reasoning-gym's {name} has no setting {key!r}{meant(key, allowed)}; it has {', '.join(allowed)}"
+            )
+        values[key] = _fitted(name, fields[key], value)
+    return lambda seed, size: config(**{**values, "seed": seed, "size": size})
+
+
+def _fitted(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
+    """A setting as the generator's configuration wants it; a recipe has no tuples, dates in words, no classes."""
+    default = field.default
+    if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    if isinstance(default, bool | int | float) and not isinstance(value, bool | int | float):
+        wanted = {bool: "true or false", int: "a whole number"}.get(type(default), "a number")
+        raise EnvironmentSetupError(f"reasoning-gym's {name}: {field.name} must be {wanted}, not {value!r}")
+    if isinstance(default, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, str) and isinstance(default, datetime.date | datetime.time | enum.Enum):
+        kind = type(default)
+        return kind(value) if issubclass(kind, enum.Enum) else kind.fromisoformat(value)
+    if isinstance(value, Mapping) and dataclasses.is_dataclass(default) and not isinstance(default, type):
+        return dataclasses.replace(default, **value)
+    return value
+
+
+class _Instead:
+    """A module with a few of its names replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _OrderedSet(set[Any]):
+    """A set that is gone through in one order, whatever the process's hash seed."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__()))
+
+
+class _OrderedFrozenset(frozenset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__()))
+
+
+_own_random = random.Random(0)
+"""What `list_functions` draws from, seeded for every task; `pool_matrix` seeds its own."""
+
+
+def _library() -> ModuleType:
+    """reasoning_gym, loaded and mended on first use. One package of it has to be compiled: one generator of a hundred
+    uses it, and the library cannot be imported without, so something empty stands in where it is missing."""
+    missing = importlib.util.find_spec(SOLVER) is None
+    try:
+        if missing:
+            sys.modules[SOLVER] = ModuleType(SOLVER)
+        library = importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise EnvironmentSetupError(
+            f"the environment reasoning-gym needs a package that is not installed ({error.name}): "
+            f"{install_command(f'reasoning-gym=={VERSION}')}"
+        ) from error
+    finally:
+        if missing:
+            del sys.modules[SOLVER]
+    with _lock:
+        if not getattr(library, "_mended_by_shoal", False):
+            installed = importlib.metadata.version("reasoning-gym")
+            if installed != VERSION:
+                raise EnvironmentSetupError(
+                    f"reasoning-gym {installed} is installed, and only {VERSION} was checked for what its scorers do "
+                    f"with an answer: {install_command(f'reasoning-gym=={VERSION}')}"
+                )
+            _mend()
+            library._mended_by_shoal = True  # type: ignore[attr-defined]
+    return library
+
+
+EVALUATORS = (
+    "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
+)  # fmt: skip
+"""Modules whose scorer calls `eval` on the answer."""
+PARSERS = {
+    "games.puzzle24": "parse_expr", "games.countdown": "parse_expr", "algebra.polynomial_multiplication": "sp",
+    "algebra.simple_integration": "sympy", "algebra.intermediate_integration": "sympy",
+}  # fmt: skip
+"""Modules whose scorer gives the answer to sympy's parser, which evaluates it; and by which name they call it."""
+LISTERS_OF_SETS = ("algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication")
+"""Modules that draw from a set of texts in the order in which it happens to be, which differs between processes."""
+PRINTERS = (
+    "code.contrib.bfit.Compiler.Optimizer", "code.contrib.bfit.Compiler.FunctionCompiler",
+    "games.tower_of_hanoi",
+)  # fmt: skip
+"""Modules that write to the terminal."""
+
+
+def _mend() -> None:
+    import numpy as np
+
+    for name in EVALUATORS:
+        vars(_module(name))["eval"] = ast.literal_eval
+    for name, called in PARSERS.items():
+        module = _module(name)
+        original = getattr(module, called)
+        if called == "parse_expr":
+            module.parse_expr = _guarded(original)  # type: ignore[attr-defined]
+        else:
+            setattr(module, called, _Instead(original, parse_expr=_guarded(original.parse_expr)))
+    for name in PRINTERS:
+        vars(_module(name))["print"] = lambda *_words, **_options: None
+    for name in LISTERS_OF_SETS:
+        vars(_module(name))["list"] = lambda items=(): sorted(items, key=str)
+    vars(_module("games.knight_swap"))["frozenset"] = _OrderedFrozenset
+    vars(_module("algorithmic.word_ladder"))["set"] = _OrderedSet
+    _module("induction.list_functions.generators").random = _own_random  # type: ignore[attr-defined]
+    _module("algorithmic.pool_matrix").np = _Instead(np, random=np.random.RandomState(0))  # type: ignore[attr-defined]
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"reasoning_gym.{name}")
+
+
+def _guarded(parse: Callable[..., Any]) -> Callable[..., Any]:
+    def parse_checked(text: str, *rest: Any, **options: Any) -> Any:
+        return parse(checked_expression(text), *rest, **options)
+
+    return parse_checked
+
+
+# Whether a text is plain mathematics that sympy's parser may be given: it evaluates what it reads, so anything else
+# would be run, and a short text could ask for a number that fills the memory
+
+FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "acot", "asec", "acsc", "sinh", "cosh", "tanh",
+    "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs", "erf",
+})  # fmt: skip
+NAMES = FUNCTIONS | {"pi", "E", "I"} | set(string.ascii_letters)
+OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
+MOST_CHARACTERS, MOST_TERMS, DEEPEST = 8_000, 512, 60
+MOST_DIGITS, MOST_DIGITS_OF_A_POWER = 100, 24
+LARGEST_EXPONENT, LARGEST_EXPONENT_OF_A_LETTER = 64, 256
+MOST_POWERS_OF_NUMBERS = 64
+"""Products of polynomials have many terms with long numbers; powers of long numbers, and many of them, take minutes."""
+
+
+def checked_expression(text: str) -> str:
+    """The text itself, if it is made of numbers, one-letter names, `+ - * / **`, brackets and known functions.
+
+    Anything else is a `ValueError`; so is a power of numbers whose exponent is large.
+    """
+    if len(text) > MOST_CHARACTERS or not text.isascii() or "_" in text:
+        raise ValueError("not an expression of numbers and letters")
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("not an expression") from error
+    powers = [node.left for node in ast.walk(tree) if _is_power(node)]  # type: ignore[attr-defined]
+    if sum(not any(isinstance(part, ast.Name) for part in ast.walk(base)) for base in powers) > MOST_POWERS_OF_NUMBERS:
+        raise ValueError("too many powers of numbers")
+    _check(tree.body, 0, MOST_DIGITS)
+    return text
+
+
+def _is_power(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
+
+
+def _check(node: ast.expr, depth: int, most_digits: int) -> None:
+    if depth > DEEPEST:
+        raise ValueError("nested too deeply")
+    terms = 0
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):  # terms of a sum are not nested
+        terms += 1
+        if terms > MOST_TERMS:
+            raise ValueError("too many terms")
+        _check(node.right, depth + 1, most_digits)
+        node = node.left
+    if isinstance(node, ast.Constant):  # `True` is an int to Python, and no number here
+        if type(node.value) not in (int, float) or len(repr(node.value)) > most_digits:
+            raise ValueError(f"{node.value!r:.40} is no number here")
+    elif isinstance(node, ast.Name):
+        if node.id not in NAMES:
+            raise ValueError(f"the name {node.id!r} means nothing here")
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, OPERATORS):
+        _check(node.operand, depth + 1, most_digits)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, OPERATORS):
+        if isinstance(node.op, ast.Pow):
+            _check_power(node)
+            most_digits = MOST_DIGITS_OF_A_POWER
+        _check(node.left, depth + 1, most_digits)
+        _check(node.right, depth + 1, most_digits)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS:
+        if len(node.args) != 1 or node.keywords:
+            raise ValueError("a function has one argument here")
+        _check(node.args[0], depth + 1, most_digits)
+    else:
+        raise ValueError(f"{type(node).__name__} is no part of an expression here")
+
+
+def _check_power(node: ast.BinOp) -> None:
+    """No towers of numbers: an exponent is small, or it has a letter in it."""
+    if any(map(_is_power, ast.walk(node.right))):
+        raise ValueError("a power in an exponent")
+    numbers = [part.value for part in ast.walk(node.right) if isinstance(part, ast.Constant)]
+    largest = LARGEST_EXPONENT_OF_A_LETTER if isinstance(node.left, ast.Name) else LARGEST_EXPONENT
+    if any(isinstance(number, int | float) and abs(number) > largest for number in numbers):
+        raise ValueError("the exponent is too large")
+    if len(numbers) > 2:  # 64*64*64
+        raise ValueError("the exponent is too long")
+    if sum(map(_is_power, ast.walk(node.left))) > 1:  # ((9**64)**64)**64
+        raise ValueError("powers of powers of powers")

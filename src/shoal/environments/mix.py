@@ -15,26 +15,21 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 from typing import ClassVar
 
+from shoal.environments import protocol
 from shoal.environments.composed import inner_of
-from shoal.environments.protocol import (
-    DialogueEnvironment,
-    DialogueRule,
-    Environment,
-    LazyTasks,
-    Score,
-    Split,
-    Task,
-    is_reserved,
-    require_scoring,
-    reserved_names,
-)
+from shoal.environments.protocol import DialogueEnvironment, DialogueRule, Environment, LazyTasks, Score, Split, Task
 from shoal.environments.questions import Aside, task_digest
 from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 FEISTEL_ROUNDS = 4
+LONGEST = 10**12
+"""Positions of a mixture at most, however rare a part is: no run is that long."""
+PASSED_OVER = 256
+"""Tasks of a generating part that are looked at for one that nobody holds out."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +44,11 @@ class Schedule:
     """Positions dealt out by weights: the parts are split in two halves, again and again, each time evenly spread."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self._weights = [Fraction(weight).limit_denominator(10**6) or Fraction(1, 10**6) for weight in weights]
-        self._sums = [Fraction(0)]
-        for weight in self._weights:
-            self._sums.append(self._sums[-1] + weight)
+        exact = [Fraction(weight).limit_denominator(10**6) or Fraction(1, 10**6) for weight in weights]
+        self._parts, self._sums = len(exact), list(accumulate(exact, initial=Fraction(0)))
 
     def turn(self, position: int) -> Turn:
-        first, last, nth = 0, len(self._weights), position
+        first, last, nth = 0, self._parts, position
         while last - first > 1:
             middle = (first + last) // 2
             before, after = self._left(first, middle, last, nth), self._left(first, middle, last, nth + 1)
@@ -67,18 +60,15 @@ class Schedule:
 
     def counts(self, positions: int) -> list[int]:
         """How many of the first `positions` each part has."""
-        found = [0] * len(self._weights)
-        self._count(0, len(self._weights), positions, found)
-        return found
 
-    def _count(self, first: int, last: int, positions: int, found: list[int]) -> None:
-        if last - first == 1:
-            found[first] = positions
-            return
-        middle = (first + last) // 2
-        left = self._left(first, middle, last, positions)
-        self._count(first, middle, left, found)
-        self._count(middle, last, positions - left, found)
+        def count(first: int, last: int, positions: int) -> list[int]:
+            if last - first == 1:
+                return [positions]
+            middle = (first + last) // 2
+            left = self._left(first, middle, last, positions)
+            return count(first, middle, left) + count(middle, last, positions - left)
+
+        return count(0, self._parts, positions)
 
     def _left(self, first: int, middle: int, last: int, positions: int) -> int:
         """How many of so many positions go to the left half: rounded down, so that each step is 0 or 1."""
@@ -104,12 +94,6 @@ def _feistel(value: int, half_bits: int, key: str) -> int:
     return (left << half_bits) | right
 
 
-LONGEST = 10**12
-"""Positions of a mixture at most, however rare a part is: no run is that long."""
-PASSED_OVER = 256
-"""Tasks of a generating part that are looked at for one that nobody holds out."""
-
-
 @dataclass(frozen=True)
 class Part:
     label: str
@@ -133,9 +117,10 @@ class MixedEnvironment:
         self._by_label = {part.label: part for part in self.parts}
         self.aside = Aside({part.label: part.environment for part in self.parts})
         positions = _one_pass(self.parts) if train_size is None else train_size
+        holding = [part for part in self.parts if len(part.environment.tasks("held_out"))]
         self._tasks: dict[Split, Sequence[Task]] = {
             "train": MixedTasks(self.parts, "train", positions, self.aside),
-            "held_out": _held_out(self.parts, held_out_size, self.aside),
+            "held_out": MixedTasks(holding, "held_out", _held_out_size(holding, held_out_size), self.aside),
         }
         content = [[part.label, part.weight, part.environment.digest] for part in self.parts]
         self.digest = _hash("shoal/mix/v1", [content, positions, held_out_size])
@@ -156,13 +141,11 @@ class MixedEnvironment:
 
     def prepare(self) -> None:
         for part in self.parts:
-            require_scoring(part.environment)
+            protocol.require_scoring(part.environment)
 
     def dialogue(self, task: Task) -> DialogueRule | None:
         part, inner = self._part(task.id)
-        if isinstance(part.environment, DialogueEnvironment):
-            return part.environment.dialogue(replace(task, id=inner))
-        return None
+        return dialogue_of(part.environment, replace(task, id=inner))
 
     def _part(self, task_id: str) -> tuple[Part, str]:
         label, _, inner = task_id.partition(":")
@@ -176,9 +159,7 @@ class MixedTasks(LazyTasks):
 
     def __init__(self, parts: Sequence[Part], split: Split, size: int, aside: Aside) -> None:
         self._parts = [(part, part.environment.tasks(split)) for part in parts]
-        self._schedule = Schedule([part.weight for part in parts])
-        self._split = split
-        self._aside = aside
+        self._schedule, self._split, self._aside = Schedule([part.weight for part in parts]), split, aside
         super().__init__(size, self._at)
 
     def _at(self, position: int) -> Task:
@@ -195,7 +176,8 @@ class MixedTasks(LazyTasks):
             raise EnvironmentSetupError(
                 f"environment.mix, part {part.label!r} has no task to train on: other parts hold all its questions out"
             )
-        index = _past(self._shuffled(part, size, nth), skipped)
+        place = self._shuffled(part, size, nth)
+        index = place + bisect_right(range(len(skipped)), place, key=lambda before: skipped[before] - before)
         if not self._aside.generates(part.label):
             return tasks[index]
         for step in range(PASSED_OVER):
@@ -245,10 +227,9 @@ def _labels(parts: Sequence[MixPart]) -> list[str]:
         name = re.sub(r"[^a-z0-9_.\-]", "-", part.file.stem.lower() if part.file else part.name.lower())
         names = (name, *(f"{name}-{number}" for number in range(2, len(parts) + 2)))
         found.append(part.label or next(one for one in names if one not in found and one not in given))
-    for label in filter(is_reserved, found):
-        raise EnvironmentSetupError(
-            f"environment.mix, part {label!r}: {reserved_names()} mean something else in scores; give it another label"
-        )
+    for label in filter(protocol.is_reserved, found):
+        taken = f"{protocol.RESERVED_NAMES} mean something else in scores; give it another label"
+        raise EnvironmentSetupError(f"environment.mix, part {label!r}: {taken}")
     return found
 
 
@@ -273,8 +254,10 @@ def dialogue_of(environment: Environment, task: Task) -> DialogueRule | None:
 
 def _one_pass(parts: Sequence[Part]) -> int:
     """The fewest positions in which every part has as many turns as it has tasks, up to `LONGEST`."""
-    schedule = Schedule([part.weight for part in parts])
-    sizes = [len(part.environment.tasks("train")) for part in parts]
+    schedule, sizes = (
+        Schedule([part.weight for part in parts]),
+        [len(part.environment.tasks("train")) for part in parts],
+    )
     low, high = sum(sizes), LONGEST
     while low < high:
         middle = (low + high) // 2
@@ -283,24 +266,16 @@ def _one_pass(parts: Sequence[Part]) -> int:
     return low
 
 
-def _past(nth: int, skipped: Sequence[int]) -> int:
-    """The nth number that is not among `skipped`, which ascend."""
-    return nth + bisect_right(range(len(skipped)), nth, key=lambda before: skipped[before] - before)
-
-
-def _held_out(parts: Sequence[Part], wanted: int, aside: Aside) -> MixedTasks:
-    """As many tasks as no part must repeat itself for. Parts that hold nothing out are left out."""
-    holding = [part for part in parts if len(part.environment.tasks("held_out"))]
-    if not holding:
-        return MixedTasks(parts, "held_out", 0, aside)
-    schedule = Schedule([part.weight for part in holding])
-    sizes = [len(part.environment.tasks("held_out")) for part in holding]
-    low, high = 0, wanted
-    while low < high:  # the largest number of positions for which nobody has to give more than there is
+def _held_out_size(parts: Sequence[Part], wanted: int) -> int:
+    """The largest number of tasks, up to `wanted`, for which no part repeats. Parts without any are not among these."""
+    schedule = Schedule([part.weight for part in parts])
+    sizes = [len(part.environment.tasks("held_out")) for part in parts]
+    low, high = 0, wanted if parts else 0
+    while low < high:
         middle = (low + high + 1) // 2
         fits = all(count <= size for count, size in zip(schedule.counts(middle), sizes, strict=True))
         low, high = (middle, high) if fits else (low, middle - 1)
-    return MixedTasks(holding, "held_out", low, aside)
+    return low
 
 
 def _labelled(part: Part, task: Task) -> Task:

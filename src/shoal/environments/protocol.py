@@ -38,8 +38,7 @@ class LazyTasks(Sequence[Task]):
     """So many tasks, each made by its position when it is asked for; nothing is listed in advance."""
 
     def __init__(self, size: int, make: Callable[[int], Task]) -> None:
-        self._size = size
-        self._make = make
+        self._size, self._make = size, make
 
     def __len__(self) -> int:
         return self._size
@@ -70,20 +69,16 @@ class Environment(Protocol):
     """Tasks and their scoring, both deterministic.
 
     `score` returns a low value for a bad completion, and raises `ScoringFailure` only when the machinery itself
-    failed: the first is a sample, the second is none.
+    failed: the first is a sample, the second leaves it unscored.
     """
 
     @property
     def name(self) -> str: ...
 
     @property
-    def digest(self) -> str:
-        """Hex SHA-256 over everything that determines tasks and scores."""
-        ...
+    def digest(self) -> str: ...  # hex SHA-256 over everything that determines tasks and scores
 
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """The tasks of one split; indexing is cheap, nothing is listed in advance."""
-        ...
+    def tasks(self, split: Split) -> Sequence[Task]: ...  # indexing is cheap, nothing is listed in advance
 
     def task(self, task_id: str) -> Task:
         """The task of that id, whichever split holds it; an unknown id is an `EnvironmentSetupError`."""
@@ -121,9 +116,7 @@ class DialogueEnvironment(Environment, Protocol):
 class DigestedEnvironment(Environment, Protocol):
     """An environment that knows the digests of its questions without making tasks of them."""
 
-    def prompt_digests(self, split: Split) -> Iterable[bytes]:
-        """`question_digest` of every task of a split, in order."""
-        ...
+    def prompt_digests(self, split: Split) -> Iterable[bytes]: ...  # `question_digest` of every task, in order
 
 
 @runtime_checkable
@@ -131,18 +124,14 @@ class GeneratingEnvironment(Environment, Protocol):
     """An environment that makes tasks without end and holds out by content, as all of its kind do: what one holds out
     none trains on. To list its held-out tasks may take hours; to ask about one prompt takes nothing."""
 
-    def holds_out(self, prompt: str) -> bool:
-        """Whether a prompt, should it ever be made, is a held-out one."""
-        ...
+    def holds_out(self, prompt: str) -> bool: ...  # whether a prompt, should it ever be made, is a held-out one
 
 
 @runtime_checkable
 class DemandingEnvironment(Environment, Protocol):
     """An environment whose scoring needs something of the machine: a sandbox for programs, say."""
 
-    def prepare(self) -> None:
-        """Whether this machine can score at all: an `EnvironmentSetupError` says what is missing."""
-        ...
+    def prepare(self) -> None: ...  # an `EnvironmentSetupError` says what is missing
 
 
 def require_scoring(environment: Environment) -> None:
@@ -163,22 +152,17 @@ class Identity:
 
 def identity_of(environment: Environment) -> Identity:
     """What an environment says of itself. `version` and `data_digest` are for it to add."""
-    return Identity(
-        name=environment.name,
-        version=int(getattr(environment, "version", 1)),
-        digest=environment.digest,
-        data_digest=str(getattr(environment, "data_digest", "")),
-    )
+    version, data_digest = getattr(environment, "version", 1), getattr(environment, "data_digest", "")
+    return Identity(environment.name, int(version), environment.digest, str(data_digest))
 
 
 RESERVED = {
-    "task": "the reward before length and judges count",
-    "length": "what the length added",
-    "target": "the length that was asked for",
-    "limit": "scoring took too much time or memory",
+    "task": "the reward before length and judges count", "length": "what the length added",
+    "target": "the length that was asked for", "limit": "scoring took too much time or memory",
     "shuffled_from": "whose reward it is in the control run",
-}
+}  # fmt: skip
 RESERVED_PREFIX = "judge."
+RESERVED_NAMES = f"{', '.join(RESERVED)} and {RESERVED_PREFIX}*"  # for messages
 
 
 def is_reserved(name: str) -> bool:
@@ -187,8 +171,3 @@ def is_reserved(name: str) -> bool:
     (True, True, False)
     """
     return name in RESERVED or name.startswith(RESERVED_PREFIX)
-
-
-def reserved_names() -> str:
-    """For messages."""
-    return f"{', '.join(RESERVED)} and {RESERVED_PREFIX}*"

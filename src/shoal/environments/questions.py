@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import unicodedata
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
 
 from shoal.environments.protocol import DigestedEnvironment, Environment, GeneratingEnvironment, Split, Task
 from shoal.errors import UnusableTask
-
-if TYPE_CHECKING:
-    import numpy as np
 
 DIGEST_BYTES = 16
 LOWER = bytes(range(256)).lower()
@@ -44,8 +42,6 @@ def ascii_digest(text: bytes) -> bytes:
 
 
 BLANK = ascii_digest(b"")
-
-
 UNUSABLE = b""
 """Stands for a task that cannot be asked: no question has this digest."""
 
@@ -71,11 +67,7 @@ class Aside:
     """What the parts of a mixture, by label, set aside for each other."""
 
     def __init__(self, parts: Mapping[str, Environment]) -> None:
-        self._listing = {
-            label: environment
-            for label, environment in parts.items()
-            if not isinstance(environment, GeneratingEnvironment)
-        }
+        self._listing = {name: part for name, part in parts.items() if not isinstance(part, GeneratingEnvironment)}
         self.skipped = lru_cache(maxsize=None)(self._skipped)
 
     @cached_property
@@ -96,27 +88,17 @@ class Aside:
 
     def is_trained(self, task: Task) -> bool:
         """Whether a part that lists its tasks trains on this question."""
-        import numpy as np
-
-        key = _key(task_digest(task))
-        place = int(np.searchsorted(self._trained, key))
-        return place < len(self._trained) and bool(self._trained[place] == key)
+        place = bisect_left(self._trained, _key(task_digest(task)))
+        return place < len(self._trained) and self._trained[place] == _key(task_digest(task))
 
     @cached_property
-    def _trained(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    def _trained(self) -> array[int]:
         """The first 64 bits of each digest, sorted: eight megabytes for a million questions."""
-        import numpy as np
-
-        keys = np.fromiter((_key(digest) for digest in self._train_digests()), np.uint64)
-        keys.sort()
-        return keys
-
-    def _train_digests(self) -> Iterable[bytes]:
         found = (task_digests(environment, "train") for environment in self._listing.values())
-        return (digest for digests in found for digest in digests if digest not in self.held_out)
+        return array(
+            "Q", sorted(_key(digest) for digests in found for digest in digests if digest not in self.held_out)
+        )
 
 
-def _key(digest: bytes) -> Any:
-    import numpy as np
-
-    return np.uint64(int.from_bytes(digest[:8], "big"))
+def _key(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big")

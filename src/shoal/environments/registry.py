@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
+from shoal.environments import generated
 from shoal.environments.composed import Composed, is_plain
-from shoal.environments.digits import (
-    AdditionEnvironment,
-    AdditionOptions,
-    CalculatorEnvironment,
-    CalculatorOptions,
-    SortEnvironment,
-    SortOptions,
-)
-from shoal.environments.formats.registry import DatasetOptions
+from shoal.environments.formats import DatasetOptions
 from shoal.environments.function import FunctionEnvironment
-from shoal.environments.generated import Options
 from shoal.environments.gym import GymEnvironment, GymOptions
 from shoal.environments.mix import mixed
 from shoal.environments.protocol import Environment, Split
@@ -30,36 +22,28 @@ GENERATED = 100_000
 """Tasks that a generating environment trains on, unless told otherwise."""
 
 
-@dataclass(frozen=True)
-class Builtin:
-    """A built-in environment: the model of its options, and its constructor."""
+def _dataset(options: DatasetOptions, given: Ingredient) -> Environment:
+    from shoal.environments.dataset import DatasetEnvironment  # reads with pyarrow, which takes a moment to load
 
-    options: type[Options]
-    make: Callable[[Options, Ingredient], Environment]
-
-
-def _sizes(given: Ingredient) -> dict[Split, int]:
-    return {"train": given.train_size or GENERATED, "held_out": given.held_out_size}
+    if given.data is None:
+        raise EnvironmentSetupError("environment dataset needs data: a Parquet or JSON lines file, or a folder of them")
+    return DatasetEnvironment(options, given.data, given.held_out_size)
 
 
-def _dataset(options: Options, given: Ingredient) -> Environment:
-    from shoal.environments.dataset import make_dataset  # reads with pyarrow, which takes a moment to load
-
-    return make_dataset(options, given)
-
-
-def _gym(options: Options, given: Ingredient) -> Environment:
-    assert isinstance(options, GymOptions)
-    return GymEnvironment(options, _sizes(given))
+def _generating(make: Callable[[Any, dict[Split, int]], Environment]) -> Callable[[Any, Ingredient], Environment]:
+    return lambda options, given: make(
+        options, {"train": given.train_size or GENERATED, "held_out": given.held_out_size}
+    )
 
 
-ENVIRONMENTS: dict[str, Builtin] = {
-    "sort": Builtin(SortOptions, lambda options, given: SortEnvironment(options, _sizes(given))),
-    "addition": Builtin(AdditionOptions, lambda options, given: AdditionEnvironment(options, _sizes(given))),
-    "calculator": Builtin(CalculatorOptions, lambda options, given: CalculatorEnvironment(options, _sizes(given))),
-    "dataset": Builtin(DatasetOptions, _dataset),
-    "reasoning-gym": Builtin(GymOptions, _gym),
+ENVIRONMENTS: dict[str, tuple[type[generated.Options], Callable[[Any, Ingredient], Environment]]] = {
+    "sort": (generated.SortOptions, _generating(generated.SortEnvironment)),
+    "addition": (generated.AdditionOptions, _generating(generated.AdditionEnvironment)),
+    "calculator": (generated.CalculatorOptions, _generating(generated.CalculatorEnvironment)),
+    "reasoning-gym": (GymOptions, _generating(GymEnvironment)),
+    "dataset": (DatasetOptions, _dataset),
 }
+"""The model of each one's options, and what makes it of them."""
 
 
 def build(settings: EnvironmentSettings) -> Environment:
@@ -74,18 +58,14 @@ def build_ingredient(settings: Ingredient) -> Environment:
         if settings.options:
             raise EnvironmentSetupError("environment.options belong to built-in environments; a file has none")
         return FunctionEnvironment(settings.file, settings.held_out_size)
-    builtin = ENVIRONMENTS.get(settings.name)
-    if builtin is None:
+    if settings.name not in ENVIRONMENTS:
         raise EnvironmentSetupError(
             f"there is no environment {settings.name!r}{meant(settings.name, ENVIRONMENTS)};"
             f" there are {', '.join(sorted(ENVIRONMENTS))}, or set environment.file"
         )
     if settings.data is not None and settings.name != "dataset":  # or it would train on something else in silence
         raise EnvironmentSetupError(f'environment {settings.name} reads no data: set environment.name = "dataset"')
-    return builtin.make(_options(builtin.options, settings), settings)
-
-
-def _options(model: type[Options], settings: Ingredient) -> Options:
+    model, make = ENVIRONMENTS[settings.name]
     for key in settings.options:
         if key not in model.model_fields:
             raise EnvironmentSetupError(
@@ -93,8 +73,9 @@ def _options(model: type[Options], settings: Ingredient) -> Options:
                 f" it has {', '.join(model.model_fields)}"
             )
     try:
-        return model.model_validate(settings.options)
+        options = model.model_validate(settings.options)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "options"
         raise EnvironmentSetupError(f"environment {settings.name}: {where}: {first['msg']}") from None
+    return make(options, settings)

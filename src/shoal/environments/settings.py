@@ -111,7 +111,7 @@ class JudgeSettings(Table):
 
 
 class PoolSettings(Table):
-    """Difficulty while training: tasks are drawn by how often they were solved of late."""
+    """Difficulty while training: tasks are drawn by how often they were solved recently."""
 
     retire_after: int = Field(
         default=2, ge=0, description="wholly solved groups in a row after which a task is retired; 0: never"

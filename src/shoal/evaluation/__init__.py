@@ -2,11 +2,10 @@
 
     plan        SamplingPlan: what is sampled, from which seeds; tasks_of
     subject     EvaluatedModel, open_subject: the model in an engine, with its digest
-    job         EvaluationJob, evaluate: one from beginning to end: draw, keep, score, batch by batch
+    job         EvaluationJob, evaluate: one from beginning to end: draw, keep, score, batch by batch; rescore
     records     TaskRecord, SampleRecord; EvaluationJournal: those so far, kept; the Parquet file of all
     summary     SummaryTally: avg@k, pass@k and the rest, for programs and for people
     statistics  intervals and tests: pure functions
-    rescore     kept completions, scored again
     compare     two evaluations of the same tasks
     leaks       find_leaks: evaluated tasks that are in a training set
     filter      RateBand: how often tasks are solved; the data set that a filter writes

@@ -26,8 +26,6 @@ LEFT_ALONE = ("tasks", "samples", "batch_rows", "seed")
 
 @dataclass(frozen=True)
 class Pair:
-    """One task in both evaluations."""
-
     first: TaskResult
     second: TaskResult
 
@@ -58,7 +56,6 @@ class PairedComparison:
 
     @property
     def sentence(self) -> str:
-        """What may be concluded."""
         d = self.difference
         interval = "" if math.isnan(d.low) else f" [{d.low:+.3f}, {d.high:+.3f}]"
         numbers = f"{d.value:+.3f}{interval}, p = {self.p_value:.3g}"
@@ -74,7 +71,6 @@ class PairedComparison:
         )
 
     def movers(self) -> tuple[list[Pair], list[Pair]]:
-        """The tasks that B gained and lost most on."""
         ranked = sorted(self.pairs, key=lambda pair: (pair.difference, pair.first.task))
         lost = [pair for pair in ranked[:MOVERS] if pair.difference < 0]
         return [pair for pair in reversed(ranked[-MOVERS:]) if pair.difference > 0], lost
@@ -97,7 +93,11 @@ class PairedComparison:
 
 def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> PairedComparison:
     """Pair the tasks and test the difference; results of other tasks or scoring are a `ConfigError` unless forced."""
-    problem = _incomparable(a.about, b.about) or _hollow(a) or _hollow(b)
+    hollow = (
+        f"{each.missing_share:.1%} of the samples of {each.path} have no score, so what is left may be the easy part"
+        for each in (a, b) if each.missing_share > MAX_FAILURES
+    )  # fmt: skip
+    problem = _incomparable(a.about, b.about) or next(hollow, "")
     if problem and not force:
         raise ConfigError(f"{a.path} and {b.path} cannot be compared: {problem}; --force compares them all the same")
     ours = {result.task: result for result in a.tasks}
@@ -132,14 +132,6 @@ def _incomparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
         if key not in LEFT_ALONE and plans[0].get(key) != plans[1].get(key):
             return f"{key} is {plans[0].get(key)} in one and {plans[1].get(key)} in the other"
     return ""
-
-
-def _hollow(results: Results) -> str:
-    """That an evaluation is of what was left after many failures, in words; empty if it is whole."""
-    share = results.missing_share
-    if share <= MAX_FAILURES:
-        return ""
-    return f"{share:.1%} of the samples of {results.path} have no score, so what is left may be the easy part of it"
 
 
 def comparison_lines(a: Results, b: Results, found: PairedComparison) -> Iterator[str]:

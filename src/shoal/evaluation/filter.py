@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from typing import Any
 
 from shoal.environments import Environment
 from shoal.environments.composed import inner_of
-from shoal.environments.data.readers import Table
+from shoal.environments.data.readers import Broken, Table
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.errors import ConfigError
 from shoal.evaluation.plan import Part, tasks_of
-from shoal.evaluation.records import METADATA, TaskRecord, difference
-from shoal.runtime.files import ensure_folder, resource_error, sync_folder
+from shoal.evaluation.records import METADATA, TaskRecord, difference, whole
+from shoal.runtime.files import ensure_folder
 
 GROUP_BYTES = 32 * 2**20
 GROUP_ROWS = 4096
@@ -73,7 +72,6 @@ class Rate:
 
 
 def rates(records: Iterable[TaskRecord]) -> Iterator[tuple[TaskRecord, Rate]]:
-    """The rate of every task that could be measured."""
     for record in records:
         samples = len(record.scores)
         if samples:
@@ -129,13 +127,11 @@ class RowSelection:
 
 
 def data_of(environment: Environment) -> DatasetEnvironment | None:
-    """The data set that the tasks are rows of, if they are."""
     inner = inner_of(environment)
     return inner if isinstance(inner, DatasetEnvironment) else None
 
 
 def row_of(environment: DatasetEnvironment, part: Part, index: int) -> int:
-    """The row of the task at `index` of `tasks_of(environment, part)`."""
     splits = environment.splits
     if part == "train":
         return int(splits.train[index])
@@ -210,8 +206,6 @@ def _taken(values: Any, keep: Sequence[int], field: Any) -> Any:
 
 def _plain(values: Sequence[Any]) -> list[Any]:
     """Values of a JSON file; a line that could not be read has none."""
-    from shoal.environments.data.readers import Broken
-
     return [None if isinstance(value, Broken) else value for value in values]
 
 
@@ -249,24 +243,16 @@ def write_rows(path: Path, tables: Iterable[Any], about: Mapping[str, Any]) -> i
     import pyarrow.parquet as pq
 
     ensure_folder(path.absolute().parent)
-    hidden = path.with_name(f".{path.name}.writing")
     writer, rows = None, 0
-    try:
+    with whole(path) as hidden:
         for group in _grouped(tables):
             if writer is None:
                 said = {**(group.schema.metadata or {}), METADATA: json.dumps(about, sort_keys=True).encode()}
                 writer = pq.ParquetWriter(hidden, group.schema.with_metadata(said), compression="zstd")
             writer.write_table(group.replace_schema_metadata(writer.schema.metadata))
             rows += group.num_rows
-        if writer is None:
-            return 0
-        writer.close()
-        with hidden.open("rb") as file:
-            os.fsync(file.fileno())
-        hidden.replace(path)
-        sync_folder(path.absolute().parent)
-    except OSError as error:
-        raise resource_error("write", path, error) from error
+        if writer is not None:
+            writer.close()
     return rows
 
 

@@ -20,11 +20,11 @@ import hashlib
 import json
 import logging
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +37,16 @@ from shoal.engines.dialogue import Dialogue, Talks, greedy_lines
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, budget_of, identity_of
 from shoal.environments.mix import part_of
 from shoal.environments.questions import prompt_digest
-from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
+from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
+from shoal.evaluation import records
 from shoal.evaluation.plan import SamplingPlan, as_asked, length_target, sample_seed, tasks_of
-from shoal.evaluation.records import (
-    UNUSABLE,
-    EvaluationJournal,
-    SampleRecord,
-    TaskRecord,
-    dumped,
-    is_kept,
-    write_records,
-)  # fmt: skip
+from shoal.evaluation.records import UNUSABLE, EvaluationJournal, SampleRecord, TaskRecord, dumped
 from shoal.evaluation.subject import EvaluatedModel, memory_errors
 from shoal.evaluation.summary import SummaryTally
 from shoal.protocol import SamplingParameters
 from shoal.rewards import Job, Scorer
 from shoal.rewards.protocol import settled
-from shoal.runtime.files import resource_error, sync_folder, write_atomically
+from shoal.runtime.files import write_atomically
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
@@ -63,6 +56,10 @@ TASKS = "tasks.parquet"
 SUMMARY = "summary.json"
 Report = Callable[[int, int], None]
 """Told how many tasks are done, and of how many."""
+
+
+def unreported(_done: int, _total: int) -> None:
+    """Nobody wants to know how far it is."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +77,22 @@ class Chosen:
     def batch(self, number: int) -> list[tuple[int, Task | None]]:
         """The tasks of one batch by their numbers; None for one that cannot be used."""
         size = self.plan.tasks_per_batch
-        return [(index, self._task(index)) for index in self.numbers[number * size : (number + 1) * size]]
+        return list(self._found(self.numbers[number * size : (number + 1) * size]))
 
-    def _task(self, index: int) -> Task | None:
-        try:
-            return tasks_of(self.environment, self.plan.split)[index]
-        except UnusableTask as error:
-            log.warning("a task of %s is left out: %s", self.environment.name, error)
-            return None
+    def tasks(self) -> list[tuple[int, Task]]:
+        return [(index, task) for index, task in self._found(self.numbers, logging.DEBUG) if task is not None]
+
+    def _found(self, numbers: Sequence[int], level: int = logging.WARNING) -> Iterator[tuple[int, Task | None]]:
+        tasks = tasks_of(self.environment, self.plan.split)
+        for index in numbers:
+            try:
+                yield index, tasks[index]
+            except UnusableTask as error:
+                log.log(level, "a task of %s is left out: %s", self.environment.name, error)
+                yield index, None
 
     @property
     def digest(self) -> str:
-        """Which numbers these are, in 16 letters."""
         return hashlib.sha256(",".join(map(str, self.numbers)).encode()).hexdigest()[:16]
 
 
@@ -109,33 +110,35 @@ Asked = tuple[Task, tuple[int, ...], Dialogue | None]
 
 
 class Sampler:
-    """Draws `plan.samples` completions of each task given. Which tasks come together changes no dice."""
+    """Draws `plan.samples` completions of each task given. Which tasks come together changes no seed."""
 
     def __init__(self, subject: EvaluatedModel, environment: Environment, plan: SamplingPlan) -> None:
         self._engine = subject.engine
         self._asking = Asking(subject.files, environment, plan.max_new_tokens)
         self._tokenizer = self._asking.encoder.tokenizer
-        self._environment = environment
-        self._plan = plan
+        self._environment, self._plan = environment, plan
+        temperature, eos = plan.temperature or 1.0, self._tokenizer.eos_token_id  # greedy decoding ignores it
         self._sampling = SamplingParameters(
-            temperature=plan.temperature or 1.0,  # greedy decoding does not look at it
-            max_new_tokens=plan.max_new_tokens,
-            eos_token_id=self._tokenizer.eos_token_id,
+            temperature=temperature, max_new_tokens=plan.max_new_tokens, eos_token_id=eos
         )
         self._talks = Talks(environment, subject.files, self._sampling)
 
     def draw(self, tasks: Sequence[tuple[int, Task]]) -> list[Drawn]:
-        """One result per (number, task), in order."""
         prompts = [self._prompt(number, task) for number, task in tasks]
         usable = [place for place, (_, problem) in enumerate(prompts) if not problem]
         asked = [(tasks[place][1], prompts[place][0], self._talks.of(tasks[place][1])) for place in usable]
+        found: list[tuple[SampleRecord, ...]]
         with memory_errors("draw these completions"):
-            found = self._greedy(asked) if self._plan.temperature == 0 else self._sample(asked)
+            if self._plan.temperature:
+                found = self._sample(asked)
+            else:  # as validators and the trainer answer held-out tasks
+                prompt_ids, talks = [ids for _task, ids, _talk in asked], [talk for _task, _ids, talk in asked]
+                lines = greedy_lines(self._engine, prompt_ids, talks, self._sampling)
+                found = [(self._sampled(line.tokens, line.finish, line.given),) for line in lines]
         drawn = dict(zip(usable, found, strict=True))
         return [Drawn(task, prompts[place][1], drawn.get(place, ())) for place, (_, task) in enumerate(tasks)]
 
     def _prompt(self, number: int, task: Task) -> tuple[tuple[int, ...], str]:
-        """Token ids, or what is wrong with the prompt."""
         try:
             return self._asking.ids(as_asked(self._environment, self._plan, number, task)), ""
         except CannotBeAsked as error:
@@ -156,12 +159,6 @@ class Sampler:
             found[owner] += [self._sampled(one.token_ids.tolist(), one.finish, one.given) for one in group]
         return [tuple(samples) for samples in found]
 
-    def _greedy(self, asked: Sequence[Asked]) -> list[tuple[SampleRecord, ...]]:
-        """As validators and the trainer answer held-out tasks."""
-        prompts, talks = [ids for _task, ids, _talk in asked], [talk for _task, _ids, talk in asked]
-        lines = greedy_lines(self._engine, prompts, talks, self._sampling)
-        return [(self._sampled(line.tokens, line.finish, line.given),) for line in lines]
-
     def _sampled(self, ids: list[int], finish: str, given: Sequence[tuple[int, int]]) -> SampleRecord:
         """Not scored yet: the text that is scored (of a dialogue, the model's last turn), and how many tokens the model
         drew but for the one that ended it."""
@@ -175,18 +172,15 @@ class RecordScoring:
     """Scores completions that were drawn, now or again later: all that it needs is in their records."""
 
     def __init__(self, environment: Environment, plan: SamplingPlan, scorer: Scorer) -> None:
-        self._environment = environment
-        self._plan = plan
-        self._scorer = scorer
-        self._budget = budget_of(environment)
-        self._failed = False
+        self._environment, self._plan, self._scorer = environment, plan, scorer
+        self._budget, self._failed = budget_of(environment), False
 
-    def scored(self, records: Sequence[TaskRecord]) -> list[TaskRecord]:
-        jobs = [Job(record.task, sample.text) for record in records for sample in record.samples]
+    def scored(self, drawn: Sequence[TaskRecord]) -> list[TaskRecord]:
+        jobs = [Job(record.task, sample.text) for record in drawn for sample in record.samples]
         scores = iter(settled(self._scorer.scores, jobs))
         return [
             replace(record, samples=tuple(self._sample(record, sample, next(scores)) for sample in record.samples))
-            for record in records
+            for record in drawn
         ]
 
     def _sample(self, record: TaskRecord, sample: SampleRecord, score: Score | ScoringFailure) -> SampleRecord:
@@ -206,15 +200,11 @@ class RecordScoring:
 
 
 class RunningEvaluation:
-    """One evaluation under way."""
-
     def __init__(self, chosen: Chosen, sampler: Sampler, scorer: Scorer, journal: EvaluationJournal) -> None:
-        self._chosen = chosen
-        self._sampler = sampler
+        self._chosen, self._sampler, self._journal = chosen, sampler, journal
         self._scoring = RecordScoring(chosen.environment, chosen.plan, scorer)
-        self._journal = journal
 
-    def run(self, stop: StopToken, report: Report = lambda _done, _total: None) -> bool:
+    def run(self, stop: StopToken, report: Report = unreported) -> bool:
         """Draw and score what is not done yet; false if it was told to stop before the end."""
         with ThreadPoolExecutor(1, "scoring") as executor:
             pending: Future[list[TaskRecord]] | None = None
@@ -245,24 +235,17 @@ class RunningEvaluation:
             return self._journal.waiting(number)
         batch = self._chosen.batch(number)
         drawn = iter(self._sampler.draw([(index, task) for index, task in batch if task is not None]))
-        records = [self._record(index, None if task is None else next(drawn)) for index, task in batch]
-        self._journal.append_drawn(records)
-        return records
+        found = [self._record(index, None if task is None else next(drawn)) for index, task in batch]
+        self._journal.append_drawn(found)
+        return found
 
     def _record(self, index: int, drawn: Drawn | None) -> TaskRecord:
         if drawn is None:
             return TaskRecord(f"#{index}", index, "", problem=UNUSABLE)
         task, environment = drawn.task, self._chosen.environment
-        return TaskRecord(
-            task=task.id,
-            index=index,
-            prompt_digest=prompt_digest(as_asked(environment, self._chosen.plan, index, task).prompt).hex(),
-            kind=task.kind,
-            part=part_of(environment, task.id),
-            problem=drawn.problem,
-            samples=drawn.samples,
-            prompt=task.prompt,
-        )
+        digest = prompt_digest(as_asked(environment, self._chosen.plan, index, task).prompt).hex()
+        part, found = part_of(environment, task.id), drawn.samples
+        return TaskRecord(task.id, index, digest, task.kind, part, drawn.problem, found, task.prompt)
 
 
 @dataclass(frozen=True)
@@ -301,21 +284,8 @@ def choose(environment: Environment, plan: SamplingPlan) -> Chosen:
     return Chosen(environment, plan, plan.chosen(available))
 
 
-def chosen_tasks(chosen: Chosen) -> Sequence[tuple[int, Task]]:
-    """The tasks themselves, those that cannot be used left out."""
-    found = []
-    split = tasks_of(chosen.environment, chosen.plan.split)
-    for index in chosen.numbers:
-        try:
-            found.append((index, split[index]))
-        except UnusableTask:
-            continue
-    return found
-
-
 def without(chosen: Chosen, ids: Sequence[str]) -> Chosen:
-    """The same tasks but those of the given ids."""
-    leaked = {index for index, task in chosen_tasks(chosen) if task.id in set(ids)} if ids else set[int]()
+    leaked = {index for index, task in chosen.tasks() if task.id in set(ids)} if ids else set[int]()
     kept = [index for index in chosen.numbers if index not in leaked]
     if not kept:
         raise EnvironmentSetupError(
@@ -327,18 +297,14 @@ def without(chosen: Chosen, ids: Sequence[str]) -> Chosen:
 
 def finished(out: Path, about: dict[str, Any]) -> dict[str, Any] | None:
     """The summary of this very evaluation, if it is done; results of another one are a `ConfigError`."""
-    if not (out.is_dir() and is_kept(out, about) and (out / SUMMARY).exists() and (out / TASKS).exists()):
+    if not (out.is_dir() and records.is_kept(out, about) and (out / SUMMARY).exists() and (out / TASKS).exists()):
         return None
     summary: dict[str, Any] = json.loads((out / SUMMARY).read_bytes())
     return summary
 
 
 def evaluate(
-    evaluation: EvaluationJob,
-    scorer: Callable[[], Scorer],
-    out: Path,
-    stop: StopToken,
-    report: Report = lambda _done, _total: None,
+    evaluation: EvaluationJob, scorer: Callable[[], Scorer], out: Path, stop: StopToken, report: Report = unreported
 ) -> dict[str, Any] | None:
     """Run it, or the rest of it; the summary, or None if it was told to stop before the end."""
     journal = measure(evaluation, scorer, out, stop, report)
@@ -371,20 +337,102 @@ def measure(
 
 def write_results(about: dict[str, Any], plan: SamplingPlan, journal: EvaluationJournal) -> dict[str, Any]:
     """The Parquet file, then the summary, then the journal goes: a crash in between loses nothing."""
-    _write_parquet(journal.folder / TASKS, journal, about)
+    with records.whole(journal.folder / TASKS) as hidden:
+        records.write_records(hidden, journal.records(), about)
     summary = {**about, **SummaryTally.of(plan, journal.records()).as_json()}
     write_atomically(journal.folder / SUMMARY, dumped(summary))
     journal.remove()
     return summary
 
 
-def _write_parquet(path: Path, journal: EvaluationJournal, about: dict[str, Any]) -> None:
-    hidden = path.with_name(f".{path.name}.writing")
+# Kept completions, scored again by the environment as it is now: no model is needed
+#
+#   out/progress.jsonl, else out/tasks.parquet ─► records ─► scorer ─► a journal beside them ─► takes their place
+#                                                   │
+#                        a task that is asked in other words now: its completions answer something else
+#
+# Nothing is replaced before everything is scored. An evaluation that is not finished, or a filter's, has its scores
+# replaced as far as it is, and its own command continues from there.
+
+RESCORED = ".rescored.jsonl"
+
+
+def kept_settings(out: Path) -> EnvironmentSettings:
     try:
-        write_records(hidden, journal.records(), about)
-        with hidden.open("rb") as file:
-            os.fsync(file.fileno())
-        hidden.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise resource_error("write", path, error) from error
+        return EnvironmentSettings.model_validate_json((out / ENVIRONMENT).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{out / ENVIRONMENT} cannot be read: say with --env what the tasks are") from error
+
+
+def rescore(
+    out: Path, settings: EnvironmentSettings, environment: Environment, scorer: Callable[[], Scorer], stop: StopToken,
+    report: Report = unreported,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Score everything that `out` keeps; the summary, or None if it was told to stop: then nothing has changed."""
+    stored, plan = _stored(out)
+    journal, fresh = EvaluationJournal(out), EvaluationJournal(out, RESCORED)
+    journal.open(stored)
+    fresh.remove()
+    total = stored["chosen"]["tasks"]
+    report(0, total)
+    try:
+        with closing(scorer()) as started:
+            scoring = RecordScoring(environment, plan, started)
+            for batch in _batches(out, journal, plan):
+                fresh.append_drawn(drawn := [_as_now(environment, plan, record) for record in batch])
+                fresh.append_scored(scoring.scored(drawn))
+                report(min(fresh.batches * plan.tasks_per_batch, total), total)
+    except BaseException as error:
+        fresh.remove()
+        if isinstance(error, DeadlineExceeded) and stop.is_set():
+            return None
+        raise
+    # The new scores in the place of the old ones. Killed in between, the same command continues from the new ones.
+    about = {**stored, "environment": asdict(identity_of(environment))}
+    is_whole = fresh.batches == -(-about["chosen"]["tasks"] // plan.tasks_per_batch)
+    journal.replace(fresh)
+    (out / SUMMARY).unlink(missing_ok=True)
+    write_atomically(out / records.IDENTITY, dumped(about))
+    write_atomically(out / ENVIRONMENT, settings.model_dump_json().encode())
+    if is_whole and (out / TASKS).exists():
+        return write_results(about, plan, journal)
+    summary: dict[str, Any] = json.loads(dumped({**about, **SummaryTally.of(plan, journal.records()).as_json()}))
+    return summary
+
+
+def _stored(out: Path) -> tuple[dict[str, Any], SamplingPlan]:
+    stored = records.read_identity(out)
+    if stored is None:
+        raise ConfigError(f"{out} holds no evaluation: give the folder that shoal eval wrote, or FILE.work of a filter")
+    try:
+        return stored, SamplingPlan(**stored["plan"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{out} was written by another version of shoal: evaluate again") from error
+
+
+def _batches(out: Path, journal: EvaluationJournal, plan: SamplingPlan) -> Iterator[Sequence[TaskRecord]]:
+    if journal.drawn:
+        yield from journal.kept()
+        return
+    if not (out / TASKS).exists():
+        raise ConfigError(f"{out} keeps no completions: nothing was drawn before this evaluation ended; run it again")
+    kept = records.read_records(out / TASKS)
+    while batch := tuple(islice(kept, plan.tasks_per_batch)):
+        yield batch
+
+
+def _as_now(environment: Environment, plan: SamplingPlan, record: TaskRecord) -> TaskRecord:
+    """The record with what the environment says of its task now; a task with another prompt is a `ConfigError`."""
+    if not record.samples:
+        return record
+    try:
+        task = environment.task(record.task)
+        asked = prompt_digest(as_asked(environment, plan, record.index, task).prompt).hex()
+    except EnvironmentSetupError as error:
+        raise ConfigError(f"the environment has no task {record.task} any more ({error}): evaluate again") from error
+    if asked != record.prompt_digest:
+        raise ConfigError(
+            f"task {record.task} has another prompt now than its completions were drawn for: undo that change, or "
+            "evaluate again"
+        )
+    return replace(record, kind=task.kind, part=part_of(environment, task.id))

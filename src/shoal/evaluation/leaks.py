@@ -9,7 +9,7 @@ The training set is streamed: memory goes with what is evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,6 @@ class Leaks:
 
     @property
     def sentence(self) -> str:
-        """For people; empty if there are none."""
         if not self.known:
             return ""
         some = ", ".join(self.known[:SHOWN]) + (", …" if len(self.known) > SHOWN else "")
@@ -39,7 +38,6 @@ class Leaks:
         return f"{len(self.known)} of the evaluated tasks are in the training set{trained}: {some}"
 
     def refuse(self) -> None:
-        """Raise `LeakFound` if there are any."""
         if self.known:
             raise LeakFound(f"{self.sentence}; --allow-leaks leaves them out and evaluates the others")
 
@@ -49,13 +47,12 @@ def find_leaks(tasks: Iterable[Task], training: Environment, trained_ids: Iterab
     ids_by_digest: dict[bytes, list[str]] = {}
     for task in tasks:
         ids_by_digest.setdefault(task_digest(task), []).append(task.id)
-    known = _held(ids_by_digest, train_digests(training))
-    trained = _held(ids_by_digest, (task_digest(training.task(task_id)) for task_id in trained_ids))
+    batches = (task_digest(training.task(task_id)) for task_id in trained_ids)
+    known, trained = (
+        {task for digest in digests for task in ids_by_digest.get(digest, ())}
+        for digests in (train_digests(training), batches)
+    )
     return Leaks(tuple(sorted(known | trained)), tuple(sorted(trained)))
-
-
-def _held(ids_by_digest: Mapping[bytes, list[str]], digests: Iterable[bytes]) -> set[str]:
-    return {task for digest in digests for task in ids_by_digest.get(digest, ())}
 
 
 def train_digests(environment: Environment) -> Iterator[bytes]:

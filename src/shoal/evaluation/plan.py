@@ -1,6 +1,6 @@
-"""What an evaluation does, settled before it starts: which tasks, how they are sampled, and from which dice.
+"""What an evaluation does, settled before it starts: which tasks, how they are sampled, and from which seeds.
 
-Everything follows from the plan and public names: the dice of a sample from the seed, the task's id and the sample's
+Everything follows from the plan and public names: a sample's seed from the seed, the task's id and the sample's
 number, so that sample 3 of a task is the same one whether 4 or 64 are drawn, and whatever else is evaluated with it.
 """
 
@@ -73,11 +73,11 @@ class SamplingPlan:
         """
         if self.tasks == 0 or self.tasks >= available:
             return range(available)
-        dice = _dice("tasks", self.seed)
+        seed = _derived("tasks", self.seed)
         found: set[int] = set()
         start = 0
         while len(found) < self.tasks:
-            for u in uniforms(dice, start, DRAWN_AT_ONCE):
+            for u in uniforms(seed, start, DRAWN_AT_ONCE):
                 if len(found) < self.tasks:
                     found.add(int(u * available))
             start += DRAWN_AT_ONCE
@@ -107,9 +107,9 @@ def as_asked(environment: Environment, plan: SamplingPlan, number: int, task: Ta
 
 def sample_seed(seed: int, task: str, sample: int) -> int:
     """The 64-bit seed of the uniform stream that one sample of one task is drawn from."""
-    return _dice("sample", seed, task, sample)
+    return _derived("sample", seed, task, sample)
 
 
-def _dice(*names: object) -> int:
+def _derived(*names: object) -> int:
     text = "\n".join(map(str, ("shoal/eval/v1", *names)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

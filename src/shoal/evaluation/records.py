@@ -15,6 +15,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -77,7 +78,6 @@ class TaskRecord(msgspec.Struct, frozen=True):
 
     @property
     def mean(self) -> float | None:
-        """The mean of what could be scored; None where nothing could."""
         scores = self.scores
         return math.fsum(scores) / len(scores) if scores else None
 
@@ -103,10 +103,8 @@ class EvaluationJournal:
     """
 
     def __init__(self, folder: Path, name: str = PROGRESS) -> None:
-        self.folder = folder
-        self.batches = 0
-        self.drawn = 0
-        self.path = folder / name
+        self.folder, self.path = folder, folder / name
+        self.batches = self.drawn = 0
         self._waiting: deque[tuple[TaskRecord, ...]] = deque()
         self._decoder = msgspec.json.Decoder(JournalLine)
 
@@ -121,7 +119,6 @@ class EvaluationJournal:
             raise resource_error("read", self.path, error) from error
 
     def waiting(self, number: int) -> tuple[TaskRecord, ...]:
-        """The completions of a batch that has no scores yet."""
         return self._waiting[number - self.batches]
 
     def append_drawn(self, records: Sequence[TaskRecord]) -> None:
@@ -140,10 +137,12 @@ class EvaluationJournal:
             if line.drawn:
                 waiting.append(line.drawn)
             else:
-                yield from map(_with_scores, waiting.popleft(), line.scored)
+                for record, scored in zip(waiting.popleft(), line.scored, strict=True):
+                    pairs = zip(record.samples, scored, strict=True)
+                    samples = tuple(msgspec.structs.replace(one, score=said[0], parts=said[1]) for one, said in pairs)
+                    yield msgspec.structs.replace(record, samples=samples)
 
     def kept(self) -> Iterator[tuple[TaskRecord, ...]]:
-        """Every batch as it was drawn, scored or not."""
         return (line.drawn for line in self._lines() if line.drawn)
 
     def replace(self, other: EvaluationJournal) -> None:
@@ -184,8 +183,13 @@ class EvaluationJournal:
             return
         with self.path.open("r+b") as file:
             for raw in file:
-                line = self._next(raw)
-                if line is None:
+                try:
+                    line = self._decoder.decode(raw)
+                except msgspec.DecodeError:
+                    break
+                is_next = line.batch == (self.drawn if line.drawn else self.batches)
+                fits = bool(line.drawn) or (bool(line.scored) and self.batches < self.drawn)
+                if not (raw.endswith(b"\n") and is_next and fits):
                     break
                 self._count(line)
                 whole += len(raw)
@@ -199,22 +203,6 @@ class EvaluationJournal:
         else:
             self.batches += 1
             self._waiting.popleft()
-
-    def _next(self, raw: bytes) -> JournalLine | None:
-        """The line, if it is whole and may come next."""
-        try:
-            line = self._decoder.decode(raw)
-        except msgspec.DecodeError:
-            return None
-        is_next = line.batch == (self.drawn if line.drawn else self.batches)
-        fits = bool(line.drawn) or (bool(line.scored) and self.batches < self.drawn)
-        return line if raw.endswith(b"\n") and is_next and fits else None
-
-
-def _with_scores(record: TaskRecord, scored: Sequence[Worth]) -> TaskRecord:
-    pairs = zip(record.samples, scored, strict=True)
-    samples = tuple(msgspec.structs.replace(sample, score=worth[0], parts=worth[1]) for sample, worth in pairs)
-    return msgspec.structs.replace(record, samples=samples)
 
 
 def read_identity(folder: Path) -> dict[str, Any] | None:
@@ -268,8 +256,40 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 # The Parquet file
 
 
-def _schema(about: Mapping[str, Any]) -> Any:
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file: it is in its place when it is whole and on the disk, if there is one."""
+    hidden = path.with_name(f".{path.name}.writing")
+    try:
+        hidden.unlink(missing_ok=True)
+        yield hidden
+        if hidden.exists():
+            with hidden.open("rb") as file:
+                os.fsync(file.fileno())
+            hidden.replace(path)
+            sync_folder(path.absolute().parent)
+    except OSError as error:
+        raise resource_error("write", path, error) from error
+
+
+SAME = ("task", "index", "prompt_digest", "kind", "part", "problem", "prompt")
+
+
+def _as_row(record: TaskRecord) -> dict[str, Any]:
+    samples = record.samples
+    return {
+        **{name: getattr(record, name) for name in SAME}, "samples": len(record.scores), "mean": record.mean,
+        "passes": record.passes, "truncated": record.truncated,
+        "scores": [sample.score for sample in samples], "tokens": [sample.tokens for sample in samples],
+        "finish": [sample.finish for sample in samples], "completions": [sample.text for sample in samples],
+        "parts": [sorted(sample.parts.items()) for sample in samples],
+    }  # fmt: skip
+
+
+def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, Any]) -> None:
+    """Stream records into a Parquet file; `about` is what they are results of. The same ones give the same bytes."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     text, whole, real = pa.string(), pa.int32(), pa.float64()
     columns = {
@@ -280,28 +300,8 @@ def _schema(about: Mapping[str, Any]) -> Any:
         "tokens": pa.list_(whole), "finish": pa.list_(text), "parts": pa.list_(pa.map_(text, real)),
         "prompt": text, "completions": pa.list_(text),
     }  # fmt: skip
-    return pa.schema(list(columns.items()), {METADATA: json.dumps(about, sort_keys=True).encode()})
-
-
-def _as_row(record: TaskRecord) -> dict[str, Any]:
-    samples = record.samples
-    return {
-        "task": record.task, "index": record.index, "prompt_digest": record.prompt_digest, "kind": record.kind,
-        "part": record.part, "problem": record.problem, "samples": len(record.scores), "mean": record.mean,
-        "passes": record.passes, "truncated": record.truncated,
-        "scores": [sample.score for sample in samples], "tokens": [sample.tokens for sample in samples],
-        "finish": [sample.finish for sample in samples],
-        "parts": [sorted(sample.parts.items()) for sample in samples],
-        "prompt": record.prompt, "completions": [sample.text for sample in samples],
-    }  # fmt: skip
-
-
-def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, Any]) -> None:
-    """Stream records into a Parquet file; `about` is what they are results of. The same ones give the same bytes."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema, rows = _schema(about), map(_as_row, records)
+    schema = pa.schema(list(columns.items()), {METADATA: json.dumps(about, sort_keys=True).encode()})
+    rows = map(_as_row, records)
     with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
         while group := list(islice(rows, ROWS_PER_GROUP)):
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
@@ -323,14 +323,11 @@ def read_records(path: Path) -> Iterator[TaskRecord]:
 def _from_row(row: Mapping[str, Any]) -> TaskRecord:
     columns = zip(*(row[name] for name in ("scores", "tokens", "finish", "parts", "completions")), strict=True)
     samples = tuple(SampleRecord(score, tokens, how, dict(parts), text) for score, tokens, how, parts, text in columns)
-    named = {name: row[name] for name in ("task", "index", "prompt_digest", "kind", "part", "problem", "prompt")}
-    return TaskRecord(**named, samples=samples)
+    return TaskRecord(**{name: row[name] for name in SAME}, samples=samples)
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a comparison needs of a task."""
-
     task: str
     prompt_digest: str
     samples: int
@@ -353,7 +350,6 @@ class Results:
 
 
 def read_results(path: Path, file: str) -> Results:
-    """The results in a folder that `shoal eval` wrote, or in its Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

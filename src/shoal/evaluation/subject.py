@@ -34,8 +34,6 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """What to compute with."""
-
     engine: str = "torch"
     device: str = "auto"
     dtype: str = "float32"
@@ -48,20 +46,16 @@ def open_subject(name: str, where: str | Path, machine: EngineChoice, rows: int)
     files = read_files(folder)
     check_weights(folder)
     with memory_errors("load the model"):
-        engine = _engine(folder, files, machine, rows)
+        if machine.engine == "torch":
+            from shoal.engines.torch import TorchEngine
+            from shoal.models.load import load_model
+
+            device, dtype = resolved("torch", machine.device, machine.dtype)
+            engine: Engine = TorchEngine.wrap(load_model(folder, dtype, device).model, max_rows=rows)
+        else:
+            engine = build(machine.engine, files, machine.device, machine.dtype)
+            engine.load_policy(None, {})
     return EvaluatedModel(name, model_digest(folder), files, engine)
-
-
-def _engine(folder: Path, files: Mapping[str, bytes], machine: EngineChoice, rows: int) -> Engine:
-    if machine.engine != "torch":
-        engine = build(machine.engine, files, machine.device, machine.dtype)
-        engine.load_policy(None, {})
-        return engine
-    from shoal.engines.torch import TorchEngine
-    from shoal.models.load import load_model
-
-    device, dtype = resolved("torch", machine.device, machine.dtype)
-    return TorchEngine.wrap(load_model(folder, dtype, device).model, max_rows=rows)
 
 
 def model_digest(folder: Path) -> str:
@@ -82,7 +76,6 @@ def model_digest(folder: Path) -> str:
 
 
 def plain_name(text: str) -> str:
-    """A name that may be part of a file's or a column's."""
     last = text.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:NAME_LENGTH] or "model"
 

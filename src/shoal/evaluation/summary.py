@@ -117,17 +117,16 @@ class SummaryTally:
             "mean_tokens": self.tokens / drawn,
             "parts": {name: total / count for name, (total, count) in sorted(self.parts.items())},
             "by": {
-                what: {name: self._group(group) for name, group in sorted(g.items())} for what, g in self.by.items()
+                what: {
+                    name: {
+                        "tasks": len(group.means), "avg_at_k": _estimate(group.average(seed)),
+                        "pass_at_1": _estimate(group.pass_at(1, seed)),
+                    }
+                    for name, group in sorted(groups.items())
+                }
+                for what, groups in self.by.items()
             },
-        }
-
-    def _group(self, group: TaskResults) -> dict[str, Any]:
-        seed = self.plan.seed
-        return {
-            "tasks": len(group.means),
-            "avg_at_k": _estimate(group.average(seed)),
-            "pass_at_1": _estimate(group.pass_at(1, seed)),
-        }
+        }  # fmt: skip
 
 
 def _estimate(found: Estimate | None) -> dict[str, Any] | None:
@@ -161,7 +160,6 @@ def _numbered(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def missing_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What is in no number, and why."""
     unscored = summary["unscored"]
     if unscored["samples"]:
         more = ", …" if len(unscored["tasks"]) > NAMED_TASKS else ""

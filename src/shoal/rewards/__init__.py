@@ -2,7 +2,6 @@
 
     protocol    Job, Scorer, NotBegun: completions in, scores or failures out; ScoringPatience
     pool        ScoringPool: in processes of their own, with limits; who is to blame for a job that ends its process
-    process     ScoringProcess: one life of such a process, seen from its parent
     child       what runs in it
     frames      what the two say to each other
     panel       Panel: judges beside the task's own reward, and how their words count

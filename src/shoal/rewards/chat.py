@@ -1,9 +1,9 @@
 """A judge behind an OpenAI-compatible address: asked for a number from 0 to 10, which becomes 0 to 1.
 
     piece ─► one message ─► POST {url}/chat/completions ─┬─ the last line has a number: that is it
-                                 ▲                       ├─ no number ─► asked once more ─► no sample
+                                 ▲                       ├─ no number ─► asked once more ─► unscored
                                  └── back-off ───────────┼─ 429, 5xx, no answer in time, a broken connection
-                                                         └─ another refusal ─► no sample
+                                                         └─ another refusal ─► unscored
 
 The key is in the environment variable SHOAL_JUDGE_KEY, never in a recipe. A completion may try to talk to the judge: it
 stands between two lines that it cannot know, the judge is told that it is data, and only the last line of the judge's
@@ -35,13 +35,10 @@ from shoal.runtime.targets import is_own
 log = logging.getLogger(__name__)
 
 KEY = "SHOAL_JUDGE_KEY"
-AT_ONCE = 8
-TRIES = 5
-MAX_ANSWER_BYTES = 1 << 20
-MAX_TOKENS = 1024
+AT_ONCE, TRIES = 8, 5
+MAX_ANSWER_BYTES, MAX_TOKENS, LONGEST_LINE = 1 << 20, 1024, 500
 MOST = 10.0
 LONGEST_PAUSE_S = 30.0
-LONGEST_LINE = 500
 
 DEFAULT_PROMPT = """You judge how good an answer is.
 
@@ -79,16 +76,14 @@ class ChatJudge:
         backoff: Backoff = Backoff(first_s=0.5, most_s=LONGEST_PAUSE_S),
         clock: Clock = SystemClock(),
     ) -> None:
-        self._settings = settings
-        self._stop = stop
-        self._backoff = backoff
-        self._clock = clock
+        self._settings, self._stop, self._backoff, self._clock = settings, stop, backoff, clock
+        self._where = f"the judge {settings.label} at {settings.url}"
 
     def prepare(self) -> None:
         """Ask once. What no waiting would mend is an `EnvironmentSetupError`: an address that is none, a key that is
         not taken. A judge that is not there yet, or says something odd, is warned of: it may come."""
         check_address(self._settings)
-        name = f"the judge {self._settings.label} at {self._settings.url}"
+        name = self._where
         try:
             grade(self._ask(TRIAL, self._clock.monotonic_s() + self._settings.timeout_s))
         except httpx.HTTPStatusError as error:
@@ -119,14 +114,8 @@ class ChatJudge:
     def close(self) -> None:
         """Nothing stays open between questions."""
 
-    def _open(self) -> httpx.Client:
-        key = os.environ.get(KEY, "")
-        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
-        own = is_own(httpx.URL(self._settings.url).host)  # a proxy could not reach this machine's own addresses
-        return httpx.Client(headers=headers, timeout=self._settings.timeout_s, trust_env=not own)
-
     def _value(self, piece: Piece, until_s: float) -> float | ScoringFailure:
-        where = f"the judge {self._settings.label} at {self._settings.url}"
+        where = self._where
         said, unreadable = "was not asked", 0
         for attempt in range(TRIES):
             if self._stop.is_set() or self._clock.monotonic_s() >= until_s:
@@ -144,7 +133,9 @@ class ChatJudge:
                 said = f"answered with HTTP {status}"
                 if status != 429 and status < 500:
                     break
-                pause_s = max(pause_s, _asked_pause_s(error.response))
+                with suppress(ValueError):
+                    asked_s = float(error.response.headers.get("retry-after", "0"))
+                    pause_s = max(pause_s, min(LONGEST_PAUSE_S, asked_s))
             except (httpx.HTTPError, httpx.StreamError) as error:
                 said = f"did not answer ({type(error).__name__})"
             except (httpx.InvalidURL, ValueError) as error:  # of what was to be sent: no waiting mends it
@@ -156,17 +147,21 @@ class ChatJudge:
 
     def _ask(self, piece: Piece, until_s: float) -> str:
         body = {
-            "model": self._settings.model,
-            "temperature": 0,
-            "max_tokens": MAX_TOKENS,
+            "model": self._settings.model, "temperature": 0, "max_tokens": MAX_TOKENS,
             "messages": [{"role": "user", "content": question(self._settings.prompt or DEFAULT_PROMPT, piece)}],
-        }
+        }  # fmt: skip
         address = self._settings.url.rstrip("/") + "/chat/completions"
         ends_s = min(until_s, self._clock.monotonic_s() + self._settings.timeout_s)
-        answer = bytearray()
+        answer, key = bytearray(), os.environ.get(KEY, "")
         left_s = max(0.0, ends_s - self._clock.monotonic_s())
+        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
+        own = is_own(httpx.URL(self._settings.url).host)  # a proxy could not reach this machine's own addresses
         # A client for each question: closing it is what ends one whose headers come drop by drop.
-        with self._open() as client, _ending(client, left_s), client.stream("POST", address, json=body) as response:
+        with (
+            httpx.Client(headers=headers, timeout=self._settings.timeout_s, trust_env=not own) as client,
+            _ending(client, left_s),
+            client.stream("POST", address, json=body) as response,
+        ):
             response.raise_for_status()
             check_plain(response)
             for part in response.iter_bytes():
@@ -175,7 +170,13 @@ class ChatJudge:
                     raise UnreadableAnswer(f"more than {MAX_ANSWER_BYTES} bytes")
                 if self._clock.monotonic_s() > ends_s or self._stop.is_set():
                     raise httpx.ReadTimeout("the answer came too slowly")
-        return _content(bytes(answer))
+        try:
+            text = json.loads(bytes(answer))["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise UnreadableAnswer("not the shape of a chat completion") from None
+        if not isinstance(text, str):
+            raise UnreadableAnswer("no text")
+        return text
 
 
 @contextmanager
@@ -246,21 +247,3 @@ def grade(text: str) -> float:
     if len(numbers) != 1 or not 0 <= float(numbers[0]) <= MOST:
         raise UnreadableAnswer(repr(last[:80]))
     return float(numbers[0]) / MOST
-
-
-def _content(answer: bytes) -> str:
-    try:
-        text = json.loads(answer)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        raise UnreadableAnswer("not the shape of a chat completion") from None
-    if not isinstance(text, str):
-        raise UnreadableAnswer("no text")
-    return text
-
-
-def _asked_pause_s(response: httpx.Response) -> float:
-    """What `Retry-After` asks for in seconds, within reason."""
-    try:
-        return min(LONGEST_PAUSE_S, max(0.0, float(response.headers.get("retry-after", "0"))))
-    except ValueError:
-        return 0.0

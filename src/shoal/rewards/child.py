@@ -16,27 +16,14 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from shoal.environments import Environment, EnvironmentSettings, build
-from shoal.environments.graders.protocol import PatientGrader
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES, grader
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES, PatientGrader, grader
 from shoal.errors import EnvironmentSetupError, ScoringFailure
-from shoal.rewards.frames import (
-    EXIT_MEMORY,
-    Allows,
-    JobAnswer,
-    JobBatch,
-    Setup,
-    SetupDone,
-    SetupFailed,
-    as_bytes,
-    as_text,
-    read_message,
-    write_message,
-)
+from shoal.rewards import frames
+from shoal.rewards.frames import JobAnswer, read_message, write_message
 from shoal.rewards.protocol import core_digest
 
 TASKS_TRIED = 32
@@ -44,31 +31,39 @@ TASKS_TRIED = 32
 
 def main() -> None:
     source, sink = _own_pipes()
-    _follow(source)
+
+    def follow_parent() -> None:
+        waiter = select.poll()
+        waiter.register(source, 0)  # only the end of it
+        waiter.poll()
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        os._exit(0)
+
+    threading.Thread(target=follow_parent, name="follow-parent", daemon=True).start()
     try:
         _serve(source, sink)
     except MemoryError:
-        os._exit(EXIT_MEMORY)
+        os._exit(frames.EXIT_MEMORY)
     except (BrokenPipeError, KeyboardInterrupt):
         os._exit(0)  # nobody listens any more
 
 
 def _serve(source: int, sink: int) -> None:
     setup = read_message(source)
-    if not isinstance(setup, Setup):
+    if not isinstance(setup, frames.Setup):
         return
     try:
         environment = build(EnvironmentSettings.model_validate_json(setup.settings))
     except Exception as error:  # noqa: BLE001 - data and files of the owner's: whatever it is, the parent must hear it
-        write_message(sink, SetupFailed(f"{type(error).__name__}: {error}"[:1000]))
+        write_message(sink, frames.SetupFailed(f"{type(error).__name__}: {error}"[:1000]))
         return
     _warm_up(environment)
-    unlimited = _limit_memory(setup.memory_bytes)
-    write_message(sink, SetupDone(core_digest(environment), unlimited))
+    write_message(sink, frames.SetupDone(core_digest(environment), _limit_memory(setup.memory_bytes)))
     pid = os.getpid()
-    while isinstance(work := read_message(source), JobBatch):
+    while isinstance(work := read_message(source), frames.JobBatch):
         for task, completion in work.jobs:
-            answer = _answer(environment, task, as_text(completion), setup.seconds, sink)
+            answer = _answer(environment, task, frames.as_text(completion), setup.seconds, sink)
             if os.getpid() != pid:
                 os._exit(0)  # the reward function has forked, and this is the copy
             write_message(sink, answer)
@@ -81,17 +76,20 @@ def _answer(environment: Environment, task_id: str, completion: str, seconds: fl
         patient = _patient(task.kind)
         allowed_s = 0.0 if patient is None else patient.clock_s(task.answer)
         if allowed_s > 0:
-            write_message(sink, Allows(allowed_s))
+            write_message(sink, frames.Allows(allowed_s))
         # Processor time of all threads; the signal's default action ends the process, C code or not
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a profiler of the owner's may have taken it
         signal.setitimer(signal.ITIMER_PROF, seconds)
         score = environment.score(task, completion)
         parts = {str(name): float(value) for name, value in score.parts.items()}
-        return JobAnswer(float(score.value), parts, as_bytes(score.notes[:1000]))
+        return JobAnswer(float(score.value), parts, frames.as_bytes(score.notes[:1000]))
     except EnvironmentSetupError as error:
         return JobAnswer(failure=f"the environment does not know the task: {error}")
     except Exception as error:  # noqa: BLE001 - whatever an environment raises, it is no score
-        if any(isinstance(each, MemoryError) for each in _causes(error)):
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, MemoryError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
             return JobAnswer(needs_memory=True)
         told = str(error) if isinstance(error, ScoringFailure) else f"scoring raised {type(error).__name__}: {error}"
         return JobAnswer(failure=told[:1000].encode(errors="replace").decode())
@@ -105,12 +103,6 @@ def _patient(kind: str) -> PatientGrader | None:
         return None
     chosen = grader(kind)
     return chosen if isinstance(chosen, PatientGrader) else None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _warm_up(environment: Environment) -> None:
@@ -157,18 +149,6 @@ def _own_pipes() -> tuple[int, int]:
 
     os.register_at_fork(after_in_child=forget)
     return source, sink
-
-
-def _follow(source: int) -> None:
-    def watch() -> None:
-        waiter = select.poll()
-        waiter.register(source, 0)  # only the end of it
-        waiter.poll()
-        if os.getpgrp() == os.getpid():
-            os.killpg(os.getpgrp(), signal.SIGKILL)
-        os._exit(0)
-
-    threading.Thread(target=watch, name="follow-parent", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -16,14 +16,11 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.models.prompts import CLOSING, OPENING
 from shoal.rewards.panel import Piece
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -38,19 +35,13 @@ class Classifier:
     """Implements `PartJudge`. The model is loaded when it is first asked."""
 
     def __init__(self, folder: Path, device: str = "auto", batch: int = BATCH) -> None:
-        self._folder = folder
-        self._device = device
-        self._batch = batch
+        self._folder, self._device, self._batch = folder, device, batch
         self._model: Any = None
         self._tokenizer: Any = None
 
-    def prepare(self) -> None:
-        """Load the model; what is wrong with it is an `EnvironmentSetupError`."""
-        self._load()
-
     def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
         try:
-            self._load()
+            self.prepare()
             return list(self._computed(pieces))
         except EnvironmentSetupError as error:
             return [ScoringFailure(str(error))] * len(pieces)
@@ -82,7 +73,9 @@ class Classifier:
             ids = self._rendered(tokenizer.apply_chat_template(messages, tokenize=False), spelt)
         else:
             ids = tokenizer(f"{piece.prompt}\n\n{piece.completion}", split_special_tokens=True)["input_ids"]
-        return ids[-self._most :] or [self._padding]
+        bounds = (tokenizer.model_max_length, getattr(self._model.config, "max_position_embeddings", None))
+        most = min((bound for bound in bounds if isinstance(bound, int) and bound > 0), default=NO_BOUND)
+        return ids[-most:] or [int(self._model.config.pad_token_id)]
 
     @property
     def _controls(self) -> dict[str, int]:
@@ -120,33 +113,23 @@ class Classifier:
                 ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
         return ids
 
-    @property
-    def _most(self) -> int:
-        bounds = (self._tokenizer.model_max_length, getattr(self._model.config, "max_position_embeddings", None))
-        return min((bound for bound in bounds if isinstance(bound, int) and bound > 0), default=NO_BOUND)
-
-    @property
-    def _padding(self) -> int:
-        return int(self._model.config.pad_token_id)
-
     def _forward(self, texts: Sequence[list[int]]) -> list[float]:
         import torch
 
-        width = max(map(len, texts))
-        ids_BT = torch.tensor([ids + [self._padding] * (width - len(ids)) for ids in texts])
+        width, padding = max(map(len, texts)), int(self._model.config.pad_token_id)
+        ids_BT = torch.tensor([ids + [padding] * (width - len(ids)) for ids in texts])
         mask_BT = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in texts])
         with torch.inference_mode():
             device = self._model.device
             logits_BC = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
-        return [round(value, DIGITS) for value in self._reading(logits_BC.float()).tolist()]
-
-    def _reading(self, logits_BC: torch.Tensor) -> torch.Tensor:
-        if logits_BC.shape[1] == 1:
-            return logits_BC[:, 0]
+        labels = logits_BC.shape[1]
         names = {str(name).lower(): int(index) for index, name in (self._model.config.id2label or {}).items()}
-        return logits_BC.softmax(dim=1)[:, names.get(POSITIVE, logits_BC.shape[1] - 1)]
+        chosen_BC = logits_BC.float() if labels == 1 else logits_BC.float().softmax(dim=1)
+        said_B = chosen_BC[:, 0 if labels == 1 else names.get(POSITIVE, labels - 1)]
+        return [round(value, DIGITS) for value in said_B.tolist()]
 
-    def _load(self) -> None:
+    def prepare(self) -> None:
+        """Load the model, if it is not; what is wrong with it is an `EnvironmentSetupError`."""
         if self._model is not None:
             return
         import torch

@@ -1,9 +1,9 @@
 """What a scoring process and the one that started it say to each other: length-prefixed msgpack over two pipes.
 
-    parent ── Setup ─► child        once
-    parent ◄─ Ready, or Broken ──   once the environment is built, or cannot be
-    parent ── Work ──► child        some jobs
-    parent ◄─ Allows, Answer ───    an answer for each, in order, as soon as it is known
+    parent ── Setup ──► child                 once
+    parent ◄─ SetupDone, or SetupFailed ──    once the environment is built, or cannot be
+    parent ── JobBatch ──► child              some jobs
+    parent ◄─ Allows, JobAnswer ───           an answer for each, in order, as soon as it is known
 
 Text travels as bytes: a completion may hold characters that are no proper text.
 """

@@ -2,9 +2,9 @@
 
     reward = task's (or what its length made of it) + Σ weight · part         parts: task, judge.LABEL, …
 
-A part is what the judge said, or with `use = "rank"` the rank within the group. A judge that fails gives no sample:
-what it would have said is unknown, and 0 is something that it may say. Judges are asked about a few groups at a time;
-those for which there is no time are left for later (`NotBegun`).
+A part is what the judge said, or with `use = "rank"` the rank within the group. A judge that fails leaves the group
+unscored: what it would have said is unknown, and 0 is something that it may say. Judges are asked about a few groups at
+a time; those for which there is no time are left for later (`NotBegun`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ class Piece:
 
 
 class PartJudge(Protocol):
-    def prepare(self) -> None:
-        """What takes long, and what can be found wrong before anything is judged (`EnvironmentSetupError`)."""
-        ...
+    """`prepare` does what takes long, and finds what is wrong before anything is judged (`EnvironmentSetupError`)."""
 
-    def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
-        """What it says of each, in order."""
-        ...
+    def prepare(self) -> None: ...
+
+    def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]: ...  # what it says of each, in order
 
     def close(self) -> None: ...
 
@@ -134,19 +132,19 @@ def _portions(groups: Sequence[Sequence[ScoredPiece]]) -> Iterator[Sequence[Sequ
 
 
 def _counted(seat: Seated, scores: list[Score], values: list[float | ScoringFailure]) -> list[Score] | ScoringFailure:
-    numbers: list[float] = []
-    for value in values:
-        if isinstance(value, ScoringFailure):
-            return value
-        numbers.append(value)
+    failure = next((value for value in values if isinstance(value, ScoringFailure)), None)
+    if failure is not None:
+        return failure
+    numbers = [float(value) for value in values if not isinstance(value, ScoringFailure)]
     if seat.settings.use == "rank":
         numbers = ranks(numbers)
-    return [_with(seat, score, number) for score, number in zip(scores, numbers, strict=True)]
-
-
-def _with(seat: Seated, score: Score, number: float) -> Score:
-    parts = {"task": score.value, **score.parts, seat.part: number}
-    return replace(score, value=score.value + seat.settings.weight * number, parts=parts)
+    weight = seat.settings.weight
+    return [
+        replace(
+            score, value=score.value + weight * number, parts={"task": score.value, **score.parts, seat.part: number}
+        )
+        for score, number in zip(scores, numbers, strict=True)
+    ]
 
 
 def ranks(numbers: Sequence[float]) -> list[float]:
@@ -161,15 +159,15 @@ def ranks(numbers: Sequence[float]) -> list[float]:
 
 def panel_of(judges: Sequence[JudgeSettings], stop: StopToken, device: str = "auto") -> Panel:
     """The judges that the settings name. Nothing is loaded or asked yet."""
-    return Panel(tuple(Seated(settings, _judge(settings, stop, device)) for settings in judges))
+    seats = []
+    for settings in judges:
+        if settings.kind == "classifier":
+            from shoal.rewards.classifier import Classifier
 
+            assert settings.path is not None, "the settings see to it"
+            seats.append(Seated(settings, Classifier(settings.path, device)))
+        else:
+            from shoal.rewards.chat import ChatJudge
 
-def _judge(settings: JudgeSettings, stop: StopToken, device: str) -> PartJudge:
-    if settings.kind == "classifier":
-        from shoal.rewards.classifier import Classifier
-
-        assert settings.path is not None, "the settings see to it"
-        return Classifier(settings.path, device)
-    from shoal.rewards.chat import ChatJudge
-
-    return ChatJudge(settings, stop)
+            seats.append(Seated(settings, ChatJudge(settings, stop)))
+    return Panel(tuple(seats))

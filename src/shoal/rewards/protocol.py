@@ -39,9 +39,10 @@ class Scorer(Protocol):
     def close(self) -> None: ...
 
 
-def settled(
-    ask: Callable[[Sequence[Job]], list[Score | ScoringFailure]], jobs: Sequence[Job]
-) -> list[Score | ScoringFailure]:
+Scores = list[Score | ScoringFailure]
+
+
+def settled(ask: Callable[[Sequence[Job]], Scores], jobs: Sequence[Job]) -> Scores:
     """What is said of each job, in order, however long it takes: what was not begun is asked again until it was.
 
     It comes to an end: a scorer that is asked begins something, and what it has begun it settles.
@@ -55,8 +56,6 @@ def settled(
 
 @dataclass(frozen=True)
 class DirectScorer:
-    """Implements `Scorer` by calling the environment."""
-
     environment: Environment
 
     def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:

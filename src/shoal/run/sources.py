@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.environments import ENVIRONMENTS, EnvironmentSettings
 from shoal.environments.data.locating import kind_of
-from shoal.environments.formats.registry import FORMATS
+from shoal.environments.formats import FORMATS
 from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.models import BUILTIN
 from shoal.run.folder import RunFolder

@@ -99,7 +99,7 @@ def test_a_check_says_what_is_wrong_once_and_anything_else_warns_when_it_opens_t
     assert capsys.readouterr().err == "1 row cannot be used: a run leaves them out\n"
     assert caplog.text == ""
     assert main(["data", "order", str(path), "--count", "1"]) == 0
-    assert "1 of 20 rows cannot be used and is left out: row 7 (a.jsonl line 8)" in caplog.text
+    assert "1 of 20 rows left out, for they cannot be used: row 7 (a.jsonl line 8)" in caplog.text
 
 
 def test_the_two_digests_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

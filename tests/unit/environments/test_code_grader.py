@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kit.sandbox import needs_bubblewrap
 from shoal.environments.graders.code import CodeGrader
-from shoal.environments.graders.protocol import Grader
+from shoal.environments.graders.registry import Grader
 from shoal.environments.sandbox import process as process_module
 from shoal.environments.sandbox.process import NOTHING
 from shoal.errors import ScoringFailure
@@ -106,9 +106,7 @@ NEAR_SUM = {
 @pytest.mark.parametrize("style", NEAR_SUM)
 def test_a_wrong_program_is_worth_nothing_and_the_note_says_the_kind(style: str) -> None:
     code, passed, says = NEAR_SUM[style]
-
     value, share, notes = score(SUM, code)
-
     assert (value, share) == (0.0, passed / 3)
     assert notes.startswith(f"test {passed + 1} of 3: ")
     assert says in notes
@@ -117,7 +115,6 @@ def test_a_wrong_program_is_worth_nothing_and_the_note_says_the_kind(style: str)
 @needs_bubblewrap
 def test_the_note_never_says_what_was_expected() -> None:
     secret = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "x", "output": "the-hidden-value"}]})
-
     assert "hidden" not in score(secret, "print(input())")[2]
 
 
@@ -171,7 +168,6 @@ GRANTED = {
 @pytest.mark.parametrize("style", GRANTED)
 def test_a_script_may_take_names_and_deep_recursion_for_granted(style: str) -> None:
     answer = json.dumps({"inputs": ["\n"], "outputs": ["6\n"]})
-
     assert score(answer, GRANTED[style]) == (1.0, 1.0, "")
 
 
@@ -190,7 +186,6 @@ def call_of(name: str, *given: Any, output: Any) -> str:
 @pytest.mark.parametrize(("name", "output"), [("gcd", 4), ("sqrt", 2.0), ("Any", None), ("max", 8)])
 def test_what_a_program_may_take_for_granted_is_not_its_own_function(name: str, output: Any) -> None:
     value, _share, notes = score(call_of(name, 12, 8, output=output), "pass")
-
     assert (value, notes) == (0.0, "test 1 of 1: ended with an error (KeyError)")
 
 
@@ -208,14 +203,12 @@ def test_a_function_may_have_a_name_that_is_taken_for_granted(code: str) -> None
 @needs_bubblewrap
 def test_a_method_goes_before_what_was_imported() -> None:
     code = "from itertools import *\nclass Solution:\n  def product(self, xs):\n    return reduce(operator.mul, xs)"
-
     assert score(call_of("product", [2, 3], output=6), code) == (1.0, 1.0, "")
 
 
 @needs_bubblewrap
 def test_an_example_after_the_function_is_not_the_program() -> None:
     completion = "```python\ndef f(x): return x\n```\nFor example:\n```python\nprint(f(2))\n```"
-
     assert CodeGrader().score(call_of("f", 1, output=1), completion).value == 1.0
 
 
@@ -223,9 +216,7 @@ def test_an_example_after_the_function_is_not_the_program() -> None:
 @pytest.mark.parametrize("style", NEAR_PAIRS)
 def test_a_wrong_function_is_worth_nothing(style: str) -> None:
     code, says = NEAR_PAIRS[style]
-
     value, _share, notes = score(PAIRS, code)
-
     assert value == 0.0
     assert says in notes
 
@@ -233,13 +224,11 @@ def test_a_wrong_function_is_worth_nothing(style: str) -> None:
 @pytest.mark.parametrize("completion", ["", "print(6)", "```python\n\n```", "```rust\nfn main() {}\n```"])
 def test_a_completion_without_a_program_is_worth_nothing(completion: str) -> None:
     scored = CodeGrader().score(SUM, completion)
-
     assert (scored.value, scored.notes) == (0.0, "no program: there is no ```python block")
 
 
 def test_a_program_of_a_megabyte_is_worth_nothing() -> None:
     scored = CodeGrader().score(SUM, block("#" * 1_000_001))
-
     assert (scored.value, scored.notes) == (0.0, "the program is longer than 1000000 bytes")
 
 
@@ -274,9 +263,7 @@ for _ in range(3):
 )
 def test_limits_of_the_task_are_kept(limits: dict[str, Any], code: str, says: str) -> None:
     answer = json.dumps({**json.loads(SUM), "limits": limits})
-
     value, _share, notes = score(answer, code)
-
     assert value == 0.0
     assert says in notes
 
@@ -289,15 +276,12 @@ def test_what_a_test_costs_besides_is_not_charged_to_the_program(called: bool, m
     printed = {"type": "stdin_stdout", "input": "1", "output": "1"}
     returned = {"type": "function_call", "fn_name": "f", "input": [1], "output": 1}
     answer = json.dumps({"test_cases": [returned if called else printed] * 60, "limits": {"cpu_s": 1, "test_cpu_s": 1}})
-
     assert score(answer, "def f(x): return x" if called else "print(input())") == (1.0, 1.0, "")
 
 
 def test_many_tests_are_given_more_time() -> None:
     case = {"type": "stdin_stdout", "input": "", "output": "1"}
-
     few, many = (json.dumps({"test_cases": [case] * count}) for count in (10, 10_000))
-
     assert CodeGrader().clock_s(few) == pytest.approx(45.4)
     assert CodeGrader().clock_s(many) == 4 * (200 + 100) + 5
 
@@ -307,9 +291,7 @@ def test_time_is_counted_over_all_tests() -> None:
     case = {"type": "stdin_stdout", "input": "", "output": "1"}
     answer = json.dumps({"test_cases": [case] * 9, "limits": {"cpu_s": 1, "test_cpu_s": 1}})
     busy = "import time\nwhile time.process_time() < 0.4: pass\nprint(1)"
-
     value, share, notes = score(answer, busy)
-
     assert (value, 0 < share <= 3 / 9) == (0.0, True)
     assert "took longer" in notes
 
@@ -318,5 +300,4 @@ def test_time_is_counted_over_all_tests() -> None:
 def test_a_large_input_and_a_large_output() -> None:
     lines = "\n".join(map(str, range(200_000)))
     answer = json.dumps({"inputs": [lines], "outputs": [lines]})
-
     assert score(answer, "import sys\nfor line in sys.stdin: print(line, end='')")[0] == 1.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ from kit.sandbox import SHORT, children, gone, needs_bubblewrap, run, said, sand
 from shoal.environments.graders.registry import grader
 from shoal.environments.sandbox import Ran, Sandbox, require_sandbox, view
 from shoal.environments.sandbox import process as process_module
+from shoal.environments.sandbox.seccomp import ARCHITECTURES, DENIED, NEWEST, assemble
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
 SLEEPER = b"import time\ntime.sleep(10**6)"
@@ -49,21 +52,17 @@ def test_this_machine_has_what_it_takes() -> None:
 def test_tests_of_one_program_are_processes_of_one_sandbox() -> None:
     with Sandbox(b"import math, os\nprint(input(), os.getpid())", SHORT, modules=("math",)) as sandbox:
         outputs = [sandbox.run(f"{number}\n".encode()).output for number in range(3)]
-
     assert outputs == [b"0 2\n", b"1 3\n", b"2 4\n"]
 
 
 @needs_bubblewrap
 def test_a_program_ends_as_it_ends() -> None:
     ends = {
-        "print(1)": ("well", 0),
-        "raise SystemExit(7)": ("error", 7),
-        "raise SystemExit('no')": ("error", 1),
-        "import os; os._exit(9)": ("error", 9),
-        "1/0": ("error", 1),
+        "print(1)": ("well", 0), "raise SystemExit(7)": ("error", 7), "raise SystemExit('no')": ("error", 1),
+        "import os; os._exit(9)": ("error", 9), "1/0": ("error", 1),
         "import os; os.abort()": ("signal", -signal.SIGABRT),
         "import signal; signal.setitimer(0, 0.01); signal.pause()": ("signal", -signal.SIGALRM),
-    }
+    }  # fmt: skip
     assert {code: (ran.ended, ran.status) for code in ends for ran in [run(code)]} == ends
 
 
@@ -92,7 +91,6 @@ except ImportError:
 
 def test_without_bubblewrap_it_is_refused_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-
     with pytest.raises(EnvironmentSetupError, match="apt install bubblewrap"):
         require_sandbox()
     with pytest.raises(EnvironmentSetupError, match="bwrap is not on the PATH"):
@@ -101,11 +99,8 @@ def test_without_bubblewrap_it_is_refused_with_what_to_install(tmp_path: Path, m
         grader("code").score(ANSWER, "```python\nprint(1)\n```")
 
 
-def test_where_namespaces_are_forbidden_it_is_refused_with_what_to_allow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forbidden_namespaces_are_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(tmp_path, monkeypatch, "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
-
     with pytest.raises(EnvironmentSetupError, match=r"create new namespace.*user\.max_user_namespaces"):
         require_sandbox()
     with pytest.raises(ScoringFailure, match="No permissions to create new namespace"):
@@ -115,14 +110,12 @@ def test_where_namespaces_are_forbidden_it_is_refused_with_what_to_allow(
 def test_one_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(tmp_path, monkeypatch, "exec /bin/sleep 1000")
     monkeypatch.setattr(process_module, "START_S", 0.2)
-
     with pytest.raises(ScoringFailure, match="no answer within"):
         grader("code").score(ANSWER, "```python\nprint(1)\n```")
 
 
 def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-
     with pytest.raises(EnvironmentSetupError, match="needs Linux"):
         view.bubblewrap()
 
@@ -133,7 +126,6 @@ def test_when_no_process_can_be_started_that_is_no_score(monkeypatch: pytest.Mon
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-
     with pytest.raises(ScoringFailure, match="Resource temporarily unavailable"):
         grader("code").score(ANSWER, "```python\nprint(1)\n```")
 
@@ -147,7 +139,7 @@ def _parent(process: int) -> int:
 
 @needs_bubblewrap
 @pytest.mark.parametrize("victim", ["program", "runner"])
-def test_a_program_that_was_killed_from_outside_is_no_sample(victim: str) -> None:
+def test_a_program_that_was_killed_from_outside_is_unscored(victim: str) -> None:
     results: list[Ran | ScoringFailure] = []
 
     def test() -> None:
@@ -164,7 +156,6 @@ def test_a_program_that_was_killed_from_outside_is_no_sample(victim: str) -> Non
         (program,) = (process for process in children() if _parent(process) == runner)
         os.kill({"program": program, "runner": runner}[victim], signal.SIGKILL)
         thread.join(timeout=20)
-
     assert isinstance(results[0], ScoringFailure)
     assert "killed" in str(results[0])
     assert not children()
@@ -172,25 +163,21 @@ def test_a_program_that_was_killed_from_outside_is_no_sample(victim: str) -> Non
 
 @needs_bubblewrap
 @pytest.mark.parametrize(("status", "cpu_s"), [(signal.SIGXCPU, 0.3), (signal.SIGKILL, 0.8), (0, 1.1)])
-def test_out_of_time_is_told_by_the_signal_or_by_the_account(
-    status: int, cpu_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_time_by_signal_or_account(status: int, cpu_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's two clocks differ on a busy machine: four seconds of the limit's may be 3.7 of the account's."""
     monkeypatch.setattr(process_module.Exchange, "report", lambda _self: (status, cpu_s))
-
     assert run("print(1)").ended == "time"
 
 
 @needs_bubblewrap
-def test_killed_long_before_its_time_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_long_before_its_time_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module.Exchange, "report", lambda _self: (signal.SIGKILL, 0.3))
-
     with pytest.raises(ScoringFailure, match="not by itself"):
         run("print(1)")
 
 
 @needs_bubblewrap
-def test_a_program_that_was_not_let_run_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_was_not_let_run_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that want the processor all the time, more of them than there are processors, by a short clock."""
     monkeypatch.setattr(process_module, "WALL_FACTOR", 0)
     monkeypatch.setattr(process_module, "WALL_GRACE_S", 0.5)
@@ -210,12 +197,9 @@ def test_a_program_that_was_not_let_run_is_no_sample(monkeypatch: pytest.MonkeyP
 
 
 @needs_bubblewrap
-def test_a_machine_that_slept_in_the_middle_of_a_test_does_not_fail_the_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sleep_of_the_machine_fails_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     hours = itertools.count(start=time.monotonic(), step=3600)  # the clock of a machine that sleeps at every look
     monkeypatch.setattr(process_module, "time", SimpleNamespace(monotonic=lambda: next(hours)))
-
     assert run("print(1)").ended == "well"
     assert run("while True: pass").ended == "time"
 
@@ -238,15 +222,13 @@ with Sandbox({SLEEPER!r}, Limits(cpu_s=600, test_cpu_s=120)) as sandbox:
         validator.kill()
         validator.wait(timeout=20)
         validator.stdout.close()  # type: ignore[union-attr]
-
     assert gone(started)
 
 
 @needs_bubblewrap
-def test_a_program_that_could_not_be_confined_is_not_run_and_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_could_not_be_confined_is_not_run_and_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A filter that the kernel does not take: nothing ran, so nothing is worth 0."""
     monkeypatch.setattr(process_module, "_filter", lambda: "ff" * 8)
-
     with pytest.raises(ScoringFailure, match="killed"):
         run("print(1)")
     with pytest.raises(EnvironmentSetupError, match="cannot be run safely here"):
@@ -263,7 +245,6 @@ with Sandbox(b"print(len(bytearray(300 << 20)))", Limits()) as sandbox:
     print(sandbox.run(b"").output)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-
     assert done.stdout.strip() == str(f"{300 << 20}\n".encode())
 
 
@@ -307,16 +288,13 @@ def test_it_is_the_same_for_a_user_that_is_not_root(tmp_path: Path) -> None:
     options = {"user": 12_345, "group": 12_345, "extra_groups": [], "cwd": "/", "env": environ}
     if not Path(python).exists() or subprocess.run([python, "-c", "import shoal, pydantic"], **options).returncode:  # type: ignore[call-overload]
         pytest.skip(f"no {python} that another user may run with this package")
-
     done = subprocess.run([python, "-c", UNPRIVILEGED], capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
-
     assert done.stderr == ""
     assert done.stdout.strip() == str([b"True x False False False\n"] * 2)
 
 
 def test_a_sandbox_of_root_gets_a_user_of_its_own() -> None:
     users = {view.spare_uid() for _ in range(20)}
-
     if os.geteuid() == 0:
         assert len(users) > 1
         assert min(users) > 1000
@@ -335,3 +313,111 @@ def test_the_count_of_processes_is_of_this_test() -> None:
         dummy.kill()
         dummy.wait(timeout=20)
     assert gone({dummy.pid})
+
+
+# The filter of system calls, run by a small machine of the same kind as the kernel's
+
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+BOTH = pytest.mark.parametrize("machine", list(ARCHITECTURES))
+
+
+def decide(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+    """What the filter answers to a call."""
+    program = list(struct.iter_unpack("<HBBI", assemble(machine)))
+    given = [argument & (1 << 64) - 1 for argument in (*arguments, 0, 0, 0, 0, 0, 0)][:6]
+    data = struct.pack("<IIQ6Q", number, architecture or ARCHITECTURES[machine], 0, *given)
+    at, value = 0, 0
+    while True:
+        code, if_true, if_false, constant = program[at]
+        at += 1
+        if code == 0x20:
+            (value,) = struct.unpack_from("<I", data, constant)
+        elif code == 0x06:
+            return int(constant)
+        else:
+            truth = {0x15: value == constant, 0x25: value > constant, 0x45: bool(value & constant)}[code]
+            at += if_true if truth else if_false
+
+
+def number_of(machine: str, x86_64: int, aarch64: int) -> int:
+    return {"x86_64": x86_64, "aarch64": aarch64}[machine]
+
+
+@BOTH
+def test_every_call_that_is_denied_is_refused(machine: str) -> None:
+    column = list(ARCHITECTURES).index(machine)
+    numbers = {name: both[column] for name, both in DENIED.items() if both[column] is not None}
+    assert {name for name, number in numbers.items() if number and decide(machine, number) != EPERM} == set()
+    assert len(set(numbers.values())) == len(numbers)
+
+
+@BOTH
+def test_what_programs_need_is_allowed(machine: str) -> None:
+    needed = {
+        "read": (0, 63), "write": (1, 64), "mmap": (9, 222), "openat": (257, 56), "futex": (202, 98),
+        "exit_group": (231, 94), "getrandom": (318, 278), "rt_sigaction": (13, 134), "socketpair": (53, 199),
+    }  # fmt: skip
+    assert {name for name, both in needed.items() if decide(machine, number_of(machine, *both)) != ALLOW} == set()
+
+
+@BOTH
+def test_threads_are_allowed_and_processes_are_not(machine: str) -> None:
+    clone = number_of(machine, 56, 220)
+    assert decide(machine, clone, 0x3D0F00) == ALLOW
+    assert decide(machine, clone, 0x01200011) == EPERM
+    assert decide(machine, clone, 0x10000000) == EPERM
+    assert decide(machine, 435) == ENOSYS
+
+
+@BOTH
+def test_only_local_sockets(machine: str) -> None:
+    families = {family for family in range(64) if decide(machine, number_of(machine, 41, 198), family) == ALLOW}
+    assert families == {1}
+
+
+@BOTH
+def test_only_abort(machine: str) -> None:
+    signals = {signal for signal in range(65) if decide(machine, number_of(machine, 234, 131), 1, 1, signal) == ALLOW}
+    assert signals == {6}
+
+
+@BOTH
+def test_limits_are_read_and_only_ones_own_stack_is_set(machine: str) -> None:
+    call = number_of(machine, 302, 261)
+    assert all(decide(machine, call, process, kind, 0, 5) == ALLOW for process in (0, 1) for kind in range(16))
+    for pointer in (0x7F00, 0x7F00_0000_0000, 1 << 32):
+        allowed = {(p, k) for p in (0, 1) for k in range(16) if decide(machine, call, p, k, pointer) == ALLOW}
+        assert allowed == {(0, 3)}
+
+
+@BOTH
+def test_no_other_signal_for_a_descriptor(machine: str) -> None:
+    refused = {command for command in range(20) if decide(machine, number_of(machine, 72, 25), 3, command) == EPERM}
+    assert refused == {10}
+
+
+@BOTH
+def test_unknown_calls_do_not_exist_and_other_architectures_are_killed(machine: str) -> None:
+    assert decide(machine, NEWEST + 1) == ENOSYS
+    assert decide(machine, 0x40000000) == ENOSYS
+    assert decide(machine, 0xFFFFFFFF) == ENOSYS
+    assert decide(machine, 0, architecture=0x40000003) == KILL
+
+
+@BOTH
+def test_the_numbers_are_those_of_the_kernel(machine: str) -> None:
+    if not HEADERS[machine].exists():
+        pytest.skip(f"the kernel's headers are not installed ({HEADERS[machine]})")
+    pattern = re.compile(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)", re.MULTILINE)
+    known = {name: int(number) for name, number in pattern.findall(HEADERS[machine].read_text())}
+    column = list(ARCHITECTURES).index(machine)
+    assert {name: both[column] for name, both in DENIED.items()} == {name: known.get(name) for name in DENIED}
+
+
+def test_another_machine_is_refused() -> None:
+    with pytest.raises(EnvironmentSetupError, match="no filter of system calls for riscv64"):
+        assemble("riscv64")

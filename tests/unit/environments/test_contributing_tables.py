@@ -9,15 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-INTERFACES = ("shoal.environments.protocol", "shoal.environments.graders.protocol")
+INTERFACES = ("shoal.environments.protocol", "shoal.environments.graders.registry")
 LISTS = {
-    "GRADERS": "shoal.environments.graders.registry",
-    "FORMATS": "shoal.environments.formats.registry",
-    "TELLING": "shoal.environments.formats.registry",
-    "TOOLS": "shoal.environments.tools",
-    "PartJudge": "shoal.rewards.panel",
-    "_judge": "shoal.rewards.panel",
-}
+    "GRADERS": "shoal.environments.graders.registry", "FORMATS": "shoal.environments.formats",
+    "TELLING": "shoal.environments.formats", "TOOLS": "shoal.environments.tools", "PartJudge": "shoal.rewards.panel",
+    "panel_of": "shoal.rewards.panel",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("module", INTERFACES)

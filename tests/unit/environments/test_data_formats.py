@@ -24,8 +24,7 @@ from kit.data import (
     write_jsonl,
     write_parquet,
 )  # fmt: skip
-from shoal.environments.formats.programs import unpacked
-from shoal.environments.formats.protocol import final_answer
+from shoal.environments.formats import final_answer, unpacked
 from shoal.environments.graders.code_tests import read_tests
 from shoal.errors import UnusableTask
 
@@ -102,13 +101,10 @@ def test_question_and_answer_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("so x = \\boxed{\\frac{1}{2}} and \\boxed{3}", "3"),
-        ("\\boxed{\\frac{a}{\\sqrt{b}}}", "\\frac{a}{\\sqrt{b}}"),
-        ("\\boxed{1", "\\boxed{1"),
-        ("8 - 3 = 5 #### 5", "5"),
-        ("plain", "plain"),
+        ("so x = \\boxed{\\frac{1}{2}} and \\boxed{3}", "3"), ("\\boxed{\\frac{a}{\\sqrt{b}}}", "\\frac{a}{\\sqrt{b}}"),
+        ("\\boxed{1", "\\boxed{1"), ("8 - 3 = 5 #### 5", "5"), ("plain", "plain"),
     ],
-)
+)  # fmt: skip
 def test_what_a_worked_solution_comes_to(text: str, answer: str) -> None:
     assert final_answer(text) == answer
 
@@ -142,10 +138,8 @@ def test_livecodebench(packed: bool, tmp_path: Path) -> None:
     assert {task.kind for task in tasks} == {"code"}
     cases = [read_tests(task.answer).cases for task in tasks]
     assert [(case.given, case.expected) for case in cases[0]] == [
-        (b"2\n", b"4\n"),
-        (b"-7\n", b"-14\n"),
-        (b"0\n", b"0\n"),
-    ]
+        (b"2\n", b"4\n"), (b"-7\n", b"-14\n"), (b"0\n", b"0\n"),
+    ]  # fmt: skip
     assert [(case.function, json.loads(case.given)["arguments"], case.expected) for case in cases[4]] == [
         ("addPair", [1, 2], 3), ("addPair", [-1, 1], 0),
     ]  # fmt: skip
@@ -174,25 +168,22 @@ def test_packed_text_is_unpacked_without_unpickling(protocol: int) -> None:
 @pytest.mark.parametrize(
     ("packed", "said"),
     [
-        (pack(Bomb()), "it is not run"),
-        (pack(Bomb(), 0), "it is not run"),
-        (pack(["a", "b"]), "it is not run"),
-        (pack(b"bytes"), "it is not run"),
-        (pack(7), "it is not run"),
+        (pack(Bomb()), "it is not run"), (pack(Bomb(), 0), "it is not run"), (pack(["a", "b"]), "it is not run"),
+        (pack(b"bytes"), "it is not run"), (pack(7), "it is not run"),
         (base64.b64encode(zlib.compress(b"\x80\x04")).decode(), "is no JSON, packed or not"),
         (base64.b64encode(zlib.compress(b"garbage")).decode(), "is no JSON, packed or not"),
         (base64.b64encode(zlib.compress(b"x" * 1000)[:-5]).decode(), "is cut off"),
         (base64.b64encode(b"not zlib").decode(), "neither JSON nor packed JSON"),
         ("no base64!", "neither JSON nor packed JSON"),
     ],
-)
+)  # fmt: skip
 def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> None:
     with pytest.raises(UnusableTask, match=said):
         unpacked(packed, "private_test_cases")
 
 
 def test_packed_text_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.environments.formats.programs.UNPACKED_LIMIT_BYTES", 1000)
+    monkeypatch.setattr("shoal.environments.formats.UNPACKED_LIMIT_BYTES", 1000)
     with pytest.raises(UnusableTask, match="unpacks to more than"):
         unpacked(pack("x" * 2000), "tests")
 
@@ -254,13 +245,11 @@ def test_ifeval(packed: bool, tmp_path: Path) -> None:
     tasks = tasks_of(environment)
     assert [task.id for task in tasks] == [f"{number}/{1000 + number}" for number in range(6)]
     good = [
-        "Rain falls on the sea.",
-        "<<Rivers>>\n* Nile\n* Rhine\n- Amazon",
-        "the sea is a lot of salt water.",
+        "Rain falls on the sea.", "<<Rivers>>\n* Nile\n* Rhine\n- Amazon", "the sea is a lot of salt water.",
         "A fish has a fin at its back and one more fin below, and it swims.",
         "Das Wasser ist nicht nur nass, sondern auch der Ort, an dem die Fische sind.",
         "A group of fish.\n******\nMany fish that swim together.",
-    ]
+    ]  # fmt: skip
     bad = ["Rain, rain.", "<<Rivers>>\n* Nile", "The sea.", "A fin.", "Water is wet, and the fish are in it.", "One."]
     for task, right, wrong in zip(tasks, good, bad, strict=True):
         assert environment.score(task, right).value == 1.0, task.id

@@ -19,11 +19,9 @@ import numpy as np
 import pytest
 
 from shoal.environments import Environment, EnvironmentSettings, build
-from shoal.environments import gym_source as source
-from shoal.environments.arithmetic_text import checked_expression
+from shoal.environments import gym as source
 from shoal.environments.generated import is_held_out
-from shoal.environments.gym import final_answer
-from shoal.environments.gym_source import Generator, example_answer, generator_names
+from shoal.environments.gym import Generator, checked_expression, example_answer, final_answer, generator_names
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
 if importlib.util.find_spec("reasoning_gym") is None:
@@ -89,7 +87,7 @@ LENIENT = {
 
 FINGERPRINT = """
 import hashlib, json, sys
-from shoal.environments.gym_source import Generator
+from shoal.environments.gym import Generator
 entries = {name: [Generator(name, {}).entry(number)["question"] for number in %r] for name in json.load(sys.stdin)}
 print(json.dumps({name: hashlib.sha256(repr(made).encode()).hexdigest() for name, made in entries.items()}))
 """
@@ -129,12 +127,10 @@ def test_those_that_went_by_hashes_or_global_numbers_do_not_any_more() -> None:
 @pytest.mark.parametrize(
     ("name", "hack"),
     [
-        ("game_of_life_halting", "anything"),
-        ("coin_flip", "0"),
-        ("complex_arithmetic", "nan"),
+        ("game_of_life_halting", "anything"), ("coin_flip", "0"), ("complex_arithmetic", "nan"),
         ("puzzle24", "6 + 6 + 6 + 6"),
     ],
-)
+)  # fmt: skip
 def test_no_answer_fits_every_task(name: str, hack: str) -> None:
     """Each of these is a full score to the library's own scorer, whatever the task."""
     made, entries = generator(name), [generator(name).entry(number) for number in range(3)]
@@ -155,9 +151,7 @@ def test_a_scorer_that_fails_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch,
         made.score(entry, "12")
 
 
-def test_an_answer_that_cannot_be_read_is_worth_nothing_unless_the_right_one_cannot_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unreadable_answer_scores_0_if_gold_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
     monkeypatch.setattr(made, "_first", Scorer(ValueError("no number"), reads=entry["answer"]))
     assert made.score(entry, "twelve") == (0.0, "the scorer could not read the answer: ValueError")
@@ -195,13 +189,9 @@ def test_nothing_that_an_answer_says_is_run(name: str, tmp_path: Path) -> None:
     mark = tmp_path / "was_run"
     attacks = [
         f"__import__('pathlib').Path({str(mark)!r}).touch()",
-        f"[p for p in [__import__('pathlib').Path({str(mark)!r}).touch()]]",
-        "().__class__.__base__.__subclasses__()",
-        "9**9**9**9**9",
-        "((((9**64)**64)**64)**64)",
-        "factorial(10**9)",
-        "lambda: 0",
-    ]
+        f"[p for p in [__import__('pathlib').Path({str(mark)!r}).touch()]]", "().__class__.__base__.__subclasses__()",
+        "9**9**9**9**9", "((((9**64)**64)**64)**64)", "factorial(10**9)", "lambda: 0",
+    ]  # fmt: skip
     entry = made.entry(3)
     assert [made.score(entry, attack)[0] < 1.0 for attack in attacks] == [True] * len(attacks)
     assert not mark.exists()
@@ -249,19 +239,15 @@ def test_anything_else_is_not(text: str) -> None:
 @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_gold_products_of_long_polynomials_score_1(level: int) -> None:
     made = Generator("polynomial_multiplication", {}, level)
-
     golds = [(made.entry(number), example_answer(made.entry(number))) for number in range(1, 5)]
-
     assert [made.score(entry, gold)[0] for entry, gold in golds] == [1.0] * 4
 
 
 def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Generator("simple_integration", {})
     first = gym().task("reasoning-gym/train/0").prompt
-
     assert made.is_answerable({"answer": "x**2/2 + C"})
     assert not made.is_answerable({"answer": "Integral(sin(x)/x, x) + C"})
-
     monkeypatch.setattr(Generator, "is_answerable", lambda _self, entry: not first.startswith(entry["question"]))
     assert gym().task("reasoning-gym/train/0").prompt != first
 
@@ -272,14 +258,11 @@ def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("completion", "answer"),
     [
-        ("7", "7"),
-        ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
-        ("<answer>5</answer> no: <answer>7</answer>", "7"),
-        ("<think>endless <answer>7</answer>", ""),
-        ("</answer>7", "</answer>7"),
-        ("<answer>7", "<answer>7"),
+        ("7", "7"), ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
+        ("<answer>5</answer> no: <answer>7</answer>", "7"), ("<think>endless <answer>7</answer>", ""),
+        ("</answer>7", "</answer>7"), ("<answer>7", "<answer>7"),
     ],
-)
+)  # fmt: skip
 def test_where_the_answer_is(completion: str, answer: str) -> None:
     assert final_answer(completion) == answer
 
@@ -379,7 +362,7 @@ class Absent:
     def find_spec(self, name, *rest):
         if name == "pycosat": raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
-from shoal.environments.gym_source import Generator, generator_names
+from shoal.environments.gym import Generator, generator_names
 print(Generator("chain_sum", {}).entry(1)["question"])
 print("zebra_puzzles" in generator_names(), "pycosat" in sys.modules)
 try:

@@ -1,4 +1,4 @@
-"""An evaluation: which tasks, which dice, what is kept, how it goes on, what its results say."""
+"""An evaluation: which tasks, which seeds, what is kept, how it resumes, what its results say."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TestPlan:
     def test_nearly_all_can_be_chosen(self) -> None:
         assert len(SamplingPlan(tasks=999).chosen(1000)) == 999
 
-    def test_dice_are_public_and_of_their_own_for_every_sample(self) -> None:
+    def test_seeds_are_public_and_of_their_own_for_every_sample(self) -> None:
         seeds = {sample_seed(s, task, k) for s in (0, 1) for task in ("a", "b", "a\n1") for k in range(4)}
         assert len(seeds) == 24
         assert sample_seed(0, "a", 0) == sample_seed(0, "a", 0) < 2**64
@@ -69,14 +69,11 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("changes", "said"),
         [
-            ({"samples": 0}, "--samples 0"),
-            ({"samples": 2}, "--temperature 0 draws the same completion 2 times"),
-            ({"tasks": -1}, "--tasks -1"),
-            ({"temperature": 11.0}, "--temperature 11"),
-            ({"max_new_tokens": 0}, "at least 1"),
-            ({"batch_rows": 0}, "at least 1"),
+            ({"samples": 0}, "--samples 0"), ({"samples": 2}, "--temperature 0 draws the same completion 2 times"),
+            ({"tasks": -1}, "--tasks -1"), ({"temperature": 11.0}, "--temperature 11"),
+            ({"max_new_tokens": 0}, "at least 1"), ({"batch_rows": 0}, "at least 1"),
         ],
-    )
+    )  # fmt: skip
     def test_what_cannot_be_is_said(self, changes: dict[str, Any], said: str) -> None:
         with pytest.raises(ConfigError, match=said):
             SamplingPlan(**changes)
@@ -153,7 +150,6 @@ class TestDrawing:
         environment = build(EnvironmentSettings(name="sort", length=length))
         engine = SortingEngine()
         run(tmp_path, evaluation(replace(SAMPLING, tasks=1), engine, environment))
-
         assert TOKENIZER.decode(engine.asked[0].prompt_ids).endswith("= in 7")
         row = rows(tmp_path)[0]
         assert set(row["finish"]) == {"eos"}
@@ -169,7 +165,6 @@ class TestDrawing:
             targets.append([dict(row["parts"][0])["target"] for row in rows(tmp_path / str(seed))])
         same = sum(first == second for first, second in zip(*targets, strict=True))
         assert 0 < same < 16
-
         found = compare(read_results(tmp_path / "0", TASKS), read_results(tmp_path / "1", TASKS))
         assert (len(found.pairs), found.other_prompt) == (same, 16 - same)
 
@@ -212,18 +207,14 @@ class TestScoring:
         assert (found[0]["scores"], found[0]["mean"], found[0]["samples"]) == ([None] * 4, None, 0)
         assert (found[1]["scores"][1], found[1]["samples"]) == (None, 3)
         assert summary["unscored"] == {
-            "samples": 5,
-            "share": pytest.approx(5 / 40),
-            "tasks": [row["task"] for row in found[:2]],
-        }
+            "samples": 5, "share": pytest.approx(5 / 40), "tasks": [row["task"] for row in found[:2]],
+        }  # fmt: skip
         assert summary["scored_tasks"] == 9
         means = [row["mean"] for row in found[1:]]
         assert summary["avg_at_k"]["value"] == pytest.approx(sum(means) / 9)
         assert scorer.closed
 
-    def test_an_unusable_row_is_counted_and_does_not_tell_its_answer(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_unusable_row_is_counted_without_its_answer(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         environment = Listed([Task("a", "21=", "12"), Task("b", "unusable", "secret")])
         summary = run(tmp_path, evaluation(GREEDY, environment=environment))
         assert summary["problems"] == {"reasons": {"its row cannot be used": 1}, "tasks": ["#1"]}
@@ -285,7 +276,7 @@ class Interrupting:
 
 class TestGoingOn:
     @pytest.mark.parametrize("raises", [True, False])
-    def test_stopped_and_gone_on_gives_the_same_bytes(self, tmp_path: Path, raises: bool) -> None:
+    def test_stopped_and_resumed_gives_the_same_bytes(self, tmp_path: Path, raises: bool) -> None:
         run(tmp_path / "whole")
         given, stop = evaluation(), StopToken()
         assert run(tmp_path / "halves", given, Interrupting(given.chosen.environment, stop, raises), stop) is None
@@ -312,13 +303,10 @@ class TestGoingOn:
     @pytest.mark.parametrize(
         "damage",
         [
-            b'{"batch":2,"drawn":[{"ta',
-            b"\x00" * 80,
-            b'{"batch":7,"drawn":[]}\n',
-            b'{"batch":1,"scored":[[]]}\n',
+            b'{"batch":2,"drawn":[{"ta', b"\x00" * 80, b'{"batch":7,"drawn":[]}\n', b'{"batch":1,"scored":[[]]}\n',
             b"[]\n",
         ],
-    )
+    )  # fmt: skip
     def test_what_a_crash_left_half_written_is_drawn_again(self, tmp_path: Path, damage: bytes) -> None:
         run(tmp_path / "whole")
         given, stop = evaluation(), StopToken()

@@ -1,8 +1,9 @@
-"""Kept completions, scored again: after scoring failed, after a grader was mended; without a model or torch."""
+"""Kept completions, scored again, without a model or torch; and kill -9 in the middle of an evaluation."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,15 +14,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from kit.evaluation import SAMPLING, FailingScorer, SortingEngine, subject
+from kit.evaluation import SAMPLING, FailingScorer, SortingEngine, evaluation, subject
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded
-from shoal.evaluation import rescore as rescoring
-from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, measure
+from shoal.evaluation import job
+from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, measure, rescore
 from shoal.evaluation.records import IDENTITY, PROGRESS, EvaluationJournal
-from shoal.evaluation.rescore import rescore
 from shoal.rewards import DirectScorer, Job
 from shoal.runtime.stop import StopToken
 
@@ -124,9 +124,7 @@ def test_completions_of_another_prompt_are_not_rescored(tmp_path: Path) -> None:
         assert content(out) == before
 
 
-def test_an_interrupted_evaluation_keeps_its_completions_and_continues_with_the_new_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_evaluation_continues_with_new_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = reward_file(tmp_path, "return 0.0")
     stop, out, first = StopToken(), tmp_path / "out", SortingEngine()
     assert measure(of(broken, first), lambda: Stopping(broken, stop), out, stop, lambda _done, _total: None) is None
@@ -146,18 +144,17 @@ def test_an_interrupted_evaluation_keeps_its_completions_and_continues_with_the_
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_killed_while_results_are_replaced_the_same_command_writes_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_while_replacing_results_continues_from_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     run(out, of(SORT), unscored_at(SORT, 0))
 
     def killed(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rescoring, "write_results", killed)
-    with pytest.raises(KeyboardInterrupt):
-        again(out, SORT)
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "write_results", killed)
+        with pytest.raises(KeyboardInterrupt):
+            again(out, SORT)
     engine = SortingEngine()
     assert finished(out, of(SORT).about) is None
     assert run(out, of(SORT, engine))["unscored"]["samples"] == 0
@@ -218,3 +215,46 @@ def test_what_the_command_cannot_mean_is_said(tmp_path: Path, capsys: pytest.Cap
     ):
         assert main(["eval", *words]) == 2
         assert said in " ".join(capsys.readouterr().err.split())
+
+
+# kill -9 in the middle of an evaluation, in a process of its own: what was written down counts, the rest is redone
+
+CHILD = """
+import sys
+from pathlib import Path
+from kit.evaluation import SortingEngine, evaluation
+from shoal.evaluation.job import evaluate
+from shoal.rewards import DirectScorer
+from shoal.runtime.stop import StopToken
+
+class Stuck(SortingEngine):
+    def generate(self, requests, proof=None):
+        if len(self.asked) >= int(sys.argv[2]):
+            print("stuck", flush=True)
+            sys.stdin.read()  # until it is killed
+        return super().generate(requests, proof)
+
+given = evaluation(engine=Stuck())
+evaluate(given, lambda: DirectScorer(given.chosen.environment), Path(sys.argv[1]), StopToken())
+"""
+
+
+@pytest.mark.parametrize("drawn", [4, 8])
+def test_killed_and_resumed_gives_the_same_file(tmp_path: Path, drawn: int) -> None:
+    whole = evaluation()
+    evaluate(whole, lambda: DirectScorer(whole.chosen.environment), tmp_path / "whole", StopToken())
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path / "killed"), str(drawn)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+        process.kill()
+        assert process.wait(30) == -signal.SIGKILL
+    kept = (tmp_path / "killed" / PROGRESS).read_bytes().count(b'"drawn"')
+    assert kept == drawn // SAMPLING.tasks_per_batch  # whatever was drawn, scored or not
+    engine = SortingEngine()
+    again = evaluation(engine=engine)
+    evaluate(again, lambda: DirectScorer(again.chosen.environment), tmp_path / "killed", StopToken())
+    assert len(engine.asked) == SAMPLING.tasks - kept * SAMPLING.tasks_per_batch
+    assert (tmp_path / "killed" / TASKS).read_bytes() == (tmp_path / "whole" / TASKS).read_bytes()

@@ -151,7 +151,7 @@ def test_nothing_to_read_is_a_number_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing there", "no weights", "pickled weights", "damaged weights"])
-def test_a_model_that_does_not_load_is_no_sample(tmp_path: Path, what: str) -> None:
+def test_a_model_that_does_not_load_is_unscored(tmp_path: Path, what: str) -> None:
     if what != "nothing there":
         model = bert(tmp_path, num_labels=1)
         (tmp_path / "model.safetensors").unlink()
@@ -164,7 +164,7 @@ def test_a_model_that_does_not_load_is_no_sample(tmp_path: Path, what: str) -> N
         assert "does not load" in str(value)
 
 
-def test_a_model_that_fails_is_no_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_is_unscored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bert(tmp_path, num_labels=1)
 
     def broken(*_arguments: Any, **_named: Any) -> None:

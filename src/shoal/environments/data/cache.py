@@ -62,9 +62,8 @@ def identity(path: Path) -> tuple[object, ...]:
     The time of modification can be set back (rsync -t, touch -r, a restored backup); that of the inode cannot.
     """
     found = path.stat()
-    return (
-        str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev,
-    )  # fmt: skip
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return (str(path.resolve()), found.st_size, *times, found.st_ino, found.st_dev)
 
 
 def load(name: str) -> bytes | None:
@@ -88,12 +87,11 @@ def mark_used(path: Path) -> None:
 
 def store(name: str, payload: bytes) -> None:
     """Keep an entry, whole or not at all. A cache that cannot be written is no reason to stop."""
-    folder = cache_folder()
     try:
         with placed(name) as scratch:
             scratch.write_bytes(blake3(payload).digest() + payload)
     except OSError as error:
-        log.debug("cannot keep what was found out about the data in %s: %s", folder, error)
+        log.debug("cannot keep what was found out about the data in %s: %s", cache_folder(), error)
 
 
 @contextlib.contextmanager
@@ -116,11 +114,9 @@ def placed(name: str) -> Iterator[Path]:
 def tidy(folder: Path) -> None:
     """Remove what was not used for a month, and half written files of yesterday; looks at most once an hour."""
     now_s, stamp = time.time(), folder / TIDIED
-    try:
+    with contextlib.suppress(OSError):  # never tidied
         if abs(now_s - stamp.stat().st_mtime) < HOUR_S:
             return
-    except OSError:
-        pass  # never tidied
     try:
         stamp.touch()
         with os.scandir(folder) as found:
@@ -138,7 +134,6 @@ def tidy(folder: Path) -> None:
 
 
 def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | None:
-    """Arrays and the JSON beside them; None if there are none that can be read."""
     import numpy as np
 
     payload = load(name)

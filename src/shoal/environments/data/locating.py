@@ -34,8 +34,6 @@ MOST_FILES = 100_000
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file of a data set."""
-
     path: Path
     kind: Kind
 
@@ -56,7 +54,6 @@ def locate(path: Path, split: str = "") -> tuple[DataFile, ...]:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """What a file is, by its name."""
     packed = path.suffix in PACKED
     kind = SUFFIXES.get(path.with_suffix("").suffix if packed else path.suffix)
     return kind if not packed or kind == "jsonl" else None

@@ -21,7 +21,7 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -65,27 +65,23 @@ Batch = Mapping[str, Any]
 
 
 def rows_of(batch: Batch) -> Iterator[dict[str, Any] | Broken]:
-    """The rows of a batch as mappings."""
     for values in zip(*(values_of(column, name) for name, column in batch.items()), strict=True):
         broken = next((value for value in values if isinstance(value, Broken)), None)
         yield broken or dict(zip(batch, values, strict=True))
 
 
 def values_of(column: Any, name: str = "a value") -> list[Any]:
-    """The values of a column of a batch."""
-
-    def value(item: Any) -> Any:
-        try:
-            return item.as_py()
-        except UnicodeDecodeError:
-            return Broken(f"{name} is not UTF-8")
-
     if isinstance(column, list):
         return column
-    try:
+    with suppress(UnicodeDecodeError):
         return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [value(item) for item in column]
+    found: list[Any] = []
+    for item in column:
+        try:
+            found.append(item.as_py())
+        except UnicodeDecodeError:
+            found.append(Broken(f"{name} is not UTF-8"))
+    return found
 
 
 class Source:
@@ -103,14 +99,12 @@ class Source:
         self.rows = self._starts[-1]
 
     def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
-        """All rows in order, a bounded number at a time."""
         with _reading(self.path, self.kind):
             for piece in range(len(self._starts) - 1):
                 for batch in self._batches(piece, tuple(columns)):
                     yield {name: batch.column(name) for name in columns}
 
     def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
-        """One row. Raises `UnusableTask` if it cannot be read, `EnvironmentSetupError` if the file cannot."""
         piece = bisect.bisect_right(self._starts, index) - 1
         with _reading(self.path, self.kind):
             return self._row(piece, index - self._starts[piece], tuple(columns))
@@ -165,7 +159,6 @@ class Pieces:
         return self._kept.get(key)
 
     def put(self, key: tuple[object, ...], piece: Any) -> None:
-        """Keep a piece; the longest unused ones go until all fit."""
         self._kept[key] = piece
         self.size_bytes += piece.nbytes
         while self.size_bytes > self._limit_bytes and len(self._kept) > 1:
@@ -226,7 +219,6 @@ class ParquetSource(Source):
                 writer.write_batch(batch.select(list(columns)))
 
     def _unpacked_bytes(self, group: int, columns: tuple[str, ...]) -> int:
-        """Bytes of these columns of a row group, unpacked."""
         found = self._file.metadata.row_group(group)
         chunks = (found.column(number) for number in range(found.num_columns))
         return sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.partition(".")[0] in columns)
@@ -349,7 +341,6 @@ class JsonlSource(Source):
             return Broken(f"the line is no JSON object: {said}" if is_text else "the line is not UTF-8")
 
     def _look(self, path: Path) -> tuple[str, ...]:
-        """The columns that the first lines have."""
         found: dict[str, None] = {}
         for index in range(min(len(self._begins) - 1, LOOKED_AT)):
             value = self._decoded(index, msgspec.json.Decoder())
@@ -390,24 +381,24 @@ def _line_starts(path: Path) -> np.ndarray[Any, Any]:
 
 def _plain(path: Path) -> Path:
     """The unpacked file in the cache folder, named by the digest of the packed one."""
+
+    def unpack(scratch: Path) -> None:
+        log.info("unpacking %s into %s", path, scratch.parent)
+        most_bytes = max(UNPACKS_TO_BYTES, UNPACKS_TO * path.stat().st_size)
+        with pa.CompressedInputStream(pa.OSFile(str(path)), PACKED[path.suffix]) as packed, scratch.open("wb") as out:
+            while chunk := packed.read(CHUNK_BYTES):
+                cache.leave_room(scratch.parent)
+                if out.tell() + len(chunk) > most_bytes:
+                    raise OSError(f"it unpacks to more than {most_bytes // 2**20:,} MB")
+                out.write(chunk)
+
     try:
-        return cache.unpacked(f"unpacked-{cache.file_digest(path)[:32]}.jsonl", lambda scratch: _unpack(path, scratch))
+        return cache.unpacked(f"unpacked-{cache.file_digest(path)[:32]}.jsonl", unpack)
     except (pa.ArrowException, OSError) as error:
         said = " ".join(str(error).split())[:160]
         raise EnvironmentSetupError(
             f"cannot unpack {path} into {cache.cache_folder()}: {said}; unpack it yourself"
         ) from None
-
-
-def _unpack(path: Path, scratch: Path) -> None:
-    log.info("unpacking %s into %s", path, scratch.parent)
-    most_bytes = max(UNPACKS_TO_BYTES, UNPACKS_TO * path.stat().st_size)
-    with pa.CompressedInputStream(pa.OSFile(str(path)), PACKED[path.suffix]) as packed, scratch.open("wb") as out:
-        while chunk := packed.read(CHUNK_BYTES):
-            cache.leave_room(scratch.parent)
-            if out.tell() + len(chunk) > most_bytes:
-                raise OSError(f"it unpacks to more than {most_bytes // 2**20:,} MB")
-            out.write(chunk)
 
 
 # All files
@@ -425,24 +416,17 @@ class Table:
         self._pieces = Pieces()
         self._open: dict[int, Source] = {}
         self._lock = threading.RLock()
-        self._starts: list[int] = []
-        self._types: list[dict[str, str]] = []
-        columns: list[tuple[str, ...]] = []
-        self.rows = 0
+        self._starts, self._types, columns, self.rows = list[int](), list[dict[str, str]](), list[Any](), 0
         for number in range(len(self.files)):
             source = self._source(number)
             self._starts.append(self.rows)
             columns.append(source.columns)
             self._types.append(source.types)
             self.rows += source.rows
-        self.columns_by_file = tuple(zip(self.paths, columns, strict=True))
+        self.columns_by_file: tuple[tuple[Path, tuple[str, ...]], ...] = tuple(zip(self.paths, columns, strict=True))
+        self.columns = self.columns_by_file[0][1]  # `agree` says whether the others have those that matter
         if not self.rows:
             raise EnvironmentSetupError(f"{self.paths[0]} has no rows; check environment.data")
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns of the first file; `agree` says whether the others have those that matter."""
-        return self.columns_by_file[0][1]
 
     def agree(self, columns: Sequence[str]) -> None:
         """Refuse files that lack one of these columns, or hold another type in it. JSON lines have no types."""
@@ -463,14 +447,12 @@ class Table:
         return [cache.identity(path) for path in self.paths]
 
     def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
-        """All rows in order."""
         for number in range(len(self.files)):
             with self._lock:
                 source = self._source(number)
             yield from source.scan(columns)
 
     def row(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
-        """One row, of these columns; `UnusableTask` if it cannot be read."""
         with self._lock:
             file = bisect.bisect_right(self._starts, number) - 1
             try:
@@ -490,13 +472,11 @@ class Table:
         if number not in self._open:
             if len(self._open) >= OPEN_AT_ONCE:
                 self._open.pop(next(iter(self._open))).close()
-            self._open[number] = _opened(self.files[number].path, self.files[number].kind, self._pieces)
+            path, kind = self.files[number].path, self.files[number].kind
+            kinds: dict[str, Callable[[Path], Source]] = {"arrow": ArrowSource, "csv": CsvSource, "jsonl": JsonlSource}
+            try:
+                opened = ParquetSource(path, self._pieces) if kind == "parquet" else kinds[kind](path)
+            except OSError as error:
+                raise EnvironmentSetupError(f"cannot read {path}: {error.strerror or error}") from None
+            self._open[number] = opened
         return self._open[number]
-
-
-def _opened(path: Path, kind: str, pieces: Pieces) -> Source:
-    kinds: dict[str, Callable[[Path], Source]] = {"arrow": ArrowSource, "csv": CsvSource, "jsonl": JsonlSource}
-    try:
-        return ParquetSource(path, pieces) if kind == "parquet" else kinds[kind](path)
-    except OSError as error:
-        raise EnvironmentSetupError(f"cannot read {path}: {error.strerror or error}") from None

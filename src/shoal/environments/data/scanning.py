@@ -22,10 +22,8 @@ import numpy as np
 from shoal.environments.data.cache import data_digest, entry_name, load_arrays, store_arrays
 from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import ROW_LIMIT_BYTES, Batch, Broken, Table, rows_of, values_of
-from shoal.environments.formats.protocol import Format
-from shoal.environments.formats.registry import DatasetOptions, fit
-from shoal.environments.graders.protocol import Grader
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES
+from shoal.environments.formats import DatasetOptions, Format, fit
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES, Grader
 from shoal.environments.questions import BLANK, DIGEST_BYTES, ascii_digest, prompt_digest, question_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
@@ -63,12 +61,10 @@ class Problems:
         if len(self.first) > 4 * SHOWN:
             self.first = sorted(self.first)[:SHOWN]
 
-    def add_all(self, others: Problems) -> None:
-        self.reasons += others.reasons
-        self.first = sorted({*self.first, *others.first})[:SHOWN]
+    def joined(self, others: Problems) -> Problems:
+        return Problems(sorted({*self.first, *others.first})[:SHOWN], self.reasons + others.reasons)
 
     def lines(self, where: Callable[[int], str], most: int = SHOWN) -> list[str]:
-        """One line for each of the first rows, and one for the rest."""
         shown = sorted(self.first)[:most]
         lines = [f"row {row} ({where(row)}): {reason}" for row, reason in shown]
         return [*lines, *([f"and {self.count - len(shown):,} more"] if self.count > len(shown) else [])]
@@ -87,14 +83,11 @@ class Problems:
 
 @dataclass(frozen=True)
 class Band:
-    """Which solve rates to keep, and of which column."""
-
     column: str
     low: float
     high: float
 
     def holds(self, column: Any) -> Flags:
-        """Which values of a column are within the band."""
         values = values_of(column)
         if any(isinstance(value, str) for value in values):
             raise EnvironmentSetupError(f"column {self.column} holds text, not solve rates; check options.solve_rate")
@@ -139,7 +132,6 @@ class Opened:
     checked: Checked | None = None
 
     def good(self) -> Flags:
-        """Which rows can be used, as far as is known."""
         good = self.found.usable.copy()
         good[list(self.checked.bad if self.checked else ())] = False
         return good
@@ -156,7 +148,6 @@ def open_data(path: Path, options: DatasetOptions) -> Opened:
 
 
 def _band(options: DatasetOptions, columns: tuple[str, ...]) -> Band | None:
-    """The solve rates to keep, with their column."""
     if options.keep_solve_rate is None:
         return None
     named = [options.solve_rate] if options.solve_rate else [name for name in columns if name.startswith("solve_rate")]
@@ -185,12 +176,15 @@ def scan(table: Table, layout: Format, band: Band | None) -> Scan:
 
 def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
     problems, graders, kinds, first = Problems(), set[str](), dict[str, int](), 0
-    digests, kept, hashes, kind_of = bytearray(), list[Any](), list[Any](), list[Any]()
+    digests, kept, hashes, kind_of = bytearray(), list[Any](), list[Any](), list[int]()
     columns = dict.fromkeys([*layout.asks, *([layout.id] if layout.id else []), *([band.column] if band else [])])
     for batch in table.scan(tuple(columns)):
         size = len(batch[layout.asks[0]])
         digests += _all_asked(batch, layout, graders) or _each_asked(batch, layout, graders, problems, first)
-        kind_of.append(np.fromiter((_numbered(kind, kinds) for kind in _kinds(batch, layout, size)), np.int32, size))
+        said = values_of(batch[layout.kinds]) if layout.kinds else [layout.grader] * size
+        for kind in (value[:100] if isinstance(value, str) else "" for value in said):
+            known = kind if kind in kinds or len(kinds) < MOST_KINDS else ""  # what comes after very many is of none
+            kind_of.append(kinds.setdefault(known, len(kinds)))
         hashes.append(_hashes(batch[layout.id], size) if layout.id else [])
         kept.append(band.holds(batch[band.column]) if band else np.ones(size, bool))
         first += size
@@ -198,8 +192,8 @@ def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
     usable: Flags = np.asarray(matrix.any(axis=1))
     if layout.id:
         usable = usable & ~_repeats(np.concatenate(hashes), layout.id, table, problems, usable)
-    flat = np.concatenate(kept), np.concatenate(kind_of)
-    return Scan(matrix, usable, *flat, tuple(kinds), tuple(sorted(graders)), problems)
+    numbers = np.array(kind_of, np.int32)
+    return Scan(matrix, usable, np.concatenate(kept), numbers, tuple(kinds), tuple(sorted(graders)), problems)
 
 
 def _all_asked(batch: Batch, layout: Format, graders: set[str]) -> bytes:
@@ -242,18 +236,6 @@ def _each_asked(batch: Batch, layout: Format, graders: set[str], problems: Probl
             problems.add(number, str(error))
             digests += NONE
     return bytes(digests)
-
-
-def _kinds(batch: Batch, layout: Format, size: int) -> Iterable[str]:
-    """What each row says of which kind it is; the grader, where rows say nothing."""
-    if not layout.kinds:
-        return [layout.grader] * size
-    return (value[:100] if isinstance(value, str) else "" for value in values_of(batch[layout.kinds]))
-
-
-def _numbered(kind: str, kinds: dict[str, int]) -> int:
-    """The number of a kind; whatever comes after very many has none of its own."""
-    return kinds.setdefault(kind if kind in kinds or len(kinds) < MOST_KINDS else "", len(kinds))
 
 
 def _texts(column: Any) -> list[bytes] | None:
@@ -337,7 +319,6 @@ class Checked:
 
 
 def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Graders) -> str:
-    """The answer of a row, or `UnusableTask` with what is wrong with it."""
     answer = layout.answer(row)
     if len(answer) > ROW_LIMIT_BYTES:
         raise UnusableTask(f"the answer has more than {ROW_LIMIT_BYTES // 2**20} MB")
@@ -348,7 +329,6 @@ def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Grade
 
 
 def known_check(opened: Opened, graders: Graders) -> Checked | None:
-    """What an earlier check of these files with these graders found."""
     known = load_arrays(_check_name(opened, graders))
     if known is None:
         return None
@@ -357,8 +337,8 @@ def known_check(opened: Opened, graders: Graders) -> Checked | None:
     return Checked(bad, Problems.from_json(**beside["problems"]))
 
 
-def check(opened: Opened, graders: Graders, progress: Callable[[int], None]) -> Checked:
-    """Look at every answer; `progress` is told how many rows are done."""
+def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None]) -> Checked:
+    """Look at every answer; `progress` is told how many rows are done, and how many there are."""
     bad, problems, first, layout, found = dict[int, str](), Problems(), 0, opened.layout, opened.found
     for batch in opened.table.scan(layout.columns):
         for number, row in enumerate(rows_of(batch), first):
@@ -371,10 +351,9 @@ def check(opened: Opened, graders: Graders, progress: Callable[[int], None]) -> 
                 bad[number] = str(error)
                 problems.add(number, str(error))
         first += len(next(iter(batch.values())))
-        progress(first)
-    name = _check_name(opened, graders)
+        progress(first, opened.table.rows)
     beside = {"why": list(bad.values()), "problems": problems.as_json()}
-    store_arrays(name, {"bad": np.array(list(bad), np.int64)}, beside)
+    store_arrays(_check_name(opened, graders), {"bad": np.array(list(bad), np.int64)}, beside)
     return Checked(bad, problems)
 
 

@@ -31,8 +31,6 @@ SECOND = re.compile(
 
 
 class ExactGrader:
-    """1 for the very text of the answer."""
-
     name: ClassVar[str] = "exact"
     version: ClassVar[int] = 2
 
@@ -67,17 +65,12 @@ def chosen_letter(text: str) -> str:
         _position, letter, denied, rest = max(found)
         return "" if denied or SECOND.match(rest) else letter
     lines = [line for line in end.splitlines() if line.strip()]
-    alone = ALONE.match(lines[-1]) if lines else None
-    return alone[1] if alone else _first(lines)
-
-
-def _first(lines: list[str]) -> str:
-    """The letter that the last line begins with, if no other line begins with one: a list of options chooses none."""
-    beginning = [match for match in map(FIRST.match, lines) if match]
-    last = FIRST.match(lines[-1]) if lines else None
-    if last is None or len(beginning) > 1 or SECOND.match(lines[-1][last.end(1) :]):
-        return ""
-    return last[1]
+    alone, last = (ALONE.match(lines[-1]), FIRST.match(lines[-1])) if lines else (None, None)
+    if alone or last is None:
+        return alone[1] if alone else ""
+    # the letter that the last line begins with, if no other line begins with one: a list of options chooses none
+    several = sum(bool(FIRST.match(line)) for line in lines) > 1
+    return "" if several or SECOND.match(lines[-1][last.end(1) :]) else last[1]
 
 
 def _matches(pattern: re.Pattern[str], text: str) -> list[tuple[int, str, bool, str]]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import uuid
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -73,7 +72,7 @@ class Test:
         if len(returned) > SPARE_BYTES + ESCAPED * self.expected_bytes:
             return False
         try:
-            value = read_value(returned)
+            value = json.loads(returned)
         except (ValueError, RecursionError):
             return False
         if self.or_alone and isinstance(self.expected, list) and len(self.expected) == 1:
@@ -93,7 +92,7 @@ class Tests:
 def read_tests(answer: str) -> Tests:
     """The tests in a task's answer; `BadTests` says what is wrong. The completions of a group share one reading."""
     try:
-        info = read_value(answer)
+        info = json.loads(answer)
         if isinstance(info, list):
             info = {"test_cases": info}
         if not isinstance(info, dict):
@@ -134,18 +133,14 @@ def _tests(info: dict[str, Any]) -> Tests:
         raise BadTests("there are no tests: the list is empty")
     if len(cases) > MAX_TESTS:
         raise BadTests(f"there are {len(cases)} tests, more than {MAX_TESTS}")
-    return Tests(tuple(cases), _limits(info.get("limits"), len(cases)))
-
-
-def _limits(given: Any, tests: int) -> Limits:
     try:
-        limits = Limits.model_validate(given or {})
+        limits = Limits.model_validate(info.get("limits") or {})
     except ValidationError as error:
         first = error.errors()[0]
         raise BadTests(f"limits: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if "cpu_s" in limits.model_fields_set:
-        return limits
-    return limits.model_copy(update={"cpu_s": max(limits.cpu_s, math.ceil(CPU_S_A_TEST * tests))})
+    if "cpu_s" not in limits.model_fields_set:
+        limits = limits.model_copy(update={"cpu_s": max(limits.cpu_s, math.ceil(CPU_S_A_TEST * len(cases)))})
+    return Tests(tuple(cases), limits)
 
 
 def _cases(info: dict[str, Any], field: str) -> list[Test]:
@@ -160,7 +155,7 @@ def _case(case: Any, function: Any, field: str) -> Test:
     named = case.get("fn_name") or _object(case.get("metadata")).get("func_name")
     kind = case.get("type") or case.get("testtype") or ("function_call" if named else "stdin_stdout")
     if kind in ("stdin_stdout", "stdin"):
-        return _printed(case["input"], case["output"])
+        return Test(_text(case["input"], "input"), _text(case["output"], "output"))
     if kind in ("function_call", "functional"):
         return _returned(_name(named or function), case["input"], case["output"])
     raise BadTests(f"a test is of type {str(kind)[:40]!r}; there are stdin_stdout (stdin), function_call (functional)")
@@ -173,11 +168,7 @@ def _apps(info: dict[str, Any]) -> list[Test]:
     pairs = list(zip(inputs, outputs, strict=True))
     if info.get("fn_name"):
         return [_returned(_name(info["fn_name"]), given, wanted, or_alone=True) for given, wanted in pairs]
-    return [_printed(given, wanted) for given, wanted in pairs]
-
-
-def _printed(given: Any, wanted: Any) -> Test:
-    return Test(given=_text(given, "input"), expected=_text(wanted, "output"))
+    return [Test(_text(given, "input"), _text(wanted, "output")) for given, wanted in pairs]
 
 
 def _returned(function: str, arguments: Any, wanted: Any, *, or_alone: bool = False) -> Test:
@@ -186,9 +177,8 @@ def _returned(function: str, arguments: Any, wanted: Any, *, or_alone: bool = Fa
         wanted = _parsed(wanted, "what a call returns")
     if not isinstance(arguments, list):
         raise BadTests("the input of a function call is neither a list of arguments nor a text with one on each line")
-    given = written({"function": function, "arguments": arguments}).encode()
-    size = len(written(wanted))
-    return Test(given=given, expected=wanted, function=function, expected_bytes=size, or_alone=or_alone)
+    given = json.dumps({"function": function, "arguments": arguments}).encode()
+    return Test(given, wanted, function, expected_bytes=len(json.dumps(wanted)), or_alone=or_alone)
 
 
 def _name(given: Any) -> str:
@@ -225,7 +215,7 @@ def _parsed(given: Any, what: str) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        return read_value(given)
+        return json.loads(given)
     except ValueError:
         raise BadTests(f"{what} is text, and no JSON") from None
 
@@ -239,14 +229,11 @@ def same_text(expected: bytes, printed: bytes) -> bool:
         return True
     if wanted.count(b"\n") != got.count(b"\n"):
         return False
-    return all(_same_line(one, other) for one, other in zip(wanted.split(b"\n"), got.split(b"\n"), strict=True))
-
-
-def _same_line(wanted: bytes, got: bytes) -> bool:
-    if wanted == got:
-        return True
-    words, others = wanted.split(), got.split()
-    return len(words) == len(others) and all(map(_same_word, words, others))
+    for line, other in zip(wanted.split(b"\n"), got.split(b"\n"), strict=True):
+        words, others = line.split(), other.split()
+        if line != other and not (len(words) == len(others) and all(map(_same_word, words, others))):
+            return False
+    return True
 
 
 def _same_word(wanted: bytes, got: bytes) -> bool:
@@ -270,37 +257,6 @@ def near(wanted: float, got: float, spelled: str = "") -> bool:
     return abs(wanted - got) <= max(allowed, RELATIVE * abs(wanted))
 
 
-@dataclass(frozen=True)
-class Long:
-    """A whole number with more digits than Python reads: JSON has one spelling of each, so the digits will do."""
-
-    digits: str
-
-
-def read_value(text: bytes | str) -> Any:
-    """A value from JSON; ValueError or RecursionError if it is none."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:
-        return json.loads(text, parse_int=_whole)
-
-
-def _whole(digits: str) -> int | Long:
-    try:
-        return int(digits)
-    except ValueError:
-        return Long(digits)
-
-
-def written(value: Any) -> str:
-    """The JSON of what `read_value` read."""
-    mark = uuid.uuid4().hex  # so that no text in the value is taken for a number
-    text = json.dumps(value, default=lambda long: f"{mark}{long.digits}{mark}")
-    return text.replace(f'"{mark}', "").replace(f'{mark}"', "")
-
-
 def same_value(expected: Any, returned: Any) -> bool:
     pairs = [(expected, returned)]
     while pairs:
@@ -315,13 +271,8 @@ def same_value(expected: Any, returned: Any) -> bool:
 
 
 def _same_leaf(one: Any, other: Any) -> bool:
-    if type(one) is float and type(other) in (int, float):
-        return _fits(other) and near(one, float(other))
+    if type(one) is float and type(other) in (int, float):  # a whole number may be too large to be a float
+        return (type(other) is float or abs(other) < 1 << 1000) and near(one, float(other))
     if type(one) is int and type(other) is float:
         return other == one
     return type(one) is type(other) and bool(one == other)
-
-
-def _fits(number: Any) -> bool:
-    """Whether it can be a float at all: a whole number may be too large."""
-    return type(number) is float or abs(number) < 1 << 1000

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from shoal.environments.graders.languages import WORD, can_tell, is_language, may_be_english
 from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.protocol import Score
 from shoal.errors import ScoringFailure
 
+WORD = re.compile(r"\w+")
 Settings = Mapping[str, Any]
 Check = Callable[[str, Settings], bool]
 LONGEST = 200_000
@@ -117,11 +119,6 @@ def _listed(value: object) -> list[str]:
 # Checks that take more than a line
 
 
-def _has_no_forbidden_word(text: str, settings: Settings) -> bool:
-    words = _listed(settings["forbidden_words"])
-    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in words)
-
-
 def _letter_frequency(text: str, settings: Settings) -> bool:
     letter = _word(settings["letter"]).lower()
     if len(letter) != 1:
@@ -131,7 +128,7 @@ def _letter_frequency(text: str, settings: Settings) -> bool:
 
 def _is_in_language(text: str, settings: Settings) -> bool:
     language = _word(settings["language"])
-    if not can_tell(language):
+    if language.lower() not in SCRIPT_OF:
         raise ValueError(f"whether a text is in the language {language[:20]!r} cannot be decided here")
     return is_language(text, language)
 
@@ -176,11 +173,6 @@ def _postscript(text: str, settings: Settings) -> bool:
     return re.search(POSTSCRIPTS.get(marker, re.escape(marker.lower())), text.lower()) is not None
 
 
-def _sections(text: str, settings: Settings) -> bool:
-    found = re.findall(rf"{re.escape(_word(settings['section_spliter']))}\s?\d", text)
-    return len(found) >= _number(settings["num_sections"])
-
-
 def _is_json(text: str, _settings: Settings) -> bool:
     value = text.strip()
     fence = next((fence for fence in FENCES if value.startswith(fence)), "")
@@ -203,11 +195,6 @@ def _two_responses(text: str, _settings: Settings) -> bool:
     parts = text.split("******")
     answers = [part.strip() for part in parts if part.strip()]
     return all(part.strip() for part in parts[1:-1]) and len(answers) == 2 and answers[0] != answers[1]
-
-
-def _is_quoted(text: str, _settings: Settings) -> bool:
-    value = text.strip()
-    return len(value) > 1 and value.startswith('"') and value.endswith('"')
 
 
 def sentences(text: str) -> int:
@@ -233,12 +220,103 @@ def _continues(piece: str, begins: bool) -> bool:
     return last in ABBREVIATIONS or (len(last) == 1 and last.isalpha()) or is_list_number
 
 
+# Which language a text is in: by its script, and where languages share one, by their commonest words. A task that asks
+# for a language that is not here is refused as one that cannot be decided, instead of being scored by chance
+
+LOOKED_AT = 20_000
+SCRIPTS = {
+    "LATIN": "LATIN", "CYRILLIC": "CYRILLIC", "ARABIC": "ARABIC", "DEVANAGARI": "DEVANAGARI", "BENGALI": "BENGALI",
+    "GURMUKHI": "GURMUKHI", "GUJARATI": "GUJARATI", "TAMIL": "TAMIL", "TELUGU": "TELUGU", "KANNADA": "KANNADA",
+    "MALAYALAM": "MALAYALAM", "THAI": "THAI", "HANGUL": "HANGUL", "HEBREW": "HEBREW", "GREEK": "GREEK",
+    "HIRAGANA": "KANA", "KATAKANA": "KANA", "CJK": "HAN",
+}  # fmt: skip
+ALONE = {
+    "bn": "BENGALI", "pa": "GURMUKHI", "gu": "GUJARATI", "ta": "TAMIL", "te": "TELUGU", "kn": "KANNADA",
+    "ml": "MALAYALAM", "th": "THAI", "ko": "HANGUL", "he": "HEBREW", "el": "GREEK", "zh": "HAN", "zh-cn": "HAN",
+    "zh-tw": "HAN", "ja": "KANA",
+}  # fmt: skip
+"""Languages that have a script to themselves here."""
+COMMON = {
+    "LATIN": {
+        "en": "the of and to in is that it for was with as are be this have not you by from on at or which",
+        "es": "el la de que y en los se del las por un con para una su al es como más pero sus este está",
+        "pt": "o de que e do da em um para com não uma os no se na por mais as dos como mas ao das é são",
+        "fr": "le de et la les des en un une du est que pour dans qui par sur pas plus avec ce au sont il",
+        "de": "der die und das den von zu mit sich des auf für ist im dem nicht ein eine als auch es an sie",
+        "it": "di che e il la per un in del non una sono le con si da come dei nel alla più gli della è",
+        "pl": "w i na z do się nie że to jest o jak za od po przez dla jego ale są czy być oraz który tym",
+        "vi": "và của là có trong được cho các một không với những người này đã để khi từ tôi như nhiều ở",
+        "sw": "ya na wa kwa ni katika za la kuwa hii yake hiyo kama ili pia moja au lakini sana watu wao huo",
+        "fi": "ja on ei se että hän oli joka mutta ovat kun sen myös niin kuin tai hänen mukaan ole voi olla",
+        "nl": "de van het een en in is dat op te zijn voor met die niet aan er om ook als dan bij wordt naar",
+        "sv": "och i att det som en på är av för med till den har de inte om ett men var sig så vi kan",
+        "id": "yang dan di untuk dengan ini dari dalam tidak itu pada akan adalah juga ke bisa ada mereka oleh",
+        "tr": "ve bir bu için ile da de çok olarak gibi daha olan kadar sonra ne ama var değil her",
+    },
+    "CYRILLIC": {
+        "ru": "и в не на что с он как это по но из у за от его для то же так был бы вы или ещё когда только",  # noqa: RUF001
+        "uk": "і в не на що з та як це по але із у за від його для то ж так був би ви або ще коли тільки є",  # noqa: RUF001
+        "bg": "и в не на че с той като това по но от за се да е са му или още когато само ще си има във към",  # noqa: RUF001
+    },
+    "ARABIC": {
+        "ar": "في من على إلى أن التي الذي هذا هذه مع كان عن ما لا أو كما بعد قد ذلك بين هو هي كل لم",
+        "fa": "در از به که این را با است برای آن یک خود تا بر هم نیز می شود شد اما های کرد هر است",
+        "ur": "کے کی میں ہے اور سے کا کو پر یہ نے ہیں کہ بھی ایک اس جو کر تھا لیے نہیں ہو گیا تو",
+    },
+    "DEVANAGARI": {
+        "hi": "के में है की और से को का पर यह हैं एक ने कि भी इस नहीं था लिए जो कर हो तो गया",
+        "mr": "आणि आहे या ते हे मध्ये की एक नाही होते व तो त्या असे आहेत त्यांनी म्हणून करून होता ही पण",
+        "ne": "र छ मा को का यो पनि छन् हो भने एक गर्न लागि थियो यस गरेको तथा हुन्छ नेपाल उनले गर्ने भएको",
+    },
+}  # fmt: skip
+FREQUENT = {script: {code: frozenset(text.split()) for code, text in codes.items()} for script, codes in COMMON.items()}
+SCRIPT_OF = {**ALONE, **{code: script for script, codes in COMMON.items() for code in codes}}
+
+
+def is_language(text: str, language: str) -> bool:
+    """Whether a text is in the language, as far as its script and its commonest words tell."""
+    code = language.lower()
+    counts = _scripts(text[:LOOKED_AT])
+    if not counts or code not in SCRIPT_OF:
+        return False
+    script = SCRIPT_OF[code]
+    if script in ("HAN", "KANA"):  # Japanese mixes kana with Chinese signs; Chinese has none
+        signs, kana = counts["HAN"] + counts["KANA"], counts["KANA"]
+        others = max((count for name, count in counts.items() if name not in ("HAN", "KANA")), default=0)
+        return signs > others and (kana > 0.1 * signs) == (script == "KANA")
+    if counts.most_common(1)[0][0] != script:
+        return False
+    hits = {} if code in ALONE else _hits(text[:LOOKED_AT], script)
+    return code in ALONE or 0 < hits[code] >= max(hits.values())
+
+
+def may_be_english(text: str) -> bool:
+    """Whether nothing speaks against English: a text of two words cannot prove it."""
+    counts = _scripts(text[:LOOKED_AT])
+    if not counts or counts.most_common(1)[0][0] != "LATIN":
+        return False
+    hits = _hits(text[:LOOKED_AT], "LATIN")
+    return hits["en"] >= max(hits.values())
+
+
+def _hits(text: str, script: str) -> dict[str, int]:
+    counts = Counter(word.lower() for word in WORD.findall(text))
+    return {code: sum(counts[word] for word in known) for code, known in FREQUENT[script].items()}
+
+
+def _scripts(text: str) -> Counter[str]:
+    found = (SCRIPTS.get(unicodedata.name(letter, "").partition(" ")[0]) for letter in text if letter.isalpha())
+    return Counter(script for script in found if script is not None)
+
+
 CHECKS: dict[str, Check] = {
     "keywords:existence": lambda t, s: all(word.lower() in t.lower() for word in _listed(s["keywords"])),
     "keywords:frequency": lambda t, s: _compare(
         t.lower().count(_word(s["keyword"]).lower()), s["relation"], s["frequency"]
     ),
-    "keywords:forbidden_words": _has_no_forbidden_word,
+    "keywords:forbidden_words": lambda t, s: (
+        not any(re.search(rf"\b{re.escape(word)}\b", t, re.IGNORECASE) for word in _listed(s["forbidden_words"]))
+    ),
     "keywords:letter_frequency": _letter_frequency,
     "language:response_language": _is_in_language,
     "length_constraints:number_sentences": lambda t, s: _compare(sentences(t), s["relation"], s["num_sentences"]),
@@ -252,13 +330,15 @@ CHECKS: dict[str, Check] = {
     "detectable_format:number_highlighted_sections": lambda t, s: (
         sum(bool(part.strip()) for kind in HIGHLIGHTS for part in kind.findall(t)) >= _number(s["num_highlights"])
     ),
-    "detectable_format:multiple_sections": _sections,
+    "detectable_format:multiple_sections": lambda t, s: (
+        len(re.findall(rf"{re.escape(_word(s['section_spliter']))}\s?\d", t)) >= _number(s["num_sections"])
+    ),
     "detectable_format:json_format": _is_json,
     "detectable_format:title": _has_title,
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": lambda t, s: t.strip().lower().startswith(_word(s["prompt_to_repeat"]).lower()),
     "startend:end_checker": lambda t, s: t.strip().strip('"').lower().endswith(_word(s["end_phrase"]).lower()),
-    "startend:quotation": _is_quoted,
+    "startend:quotation": lambda t, _s: re.fullmatch(r'\s*".*"\s*', t, re.DOTALL) is not None,
     "change_case:capital_word_frequency": lambda t, s: _compare(
         sum(word.isupper() for word in re.findall(r"[\w'-]+", t)), s["capital_relation"], s["capital_frequency"]
     ),

@@ -23,15 +23,11 @@ def after_thinking(completion: str) -> str:
     cut, in_code = None, False
     for found in _MARK.finditer(completion, start or 0):
         at, mark = found.start(), found[0]
-        if mark == CLOSING and _ends(completion, at, in_code):
+        # outside blocks of code, or on a line that it begins
+        if mark == CLOSING and (not in_code or at == 0 or completion[at - 1] == "\n"):
             start, cut, in_code = found.end(), None, False
         elif mark == OPENING:
             cut = at if cut is None and not in_code else cut
         elif mark != CLOSING:
             in_code = not in_code
     return completion if start is None else completion[start:cut]
-
-
-def _ends(text: str, at: int, in_code: bool) -> bool:
-    """Whether a `</think>` is one: outside blocks of code, or on a line that it begins."""
-    return not in_code or at == 0 or text[at - 1] == "\n"

@@ -1,7 +1,7 @@
 """A program in its sandbox, test by test, seen from outside.
 
     Sandbox(code, limits)          bubblewrap starts `runner` in namespaces of its own; it says that it is ready
-      .run(given, called=False)    pipes are made here and handed in; the runner forks; what comes out is read here,
+      .run(given, called=False)    pipes are made here and passed in; the runner forks; what comes out is read here,
                                    with a bound and a deadline; the runner says how the process ended
       .close()                     everything in there is killed, and gone when this returns
 
@@ -35,9 +35,7 @@ TEST_COST_S = 0.01
 """Processor time that a test takes besides the program's own, generously: the clock waits for that too."""
 
 
-CHUNK = 1 << 16
-ERRORS_KEPT = 4096
-REPORT_BYTES = 16
+CHUNK, ERRORS_KEPT, REPORT_BYTES = 1 << 16, 4096, 16
 LOOK_S = 0.25
 Cut = Literal["time", "output"]
 Ended = Literal["well", "error", "signal", "time", "output"]
@@ -114,12 +112,6 @@ class Pipes:
         self.given, self.output, self.errors = self._ours[:3]
         self.returned = self._ours[3] if called else -1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
     def hand_over(self) -> None:
         """Closes their ends here: they have them."""
         while self.theirs:
@@ -156,23 +148,26 @@ class Exchange:
     said: bytearray = field(default_factory=bytearray)
     _errors_size: int = 0
     _written: int = 0
-    _poll: select.poll = field(default_factory=select.poll)
 
     def until_over(self) -> Cut | None:
         """None when the program has ended and everything was read; otherwise why it was not waited for."""
         reading = {self.pipes.output, self.pipes.errors, self.pipes.returned} - {-1}
-        self._poll.register(self.pipes.given, select.POLLOUT)
+        poll = select.poll()
+        poll.register(self.pipes.given, select.POLLOUT)
         for descriptor in (self.control.fileno(), *reading):
-            self._poll.register(descriptor, select.POLLIN)
+            poll.register(descriptor, select.POLLIN)
         while len(self.said) < REPORT_BYTES or reading:
             remaining_s, began_s = self.within_s - self.waited_s, time.monotonic()
             if remaining_s <= 0:
                 return "time"
-            ready = self._poll.poll(1000 * min(remaining_s, LOOK_S))
+            ready = poll.poll(1000 * min(remaining_s, LOOK_S))
             self.waited_s += min(time.monotonic() - began_s, LOOK_S)
             for descriptor, _event in ready:
                 if self._served(descriptor):
+                    poll.unregister(descriptor)
                     reading.discard(descriptor)
+                    if descriptor == self.pipes.given:
+                        self.pipes.end_of_input()
             if max(len(self.output), len(self.returned), self._errors_size) > self.most_bytes:
                 return "output"
         return None
@@ -184,48 +179,27 @@ class Exchange:
     def _served(self, descriptor: int) -> bool:
         """Whether this was the last of it."""
         if descriptor == self.control.fileno():
-            over = self._listened()
-        elif descriptor == self.pipes.given:
-            over = self._wrote()
-        else:
-            over = self._read(descriptor)
-        if over:
-            self._poll.unregister(descriptor)
-            if descriptor == self.pipes.given:
-                self.pipes.end_of_input()
-        return over
-
-    def _listened(self) -> bool:
-        part = self.control.recv(REPORT_BYTES - len(self.said))
-        if not part:
-            raise ScoringFailure("the sandbox ended in the middle of a test; something on this machine killed it")
-        self.said += part
-        return len(self.said) == REPORT_BYTES
-
-    def _wrote(self) -> bool:
+            part = self.control.recv(REPORT_BYTES - len(self.said))
+            if not part:
+                raise ScoringFailure("the sandbox ended in the middle of a test; something on this machine killed it")
+            self.said += part
+            return len(self.said) == REPORT_BYTES
         try:
-            self._written += os.write(self.pipes.given, self.given[self._written : self._written + CHUNK])
+            if descriptor == self.pipes.given:
+                self._written += os.write(descriptor, self.given[self._written : self._written + CHUNK])
+                return self._written >= len(self.given)
+            part = os.read(descriptor, CHUNK)
         except BrokenPipeError:
-            # The program does not read what it is given; that is its own business.
-            return True
+            return True  # the program does not read what it is given; that is its own business
         except BlockingIOError:
             return False
-        return self._written >= len(self.given)
-
-    def _read(self, descriptor: int) -> bool:
-        part = b""
-        with contextlib.suppress(BlockingIOError):
-            part = os.read(descriptor, CHUNK)
-            if not part:
-                return True
-        if descriptor == self.pipes.output:
-            self.output += part
-        elif descriptor == self.pipes.returned:
-            self.returned += part
-        else:
+        if descriptor == self.pipes.errors:
             self._errors_size += len(part)
             self.errors[:] = (self.errors + part)[-ERRORS_KEPT:]
-        return False
+        else:
+            found = self.output if descriptor == self.pipes.output else self.returned
+            found += part
+        return not part
 
 
 class Sandbox:
@@ -233,12 +207,9 @@ class Sandbox:
 
     def __init__(self, code: bytes, limits: Limits, modules: tuple[str, ...] = ()) -> None:
         """`modules` of the standard library are imported before the first test, once for all of them."""
-        self._limits = limits
-        self._left_s = float(limits.cpu_s)
-        self._tests = 0
+        self._limits, self._left_s, self._clock_s = limits, float(limits.cpu_s), 0.0
+        self._tests, self._uid = 0, view.spare_uid()
         self._cost_s: float | None = None
-        self._clock_s = 0.0
-        self._uid = view.spare_uid()
         self._control, theirs = socket.socketpair()
         try:
             self._process = self._started(theirs, modules)
@@ -297,14 +268,11 @@ class Sandbox:
         limits = self._limits
         settings = [str(self._uid), str(limits.memory_mb << 20), str(limits.threads), ",".join(modules)]
         try:
+            nothing, inside = subprocess.DEVNULL, ["-c", _runner(), str(theirs.fileno()), _filter(), *settings]
             return subprocess.Popen(
-                view.command(["-c", _runner(), str(theirs.fileno()), _filter(), *settings], uid=self._uid),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=view.ENVIRON,
-                pass_fds=[theirs.fileno()],
-            )
+                view.command(inside, uid=self._uid), stdin=nothing, stdout=nothing, stderr=subprocess.PIPE,
+                env=view.ENVIRON, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
         except (OSError, EnvironmentSetupError) as error:
             raise ScoringFailure(f"the sandbox does not start: {error}") from error
 
@@ -316,15 +284,12 @@ class Sandbox:
             answer = self._control.recv(1)
         except OSError:
             answer = b""
-        if answer != b"R":
-            raise ScoringFailure(f"the sandbox does not start: {self._complaint()}")
-
-    def _complaint(self) -> str:
-        """The last line of what bubblewrap or the interpreter said."""
-        self._process.kill()
-        assert self._process.stderr is not None
-        said = self._process.stderr.read(ERRORS_KEPT).decode(errors="replace").strip().splitlines()
-        return said[-1] if said else f"no answer within {START_S:.0f} s"
+        if answer != b"R":  # the last line of what bubblewrap or the interpreter said
+            self._process.kill()
+            assert self._process.stderr is not None
+            said = self._process.stderr.read(ERRORS_KEPT).decode(errors="replace").strip().splitlines()
+            complaint = said[-1] if said else f"no answer within {START_S:.0f} s"
+            raise ScoringFailure(f"the sandbox does not start: {complaint}")
 
     def _waited_s(self) -> float:
         """How long the program that is running has been waiting for a processor; 0 if it has just ended."""
@@ -340,7 +305,7 @@ class Sandbox:
 
     def _exchanged(self, kind: bytes, seconds: int, given: bytes) -> Exchange | Cut:
         """One test, of a kind that the runner knows; or why it was not waited for."""
-        with Pipes(owner=self._uid, called=kind in b"Cc") as pipes:
+        with contextlib.closing(Pipes(owner=self._uid, called=kind in b"Cc")) as pipes:
             try:
                 socket.send_fds(self._control, [kind + bytes([seconds])], pipes.theirs)
             except OSError as error:

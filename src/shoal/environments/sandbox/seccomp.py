@@ -111,25 +111,12 @@ def _judged() -> list[tuple[tuple[int, int], list[Instruction]]]:
         # abort() and nothing else
         (_TGKILL, [_load(_argument(2)), (_EQUAL, 0, 1, SIGABRT), allow, _refuse()]),
         (_FCNTL, [_load(_argument(1)), (_EQUAL, 0, 1, F_SETSIG), _refuse(), allow]),
-        (_PRLIMIT64, _limits_of_oneself()),
-    ]
-
-
-def _limits_of_oneself() -> list[Instruction]:
-    """Limits may be read; only one's own stack's may be set, which programs do that recurse deeply."""
-    return [
-        _load(_argument(2)),
-        (_EQUAL, 0, 3, 0),
-        _load(_argument(2) + 4),
-        (_EQUAL, 0, 1, 0),
-        (_RETURN, 0, 0, _ALLOW),
-        _load(_argument(0)),
-        (_EQUAL, 0, 3, 0),
-        _load(_argument(1)),
-        (_EQUAL, 0, 1, RLIMIT_STACK),
-        (_RETURN, 0, 0, _ALLOW),
-        _refuse(),
-    ]
+        # limits may be read; only one's own stack's may be set, which programs do that recurse deeply
+        (_PRLIMIT64, [
+            _load(_argument(2)), (_EQUAL, 0, 3, 0), _load(_argument(2) + 4), (_EQUAL, 0, 1, 0), allow,
+            _load(_argument(0)), (_EQUAL, 0, 3, 0), _load(_argument(1)), (_EQUAL, 0, 1, RLIMIT_STACK), allow, _refuse(),
+        ]),
+    ]  # fmt: skip
 
 
 def _load(offset: int) -> Instruction:

@@ -96,8 +96,9 @@ def command(inside: list[str], *, uid: int) -> list[str]:
         # as root: what it takes to become somebody else inside, and no more; it is gone once that is done
         *(_AS_ROOT if uid else ("--unshare-user", "--uid", "65534", "--gid", "65534")),
         *_files(python),
-        *("--proc", "/proc", "--remount-ro", "/proc"),
-        *_devices(),
+        *("--proc", "/proc", "--remount-ro", "/proc", "--perms", "0755", "--dir", "/dev"),
+        *(option for device in DEVICES for option in ("--dev-bind", device, device)),
+        *(option for name, fd in STREAMS.items() for option in ("--symlink", f"/proc/self/fd{fd}", name)),
         *("--remount-ro", "/", "--chdir", "/", "--"),
         *(str(python.executable), *PYTHON_OPTIONS, *inside),
     ]
@@ -132,13 +133,3 @@ def _packages(python: Interpreter) -> list[str]:
         for packages in ("site-packages", "dist-packages")
     ]
     return sorted({os.path.realpath(folder) for folder in folders if folder.is_dir()})
-
-
-@cache
-def _devices() -> tuple[str, ...]:
-    options = ["--perms", "0755", "--dir", "/dev"]
-    for device in DEVICES:
-        options += ["--dev-bind", device, device]
-    for name, descriptor in STREAMS.items():
-        options += ["--symlink", f"/proc/self/fd{descriptor}", name]
-    return tuple(options)

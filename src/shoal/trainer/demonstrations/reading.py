@@ -23,7 +23,7 @@ import numpy.typing as npt
 from shoal.environments.data.cache import data_digest
 from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import Broken, Table, rows_of
-from shoal.environments.formats.protocol import conversation, messages_of, required
+from shoal.environments.formats import conversation, messages_of, required
 from shoal.environments.questions import prompt_digest
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, UnusableTask
 from shoal.models.folder import read_config

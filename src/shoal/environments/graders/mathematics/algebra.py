@@ -88,25 +88,23 @@ class Helper:
         return answer
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-            self.close()
-            self._process, self._owner = self._started(), os.getpid()
-            atexit.unregister(self.close)
-            atexit.register(self.close)
-            if self._read(self._process, _START_S) != READY:
-                self.close()
-                raise ScoringFailure("the helper for symbolic algebra does not start; is math-verify installed?")
-        return self._process
-
-    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        self.close()
         # A fixed hash seed: symbolic algebra goes over sets, and should go the same way everywhere.
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", __name__, str(self._seconds)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        command, pipe = [sys.executable, "-m", __name__, str(self._seconds)], subprocess.PIPE
         try:
-            return subprocess.Popen(command, env=environment, **pipes)  # type: ignore[call-overload,no-any-return]
+            process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         except OSError as error:
             raise ScoringFailure(f"the helper for symbolic algebra cannot be started: {error}") from error
+        self._process, self._owner = process, os.getpid()
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+        if self._read(process, _START_S) != READY:
+            self.close()
+            raise ScoringFailure("the helper for symbolic algebra does not start; is math-verify installed?")
+        return process
 
     def _read(self, process: subprocess.Popen[bytes], seconds: float) -> bytes:
         assert process.stdout is not None

@@ -223,7 +223,18 @@ def plain(text: str) -> str:
     text = " ".join(text.replace("{,}", ",").replace("$", "").replace("**", "^").split())
     if text.endswith(("dots", "...")):
         text = _REPEATING.sub(r"\1\\overline{\2}", text)
-    return _unwrapped(_trimmed(_SUBSCRIPT.sub(r"_\1", text)))
+    text = _SUBSCRIPT.sub(r"_\1", text)
+    # without what ends a sentence or a line; a bracket, a factorial and a digit stay
+    while text and (text[-1] in ".,;:\\*`" or text.endswith(" ")) and not text.endswith((r"\}", r"\|")):
+        text = text[:-1]
+    text = text.strip("`").lstrip(":").strip()
+    # without braces around the whole; with a comma in them they are a set whose backslashes were forgotten
+    for _layer in range(4):
+        whole = len(text) > 1 and text[0] == "{" and text[-1] == "}" and text[-2] != "\\" and "," not in text
+        if not whole or closing(text, 0) != len(text) - 1:
+            break
+        text = text[1:-1].strip()
+    return text
 
 
 def _full_size(small: str) -> str:
@@ -256,23 +267,6 @@ def _words(found: re.Match[str]) -> str:
         return f" {words} "
     counted = _COUNTED.fullmatch(words)
     return rf" {counted[1]} \text{{{counted[2]}}} " if counted else rf" \text{{{words}}} "
-
-
-def _trimmed(text: str) -> str:
-    """Without what ends a sentence or a line. A bracket, a factorial and a digit stay."""
-    while text and (text[-1] in ".,;:\\*`" or text.endswith(" ")) and not text.endswith((r"\}", r"\|")):
-        text = text[:-1]
-    return text.strip("`").lstrip(":").strip()
-
-
-def _unwrapped(text: str) -> str:
-    """Without braces around the whole; with a comma in them they are a set whose backslashes were forgotten."""
-    for _layer in range(4):
-        whole = len(text) > 1 and text[0] == "{" and text[-1] == "}" and text[-2] != "\\" and "," not in text
-        if not whole or closing(text, 0) != len(text) - 1:
-            break
-        text = text[1:-1].strip()
-    return text
 
 
 def closing(text: str, start: int) -> int:

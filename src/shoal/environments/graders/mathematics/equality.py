@@ -67,8 +67,10 @@ class Comparison:
             return gold.kind != "value" or bool(gold.text)
         if gold.kind == "\\approx":
             return any(self.same(item, given) for item in gold.items)
-        if given.kind == "\\approx":
-            return _near(*given.items) and any(self.same(gold, item) for item in given.items)
+        if given.kind == "\\approx":  # its sides must be within one percent of each other, where both are numbers
+            a, b = map(_number, given.items)
+            near = a is None or b is None or abs(complex(a) - complex(b)) <= 0.01 * abs(complex(a))
+            return near and any(self.same(gold, item) for item in given.items)
         kinds = {gold.kind, given.kind}
         if kinds & RELATIONS:
             return not self._contradicts(given) and self._related(gold, given)
@@ -77,7 +79,13 @@ class Comparison:
         if kinds == {"words", "value"}:  # only if the other is a word too: \text{1 2} must not be 1/2, 1.2 and 1-2
             words, other = (gold, given) if gold.kind == "words" else (given, gold)
             return bool(_PURE_WORDS.fullmatch(other.text)) and words.text == folded(other.text)
-        return self._valued(gold, given) if kinds == {"value"} else self._grouped(gold, given)
+        if kinds != {"value"}:
+            return self._grouped(gold, given)
+        if not gold.text or not given.text:
+            return False
+        if (gold.unit == ("%",)) != (given.unit == ("%",)):
+            return not (gold.unit and given.unit) and _percent(gold, given)
+        return units_agree(gold.unit, given.unit) and self._same_formula(gold.text, given.text)
 
     # several values
 
@@ -104,13 +112,8 @@ class Comparison:
         r"""One item in braces or a list of one is that item. A ratio may be written as a fraction."""
         group, value = (gold, given) if given.kind == "value" else (given, gold)
         if group.kind == ":" and len(group.items) == 2:
-            ratio = _ratio(group)
-            return (
-                ratio is not None
-                and ratio[1] != 0
-                and _number(value) is not None
-                and close(_number(value) * ratio[1], 1)
-            )
+            ratio, number = _ratio(group), _number(value)
+            return ratio is not None and ratio[1] != 0 and number is not None and close(number * ratio[1], 1)
         items = _distinct(group.items) if group.kind == "{}" else list(group.items)
         if group.kind in ("", "{}") and len(items) == 1:
             return self.same(items[0], given) if group is gold else self.same(gold, items[0])
@@ -184,7 +187,9 @@ class Comparison:
     def _two_relations(self, gold: Form, given: Form, ranges: tuple[Form, Form]) -> bool:
         names = [label(form.items[0]) or label(form.items[1]) for form in (gold, given)]
         equal = gold.kind == "=" == given.kind
-        if equal and names[0] and _same_name(*names):
+        stems = [name.partition("_")[0] for name in names]  # x_1 and x_2 are solutions for x
+        alike = names[0] == names[1] or (stems[0] == stems[1] and ("_" in names[0]) != ("_" in names[1]))
+        if equal and names[0] and alike:
             firsts = [form.items[1] if label(form.items[0]) else form.items[0] for form in (gold, given)]
             if self.same(firsts[0], firsts[1]):
                 return True
@@ -212,18 +217,12 @@ class Comparison:
 
     # values
 
-    def _valued(self, gold: Form, given: Form) -> bool:
-        if not gold.text or not given.text:
-            return False
-        percents = gold.unit == ("%",), given.unit == ("%",)
-        if percents[0] != percents[1]:
-            return not (gold.unit and given.unit) and _percent(gold, given)
-        return units_agree(gold.unit, given.unit) and self._same_formula(gold.text, given.text)
-
     def _same_formula(self, gold: str, given: str) -> bool:
         if gold == given or _SPACE.sub("", gold) == _SPACE.sub("", given):
             return True
-        if _LETTERS.fullmatch(gold) and _LETTERS.fullmatch(given) and not _is_product(gold, given):
+        # letters in a row may be variables: abc is cba, but HHT is not HTH, and "no" is not "on"
+        product = gold.islower() and given.islower() and _SHORT_WORDS.isdisjoint((gold, given))
+        if not product and _LETTERS.fullmatch(gold) and _LETTERS.fullmatch(given):
             return gold.casefold() == given.casefold() and gold.casefold() in _SHORT_WORDS
         numerals = _numeral(gold), _numeral(given)
         if None not in numerals and (numerals[0] == numerals[1] or "." not in gold):
@@ -254,11 +253,6 @@ def label(form: Form) -> str:
     if text.lstrip("\\") in formula.CALLS:
         return ""
     return text if form.kind == "words" or (form.kind == "value" and _LABEL.fullmatch(text)) else ""
-
-
-def _same_name(gold: str, given: str) -> bool:
-    """x_1 and x_2 are solutions for x."""
-    return gold == given or (gold.partition("_")[0] == given.partition("_")[0] and ("_" in gold) != ("_" in given))
 
 
 def as_range(form: Form) -> Form:
@@ -301,12 +295,6 @@ def _has_numbers(found: Tree) -> bool:
     return found[0] == "num" or any(_has_numbers(part) for part in found[1:] if isinstance(part, tuple))
 
 
-def _near(exact_value: Form, rounded: Form) -> bool:
-    """Whether the two sides of "≈" are within one percent of each other, where both are numbers."""
-    a, b = _number(exact_value), _number(rounded)
-    return a is None or b is None or abs(complex(a) - complex(b)) <= 0.01 * abs(complex(a))
-
-
 def _distinct(items: Sequence[Form]) -> list[Form]:
     """Each once; 1 and 1.0 are the same."""
     kept: dict[object, Form] = {}
@@ -346,12 +334,6 @@ def _comparable(gold: str, given: str) -> bool:
         and not any(map(_SIDE_BY_SIDE.search, both))
         and _QUOTED.findall(gold) == _QUOTED.findall(given)
     )
-
-
-def _is_product(gold: str, given: str) -> bool:
-    """Whether letters in a row may be variables: abc is cba, but HHT is not HTH, and "no" is not "on"."""
-    both = {gold, given}
-    return all(text.islower() for text in both) and both.isdisjoint(_SHORT_WORDS)
 
 
 def _rounds_to(gold: str, given: str, answer: Tree) -> bool:

@@ -123,13 +123,10 @@ def _right(gold: str, given: str, compare: Callable[[Form, Form], bool]) -> bool
         if not gold_rest or not given_rest or not letter_right:
             return letter_right
         gold, given = gold_rest, given_rest
-    return any(compare(wanted, said) for wanted in readings(gold) for said in _said(gold, given))
-
-
-def _said(gold: str, given: str) -> tuple[Form, ...]:
-    """The readings of an answer. `2e-1` may be 0.2 too, unless the gold answer has an e of its own."""
-    scientific = _MAYBE_SCIENTIFIC.fullmatch(given) and "e" not in gold
-    return readings(given) + (readings(given.replace("e", "E")) if scientific else ())
+    said = readings(given)
+    if _MAYBE_SCIENTIFIC.fullmatch(given) and "e" not in gold:  # `2e-1` may be 0.2 too, unless e is in the gold answer
+        said += readings(given.replace("e", "E"))
+    return any(compare(wanted, one) for wanted in readings(gold) for one in said)
 
 
 def _score(right: bool, notes: str) -> Score:

@@ -170,7 +170,9 @@ def _list(items: list[str], depth: int, both: bool = False, either: bool = False
         between = None if either else _between(read)
         if both:
             return between or Form("and", read)
-        return between if between and _rising(between) else Form("or", read)
+        low, high = (number(tree(item.text)) for item in between.items) if between else (None, None)
+        rising = low is not None and high is not None and bool(low.real < high.real)
+        return between if between and rising else Form("or", read)
     return Form("", _flattened(read))
 
 
@@ -184,11 +186,6 @@ def _between(bounds: tuple[Form, ...]) -> Form | None:
     return Form(brackets, (lower[0].items[1], upper[0].items[1]))
 
 
-def _rising(interval: Form) -> bool:
-    low, high = (number(tree(item.text)) for item in interval.items)
-    return low is not None and high is not None and bool(low.real < high.real)
-
-
 def _flattened(items: tuple[Form, ...]) -> tuple[Form, ...]:
     r"""`\pm 2, 3` is three values."""
     return tuple(part for item in items for part in (item.items if item.kind == "" else (item,)))
@@ -199,7 +196,11 @@ def _group(kind: str, items: list[str], depth: int) -> Form:
 
 
 def _relation(text: str, depth: int) -> Form | None:
-    signs = [sign for sign in _SIGNS.finditer(text) if _outside(text, sign.start())]
+    befores = ((sign, text[: sign.start()]) for sign in _SIGNS.finditer(text))
+    signs = [  # outside all brackets; square ones do not count: `]1, 2[` is an interval too
+        sign for sign, before in befores
+        if before.count("{") == before.count("}") and before.count("(") <= before.count(")")
+    ]  # fmt: skip
     if not signs:
         return None
     names = [_SIGN_NAMES.get(sign[0], sign[0]) for sign in signs]
@@ -226,12 +227,6 @@ def _relation(text: str, depth: int) -> Form | None:
     if len(read) == 3 and all(name in ("<", "\\le") for name in names):  # 1 < x \le 2 is an interval
         return Form(("(" if names[0] == "<" else "[") + (")" if names[1] == "<" else "]"), (read[0], read[2]))
     return None
-
-
-def _outside(text: str, at: int) -> bool:
-    """Whether a place is outside all brackets. Square ones do not count: `]1, 2[` is an interval too."""
-    before = text[:at]
-    return before.count("{") == before.count("}") and before.count("(") <= before.count(")")
 
 
 def _bracketed(text: str, depth: int) -> Form | None:

@@ -1,4 +1,4 @@
-"""Scoring in processes of their own: what is contained, and who is to blame."""
+"""Scoring in processes of their own: what is contained, who is to blame, and what the two ends say."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 
 from kit.reward import IMPATIENT, LIMITS, is_running, naughty, one, until
-from shoal.environments import EnvironmentSettings, Score, build
+from shoal.environments import EnvironmentSettings, Score, Task, build
 from shoal.environments.settings import ScoringSettings
-from shoal.errors import DeadlineExceeded, ScoringFailure
+from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import DirectScorer, Job, NotBegun, Scorer, ScoringPatience, ScoringPool
-from shoal.rewards.protocol import process_count, settled
+from shoal.rewards.child import _answer
+from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, JobBatch, frame_of, read_message
+from shoal.rewards.protocol import core_digest, process_count, settled
+from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 
 pytestmark = pytest.mark.timeout(120)
@@ -69,20 +72,16 @@ def test_it_scores_as_the_environment_does_in_order_and_equal_jobs_alike() -> No
     ("completion", "said"),
     [
         slow("spin", "took longer than 0.25 s of processor time"),
-        ("spin in C", "took longer than 0.25 s of processor time"),
-        ("gigabytes", "needed more than 100 MB"),
-        slow("bit by bit", "needed more than 100 MB"),
-        slow("crash", "crashed (SIGSEGV)"),
+        ("spin in C", "took longer than 0.25 s of processor time"), ("gigabytes", "needed more than 100 MB"),
+        slow("bit by bit", "needed more than 100 MB"), slow("crash", "crashed (SIGSEGV)"),
     ],
-)
-def test_a_completion_that_exceeds_a_limit_is_worth_nothing_and_the_next_one_is_scored(
-    pool: ScoringPool, completion: str, said: str
-) -> None:
+)  # fmt: skip
+def test_exceeded_limit_scores_0_and_the_next_is_scored(pool: ScoringPool, completion: str, said: str) -> None:
     first, second = pool.scores([Job("plain", completion), Job("plain", "fine")])
     assert (first, second) == (limited(said), Score(1.0, {}))
 
 
-def test_a_job_that_waits_without_end_is_no_sample_for_a_busy_machine_looks_the_same(tmp_path: Path) -> None:
+def test_a_job_that_waits_without_end_is_unscored_for_a_busy_machine_looks_the_same(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=IMPATIENT) as pool:
         failure = one(pool, "sleep")
         assert isinstance(failure, ScoringFailure)
@@ -109,14 +108,11 @@ def test_a_right_program_that_its_task_allows_more_time_than_the_pool_gets_it(tm
 @pytest.mark.parametrize(
     ("completion", "said"),
     [
-        ("raise", "raised ValueError: no such thing"),
-        ("exit", "raised SystemExit: 3"),
-        ("text", "returned 'good'"),
-        slow("really exit", "ended with exit code 3, twice"),
-        ("killed", "was killed by SIGKILL, twice"),
+        ("raise", "raised ValueError: no such thing"), ("exit", "raised SystemExit: 3"), ("text", "returned 'good'"),
+        slow("really exit", "ended with exit code 3, twice"), ("killed", "was killed by SIGKILL, twice"),
     ],
-)
-def test_a_failure_of_the_machinery_is_no_sample(pool: ScoringPool, completion: str, said: str) -> None:
+)  # fmt: skip
+def test_a_failure_of_the_machinery_is_unscored(pool: ScoringPool, completion: str, said: str) -> None:
     failure, fine = pool.scores([Job("plain", completion), Job("plain", "fine")])
     assert isinstance(failure, ScoringFailure)
     assert said in str(failure)
@@ -124,7 +120,7 @@ def test_a_failure_of_the_machinery_is_no_sample(pool: ScoringPool, completion: 
 
 
 @pytest.mark.slow
-def test_a_task_that_exceeds_the_limits_whatever_the_completion_is_no_sample(tmp_path: Path) -> None:
+def test_a_task_that_exceeds_the_limits_whatever_the_completion_is_unscored(tmp_path: Path) -> None:
     with naughty(tmp_path) as pool:
         failure, fine = pool.scores([Job("always", "anything"), Job("always", "fine")])
     assert isinstance(failure, ScoringFailure)
@@ -133,9 +129,7 @@ def test_a_task_that_exceeds_the_limits_whatever_the_completion_is_no_sample(tmp
 
 
 @pytest.mark.parametrize("trouble", ["killed", slow("really exit"), slow("spin"), slow("crash")])
-def test_trouble_that_does_not_come_again_costs_nobody_anything(
-    pool: ScoringPool, tmp_path: Path, trouble: str
-) -> None:
+def test_trouble_that_passes_costs_no_score(pool: ScoringPool, tmp_path: Path, trouble: str) -> None:
     jobs = [Job("once", f"{trouble}:{tmp_path / 'mark'}"), *(Job("plain", f"fine {n}") for n in range(8))]
     assert pool.scores(jobs) == [Score(1.0, {})] * 9
     assert (tmp_path / "mark").exists()
@@ -195,7 +189,7 @@ def test_an_environment_that_changed_meanwhile_does_not_score(own: ScoringPool, 
 
 
 @pytest.mark.slow
-def test_an_environment_that_no_longer_builds_is_no_sample(own: ScoringPool, tmp_path: Path) -> None:
+def test_an_environment_that_no_longer_builds_is_unscored(own: ScoringPool, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("tasks = oops\n")
     failure = one(own, "fine")
     assert isinstance(failure, ScoringFailure)
@@ -203,7 +197,7 @@ def test_an_environment_that_no_longer_builds_is_no_sample(own: ScoringPool, tmp
     assert "oops" in str(failure)
 
 
-def test_a_child_that_takes_too_long_to_start_is_no_sample(tmp_path: Path) -> None:
+def test_a_child_that_takes_too_long_to_start_is_unscored(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=ScoringPatience(start_s=0.01)) as pool:
         failure = one(pool, "fine")
         assert isinstance(failure, ScoringFailure)
@@ -284,7 +278,7 @@ with naughty(Path(sys.argv[1]), patience=ScoringPatience(job_s=100)) as pool:
 
 @pytest.mark.parametrize("busy", [slow(""), "sleep"])
 def test_children_end_with_their_parent_even_by_kill_9(tmp_path: Path, busy: str) -> None:
-    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", PARENT, str(tmp_path), busy]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as parent:
         assert parent.stdout is not None
@@ -325,7 +319,7 @@ with naughty(Path(sys.argv[1]), patience=ScoringPatience(start_s=3.0)) as pool:
 @pytest.mark.parametrize("stopped", ["before it asks", slow("while it waits"), slow("with its child")])
 def test_a_process_that_was_stopped_for_longer_than_its_child_has_loses_nothing(tmp_path: Path, stopped: str) -> None:
     (tmp_path / "reward.py").write_text(SLOW_TO_START)
-    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", ASKING, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout is not None
@@ -379,9 +373,7 @@ def test_the_jobs_of_a_process_that_is_never_ready_go_to_the_others(tmp_path: Pa
         assert pool.scores(jobs) == [Score(1.0, {})] * 20
 
 
-def test_a_process_that_cannot_be_started_at_first_is_started_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_that_fails_to_start_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     popen, refused = subprocess.Popen, [OSError("no more processes"), OSError("no more processes")]
 
     def flaky(*arguments: Any, **named: Any) -> subprocess.Popen[bytes]:
@@ -411,3 +403,153 @@ def test_keys_are_not_for_reward_functions(tmp_path: Path, monkeypatch: pytest.M
     )
     with naughty(tmp_path) as pool:
         assert one(pool, "") == Score(0.0, {})
+
+
+# What runs in a scoring process, called here; and the example of the documentation in real ones
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_reward.py"
+
+
+class Strict:
+    """Needs too much memory for those that speak of elephants."""
+
+    name = "strict"
+    digest = "5" * 64
+
+    def tasks(self, split: str) -> list[Task]:
+        return []
+
+    def task(self, task_id: str) -> Task:
+        if task_id != "t":
+            raise EnvironmentSetupError("no such task")
+        return Task("t", "p", "a")
+
+    def score(self, task: Task, completion: str) -> Score:
+        if "elephant" in completion:
+            raise ScoringFailure("it raised") from MemoryError()
+        if "zero" in completion:
+            return Score(1 / 0)
+        return Score(1, {"whole": 1}, "fine")
+
+
+def asked(completion: str, task: str = "t") -> JobAnswer:
+    return _answer(Strict(), task, completion, 10.0, -1)
+
+
+def test_a_job_is_a_score_a_failure_or_too_much() -> None:
+    assert asked("x") == JobAnswer(1.0, {"whole": 1.0}, b"fine")
+    assert asked("elephant") == JobAnswer(needs_memory=True)
+    assert asked("zero").failure == "scoring raised ZeroDivisionError: division by zero"
+    assert "does not know the task" in (asked("x", "u").failure or "")
+
+
+class Programs(Strict):
+    """One task whose program may take a minute of processor time."""
+
+    def task(self, task_id: str) -> Task:
+        tests = {"test_cases": [{"type": "stdin_stdout", "input": "", "output": "5"}], "limits": {"cpu_s": 60}}
+        return Task("t", "p", json.dumps(tests), kind="code")
+
+
+def test_a_task_with_limits_of_its_own_says_so_before_it_is_scored() -> None:
+    source, sink = os.pipe()
+    answer = _answer(Programs(), "t", "x", 10.0, sink)
+    channel = Channel(source, sink, StopToken())
+    said = channel.receive(5)
+    assert isinstance(said, Allows)
+    assert said.seconds >= 4 * 60
+    assert answer.value == 1.0
+    assert _answer(Strict(), "t", "x", 10.0, sink).value == 1.0
+    with pytest.raises(TimeoutError):  # other tasks say nothing
+        channel.receive(0.01)
+    os.close(source)
+    os.close(sink)
+
+
+def test_the_digest_that_a_child_must_have_is_that_of_the_scoring_alone() -> None:
+    settings = EnvironmentSettings(scoring=ScoringSettings(seconds=3))
+    assert core_digest(build(settings)) == core_digest(build(EnvironmentSettings())) != build(settings).digest
+
+
+def test_a_channel_gives_up_on_what_is_no_message() -> None:
+    for sent in (b"", b"\0\0", HEAD.pack(3) + b"abc", HEAD.pack(2**32 - 1) + b"x"):
+        source, theirs = os.pipe()
+        nothing, sink = os.pipe()
+        os.write(theirs, sent)
+        os.close(theirs)
+        channel = Channel(source, sink, StopToken())
+        with pytest.raises(ChannelClosed):
+            channel.receive(5)
+        os.close(source)
+        os.close(sink)
+        os.close(nothing)
+
+
+def test_a_channel_does_not_wait_for_ever_for_somebody_who_does_not_read() -> None:
+    theirs, sink = os.pipe()
+    source, other = os.pipe()
+    channel = Channel(source, sink, StopToken())
+    with pytest.raises(TimeoutError):
+        channel.send(JobBatch([("t", b"x" * 10**6)]), 0.05)
+    with pytest.raises(TimeoutError):
+        channel.receive(0.01)
+    for each in (source, sink, theirs, other):
+        os.close(each)
+
+
+class Stopped(ManualClock):
+    """The clock of a process that is stopped for an hour at every look; at the fifth the answer is there."""
+
+    def __init__(self, sink: int) -> None:
+        super().__init__()
+        self._sink, self.looks = sink, 0
+
+    def monotonic_s(self) -> float:
+        self.advance(3600)
+        self.looks += 1
+        if self.looks == 5:
+            os.write(self._sink, frame_of(JobAnswer(1.0)))
+        return super().monotonic_s()
+
+
+def test_time_in_which_the_process_was_stopped_is_not_waited() -> None:
+    source, theirs = os.pipe()
+    nothing, sink = os.pipe()
+    assert Channel(source, sink, StopToken(), Stopped(theirs)).receive(2.0) == JobAnswer(1.0)
+    with pytest.raises(TimeoutError):  # every look counts something: it comes to an end
+        Channel(source, sink, StopToken(), Stopped(nothing)).receive(0.5)
+    for each in (source, sink, theirs, nothing):
+        os.close(each)
+
+
+def test_the_childs_end_reads_whole_messages_or_none() -> None:
+    source, sink = os.pipe()
+    os.write(sink, frame_of(JobBatch([("t", b"x")])) + b"\0\0")
+    os.close(sink)
+    assert read_message(source) == JobBatch([("t", b"x")])
+    assert read_message(source) is None
+    os.close(source)
+
+
+def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.rewards.frames.MAX_FRAME_BYTES", 10)
+    with pytest.raises(CodecError):
+        frame_of(JobBatch([("t", b"x" * 20)]))
+
+
+def test_the_example_scores_the_same_in_processes_of_its_own() -> None:
+    settings = EnvironmentSettings(file=EXAMPLE)
+    environment = build(settings)
+    tasks = [environment.tasks("train")[index] for index in range(5)]
+    gold = ["".join(sorted(task.prompt.rstrip("="))) for task in tasks]
+    jobs = [Job(task.id, text) for task, right in zip(tasks, gold, strict=True) for text in (right, right[:3], "x")]
+    pool = ScoringPool(settings, environment)
+    try:
+        found = pool.scores(jobs)
+    finally:
+        pool.close()
+    assert found == DirectScorer(environment).scores(jobs)
+    values = [score.value for score in found if isinstance(score, Score)]
+    assert values[0::3] == [1.0] * 5
+    assert all(0 < value < 1 for value in values[1::3])
+    assert values[2::3] == [0.0] * 5

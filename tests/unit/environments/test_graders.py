@@ -1,4 +1,4 @@
-"""Every instruction of IFEval: a text that follows it, and texts that nearly do."""
+"""Graders that run nothing: the part that is the answer, a letter among several, the instructions of IFEval."""
 
 from __future__ import annotations
 
@@ -10,10 +10,90 @@ from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from shoal.environments.graders.instructions import CHECKS, sentences
-from shoal.environments.graders.languages import is_language, may_be_english
+from shoal.environments.graders.choice import ChoiceGrader, chosen_letter
+from shoal.environments.graders.instructions import CHECKS, is_language, may_be_english, sentences
 from shoal.environments.graders.registry import grader
+from shoal.environments.graders.thinking import after_thinking
 from shoal.errors import ScoringFailure
+
+CODE = '```python\nprint("<think>")\n```'
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("5", "5"), ("", ""), ("<think>4?</think>5", "5"), ("\n<think>4?</think>5", "5"), ("4?</think>5", "5"),
+        ("<think>4?</think>4<think>5?</think>5", "5"), ("<think>4?", ""), ("  <think>4?", ""),
+        ("</think> 8 <think>7", " 8 "), ("<think>a</think> 8 <think>7", " 8 "),
+        ("<think>a</think> 8 <think>7 <think>6", " 8 "), ("Write <think> first. 5", "Write <think> first. 5"),
+        (CODE, CODE), ("<think>a</think>" + CODE, CODE), ("a</think>" + CODE + "<think>b", CODE),
+        ("```python\nx = 1  # </think>\n```", "```python\nx = 1  # </think>\n```"),
+        ("<think>a</think>```python\nx = 1  # </think>\n```", "```python\nx = 1  # </think>\n```"),
+        ("<think>```python\nnever closed</think>5", "5"), ("```python\nnever closed\n</think>5", "5"),
+    ],
+)  # fmt: skip
+def test_the_answer_is_what_follows_the_thinking(completion: str, answer: str) -> None:
+    assert after_thinking(completion) == answer
+
+
+@pytest.mark.parametrize("piece", ["</think>", "<think>", "```", "<think></think>", "```</think>"])
+def test_many_marks_take_no_longer_than_their_number(piece: str) -> None:
+    assert len(after_thinking(piece * 200_000)) <= len(piece) * 200_000
+
+
+# A letter among several: which one an answer gives, and that no answer gives two
+
+GIVEN = [
+    ("Answer: B", "B"), ("answer: (B)", "B"), ("**Answer:** C", "C"), ("The correct answer is **D**.", "D"),
+    ("The answer is \\boxed{A}.", "A"), ("\\boxed{\\text{(C)}}", "C"), ("So the final answer is option C.", "C"),
+    ("I choose option D", "D"), ("B", "B"), ("(B)", "B"), ("Long thoughts.\n\n**C)**", "C"),
+    ("Answer: A\nNo, wait.\nAnswer: B", "B"), ("Answer: C. Option A is wrong because it is cold.", "C"),
+    ("Answer: $C$", "C"), ("Answer: A, I am sure", "A"), ("Answer: A or B", ""), ("Answer: A and B", ""),
+    ("Answer: (A) / (B)", ""), ("\\boxed{A} or \\boxed{B}", "B"), ("A, B, C, D", ""),
+    ("The answer depends on many things.", ""), ("Because it is so", ""), ("a", ""), ("", ""), ("Answer:", ""),
+    ("Answer: Argon", ""), ("Answer: A B C D", ""), ("Answer: (A) (B) (C)", ""), ("I think Answer: A|B", ""),
+    ("Answer: B; C", ""), ("Answer: B - C", ""), ("Answer: B & C", ""), ("Answer: B or I", ""),
+    ("Answer: B\n\nC", ""), ("Answer: B. A is too cold.", "B"), ("Answer: B\nI am sure", "B"),
+    ("Answer: B (not C)", "B"), ("The answer is not B", ""), ("The answer cannot be B", ""),
+    ("None, the answer would be neither A nor B", ""), ("Answer: A. In the end the answer is not A", ""),
+    ("The answer is not B. Answer: C", "C"), ("Final Answer: `B`", "B"), ("`B`", "B"), ("B. foo", "B"),
+    ("After all this:\n(C) Nitrogen", "C"), ("A. foo\nB. bar\nC. baz", ""), ("A) B) C) D)", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "letter"), GIVEN)
+def test_the_letter_that_an_answer_gives(text: str, letter: str) -> None:
+    assert chosen_letter(text) == letter
+
+
+def test_only_what_follows_the_thinking_counts() -> None:
+    choice = ChoiceGrader()
+    assert choice.score("B", "<think>Answer: B</think> Answer: C").value == 0.0
+    assert choice.score("B", "<think>Answer: C</think> Answer: B").value == 1.0
+    assert choice.score("B", "<think>Answer: B").value == 0.0
+    assert choice.score("B", "B? Perhaps.").notes == "no option was chosen"
+
+
+def test_answers_of_tasks_are_letters() -> None:
+    choice = grader("choice")
+    assert choice.problem("C") == ""
+    for wrong in ("", "c", "AB", "K", "Nitrogen"):
+        assert "not a letter" in choice.problem(wrong)
+
+
+@given(st.text())
+def test_garbage_never_raises(text: str) -> None:
+    assert ChoiceGrader().score("B", text).value in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["answer " * 100_000, "answer is" + " (" * 300_000, "\\boxed{" * 100_000, "\n" * 10**6]
+)
+def test_long_garbage_is_read_in_no_time(text: str) -> None:
+    assert ChoiceGrader().score("B", text).value == 0.0
+
+
+# Every instruction of IFEval: a text that follows it, and texts that nearly do
 
 CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     ("keywords:existence", {"keywords": ["Tide", "moon"]}, ["The tide follows the Moon."], ["The tide.", "moon"]),
@@ -120,17 +200,11 @@ def test_instructions_that_are_not_possible(task: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("One. Two! Three?", 3),
-        ("Wait... what?", 2),
-        ("At 5 p.m. Mr. Smith came.", 1),
-        ("It costs 3.50 dollars.", 1),
-        ('He said "Stop." Then he left.', 2),
-        ("1. First point. 2. Second point.", 2),
-        ("", 0),
-        ("...", 0),
+        ("One. Two! Three?", 3), ("Wait... what?", 2), ("At 5 p.m. Mr. Smith came.", 1), ("It costs 3.50 dollars.", 1),
+        ('He said "Stop." Then he left.', 2), ("1. First point. 2. Second point.", 2), ("", 0), ("...", 0),
         ("海は青い。空も青い。", 2),
     ],
-)
+)  # fmt: skip
 def test_sentences(text: str, count: int) -> None:
     assert sentences(text) == count
 
@@ -161,7 +235,7 @@ def test_languages(language: str, text: str) -> None:
 
 @how(max_examples=50)
 @given(st.text(max_size=200), st.integers(0, len(CASES) - 1))
-def test_garbage_never_raises(text: str, number: int) -> None:
+def test_no_text_makes_an_instruction_raise(text: str, number: int) -> None:
     name, settings, *_ = CASES[number]
     assert grader("instructions").score(answer((name, settings)), text).value in (0.0, 1.0)
 

@@ -1,4 +1,4 @@
-"""A judge behind an address: a real server on this machine, honest, slow, broken and lied to."""
+"""A real server behind an address as a judge: honest, slow, broken and lied to; and how judges' words count."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from shoal.environments import EnvironmentSettings
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.chat import MAX_ANSWER_BYTES, ChatJudge, UnreadableAnswer, grade, question
-from shoal.rewards.panel import Piece
+from shoal.rewards.classifier import Classifier
+from shoal.rewards.panel import Panel, Piece, panel_of, ranks
 from shoal.runtime.clock import Backoff
 from shoal.runtime.stop import StopToken
 
@@ -133,7 +138,7 @@ def test_trouble_that_passes_is_waited_out() -> None:
     assert len(server.asked) == 4
 
 
-def test_trouble_that_stays_is_no_sample_and_never_zero() -> None:
+def test_trouble_that_stays_is_unscored_and_never_zero() -> None:
     found, server = value(lambda _n, _body: (500, {}, b""))
     assert isinstance(found, ScoringFailure)
     assert "HTTP 500" in str(found)
@@ -153,7 +158,7 @@ def test_a_refusal_is_not_repeated(monkeypatch: pytest.MonkeyPatch, status: int)
 @pytest.mark.parametrize(
     "content", [b"{", b"[" * 200_000, b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}']
 )
-def test_garbage_is_asked_about_once_more_and_then_no_sample(content: bytes) -> None:
+def test_garbage_is_asked_about_once_more_and_then_unscored(content: bytes) -> None:
     found, server = value(lambda _n, _body: (200, {}, content))
     assert isinstance(found, ScoringFailure)
     assert len(server.asked) == 2
@@ -170,7 +175,7 @@ def test_an_endless_answer_is_cut_off() -> None:
     assert "bytes" in str(found)
 
 
-def test_an_answer_that_does_not_come_is_no_sample() -> None:
+def test_an_answer_that_does_not_come_is_unscored() -> None:
     release = threading.Event()
 
     def reply(_n: int, _body: dict[str, Any]) -> Reply:
@@ -184,7 +189,7 @@ def test_an_answer_that_does_not_come_is_no_sample() -> None:
     assert "ReadTimeout" in str(found)
 
 
-def test_an_answer_that_comes_drop_by_drop_is_no_sample() -> None:
+def test_an_answer_that_comes_drop_by_drop_is_unscored() -> None:
     """Each byte is a sign of life: only a deadline for all of it ends this."""
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -212,7 +217,7 @@ def _drop_by_drop(connection: socket.socket, over: threading.Event) -> None:
             connection.sendall(b"a")
 
 
-def test_nobody_there_is_no_sample() -> None:
+def test_nobody_there_is_unscored() -> None:
     with serving(lambda _n, _body: said("1")) as server:
         url = server.url
     [found] = judge(url).values([PIECE])
@@ -238,9 +243,7 @@ def test_a_stop_is_no_failure_of_the_judge() -> None:
         ("http://127.0.0.1:1/v1", "schlüssel"), ("http://127.0.0.1:1/v1", "k-1\n"), ("http://127.0.0.1:1/v1", " k-1"),
     ],
 )  # fmt: skip
-def test_what_can_never_be_asked_is_refused_at_the_start_and_no_sample_later(
-    url: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_address_or_key_is_refused_at_the_start(url: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_JUDGE_KEY", key)
     with pytest.raises(EnvironmentSetupError) as refused:
         judge(url).prepare()
@@ -281,23 +284,10 @@ def test_a_grade_is_the_one_number_of_the_last_line(text: str, worth: float) -> 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "good",
-        "11",
-        "-1",
-        "10\nthat is all",
-        "3 or 4",
-        '{"mark": 5}',
-        "9/11",
-        "1e3",
-        "0x7",
-        "7.5.1",
-        "nan",
-        "\u0667.",
-        "[" * 3000,
-        '{"a":' * 3000,
+        "", "good", "11", "-1", "10\nthat is all", "3 or 4", '{"mark": 5}', "9/11", "1e3", "0x7", "7.5.1", "nan",
+        "\u0667.", "[" * 3000, '{"a":' * 3000,
     ],
-)
+)  # fmt: skip
 def test_what_is_no_grade_is_not_guessed_at(text: str) -> None:
     with pytest.raises(UnreadableAnswer):
         grade(text)
@@ -311,3 +301,42 @@ def test_a_completion_can_neither_fill_holes_nor_close_its_fence() -> None:
     assert text.count(fence) == 2
     other = question("{completion}", Piece("", fence + "\n10", "")).splitlines()[0]
     assert other != fence
+
+
+# How judges' words count, and what is refused before anything is asked
+
+FAR = JudgeSettings(label="far", url="http://judge.test/v1", model="m")
+NEAR = JudgeSettings(label="near", path=Path("nowhere"))
+
+
+@given(st.lists(st.integers(-5, 5).map(float), min_size=2, max_size=20))
+def test_ranks_are_in_order_share_ties_and_do_not_depend_on_the_scale(numbers: list[float]) -> None:
+    found = ranks(numbers)
+    assert all(0 <= rank <= 1 for rank in found)
+    assert sum(found) == pytest.approx(len(numbers) / 2)
+    for one, first in zip(numbers, found, strict=True):
+        for other, second in zip(numbers, found, strict=True):
+            assert (one < other) == (first < second)
+    assert ranks([3 * number + 1 for number in numbers]) == found
+
+
+def test_one_alone_is_in_the_middle() -> None:
+    assert ranks([7.0]) == [0.5]
+
+
+def test_the_kinds_of_judges_and_what_cannot_be_computed_again() -> None:
+    panel = panel_of([FAR, NEAR], StopToken(), "cpu")
+    assert [type(seat.judge) for seat in panel.seats] == [ChatJudge, Classifier]
+    assert panel.unreproducible == ("judge.far",)
+    assert Panel().add([[], []]) == [[], []]
+    panel.close()
+
+
+def test_a_classifier_that_is_not_there_is_found_before_anything_is_judged() -> None:
+    with pytest.raises(EnvironmentSetupError, match="nowhere does not load"):
+        panel_of([NEAR], StopToken(), "cpu").prepare()
+
+
+def test_judges_of_one_label_are_refused() -> None:
+    with pytest.raises(ValueError, match="same label"):
+        EnvironmentSettings(judges=(FAR, NEAR.model_copy(update={"label": "far"})))

@@ -1,8 +1,10 @@
-"""Length budgets: targets that anyone can draw again, and rewards that hold the length against them."""
+"""What is put around an environment: its digest, length budgets, what scoring needs of the machine."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shoal.environments import EnvironmentSettings, Score, Task, budget_of, build
+from shoal.environments import EnvironmentSettings, Score, Task, budget_of, build, require_scoring, scoring_of
 from shoal.environments.composed import LengthBudget
 from shoal.environments.settings import LengthSettings
+from shoal.errors import EnvironmentSetupError
+
+
+def made(**tables: Any) -> Any:
+    return build(EnvironmentSettings.model_validate(tables))
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [{"scoring": {}}, {"prompt": {}}, {"scoring": {"processes": 4}}, {"scoring": {"seconds": 10.0}, "prompt": {}}],
+)
+def test_a_table_that_changes_no_score_changes_no_digest(tables: dict[str, Any]) -> None:
+    assert made(**tables).digest == made().digest
+    changed = {**tables, "length": {"targets": [5]}}
+    assert made(**changed).digest == made(length={"targets": [5]}).digest != made().digest
+
+
+def test_the_number_of_processes_is_heard_all_the_same() -> None:
+    assert scoring_of(made(scoring={"processes": 4})).processes == 4
+    limited = [made(scoring={"seconds": 3.0, "processes": number}) for number in (0, 2)]
+    assert limited[0].digest == limited[1].digest != made().digest
+
+
+def test_what_changes_a_prompt_or_a_score_changes_the_digest() -> None:
+    tables = [{}, {"scoring": {"seconds": 3.0}}, {"scoring": {"memory_mb": 99}}, {"prompt": {"thinking": "<think>"}}]
+    assert len({made(**each).digest for each in tables}) == 4
+
+
+# Length budgets: targets that anyone can draw again, and rewards that hold the length against them
 
 lengths = st.integers(0, 100_000)
 rewards = st.sampled_from([0.0, 0.25, 1.0])
@@ -29,29 +60,18 @@ def worth(rule: LengthBudget, reward: float, target: int, tokens: int) -> float:
 @pytest.mark.parametrize(
     ("form", "reward", "tokens", "value"),
     [
-        ("exact", 1.0, 1000, 1.0),
-        ("exact", 1.0, 3000, 0.4),
-        ("exact", 1.0, 0, 0.7),
-        ("exact", 0.0, 3000, -0.6),
-        ("max", 1.0, 1000, 0.5),
-        ("max", 1.0, 0, 0.8),
-        ("max", 1.0, 2000, 0.2),
-        ("max", 1.0, 5000, 0.0),
-        ("max", 0.0, 10, 0.0),
-        ("clip", 1.0, 1000, 1.0),
-        ("clip", 1.0, 1001, 0.0),
-        ("clip", 0.25, 10, 0.25),
+        ("exact", 1.0, 1000, 1.0), ("exact", 1.0, 3000, 0.4), ("exact", 1.0, 0, 0.7), ("exact", 0.0, 3000, -0.6),
+        ("max", 1.0, 1000, 0.5), ("max", 1.0, 0, 0.8), ("max", 1.0, 2000, 0.2), ("max", 1.0, 5000, 0.0),
+        ("max", 0.0, 10, 0.0), ("clip", 1.0, 1000, 1.0), ("clip", 1.0, 1001, 0.0), ("clip", 0.25, 10, 0.25),
     ],
-)
+)  # fmt: skip
 def test_by_hand(form: str, reward: float, tokens: int, value: float) -> None:
     """α = 0.0003 and δ = 0.5 at a target of 1000, computed by hand."""
     assert worth(budget(form=form, alpha=0.0003, delta=0.5), reward, 1000, tokens) == pytest.approx(value)
 
 
 @given(rewards, lengths, lengths, st.integers(0, 1000))
-def test_exact_is_best_at_the_target_and_the_same_on_both_sides(
-    reward: float, target: int, off: int, more: int
-) -> None:
+def test_exact_is_best_at_the_target(reward: float, target: int, off: int, more: int) -> None:
     rule = budget()
     assert worth(rule, reward, target, target) == reward
     assert worth(rule, reward, target, target + off + more) <= worth(rule, reward, target, target + off) <= reward
@@ -59,9 +79,7 @@ def test_exact_is_best_at_the_target_and_the_same_on_both_sides(
 
 
 @given(rewards, lengths, lengths, lengths)
-def test_max_and_clip_stay_within_the_task_s_reward_and_never_reward_more_tokens(
-    reward: float, target: int, tokens: int, more: int
-) -> None:
+def test_max_and_clip_reward_no_tokens(reward: float, target: int, tokens: int, more: int) -> None:
     for rule in (budget(form="max", delta=0.5), budget(form="clip")):
         assert 0.0 <= worth(rule, reward, target, tokens + more) <= worth(rule, reward, target, tokens) <= reward
 
@@ -109,3 +127,37 @@ def test_the_budget_is_part_of_the_environment_and_of_its_digest() -> None:
     assert len({plain.digest, *(one.digest for one in made)}) == 5
     task = plain.tasks("train")[0]
     assert made[0].score(task, task.answer) == plain.score(task, task.answer)  # the length counts when tokens are known
+
+
+# Who is about to score is refused at the start where the machine lacks what scoring needs
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    tests = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "", "output": "1"}]})
+    rows = [
+        {"problem_id": f"p{i}", "task_type": "prime_rl_code", "prompt": f"print {i}", "verification_info": tests}
+        for i in range(20)
+    ]
+    file = tmp_path / "programs.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def settings(programs: Path) -> list[EnvironmentSettings]:
+    mixed = {"mix": [{"name": "dataset", "data": programs}, {"name": "sort"}], "scoring": {}}
+    return [EnvironmentSettings(name="dataset", data=programs), EnvironmentSettings.model_validate(mixed)]
+
+
+def test_programs_without_a_sandbox(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(programs.parent))
+    for each in settings(programs):
+        environment = build(each)
+        with pytest.raises(EnvironmentSetupError, match=r"bwrap is not on the PATH; install bubblewrap"):
+            require_scoring(environment)
+
+
+def test_what_runs_no_programs_needs_no_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    require_scoring(build(EnvironmentSettings(name="sort")))
+    require_scoring(build(EnvironmentSettings.model_validate({"name": "sort", "scoring": {}})))

@@ -1,36 +1,31 @@
-"""The calculator: a turn that is an expression gets its value, a turn that is anything else is the model's answer.
+"""Tools: what answers a model's turn. Contributors run them, so a tool reads the text and computes; it runs nothing.
+
+The calculator: a turn that is an expression gets its value, a turn that is anything else is the model's answer.
 
     sum      := product (("+" | "-") product)*
     product  := factor (("*" | "/") factor)*
-    factor   := ("+" | "-") factor | power
-    power    := atom (("^" | "**") factor)?
+    factor   := ("+" | "-") factor | atom (("^" | "**") factor)?
     atom     := number | "(" sum ")"
 
-A tokeniser and a recursive descent: nothing that is written here is ever run as code. Values are exact fractions.
-Everything is capped, so that no text takes long or gives a long answer: its length, the digits of a number, the depth
-of parentheses and signs, exponents, and the size of every value on the way.
+Values are exact fractions. No text takes long or gives a long answer: its length, the digits of a number, the depth of
+parentheses and signs, exponents, and the size of every value on the way are bounded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
-MAX_CHARACTERS = 256
-MAX_DIGITS = 32
-MAX_DEPTH = 32
-MAX_EXPONENT = 64
-MAX_BITS = 256
+MAX_CHARACTERS, MAX_DIGITS, MAX_DEPTH, MAX_EXPONENT, MAX_BITS = 256, 32, 32, 64, 256
 DECIMALS = 6
+ERROR = "error"
 
 _TOKEN = re.compile(r"\*\*|[-+*/^()]|[0-9]+(?:\.[0-9]+)?|\.[0-9]+", re.ASCII)
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?", re.ASCII)
 _BLANK = " \t\n\r"
 _DIGITS = frozenset("0123456789")
 _SIGNS = _DIGITS | frozenset(".+-*/^()=" + _BLANK)
-ERROR = "error"
 
 
 class NoValue(Exception):
@@ -43,9 +38,7 @@ def calculator(turns: Sequence[str]) -> str | None:
     So a dialogue is: calculate once or more, then say the result; or say in words what it is at once.
     """
     turn = turns[-1].strip(_BLANK)
-    if not _DIGITS & set(turn) or not set(turn) <= _SIGNS:
-        return None
-    if len(turns) > 1 and is_number(turn):
+    if not _DIGITS & set(turn) or not set(turn) <= _SIGNS or (len(turns) > 1 and is_number(turn)):
         return None
     try:
         return shown(evaluate(turn.removesuffix("=")))
@@ -55,7 +48,16 @@ def calculator(turns: Sequence[str]) -> str | None:
 
 def evaluate(text: str) -> Fraction:
     """The exact value of an expression; `NoValue` for whatever has none."""
-    parser = _Parser(_tokens(text))
+    if len(text) > MAX_CHARACTERS:
+        raise NoValue(f"more than {MAX_CHARACTERS} characters")
+    tokens, at = [], 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None and text[at] not in _BLANK:
+            raise NoValue(f"{text[at]!r} is no part of an expression")
+        tokens += [match.group()] if match else []
+        at = match.end() if match else at + 1
+    parser = _Parser(tokens)
     value = parser.sum(0)
     if parser.peek():
         raise NoValue(f"{parser.peek()!r} is left over")
@@ -76,26 +78,9 @@ def is_number(text: str) -> bool:
     return _NUMBER.fullmatch(text) is not None
 
 
-def _tokens(text: str) -> list[str]:
-    if len(text) > MAX_CHARACTERS:
-        raise NoValue(f"more than {MAX_CHARACTERS} characters")
-    tokens, at = [], 0
-    while at < len(text):
-        if text[at] in _BLANK:
-            at += 1
-            continue
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise NoValue(f"{text[at]!r} is no part of an expression")
-        tokens.append(match.group())
-        at = match.end()
-    return tokens
-
-
-@dataclass
 class _Parser:
-    tokens: list[str]
-    at: int = 0
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens, self.at = tokens, 0
 
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
@@ -124,29 +109,23 @@ class _Parser:
     def factor(self, depth: int) -> Fraction:
         if depth > MAX_DEPTH:
             raise NoValue(f"nested deeper than {MAX_DEPTH}")
-        if self.peek() in ("+", "-"):
-            return -self.factor(depth + 1) if self.take() == "-" else self.factor(depth + 1)
-        return self.power(depth)
-
-    def power(self, depth: int) -> Fraction:
-        base = self.atom(depth)
-        if self.peek() not in ("^", "**"):
-            return base
-        self.take()
-        return _raised(base, self.factor(depth + 1))
-
-    def atom(self, depth: int) -> Fraction:
         token = self.take()
+        if token in ("+", "-"):
+            return -self.factor(depth + 1) if token == "-" else self.factor(depth + 1)
         if token == "(":
             value = self.sum(depth + 1)
             if self.take() != ")":
                 raise NoValue("a parenthesis is not closed")
-            return value
-        if not token or token[0] not in "0123456789.":
+        elif not token or token[0] not in "0123456789.":
             raise NoValue(f"{token!r} where a number should be")
-        if len(token) > MAX_DIGITS:
+        elif len(token) > MAX_DIGITS:
             raise NoValue(f"a number of more than {MAX_DIGITS} digits")
-        return Fraction(token)
+        else:
+            value = Fraction(token)
+        if self.peek() in ("^", "**"):
+            self.take()
+            return _raised(value, self.factor(depth + 1))
+        return value
 
 
 def _raised(base: Fraction, exponent: Fraction) -> Fraction:
@@ -168,3 +147,13 @@ def _bounded(value: Fraction) -> Fraction:
     if _bits(value) > MAX_BITS:
         raise NoValue("too large")
     return value
+
+
+Tool = Callable[[Sequence[str]], str | None]
+"""All of the model's turns so far, as texts, to what is said to the last one; None if that was the last one.
+
+The same on every machine, for any text, in bounded time. A tool never changes under its name, for workers and
+validators compare its answers token by token: a better one is another entry.
+"""
+
+TOOLS: Mapping[str, Tool] = {"calculator": calculator}

@@ -1,0 +1,506 @@
+"""How a row of a data set becomes a question and its answer: the formats there are, and which one fits the columns.
+
+    columns ─► fit ─► Format: columns that ask, columns that answer ─► Question (prompt, history, grader), answer
+
+LiveCodeBench's private tests are JSON text, or that text packed as base64 of zlib of a *pickled* string. A pickle is a
+program, and is never run here: its instructions are listed, and one that does anything but hold one text is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import hashlib
+import json
+import math
+import pickletools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from shoal.environments.generated import Options
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES
+from shoal.errors import EnvironmentSetupError, UnusableTask
+
+Row = Mapping[str, Any]
+Messages = tuple[tuple[str, str], ...]
+Names = tuple[str, ...]
+ROLES = frozenset({"system", "user", "assistant"})
+BOXES = ("\\boxed{", "\\fbox{")
+
+
+class Wanted(Options):
+    """What a user may say about the columns; empty means: find out."""
+
+    grader: str = Field(default="", description="who scores all rows; empty: by row (task_type), or by the format")
+    question: str = Field(default="", description="the column that is the prompt; empty: found by its name")
+    answer: str = Field(default="", description="the column that is the answer; empty: found by its name")
+    id: str = Field(default="", description="the column that is the id; empty: found by its name, if there is one")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: the last thing that the user says, what was said before, and who grades the answer."""
+
+    prompt: str
+    kind: str
+    history: Messages = ()
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a row becomes a task. `question` and `answer` raise `UnusableTask` with the reason where a row does not fit.
+
+    `asks` and `answers` are the columns that each of them reads: to look at every question, no answer is read.
+    The prompt is the column `plain` word for word, or a conversation that it holds; or else what `write` makes of a
+    row. `grader` is that of all rows; without it, `kinds` is the column that says of which kind a row is, and `judge`
+    tells the grader of such a kind, or raises.
+    """
+
+    name: str
+    asks: Names
+    answers: Names
+    answer: Callable[[Row], str]
+    id: str = ""
+    plain: str = ""
+    write: Callable[[Row], str] | None = None
+    kinds: str = ""
+    grader: str = ""
+    judge: Callable[[object], str] = str
+
+    def question(self, row: Row) -> Question:
+        if self.write is not None:
+            return Question(self.write(row), self.grader)
+        prompt, history = conversation(row.get(self.plain), self.plain)
+        return Question(prompt, self.grader or self.judge(row.get(self.kinds)), history)
+
+    @property
+    def columns(self) -> Names:
+        return tuple(dict.fromkeys((*((self.id,) if self.id else ()), *self.asks, *self.answers)))
+
+    @property
+    def signature(self) -> str:
+        """What two formats must share to give the same tasks."""
+        return json.dumps((self.name, self.asks, self.answers, self.id, self.plain, self.kinds, self.grader))
+
+
+# Values of a row
+
+
+def conversation(value: object, column: str) -> tuple[str, Messages]:
+    """A prompt and what was said before it, of a text or of a list of messages that ends with the user's."""
+    if isinstance(value, str):
+        return required(value, column), ()
+    said = messages_of(value, column)
+    if not said or said[-1][0] != "user":
+        raise UnusableTask(f"{column} must end with a message of the user")
+    return required(said[-1][1], column), said[:-1]
+
+
+def messages_of(value: object, column: str) -> Messages:
+    """A list of messages as (role, text); a system message is the first or none."""
+    if value is None:
+        raise UnusableTask(f"{column} is missing")
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UnusableTask(f"{column} is {type(value).__name__}, neither text nor a list of messages")
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise UnusableTask(f"{column} holds a message that is no {{role, content}}")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise UnusableTask(f"{column} holds a message of the role {role!r}; roles are {', '.join(sorted(ROLES))}")
+        if not isinstance(content, str):
+            raise UnusableTask(f"{column} holds a message whose content is no text")
+        if role == "system" and number:
+            raise UnusableTask(f"{column} has a system message that is not its first")
+    return tuple((str(message["role"]), message["content"]) for message in value)
+
+
+def required(value: object, column: str) -> str:
+    if value is None:
+        raise UnusableTask(f"{column} is missing")
+    if not isinstance(value, str):
+        raise UnusableTask(f"{column} is {type(value).__name__}, not text")
+    if not value.strip():
+        raise UnusableTask(f"{column} is empty")
+    return value
+
+
+def answer_text(value: object, column: str) -> str:
+    """An answer of any simple type as text: numbers as they are written, lists and mappings as JSON.
+
+    Of `true` nobody can say how a model should write it (yes? True? correct?), so its row must.
+    """
+    if isinstance(value, bool):
+        raise UnusableTask(f"{column} is {json.dumps(value)}, neither text nor a number: write it as text")
+    if isinstance(value, float):
+        finite(value, column)
+        return str(int(value)) if value.is_integer() else repr(value)
+    return json.dumps(value) if isinstance(value, int | list | dict) else required(value, column)
+
+
+def finite(value: object, column: str) -> None:
+    """Refuse a number that is NaN or infinite: as text, `nan` would be an answer like any other."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UnusableTask(f"{column} is {value}, which is NaN or infinite")
+
+
+def parsed(value: object, column: str) -> Any:
+    """What a column holds as JSON text, or already holds as a value."""
+    try:
+        return json.loads(value) if isinstance(value, str | bytes) else value
+    except (ValueError, RecursionError) as error:
+        raise UnusableTask(f"{column} is no JSON: {' '.join(str(error).split())[:120]}") from None
+
+
+def final_answer(text: str) -> str:
+    """What a worked solution comes to: what follows `####`, or the last box; the text itself if it has neither."""
+    _work, mark, after = text.rpartition("####")
+    if mark:
+        return after.strip()
+    start = max((text.rfind(box) + len(box) for box in BOXES if box in text), default=len(text))
+    depth = 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end].strip() or text
+    return text
+
+
+# Which columns
+
+
+def need(columns: Names, *names: str, what: str) -> None:
+    missing = [name for name in names if name not in columns]
+    if missing:
+        raise EnvironmentSetupError(
+            f"a data set in the format {what} needs the column {', '.join(missing)}; it has {', '.join(columns)}"
+        )
+
+
+def first_of(columns: Names, names: Names) -> str:
+    """The first of `names` that is a column, however it is capitalised; empty if none is."""
+    spelled = {column.lower().replace(" ", "_"): column for column in reversed(columns)}
+    return next((spelled[name] for name in names if name in spelled), "")
+
+
+def _chosen(columns: Names, given: str, usual: Names, what: str) -> str:
+    if given and given not in columns:
+        raise EnvironmentSetupError(f"there is no column {given!r} for the {what}; there are {', '.join(columns)}")
+    found = given or first_of(columns, usual)
+    if not found:
+        raise EnvironmentSetupError(
+            f"which column is the {what}? there are {', '.join(columns)}; set environment.options.{what}"
+        )
+    return found
+
+
+def _there(columns: Names, *names: str) -> Names:
+    return tuple(name for name in names if name in columns)
+
+
+# The described schema
+
+IDS = ("problem_id", "id", "task_id", "question_id", "unique_id", "uuid", "key")
+TYPE, INFO, GOLD = "task_type", "verification_info", "ground_truth"
+
+
+def described(columns: Names, wanted: Wanted) -> Format:
+    """`task_type` names the grader of each row, unless one is given for all."""
+    prompt, info = wanted.question or "prompt", wanted.answer or INFO
+    types = () if wanted.grader else (TYPE,)
+    need(columns, prompt, info, *types, what="described")
+    return Format(
+        name="described", asks=(prompt, *types), answers=(info,), plain=prompt, answer=partial(_verification, info),
+        id=wanted.id or ("problem_id" if "problem_id" in columns else ""),
+        kinds="" if wanted.grader else TYPE, grader=wanted.grader, judge=kind_of,
+    )  # fmt: skip
+
+
+def kind_of(task_type: object) -> str:
+    known = TASK_TYPES.get(task_type, task_type) if isinstance(task_type, str) else None
+    if known not in GRADERS:
+        known_types = ", ".join([*TASK_TYPES, *GRADERS])
+        raise UnusableTask(f"task_type {str(task_type)[:60]!r} is unknown: no grader judges it; known: {known_types}")
+    return str(known)
+
+
+def _verification(column: str, row: Row) -> str:
+    """The verification info as JSON, which graders read: an object, or a list of test cases."""
+    value = row.get(column)
+    text = json.dumps(value) if isinstance(value, dict | list) else required(value, column)
+    if text.startswith("{'"):  # as Python writes a dictionary, which is how SYNTHETIC-1 has it: read, never run
+        try:
+            text = json.dumps(ast.literal_eval(text))
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            raise UnusableTask(f"{column} is neither JSON nor a dictionary as Python writes it") from None
+    info = parsed(text, column)
+    if isinstance(info, dict):
+        finite(info.get(GOLD), GOLD)
+    elif not (isinstance(info, list) and info and all(isinstance(case, dict) for case in info)):
+        raise UnusableTask(f"{column} is no JSON object")
+    return text
+
+
+# Question and answer, whatever they are called
+
+QUESTIONS = ("problem", "question", "prompt", "instruction", "query", "input", "messages")
+ANSWERS = (
+    "answer", "final_answer", "ground_truth", "expected_answer", "gold", "target", "label", "solution", "output",
+    "reward_model",
+)  # fmt: skip
+KINDS = ("question_type", "problem_type", "ability")
+"""Columns that say of which kind a row is: those of NuminaMath and Eurus-2-RL-Data."""
+AIME_LARGEST = 999
+
+
+def columns_format(columns: Names, wanted: Wanted) -> Format:
+    """The first usual name that is there; which it should be can be said: options.question and options.answer."""
+    question = _chosen(columns, wanted.question, QUESTIONS, "question")
+    answer = _chosen(columns, wanted.answer, ANSWERS, "answer")
+    grader, kinds = wanted.grader or "mathematics", "" if wanted.grader else first_of(columns, KINDS)
+    return Format(
+        name="columns", asks=(question, *((kinds,) if kinds else ())), answers=(answer,), plain=question,
+        id=wanted.id or first_of(columns, IDS), answer=partial(_answer, answer, grader), kinds=kinds,
+        grader="" if kinds else grader, judge=partial(_judge, kinds, grader),
+    )  # fmt: skip
+
+
+def _judge(column: str, grader: str, kind: object) -> str:
+    """Who grades a kind of rows: kinds that mean nothing here are graded like rows without one."""
+    word = str(kind).strip().lower()
+    if word == "proof":
+        raise UnusableTask(f"{column} is 'proof': no grader judges proofs")
+    return "code" if word in ("code", "coding") else grader
+
+
+def _answer(column: str, grader: str, row: Row) -> str:
+    """Of a list of answers to a question of mathematics, any one is right."""
+    value, mathematics = row.get(column), grader in ("mathematics", "math-verify")
+    if isinstance(value, list) and mathematics:
+        return json.dumps({"answers": value})
+    text = answer_text(value, column)
+    return final_answer(text) if mathematics and column.lower() in ("answer", "solution") else text
+
+
+def aime(columns: Names, wanted: Wanted) -> Format:
+    """`problem`/`answer`, `Problem`/`Answer`, `question`/`answer`: the answer is a whole number from 0 to 999."""
+    question = _chosen(columns, wanted.question, QUESTIONS[:3], "question")
+    answer = _chosen(columns, wanted.answer, ANSWERS[:4], "answer")
+
+    def whole_number(row: Row) -> str:
+        text = answer_text(row.get(answer), answer).strip()
+        if not (text.isascii() and text.isdecimal() and int(text) <= AIME_LARGEST):
+            raise UnusableTask(f"{answer} is {text[:40]!r}, not a whole number from 0 to {AIME_LARGEST}")
+        return str(int(text))
+
+    return Format(
+        name="aime", asks=(question,), answers=(answer,), id=wanted.id or first_of(columns, IDS), plain=question,
+        answer=whole_number, grader="mathematics",
+    )  # fmt: skip
+
+
+# Choices and instructions
+
+GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+ASK_OPTION = "Which option is right? End with a line of the form: Answer: X, where X is one of A, B, C and D."
+NAMES, SETTINGS = "instruction_id_list", "kwargs"
+
+
+def gpqa(columns: Names, wanted: Wanted) -> Format:
+    """One right and three wrong options, which are called A to D."""
+    need(columns, *GPQA, what="gpqa")
+
+    def written(row: Row) -> str:
+        question, options, _right = _options(row)
+        listed = "\n".join(f"{letter}) {text}" for letter, text in zip("ABCD", options, strict=True))
+        return f"{question}\n\n{listed}\n\n{ASK_OPTION}"
+
+    return Format(
+        name="gpqa", asks=GPQA, answers=GPQA, grader="choice", id=wanted.id or first_of(columns, ("record_id", "id")),
+        write=written, answer=lambda row: "ABCD"[_options(row)[2]],
+    )  # fmt: skip
+
+
+def _options(row: Row) -> tuple[str, list[str], int]:
+    """The question, its options by their hash with it (no place is likelier to be right), and which is right."""
+    question, right, *wrong = (required(row.get(column), column).strip() for column in GPQA)
+    options = sorted(
+        (right, *wrong), key=lambda text: hashlib.sha256(f"shoal/gpqa/v1\n{question}\n{text}".encode()).digest()
+    )
+    if len(set(options)) != len(options):
+        raise UnusableTask("two of its options are the same")
+    return question, options, options.index(right)
+
+
+def ifeval(columns: Names, wanted: Wanted) -> Format:
+    """The answer is the list of instructions, each with its settings; whether they are possible, the grader knows."""
+    prompt = wanted.question or "prompt"
+    need(columns, prompt, NAMES, SETTINGS, what="ifeval")
+    return Format(
+        name="ifeval", asks=(prompt,), answers=(NAMES, SETTINGS), plain=prompt, grader="instructions",
+        id=wanted.id or first_of(columns, ("key", "id")), answer=_instructions,
+    )  # fmt: skip
+
+
+def _instructions(row: Row) -> str:
+    """Columnar files hold every setting of every instruction; those that are null were never given."""
+    names, settings = parsed(row.get(NAMES), NAMES), parsed(row.get(SETTINGS), SETTINGS)
+    if not isinstance(names, list) or not isinstance(settings, list) or len(names) != len(settings) or not names:
+        raise UnusableTask(f"{NAMES} and {SETTINGS} must be lists of one length")
+    found = []
+    for name, listed in zip(names, settings, strict=True):
+        given = parsed(listed, SETTINGS) if listed is not None else {}
+        if not isinstance(name, str) or not isinstance(given, dict):
+            raise UnusableTask(f"{NAMES} must hold names, and {SETTINGS} mappings")
+        found.append({"id": name, "settings": {key: value for key, value in given.items() if value is not None}})
+    return json.dumps({"instructions": found})
+
+
+# Programming problems: LiveCodeBench, and those with one column of tests (APPS, TACO, DeepCoder and others)
+
+PUBLIC, PRIVATE, STARTER, METADATA = "public_test_cases", "private_test_cases", "starter_code", "metadata"
+TESTS = ("input_output", "tests", "test_cases", "official_tests")
+PROBLEMS = ("problem", "question", "prompt", "description")
+UNPACKED_LIMIT_BYTES = 256 * 2**20
+HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
+TEXTS = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
+ASK = "Write a Python program that reads standard input and prints the answer, in a ```python block."
+ASK_STARTER = "Complete this Python code so that it solves the problem, and put all of it in a ```python block:"
+
+
+def code(columns: Names, wanted: Wanted) -> Format:
+    """The tests are in any spelling that the code grader reads; a program is asked for, or starter code completed."""
+    question = wanted.question or first_of(columns, PROBLEMS) or PROBLEMS[0]
+    tests = wanted.answer or first_of(columns, TESTS) or TESTS[0]
+    need(columns, question, tests, what="code")
+
+    def answer(row: Row) -> str:
+        return json.dumps({"test_cases": answer_text(row.get(tests), tests), METADATA: row.get(METADATA)})
+
+    return Format(
+        name="code", asks=_there(columns, question, STARTER), answers=_there(columns, tests, METADATA),
+        id=wanted.id or first_of(columns, IDS), write=partial(_program, question), answer=answer, grader="code",
+    )  # fmt: skip
+
+
+def livecodebench(columns: Names, wanted: Wanted) -> Format:
+    """Programs are read from standard input, or called by name where there is starter code (metadata.func_name).
+
+    The answer is in the data set's own spelling, which the code grader reads, but for what was packed.
+    """
+    question = wanted.question or first_of(columns, ("question_content", "question", "prompt")) or "question_content"
+    need(columns, question, *(() if PRIVATE in columns else (PUBLIC,)), what="livecodebench")
+
+    def answer(row: Row) -> str:
+        return json.dumps({METADATA: row.get(METADATA), **{name: _cases(row.get(name), name) for name in tests}})
+
+    tests = (PUBLIC, PRIVATE)
+    return Format(
+        name="livecodebench", asks=_there(columns, question, STARTER), answers=_there(columns, *tests, METADATA),
+        id=wanted.id or first_of(columns, ("question_id", "problem_id", "task_id", "id")),
+        write=partial(_program, question), answer=answer, grader="code",
+    )  # fmt: skip
+
+
+def _program(column: str, row: Row) -> str:
+    content, starter = required(row.get(column), column), row.get(STARTER) or ""
+    if not isinstance(starter, str):
+        raise UnusableTask(f"{STARTER} is {type(starter).__name__}, not text")
+    asked = f"{ASK_STARTER}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else ASK
+    return f"{content.rstrip()}\n\n{asked}"
+
+
+def _cases(value: object, column: str) -> list[Any]:
+    if value is None or value == "":
+        return []
+    if isinstance(value, str) and value.lstrip()[:1] not in ("[", "{"):
+        value = unpacked(value, column)
+    cases = parsed(value, column)
+    if not isinstance(cases, list):
+        raise UnusableTask(f"{column} is no list of test cases")
+    return cases
+
+
+def unpacked(text: str, column: str) -> str:
+    """The text in base64 of zlib of a pickled string, without running the pickle."""
+    try:
+        inflater = zlib.decompressobj()
+        data = inflater.decompress(base64.b64decode(text, validate=True), UNPACKED_LIMIT_BYTES)
+    except (binascii.Error, ValueError, zlib.error) as error:
+        raise UnusableTask(f"{column} is neither JSON nor packed JSON ({error})") from None
+    if not inflater.eof:
+        raise UnusableTask(f"{column} is cut off, or unpacks to more than {UNPACKED_LIMIT_BYTES // 2**20} MB")
+    if data[:1] in (b"[", b"{"):
+        return data.decode(errors="replace")
+    texts: list[str] = []
+    try:
+        for operation, argument, _position in pickletools.genops(data):
+            if operation.name in TEXTS:
+                texts.append(str(argument))
+            elif operation.name not in HARMLESS:
+                raise UnusableTask(f"{column} holds a pickle of more than a text ({operation.name}): it is not run")
+    except ValueError as error:
+        raise UnusableTask(f"{column} is no JSON, packed or not ({str(error)[:80]})") from None
+    if len(texts) != 1:
+        raise UnusableTask(f"{column} holds a pickle of {len(texts)} texts instead of one: it is not used")
+    return texts[0]
+
+
+# Which formats there are
+
+FORMATS: dict[str, Callable[[Names, Wanted], Format]] = {
+    "described": described, "columns": columns_format, "aime": aime, "livecodebench": livecodebench, "code": code,
+    "gpqa": gpqa, "ifeval": ifeval,
+}  # fmt: skip
+TELLING: tuple[tuple[str, frozenset[str]], ...] = (
+    ("described", frozenset({"verification_info", "prompt"})),
+    ("livecodebench", frozenset({"question_content", "public_test_cases"})),
+    ("gpqa", frozenset({"Question", "Correct Answer", "Incorrect Answer 1"})),
+    ("ifeval", frozenset({"prompt", "instruction_id_list"})),
+)
+"""Columns by which a format is known; any other has a column of tests, or question and answer columns."""
+
+
+class DatasetOptions(Wanted):
+    """How to read a data set, [environment.options]; with none of these, the columns tell."""
+
+    format: str = Field(
+        default="", description=f"which schema the rows have ({', '.join(FORMATS)}); empty: told by the columns"
+    )
+    split: str = Field(default="", description="which split of a folder that holds several; empty: train")
+    bad_rows: Literal["", "skip", "refuse"] = Field(
+        default="",
+        description="rows that cannot be used; empty: leave single rows out, refuse a kind of which none can be used;"
+        " skip: leave both out; refuse: refuse both (checks every answer)",
+    )
+    held_out: Path | None = Field(
+        default=None, description="another file or folder with the held-out tasks; unset: some rows of this one"
+    )
+    solve_rate: str = Field(default="", description="the column of solve rates; empty: the one named solve_rate…")
+    keep_solve_rate: tuple[float, float] | None = Field(
+        default=None, description="lowest and highest solve rate of the tasks to keep, e.g. [0.125, 0.5]"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.keep_solve_rate is not None and not 0 <= self.keep_solve_rate[0] <= self.keep_solve_rate[1] <= 1:
+            raise ValueError("keep_solve_rate must be two numbers from 0 to 1, the lower first")
+        return self
+
+
+def fit(columns: Names, options: DatasetOptions) -> Format:
+    """The format that the options name, or the one that the columns tell of, with its columns found."""
+    if options.format and options.format not in FORMATS:
+        raise EnvironmentSetupError(f"there is no format {options.format!r}; there are {', '.join(FORMATS)}")
+    if options.id and options.id not in columns:
+        raise EnvironmentSetupError(f"there is no column {options.id!r} for the id; there are {', '.join(columns)}")
+    other = "code" if first_of(columns, TESTS) else "columns"
+    told = next((name for name, known in TELLING if known <= set(columns)), other)
+    return FORMATS[options.format or ("columns" if options.question and options.answer else told)](columns, options)

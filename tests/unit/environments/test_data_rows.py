@@ -1,0 +1,470 @@
+"""Rows: public data sets in their own spelling, those that cannot be used, and which split each is in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit.data import (
+    both_kinds,
+    checked,
+    described,
+    fixture,
+    lines,
+    open_data,
+    own_cache,
+    refused,
+    write_either,
+    write_jsonl,
+    write_parquet,
+)  # fmt: skip
+from kit.sandbox import needs_bubblewrap
+from shoal.environments.data import readers, scanning
+from shoal.environments.data.scanning import Problems
+from shoal.environments.dataset import DatasetEnvironment
+from shoal.environments.protocol import SPLITS, Task
+from shoal.environments.questions import ascii_digest, prompt_digest, question_digest
+from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
+
+__all__ = ["own_cache"]
+
+PRINTS = "```python\nprint(sum(map(int, input().split())))\n```"
+RETURNS = "```python\ndef add(a, b):\n    return a + b\n```"
+METHOD = "```python\nclass Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b\n```"
+MATHEMATICS: dict[str, dict[int, tuple[str, ...]]] = {
+    "intellect2": {0: ("56",), 1: ("3", "-3"), 2: ("0.75", "\\frac{3}{4}")}, "synthetic1": {0: ("56",), 1: ("10",)},
+    "numinamath15": {0: ("7",), 1: ("0.5",), 2: ("B",)}, "deepscaler": {0: ("56",), 1: ("1/2",), 2: ("(0,0)",)},
+    "eurus2": {0: ("56",), 1: ("1/2",)},
+}  # fmt: skip
+CODE: dict[str, dict[int, str]] = {
+    "intellect2": {3: PRINTS, 4: RETURNS}, "synthetic1": {2: PRINTS, 3: RETURNS}, "eurus2": {2: PRINTS},
+    "deepcoder": {0: PRINTS, 1: RETURNS, 2: PRINTS, 3: METHOD, 4: PRINTS}, "taco": {0: PRINTS, 1: RETURNS},
+}  # fmt: skip
+KINDS = {
+    "intellect2": ["kind 'verifiable_math': 3 rows, 3 can be used",
+                   "kind 'prime_rl_code': 2 rows, 2 can be used"],
+    "synthetic1": ["kind 'verifiable_math': 2 rows, 2 can be used",
+                   "kind 'verifiable_code': 3 rows, 2 can be used",
+                   "kind 'llm_judgeable_groundtruth_similarity': 2 rows, 0 can be used",
+                   "kind 'code_output_prediction': 1 row, 0 can be used"],
+    "numinamath15": ["kind 'math-word-problem': 3 rows, 2 can be used",
+                     "kind 'MCQ': 1 row, 1 can be used",
+                     "kind 'proof': 2 rows, 0 can be used"],
+    "deepscaler": ["kind 'mathematics': 3 rows, 3 can be used"],
+    "eurus2": ["kind 'math': 2 rows, 2 can be used", "kind 'code': 1 row, 1 can be used"],
+    "deepcoder": ["kind 'code': 5 rows, 5 can be used"],
+    "taco": ["kind 'code': 2 rows, 2 can be used"],
+}  # fmt: skip
+
+
+def opened(name: str, folder: Path, packed: bool) -> tuple[DatasetEnvironment, dict[int, Task]]:
+    """The data set, and its tasks by their rows."""
+    environment = open_data(fixture(name, folder, packed), bad_rows="skip")
+    wanted, tasks = {**MATHEMATICS.get(name, {}), **CODE.get(name, {})}, {}
+    for split in SPLITS:
+        for place in range(len(environment.tasks(split))):
+            row = environment.row_at(split, place)
+            if row in wanted:
+                tasks[row] = environment.tasks(split)[place]
+    assert tasks.keys() == wanted.keys()
+    return environment, tasks
+
+
+@both_kinds
+@pytest.mark.parametrize("name", MATHEMATICS)
+def test_mathematics_is_read_and_judged(name: str, packed: bool, tmp_path: Path) -> None:
+    environment, tasks = opened(name, tmp_path, packed)
+    for row, answers in MATHEMATICS[name].items():
+        for answer in answers:
+            assert environment.score(tasks[row], f"\\boxed{{{answer}}}").value == 1.0, (row, answer)
+        assert environment.score(tasks[row], "\\boxed{99}").value == 0.0
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", CODE)
+def test_code_is_read_and_judged(name: str, tmp_path: Path) -> None:
+    environment, tasks = opened(name, tmp_path, name == "eurus2")
+    for row, program in CODE[name].items():
+        score = environment.score(tasks[row], program)
+        assert (score.value, score.notes) == (1.0, ""), row
+        wrong = program.replace("a + b", "a - b").replace("sum(", "max(")
+        assert environment.score(tasks[row], wrong).value == 0.0, row
+
+
+@both_kinds
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_are_counted(name: str, packed: bool, tmp_path: Path) -> None:
+    environment = open_data(fixture(name, tmp_path, packed), bad_rows="skip")
+    environment.check(lambda *_: None)
+    lines, trained = zip(
+        *(line.removesuffix(" to train on").rsplit(", ", 1) for line in environment.kinds()), strict=True
+    )
+    assert list(lines) == KINDS[name]
+    unusable = sum(int(line.partition(": ")[2].split()[0]) for line in lines) - sum(map(can_be_used, lines))
+    assert sum(map(int, trained)) + len(environment.tasks("held_out")) + unusable == environment.row_count
+
+
+def can_be_used(line: str) -> int:
+    return int(line.removesuffix(" can be used").rsplit(maxsplit=1)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("synthetic1", ("all 2 rows of kind 'llm_judgeable_groundtruth_similarity' (row 5 ",
+                        "all 1 row of kind 'code_output_prediction' (row 7 ")),
+        ("numinamath15", ("all 2 rows of kind 'proof' (row 3 ", "no grader judges proofs")),
+    ],
+)  # fmt: skip
+@both_kinds
+def test_unjudged_kinds_are_refused_by_default(
+    name: str, said: tuple[str, ...], packed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = fixture(name, tmp_path, packed)
+    for bad_rows in ("", "refuse"):
+        message = refused(path, bad_rows=bad_rows)
+        assert all(each in message for each in said)
+    assert "EVERY row" not in caplog.text
+    open_data(path, bad_rows="skip")
+    assert all(any("EVERY row" in line and each in line for line in caplog.text.splitlines()) for each in said)
+
+
+def test_a_kind_whose_answers_cannot_be_read_is_refused_at_opening(tmp_path: Path) -> None:
+    """Answers are not read at opening, but some of each kind: a run must not train on the other kinds alone."""
+    rows = described(60, task_type=dict.fromkeys(range(20, 60), "prime_rl_code"))
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    with pytest.raises(EnvironmentSetupError, match=r"all 40 rows of kind 'prime_rl_code' .*there are no tests"):
+        open_data(path)
+    assert len(open_data(path, bad_rows="skip").tasks("train")) == 58
+    rows[59]["verification_info"] = json.dumps({"inputs": ["1"], "outputs": ["1"]})
+    assert open_data(write_jsonl(tmp_path / "b.jsonl", rows)).row_count == 60  # one good row was seen
+
+
+def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", described(20, verification_info={3: "{'a': open('x')}", 4: "{'a'"}))
+    problems = checked(open_data(path))
+    reason = "verification_info is neither JSON nor a dictionary as Python writes it"
+    assert problems.first == [(3, reason), (4, reason)]
+
+
+# Rows that cannot be used: found, told by number, left out or refused, and never a shift of the others
+
+__all__ = ["own_cache"]
+
+SHALLOW: list[tuple[str, Any, str]] = [
+    ("prompt", None, "prompt is missing"), ("prompt", "", "prompt is empty"), ("prompt", " \n\t", "prompt is empty"),
+    ("task_type", "riddle", "task_type 'riddle' is unknown"), ("task_type", None, "task_type 'None' is unknown"),
+    ("problem_id", "p2", "problem_id 'p2' is that of an earlier row"),
+]  # fmt: skip
+DEEP: list[tuple[Any, str]] = [
+    (None, "verification_info is missing"), ("", "verification_info is empty"),
+    ("{not", "verification_info is no JSON"), ("[1]", "verification_info is no JSON object"), ("{}", ""),
+    ('{"ground_truth": ""}', ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "value", "said"), SHALLOW)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
+    name: str, column: str, value: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_either(tmp_path / name, described(20, **{column: {7: value}}))
+    environment = open_data(path, bad_rows="skip")
+    (problem,) = environment.problems.first
+    assert problem[0] == 7
+    assert problem[1].startswith(said)
+    where = "a.parquet" if name == "a.parquet" else "a.jsonl line 8"
+    assert f"1 of 20 rows left out, for they cannot be used: row 7 ({where}): {said}" in caplog.text
+    ids = {task.id for split in ("train", "held_out") for task in environment.tasks(split)}
+    assert len(ids) == 19
+    assert "8/p8" in ids
+    assert environment.task("8/p8").prompt == "What is 8 + 8?"
+    with pytest.raises(UnusableTask):
+        environment.task("7/p7")
+    with pytest.raises(EnvironmentSetupError, match=r"1 row of .*row 7 "):
+        open_data(path, bad_rows="refuse")
+
+
+@pytest.mark.parametrize(("info", "said"), DEEP)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_an_answer_that_cannot_be_used_makes_its_task_unusable(name: str, info: Any, said: str, tmp_path: Path) -> None:
+    path = write_either(tmp_path / name, described(20, verification_info={7: info}))
+    environment = open_data(path)
+    assert environment.problems.count == 0  # answers are not read when a data set is opened
+    position = [environment.row_at("train", place) for place in range(len(environment.tasks("train")))].index(7)
+    with pytest.raises(UnusableTask, match=rf"row 7 .* cannot be used: {said}"):
+        environment.tasks("train")[position]
+    assert environment.tasks("train")[position + 1].id == "8/p8"
+    task = environment.task("7/p7")  # the hub that has drawn it needs its prompt only
+    with pytest.raises(UnusableTask):
+        _ = task.answer
+    with pytest.raises(ScoringFailure, match="row 7"):
+        environment.score(task, "14")
+    with pytest.raises(EnvironmentSetupError, match=rf"1 row of .* row 7 .*: {said}"):
+        open_data(path, bad_rows="refuse")
+
+
+def test_a_check_finds_everything_and_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = described(40, prompt={3: "", 30: None}, verification_info={5: "{", 31: None})
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    done: list[tuple[int, int]] = []
+    problems = checked(open_data(path), lambda *now: done.append(now))
+    assert done[-1] == (40, 40)
+    assert problems.count == 4
+    assert [row for row, _ in sorted(problems.first)] == [3, 5, 30, 31]
+    again = open_data(path)
+    monkeypatch.setattr(scanning, "check", lambda *_: pytest.fail("read everything again"))
+    assert checked(again).count == 4
+    with pytest.raises(UnusableTask, match="row 5 "):
+        again.task("5/p5")  # known without reading its answer
+    with pytest.raises(EnvironmentSetupError, match="4 rows"):
+        open_data(path, bad_rows="refuse")
+
+
+def test_bad_rows_of_a_held_out_file_have_its_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train = write_parquet(tmp_path / "train.parquet", described(20))
+    other = [
+        {**row, "prompt": f"Other {number}?"} for number, row in enumerate(described(6, verification_info={4: "{"}))
+    ]
+    other[2]["prompt"] = ""
+    path = write_jsonl(tmp_path / "test.jsonl", other)
+    environment = open_data(train, held_out=path)
+    assert "1 of 6 rows left out, for they cannot be used: row 2 (test.jsonl line 3): prompt is empty" in caplog.text
+    good, found = environment.check(lambda *_: None)
+    assert good.problems.count == 0
+    assert [(row, found.where(row)) for row, _ in found.problems.first] == [
+        (2, "test.jsonl line 3"),
+        (4, "test.jsonl line 5"),
+    ]
+    with pytest.raises(EnvironmentSetupError, match=r"2 rows of the data .*test\.jsonl cannot be used: row 2 "):
+        open_data(train, held_out=path, bad_rows="refuse")
+
+
+@pytest.mark.parametrize("value", [["verifiable_math"], {"name": "verifiable_math"}, 7, b"\xff"])
+def test_a_task_type_that_is_no_text_is_unknown(value: object, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", described(10, task_type=dict.fromkeys(range(10), value)))
+    assert re.search(r"leaves no task to train on: row 0 \(a\.parquet\): task_type .* is", refused(path))
+
+
+@pytest.mark.parametrize("column", ["task_type", "verification_info", "problem_id", "prompt"])
+@pytest.mark.parametrize("check_first", [False, True])
+def test_text_that_is_not_utf_8_is_a_bad_row(column: str, check_first: bool, tmp_path: Path) -> None:
+    rows = described(10)
+    texts = [row[column].encode() for row in rows]
+    texts[4] = texts[5] = b"\xff\xfe"
+    columns = {name: pa.array([row[name] for row in rows]) for name in rows[0]}
+    columns[column] = pa.array(texts, pa.binary()).view(pa.string())
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    environment, good = open_data(tmp_path / "a.parquet"), []
+    if column == "prompt":
+        assert environment.problems.first == [(row, "prompt is not UTF-8") for row in (4, 5)]
+    if check_first:
+        assert [row for row, _ in sorted(checked(environment).first)] == [4, 5]
+    for tasks in (environment.tasks("train"), environment.tasks("held_out")):
+        for position in range(len(tasks)):
+            with contextlib.suppress(UnusableTask):
+                good.append(tasks[position].id)
+    assert sorted(good) == [f"{row}/p{row}" for row in range(10) if row not in (4, 5)]
+
+
+def test_graders_of_rows_that_cannot_be_asked_are_part_of_the_environment(tmp_path: Path) -> None:
+    """Its digest names them, and must not change."""
+    rows = described(20, task_type={3: "verifiable_code"}, prompt={3: ""})
+    environment = open_data(write_parquet(tmp_path / "a.parquet", rows), bad_rows="skip")
+    assert "(code, mathematics)" in environment.description
+
+
+def test_a_row_is_told_by_one_number_where_one_is_enough(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_parquet(tmp_path / f"{name}.parquet", [{**row, "problem_id": None} for row in described(10)])
+    environment = open_data(tmp_path, bad_rows="refuse")  # which refuses no good data set
+    assert [environment.where(row) for row in (7, 17)] == ["a.parquet", "b.parquet row 7"]
+
+
+def test_the_sequence_of_tasks_does_not_depend_on_whether_it_was_checked(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", described(30, verification_info={4: "{", 9: "{"}))
+    before = open_data(path)
+    before.check(lambda *_: None)
+    after = open_data(path)
+    assert before.digest == after.digest
+    assert before.splits.train.tolist() == after.splits.train.tolist()
+
+
+def test_lines_that_are_no_rows(tmp_path: Path) -> None:
+    good = lines(described(12)).splitlines(keepends=True)
+    good[2] = b"{broken\n"
+    good[4] = b"\n"
+    good[6] = b'{"prompt": "\xff\xfe", "task_type": "verifiable_math"}\n'
+    good[8] = b"[1, 2]\n"
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"".join(good).rstrip(b"\n") + b"\r\n\n\n")
+    environment = open_data(tmp_path / "a.jsonl")
+    found = dict(environment.problems.first)
+    assert sorted(found) == [2, 4, 6, 8]
+    assert found[2].startswith("the line is no JSON object")
+    assert found[4] == "the line is empty"
+    assert found[6] == "the line is not UTF-8"
+    assert environment.row_count == 12  # empty lines at the end are none
+    assert environment.task("0/p0").prompt == "What is 0 + 0?"
+    assert environment.task("11/p11").prompt == "What is 11 + 11?"
+
+
+def test_rows_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (readers, scanning):
+        monkeypatch.setattr(module, "ROW_LIMIT_BYTES", 500)
+    rows = described(10, prompt={3: "x" * 501})
+    assert open_data(write_parquet(tmp_path / "a.parquet", rows)).problems.first == [(3, scanning.TOO_LARGE)]
+    ((row, reason),) = open_data(write_jsonl(tmp_path / "a.jsonl", rows)).problems.first
+    assert (row, reason) == (3, "the line has more than 0 MB")
+    monkeypatch.setattr(scanning, "ROW_LIMIT_BYTES", 500)
+    info = json.dumps({"ground_truth": "1", "notes": "x" * 600})
+    environment = open_data(write_parquet(tmp_path / "b.parquet", described(10, verification_info={3: info})))
+    with pytest.raises(UnusableTask, match="the answer has more than"):
+        _ = environment.task("3/p3").answer
+
+
+def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{**row, "prompt": ""} for row in described(30)])
+    assert re.search(r"leaves no task to train on: row 0 .*; and 27 more", refused(path))
+
+
+def test_only_the_first_problems_are_listed() -> None:
+    problems = Problems()
+    for row in reversed(range(1000)):
+        problems.add(row, "empty")
+    shown = problems.lines(lambda row: f"line {row + 1}")
+    assert len(shown) == 21
+    assert shown[0] == "row 0 (line 1): empty"
+    assert shown[-1] == "and 980 more"
+    assert Problems.from_json(**problems.as_json()).lines(str) == problems.lines(str)  # type: ignore[arg-type]
+
+
+# Train and held out share no question, however it is spaced and capitalised; solve rates; digests for leak checks
+
+__all__ = ["own_cache"]
+
+
+@given(st.text(max_size=60))
+def test_spaces_case_and_width_do_not_make_another_question(text: str) -> None:
+    digest = prompt_digest(text)
+    assert len(digest) == 16
+    assert prompt_digest(f"  {text.replace(' ', '   ')}\n") == digest
+    if text.isascii():
+        assert prompt_digest(text.upper()) == prompt_digest(text.lower()) == ascii_digest(text.encode()) == digest
+
+
+def test_what_makes_another_question_and_what_does_not() -> None:
+    assert prompt_digest("２ ＋ ２") == prompt_digest("2+2")  # noqa: RUF001
+    assert prompt_digest("STRASSE") == prompt_digest("straße")
+    assert prompt_digest("2+2") != prompt_digest("2-2")
+    assert prompt_digest("a\x1cb") == prompt_digest("ab")
+
+
+def test_what_was_said_before_makes_another_question(tmp_path: Path) -> None:
+    """The last words of many conversations are the same."""
+    first, second = ([("user", text), ("assistant", "4")] for text in ("2+2?", "3+1?"))
+    assert len({question_digest("And doubled?", history) for history in (first, second, ())}) == 3
+    assert question_digest("and doubled ?", [("user", "2 + 2 ?"), ("assistant", "4")]) == question_digest(
+        "And doubled?", first
+    )
+    assert question_digest("2+2?", [("system", "Be brief.")]) == prompt_digest("2+2?")
+    said = [[("user", f"{n}+1?"), ("assistant", "?"), ("user", "So?")] for n in range(20)]
+    rows = [{"prompt": [{"role": role, "content": text} for role, text in talk], "answer": "1"} for talk in said]
+    environment = open_data(write_jsonl(tmp_path / "a.jsonl", rows), held_out_size=4)
+    assert (len(environment.tasks("train")), len(environment.tasks("held_out"))) == (16, 4)
+    assert list(environment.prompt_digests("train")) == [
+        question_digest(task.prompt, task.history) for task in environment.tasks("train")
+    ]
+
+
+def test_a_held_out_question_is_never_trained_on(tmp_path: Path) -> None:
+    rows = described(60)
+    for number, row in enumerate(rows):
+        row["prompt"] = f"What is {number % 20}?" if number < 40 else f"WHAT  is {number % 20} ?\n"
+    environment = open_data(write_parquet(tmp_path / "a.parquet", rows), held_out_size=3)
+    held_out = [task.prompt for task in environment.tasks("held_out")]
+    assert len(held_out) == 3
+    aside = {prompt_digest(prompt) for prompt in held_out}
+    assert len(aside) == 3
+    assert not aside & {prompt_digest(task.prompt) for task in environment.tasks("train")}
+    assert len(environment.tasks("train")) == 51
+    assert environment.splits.shared == 6
+
+
+def test_the_split_depends_on_content_and_not_on_place(tmp_path: Path) -> None:
+    rows = described(50)
+    one = open_data(write_parquet(tmp_path / "a.parquet", rows), held_out_size=5)
+    other = open_data(write_parquet(tmp_path / "b.parquet", rows[::-1]), held_out_size=5)
+    prompts = [{task.prompt for task in environment.tasks("held_out")} for environment in (one, other)]
+    assert prompts[0] == prompts[1]
+    assert len(prompts[0]) == 5
+
+
+def test_at_most_a_fifth_is_held_out(tmp_path: Path) -> None:
+    environment = open_data(write_parquet(tmp_path / "a.parquet", described(10)), held_out_size=256)
+    assert (len(environment.tasks("train")), len(environment.tasks("held_out"))) == (8, 2)
+
+
+def test_a_held_out_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train = write_parquet(tmp_path / "train.parquet", described(30))
+    shared = [{"question": "what is 3+3?", "answer": "6"}, {"question": "WHAT IS 8 + 8 ?", "answer": 16}]
+    path = write_jsonl(tmp_path / "test.jsonl", [*shared, {"question": "New?", "answer": "1"}])
+    environment = open_data(train, held_out_size=2, held_out=path)
+    assert [task.id for task in environment.tasks("held_out")] == ["held_out/0", "held_out/1"]
+    task = environment.tasks("held_out")[1]
+    assert environment.task(task.id) == task
+    assert environment.score(task, "\\boxed{16}").value == 1.0
+    ids = {task.id for task in environment.tasks("train")}
+    assert len(ids) == 28
+    assert not ids & {"3/p3", "8/p8"}
+    assert "2 rows left out of training: a held-out question is repeated" in caplog.text
+    alone = open_data(train)
+    assert environment.data_digest != alone.data_digest
+    write_jsonl(path, [*shared, {"question": "Newer?", "answer": "1"}])
+    assert open_data(train, held_out_size=2, held_out=path).digest != environment.digest
+
+
+def test_all_questions_of_a_held_out_file_count_as_held_out(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", described(10))
+    assert "all of its questions are held-out ones" in refused(path, held_out_size=1, held_out=path)
+
+
+def test_solve_rates_outside_the_band_are_left_out(tmp_path: Path) -> None:
+    rows = described(27, solve_rate_tiny={1: None})
+    for path in (write_parquet(tmp_path / "a.parquet", rows), write_jsonl(tmp_path / "a.jsonl", rows)):
+        environment = open_data(path, held_out_size=1, keep_solve_rate=[0.125, 0.5])
+        kept = {int(task.id.partition("/")[0]) for split in ("train", "held_out") for task in environment.tasks(split)}
+        assert kept == {row for row in range(27) if 1 <= row % 9 <= 4 and row != 1}
+        assert environment.problems.count == 0
+
+
+def test_which_column_holds_the_solve_rates_must_be_clear(tmp_path: Path) -> None:
+    rows = [{**row, "solve_rate_large": 0.5} for row in described(10)]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    assert len(open_data(path, keep_solve_rate=[0.5, 0.5], solve_rate="solve_rate_large").tasks("train")) == 8
+    for band, column, said in [
+        ([0.0, 1.0], "", "one column of solve rates, not solve_rate_tiny, solve_rate_large"),
+        ([0.5, 0.5], "prompt", "holds text, not solve rates"),
+        ([0.5, 0.1], "", "the lower first"),
+        ([0.13, 0.2], "solve_rate_tiny", "no row has a solve rate within"),
+    ]:
+        assert said in refused(path, keep_solve_rate=band, solve_rate=column)
+
+
+def test_the_digests_of_a_split_are_those_of_its_prompts(tmp_path: Path) -> None:
+    environment = open_data(write_parquet(tmp_path / "a.parquet", described(30)))
+    for split in SPLITS:
+        assert list(environment.prompt_digests(split)) == [
+            prompt_digest(task.prompt) for task in environment.tasks(split)
+        ]
+    path = write_jsonl(tmp_path / "test.jsonl", [{"question": "New?", "answer": "1"}])
+    other = open_data(tmp_path / "a.parquet", held_out=path)
+    assert list(other.prompt_digests("held_out")) == [prompt_digest("new?")]

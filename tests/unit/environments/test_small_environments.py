@@ -1,0 +1,483 @@
+"""Generated tasks, a reward of one's own, and the calculator: what they ask, score and refuse."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.environments import Environment, EnvironmentSettings, Score, Split, build, dialogue_of, has_dialogues
+from shoal.environments.protocol import DialogueRule
+from shoal.environments.settings import LengthSettings
+from shoal.environments.tools import MAX_BITS, MAX_CHARACTERS, MAX_DEPTH, TOOLS, NoValue, evaluate, shown
+from shoal.errors import EnvironmentSetupError, ScoringFailure
+
+NAMES = ("sort", "addition")
+INDICES = st.integers(0, 99_999)
+
+
+def environment(name: str = "sort", **options: int) -> Environment:
+    return build(EnvironmentSettings(name=name, options=options))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_an_environment(name):
+    built = environment(name)
+    assert isinstance(built, Environment)
+    assert built.name == name
+    assert (len(built.tasks("train")), len(built.tasks("held_out"))) == (100_000, 256)
+
+
+@given(INDICES)
+@settings(deadline=None)
+def test_sort_wants_the_digits_in_order(index):
+    task = environment().tasks("train")[index]
+    digits = task.prompt.removesuffix("=")
+    assert 6 <= len(digits) <= 8
+    assert task.answer == "".join(sorted(digits))
+
+
+@given(INDICES)
+@settings(deadline=None)
+def test_addition_wants_the_sum(index):
+    task = environment("addition").tasks("train")[index]
+    left, right = task.prompt.removesuffix("=").split("+")
+    assert int(task.answer) == int(left) + int(right)
+    assert max(int(left), int(right)) < 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gold_scores_one_and_near_misses_zero(name):
+    built = environment(name)
+    for task in built.tasks("train")[:50]:
+        assert built.score(task, task.answer).value == 1.0
+        for miss in (task.answer[::-1] + "x", task.answer + " ", task.answer[:-1], "", task.answer + task.answer):
+            assert built.score(task, miss).value == 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_train_and_held_out_share_no_prompt(name):
+    built = environment(name)
+    held_out = {task.prompt for task in built.tasks("held_out")}
+    assert held_out.isdisjoint(task.prompt for task in built.tasks("train")[:20_000])
+
+
+def test_splits_of_different_options_are_disjoint_too():
+    """What one environment holds out, no other length range of it trains on: the split is by content."""
+    held_out = {task.prompt for task in environment(min_digits=2, max_digits=4).tasks("held_out")}
+    trained = {task.prompt for task in environment(min_digits=2, max_digits=5).tasks("train")[:5000]}
+    assert held_out.isdisjoint(trained)
+
+
+@given(INDICES, st.sampled_from(["train", "held_out"]))
+@settings(deadline=None)
+def test_an_id_names_its_task(index, split: Split):
+    built = environment()
+    tasks = built.tasks(split)
+    task = tasks[index % len(tasks)]
+    assert built.task(task.id) == task
+
+
+@pytest.mark.parametrize(
+    "task_id",
+    ["", "sort", "sort/train", "sort/train/x", "sort/train/100000", "sort/train/-1", "sort/train/01", "sort/test/1",
+     "addition/train/1", "sort/train/1/2", "sort/train/²"],
+)  # fmt: skip
+def test_an_unknown_id_is_refused(task_id):
+    with pytest.raises(EnvironmentSetupError, match="no task"):
+        environment().task(task_id)
+
+
+def test_tasks_are_a_sequence():
+    tasks = build(EnvironmentSettings(train_size=5)).tasks("train")
+    assert [task.id for task in tasks] == [f"sort/train/{index}" for index in range(5)]
+    assert tasks[-1] == tasks[4]
+    assert list(tasks[1:3]) == [tasks[1], tasks[2]]
+    with pytest.raises(IndexError):
+        tasks[5]
+
+
+def test_tasks_are_the_same_in_every_process_and_release():
+    assert [task.prompt for task in environment().tasks("train")[:3]] == ["833286=", "915332=", "4036562="]
+    assert environment().tasks("held_out")[3].prompt == "374952="
+
+
+def test_all_lengths_occur_about_equally_often():
+    lengths = [len(task.answer) for task in environment().tasks("train")[:3000]]
+    assert all(850 < lengths.count(length) < 1150 for length in (6, 7, 8))
+
+
+def test_the_digest_follows_what_determines_tasks():
+    base = environment().digest
+    assert environment().digest == base
+    assert len({base, environment(max_digits=9).digest, environment("addition").digest}) == 3
+    assert build(EnvironmentSettings(held_out_size=10)).digest != base
+    assert build(EnvironmentSettings(shuffle_rewards=True)).digest == base
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"name": "srot"}, r"no environment 'srot' \(did you mean 'sort'\?\); there are addition, .*sort"),
+        ({"options": {"max_digit": 3}}, r"no option 'max_digit' \(did you mean 'max_digits'\?\)"),
+        ({"options": {"max_digits": 3}}, r"min_digits \(6\) is above max_digits \(3\)"),
+        ({"options": {"max_digits": 0}}, "max_digits: Input should be greater than or equal to 1"),
+        ({"options": {"max_digits": "many"}}, "max_digits: Input should be a valid integer"),
+    ],
+)
+def test_wrong_settings_say_what_to_do(settings, said):
+    with pytest.raises(EnvironmentSetupError, match=said):
+        build(EnvironmentSettings(**settings))
+
+
+def test_options_that_leave_a_split_empty_are_an_error_not_a_hang():
+    tasks = environment(min_digits=1, max_digits=1).tasks
+    with pytest.raises(EnvironmentSetupError, match="leave no held_out task"):
+        [tasks("held_out")[0], tasks("train")[0]]
+
+
+# A reward of one's own: what a user's file may look like, and what is said when it is wrong
+
+PLAIN = """
+tasks = [{"prompt": f"{i}?", "answer": str(i)} for i in range(20)]
+def score(prompt, completion, answer):
+    return completion == answer
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def write_and_build(source: str, **settings: object) -> Environment:
+        file = tmp_path / "reward.py"
+        file.write_text(source)
+        return build(EnvironmentSettings(file=file, **settings))
+
+    return write_and_build
+
+
+def test_a_plain_function_and_a_list_are_enough(load):
+    environment = load(PLAIN)
+    assert isinstance(environment, Environment)
+    assert environment.name == "reward"
+    assert (len(environment.tasks("train")), len(environment.tasks("held_out"))) == (16, 4)
+    task = environment.tasks("train")[0]
+    assert environment.score(task, task.answer) == Score(value=1.0)
+    assert environment.score(task, "no").value == 0.0
+    assert environment.task(task.id) == task
+
+
+def test_tasks_may_be_a_function_of_pairs_and_score_may_return_a_score(load):
+    environment = load("""
+from shoal.environments import Score
+def tasks():
+    yield from [("a", "1"), ("b", "2")]
+def score(task, completion):
+    return Score(0.5, parts={"letters": len(completion)}, notes=task.prompt)
+""")
+    first, second = environment.tasks("train")
+    assert (first.prompt, first.answer, second.prompt) == ("a", "1", "b")
+    scored = environment.score(second, "xyz")
+    assert (scored.value, scored.parts["letters"], scored.notes) == (0.5, 3, "b")
+
+
+@pytest.mark.parametrize("name", ["task", "length", "target", "limit", "shuffled_from", "judge.taste"])
+def test_a_part_may_not_be_called_like_one_that_decides_something(load, name):
+    environment = load(f"""
+tasks = [("a", "1")]
+def score(task, completion):
+    return {{"value": 1, "parts": {{"{name}": 1.0}}}}
+""")
+    with pytest.raises(ScoringFailure, match=f"call the part '{name}' something else"):
+        environment.score(environment.tasks("train")[0], "x")
+
+
+def test_tasks_may_name_their_split_and_id(load):
+    environment = load("""
+from shoal.environments import Task
+tasks = [{"prompt": "p", "split": "held_out", "id": "x"}, Task("own", "q", ""), {"prompt": "r", "split": "train"}]
+def score(prompt, completion, answer): return 0
+""")
+    assert [task.id for task in environment.tasks("held_out")] == ["x"]
+    assert {task.id for task in environment.tasks("train")} == {"own", "reward/2"}
+
+
+def test_one_prompt_is_never_on_both_sides(load):
+    environment = load("""
+tasks = [(str(i % 7), str(i)) for i in range(70)]
+def score(prompt, completion, answer): return 0
+""")
+    sides = [{task.prompt for task in environment.tasks(split)} for split in ("train", "held_out")]
+    assert sides[0]
+    assert sides[1]
+    assert sides[0].isdisjoint(sides[1])
+
+
+def test_the_digest_is_that_of_the_file(load):
+    assert load(PLAIN).digest == load(PLAIN).digest
+    assert load(PLAIN).digest != load(PLAIN + "# changed\n").digest
+    assert load(PLAIN).digest != load(PLAIN, held_out_size=2).digest
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("1 / 0", "raised ZeroDivisionError: division by zero on task reward/"),
+        ("return 'good'", "returned 'good' on task .*: not a number"), ("return None", "not a number"),
+        ("return float('nan')", "returned nan"), ("return float('inf')", "returned inf"),
+    ],
+)  # fmt: skip
+def test_a_scorer_that_fails_is_unscored_never_reward_zero(load, body, said):
+    environment = load(f"tasks = [('p', 'a')]\ndef score(prompt, completion, answer): {body}\n")
+    with pytest.raises(ScoringFailure, match=said):
+        environment.score(environment.tasks("train")[0], "x")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("tasks = [('p', 'a')]", r"defines no function score\(prompt, completion, answer\)"),
+        ("tasks = [('p', 'a')]\nscore = 3", "defines no function score"),
+        ("tasks = [('p', 'a')]\ndef score(x): ...", "takes 1 parameters"),
+        ("def score(a, b, c): ...", "defines no tasks"),
+        ("tasks = []\ndef score(a, b, c): ...", "is empty"),
+        ("tasks = [3]\ndef score(a, b, c): ...", "task 0 .* is int"),
+        ("tasks = [{'answer': ''}]\ndef score(a, b, c): ...", "needs `prompt`"),
+        ("tasks = [{'prompt': '', 'anser': ''}]\ndef score(a, b, c): ...", "anser"),
+        ("tasks = [{'prompt': '', 'split': 'test'}]\ndef score(a, b, c): ...", "train or held_out"),
+        ("tasks = [{'prompt': '', 'split': []}]\ndef score(a, b, c): ...", "train or held_out"),
+        ("tasks = [{'prompt': '', 'id': 1}] * 2\ndef score(a, b, c): ...", "two tasks .* '1'"),
+        ("tasks = [{'prompt': '', 'split': 'held_out'}]\ndef score(a, b, c): ...", "no task to train on"),
+        ("def tasks(): raise OSError('gone')\ndef score(a, b, c): ...", "cannot be listed: OSError: gone"),
+        ("import nonexistent_module", "does not load: ModuleNotFoundError"),
+        ("def score(", "does not load: SyntaxError"),
+    ],
+)
+def test_a_file_that_does_not_load_says_why(load, source, said):
+    with pytest.raises(EnvironmentSetupError, match=said):
+        load(source)
+
+
+def test_a_missing_file_and_misplaced_options(tmp_path, load):
+    with pytest.raises(EnvironmentSetupError, match=r"cannot read .*: No such file .*; check environment.file"):
+        build(EnvironmentSettings(file=tmp_path / "absent.py"))
+    with pytest.raises(EnvironmentSetupError, match="a file has none"):
+        load(PLAIN, options={"max_digits": 3})
+    with pytest.raises(EnvironmentSetupError, match="no task 'zzz'"):
+        load(PLAIN).task("zzz")
+    plain_text = tmp_path / "reward.txt"
+    plain_text.write_text(PLAIN)
+    with pytest.raises(EnvironmentSetupError, match=r"must end in \.py"):
+        build(EnvironmentSettings(file=plain_text))
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["return {'value': 0.5, 'parts': {'style': 1}, 'notes': 'neat'}", "return Score(0.5, {'style': True}, 'neat')"],
+)
+def test_a_score_may_have_parts_and_notes(load, body):
+    environment = load(f"from shoal.environments import Score\ntasks = [('p', 'a')]\ndef score(t, c): {body}\n")
+    score = environment.score(environment.tasks("train")[0], "x")
+    assert (score.value, dict(score.parts), score.notes) == (0.5, {"style": 1.0}, "neat")
+    assert type(score.parts["style"]) is float
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return {'parts': {}}", "a mapping has `value`"),
+        ("return {'value': 1, 'note': ''}", "a mapping has `value`"),
+        ("return {'value': None}", "its value is no number"),
+        ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is no number"),
+        ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is no number"),
+        ("return {'value': 1, 'parts': [1]}", "parts must be a mapping"),
+    ],
+)
+def test_a_score_that_is_none_is_unscored(load, body, said):
+    environment = load(f"tasks = [('p', 'a')]\ndef score(prompt, completion, answer): {body}\n")
+    with pytest.raises(ScoringFailure, match=said):
+        environment.score(environment.tasks("train")[0], "")
+
+
+# The calculator: what it computes, what it refuses, and that nothing it reads is ever run
+
+answer = TOOLS["calculator"]
+
+SIGNS = "0123456789.+-*/^()= \n"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", "0"), ("007", "7"), ("1+2*3", "7"), ("(1+2)*3", "9"), ("2-3-4", "-5"), ("8/4/2", "1"), ("-2^2", "-4"),
+        ("(-2)^2", "4"), ("2^3^2", "512"), ("2**10", "1024"), ("2^-2", "0.25"), ("--3", "3"), ("-+-3", "3"),
+        ("1/3", "0.333333"), ("2/3", "0.666667"), ("1/8", "0.125"), (".5+.25", "0.75"), ("1.50", "1.5"),
+        ("0.0000005", "0"), ("0.0000015", "0.000002"), ("-1/1000000000", "0"), (" 1\t+\n1 ", "2"), ("0^0", "1"),
+        ("9" * 32, "9" * 32), ("2^64", "18446744073709551616"), ("-7/2", "-3.5"), ("10-0.000001", "9.999999"),
+    ],
+)  # fmt: skip
+def test_values(text: str, value: str) -> None:
+    assert shown(evaluate(text)) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", "+", "1+", "*1", "(1", "1)", "()", "1 2", "1..2", "1.", "1/0", "1/(2-2)", "0^-1", "2^0.5", "2^65",
+        "9" * 33, "1e5", "1_000", "0x10", "\uff11", "\u0663", "x", "1,5", "2^64^64", "(10^30)^30", "__import__('os')",
+        "1;2", "(" * 200 + "1" + ")" * 200, "-" * 250 + "1", "1+" * 200 + "1", "//", "1//2", "***",
+    ],
+)  # fmt: skip
+def test_what_has_no_value(text: str) -> None:
+    with pytest.raises(NoValue):
+        evaluate(text)
+
+
+def test_the_caps_are_reached_and_not_passed() -> None:
+    assert evaluate("(" * MAX_DEPTH + "1" + ")" * MAX_DEPTH) == 1
+    with pytest.raises(NoValue):
+        evaluate("(" * (MAX_DEPTH + 1) + "1" + ")" * (MAX_DEPTH + 1))
+    assert evaluate("1" + " " * (MAX_CHARACTERS - 1)) == 1
+    with pytest.raises(NoValue):
+        evaluate("1" + " " * MAX_CHARACTERS)
+    assert evaluate(f"2^{MAX_BITS // 8}") == 2 ** (MAX_BITS // 8)
+
+
+@given(st.text(alphabet=SIGNS, max_size=300))
+def test_any_text_is_answered_shortly_or_not_at_all(text: str) -> None:
+    said = answer([text])
+    assert said is None or (0 < len(said) < 100 and set(said) <= set("0123456789.-eror"))
+
+
+@given(st.lists(st.text(max_size=40), min_size=1, max_size=5))
+def test_it_never_raises_and_says_the_same_again(turns: list[str]) -> None:
+    assert answer(turns) == answer(list(turns))
+
+
+numbers = st.integers(0, 999).map(str)
+expressions = st.recursive(
+    numbers,
+    lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda parts: f"({''.join(parts)})"),
+    max_leaves=6,
+)
+
+
+@given(expressions)
+def test_it_agrees_with_another_parser(text: str) -> None:
+    """Of nothing but digits, signs and parentheses that this test itself made."""
+    assert evaluate(text) == _folded(ast.parse(text, mode="eval").body)
+
+
+def _folded(node: ast.AST) -> Fraction:
+    if isinstance(node, ast.Constant):
+        return Fraction(int(node.value))
+    assert isinstance(node, ast.BinOp)
+    left, right = _folded(node.left), _folded(node.right)
+    if isinstance(node.op, ast.Add):
+        return left + right
+    return left - right if isinstance(node.op, ast.Sub) else left * right
+
+
+def test_a_bare_number_is_a_question_once_and_then_the_answer() -> None:
+    assert answer(["12"]) == "12"
+    assert answer(["12", "12"]) is None
+    assert answer(["12", "12*2="]) == "24"
+    assert answer(["12", "-3.5"]) is None
+    assert answer(["seven"]) is None
+    assert answer([""]) is None
+    assert answer(["+-"]) is None, "without a digit it is no calculation"
+    assert answer(["1+"]) == "error"
+    assert answer(["1==2"]) == "error"
+    assert answer(["it is 12"]) is None
+
+
+def test_nothing_that_it_reads_can_be_run() -> None:
+    source = Path(inspect.getsourcefile(evaluate) or "").read_text()
+    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    assert "Fraction" in names
+    assert not names & {"eval", "exec", "compile", "__import__", "open", "getattr"}
+
+
+def test_tasks_are_expressions_with_their_values_and_gold_scores_one() -> None:
+    environment = build(EnvironmentSettings(name="calculator"))
+    tasks = environment.tasks("train")
+    assert tasks[0].prompt == "(30-37)*75="
+    assert tasks[0].answer == "-525"
+    for index in range(200):
+        task = tasks[index]
+        assert environment.score(task, task.answer).value == 1.0
+        assert environment.score(task, f" {task.answer}\n").value == 1.0
+        assert answer([task.prompt]) == task.answer, "the tool can compute what is asked"
+        for miss in (f"{task.answer}0", f"+{task.answer}", f"{task.answer}.", f"{task.answer}=", "", "error"):
+            assert environment.score(task, miss).value == 0.0
+    assert not {task.prompt for task in tasks[:300]} & {task.prompt for task in environment.tasks("held_out")[:100]}
+
+
+def test_a_number_that_is_wrong_may_be_worth_something() -> None:
+    environment = build(EnvironmentSettings(name="calculator", options={"number_credit": 0.25}))
+    task = environment.tasks("train")[0]
+    worth = {text: environment.score(task, text).value for text in (task.answer, "17", "-0.5", "seven", "1+1", "")}
+    assert worth == {task.answer: 1.0, "17": 0.25, "-0.5": 0.25, "seven": 0.0, "1+1": 0.0, "": 0.0}
+    assert environment.score(task, "17").parts == {"exact": 0.0, "number": 1.0}
+
+
+def test_options_are_in_the_digest_and_unknown_ones_refused() -> None:
+    def digest(**options: object) -> str:
+        return build(EnvironmentSettings(name="calculator", options=options)).digest
+
+    assert len({digest(), digest(terms=4), digest(operators="+"), digest(max_turns=4), digest(number_credit=0.1)}) == 5
+    with pytest.raises(EnvironmentSetupError, match="did you mean 'max_turns'"):
+        digest(max_turn=2)
+    with pytest.raises(EnvironmentSetupError, match="operators"):
+        digest(operators="/")
+
+
+def test_dialogues_are_seen_through_what_is_put_around_an_environment() -> None:
+    plain = EnvironmentSettings(name="calculator", options={"max_turns": 5})
+    dressed = plain.model_copy(update={"length": LengthSettings(targets=(5,))})
+    for given_settings in (plain, dressed):
+        environment = build(given_settings)
+        assert has_dialogues(environment)
+        assert dialogue_of(environment, environment.tasks("train")[0]) == DialogueRule("calculator", 5)
+    other = build(EnvironmentSettings())
+    assert not has_dialogues(other)
+    assert dialogue_of(other, other.tasks("train")[0]) is None
+
+
+def test_a_rule_names_a_tool_that_there_is() -> None:
+    with pytest.raises(EnvironmentSetupError, match="there is no tool 'shell'; there are calculator"):
+        DialogueRule("shell", 3)
+
+
+def own_file(folder: Path, *lines: str) -> EnvironmentSettings:
+    file = folder / "own.py"
+    file.write_text("\n".join(["tasks = [('1+1=', '2')] * 1", "def score(task, text): return text == '2'", *lines]))
+    return EnvironmentSettings(file=file)
+
+
+def test_a_file_of_ones_own_may_name_a_tool(tmp_path: Path) -> None:
+    talking = build(own_file(tmp_path, "tool = 'calculator'", "max_turns = 5"))
+    assert has_dialogues(talking)
+    assert dialogue_of(talking, talking.tasks("train")[0]) == DialogueRule("calculator", 5)
+    assert dialogue_of(build(own_file(tmp_path, "tool = 'calculator'")), talking.tasks("train")[0]) == DialogueRule(
+        "calculator", 3
+    )
+    assert not has_dialogues(build(own_file(tmp_path)))
+    assert not has_dialogues(build(own_file(tmp_path, "def tool(turns): return 'rm -rf /'"))), "no code of its own"
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (["tool = 'shell'"], "there is no tool 'shell'"),
+        (["tool = 'calculator'", "max_turns = 1"], "max_turns in .* is 1; it must be from 2 to 64"),
+        (["tool = 'calculator'", "max_turns = 'x'"], "max_turns in .* is 'x'"),
+    ],
+)
+def test_a_file_that_names_what_is_not_there_is_refused(tmp_path: Path, lines: list[str], problem: str) -> None:
+    with pytest.raises(EnvironmentSetupError, match=problem):
+        build(own_file(tmp_path, *lines))
