@@ -4,10 +4,8 @@
                                                         requests for chunks on their way are held, not refused
 
 Invariants: the head never goes back; a manifest is served only with a valid signature; a chunk is served only if this
-process has seen its hash match; only what a version offers is fetched; no chunk of a mirrored version is removed.
-
-Which versions those are is decided anew whenever a head or manifest arrives (`manifest`): the newest few, back to an
-anchor, as far as the disk budget reaches.
+process has seen its hash match; only what a version offers is fetched; no chunk of a mirrored version is removed. Which
+versions those are is decided anew whenever a head or manifest arrives (`manifest.select_versions`).
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from shoal.shardcast.manifest import (
     select_versions,
     size_of,
 )
-from shoal.shardcast.pool import ChunkPool, PoolSettings
+from shoal.shardcast.pool import ChunkPool, PoolSettings, show_shares
 from shoal.shardcast.sources import SourceScores
 from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, Tree, chunk_key, have_key, manifest_key, parse_label, witness_key
 
@@ -105,8 +103,8 @@ class Mirror(Catalogue):
             **super().health(),
             "head": None if head is None else head.policy.label,
             "missing_versions": len(self.missing_places()),
-            "missing_chunks": self._missing_chunks(),
-            "disk_bytes": self._disk_bytes(),
+            "missing_chunks": sum(chunk_hash not in self._complete for chunk_hash in self._sizes),
+            "disk_bytes": sum(size for chunk_hash, size in self._sizes.items() if chunk_hash in self._complete),
             "bytes_in": sum(self.pool.fetched_bytes.values()),
             "sources": dict.fromkeys(self.scores.kinds(), False) | dict.fromkeys(self.scores.ready(), True),
         }
@@ -173,8 +171,7 @@ class Mirror(Catalogue):
             self.head = head
             self._manifests = self._manifests | {place_of(head): manifest}
             self._settle()
-        self.arrivals.notify(manifest_key(place_of(head)))
-        self.arrivals.notify(HEAD)
+        self.arrivals.notify(manifest_key(place_of(head)), HEAD)
         return True
 
     def adopt_manifest(self, place: Place, data: bytes) -> None:
@@ -193,13 +190,19 @@ class Mirror(Catalogue):
     def adopt_witness(self, key: str, data: bytes) -> None:
         """Take what a witness signed about this run's ledger, unless what is here is as new."""
         try:
-            signed = SignedDocument.model_validate_json(data)
-            index = _witnessed(signed, key, self._run)
+            index = self._witnessed(data, key)
             known = self._tree.read(witness_key(key))
-            if known is None or index > _witnessed(SignedDocument.model_validate_json(known), key, self._run):
+            if known is None or index > self._witnessed(known, key):
                 self._tree.write(witness_key(key), data)
         except (ValueError, ProtocolError) as error:
             raise ManifestRefused(f"what was offered as signed by witness {key[:16]}… is not: {error}") from error
+
+    def _witnessed(self, data: bytes, key: str) -> int:
+        """The ledger row that a witness signed for."""
+        head = open_document(SignedDocument.model_validate_json(data), WitnessedHead, key)
+        if head.run != self._run:
+            raise ProtocolError(f"it is about run {head.run[:80]}")
+        return head.index
 
     def missing_places(self) -> list[Place]:
         """The older versions whose manifests should be here besides the head's, newest first."""
@@ -225,7 +228,7 @@ class Mirror(Catalogue):
                 return  # a version that was retired just now, or a chunk that is back already
             log.warning("chunk %s… has gone from this disk; it is fetched again", match[2][:16])
             self._complete.discard(match[2])
-            self._inventories = {
+            self.inventories = {
                 place: Inventory(offered(manifest), self._complete) for place, manifest in self._manifests.items()
             }
             self._want_all()
@@ -235,18 +238,30 @@ class Mirror(Catalogue):
             if chunk.hash not in self._sizes:
                 return
             self._complete.add(chunk.hash)
-            told = [place for place, one in self._inventories.items() if one.add(chunk.hash)]
+            told = [place for place, one in self.inventories.items() if one.add(chunk.hash)]
             for place in told:
-                self._say_if_whole(place)
-        self.arrivals.notify(chunk_key(chunk.hash))
-        for place in told:
-            self.arrivals.notify(have_key(place))
+                if self.inventories[place].complete and place in self._began:
+                    began_s, fetched = self._began[place]
+                    log.info(
+                        "policy %d.%d is whole: %.1f MB, %.1f s after its manifest; from %s",
+                        *place, size_of([self._manifests[place]]) / 1e6, time.monotonic() - began_s,
+                        show_shares(self.pool.fetched_bytes - fetched) or "this disk",
+                    )  # fmt: skip
+        self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, told))
 
     # Deciding what to mirror; all of it under the lock
 
     def _settle(self) -> None:
         """Choose the versions from what is known now, remove the others, want what is missing."""
-        before, self._selection = self._selection, self._select()
+        # Of what the head offers, and of what is whole here although it is offered no more.
+        labels = self.head.kept_versions if self.head is not None else ()
+        places = {place for place in map(parse_label, labels) if place is not None}
+        whole = {place for place, inventory in self.inventories.items() if inventory.complete}
+        candidates = {
+            place: self._manifests.get(place) for place in (self._manifests if self.head is None else places | whole)
+        }
+        before, settings = self._selection, self._settings
+        self._selection = select_versions(candidates, settings.kept_versions, settings.budget_bytes)
         problem = self._budget_problem(self._selection)
         if problem != self._budget_problem(before):
             log.warning("%s", problem or "the newest version fits into the disk budget again")
@@ -255,48 +270,27 @@ class Mirror(Catalogue):
         chunks = (chunk for place in self.places() for chunk in offered(self._manifests[place]))
         self._sizes = {chunk.hash: chunk.size_bytes for chunk in chunks}
         self._complete = {chunk_hash for chunk_hash in self._complete if chunk_hash in self._sizes}
-        self._take_stock(before)
+        # A map of a version whose chunks may have been removed meanwhile is made anew.
+        unchanged = before.mirrored & self._selection.mirrored & self.inventories.keys()
+        self.inventories = {
+            place: self.inventories[place] if place in unchanged else Inventory(offered(manifest), self._complete)
+            for place, manifest in self._manifests.items()
+        }
+        now = time.monotonic(), Counter(self.pool.fetched_bytes)
+        self._began = {place: self._began.get(place, now) for place in self.places()}
         self.pool.forget_except(set(self._sizes))
         for place in gone:
             self._tree.remove_manifest(place)
         self._tree.remove_chunks_except(set(self._sizes))
         self._want_all()
-        for place in gone:
-            self.arrivals.notify(have_key(place))
-
-    def _select(self) -> Selection:
-        """Of what the head offers, and of what is whole here although it is offered no more."""
-        labels = self.head.kept_versions if self.head is not None else ()
-        places = {place for place in map(parse_label, labels) if place is not None}
-        whole = {place for place, inventory in self._inventories.items() if inventory.complete}
-        known = self._manifests if self.head is None else places | whole
-        candidates = {place: self._manifests.get(place) for place in known}
-        return select_versions(candidates, self._settings.kept_versions, self._settings.budget_bytes)
-
-    def _take_stock(self, before: Selection) -> None:
-        """The map of each version; one whose chunks may have been removed meanwhile is made anew."""
-        unchanged = before.mirrored & self._selection.mirrored & self._inventories.keys()
-        self._inventories = {
-            place: self._inventories[place] if place in unchanged else Inventory(offered(manifest), self._complete)
-            for place, manifest in self._manifests.items()
-        }
-        now = time.monotonic(), Counter(self.pool.fetched_bytes)
-        self._began = {place: self._began.get(place, now) for place in self.places()}
+        self.arrivals.notify(*map(have_key, gone))
 
     def _want_all(self) -> None:
         """Want what is not complete, newest version first."""
-        for place in self._incomplete():
-            chunks = offered(self._manifests[place])
-            self.pool.want(self._manifests[place], [one for one in chunks if one.hash not in self._complete])
-
-    def _incomplete(self) -> list[Place]:
-        return [place for place in reversed(self.places()) if not self._inventories[place].complete]
-
-    def _missing_chunks(self) -> int:
-        return sum(chunk_hash not in self._complete for chunk_hash in self._sizes)
-
-    def _disk_bytes(self) -> int:
-        return sum(size for chunk_hash, size in self._sizes.items() if chunk_hash in self._complete)
+        for place in reversed(self.places()):
+            if not self.inventories[place].complete:
+                chunks = offered(self._manifests[place])
+                self.pool.want(self._manifests[place], [one for one in chunks if one.hash not in self._complete])
 
     def _budget_problem(self, selection: Selection) -> str:
         if selection.fits:
@@ -305,24 +299,3 @@ class Mirror(Catalogue):
             f"the newest version does not fit: it needs {selection.road_bytes / 1e9:.6g} GB of disk, and "
             f"disk_budget_gb is {self._settings.disk_budget_gb:g}; raise it, or this relay can offer only a part"
         )
-
-    def _say_if_whole(self, place: Place) -> None:
-        if not self._inventories[place].complete or place not in self._began:
-            return
-        began_s, fetched = self._began[place]
-        shares = (self.pool.fetched_bytes - fetched).most_common()
-        log.info(
-            "policy %d.%d is whole: %.1f MB, %.1f s after its manifest; from %s",
-            *place,
-            size_of([self._manifests[place]]) / 1e6,
-            time.monotonic() - began_s,
-            ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in shares) or "this disk",
-        )
-
-
-def _witnessed(signed: SignedDocument, key: str, run: str) -> int:
-    """The ledger row that a witness signed for."""
-    head = open_document(signed, WitnessedHead, key)
-    if head.run != run:
-        raise ProtocolError(f"it is about run {head.run[:80]}")
-    return head.index

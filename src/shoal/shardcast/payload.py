@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import BroadcastError
-from shoal.protocol import Entry, PolicyManifest, PolicyRef, TensorView
+from shoal.protocol import PolicyManifest, PolicyRef, TensorView
 from shoal.runtime.files import ensure_folder, resource_error
 
 if TYPE_CHECKING:
@@ -81,27 +81,24 @@ class Payload:
         return self.made.changes()
 
     def export(self, target: Path) -> list[Path]:
-        """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it.
-
-        Tensors are no files: they are in `tensors`.
-        """
+        """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it."""
         ensure_folder(target)
         written = []
-        for entry in self.manifest.entries:
-            if entry.type == "file":
-                path = _place_for(target, entry.name)
-                self._copy(entry, path)
-                written.append(path)
+        for entry in (entry for entry in self.manifest.entries if entry.type == "file"):
+            path = target
+            for part in entry.name.split("/")[:-1]:
+                path = path / part
+                if path.is_symlink():
+                    raise BroadcastError(f"{entry.name} is not written: {path} is a link, and might lead elsewhere")
+                ensure_folder(path)
+            written.append(path / entry.name.split("/")[-1])
+            with _appearing(written[-1]) as temporary, temporary.open("xb", buffering=0) as output:
+                if self.path is None:
+                    output.write(self.files[entry.name])
+                else:  # by the file: what is looked at through a mapping counts as this process's memory
+                    with self.path.open("rb", buffering=0) as source:
+                        copy_span(source.fileno(), entry.offset, entry.size_bytes, output.fileno())
         return written
-
-    def _copy(self, entry: Entry, target: Path) -> None:
-        """Without looking at the bytes: what is looked at through a mapping counts as this process's memory."""
-        with _appearing(target) as temporary, temporary.open("xb", buffering=0) as output:
-            if self.path is None:
-                output.write(self.files[entry.name])
-                return
-            with self.path.open("rb", buffering=0) as source:
-                copy_span(source.fileno(), entry.offset, entry.size_bytes, output.fileno())
 
 
 def copy_span(source: int, offset: int, size: int, target: int) -> None:
@@ -148,17 +145,6 @@ def open_payload(
         elif entry.dtype is not None and entry.shape is not None:
             tensors.append(TensorView(entry.name, entry.dtype, entry.shape, span))
     return Payload(manifest, LazyFiles(files), tensors, path, made)
-
-
-def _place_for(target: Path, name: str) -> Path:
-    """Where a file of this name goes below `target`; folders are made, links in between are refused."""
-    path = target
-    for part in name.split("/")[:-1]:
-        path = path / part
-        if path.is_symlink():
-            raise BroadcastError(f"{name} is not written: {path} is a link, and might lead out of {target}")
-        ensure_folder(path)
-    return path / name.split("/")[-1]
 
 
 def copy_or_link(source: Path, target: Path) -> None:

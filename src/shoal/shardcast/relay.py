@@ -5,10 +5,9 @@
     peer     ─(long poll)─► follower ─┘                      └─► … and its peers
                                           chunks from whichever source serves best
 
-A relay is not trusted and trusts nobody: it passes on only what the trainer signed and what matches its hash. An
-upstream that is not up yet is waited for, with growing pauses. Peers are relays of the same level: they trade chunks,
-so that upstream sends each about once, and tell each other of new heads. A peer is first asked who it is, so that all
-relays can be given the same list: a relay that meets itself leaves that address out.
+A relay is not trusted and trusts nobody: it passes on only what the trainer signed and what matches its hash. Peers are
+relays of the same level: they trade chunks, so that upstream sends each about once, and tell each other of new heads. A
+peer is first asked who it is, so that all relays can be given the same list: one that meets itself leaves itself out.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import time
 from collections.abc import Callable
 
 from shoal.errors import BroadcastError, ConfigError, ManifestRefused
-from shoal.protocol import BroadcastHead
 from shoal.runtime.clock import Backoff
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
@@ -173,9 +171,8 @@ class Follower:
                 attempt += 1
                 continue
             attempt = 0
-            held_s = time.monotonic() - started_s
             if not news:  # a plain file server answers at once, so the pace has to be ours
-                self._stop.wait(max(0.0, self._config.poll_s - held_s))
+                self._stop.wait(max(0.0, self._config.poll_s - (time.monotonic() - started_s)))
         self._connection.close()
 
     def _poll(self) -> bool:
@@ -188,26 +185,21 @@ class Follower:
         if data is None:
             self._say(f"{self._upstream} has nothing published yet")
             return False
-        head = read_head(data, self._config.run, self._config.trusted_key)
-        check_not_rolled_back(head, self._mirror.head)
-        news = self._take_head(head, data)
+        head, news = read_head(data, self._config.run, self._config.trusted_key), False
+        known = self._mirror.head
+        check_not_rolled_back(head, known)
+        if known is None or place_of(head) != place_of(known):
+            manifest = self._get_manifest(place_of(head))
+            if manifest is None:
+                raise BroadcastError(f"{self._upstream} names policy {head.policy.label}, but not its manifest")
+            news = self._mirror.adopt_head(head, data, manifest)
+            if news:
+                self._say(f"policy {head.policy.label} from {self._upstream}")
         for key in self._config.witnesses:
             signed = get_document(self._connection, witness_key(key), MAX_WITNESS_BYTES, Deadline(MANIFEST_S))
             if signed is not None:
                 self._mirror.adopt_witness(key, signed)
         return self._take_older() or news
-
-    def _take_head(self, head: BroadcastHead, data: bytes) -> bool:
-        known = self._mirror.head
-        if known is not None and place_of(head) == place_of(known):
-            return False
-        manifest = self._get_manifest(place_of(head))
-        if manifest is None:
-            raise BroadcastError(f"{self._upstream} names policy {head.policy.label} but does not have its manifest")
-        news = self._mirror.adopt_head(head, data, manifest)
-        if news:
-            self._say(f"policy {head.policy.label} from {self._upstream}")
-        return news
 
     def _take_older(self) -> bool:
         """Fetch the manifests of older versions that are still offered; one that is not there is asked for later.

@@ -131,14 +131,10 @@ class Tree:
     def remove_manifest(self, place: Place) -> None:
         self.path(manifest_key(place)).unlink(missing_ok=True)
 
-    def remove_chunks_except(self, kept: set[str]) -> list[str]:
-        """Remove every chunk that is not in `kept`; the hashes that went."""
-        removed = []
+    def remove_chunks_except(self, kept: set[str]) -> None:
         for path in (self.folder / "chunks").glob("??/*"):
             if path.name not in kept and not path.name.startswith("."):
                 path.unlink(missing_ok=True)
-                removed.append(path.name)
-        return removed
 
     def sweep_temporaries(self) -> None:
         """Remove what a crash left half-written. Only while nobody else writes."""

@@ -238,7 +238,7 @@ def test_arrivals_are_told_to_those_who_wait_for_a_chunk_and_for_a_map_of_a_vers
             assert {chunk_key(manifest.chunks[0].hash), "have/0.1"} <= set(told)
             told.clear()
     assert "have/0.1" in told
-    assert mirror.inventory((0, 1)) is None
+    assert (0, 1) not in mirror.inventories
 
 
 def test_only_what_a_version_offers_is_mirrored_and_every_version_kept_can_be_reached(

@@ -352,9 +352,9 @@ def test_versions_are_of_interest_as_long_as_something_of_them_is_wanted() -> No
     for version in (1, 2):
         manifest = manifest_of(CHUNKS[20 * version - 20 : 20 * version], version)
         node.plan.want(manifest, manifest.chunks, world.now_s)
-    assert node.plan.places() == [(0, 2), (0, 1)]
+    assert list(node.plan._versions) == [(0, 2), (0, 1)]
     node.plan.forget_except(hashes(0, 20))
-    assert node.plan.places() == [(0, 1)]
+    assert list(node.plan._versions) == [(0, 1)]
     node.plan.forget_except(set())
     assert node.plan.question(A) is None
 
