@@ -54,10 +54,8 @@ class TrustedRun:
         """The one key that signs policies; a run with none, or with several, cannot be followed."""
         keys = self.keys["trainer"]
         if len(keys) != 1:
-            raise ProtocolError(
-                f"run {self.run} has {len(keys)} trainer keys and must have exactly one; "
-                "its owner has to issue one trainer certificate"
-            )
+            count = f"run {self.run} has {len(keys)} trainer keys and must have exactly one"
+            raise ProtocolError(f"{count}; its owner has to issue one trainer certificate")
         return next(iter(keys))
 
 
@@ -80,10 +78,8 @@ def split_join_url(url: str) -> tuple[str, str | None]:
     if not pinned:
         return base, None
     if len(pinned) != FINGERPRINT_HEX or not set(pinned) <= set(string.hexdigits.lower()):
-        raise ConfigError(
-            f"the part after # in {url!r} is not a root fingerprint ({FINGERPRINT_HEX} hex digits); "
-            "copy the whole join URL again"
-        )
+        what = f"the part after # in {url!r} is not a root fingerprint ({FINGERPRINT_HEX} hex digits)"
+        raise ConfigError(f"{what}; copy the whole join URL again")
     return base, pinned
 
 
@@ -96,9 +92,7 @@ def one_run(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
     parts = [split_join_url(url) for url in urls]
     pins = list(dict.fromkeys(pin for _, pin in parts if pin is not None))
     if len(pins) > 1:
-        raise ConfigError(
-            f"these URLs are of different runs (root keys {', '.join(pins)}): give the addresses of one run only"
-        )
+        raise ConfigError(f"these URLs are of different runs (root keys {', '.join(pins)}): give those of one run only")
     return tuple(dict.fromkeys(base for base, _ in parts)), pins[0] if pins else None
 
 
@@ -118,7 +112,10 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
             "ask the run's owner for the whole join URL and use that"
         )
     info = open_document(signed, RunInfo, signed.signed_by)  # well-formed; that its signer is the hub comes next
-    _check_names(info, root_fingerprint)
+    check_spoken("hub", info.protocol_version)
+    expected = run_id(info.name, root_fingerprint)
+    if info.run != expected:
+        raise SignatureError(f"the run calls itself {info.run!r}, but its name and root key give {expected!r}")
     revoked = revoked | frozenset(info.revoked)
     keys = _certified_keys(info, claimed_root, revoked)
     if signed.signed_by in revoked:
@@ -129,13 +126,6 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
     if signed.signed_by not in keys["hub"]:
         raise SignatureError(f"the hub's key {signed.signed_by[:16]}… is not certified by the run's root key")
     return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys, revoked=revoked)
-
-
-def _check_names(info: RunInfo, root_fingerprint: str) -> None:
-    check_spoken("hub", info.protocol_version)
-    expected = run_id(info.name, root_fingerprint)
-    if info.run != expected:
-        raise SignatureError(f"the run calls itself {info.run!r}, but its name and root key give {expected!r}")
 
 
 def _certified_keys(info: RunInfo, root_key: str, revoked: frozenset[str]) -> dict[str, frozenset[str]]:

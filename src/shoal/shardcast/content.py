@@ -128,7 +128,7 @@ class Content:
         try:
             for name, tensor, span in parts:
                 size = span.size_bytes if isinstance(span, FileSpan) else span.nbytes
-                own = {"type": "file"}
+                own: dict[str, Any] = {"type": "file"}
                 if tensor is not None:
                     own = {"type": "tensor", "dtype": tensor.dtype, "shape": tensor.shape}
                 entries.append(Entry(name=name, offset=offset, size_bytes=size, **own))

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from shoal.client.delivery import AVOID_S, Delivery
-from shoal.client.http import REACH
+from shoal.client.http import REACH, open_http
 from shoal.errors import HubRefused
 from shoal.protocol import submission_digest
 from shoal.runtime.clock import ManualClock
@@ -135,7 +135,7 @@ def test_a_store_that_refuses_is_left_alone_for_a_while_and_then_tried_again(
 def test_a_worker_that_ends_while_it_uploads_still_has_the_hub() -> None:
     hub = FakeHub()
     road = delivery(hub)
-    road._connections()
+    road._http = open_http()
     road.close()
     road.hand_in("u1a0", BODY)  # over connections that are closed
     assert hub.asked == ["ticket", "submit"]

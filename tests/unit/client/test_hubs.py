@@ -10,8 +10,8 @@ from fake_run import HUB, NODE, ROOT, STRANGER, ScriptedHub, TickingStop, answer
 from fake_run import key as key_of
 
 from shoal.client import ClientOptions, HubClient
-from shoal.client.hubs import FIRST_REST_S, LONGEST_REST_S, Hubs
 from shoal.client.known import KnownRun
+from shoal.client.transport import FIRST_REST_S, LONGEST_REST_S, Hubs
 from shoal.client.trust import one_run, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, SignedDocument, fingerprint
