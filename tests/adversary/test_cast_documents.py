@@ -118,9 +118,7 @@ def forged_heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Broadcas
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forged_head_is_refused_and_somebody_honest_is_asked(
-    lab: Lab, forged_heads: dict[str, BroadcastError], name: str
-) -> None:
+def test_a_forged_head_is_refused_and_somebody_honest_is_asked(lab, forged_heads, name):
     with pytest.raises(ManifestRefused, match=FORGERIES[name][1]):
         raise forged_heads[name]
     manifest = lab.publish(1)
@@ -170,9 +168,7 @@ def without_end(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Broadcast
 
 @pytest.mark.parametrize("name", ENDLESS)
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_documents_without_end_hold_nobody_up(
-    lab: Lab, without_end: dict[str, BroadcastError], name: str, document: str
-) -> None:
+def test_documents_without_end_hold_nobody_up(lab, without_end, name, document):
     manifest = lab.publish(1)
     client = lab.client(lab.liar({document: ENDLESS[name]}).url, lab.honest().url, stall_s=0.3)
     assert client.newest(WITHIN_S) == manifest.policy

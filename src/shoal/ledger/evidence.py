@@ -42,8 +42,8 @@ from shoal.protocol import (
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
 
 _FIXED = ("node", "unit", "tokens", "validator", "receipt", "verdict")
+# Which depths of an audit a run pays for, by what its row 0 says is audited.
 _DEPTHS = {"all": ("full",), "reputation": ("full", "light")}
-"""Which depths of an audit a run pays for, by what its row 0 says is audited."""
 
 
 @dataclass
@@ -73,10 +73,8 @@ class Keys:
 
 @dataclass
 class Proofs:
-    """Checks entries one by one, in order, after `Chain`. Raises `LedgerError` with the row and what is wrong.
-
-    Without `needs_documents` everything is checked but the documents themselves: a much weaker statement.
-    """
+    """Checks entries one by one, in order, after `Chain`. Raises `LedgerError` with the row and what is wrong. Without
+    `needs_documents` everything is checked but the documents themselves: a much weaker statement."""
 
     keys: Keys
     chain: Chain
@@ -179,14 +177,11 @@ class Proofs:
             self._check_receipt(entry, _present(evidence, "receipt", body["receipt"]))
             verdict = self._open_verdict(entry, evidence)
             if verdict.outcome is not Outcome.ACCEPTED or verdict.generated_tokens != body["tokens"]:
-                raise ValueError(
-                    f"the signed verdict is {verdict.outcome.value} with {verdict.generated_tokens} tokens; the row "
-                    f"has {body['tokens']}"
-                )
+                signed = f"the signed verdict is {verdict.outcome.value} with {verdict.generated_tokens} tokens"
+                raise ValueError(f"{signed}; the row has {body['tokens']}")
             if verdict.depth not in self._depths:
-                raise ValueError(
-                    f"the verdict is of a {verdict.depth} audit; this run pays for {' or '.join(self._depths)}"
-                )
+                paid = " or ".join(self._depths)
+                raise ValueError(f"the verdict is of a {verdict.depth} audit; this run pays for {paid}")
             if len(verdict.rewards) != self._group_size:
                 raise ValueError(f"the verdict has {len(verdict.rewards)} rewards for a group of {self._group_size}")
 
@@ -197,12 +192,8 @@ class Proofs:
         if receipt.ledger is None or receipt.ledger.run != self.keys.run or receipt.ledger.index >= entry.index:
             raise ValueError("the receipt does not name a head of this ledger from before")
         if self.chain.hash_at(receipt.ledger.index) != receipt.ledger.hash:
-            raise LedgerForked(
-                f"ledger row {receipt.ledger.index} is not the one that the hub named in the receipt behind row "
-                f"{entry.index}: the ledger was rewritten",
-                receipt.ledger.index,
-                signed,
-            )
+            row = f"ledger row {receipt.ledger.index} is not the one that the hub named in the receipt behind row"
+            raise LedgerForked(f"{row} {entry.index}: the ledger was rewritten", receipt.ledger.index, signed)
 
     def _open_verdict(self, entry: LedgerEntry, evidence: Evidence | None) -> Verdict:
         """The verdict behind a row, by a validator that the root key trusted at that row, about what the row says."""

@@ -31,11 +31,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SeedTolerance:
-    """What rounding may explain of one token.
-
-    `distance`: how far u may lie outside its token's interval. `floor`: the smallest probability of a token that
-    passes only by the tolerance.
-    """
+    """What rounding may explain of one token. `distance`: how far u may lie outside its token's interval. `floor`: the
+    smallest probability of a token that passes only by the tolerance."""
 
     distance: float = 5e-5
     floor: float = 1e-16

@@ -30,12 +30,10 @@ class Draw(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """All that the checks want to know of given tokens, one value per row.
-
-    `low`, `high` (float64): the token's interval of the CDF. `logprobs` (float32). `entropy` and `varentropy`
-    (float32): mean and variance of -log p under the distribution that the token was drawn from, so that an honest
-    token's log-probability has mean -entropy and variance varentropy.
-    """
+    """All that the checks want to know of given tokens, one value per row. `low`, `high` (float64): the token's
+    interval of the CDF. `logprobs` (float32). `entropy` and `varentropy` (float32): mean and variance of -log p under
+    the distribution that the token was drawn from, so that an honest token's log-probability has mean -entropy and
+    variance varentropy."""
 
     low: Tensor
     high: Tensor

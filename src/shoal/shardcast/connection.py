@@ -118,11 +118,9 @@ class Connection:
         self.hung_up = False
 
     def get(self, target: str, deadline: Deadline, check: Check | None = None) -> Answer:
-        """Send a request and read the answer's head. Then `read_into` or `drain` the whole body.
-
-        `check` is called at every receive, until the body has been read, with the bytes that have come of it; what it
-        returns, if anything, is why the source should be left.
-        """
+        """Send a request and read the answer's head. Then `read_into` or `drain` the whole body. `check` is called at
+        every receive, until the body has been read, with the bytes that have come of it; what it returns, if anything,
+        is why the source should be left."""
         self._check, self._filled, self.hung_up = check, 0, False
         if self._answer is not None or self._early:  # a body left unread, or bytes too many, spoil a connection
             self.close()

@@ -101,9 +101,7 @@ def encode_block(old: memoryview, new: memoryview, width: int, fast: bool = Fals
 
 def apply_block(target: memoryview, data: bytes | memoryview, width: int, fast: bool = False) -> Integers:
     """Turn the old values in `target` into the new ones, in place; the positions that changed, ascending.
-
-    `DeltaRefused` if the block is damaged; then `target` may be half changed.
-    """
+    `DeltaRefused` if the block is damaged; then `target` may be half changed."""
     values = np.frombuffer(target, SIGNED[width])
     header = _Header.read(data, values.size, width)
     if header.end != len(data):

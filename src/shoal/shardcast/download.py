@@ -72,12 +72,10 @@ class Superseded(BroadcastError):
 @dataclass(frozen=True)
 class DownloadSettings:
     """`kept_payloads`: how many versions stay on disk; the validator needs max_staleness + 1 of them.
-
     `remember_changes`: keep in memory what changed, for an engine that holds the version before
     (`Payload.changes_from`). No version may be larger than `max_payload_bytes`; `limits` says how much disk the folder
     may take. Both are looked at before a byte of a version is fetched; None is no limit. A fetch of which nothing
-    arrives for `patience_s` fails.
-    """
+    arrives for `patience_s` fails."""
 
     kept_payloads: int = 3
     remember_changes: bool = True
@@ -143,10 +141,8 @@ class Downloader:
     def fetch(
         self, ref: PolicyRef, deadline_s: float, on_progress: OnProgress | None = None, background: bool = False
     ) -> Payload:
-        """The payload of `ref`, verified. Raises a `BroadcastError` of the kind that tells what went wrong.
-
-        A fetch in the background gives way to one that somebody waits for; what it has fetched is not lost.
-        """
+        """The payload of `ref`, verified. Raises a `BroadcastError` of the kind that tells what went wrong. A fetch in
+        the background gives way to one that somebody waits for; what it has fetched is not lost."""
         deadline = Deadline(deadline_s)
         with self._turn(deadline, f"policy {ref.label}", background):
             self._scores.restore()

@@ -251,11 +251,9 @@ def plan(
     target: PolicyManifest, held: Collection[str], manifest_of: Callable[[PolicyRef], PolicyManifest | None],
     closed: Collection[str] = (), manifest_bytes: int = 0,
 ) -> Road:  # fmt: skip
-    """The cheapest route to `target` from the payloads `held` (by digest), or from an anchor.
-
-    `closed`: the names of steps, and the digests of anchors, that have failed. `manifest_bytes`: what the manifest of a
-    version in between costs; of a tiny model it is not much less than a payload. Raises `VersionNotFound` if
-    no route is left."""
+    """The cheapest route to `target` from the payloads `held` (by digest), or from an anchor. `closed`: the names of
+    steps, and the digests of anchors, that have failed. `manifest_bytes`: what the manifest of a version in between
+    costs; of a tiny model it is not much less than a payload. Raises `VersionNotFound` if no route is left."""
     order = count()  # breaks ties, so that nothing else is ever compared
     ahead = 0 if held else target.size_bytes  # with nothing here, every road begins with a payload as large as this
     frontier: list[tuple[int, int, PolicyRef, tuple[Step, ...], PolicyManifest | None]] = []

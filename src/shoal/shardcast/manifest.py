@@ -84,9 +84,7 @@ def manifest_hash(data: bytes) -> str:
 
 def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManifest:
     """The manifest in `data`, or `ManifestRefused`: signed by the trusted key, for this run, and sound in itself.
-
-    Without a `run`, any that the key has signed for will do.
-    """
+    Without a `run`, any that the key has signed for will do."""
     signed = _signed(data, MAX_MANIFEST_BYTES, "manifest")
     try:
         manifest = open_document(signed, PolicyManifest, trusted_key)

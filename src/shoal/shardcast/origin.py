@@ -163,11 +163,9 @@ class Origin:
         self, version: int, content: Content | Path | str | Mapping[str, Any] | Sequence[TensorView], *,
         incarnation: int = 0, ledger_head: LedgerHead | None = None, on_progress: OnProgress | None = None,
     ) -> PolicyManifest:  # fmt: skip
-        """Publish a version. The same version with the same content again is harmless; with another it is an error.
-
-        A version behind the head that is not kept any more (a trainer resumed from an old checkpoint) is signed and
-        returned but not written: the head never goes back, and retention would remove it at once.
-        """
+        """Publish a version. The same version with the same content again is harmless; with another it is an error. A
+        version behind the head that is not kept any more (a trainer resumed from an old checkpoint) is signed and
+        returned but not written: the head never goes back, and retention would remove it at once."""
         content = _as_content(content)
         place = (incarnation, version)
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
@@ -269,11 +267,9 @@ class Origin:
 
     def _deltas(self, draft: _Draft, way: _Way) -> tuple[Delta, ...]:
         """The deltas that pay, nearest base first, written as chunks; none if not even that to the version before does.
-
         Every version has one to the version before it; one whose number is a multiple of a longer stride also skips
         back by that stride, so that whoever lags by n versions needs about log n deltas. All of these bases lie on the
-        way to the version before, unless an anchor lies between: its own delta leads there.
-        """
+        way to the version before, unless an anchor lies between: its own delta leads there."""
         incarnation, version = draft.place
         passed = [way.anchor, *(manifest for manifest, _ in way.steps)]
         if any(manifest.entries != draft.content.entries for manifest in passed) or not self._is_whole(way):

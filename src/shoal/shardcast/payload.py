@@ -56,9 +56,7 @@ class ChangedValues:
 @dataclass(frozen=True, repr=False)
 class Payload:
     """A version that has arrived and been verified. `tensors` are views of one read-only mapping: copy to change.
-
-    Values lie back to back, so a view may be unaligned when tensors of several types are mixed.
-    """
+    Values lie back to back, so a view may be unaligned when tensors of several types are mixed."""
 
     manifest: PolicyManifest
     files: Mapping[str, bytes]
@@ -71,11 +69,9 @@ class Payload:
         return f"Payload(policy {self.manifest.policy.label}: {what})"
 
     def changes_from(self, ref: PolicyRef | None) -> Iterator[ChangedValues] | None:
-        """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas.
-
-        The values are those of this payload, whose digest has been verified. A position may come twice. Tensors alone:
-        files must be compared by their bytes.
-        """
+        """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas. The
+        values are those of this payload, whose digest has been verified. A position may come twice. Tensors alone:
+        files must be compared by their bytes."""
         if ref is None or self.made is None or self.made.forgotten or self.made.begin.digest != ref.digest:
             return None
         return self.made.changes()

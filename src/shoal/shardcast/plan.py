@@ -83,11 +83,9 @@ class Wanted:
 
 @dataclass(eq=False)
 class Flight:
-    """One attempt at one chunk. `source` is empty when it is looked for on this disk.
-
-    `claimed`: its map says that it has the chunk. `may_be_held`: it may be a relay that waits for the chunk itself and
-    answers when it is there; then the wait before the answer says nothing about its bandwidth.
-    """
+    """One attempt at one chunk. `source` is empty when it is looked for on this disk. `claimed`: its map says that it
+    has the chunk. `may_be_held`: it may be a relay that waits for the chunk itself and answers when it is there; then
+    the wait before the answer says nothing about its bandwidth."""
 
     wanted: Wanted
     source: str

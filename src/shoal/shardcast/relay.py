@@ -202,10 +202,8 @@ class Follower:
         return self._take_older() or news
 
     def _take_older(self) -> bool:
-        """Fetch the manifests of older versions that are still offered; one that is not there is asked for later.
-
-        One that turns out to be no anchor makes the mirror want the one before it.
-        """
+        """Fetch the manifests of older versions that are still offered; one that is not there is asked for later. One
+        that turns out to be no anchor makes the mirror want the one before it."""
         asked: set[Place] = set()
         news = False
         while places := [place for place in self._mirror.missing_places() if place not in asked]:

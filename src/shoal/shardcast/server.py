@@ -91,10 +91,8 @@ class _Client:
 
 
 class TreeServer:
-    """One listening socket over one catalogue. `await start()`, then it serves until `await close()`.
-
-    `instance` is in /health, so that a relay which finds its own address in a list of others can tell.
-    """
+    """One listening socket over one catalogue. `await start()`, then it serves until `await close()`. `instance` is in
+    /health, so that a relay which finds its own address in a list of others can tell."""
 
     def __init__(self, catalogue: Catalogue, limits: ServerLimits = ServerLimits()) -> None:
         self._catalogue = catalogue

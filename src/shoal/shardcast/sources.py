@@ -121,10 +121,8 @@ class SourceScores:
             return {source: copy(one) for source, one in scores if not one.dropped and one.resting_until_s <= now_s}
 
     def choose(self) -> str | None:
-        """A source to ask now, by chance in proportion to its weight; None if all of them rest or are dropped.
-
-        A last resort is chosen only where there is no other.
-        """
+        """A source to ask now, by chance in proportion to its weight; None if all of them rest or are dropped. A last
+        resort is chosen only where there is no other."""
         ready = self.ready()
         chosen = {source: one for source, one in ready.items() if one.kind is not Kind.LAST_RESORT} or ready
         return random.choices(list(chosen), [standing.weight for standing in chosen.values()])[0] if chosen else None

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.toploc.field import Bits, Ints
-from shoal.toploc.plain import BLOCK, QUIET_NAN
+from shoal.toploc.plain import BLOCK, QUIET_NAN, Bits, Ints
 
 SLAB = 2**27  # values that are worked on at once: bounds the memory on top of the activations
 LOW_32 = 2**32 - 1

@@ -13,8 +13,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc.field import LEAST_MODULUS, PRIME, Bits, Ints, inverses
-from shoal.toploc.plain import BLOCK, QUIET_NAN
+from shoal.toploc.plain import BLOCK, LEAST_MODULUS, PRIME, QUIET_NAN, Bits, Ints, inverses
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 Array = TypeVar("Array", bound=npt.NDArray[Any])
@@ -134,10 +133,8 @@ def _largest(chunk: Bits, count: int, room: npt.NDArray[np.int32], indices: Ints
 
 @compiled
 def _block_maxima(chunk: Bits) -> Bits:
-    """The largest magnitude of each block, the last one perhaps shorter. Doubling a value drops its sign.
-
-    The inner loop has a fixed length and calls nothing: that is what makes it run in wide registers, ten times faster.
-    """
+    """The largest magnitude of each block, the last one perhaps shorter. Doubling a value drops its sign. The inner
+    loop has a fixed length and calls nothing: that is what makes it run in wide registers, ten times faster."""
     full = len(chunk) // BLOCK
     maxima = np.zeros((len(chunk) + BLOCK - 1) // BLOCK, dtype=np.uint16)
     for b in range(full):
@@ -211,11 +208,9 @@ def _modulus(x: Ints, seen: npt.NDArray[np.int32], stamp: int) -> tuple[int, int
 
 @compiled
 def _interpolate(indices: Ints, bits: Bits, counts: Ints, table: Words, moduli: Ints, coefficients: Bits) -> None:
-    """Lagrange's form: P = M · Σ w/(X - x), where M = Π (X - x) and w = y / M'(x).
-
-    Expanded at infinity, w/(X - x) is Σ w x^t / X^(t+1). So the coefficient of X^j in P is Σ M[j+1+t] s[t], with the
-    power sums s[t] = Σ w x^t. Every inner loop runs over independent elements; only k inverses are looked up.
-    """
+    """Lagrange's form: P = M · Σ w/(X - x), where M = Π (X - x) and w = y / M'(x). Expanded at infinity, w/(X - x) is Σ
+    w x^t / X^(t+1). So the coefficient of X^j in P is Σ M[j+1+t] s[t], with the power sums s[t] = Σ w x^t. Every inner
+    loop runs over independent elements; only k inverses are looked up."""
     seen = np.zeros(PRIME, dtype=np.int32)
     stamp, at = 1, 0
     for c in range(len(counts)):

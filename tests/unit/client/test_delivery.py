@@ -114,9 +114,7 @@ def test_a_refusal_of_the_submission_is_final_on_either_road(store: FakeStore, c
     assert (hub.asked, store.put) == (["ticket"], [])
 
 
-def test_a_store_that_refuses_is_left_alone_for_a_while_and_then_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_refuses_is_left_alone_for_a_while_and_then_tried_again(monkeypatch, caplog):
     store, hub, clock = FakeStore(monkeypatch, status=403), FakeHub(), ManualClock()
     road = delivery(hub, clock)
     for _ in range(3):

@@ -205,9 +205,7 @@ def test_the_newest_head_of_all_sources_counts(tmp_path: Path, scripted: Scripte
     assert make_downloader([*sources, DEAD], tmp_path / "cache").newest(10) == new.policy
 
 
-def test_a_full_disk_is_a_resource_error_and_does_not_hang(
-    tmp_path: Path, start_origin: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_resource_error_and_does_not_hang(tmp_path, start_origin, monkeypatch):
     def full(self: PayloadFile, chunk: object, data: memoryview) -> None:
         raise ResourceError("cannot write: the disk is full: free some space")
 

@@ -26,9 +26,7 @@ def bits(data: bytes) -> list[int]:
     arriving=st.lists(st.sampled_from(NAMES)),
     soon=st.sets(st.sampled_from(NAMES)),
 )
-def test_the_maps_say_of_each_position_whether_its_chunk_is_here_or_coming(
-    chunks: list[str], here: set[str], arriving: list[str], soon: set[str]
-) -> None:
+def test_the_maps_say_of_each_position_whether_its_chunk_is_here_or_coming(chunks, here, arriving, soon):
     inventory = Inventory([chunk(name) for name in chunks], {chunk(name).hash for name in here})
     for name in arriving:
         before = inventory.count

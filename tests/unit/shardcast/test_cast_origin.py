@@ -62,9 +62,7 @@ def test_the_same_version_with_other_content_is_an_error_and_leaves_no_trace(tmp
 
 
 @pytest.mark.parametrize("step", ["put_chunk", "sync_chunks", "manifest", "head"])
-def test_a_crash_at_any_step_leaves_the_version_before_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_crash_at_any_step_leaves_the_version_before_served(tmp_path, monkeypatch, step):
     origin = make_origin(tmp_path)
     first = publish(origin, 1)
     served = (tmp_path / HEAD).read_bytes()
@@ -118,9 +116,7 @@ def test_retention_removes_old_versions_and_only_their_own_chunks(tmp_path: Path
 
 @settings(max_examples=15, deadline=None)
 @given(seeds=st.lists(st.integers(0, 3), min_size=1, max_size=8), kept=st.integers(1, 3))
-def test_every_kept_version_is_whole_after_any_history(
-    tmp_path_factory: pytest.TempPathFactory, seeds: list[int], kept: int
-) -> None:
+def test_every_kept_version_is_whole_after_any_history(tmp_path_factory, seeds, kept):
     folder = tmp_path_factory.mktemp("origin")
     origin = make_origin(folder, kept=kept)
     manifests = [publish(origin, version, seed) for version, seed in enumerate(seeds)]
@@ -131,9 +127,7 @@ def test_every_kept_version_is_whole_after_any_history(
 
 
 @pytest.mark.parametrize("step", ["remove_manifest", "remove_chunks_except"])
-def test_a_crash_while_old_versions_are_removed_breaks_nothing_that_the_head_offers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_crash_while_old_versions_are_removed_breaks_nothing_that_the_head_offers(tmp_path, monkeypatch, step):
     origin = make_origin(tmp_path, kept=1)
     publish(origin, 1)
     real = getattr(Tree, step)

@@ -104,9 +104,7 @@ class Chain:
         return self.origin.publish(version, Content.of({}, [view]))
 
 
-def test_a_relay_whose_upstream_is_dead_learns_from_its_peer(
-    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
-) -> None:
+def test_a_relay_whose_upstream_is_dead_learns_from_its_peer(tmp_path, start_origin, start_peer):
     origin = make_origin(tmp_path / "origin")
     publish(origin, 1)
     first = start_peer(tmp_path / "first", [start_origin(tmp_path / "origin").url])
@@ -116,9 +114,7 @@ def test_a_relay_whose_upstream_is_dead_learns_from_its_peer(
     assert_content(make_downloader([second.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(2))
 
 
-def test_a_peer_that_starts_later_is_waited_for(
-    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
-) -> None:
+def test_a_peer_that_starts_later_is_waited_for(tmp_path, start_origin, start_peer):
     publish(make_origin(tmp_path / "origin"), 1)
     (port,) = free_ports(1)
     second = start_peer(tmp_path / "second", [NOWHERE], [f"http://127.0.0.1:{port}"])
@@ -127,9 +123,7 @@ def test_a_peer_that_starts_later_is_waited_for(
     eventually(lambda: is_complete(second, "0.1"), 20)
 
 
-def test_relays_given_the_same_list_leave_themselves_out(
-    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_relays_given_the_same_list_leave_themselves_out(tmp_path, start_origin, start_peer, caplog):
     caplog.set_level("INFO")
     publish(make_origin(tmp_path / "origin"), 1)
     upstream = start_origin(tmp_path / "origin").url
@@ -144,9 +138,7 @@ def test_relays_given_the_same_list_leave_themselves_out(
         assert f"{url} is this relay itself: left out of its peers" in caplog.text
 
 
-def test_a_peer_that_is_no_relay_tells_of_heads_and_is_said_to_be_none(
-    tmp_path: Path, start_peer: StartPeer, scripted: Scripted, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_that_is_no_relay_tells_of_heads_and_is_said_to_be_none(tmp_path, start_peer, scripted, caplog):
     folder = tmp_path / "origin"
     publish(make_origin(folder), 1)
     for name, answer in {"404": (404, b""), "list": (200, b"[]"), "page": (200, b"<html>")}.items():
@@ -161,9 +153,7 @@ def answer_with(status: int, body: bytes, target: str, to: socket.socket) -> Non
     reply(to, status, body)
 
 
-def test_two_peers_take_each_chunk_from_upstream_about_once(
-    tmp_path: Path, start_peer: StartPeer, scripted: Scripted
-) -> None:
+def test_two_peers_take_each_chunk_from_upstream_about_once(tmp_path, start_peer, scripted):
     folder = tmp_path / "origin"
     origin = make_origin(folder)
     publish(origin, 1)
@@ -328,9 +318,7 @@ def test_a_version_that_does_not_fit_is_told_with_numbers_and_what_is_there_is_s
     eventually(lambda: health(relay)["ok"] is True and is_complete(relay, "0.3"))
 
 
-def test_a_relay_says_a_line_for_every_version_that_is_whole(
-    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_relay_says_a_line_for_every_version_that_is_whole(tmp_path, start_origin, start_peer, caplog):
     caplog.set_level("INFO")
     origin = make_origin(tmp_path / "origin")
     upstream = start_origin(tmp_path / "origin").url
@@ -349,9 +337,7 @@ def test_a_peer_that_is_no_url_is_one_clear_line(tmp_path: Path) -> None:
         run_relay(config, StopToken(), lambda url: None)
 
 
-def test_limits_of_the_recipe_hold_for_clients(
-    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
-) -> None:
+def test_limits_of_the_recipe_hold_for_clients(tmp_path, start_origin, start_peer):
     relay = start_peer(tmp_path / "relay", [start_origin(tmp_path / "origin").url], connections_per_client=2)
     host, port = relay.url.removeprefix("http://").split(":")
     with _idle(host, int(port)), _idle(host, int(port)):

@@ -72,9 +72,7 @@ def test_what_was_asked_for_a_moment_ago_is_not_held_by_every_connection() -> No
 
 
 @pytest.mark.parametrize(("rate", "slow"), [(SIZE / 2, True), (20 * SIZE, False)])
-def test_a_link_carries_as_many_chunks_at_a_time_as_it_bears(
-    rate: float, slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_carries_as_many_chunks_at_a_time_as_it_bears(rate, slow, monkeypatch):
     """Eight at once over a slow link would all be late, be given up together, and begin again for ever."""
     monkeypatch.setattr("shoal.shardcast.plan.FLIGHT_BYTES_S", SIZE)  # what one flight should get
     world = World()
@@ -380,9 +378,7 @@ TROUBLES = st.sampled_from(["none", "dead", "slow", "corrupt", "busy", "claims",
     honest=st.sampled_from([["upstreams"], ["upstreams", "upstreams"], ["upstreams", "peers"], ["last_resort"]]),
     seed=st.integers(0, 1000),
 )
-def test_whatever_others_do_the_honest_ones_suffice(
-    kinds: list[tuple[str, str]], parts: list[int], honest: list[str], seed: int
-) -> None:
+def test_whatever_others_do_the_honest_ones_suffice(kinds, parts, honest, seed):
     """The honest sources together have every chunk; of the rest each is dead, slow, lying, lacking, or any of it."""
     world, chunks = World(), chunks_of(24)
     everything = [chunk.hash for chunk in chunks]

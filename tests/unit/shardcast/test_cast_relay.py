@@ -79,9 +79,7 @@ def test_origin_to_relay_to_relay_to_client(tmp_path: Path, start_origin: StartO
     assert int(str(state["bytes_out"])) >= sum(fetched.values())
 
 
-def test_the_mirrored_tree_is_the_same_files(
-    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay
-) -> None:
+def test_the_mirrored_tree_is_the_same_files(tmp_path, start_origin, start_relay):
     origin = make_origin(tmp_path / "origin")
     for version in range(3):
         publish(origin, version)
@@ -97,9 +95,7 @@ def test_the_mirrored_tree_is_the_same_files(
 
 
 @pytest.mark.parametrize("allowed", [2, 3])
-def test_a_client_that_may_have_few_connections_does_with_few(
-    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, allowed: int
-) -> None:
+def test_a_client_that_may_have_few_connections_does_with_few(tmp_path, start_origin, start_relay, allowed):
     """Idle ones are closed, or they would keep the busy one out until the relay tires of them, after half a minute."""
     files = {"file": bytes(range(256)) * 400}
     manifest = make_origin(tmp_path / "origin").publish(1, Content.of(files))
@@ -112,9 +108,7 @@ def test_a_client_that_may_have_few_connections_does_with_few(
 
 
 @pytest.mark.parametrize("damage", ["removed", "cut short"])
-def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(
-    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, damage: str
-) -> None:
+def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(tmp_path, start_origin, start_relay, damage):
     manifest = publish(make_origin(tmp_path / "origin"), 1)
     relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url)
     eventually(lambda: is_complete(relay, "0.1"))
@@ -124,9 +118,7 @@ def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(
     eventually(lambda: is_complete(relay, "0.1"))
 
 
-def test_a_relay_started_first_waits_for_its_upstream(
-    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, scripted: Scripted
-) -> None:
+def test_a_relay_started_first_waits_for_its_upstream(tmp_path, start_origin, start_relay, scripted):
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
     relay = start_relay(tmp_path / "relay", f"http://127.0.0.1:{port}")
@@ -136,9 +128,7 @@ def test_a_relay_started_first_waits_for_its_upstream(
     assert_content(make_downloader([relay.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
 
 
-def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(
-    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay
-) -> None:
+def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(tmp_path, start_origin, start_relay):
     origin = make_origin(tmp_path / "origin")
     relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url, kept_versions=2)
     manifests = []
@@ -152,9 +142,7 @@ def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(
     assert here == {chunk.hash for kept in manifests[3:] for chunk in kept.chunks}
 
 
-def test_a_request_for_a_chunk_on_its_way_is_held_and_an_unknown_one_is_not(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
-) -> None:
+def test_a_request_for_a_chunk_on_its_way_is_held_and_an_unknown_one_is_not(tmp_path, start_relay, scripted):
     folder = tmp_path / "origin"
     manifest = publish(make_origin(folder), 1)
     late = manifest.chunks[0].hash
@@ -178,9 +166,7 @@ def test_a_request_for_a_chunk_on_its_way_is_held_and_an_unknown_one_is_not(
     assert answers == [(200, chunk_paths(folder, manifest)[0].read_bytes())]
 
 
-def test_an_upstream_that_lags_does_not_hold_up_one_that_does_not(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
-) -> None:
+def test_an_upstream_that_lags_does_not_hold_up_one_that_does_not(tmp_path, start_relay, scripted):
     ahead, behind = tmp_path / "ahead", tmp_path / "behind"
     publish(make_origin(behind), 1)
     origin = make_origin(ahead)
@@ -218,9 +204,7 @@ def relay_process() -> Iterator[Callable[[Path, str], tuple[subprocess.Popen[str
         process.communicate()
 
 
-def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(
-    tmp_path: Path, scripted: Scripted, relay_process: Callable[[Path, str], tuple[subprocess.Popen[str], str]]
-) -> None:
+def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(tmp_path, scripted, relay_process):
     folder, mirrored = tmp_path / "origin", tmp_path / "relay"
     files, tensors = content(1, sizes=(5000,))
     manifest = make_origin(folder).publish(1, Content.of(files, tensors))
@@ -240,9 +224,7 @@ def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(
     assert asked == {f"/chunks/{last[:2]}/{last}", f"/chunks/{rotten.name[:2]}/{rotten.name}"}
 
 
-def test_a_relay_serves_what_it_has_while_its_upstream_is_gone(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
-) -> None:
+def test_a_relay_serves_what_it_has_while_its_upstream_is_gone(tmp_path, start_relay, scripted):
     folder = tmp_path / "origin"
     manifest = publish(make_origin(folder), 1)
     upstream = scripted(from_folder(folder))
@@ -254,9 +236,7 @@ def test_a_relay_serves_what_it_has_while_its_upstream_is_gone(
     assert_content(make_downloader([second.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
 
 
-def test_damaged_documents_on_disk_are_fetched_again(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
-) -> None:
+def test_damaged_documents_on_disk_are_fetched_again(tmp_path, start_relay, scripted):
     folder = tmp_path / "origin"
     manifest = publish(make_origin(folder), 1)
     upstream = scripted(from_folder(folder))
@@ -275,9 +255,7 @@ def test_stopping_is_quick(tmp_path: Path, start_origin: StartOrigin, start_rela
     assert relay.end() < 4
 
 
-def test_a_full_disk_ends_the_relay_with_the_reason(
-    tmp_path: Path, start_origin: StartOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_the_relay_with_the_reason(tmp_path, start_origin, monkeypatch):
     def full(self: Mirror, chunk: Chunk, data: memoryview) -> None:
         raise ResourceError("cannot write: the disk is full: free some space")
 

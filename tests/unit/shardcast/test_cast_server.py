@@ -167,9 +167,7 @@ def test_any_other_name_is_not_found(tmp_path: Path, start_origin: Start, target
         b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
     ],
 )
-def test_what_is_not_a_plain_request_is_refused_and_hung_up_on(
-    tmp_path: Path, start_origin: Start, request_bytes: bytes
-) -> None:
+def test_what_is_not_a_plain_request_is_refused_and_hung_up_on(tmp_path, start_origin, request_bytes):
     assert ask(start_origin(tmp_path).url, request_bytes).startswith(b"HTTP/1.1 400 ")
 
 

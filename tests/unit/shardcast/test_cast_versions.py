@@ -166,9 +166,7 @@ def test_a_delta_that_does_not_pay_is_not_offered(tmp_path: Path) -> None:
     assert other.deltas == ()
 
 
-def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_are(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_are(tmp_path, serve, monkeypatch):
     """Deltas of a tenth of the payload pay one by one; fifteen of them and the anchor cost more than two payloads."""
     monkeypatch.setattr("shoal.shardcast.origin.DELTA_STRIDES", ())
     run = Run(tmp_path / "origin")
@@ -180,9 +178,7 @@ def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_a
         assert last.total_bytes <= 2 * manifest.size_bytes
 
 
-def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(tmp_path, serve, monkeypatch):
     monkeypatch.setattr("shoal.shardcast.origin.DELTA_STRIDES", ())
     run = Run(tmp_path / "origin", anchor_every=8, kept_versions=12)
     server = serve(run.folder)
@@ -299,9 +295,7 @@ def test_a_follower_hears_of_new_versions(tmp_path: Path, serve: Serve) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_bytes(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_bytes(data, tmp_path_factory):
     """Any settings, any gaps in the numbers, any versions skipped by a client: bit for bit, or not offered."""
     folder = tmp_path_factory.mktemp("versions")
     run = Run(folder / "origin", anchor_every=data.draw(st.integers(1, 6)), kept_versions=data.draw(st.integers(1, 4)))
@@ -320,9 +314,7 @@ def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_byt
         running.end()
 
 
-def test_a_large_payload_of_mixed_widths_goes_through_the_compiled_loops(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_payload_of_mixed_widths_goes_through_the_compiled_loops(tmp_path, serve, monkeypatch):
     monkeypatch.setattr(delta, "COMPILED_FROM_BYTES", 0)
     run = Run(tmp_path / "origin")
     odd = {"odd": np.arange(3, dtype=np.uint8)}  # what follows lies at no multiple of two
@@ -470,9 +462,7 @@ def test_a_file_overwritten_while_it_is_published_is_noticed(tmp_path: Path, mon
     assert head.policy.version == 1
 
 
-def test_a_version_that_was_never_announced_is_no_version(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_was_never_announced_is_no_version(tmp_path, serve, monkeypatch):
     run = Run(tmp_path / "origin")
     run.step(1)
 

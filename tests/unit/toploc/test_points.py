@@ -15,7 +15,7 @@ from vectors import normal, planted, tied
 
 from shoal.errors import ProofError
 from shoal.toploc import PointBatch, backend, chunk_rows, chunk_topk, device, kernels, plain, top_points
-from shoal.toploc.field import PRIME, inverses, least_modulus
+from shoal.toploc.plain import PRIME, inverses, least_modulus
 
 Ints = npt.NDArray[np.int64]
 
