@@ -166,7 +166,14 @@ class Origin:
         """Publish a version. The same version with the same content again is harmless; with another it is an error. A
         version behind the head that is not kept any more (a trainer resumed from an old checkpoint) is signed and
         returned but not written: the head never goes back, and retention would remove it at once."""
-        content = _as_content(content)
+        if isinstance(content, Path | str):
+            content = Content.at(Path(content))
+        elif isinstance(content, Mapping):
+            content = Content.of_arrays(content)
+        elif not isinstance(content, Content):
+            if not all(isinstance(tensor, TensorView) for tensor in content):
+                raise TypeError("what can be published: a path, arrays by name, tensors (TensorView), or a Content")
+            content = Content.of({}, content)
         place = (incarnation, version)
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
             head = self.head()
@@ -379,15 +386,3 @@ class Origin:
             log.warning("old chunks are not removed this time: a manifest here cannot be read")
             return
         self._tree.remove_chunks_except({chunk.hash for manifest in known.values() for chunk in offered(manifest)})
-
-
-def _as_content(content: Content | Path | str | Mapping[str, Any] | Sequence[TensorView]) -> Content:
-    if isinstance(content, Content):
-        return content
-    if isinstance(content, Path | str):
-        return Content.at(Path(content))
-    if isinstance(content, Mapping):
-        return Content.of_arrays(content)
-    if all(isinstance(tensor, TensorView) for tensor in content):
-        return Content.of({}, content)
-    raise TypeError("what can be published: a path, arrays by name, tensors (TensorView), or a Content")

@@ -159,12 +159,14 @@ class TreeServer:
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a connection in, or say why not; beyond twice the cap not even that."""
-        if self.connections >= self._limits.max_connections:
-            return await self._refuse(reader, writer, 503, "this server has as many connections as it allows")
-        address = client_of((writer.get_extra_info("peername") or ("",))[0])
-        most = self._limits.connections_per_client
-        if most is not None and self._by_client[address] >= most:
-            return await self._refuse(reader, writer, 429, "your address has as many connections as it may have")
+        address, most = client_of((writer.get_extra_info("peername") or ("",))[0]), self._limits.connections_per_client
+        is_full = self.connections >= self._limits.max_connections
+        if is_full or (most is not None and self._by_client[address] >= most):
+            who = (503, "this server has") if is_full else (429, "your address has")
+            if len(self._tasks) < 2 * self._limits.max_connections + 1:
+                await self._say(writer, who[0], f"{who[1]} as many connections as are allowed")
+                await _part(reader, writer)
+            return
         protocol = writer.transport.get_protocol()
         assert isinstance(protocol, _Protocol)
         client = _Client(reader, writer, protocol.gone)
@@ -177,13 +179,6 @@ class TreeServer:
             self.connections -= 1
             self._by_client[address] -= 1
             self._by_client += Counter()  # without those that are 0
-
-    async def _refuse(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: int, sentence: str
-    ) -> None:
-        if len(self._tasks) < 2 * self._limits.max_connections + 1:
-            await self._say(writer, status, sentence)
-            await _part(reader, writer)
 
     async def _converse(self, client: _Client) -> None:
         """Requests of one connection, one after the other. The time-out covers silence and dripping alike."""

@@ -66,7 +66,8 @@ def decode(proofs: Sequence[bytes], counts: Ints) -> Polynomials:
         raise ProofError(f"{len(proofs)} proofs for {len(counts)} chunks: there must be one for each")
     sizes = [proof_size(count) for count in counts.tolist()]
     malformed: list[str | None] = [None] * len(proofs)
-    for c, (proof, size) in enumerate(zip(proofs, sizes, strict=True)):
+    for c, size in enumerate(sizes):
+        proof: object = proofs[c]
         if not isinstance(proof, bytes):
             malformed[c] = f"a proof is bytes, not {type(proof).__name__}"
         elif len(proof) != size:

@@ -77,32 +77,26 @@ def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     return FakeStore(monkeypatch)
 
 
-def test_a_run_without_a_store_gets_everything_at_its_hub(store: FakeStore) -> None:
-    hub = FakeHub(uploads="hub")
-    delivery(hub).hand_in("u1a0", BODY)
-    assert (hub.asked, store.put) == (["submit"], [])
-
-
-def test_by_the_store_it_is_put_once_and_committed(store: FakeStore) -> None:
-    hub = FakeHub()
-    receipt: Any = delivery(hub).hand_in("u1a0", BODY)
-    assert receipt == f"receipt for u1a0, {submission_digest(BODY)}, by the store"
-    assert (hub.asked, [body for _, body in store.put]) == (["ticket", "commit"], [BODY])
-
-
-def test_what_the_hub_has_already_is_not_sent_again(store: FakeStore) -> None:
-    hub = FakeHub(needed=False)
-    delivery(hub).hand_in("u1a0", BODY)
-    assert (hub.asked, store.put) == (["ticket", "commit"], [])
-
-
-@pytest.mark.parametrize("code", ["upload.missing", "upload.other_bytes", "upload.by_hub"])
-def test_a_commit_that_finds_nothing_goes_by_way_of_the_hub(store: FakeStore, code: str) -> None:
-    hub = FakeHub()
-    hub.commits = [HubRefused(409, code, "…")]
-    delivery(hub).hand_in("u1a0", BODY)
-    assert hub.asked == ["ticket", "commit", "submit"]
-    assert len(store.put) == 1
+@pytest.mark.parametrize(
+    ("hub", "commits", "asked", "puts"),
+    [
+        pytest.param({"uploads": "hub"}, (), ["submit"], 0, id="a run without a store"),
+        pytest.param({}, (), ["ticket", "commit"], 1, id="by the store, put once"),
+        pytest.param({"needed": False}, (), ["ticket", "commit"], 0, id="the hub has it already"),
+        *(
+            pytest.param({}, (code,), ["ticket", "commit", "submit"], 1, id=code)
+            for code in ("upload.missing", "upload.other_bytes", "upload.by_hub")
+        ),
+    ],
+)
+def test_which_way_a_submission_goes(store: FakeStore, hub: Any, commits: Any, asked: list[str], puts: int) -> None:
+    fake = FakeHub(**hub)
+    fake.commits = [HubRefused(409, code, "…") for code in commits]
+    receipt: Any = delivery(fake).hand_in("u1a0", BODY)
+    assert (
+        receipt == f"receipt for u1a0, {submission_digest(BODY)}, by the {'store' if asked[-1] == 'commit' else 'hub'}"
+    )
+    assert (fake.asked, [body for _, body in store.put]) == (asked, [BODY] * puts)
 
 
 @pytest.mark.parametrize("code", ["lease.late", "submission.other_body", "lease.not_yours"])
