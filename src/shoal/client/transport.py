@@ -57,8 +57,7 @@ MIB = 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
 CLOCKS_AGREE_MS = 1_000
 HOUR_MS = 3_600_000
-MAX_CORRECTION_MS = 15 * HOUR_MS
-"""Time zones reach 14 hours: a clock that shows local time as if it were UTC is no further off."""
+MAX_CORRECTION_MS = 15 * HOUR_MS  # time zones reach 14: a clock of local time as if it were UTC is no further off
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 300.0
 LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long, however short somebody's patience is
@@ -86,13 +85,8 @@ class ClientOptions:
     @classmethod
     def of_a_person(cls, wait_s: float) -> ClientOptions:
         """Somebody waits at the terminal: no longer than `wait_s`, and what is wrong is said once, at the end."""
-        return cls(
-            patience_s=wait_s,
-            connect_timeout_s=max(1.0, min(10.0, wait_s)),
-            answer_timeout_s=max(5.0, min(10.0, wait_s)),
-            tell_after_s=math.inf,
-            retries_pages=False,
-        )
+        connect_s, answer_s = max(1.0, min(10.0, wait_s)), max(5.0, min(10.0, wait_s))
+        return cls(wait_s, connect_s, answer_s, tell_after_s=math.inf, retries_pages=False)
 
     def with_patience(self, patience_s: float, hubs: int) -> ClientOptions:
         """The same with another patience, which one hub that is frozen does not use up if there are several.
@@ -101,12 +95,8 @@ class ClientOptions:
         2.5
         """
         attempt_s = max(LEAST_ATTEMPT_S, patience_s / min(hubs, 2))
-        return replace(
-            self,
-            patience_s=patience_s,
-            connect_timeout_s=min(self.connect_timeout_s, attempt_s),
-            answer_timeout_s=min(self.answer_timeout_s, attempt_s),
-        )
+        connect_s, answer_s = min(self.connect_timeout_s, attempt_s), min(self.answer_timeout_s, attempt_s)
+        return replace(self, patience_s=patience_s, connect_timeout_s=connect_s, answer_timeout_s=answer_s)
 
 
 @dataclass(frozen=True)
@@ -154,11 +144,9 @@ class HubTime:
         ahead_ms = hub_ms - self._clock.now_ms()
         if abs(ahead_ms) > MAX_CORRECTION_MS:
             side = "behind" if ahead_ms > 0 else "ahead of"
-            sentence = (
-                f"this machine's clock is {abs(ahead_ms) / HOUR_MS:.1f} hours {side} the hub's; at most "
-                f"{MAX_CORRECTION_MS // HOUR_MS} hours are corrected: set this machine's clock (for instance with NTP)"
-            )
-            raise HubRefused(HTTPStatus.UNAUTHORIZED, "auth.skew", sentence)
+            off = f"this machine's clock is {abs(ahead_ms) / HOUR_MS:.1f} hours {side} the hub's"
+            advice = f"at most {MAX_CORRECTION_MS // HOUR_MS} hours are corrected: set this machine's clock (NTP)"
+            raise HubRefused(HTTPStatus.UNAUTHORIZED, "auth.skew", f"{off}; {advice}")
         if abs(ahead_ms - self._ahead_ms) < CLOCKS_AGREE_MS:
             return  # another thread was told the same
         self._ahead_ms = ahead_ms
@@ -354,7 +342,9 @@ class Transport:
             with limited(allowed_s + len(call.body) / LEAST_BYTES_PER_S, self.stop, self.clock):
                 response = self.http.send(request, stream=True)
                 try:
-                    near = nearness_of_hub(url, _peer(response))
+                    stream = response.extensions.get("network_stream")  # none: from this process
+                    peer = None if stream is None else stream.get_extra_info("server_addr")
+                    near = nearness_of_hub(url, str(peer[0]) if isinstance(peer, tuple) else None)
                     content = read_body(response, call.max_bytes)
                 finally:
                     response.close()
@@ -368,18 +358,14 @@ class Transport:
         return _sorted_out(response, content), near
 
     def _request(self, call: Call, url: str) -> httpx.Request:
+        headers = {**HEADERS, **({"content-type": call.content_type} if call.body else {})}
+        timeout = httpx.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s)
+        reach = {REACH: self.reach()} if self.hubs.is_checked(url) else None
         try:
             return self.http.build_request(
-                call.method,
-                url + call.path,
-                params=list(call.params) or None,
-                content=call.body,
-                headers={**HEADERS, **({"content-type": call.content_type} if call.body else {})},
-                timeout=httpx.Timeout(
-                    self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s
-                ),
-                extensions={REACH: self.reach()} if self.hubs.is_checked(url) else None,
-            )
+                call.method, url + call.path, params=list(call.params) or None, content=call.body, headers=headers,
+                timeout=timeout, extensions=reach,
+            )  # fmt: skip
         except httpx.InvalidURL as error:
             raise _Again(f"{url} is no address: {error}", elsewhere=True) from error
 
@@ -396,13 +382,6 @@ class Transport:
         return clock.now_ms if (clock.node, clock.nonce) == (self.key.node, request.headers[HEADER_NONCE]) else None
 
 
-def _peer(response: httpx.Response) -> str | None:
-    """The address that an answer comes from; None if it comes from this process, or by a socket out of a sandbox."""
-    stream = response.extensions.get("network_stream")
-    address = None if stream is None else stream.get_extra_info("server_addr")
-    return str(address[0]) if isinstance(address, tuple) else None
-
-
 def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
     """The content if the answer is a success; else the exception that it stands for. Only a hub's own no is one."""
     if response.is_success and not response.headers.get("content-type", "").startswith("text/html"):
@@ -417,7 +396,9 @@ def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
     else:
         sentence = f"{problem.message} [{problem.code}, HTTP {response.status_code}]"
     if busy or problem is None or response.is_server_error:
-        raise _Again(sentence, _retry_after_s(response) if busy else None, elsewhere=not busy, is_page=is_page)
+        text = response.headers.get("retry-after", "")  # its date form, or nonsense, is left to the back-off
+        after_s = min(float(text), MAX_RETRY_AFTER_S) if busy and text.isascii() and text.isdigit() else None
+        raise _Again(sentence, after_s, elsewhere=not busy, is_page=is_page)
     refusal = ShutOut if problem.code in SHUT_OUT_CODES else HubRefused
     raise refusal(response.status_code, problem.code, problem.message)
 
@@ -428,9 +409,3 @@ def _problem(content: bytes) -> Problem | None:
         return Problem.model_validate_json(content, extra="ignore")
     except ValidationError:
         return None
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    """`Retry-After` in seconds; its date form, or nonsense, is left to the back-off."""
-    text = response.headers.get("retry-after", "")
-    return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdigit() else None

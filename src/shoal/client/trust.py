@@ -105,34 +105,26 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
         raise SignatureError(f"the hub's description of the run names no root key: {error}") from error
     root_fingerprint = fingerprint(claimed_root)
     if pinned is not None and root_fingerprint != pinned:
-        raise SignatureError(
-            f"another run or an impostor answers at this address: its root key is {root_fingerprint}, not {pinned}; "
-            "ask the run's owner for the whole join URL and use that"
-        )
+        who = f"another run or an impostor answers at this address: its root key is {root_fingerprint}, not {pinned}"
+        raise SignatureError(f"{who}; ask the run's owner for the whole join URL and use that")
     info = open_document(signed, RunInfo, signed.signed_by)  # well-formed; that its signer is the hub comes next
     check_spoken("hub", info.protocol_version)
     expected = run_id(info.name, root_fingerprint)
     if info.run != expected:
         raise SignatureError(f"the run calls itself {info.run!r}, but its name and root key give {expected!r}")
     revoked = revoked | frozenset(info.revoked)
-    keys = _certified_keys(info, claimed_root, revoked)
+    found: dict[str, set[str]] = {role: set() for role in get_args(Role)}
+    for each in info.certificates:
+        if each.document.get("role") not in found:
+            continue  # a role that came after this version of shoal: it is nobody whom we would have to trust
+        certificate = open_document(each, RoleCertificate, claimed_root)
+        if certificate.run != info.run:
+            raise SignatureError(f"a certificate is for run {certificate.run!r}, not for {info.run!r}")
+        found[certificate.role].add(certificate.public_key)
+    keys = {role: frozenset(holders - revoked) for role, holders in found.items()}
     if signed.signed_by in revoked:
-        raise SignatureError(
-            f"the hub's key {signed.signed_by[:16]}… was revoked: this is not the run's hub any more; "
-            "ask the run's owner for the join URL"
-        )
+        gone = f"the hub's key {signed.signed_by[:16]}… was revoked: this is not the run's hub any more"
+        raise SignatureError(f"{gone}; ask the run's owner for the join URL")
     if signed.signed_by not in keys["hub"]:
         raise SignatureError(f"the hub's key {signed.signed_by[:16]}… is not certified by the run's root key")
     return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys, revoked=revoked)
-
-
-def _certified_keys(info: RunInfo, root_key: str, revoked: frozenset[str]) -> dict[str, frozenset[str]]:
-    keys: dict[str, set[str]] = {role: set() for role in get_args(Role)}
-    for signed in info.certificates:
-        if signed.document.get("role") not in keys:
-            continue  # a role that came after this version of shoal: it is nobody whom we would have to trust
-        certificate = open_document(signed, RoleCertificate, root_key)
-        if certificate.run != info.run:
-            raise SignatureError(f"a certificate is for run {certificate.run!r}, not for {info.run!r}")
-        keys[certificate.role].add(certificate.public_key)
-    return {role: frozenset(found - revoked) for role, found in keys.items()}

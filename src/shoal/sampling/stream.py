@@ -22,16 +22,16 @@ Words = npt.NDArray[np.uint64]
 
 
 def philox4x32(counter: Sequence[Any], key: Sequence[Any]) -> tuple[Any, ...]:
-    """Ten rounds of Philox4x32 on broadcast 32-bit words: in arrays of uint64, so that products never overflow,
-    or in tensors of int64, whose products wrap, which leaves their bits right (the masks remove the sign)."""
+    """Ten rounds of Philox4x32 on broadcast 32-bit words: in arrays of uint64, so that products never overflow, or in
+    tensors of int64, whose products wrap, which leaves their bits right (the masks remove the sign)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
         product0, product1 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
-        c0, c2 = ((product1 >> 32) & LOW_32) ^ c1 ^ k0, ((product0 >> 32) & LOW_32) ^ c3 ^ k1
-        c1, c3 = product1 & LOW_32, product0 & LOW_32
+        c0, c2 = ((product1 >> 32) ^ c1 ^ k0) & LOW_32, ((product0 >> 32) ^ c3 ^ k1) & LOW_32
+        c1, c3 = product1, product0  # their upper halves are masked with the next c0 and c2
         k0, k1 = (k0 + WEYL[0]) & LOW_32, (k1 + WEYL[1]) & LOW_32
-    return c0, c1, c2, c3
+    return c0, c1 & LOW_32, c2, c3 & LOW_32
 
 
 def uniforms(seed: int, start: int, count: int) -> npt.NDArray[np.float64]:

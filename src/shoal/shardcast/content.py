@@ -199,19 +199,15 @@ def _files_in(folder: Path) -> dict[str, Path]:
         for name in [*names, *links]:
             path = Path(where) / name
             if not path.is_file():
-                raise ConfigError(f"{path} is {_kind(path)}: only files and folders can be published; remove it first")
+                what = "a link to a folder" if path.is_dir() else "a link to nothing that can be read"
+                if not path.is_symlink():
+                    kinds = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
+                    what = kinds.get(stat.S_IFMT(path.lstat().st_mode), "a device")
+                raise ConfigError(f"{path} is {what}: only files and folders can be published; remove it first")
             found[path.relative_to(folder).as_posix()] = path
     if not found:
         raise ConfigError(f"the folder {folder} holds no files to publish")
     return found
-
-
-def _kind(path: Path) -> str:
-    if path.is_symlink():
-        return "a link to a folder" if path.is_dir() else "a link to nothing that can be read"
-    mode = path.lstat().st_mode
-    kinds = {"a socket": stat.S_ISSOCK, "a pipe": stat.S_ISFIFO}
-    return next((name for name, matches in kinds.items() if matches(mode)), "a device")
 
 
 T = TypeVar("T")

@@ -267,11 +267,20 @@ class Transfer:
         )  # fmt: skip
 
     def _await(self, road: Road, pool: ChunkPool) -> None:
-        patience_s, scores = self.owner._settings.patience_s, self.owner._scores
+        owner, scores, policy = self.owner, self.owner._scores, f"policy {self.target.policy.label}"
+        patience_s = owner._settings.patience_s
         next_check, patience, here = Deadline(0), Deadline(patience_s), -1
         while not pool.wait(TICK_S):
             self._tell(road, pool)
-            self._raise_if_pointless(pool)
+            if owner._stop.is_set():
+                raise BroadcastError(f"stopped ({owner._stop.reason}) while fetching {policy}")
+            if self.background and owner._waiting > 0:
+                raise Superseded(f"the fetch of {policy} gives way to another; what has come stays")
+            if not scores.usable() and scores.kinds():
+                raise ChunkCorrupt(f"{policy} cannot be fetched: every source is dropped: {scores.describe()}")
+            if self.deadline.passed():
+                missing = f"{pool.pending()} chunks are missing"
+                raise BroadcastError(f"{policy} did not arrive before the deadline: {missing}; {scores.describe()}")
             if (done := pool.progress()[0]) != here:
                 patience, here = Deadline(patience_s), done
             elif patience.passed():
@@ -283,18 +292,6 @@ class Transfer:
         if pool.error is not None:
             raise pool.error
         self._tell(road, pool)
-
-    def _raise_if_pointless(self, pool: ChunkPool) -> None:
-        policy, stop, scores = f"policy {self.target.policy.label}", self.owner._stop, self.owner._scores
-        if stop.is_set():
-            raise BroadcastError(f"stopped ({stop.reason}) while fetching {policy}")
-        if self.background and self.owner._waiting > 0:
-            raise Superseded(f"the fetch of {policy} gives way to another; what has come stays")
-        if not scores.usable() and scores.kinds():
-            raise ChunkCorrupt(f"{policy} cannot be fetched: every source is dropped: {scores.describe()}")
-        if self.deadline.passed():
-            missing = f"{pool.pending()} chunks are missing"
-            raise BroadcastError(f"{policy} did not arrive before the deadline: {missing}; {scores.describe()}")
 
     def _check_not_gone(self, road: Road) -> None:
         """Nobody has a chunk: is a version of this route no longer offered?"""

@@ -90,7 +90,12 @@ def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManif
         manifest = open_document(signed, PolicyManifest, trusted_key)
     except ProtocolError as error:
         raise ManifestRefused(f"a manifest is refused: {error}") from error
-    problem = _layout_problem(manifest)
+    problem = _chunks_problem(manifest.chunks, manifest.chunk_size_bytes, manifest.size_bytes)
+    problem = problem or entries_problem(manifest.entries, manifest.size_bytes) or _deltas_problem(manifest)
+    if not problem:
+        digest = content_digest(manifest.entries, manifest.chunk_size_bytes, manifest.chunks)
+        if digest != manifest.policy.digest:
+            problem = f"its content has digest {digest[:16]}…, not {manifest.policy.digest[:16]}…"
     if run is not None and manifest.run != run:
         problem = f"it belongs to run {manifest.run[:80]}, not to {run}"
     if problem:
@@ -132,15 +137,6 @@ def _signed(data: bytes, max_bytes: int, what: str) -> SignedDocument:
         return SignedDocument.model_validate_json(data)
     except ValidationError as error:
         raise ManifestRefused(f"a {what} is refused: it is not a signed document: {first_problem(error)}") from error
-
-
-def _layout_problem(manifest: PolicyManifest) -> str:
-    problem = _chunks_problem(manifest.chunks, manifest.chunk_size_bytes, manifest.size_bytes)
-    problem = problem or entries_problem(manifest.entries, manifest.size_bytes) or _deltas_problem(manifest)
-    if problem:
-        return problem
-    digest, named = content_digest(manifest.entries, manifest.chunk_size_bytes, manifest.chunks), manifest.policy.digest
-    return "" if digest == named else f"its content has digest {digest[:16]}…, not {named[:16]}…"
 
 
 def _chunks_problem(chunks: tuple[Chunk, ...], chunk_size: int, size: int) -> str:

@@ -173,25 +173,21 @@ class TreeServer:
         self.connections += 1
         self._by_client[address] += 1
         try:
-            await self._converse(client)
+            while True:  # requests of one connection, one after the other
+                async with asyncio.timeout(self._limits.idle_s):  # covers silence and dripping alike
+                    head = await reader.readuntil(b"\r\n\r\n")
+                request = Request.parse(head)
+                if request is None:
+                    await self._say(writer, 400, "only plain HTTP/1.1 requests without a body are understood")
+                    break
+                await self._answer(request, client)
+                if not request.keep_alive:
+                    break
             await _part(reader, writer)
         finally:
             self.connections -= 1
             self._by_client[address] -= 1
             self._by_client += Counter()  # without those that are 0
-
-    async def _converse(self, client: _Client) -> None:
-        """Requests of one connection, one after the other. The time-out covers silence and dripping alike."""
-        while True:
-            async with asyncio.timeout(self._limits.idle_s):
-                head = await client.reader.readuntil(b"\r\n\r\n")
-            request = Request.parse(head)
-            if request is None:
-                await self._say(client.writer, 400, "only plain HTTP/1.1 requests without a body are understood")
-                return
-            await self._answer(request, client)
-            if not request.keep_alive:
-                return
 
     async def _answer(self, request: Request, client: _Client) -> None:
         key = request.path[1:]
@@ -216,8 +212,17 @@ class TreeServer:
             await self._send_key(key, request, client)
 
     async def _send_key(self, key: str, request: Request, client: _Client) -> None:
-        """A manifest or a chunk: neither ever changes."""
-        blob = await self._found(key, client)
+        """A manifest or a chunk, which never change; waiting up to `hold_s` if it is on its way."""
+        blob = self._catalogue.find(key)
+        if blob is None and self._catalogue.expects(key):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.hold_s):
+                    while blob is None and self._catalogue.expects(key):
+                        with self._arrivals.waiter(key) as arrived:
+                            if self._catalogue.find(key) is None and self._catalogue.expects(key):
+                                await client.wait_for(arrived)
+                        blob = self._catalogue.find(key)
+            blob = self._catalogue.find(key)
         if blob is not None:
             if await self._send_blob(blob, key, request, client):
                 return
@@ -226,21 +231,6 @@ class TreeServer:
             await self._say(client.writer, 503, "it is on its way but not here yet", request)
         else:
             await self._say(client.writer, 404, "this version or chunk is not here", request)
-
-    async def _found(self, key: str, client: _Client) -> Blob | None:
-        """The bytes, waiting up to `hold_s` if they are on their way."""
-        blob = self._catalogue.find(key)
-        if blob is not None or not self._catalogue.expects(key):
-            return blob
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.hold_s):
-                while True:
-                    with self._arrivals.waiter(key) as arrived:
-                        blob = self._catalogue.find(key)
-                        if blob is not None or not self._catalogue.expects(key):
-                            return blob
-                        await client.wait_for(arrived)
-        return self._catalogue.find(key)
 
     async def _send_head(self, request: Request, client: _Client) -> None:
         after = parse_label(request.field("after", ""))

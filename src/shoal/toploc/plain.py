@@ -151,7 +151,10 @@ def measure(
             results[some, :4] = _errors(evaluate(polynomials_CK, x_CK), own_CK)
             start_C = ((indices[where] + 1) * (own_CK + 1)).sum(axis=1)
             places_CW, counted_CW = _outside(start_C, np.minimum(sizes[some], moduli[some]), x_CK, outside)
-            hits_CW = (evaluate(polynomials_CK, places_CW) >> 7 & 0xFF) == _modal_exponents(own_CK)[:, None]
+            exponents_CK = (own_CK >> 7 & 0xFF) + np.arange(len(own_CK))[:, None] * 256  # apart by chunk
+            histogram_CE = np.bincount(exponents_CK.reshape(-1), minlength=256 * len(own_CK)).reshape(-1, 256)
+            modal_C1 = histogram_CE.argmax(axis=1)[:, None]  # the most frequent exponent, the lowest of several
+            hits_CW = (evaluate(polynomials_CK, places_CW) >> 7 & 0xFF) == modal_C1
             results[some, 4] = (hits_CW & counted_CW).sum(axis=1)
             results[some, 5] = counted_CW.sum(axis=1)
     return results
@@ -175,15 +178,6 @@ def _errors(claimed_CK: Ints, own_CK: Ints) -> Ints:
     sums_C = np.where(same_CK, error_CK, 0).sum(axis=1)
     signs_C = (same_CK & (claimed_CK >> 15 != own_CK >> 15)).sum(axis=1)
     return np.stack([own_CK.shape[1] - matches_C, sums_C, np.where(matches_C > 0, median_C, 0), signs_C], axis=1)
-
-
-def _modal_exponents(own_CK: Ints) -> Ints:
-    """The most frequent exponent of each row, the lowest of several."""
-    exponents_CK = own_CK >> 7 & 0xFF
-    rows = np.arange(len(own_CK))[:, None] * 256
-    counts = np.bincount((rows + exponents_CK).reshape(-1), minlength=256 * len(own_CK)).reshape(-1, 256)
-    modal: Ints = counts.argmax(axis=1)
-    return modal
 
 
 def _outside(start_C: Ints, span_C: Ints, x_CK: Ints, wanted: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
