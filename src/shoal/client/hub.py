@@ -249,7 +249,6 @@ class HubClient:
         self._send("POST", "/evaluations", signed)
 
     def open_slice(self, signed: SignedDocument) -> wire.EvaluationSlice:
-        """The slice inside an answer to `audits`: signed by the hub, for this run."""
         return self._from_hub(signed, wire.EvaluationSlice)
 
     # The trainer

@@ -31,7 +31,6 @@ CREDIT_PER_TOKEN = 1
 
 
 def credit_for(generated_tokens: int) -> int:
-    """The credit of one accepted submission."""
     return CREDIT_PER_TOKEN * generated_tokens
 
 
@@ -82,21 +81,21 @@ class Accounts:
         return sums
 
     def add(self, entry: LedgerEntry) -> None:
-        handler = _HANDLERS.get(entry.kind)
-        if handler is None:
+        count: Callable[[dict[str, Any]], None] | None = getattr(self, f"_on_{entry.kind}", None)
+        if count is None:
             return  # run, policy, pulled and admin rows move no credit: what an admin did to a node is a sanction row
         try:
-            handler(self, entry.body)
+            count(entry.body)
         except (KeyError, TypeError, ValueError) as error:
             raise LedgerError(f"ledger row {entry.index} ({entry.kind}) cannot be counted: {error}") from error
 
     def _account(self, body: dict[str, Any]) -> Account:
         return self.by_node.setdefault(str(body["node"]), Account())
 
-    def _node(self, body: dict[str, Any]) -> None:
+    def _on_node(self, body: dict[str, Any]) -> None:
         self._account(body)
 
-    def _credit(self, body: dict[str, Any]) -> None:
+    def _on_credit(self, body: dict[str, Any]) -> None:
         amount = _amount(body)
         account = self._account(body)
         if str(body["submission"]) in self._pending:
@@ -106,7 +105,7 @@ class Accounts:
             account.accepted += 1
         account.credit += amount
 
-    def _hold(self, body: dict[str, Any]) -> None:
+    def _on_pending(self, body: dict[str, Any]) -> None:
         amount = _amount(body)
         self._judge_once(body)
         self._pending[str(body["submission"])] = (str(body["node"]), amount)
@@ -114,7 +113,7 @@ class Accounts:
         account.accepted += 1
         account.pending += amount
 
-    def _void(self, body: dict[str, Any]) -> None:
+    def _on_void(self, body: dict[str, Any]) -> None:
         amount = _amount(body)
         self._settle(body, amount)
         self._account(body).void += amount
@@ -127,24 +126,24 @@ class Accounts:
             raise ValueError(f"{amount} credit for submission {submission[:16]}… is not what is pending for it")
         self._account(body).pending -= amount
 
-    def _rejected(self, body: dict[str, Any]) -> None:
+    def _on_rejected(self, body: dict[str, Any]) -> None:
         self._judge_once(body)
         self._account(body).rejected += 1
 
-    def _sanction(self, body: dict[str, Any]) -> None:
+    def _on_sanction(self, body: dict[str, Any]) -> None:
         account, state = self._account(body), str(body["state"])
         until_ms = body.get("until_ms")
         account.banned = state == "banned"
         account.reason = "" if state == "active" else str(body["reason"])
         account.suspended_until_ms = int(until_ms) if state == "suspended" and until_ms is not None else None
 
-    def _vouch(self, body: dict[str, Any]) -> None:
+    def _on_vouch(self, body: dict[str, Any]) -> None:
         account, owner = self._account(body), str(body["owner"])
         if account.owner not in ("", owner):
             raise ValueError(f"node {body['node']} has an owner already: the first who vouched stays")
         account.owner = owner
 
-    def _batch(self, body: dict[str, Any]) -> None:
+    def _on_batch(self, body: dict[str, Any]) -> None:
         if body["step"] != self.steps:
             raise ValueError(f"the batch of step {body['step']} comes where that of step {self.steps} should be")
         self.steps += 1
@@ -163,20 +162,7 @@ def _amount(body: dict[str, Any]) -> int:
     return int(credit)
 
 
-_HANDLERS: dict[str, Callable[[Accounts, dict[str, Any]], None]] = {
-    "node": Accounts._node,
-    "credit": Accounts._credit,
-    "pending": Accounts._hold,
-    "void": Accounts._void,
-    "rejected": Accounts._rejected,
-    "sanction": Accounts._sanction,
-    "vouch": Accounts._vouch,
-    "batch": Accounts._batch,
-}
-
-
 def fold(entries: Iterable[LedgerEntry]) -> Accounts:
-    """The accounts after `entries`."""
     accounts = Accounts()
     for entry in entries:
         accounts.add(entry)

@@ -133,7 +133,6 @@ class Chain:
 
 
 def head_of(run: str, last: LedgerEntry | None) -> LedgerHead:
-    """The head of a ledger whose newest entry is `last`."""
     if last is None:
         return LedgerHead(run=run, index=-1, hash=GENESIS)
     return LedgerHead(run=run, index=last.index, hash=last.hash)

@@ -46,6 +46,9 @@ _FIXED = ("node", "unit", "tokens", "validator", "receipt", "verdict")
 _DEPTHS = {"all": ("full",), "reputation": ("full", "light")}
 
 
+_Handler = Callable[[LedgerEntry, Evidence | None], None]
+
+
 @dataclass
 class Keys:
     """Whom the root key trusts, as the rows so far say. `certificates` are its signatures, by the key they are for."""
@@ -94,19 +97,19 @@ class Proofs:
     _failed_at: dict[str, int] = field(default_factory=dict)
 
     def add(self, entry: LedgerEntry, evidence: Evidence | None = None) -> None:
-        handler = _HANDLERS.get(entry.kind)
+        handler: _Handler | None = getattr(self, f"_on_{entry.kind}", None)
         try:
             if handler is None and entry.kind not in KINDS:
                 raise ValueError(f"{entry.kind!r} is not a kind of ledger entry")
             if handler is not None:
-                handler(self, entry, evidence)
+                handler(entry, evidence)
         except LedgerForked:
             raise
         except (KeyError, TypeError, ValueError, ProtocolError, LedgerError) as error:
             said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise LedgerError(f"ledger row {entry.index} ({entry.kind}) is not proven: {said}") from error
 
-    def _run(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_run(self, entry: LedgerEntry, _: Evidence | None) -> None:
         if entry.index != 0:
             raise ValueError("a run begins once, with row 0")
         self._group_size, longest = _whole(entry.body, "group_size"), _whole(entry.body, "max_new_tokens")
@@ -120,7 +123,7 @@ class Proofs:
         for signed in entry.body["certificates"]:
             self.keys.certify(signed)
 
-    def _node(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_node(self, entry: LedgerEntry, _: Evidence | None) -> None:
         body = entry.body
         if body["node"] != node_id(body["public_key"]):
             raise ValueError("the node's id is not the one of its public key")
@@ -133,13 +136,13 @@ class Proofs:
         if (certificate.role, certificate.public_key) != (body["role"], body["public_key"]):
             raise ValueError(f"its certificate is that of another key, or of a {certificate.role}")
 
-    def _vouch(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_vouch(self, entry: LedgerEntry, _: Evidence | None) -> None:
         self._require_worker(entry.body)
         vouch = open_document(SignedDocument.model_validate(entry.body["vouch"]), Vouch, entry.body["owner"])
         if (vouch.owner, vouch.node) != (entry.body["owner"], entry.body["node"]):
             raise ValueError("the signed vouch is of another owner, or for another node")
 
-    def _admin(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_admin(self, entry: LedgerEntry, _: Evidence | None) -> None:
         action = open_order(entry.body, self.keys.run, self.keys.root_key)
         signer = entry.body["order"]["action"]["signed_by"]
         if signer in self.keys.revoked:
@@ -155,7 +158,7 @@ class Proofs:
             self.keys.revoked.add(action.target)
         self.orders += 1
 
-    def _earn(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
+    def _on_credit(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
         body = entry.body
         self._require_worker(body)
         submission, says = body["submission"], {name: body[name] for name in _FIXED}
@@ -185,6 +188,8 @@ class Proofs:
             if len(verdict.rewards) != self._group_size:
                 raise ValueError(f"the verdict has {len(verdict.rewards)} rewards for a group of {self._group_size}")
 
+    _on_pending = _on_credit
+
     def _check_receipt(self, entry: LedgerEntry, signed: SignedDocument) -> None:
         receipt = open_document(signed, Receipt, self.keys.with_role("hub"))
         body = entry.body
@@ -205,7 +210,7 @@ class Proofs:
         _require_same(verdict, {**about, **{name: body[name] for name in ("node", "unit", "submission")}})
         return verdict
 
-    def _voided(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_void(self, entry: LedgerEntry, _: Evidence | None) -> None:
         """Only an audit of the node that failed while the credit was pending takes it."""
         body = entry.body
         row, pending = self._pending.pop(body["submission"], (0, None))
@@ -215,7 +220,7 @@ class Proofs:
             raise ValueError("no audit of this node failed since the credit is pending")
         self._void[body["unit"]] = body["node"]
 
-    def _rejected(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
+    def _on_rejected(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
         body = entry.body
         self._require_worker(body)
         if body["severity"]:  # without one it costs this submission, and no trust
@@ -229,7 +234,7 @@ class Proofs:
         if (verdict.outcome, verdict.reason, severity) != (Outcome.REJECTED, body["reason"], body["severity"]):
             raise ValueError(f"the signed verdict is {verdict.outcome.value} ({verdict.reason}, {severity})")
 
-    def _pulled(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_pulled(self, entry: LedgerEntry, _: Evidence | None) -> None:
         """Units whose accepted group is taken back, and whose credit is void, may earn once more."""
         body = entry.body
         if self._failed.get(body["submission"]) != body["node"]:
@@ -239,7 +244,7 @@ class Proofs:
                 raise ValueError(f"unit {unit} has no void credit of this node: final credit stays")
             self._earned.remove(unit)
 
-    def _sanction(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_sanction(self, entry: LedgerEntry, _: Evidence | None) -> None:
         if entry.body["node"] not in self._nodes:
             raise ValueError("the node is not in the ledger")
 
@@ -269,20 +274,6 @@ def _require_same(document: Document, expected: dict[str, Any]) -> None:
     for name, value in expected.items():
         if getattr(document, name) != value:
             raise ValueError(f"the signed {document.kind} says {name} {str(getattr(document, name))[:80]}")
-
-
-_HANDLERS: dict[str, Callable[[Proofs, LedgerEntry, Evidence | None], None]] = {
-    "run": Proofs._run,
-    "node": Proofs._node,
-    "vouch": Proofs._vouch,
-    "admin": Proofs._admin,
-    "credit": Proofs._earn,
-    "pending": Proofs._earn,
-    "void": Proofs._voided,
-    "rejected": Proofs._rejected,
-    "pulled": Proofs._pulled,
-    "sanction": Proofs._sanction,
-}
 
 
 def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:

@@ -21,7 +21,6 @@ def as_uniforms(word0: Tensor, word1: Tensor) -> Tensor:
 
 
 def seed_key(seeds: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """The two key words of each seed."""
     low, high = ([seed >> shift & LOW_32 for seed in seeds] for shift in (0, 32))
     return torch.tensor(low, dtype=torch.int64, device=device), torch.tensor(high, dtype=torch.int64, device=device)
 

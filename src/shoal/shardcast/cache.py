@@ -29,7 +29,7 @@ from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
 from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
 from shoal.runtime.limits import MachineLimits, show_bytes
-from shoal.shardcast.lookup import Road, Step
+from shoal.shardcast.lookup import Route, Step
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.payload import Payload, open_payload, read_fully
 
@@ -122,7 +122,6 @@ class PayloadCache:
         self._made: dict[str, Made] = {}  # how those that came by deltas did so
 
     def manifest(self, ref: PolicyRef) -> PolicyManifest | None:
-        """The manifest of `ref`, if it is here."""
         manifest = self._read_manifest(ref.digest)
         return manifest if manifest is not None and manifest.policy == ref else None
 
@@ -173,7 +172,6 @@ class PayloadCache:
         return PayloadFile(part, step.delta.chunks, step.manifest.chunk_size_bytes)
 
     def finish(self, manifest: PolicyManifest) -> None:
-        """The file is whole: every chunk of it has been verified."""
         digest = manifest.policy.digest
         self._rename(self._path(digest, "part"), self._path(digest, "bin"))
         self._verified[digest] = manifest
@@ -216,12 +214,10 @@ class PayloadCache:
             )
 
     def discard(self, ref: PolicyRef) -> None:
-        """Remove a payload that has turned out to be damaged."""
         self._verified.pop(ref.digest, None)
         self._path(ref.digest, "bin").unlink(missing_ok=True)
 
     def load(self, manifest: PolicyManifest) -> Payload:
-        """Map a verified payload."""
         path = self._path(manifest.policy.digest, "bin")
         try:
             os.utime(path)  # the order in which `retain` removes
@@ -239,16 +235,16 @@ class PayloadCache:
         for digest in set(self._digests()) - kept:
             self._forget(digest)
 
-    def make_room(self, target: PolicyManifest, road: Road, limits: MachineLimits) -> None:
+    def make_room(self, target: PolicyManifest, route: Route, limits: MachineLimits) -> None:
         """See that the route fits on the disk, before a byte of it is written: remove what it does not need, the least
         recently used first. Raises `ResourceError` if it does not fit even so."""
-        needed = road.size_bytes + (target.size_bytes if road.steps else 0)
-        filling = {target.policy.digest, *(manifest.policy.digest for manifest in road.manifests())}
+        needed = route.size_bytes + (target.size_bytes if route.steps else 0)
+        filling = {target.policy.digest, *(manifest.policy.digest for manifest in route.manifests())}
         needed += sum(path.stat().st_size for path in self._folder.glob("*.json") if path.stem in filling)
         begun = self._used_bytes(filling)
         used = self._used_bytes()
         others = sorted(
-            set(self._digests()) - filling - {road.begin.digest},
+            set(self._digests()) - filling - {route.begin.digest},
             key=lambda digest: max(path.stat().st_mtime_ns for path in self._files_of(digest)),
         )
         most = limits.disk(self._folder)

@@ -46,7 +46,6 @@ class Deadline:
         return self.remaining_s() <= 0
 
     def tighter(self, seconds: float) -> Deadline:
-        """The earlier of this deadline and `seconds` from now."""
         return Deadline(min(seconds, self.remaining_s()))
 
 
@@ -153,7 +152,6 @@ class Connection:
             self.close()
 
     def read(self, max_bytes: int, deadline: Deadline) -> bytes:
-        """The body of a small answer."""
         assert self._answer is not None
         if self._answer.size_bytes > max_bytes:
             raise self._broken(f"offers {self._answer.size_bytes} bytes where at most {max_bytes} are allowed")

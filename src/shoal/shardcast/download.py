@@ -31,7 +31,7 @@ from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.cache import PayloadCache, PayloadFiles
 from shoal.shardcast.connection import Deadline
-from shoal.shardcast.lookup import Lookup, Road, plan
+from shoal.shardcast.lookup import Lookup, Route, plan
 from shoal.shardcast.manifest import place_of, read_head
 from shoal.shardcast.payload import Payload
 from shoal.shardcast.pool import ChunkPool, PoolSettings, show_shares
@@ -55,13 +55,13 @@ class Progress:
     total_bytes: int
     seconds: float
     by_source: Mapping[str, int]
-    road: str
+    route: str
 
 
 OnProgress = Callable[[Progress], None]
 
 
-class RoadClosed(Exception):
+class RouteClosed(Exception):
     """A version in between is gone; another route may lead to the target."""
 
 
@@ -198,23 +198,23 @@ class Downloader:
         while True:
             held = {digest for digest, other in self._cache.held().items() if other.entries == manifest.entries}
             try:
-                road = plan(manifest, held, lambda ref: self._between(ref, deadline), closed, size)
+                route = plan(manifest, held, lambda ref: self._between(ref, deadline), closed, size)
             except VersionNotFound as error:
                 raise refusal or error from None
             self._lookup.close()  # idle meanwhile: a source that counts its clients' connections would count them
             if self._settings.limits is not None:
-                self._cache.make_room(manifest, road, self._settings.limits)
+                self._cache.make_room(manifest, route, self._settings.limits)
             try:
-                return transfer.take(road)
-            except (RoadClosed, DeltaRefused) as error:
+                return transfer.take(route)
+            except (RouteClosed, DeltaRefused) as error:
                 log.warning("%s; another route is taken", error)
                 refusal = error if isinstance(error, DeltaRefused) else refusal
             # What it began with is at fault if it is damaged, else its steps are.
-            if road.whole is None and not self._cache.is_whole(road.begin):
-                log.warning("the payload of policy %s on this disk is damaged; it is removed", road.begin.label)
-                self._cache.discard(road.begin)
+            if route.whole is None and not self._cache.is_whole(route.begin):
+                log.warning("the payload of policy %s on this disk is damaged; it is removed", route.begin.label)
+                self._cache.discard(route.begin)
             else:
-                closed.update(step.name for step in road.steps)
+                closed.update(step.name for step in route.steps)
 
     def _between(self, ref: PolicyRef, deadline: Deadline) -> PolicyManifest | None:
         found = self._cache.manifest(ref)
@@ -238,40 +238,40 @@ class Transfer:
     background: bool
     started_s: float = field(default_factory=time.monotonic)
 
-    def take(self, road: Road) -> None:
-        """Fetch what the route needs and apply it. Raises `RoadClosed` or `DeltaRefused` if another may be better."""
+    def take(self, route: Route) -> None:
+        """Fetch what the route needs and apply it. Raises `RouteClosed` or `DeltaRefused` if another may be better."""
         cache, settings, stop = self.owner._cache, self.owner._settings, self.owner._stop
-        parts = [] if road.whole is None else [cache.fill(road.whole)]
-        files = PayloadFiles(parts + [cache.fill_delta(step) for step in road.steps])
+        parts = [] if route.whole is None else [cache.fill(route.whole)]
+        files = PayloadFiles(parts + [cache.fill_delta(step) for step in route.steps])
         pool = ChunkPool(self.owner._scores, files, settings.pool)
-        if road.whole is not None:
-            pool.want(road.whole, road.whole.chunks)
-        for step in road.steps:
+        if route.whole is not None:
+            pool.want(route.whole, route.whole.chunks)
+        for step in route.steps:
             pool.want(step.manifest, step.delta.chunks)
         pool.start()
         try:
-            self._await(road, pool)
+            self._await(route, pool)
         finally:
             pool.close(stop.reason or "done")
             files.close()
-        if road.whole is not None:
-            cache.finish(road.whole)
-        for step in road.steps:
+        if route.whole is not None:
+            cache.finish(route.whole)
+        for step in route.steps:
             cache.finish_delta(step)
-        if road.steps:
-            cache.travel(road.begin, road.steps)
+        if route.steps:
+            cache.travel(route.begin, route.steps)
         log.info(
             "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
             self.target.policy.label, pool.fetched_bytes.total() / 1e6, self.target.size_bytes / 1e6,
-            time.monotonic() - self.started_s, road.describe(), show_shares(pool.fetched_bytes) or "nobody",
+            time.monotonic() - self.started_s, route.describe(), show_shares(pool.fetched_bytes) or "nobody",
         )  # fmt: skip
 
-    def _await(self, road: Road, pool: ChunkPool) -> None:
+    def _await(self, route: Route, pool: ChunkPool) -> None:
         owner, scores, policy = self.owner, self.owner._scores, f"policy {self.target.policy.label}"
         patience_s = owner._settings.patience_s
         next_check, patience, here = Deadline(0), Deadline(patience_s), -1
         while not pool.wait(TICK_S):
-            self._tell(road, pool)
+            self._tell(route, pool)
             if owner._stop.is_set():
                 raise BroadcastError(f"stopped ({owner._stop.reason}) while fetching {policy}")
             if self.background and owner._waiting > 0:
@@ -287,27 +287,27 @@ class Transfer:
                 raise BroadcastError(f"nothing has arrived for {patience_s:.0f} s: {scores.describe()}")
             usable = scores.usable()
             if usable and usable <= pool.absent and next_check.passed():
-                self._check_not_gone(road)
+                self._check_not_gone(route)
                 next_check = Deadline(GONE_CHECK_S)
         if pool.error is not None:
             raise pool.error
-        self._tell(road, pool)
+        self._tell(route, pool)
 
-    def _check_not_gone(self, road: Road) -> None:
+    def _check_not_gone(self, route: Route) -> None:
         """Nobody has a chunk: is a version of this route no longer offered?"""
         lookup = self.owner._lookup
         lookup.check_not_gone(self.target.policy, self.deadline)
-        for ref in {manifest.policy for manifest in road.manifests()} - {self.target.policy}:
+        for ref in {manifest.policy for manifest in route.manifests()} - {self.target.policy}:
             try:
                 lookup.check_not_gone(ref, self.deadline)
             except VersionNotFound as error:
-                raise RoadClosed(str(error)) from error
+                raise RouteClosed(str(error)) from error
 
-    def _tell(self, road: Road, pool: ChunkPool) -> None:
+    def _tell(self, route: Route, pool: ChunkPool) -> None:
         if self.on_progress is not None:
             sizes, seconds = pool.progress(), time.monotonic() - self.started_s
             by_source = dict(pool.fetched_bytes)
-            self.on_progress(Progress(self.target.policy.label, *sizes, seconds, by_source, road.describe()))
+            self.on_progress(Progress(self.target.policy.label, *sizes, seconds, by_source, route.describe()))
 
 
 WAIT_S = 10.0  # how long a source may hold the question; below the time after which silence counts as failure

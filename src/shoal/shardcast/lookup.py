@@ -223,7 +223,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Road:
+class Route:
     """Start with `begin` (fetched whole if `whole`, else it is here), then take `steps` in order."""
 
     begin: PolicyRef
@@ -232,7 +232,6 @@ class Road:
 
     @property
     def size_bytes(self) -> int:
-        """What has to be fetched for it."""
         return (self.whole.size_bytes if self.whole else 0) + sum(step.delta.size_bytes for step in self.steps)
 
     def manifests(self) -> list[PolicyManifest]:
@@ -240,7 +239,6 @@ class Road:
         return [*([self.whole] if self.whole else []), *(step.manifest for step in self.steps)]
 
     def describe(self) -> str:
-        """In words, for a log line."""
         begin = f"all of policy {self.begin.label}" if self.whole else f"policy {self.begin.label}, which is here"
         if not self.steps:
             return begin
@@ -250,12 +248,12 @@ class Road:
 def plan(
     target: PolicyManifest, held: Collection[str], manifest_of: Callable[[PolicyRef], PolicyManifest | None],
     closed: Collection[str] = (), manifest_bytes: int = 0,
-) -> Road:  # fmt: skip
+) -> Route:  # fmt: skip
     """The cheapest route to `target` from the payloads `held` (by digest), or from an anchor. `closed`: the names of
     steps, and the digests of anchors, that have failed. `manifest_bytes`: what the manifest of a version in between
     costs; of a tiny model it is not much less than a payload. Raises `VersionNotFound` if no route is left."""
     order = count()  # breaks ties, so that nothing else is ever compared
-    ahead = 0 if held else target.size_bytes  # with nothing here, every road begins with a payload as large as this
+    ahead = 0 if held else target.size_bytes  # with nothing here, every route begins with a payload as large as this
     frontier: list[tuple[int, int, PolicyRef, tuple[Step, ...], PolicyManifest | None]] = []
     heapq.heappush(frontier, (ahead, next(order), target.policy, (), None))
     visited: set[PolicyRef] = set()
@@ -263,9 +261,9 @@ def plan(
     while frontier:
         cost, _, ref, steps, whole = heapq.heappop(frontier)
         if whole is not None:
-            return Road(ref, whole, steps)
+            return Route(ref, whole, steps)
         if ref.digest in held:
-            return Road(ref, None, steps)
+            return Route(ref, None, steps)
         if ref in visited or (anchored and len(visited) * manifest_bytes > SEARCH * target.size_bytes):
             continue
         visited.add(ref)
@@ -283,4 +281,4 @@ def plan(
             if step.name not in closed and len(steps) < MAX_STEPS:
                 total = cost + step.delta.size_bytes + (0 if step.delta.base.digest in held else manifest_bytes)
                 heapq.heappush(frontier, (total, next(order), step.delta.base, (step, *steps), None))
-    raise VersionNotFound(f"there is no road to policy {target.policy.label}: no anchor leads to it any more")
+    raise VersionNotFound(f"there is no route to policy {target.policy.label}: no anchor leads to it any more")

@@ -73,7 +73,6 @@ def chunk_size_for(size_bytes: int) -> int:
 
 
 def encode(document: Document, key: SigningKey) -> bytes:
-    """The bytes of a manifest or head as they are served."""
     return sign_document(document, key).model_dump_json().encode()
 
 
@@ -104,7 +103,6 @@ def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManif
 
 
 def read_head(data: bytes, run: str | None, trusted_key: str) -> BroadcastHead:
-    """The head in `data`, or `ManifestRefused`."""
     signed = _signed(data, MAX_HEAD_BYTES, "head")
     try:
         head = open_document(signed, BroadcastHead, trusted_key)
@@ -218,7 +216,7 @@ class Selection:
 
     wanted: frozenset[Place] = frozenset()
     mirrored: frozenset[Place] = frozenset()
-    road_bytes: int = 0
+    route_bytes: int = 0
     fits: bool = True
 
 
@@ -230,17 +228,17 @@ def select_versions(manifests: Manifests, count: int, budget_bytes: int | None) 
         return size_of(manifests[place] for place in kept_places(anchors, versions))
 
     wanted = frozenset(kept_places(anchors, count))
-    road_bytes = needed_bytes(1)
+    route_bytes = needed_bytes(1)
     if budget_bytes is None:
-        return Selection(wanted, wanted, road_bytes)
+        return Selection(wanted, wanted, route_bytes)
     fitting = bisect_right(range(1, min(count, len(anchors)) + 1), budget_bytes, key=needed_bytes)
     if fitting or not anchors:
-        return Selection(wanted, frozenset(kept_places(anchors, fitting)), road_bytes)
+        return Selection(wanted, frozenset(kept_places(anchors, fitting)), route_bytes)
     chosen: list[Place] = []
     for place in sorted(wanted, reverse=True):  # as many as fit
         if size_of(manifests[other] for other in [*chosen, place]) <= budget_bytes:
             chosen.append(place)
-    return Selection(wanted, frozenset(chosen), road_bytes, fits=False)
+    return Selection(wanted, frozenset(chosen), route_bytes, fits=False)
 
 
 def size_of(manifests: Iterable[PolicyManifest | None]) -> int:

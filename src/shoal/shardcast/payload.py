@@ -6,10 +6,11 @@ import contextlib
 import errno
 import os
 import shutil
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import BroadcastError
 from shoal.protocol import PolicyManifest, PolicyRef, TensorView
@@ -21,25 +22,11 @@ if TYPE_CHECKING:
 COPY_BYTES = 8 * 1024 * 1024
 
 
-class LazyFiles(Mapping[str, bytes]):
-    """The files of a payload by name, read when asked for."""
-
-    def __init__(self, spans: Mapping[str, memoryview]) -> None:
-        self._spans = spans
+class LazyFiles(UserDict[str, Any]):
+    """The files of a payload by name, as views of it; read when asked for."""
 
     def __getitem__(self, name: str) -> bytes:
-        return bytes(self._spans[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._spans)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mapping) and dict(self) == dict(other)
-
-    __hash__ = None  # type: ignore[assignment]
+        return bytes(self.data[name])
 
 
 @dataclass(frozen=True, eq=False)

@@ -97,8 +97,6 @@ class ChunkPool:
         self.fetched_bytes: Counter[str] = Counter()  # of chunks that were kept
         self.wasted_bytes: Counter[str] = Counter()  # of all others: too slow, too late, corrupt
 
-    # What its owner says and asks
-
     @property
     def absent(self) -> set[str]:
         """Sources that lacked a chunk since the last one arrived."""
@@ -159,8 +157,6 @@ class ChunkPool:
                     self._map_lines[source] = Connection(source, self._closing, patient)
                     threading.Thread(target=self._ask_for_maps, args=(source,), name="have-map", daemon=True).start()
 
-    # What the threads of the maps do
-
     def _ask_for_maps(self, source: str) -> None:
         connection = self._map_lines[source]
         misses = 0
@@ -188,8 +184,6 @@ class ChunkPool:
                 self._question_there.wait(UNKNOWN_S)
             del self._map_lines[source]
         return None
-
-    # What each thread does
 
     def _work(self) -> None:
         connections, memory = Connections(self._closing, self._settings.timeouts), bytearray()

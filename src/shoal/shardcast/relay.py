@@ -498,6 +498,6 @@ class Mirror(Catalogue):
         if selection.fits:
             return ""
         return (
-            f"the newest version does not fit: it needs {selection.road_bytes / 1e9:.6g} GB of disk, and "
+            f"the newest version does not fit: it needs {selection.route_bytes / 1e9:.6g} GB of disk, and "
             f"disk_budget_gb is {self._settings.disk_budget_gb:g}; raise it, or this relay can offer only a part"
         )

@@ -39,7 +39,7 @@ from shoal.shardcast.catalogue import Blob, Catalogue, FolderCatalogue
 from shoal.shardcast.connection import parse_headers
 from shoal.shardcast.limits import ServerLimits, client_of
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_WITNESS_BYTES, Place
-from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_have_key, parse_label
+from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_label
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class TreeServer:
 
     async def _answer(self, request: Request, client: _Client) -> None:
         key = request.path[1:]
-        place = parse_have_key(key)
+        place = parse_label(key.removeprefix("have/")) if key.startswith("have/") else None
         if request.method not in ("GET", "HEAD"):
             await self._say(client.writer, 405, "only GET and HEAD are allowed", request)
         elif key == "health":

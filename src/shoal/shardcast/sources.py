@@ -4,10 +4,6 @@
     rest     after a failure: not asked for a while, doubling with every failure in a row
     drop     after a lie (bytes that do not match their hash, an unsigned manifest): not asked until `restore`
 
-    upstream      has what we want, or will have it: relays for a client, the origin or relays for a relay
-    peer          of our own level: fetches other chunks than we do and trades them
-    last resort   the origin, for a client: asked when nobody else can help
-
 Bandwidth that is not known yet counts as the best that is, so that a new source is tried soon.
 """
 
@@ -34,11 +30,9 @@ REST = Backoff(first_s=0.1, most_s=2.0)
 
 
 class Kind(Enum):
-    """What a source is to us."""
-
-    UPSTREAM = "upstream"
-    PEER = "peer"
-    LAST_RESORT = "last resort"
+    UPSTREAM = "upstream"  # has what we want, or will have it: relays for a client, the origin or relays for a relay
+    PEER = "peer"  # of our own level: fetches other chunks than we do and trades them
+    LAST_RESORT = "last resort"  # the origin, for a client: asked when nobody else can help
 
 
 @dataclass

@@ -74,7 +74,6 @@ class ProofCheck:
 
 
 def check_proofs(comparisons: Comparisons, tolerance: ProofTolerance | None = None) -> ProofCheck:
-    """Judge the proofs of one submission."""
     limits = tolerance or ProofTolerance()
     reason, detail, chunk = _verdict(comparisons, limits)
     matches = int(comparisons.matches.sum())

@@ -49,7 +49,6 @@ class Comparisons:
         return self.k - self.exp_mismatches
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> Comparisons:
-        """Those of some chunks."""
         columns = {name: value[chosen] for name, value in vars(self).items() if name != "malformed"}
         return Comparisons(**columns, malformed=[m for m, is_in in zip(self.malformed, chosen, strict=True) if is_in])
 

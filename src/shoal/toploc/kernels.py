@@ -30,7 +30,6 @@ def compiled(function: Compiled) -> Compiled:
 
 
 def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
-    """See `plain.select`."""
     indices = np.empty(int(counts.sum()), dtype=np.int64)
     bits = np.empty(len(indices), dtype=np.uint16)
     room = np.empty(int(sizes.max(initial=0)), dtype=np.int32)
@@ -44,7 +43,6 @@ def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> t
 
 
 def interpolate(indices: Ints, bits: Bits, counts: Ints) -> tuple[Ints, Bits]:
-    """See `plain.interpolate`."""
     moduli = np.zeros(len(counts), dtype=np.int64)
     coefficients = np.empty(len(indices), dtype=np.uint16)
     _interpolate(_frozen(indices), _frozen(bits), _frozen(counts), inverses(), moduli, coefficients)
@@ -54,7 +52,6 @@ def interpolate(indices: Ints, bits: Bits, counts: Ints) -> tuple[Ints, Bits]:
 def measure(
     indices: Ints, bits: Bits, counts: Ints, sizes: Ints, moduli: Ints, coefficients: Bits, outside: int
 ) -> Ints:
-    """See `plain.measure`."""
     results = np.zeros((len(counts), 6), dtype=np.int64)
     points = _frozen(indices), _frozen(bits), _frozen(counts), _frozen(sizes)
     _measure(*points, _frozen(moduli), _frozen(coefficients), outside, results)
@@ -268,7 +265,6 @@ def _power_sums(terms: Words, x: Words) -> Words:
 
 @compiled
 def _horner(polynomial: npt.NDArray[Any], x: Words, values: Words) -> None:
-    """The polynomial at many places."""
     values[:] = np.uint32(0)
     for power in range(len(polynomial) - 1, -1, -1):
         coefficient = np.uint32(polynomial[power])

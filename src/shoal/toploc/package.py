@@ -54,7 +54,6 @@ class ProofPoly:
     modulus: int
 
     def __call__(self, x: int) -> int:
-        """The value at an index."""
         if not self.modulus:
             raise ProofError("a null proof has no values")
         return int(evaluate(np.array([self.coeffs], dtype=np.int64), np.array([[x % self.modulus]]))[0, 0])
@@ -103,7 +102,6 @@ class ProofPoly:
 
     @staticmethod
     def from_base64(text: str) -> ProofPoly:
-        """Read a proof from base64."""
         return ProofPoly.from_bytes(from_base64(text))
 
     def to_bytes(self) -> bytes:
@@ -131,7 +129,6 @@ def build_proofs_bytes(
 def build_proofs_base64(
     activations: Many, decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[str]:
-    """As `build_proofs`, in base64."""
     proofs = build_proofs_bytes(activations, decode_batching_size, topk, skip_prefill)
     return [base64.b64encode(proof).decode() for proof in proofs]
 
@@ -147,7 +144,6 @@ def verify_proofs(
 def verify_proofs_bytes(
     activations: Many, proofs: Sequence[bytes], decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[VerificationResult]:
-    """As `verify_proofs`, from bytes."""
     points = _points(activations, decode_batching_size, topk, skip_prefill, raw_float16=False)
     compared = compare(points, proofs, outside=0)
     for chunk, sentence in enumerate(compared.malformed):
@@ -160,13 +156,11 @@ def verify_proofs_bytes(
 def verify_proofs_base64(
     activations: Many, proofs: Sequence[str], decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[VerificationResult]:
-    """As `verify_proofs`, from base64."""
     data = [from_base64(proof) for proof in proofs]
     return verify_proofs_bytes(activations, data, decode_batching_size, topk, skip_prefill)
 
 
 def from_base64(text: str) -> bytes:
-    """Decode strictly: one text for each sequence of bytes."""
     try:
         data = binascii.a2b_base64(text, strict_mode=True)
     except (ValueError, TypeError) as error:

@@ -62,7 +62,6 @@ class PointBatch:
 
     @staticmethod
     def concat(batches: Sequence[PointBatch]) -> PointBatch:
-        """Chunks of several batches, in order."""
         if not batches:
             return PointBatch(np.empty(0, np.int64), np.empty(0, np.uint16), *(np.empty(0, np.int64) for _ in range(2)))
         names = ("indices", "bits", "counts", "sizes")

@@ -28,12 +28,10 @@ class Polynomials:
 
 
 def proof_size(k: int) -> int:
-    """Bytes of a proof of `k` points."""
     return 2 + 2 * k
 
 
 def commit(points: PointBatch) -> list[bytes]:
-    """One proof for each chunk."""
     moduli, coefficients = backend.interpolate(points.indices, points.bits, points.counts)
     if not moduli.all():
         raise ProofError(f"the indices of chunk {int(np.argmin(moduli))} agree under every modulus: repeated points?")

@@ -1,4 +1,4 @@
-"""Which road a submission takes, and what happens when the store's is closed."""
+"""Which route a submission takes, and what happens when the store's is closed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_which_way_a_submission_goes(store: FakeStore, hub: Any, commits: Any, a
 
 
 @pytest.mark.parametrize("code", ["lease.late", "submission.other_body", "lease.not_yours"])
-def test_a_refusal_of_the_submission_is_final_on_either_road(store: FakeStore, code: str) -> None:
+def test_a_refusal_of_the_submission_is_final_on_either_route(store: FakeStore, code: str) -> None:
     hub = FakeHub()
     hub.ticket_refusal = HubRefused(410, code, "…")
     with pytest.raises(HubRefused, match=code):
@@ -110,24 +110,24 @@ def test_a_refusal_of_the_submission_is_final_on_either_road(store: FakeStore, c
 
 def test_a_store_that_refuses_is_left_alone_for_a_while_and_then_tried_again(monkeypatch, caplog):
     store, hub, clock = FakeStore(monkeypatch, status=403), FakeHub(), ManualClock()
-    road = delivery(hub, clock)
+    route = delivery(hub, clock)
     for _ in range(3):
-        road.hand_in("u1a0", BODY)
+        route.hand_in("u1a0", BODY)
     assert hub.asked == ["ticket", "submit", "submit", "submit"]
     [said] = [record.getMessage() for record in caplog.records]
     assert "HTTP 403 <Error>no room</Error>" in said
     assert "secret" not in said  # the rest of the URL is leave to upload
     store.status = 200
     clock.advance(AVOID_S)
-    road.hand_in("u1a0", BODY)
+    route.hand_in("u1a0", BODY)
     assert hub.asked[4:] == ["ticket", "commit"]
-    road.close()
+    route.close()
 
 
 def test_a_worker_that_ends_while_it_uploads_still_has_the_hub() -> None:
     hub = FakeHub()
-    road = delivery(hub)
-    road._http = open_http()
-    road.close()
-    road.hand_in("u1a0", BODY)  # over connections that are closed
+    route = delivery(hub)
+    route._http = open_http()
+    route.close()
+    route.hand_in("u1a0", BODY)  # over connections that are closed
     assert hub.asked == ["ticket", "submit"]

@@ -87,7 +87,7 @@ def test_the_next_version_costs_a_delta(tmp_path: Path, start_origin: Start) -> 
     payload, last = fetched(downloader, second)
     run.check(payload)
     assert last.done_bytes == last.total_bytes == second.deltas[0].size_bytes < second.size_bytes / 20
-    assert "policy 0.1, which is here and 1 delta" in last.road
+    assert "policy 0.1, which is here and 1 delta" in last.route
 
 
 def test_every_version_kept_is_reached_from_nothing_and_from_every_other(tmp_path: Path, start_origin: Start) -> None:
@@ -167,7 +167,7 @@ def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(tmp
     assert len(newest.model_dump_json()) * 7 > 0.5 * newest.size_bytes  # the manifests in between would cost as much
     payload, last = fetched(client, newest)
     run.check(payload)
-    assert last.road == "all of policy 0.9"
+    assert last.route == "all of policy 0.9"
 
 
 def test_what_has_no_delta_is_an_anchor(tmp_path: Path) -> None:

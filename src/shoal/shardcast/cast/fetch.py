@@ -187,7 +187,7 @@ def _summary(target: Path, manifest: PolicyManifest, last: Progress | None, seco
     if last is None or not fetched:
         return f"{what}, all of it here already; verified in {seconds:.1f} s"
     parts = f", {megabytes(fetched)} of it fetched" if megabytes(fetched) != megabytes(manifest.size_bytes) else ""
-    rate = "" if "delta" in last.road else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
+    rate = "" if "delta" in last.route else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
     return f"{what} in {seconds:.1f} s{parts}{rate}; from {shares(last.by_source)}"
 
 
