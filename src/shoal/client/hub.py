@@ -185,7 +185,7 @@ class HubClient:
         return self._parsed(path, self._ask(Call("POST", path, pack(progress), content_type=BULK)), ProgressReply)
 
     def submit(self, lease_id: str, body: bytes) -> wire.Receipt:
-        """Hand in a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""
+        """Submit a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""
         path = f"/submissions/{quote(lease_id, safe='')}"
         answer = self._ask(Call("PUT", path, body, content_type=BULK))
         return self._receipt(self._parsed(path, answer, SignedDocument), lease_id, submission_digest(body))

@@ -1,6 +1,6 @@
 """Where a node of a run fetches its weights: from sources that the hub names, believed by the trainer's key alone.
 
-The owner may add relays and take some away while the run goes on: the hub is asked now and then which there are.
+The owner may add relays and take some away while the run continues: the hub is asked now and then which there are.
 """
 
 from __future__ import annotations

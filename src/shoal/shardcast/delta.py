@@ -177,7 +177,7 @@ class DeltaReader:
 
     def finish(self) -> None:
         if self._file.read(1):
-            raise DeltaRefused("a delta goes on after its last block")
+            raise DeltaRefused("a delta continues after its last block")
 
     def _exactly(self, size: int) -> bytes:
         data = self._file.read(size)

@@ -25,6 +25,7 @@ import logging
 import os
 import secrets
 import socket
+from asyncio import StreamReader, StreamWriter
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -57,10 +58,10 @@ NO_STORE = {"Cache-Control": "no-store"}
 class _Protocol(asyncio.StreamReaderProtocol):
     """A stream that also tells when the other side has hung up, so that nobody has to look."""
 
-    def __init__(self, accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
+    def __init__(self, accept: Callable[[StreamReader, StreamWriter], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
         self.gone: asyncio.Future[None] = loop.create_future()
-        super().__init__(asyncio.StreamReader(limit=MAX_REQUEST_BYTES, loop=loop), accept, loop)
+        super().__init__(StreamReader(limit=MAX_REQUEST_BYTES, loop=loop), accept, loop)
 
     def eof_received(self) -> bool | None:
         self._set_gone()
@@ -79,8 +80,8 @@ class _Protocol(asyncio.StreamReaderProtocol):
 class _Client:
     """One connection that was let in."""
 
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    reader: StreamReader
+    writer: StreamWriter
     gone: asyncio.Future[None]
 
     async def wait_for(self, arrived: asyncio.Future[None]) -> None:
@@ -143,7 +144,7 @@ class TreeServer:
                     seen = (status.st_ino, status.st_mtime_ns)
                     self._arrivals.notify(HEAD)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -157,7 +158,7 @@ class TreeServer:
             self._tasks.discard(task)
             writer.transport.abort()
 
-    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Let a connection in, or say why not; beyond twice the cap not even that."""
         address, most = client_of((writer.get_extra_info("peername") or ("",))[0]), self._limits.connections_per_client
         is_full = self.connections >= self._limits.max_connections
@@ -310,9 +311,7 @@ class TreeServer:
                         raise ConnectionAbortedError("a file became shorter while it was sent")
         return True
 
-    async def _say(
-        self, writer: asyncio.StreamWriter, status: int, sentence: str, request: Request | None = None
-    ) -> None:
+    async def _say(self, writer: StreamWriter, status: int, sentence: str, request: Request | None = None) -> None:
         """A short answer in words; without a request (it was not understood) the connection ends after it."""
         headers = {"Content-Type": "text/plain; charset=utf-8", **NO_STORE}
         if status in RETRY_AFTER_S:
@@ -320,12 +319,7 @@ class TreeServer:
         await self._send(writer, f"{sentence}\n".encode(), headers, request, status)
 
     async def _send(
-        self,
-        writer: asyncio.StreamWriter,
-        body: bytes,
-        headers: dict[str, str],
-        request: Request | None,
-        status: int = 200,
+        self, writer: StreamWriter, body: bytes, headers: dict[str, str], request: Request | None, status: int = 200
     ) -> None:
         head = answer_head(status, len(body), request, headers)
         writer.write(head if request is not None and request.method == "HEAD" else head + body)
@@ -347,7 +341,7 @@ async def serve(
         await server.close()
 
 
-async def _part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _part(reader: StreamReader, writer: StreamWriter) -> None:
     """End a connection so that the last answer arrives: closing while bytes lie unread would reset it away."""
     writer.write_eof()
     async with asyncio.timeout(PART_S):
