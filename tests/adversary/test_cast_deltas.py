@@ -1,7 +1,7 @@
 """Deltas made to harm: an evil origin signs them, so that every hash on the way is right.
 
-Nothing but the digest at the end of the road can be believed. Where the version is also offered whole, the client ends
-with the right bytes; where the bad delta is the only road, with a named error. Either way without the memory that the
+Nothing but the digest at the end of the route can be believed. Where the version is also offered whole, the client ends
+with the right bytes; where the bad delta is the only route, with a named error. Either way without the memory that the
 delta asks for.
 """
 
@@ -176,19 +176,19 @@ def test_an_evil_delta_costs_the_detour_where_the_whole_is_offered(trap: Trap, n
 
 
 @pytest.mark.parametrize("name", EVIL)
-def test_an_evil_delta_that_is_the_only_road_is_a_named_error(trap: Trap, name: str) -> None:
+def test_an_evil_delta_that_is_the_only_route_is_a_named_error(trap: Trap, name: str) -> None:
     manifest = trap.set(EVIL[name](trap.true), anchor=False)
-    with pytest.raises((DeltaRefused, VersionNotFound), match=r"delta|road"):
+    with pytest.raises((DeltaRefused, VersionNotFound), match=r"delta|route"):
         trap.client.fetch(manifest.policy, 5)
     assert trap.tried(manifest)
     assert not list((trap.lab.folder / "cache").glob(f"{manifest.policy.digest}.bin"))
 
 
 def test_a_delta_that_gives_other_weights_is_not_believed(trap: Trap) -> None:
-    """A sound delta, to a third set of weights: the road leads somewhere, only not there."""
+    """A sound delta, to a third set of weights: the route leads somewhere, only not there."""
     other = bytes(tensors_of(3, VALUES)[0].data)
     manifest = trap.set(true_delta(trap.old, other, trap.second), anchor=False)
-    with pytest.raises((DeltaRefused, VersionNotFound), match=r"delta|road"):
+    with pytest.raises((DeltaRefused, VersionNotFound), match=r"delta|route"):
         trap.client.fetch(manifest.policy, 5)
     assert trap.tried(manifest)
 
@@ -198,16 +198,16 @@ def test_after_a_bad_delta_another_one_is_taken(trap: Trap) -> None:
     third = trap.lab.publish_tensors(3, VALUES, chunk_size_bytes=CHUNK, anchor_every=1)
     newest = bytes(tensors_of(3, VALUES)[0].data)
     second = trap.set(trap.true, anchor=False)
-    roads = []
+    routes = []
     for base, data in ((trap.first, b"S" * 40), (second, true_delta(trap.new, newest, third))):
         chunks = tuple(Chunk(hash=name, size_bytes=len(piece)) for name, piece in _pieces(data))
-        roads.append(Delta(base=base.policy, size_bytes=len(data), chunks=chunks))
+        routes.append(Delta(base=base.policy, size_bytes=len(data), chunks=chunks))
         write_tree(trap.lab.www, second, dict(_pieces(data)))
-    manifest = third.model_copy(update={"anchor": False, "deltas": tuple(roads)})
+    manifest = third.model_copy(update={"anchor": False, "deltas": tuple(routes)})
     write_tree(trap.lab.www, manifest, {})
     assert weights(trap.client.fetch(manifest.policy, WITHIN_S)) == newest
-    assert trap.source.asked(roads[0].chunks[0].hash)
-    assert trap.source.asked(roads[1].chunks[0].hash)
+    assert trap.source.asked(routes[0].chunks[0].hash)
+    assert trap.source.asked(routes[1].chunks[0].hash)
 
 
 BASES: dict[str, Callable[[Trap], PolicyRef]] = {
@@ -217,7 +217,7 @@ BASES: dict[str, Callable[[Trap], PolicyRef]] = {
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_a_delta_from_nowhere_is_no_road(trap: Trap, name: str) -> None:
+def test_a_delta_from_nowhere_is_no_route(trap: Trap, name: str) -> None:
     manifest = trap.set(trap.true, anchor=True, base=BASES[name](trap))
     assert weights(trap.client.fetch(manifest.policy, WITHIN_S)) == trap.new
     alone = trap.set(trap.true, anchor=False, base=BASES[name](trap))

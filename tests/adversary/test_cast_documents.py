@@ -9,6 +9,7 @@ hidden          a source that never mentions what is new
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,9 +119,7 @@ def forged_heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Broadcas
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forged_head_is_refused_and_somebody_honest_is_asked(
-    lab: Lab, forged_heads: dict[str, BroadcastError], name: str
-) -> None:
+def test_a_forged_head_is_refused_and_somebody_honest_is_asked(lab, forged_heads, name):
     with pytest.raises(ManifestRefused, match=FORGERIES[name][1]):
         raise forged_heads[name]
     manifest = lab.publish(1)
@@ -170,9 +169,7 @@ def without_end(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Broadcast
 
 @pytest.mark.parametrize("name", ENDLESS)
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_documents_without_end_hold_nobody_up(
-    lab: Lab, without_end: dict[str, BroadcastError], name: str, document: str
-) -> None:
+def test_documents_without_end_hold_nobody_up(lab, without_end, name, document):
     manifest = lab.publish(1)
     client = lab.client(lab.liar({document: ENDLESS[name]}).url, lab.honest().url, stall_s=0.3)
     assert client.newest(WITHIN_S) == manifest.policy
@@ -184,30 +181,21 @@ def test_documents_without_end_hold_nobody_up(
 # ── rolled back ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Past:
-    """A tree as it was: every document and chunk of one moment, still validly signed."""
-
-    def __init__(self, lab: Lab, name: str) -> None:
-        import shutil
-
-        self.folder = lab.folder / name
-        shutil.copytree(lab.www, self.folder)
-
-    @property
-    def handler(self) -> Handler:
-        return tree(self.folder)
+def past_of(lab: Lab) -> Handler:
+    """The tree as it is now: every document and chunk of one moment, still validly signed later."""
+    return tree(Path(shutil.copytree(lab.www, lab.folder / "past")))
 
 
 @pytest.mark.parametrize("newer", [(0, 2), (1, 0), (1, 5)], ids=["version", "incarnation", "both"])
 def test_a_client_that_has_seen_the_new_refuses_the_old(lab: Lab, newer: tuple[int, int]) -> None:
     lab.publish(1)
-    past = Past(lab, "past")
+    past = past_of(lab)
     new = lab.publish(newer[1], seed=9, incarnation=newer[0])
     now = [tree(lab.www)]
     source = lab.source(lambda target, to: now[0](target, to))
     client = lab.client(source.url)
     assert client.newest(WITHIN_S) == new.policy
-    now[0] = past.handler
+    now[0] = past
     with pytest.raises(ManifestRefused, match=r"it goes back to policy 0\.1"):
         client.newest(1)
     honest = lab.honest()
@@ -218,14 +206,14 @@ def test_a_client_that_has_seen_the_new_refuses_the_old(lab: Lab, newer: tuple[i
 @pytest.mark.parametrize("newer", [(0, 2), (1, 0)], ids=["version", "incarnation"])
 def test_a_relay_that_has_seen_the_new_keeps_it_also_over_a_restart(lab: Lab, newer: tuple[int, int]) -> None:
     lab.publish(1)
-    past = Past(lab, "past")
+    past = past_of(lab)
     new = lab.publish(newer[1], seed=9, incarnation=newer[0])
     now = [tree(lab.www)]
     source = lab.source(lambda target, to: now[0](target, to))
     relay = lab.relay("relay", source.url)
     eventually(lambda: head_version(relay.url) == new.policy.label)
     eventually(lambda: health(relay.url)["missing_chunks"] == 0)
-    now[0] = past.handler
+    now[0] = past
     asked = len(source.asked(HEAD))
     eventually(lambda: len(source.asked(HEAD)) >= asked + 2)
     assert head_version(relay.url) == new.policy.label
@@ -240,12 +228,12 @@ def test_a_relay_that_has_seen_the_new_keeps_it_also_over_a_restart(lab: Lab, ne
 @pytest.mark.parametrize("newer", [(0, 2), (1, 0)], ids=["version", "incarnation"])
 def test_a_client_started_again_still_refuses_the_old(lab: Lab, newer: tuple[int, int]) -> None:
     lab.publish(1)
-    past = Past(lab, "past")
+    past = past_of(lab)
     new = lab.publish(newer[1], seed=9, incarnation=newer[0])
     client = lab.client(lab.honest().url)
     client.fetch(client.newest(WITHIN_S), WITHIN_S)
     client.close()
-    again = lab.client(lab.source(past.handler).url)  # the same folder
+    again = lab.client(lab.source(past).url)  # the same folder
     with pytest.raises(ManifestRefused, match=f"it goes back to policy 0.1 although {new.policy.label} is known"):
         again.newest(1)
 
@@ -334,9 +322,9 @@ def test_a_signed_manifest_that_is_unsound_in_itself_is_refused(lab: Lab) -> Non
 
 def test_a_relay_that_hides_new_versions_hides_nothing_beside_another(lab: Lab) -> None:
     lab.publish(1)
-    past = Past(lab, "past")
+    past = past_of(lab)
     new = lab.publish(2)
-    liar = lab.source(past.handler)
+    liar = lab.source(past)
     client = lab.client(liar.url, lab.honest().url)
     assert client.newest(WITHIN_S) == new.policy
     assert_files(client.fetch(new.policy, WITHIN_S), files_of(2))

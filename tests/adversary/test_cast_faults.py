@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,27 +73,16 @@ def test_a_relay_that_dies_in_the_middle_does_not_matter(lab: Lab) -> None:
     assert_files(lab.client(dying.url, lab.honest().url).fetch(manifest.policy, WITHIN_S), files_of(1))
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_flipped_byte_on_one_relays_disk_costs_one_chunk(lab: Lab) -> None:
-    manifest = lab.publish(1)
-    origin = lab.honest()
-    relay = lab.relay("relay", origin.url)
-    eventually(lambda: head_version(relay.url) == "0.1" and health(relay.url)["missing_chunks"] == 0)
-    flip(lab.folder / "relay" / chunk_key(manifest.chunks[2].hash))
-    client = lab.client(relay.url, origin.url)
-    assert_files(client.fetch(manifest.policy, WITHIN_S), files_of(1))
+@pytest.mark.parametrize("damage", ["flipped", "removed"])
+def test_a_chunk_damaged_on_one_relays_disk_is_fetched_from_somebody_else(lab: Lab, damage: str) -> None:
+    manifest, origin, relay = whole_relay(lab)
+    path = lab.folder / "relay" / chunk_key(manifest.chunks[2].hash)
+    path.unlink() if damage == "removed" else flip(path)
+    assert_files(lab.client(relay.url, origin.url).fetch(manifest.policy, WITHIN_S), files_of(1))
 
 
 def test_a_relay_started_again_mends_what_rotted_on_its_disk(lab: Lab) -> None:
-    manifest = lab.publish(1)
-    origin = lab.honest()
-    relay = lab.relay("relay", origin.url)
-    eventually(lambda: head_version(relay.url) == "0.1" and health(relay.url)["missing_chunks"] == 0)
+    manifest, origin, relay = whole_relay(lab)
     lab.stop(relay)
     flip(lab.folder / "relay" / chunk_key(manifest.chunks[2].hash))
     (lab.folder / "relay" / chunk_key(manifest.chunks[3].hash)).write_bytes(b"short")
@@ -100,13 +90,18 @@ def test_a_relay_started_again_mends_what_rotted_on_its_disk(lab: Lab) -> None:
     assert_files(lab.client(relay.url).fetch(manifest.policy, WITHIN_S), files_of(1))
 
 
-def test_a_removed_chunk_is_fetched_from_somebody_else(lab: Lab) -> None:
-    manifest = lab.publish(1)
-    origin = lab.honest()
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def whole_relay(lab: Lab) -> tuple[Any, Any, Any]:
+    """A version, its origin, and a relay that has all of it."""
+    manifest, origin = lab.publish(1), lab.honest()
     relay = lab.relay("relay", origin.url)
     eventually(lambda: head_version(relay.url) == "0.1" and health(relay.url)["missing_chunks"] == 0)
-    (lab.folder / "relay" / chunk_key(manifest.chunks[2].hash)).unlink()
-    assert_files(lab.client(relay.url, origin.url).fetch(manifest.policy, WITHIN_S), files_of(1))
+    return manifest, origin, relay
 
 
 def test_a_chunk_that_everybody_has_removed_ends_in_words_not_in_a_loop(lab: Lab) -> None:

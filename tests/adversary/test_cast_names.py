@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kit.liar import (
@@ -25,24 +23,9 @@ from shoal.shardcast import Payload
 from shoal.shardcast.tree import HEAD, manifest_key
 
 EVIL_NAMES = [
-    "../x",
-    "a/../../x",
-    "a/..",
-    "..",
-    ".",
-    "/etc/x",
-    "//x",
-    "a//b",
-    "a/",
-    "",
-    "a\\..\\x",
-    "C:\\x",
-    "a\x00b",
-    "a\nb",
-    "a\u202eb",
-    "x" * 300,
-    "/".join(["x" * 100] * 20),
-]
+    "../x", "a/../../x", "a/..", "..", ".", "/etc/x", "//x", "a//b", "a/", "", "a\\..\\x", "C:\\x", "a\x00b", "a\nb",
+    "a\u202eb", "x" * 300, "/".join(["x" * 100] * 20),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EVIL_NAMES)
@@ -119,9 +102,5 @@ def test_a_head_that_names_odd_versions_leads_nowhere(lab: Lab) -> None:
     eventually(lambda: health(relay.url).get("versions") == ["0.1"])
     eventually(lambda: health(relay.url)["missing_chunks"] == 0)
     assert {target.partition("?")[0] for target in source.asked("/manifests/")} == {f"/{manifest_key((0, 1))}"}
-    assert _files_below(lab.folder) >= {"relay", "www"}
+    assert {path.name for path in lab.folder.iterdir()} >= {"relay", "www"}
     assert not (lab.folder / "etc").exists()
-
-
-def _files_below(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}

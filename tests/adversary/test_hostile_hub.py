@@ -245,7 +245,7 @@ def test_a_ticket_for_something_else_is_not_used(hub: HostileHub, changes: dict[
     hub.become("demo", uploads="store")
     with closing(client_of(hub)) as client, closing(Delivery(client)) as delivery:
         hub.answers["/submissions/lease-1/upload"] = ticket(hub, client, **changes)
-        with pytest.raises(SignatureError, match="is for something else"):
+        with pytest.raises(SignatureError, match=r"is for (something else|run)"):
             delivery.hand_in("lease-1", b"work")
     assert "/store" not in [asked.path for asked in hub.requests]
 

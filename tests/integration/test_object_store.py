@@ -99,7 +99,7 @@ def test_a_store_that_workers_cannot_reach_is_said_once_and_gone_around(
     def unreachable(*_arguments: object, **_more: object) -> httpx.Response:
         raise httpx.ConnectError("no route to host")
 
-    monkeypatch.setattr(httpx.Client, "put", unreachable)
+    monkeypatch.setattr(httpx.Client, "stream", unreachable)
     with caplog.at_level(logging.WARNING, logger="shoal.client.delivery"):
         finish(run)
     said = [record.getMessage() for record in caplog.records if record.name == "shoal.client.delivery"]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shoal.protocol import PolicyManifest, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, DownloadSettings, Origin, OriginSettings, Payload
-from shoal.shardcast.connection import Timeouts
+from shoal.shardcast.connection import Connection, Deadline, Timeouts
 from shoal.shardcast.pool import PoolSettings
 from shoal.shardcast.tree import chunk_key, manifest_key
 
@@ -169,3 +171,26 @@ def chunk_paths(folder: Path, manifest: PolicyManifest) -> list[Path]:
 
 def manifest_path(folder: Path, manifest: PolicyManifest) -> Path:
     return folder / manifest_key((manifest.policy.incarnation, manifest.policy.version))
+
+
+def ask(url: str, target: str) -> tuple[int, bytes]:
+    """Status and body of one GET."""
+    with closing(Connection(url, StopToken())) as connection:
+        return connection.get(target, Deadline(25)).status, connection.read(1 << 20, Deadline(25))
+
+
+def health(relay: Running) -> dict[str, Any]:
+    return dict(json.loads(ask(relay.url, "/health")[1]))
+
+
+def is_complete(relay: Running, label: str) -> bool:
+    state = health(relay)
+    return state["head"] == label and state["missing_versions"] == 0 and state["missing_chunks"] == 0
+
+
+def dial(url: str, words: bytes = b"") -> socket.socket:
+    """A connection to a server of the test's, with these words said."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+    connection.sendall(words)
+    return connection

@@ -13,7 +13,7 @@ from shoal.runtime.logs import is_verbose
 
 if TYPE_CHECKING:
     from shoal.runtime.stop import StopToken
-    from shoal.shardcast.cast.serving import Terminal
+    from shoal.shardcast.cast import Terminal
 
 cast = typer.Typer(
     name="cast",

@@ -1,4 +1,4 @@
-"""The only road to the hub: a typed HTTP client that trusts nothing it cannot verify. No torch.
+"""The only route to the hub: a typed HTTP client that trusts nothing it cannot verify. No torch.
 
 HubClient       one method per row of the hub's HTTP table; signs, retries under a deadline, verifies answers
 ClientOptions   patience, time-outs and back-off of a client

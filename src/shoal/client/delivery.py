@@ -1,11 +1,11 @@
-"""Handing in a submission by the road that the run names: to the hub, or to its store and then to the hub.
+"""Submitting by the route that the run names: to the hub, or to its store and then to the hub.
 
     uploads = "hub"      PUT to the hub ───────────────────────────────────────────────► receipt
     uploads = "store"    ticket from the hub ─► PUT to the store ─► commit at the hub ─► receipt
                                                   │ no way there, or it will not have it
                                                   └─► by way of the hub, which always works; the store later again
 
-The receipt is the same on either road, and only a receipt counts: what was put into a store is no promise of anybody.
+The receipt is the same on either route, and only a receipt counts.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from shoal.protocol import Receipt, submission_digest
 from shoal.protocol.submission import UploadRequest, UploadTicket
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.exchange import LEAST_BYTES_PER_S, check_plain, limited
-from shoal.runtime.targets import Reach, check_url
+from shoal.runtime.targets import check_url
 
 log = logging.getLogger(__name__)
 
-AVOID_S = 300.0
-"""A store that could not be used is left alone for so long."""
+AVOID_S = 300.0  # a store that could not be used is left alone for so long
 PUT_S = 60.0
 PUT_TIMEOUT = httpx.Timeout(PUT_S, connect=10.0)
+# Refusals of the route, not of the submission: by way of the hub it may still be taken.
 NOT_THERE = ("upload.missing", "upload.other_bytes", "upload.by_hub")
-"""Refusals of the road, not of the submission: by way of the hub it may still be taken."""
 MAX_SAID = 200
+# What a ticket may have a request carry: not whatever a hub would like some server to be told by this machine.
 UPLOAD_HEADERS = frozenset({"content-length", "x-amz-checksum-sha256"})
-"""What a ticket may have a request carry: not whatever a hub would like some server to be told by this machine."""
 
 
 class _NoWay(ShoalError):
@@ -58,7 +57,7 @@ class Delivery:
                 self._http.close()
 
     def hand_in(self, lease: str, body: bytes) -> Receipt:
-        """The hub's verified receipt. Raises what `HubClient.submit` raises, on either road."""
+        """The hub's verified receipt. Raises what `HubClient.submit` raises, on either route."""
         if self._by_store and self._clock.monotonic_s() >= self._avoid_until_s:
             try:
                 return self._through_store(lease, body)
@@ -87,25 +86,17 @@ class Delivery:
         reach = {REACH: self._client.trusted_run().reach}
         try:
             check_url(ticket.url)
-            status, said = self._answer(ticket, body, reach)
+            with self._lock:
+                self._http = self._http or open_http()  # follows no redirects
+            asked = self._http.stream(
+                "PUT", ticket.url, content=body, headers=ticket.headers, timeout=PUT_TIMEOUT, extensions=reach
+            )
+            with limited(PUT_S + len(body) / LEAST_BYTES_PER_S), asked as answer:
+                check_plain(answer)
+                said = next(answer.iter_bytes(MAX_SAID), b"")  # read to its end, a short one keeps the connection
+                status = answer.status_code
         except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:  # RuntimeError: closed meanwhile
             raise _NoWay(f"cannot upload to {where}: {error or type(error).__name__}") from error
         if not httpx.codes.is_success(status):
-            raise _NoWay(f"the store refused the upload to {where}: HTTP {status} {' '.join(said.split())}")
-
-    def _answer(self, ticket: UploadTicket, body: bytes, reach: dict[str, Reach]) -> tuple[int, str]:
-        """The store's status, and the beginning of what it says."""
-        asked = self._connections().stream(
-            "PUT", ticket.url, content=body, headers=ticket.headers, timeout=PUT_TIMEOUT, extensions=reach
-        )
-        with limited(PUT_S + len(body) / LEAST_BYTES_PER_S), asked as answer:
-            check_plain(answer)
-            said = next(answer.iter_bytes(MAX_SAID), b"")  # read to its end, a short one keeps the connection
-            return answer.status_code, said.decode(errors="replace")
-
-    def _connections(self) -> httpx.Client:
-        """Made when the first upload comes; it goes by the environment's proxies, like everything else."""
-        with self._lock:
-            if self._http is None:
-                self._http = open_http()  # follows no redirects
-            return self._http
+            answer_text = " ".join(said.decode(errors="replace").split())
+            raise _NoWay(f"the store refused the upload to {where}: HTTP {status} {answer_text}")

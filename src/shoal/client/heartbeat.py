@@ -28,10 +28,8 @@ TEXT_LIMIT = 200
 
 
 class Activity:
-    """What a role is doing or waiting for right now, and its running totals. Threads may share it.
-
-    `busy_s` is the time inside `busy`; everything else is `idle_s`.
-    """
+    """What a role is doing or waiting for right now, and its running totals. Threads may share it. `busy_s` is the time
+    inside `busy`; everything else is `idle_s`."""
 
     def __init__(self, clock: Clock = SystemClock()) -> None:
         self._clock = clock

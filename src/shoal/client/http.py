@@ -63,8 +63,11 @@ class _Routes(httpx.BaseTransport):
         """By a proxy, or by a socket out of a sandbox."""
         with self._lock:
             if way not in self._others:
-                uds, proxy = (str(way), None) if isinstance(way, Path) else (None, _as_proxy(way))
-                self._others[way] = self._transport(uds, proxy)
+                if isinstance(way, Path):
+                    self._others[way] = self._transport(uds=str(way))
+                else:
+                    headers = {"proxy-authorization": way.authorization} if way.authorization else {}
+                    self._others[way] = self._transport(proxy=httpx.Proxy(way.shown, headers=headers))
             return self._others[way]
 
     def _transport(self, uds: str | None = None, proxy: httpx.Proxy | None = None) -> httpx.HTTPTransport:
@@ -79,15 +82,5 @@ class _Routes(httpx.BaseTransport):
 
 def _at(request: httpx.Request, address: str) -> httpx.Request:
     """The same request, to this address of its host."""
-    return httpx.Request(
-        request.method,
-        request.url.copy_with(host=address),
-        headers=request.headers,
-        stream=request.stream,
-        extensions={**request.extensions, "sni_hostname": request.url.host},
-    )
-
-
-def _as_proxy(proxy: Proxy) -> httpx.Proxy:
-    headers = {"proxy-authorization": proxy.authorization} if proxy.authorization else {}
-    return httpx.Proxy(proxy.shown, headers=headers)
+    url, extensions = request.url.copy_with(host=address), {**request.extensions, "sni_hostname": request.url.host}
+    return httpx.Request(request.method, url, headers=request.headers, stream=request.stream, extensions=extensions)

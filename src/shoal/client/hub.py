@@ -16,53 +16,16 @@ from urllib.parse import quote
 import httpx
 from pydantic import ValidationError
 
+import shoal.protocol as wire
 from shoal import __version__
 from shoal.client.http import open_http
-from shoal.client.hubs import Hubs
-from shoal.client.introduction import UNKNOWN_NODE, Introduction
-from shoal.client.known import KnownRun
-from shoal.client.transport import Call, ClientOptions, HubTime, Transport
+from shoal.client.known import UNKNOWN_NODE, Introduction, KnownRun
+from shoal.client.transport import Call, ClientOptions, Hubs, HubTime, Transport
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, ProtocolError, SignatureError
 from shoal.protocol import (
-    AdminReply,
-    AdminRequest,
-    AuditReply,
-    AuditRequest,
-    BatchReply,
-    BatchRequest,
-    BodyLimits,
-    Calibration,
-    Document,
-    EvaluationPage,
-    EvaluationSlice,
-    EvidencePage,
-    Heartbeat,
-    HeartbeatReply,
-    HubClock,
-    Lease,
-    LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    LedgerHead,
-    LedgerPage,
-    Message,
-    NodePage,
-    NodeStory,
-    NodeView,
-    Receipt,
-    Registration,
-    Role,
-    RunInfo,
-    RunStatus,
     SignedDocument,
     SigningKey,
-    StepReport,
-    SubmissionBodies,
-    TrainingBatch,
-    UnitStory,
-    VerdictReply,
-    VerdictReport,
     document_hash,
     first_problem,
     open_document,
@@ -74,32 +37,23 @@ from shoal.protocol.submission import ProgressReply, ShownProgress, UploadCommit
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
-M = TypeVar("M", bound=Message)
-D = TypeVar("D", bound=Document)
+M = TypeVar("M", bound=wire.Message)
+D = TypeVar(
+    "D", wire.Lease, wire.EvaluationSlice, wire.HubClock, wire.LedgerHead, wire.Receipt, UploadTicket
+)  # what a hub signs
 
 BULK = "application/msgpack+zstd"
-SUBMISSION_BODIES_LIMITS = BodyLimits(compressed_bytes=2**27, inflated_bytes=2**27)
-TRAINING_BATCH_LIMITS = BodyLimits(compressed_bytes=2**30, inflated_bytes=2**32)  # from the hub, which is trusted
+SUBMISSION_BODIES_LIMITS = wire.BodyLimits(compressed_bytes=2**27, inflated_bytes=2**27)
+TRAINING_BATCH_LIMITS = wire.BodyLimits(compressed_bytes=2**30, inflated_bytes=2**32)  # from the hub, which is trusted
 
 
 class HubClient:
-    """Talks to the hub of a run, or to one of its hubs, as one key.
-
-    >>> client = HubClient("http://127.0.0.1:8470", key, stop)          # doctest: +SKIP
-    >>> client.register("my-laptop", "worker", None).state              # doctest: +SKIP
-    <NodeState.ACTIVE: 'active'>
-    """
+    """Talks to the hub of a run, or to one of its hubs, as one key."""
 
     def __init__(
-        self,
-        url: str | Sequence[str],
-        key: SigningKey,
-        stop: StopToken,
-        root_fingerprint: str | None = None,
-        http: httpx.Client | None = None,
-        clock: Clock = SystemClock(),
-        options: ClientOptions = ClientOptions(),
-    ) -> None:
+        self, url: str | Sequence[str], key: SigningKey, stop: StopToken, root_fingerprint: str | None = None,
+        http: httpx.Client | None = None, clock: Clock = SystemClock(), options: ClientOptions = ClientOptions(),
+    ) -> None:  # fmt: skip
         self.key = key
         self.on_receipt: Callable[[SignedDocument], None] | None = None  # gets every verified receipt as it was signed
         self._owns_http = http is None
@@ -108,18 +62,12 @@ class HubClient:
         self._known = KnownRun(root_fingerprint, self._hubs, clock)
         self._introduction = Introduction()
         self._transport = Transport(
-            self._http,
-            self._hubs,
-            key,
-            stop,
-            clock,
-            HubTime(clock),
-            options,
+            self._http, self._hubs, key, stop, clock, HubTime(clock), options,
             admit=self._known.admit,
-            opened=self._clock,
+            opened=lambda signed: self._from_hub(signed, wire.HubClock),
             reach=lambda: self._known.reach,
             insists=root_fingerprint is not None,
-        )
+        )  # fmt: skip
 
     @classmethod
     def of_a_person(
@@ -139,10 +87,8 @@ class HubClient:
             self._http.close()
 
     def patient(self, patience_s: float) -> HubClient:
-        """The same client with another patience; it shares connections and trust, and need not be closed.
-
-        An attempt takes no longer than the patience, and half of it if there is another hub to ask.
-        """
+        """The same client with another patience; it shares connections and trust, and need not be closed. An attempt
+        takes no longer than the patience, and half of it if there is another hub to ask."""
         other = HubClient.__new__(HubClient)
         other.__dict__.update(self.__dict__)
         options = self._transport.options.with_patience(patience_s, len(self._hubs.urls))
@@ -160,81 +106,77 @@ class HubClient:
         """The run as its hub describes it now: its owner may have added relays, hubs or keys."""
         return self._known.again(self._transport, self.trusted_run())
 
-    def run_info(self) -> RunInfo:
+    def run_info(self) -> wire.RunInfo:
         return self.trusted_run().info
 
-    def status(self) -> RunStatus:
-        return self._get("/status", RunStatus)
+    def status(self) -> wire.RunStatus:
+        return self._get("/status", wire.RunStatus)
 
-    def ledger(self, after: int = -1, limit: int = 500) -> LedgerPage:
-        return self._get("/ledger", LedgerPage, (("after", str(after)), ("limit", str(limit))))
+    def ledger(self, after: int = -1, limit: int = 500) -> wire.LedgerPage:
+        return self._get("/ledger", wire.LedgerPage, (("after", str(after)), ("limit", str(limit))))
 
-    def ledger_head(self) -> LedgerHead:
-        return self._from_hub(self._get("/ledger/head", SignedDocument), LedgerHead)
+    def ledger_head(self) -> wire.LedgerHead:
+        return self._from_hub(self._get("/ledger/head", SignedDocument), wire.LedgerHead)
 
     def signed_ledger_head(self) -> SignedDocument:
-        """The same as the hub signed it, to keep or to hand on."""
+        """The same as the hub signed it, to keep or to pass on."""
         signed = self._get("/ledger/head", SignedDocument)
-        self._from_hub(signed, LedgerHead)
+        self._from_hub(signed, wire.LedgerHead)
         return signed
 
-    def evidence(self, after: int, limit: int) -> EvidencePage:
+    def evidence(self, after: int, limit: int) -> wire.EvidencePage:
         """The signed documents behind the `limit` ledger rows after `after`; verify them before you believe them."""
-        return self._get("/ledger/evidence", EvidencePage, (("after", str(after)), ("limit", str(limit))))
+        return self._get("/ledger/evidence", wire.EvidencePage, (("after", str(after)), ("limit", str(limit))))
 
-    def unit(self, number: int) -> UnitStory:
-        return self._get(f"/units/{number}", UnitStory)
+    def unit(self, number: int) -> wire.UnitStory:
+        return self._get(f"/units/{number}", wire.UnitStory)
 
-    def node(self, node: str) -> NodeStory:
-        return self._get(f"/nodes/{quote(node, safe='')}", NodeStory)
+    def node(self, node: str) -> wire.NodeStory:
+        return self._get(f"/nodes/{quote(node, safe='')}", wire.NodeStory)
 
-    def nodes(self, after: str = "", limit: int = 200) -> NodePage:
-        return self._get("/nodes", NodePage, (("after", after), ("limit", str(limit))))
+    def nodes(self, after: str = "", limit: int = 200) -> wire.NodePage:
+        return self._get("/nodes", wire.NodePage, (("after", after), ("limit", str(limit))))
 
-    def evaluations(self, since: int = 0) -> EvaluationPage:
+    def evaluations(self, since: int = 0) -> wire.EvaluationPage:
         """What validators measured of the versions from `since` on."""
-        return self._get("/evaluations", EvaluationPage, (("since", str(since)),))
+        return self._get("/evaluations", wire.EvaluationPage, (("since", str(since)),))
 
-    def admin(self, request: AdminRequest) -> AdminReply:
+    def admin(self, request: wire.AdminRequest) -> wire.AdminReply:
         """An order of the run's owner: signed itself, so that the call is not."""
         body = request.model_dump_json().encode()
-        return self._parsed("/admin", self._transport.send(Call("POST", "/admin", body)), AdminReply)
+        return self._parsed("/admin", self._transport.send(Call("POST", "/admin", body)), wire.AdminReply)
 
     # Any node
 
     def register(
-        self, name: str, role: Role, certificate: SignedDocument | None, vouch: SignedDocument | None = None
-    ) -> NodeView:
+        self, name: str, role: wire.Role, certificate: SignedDocument | None, vouch: SignedDocument | None = None
+    ) -> wire.NodeView:
         """Introduce this key. `vouch` is an owner's word that the machine is theirs."""
-        message = Registration(
-            public_key=self.key.public_key,
-            name=name,
-            role=role,
-            certificate=certificate,
+        message = wire.Registration(
+            public_key=self.key.public_key, name=name, role=role, certificate=certificate, vouch=vouch,
             software=f"shoal {__version__}",
-            vouch=vouch,
-        )
+        )  # fmt: skip
         return self._introduce(message)
 
-    def _introduce(self, message: Registration) -> NodeView:
+    def _introduce(self, message: wire.Registration) -> wire.NodeView:
         answer = self._transport.send(self._signed(Call("POST", "/nodes", message.model_dump_json().encode())))
         self._introduction.made(message)
-        return self._parsed("/nodes", answer, NodeView)
+        return self._parsed("/nodes", answer, wire.NodeView)
 
-    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
-        return self._post("/heartbeat", heartbeat, HeartbeatReply)
+    def heartbeat(self, heartbeat: wire.Heartbeat) -> wire.HeartbeatReply:
+        return self._post("/heartbeat", heartbeat, wire.HeartbeatReply)
 
     # Workers
 
-    def lease(self, request: LeaseRequest) -> LeaseReply:
+    def lease(self, request: wire.LeaseRequest) -> wire.LeaseReply:
         """Leases, still sealed: `open_leases` verifies them. Ask again with the same request id after a crash."""
-        return self._post("/leases", request, LeaseReply, request.wait_s)
+        return self._post("/leases", request, wire.LeaseReply, request.wait_s)
 
-    def open_leases(self, reply: LeaseReply) -> list[tuple[Lease, SignedDocument]]:
+    def open_leases(self, reply: wire.LeaseReply) -> list[tuple[wire.Lease, SignedDocument]]:
         """The leases of a reply, each signed by the hub, for this run and for this node."""
         return [(self.open_own_lease(signed), signed) for signed in reply.leases]
 
-    def release(self, release: LeaseRelease) -> None:
+    def release(self, release: wire.LeaseRelease) -> None:
         self._send("POST", "/leases/release", release)
 
     def show(self, lease_id: str, progress: ShownProgress) -> ProgressReply:
@@ -242,8 +184,8 @@ class HubClient:
         path = f"/leases/{quote(lease_id, safe='')}/progress"
         return self._parsed(path, self._ask(Call("POST", path, pack(progress), content_type=BULK)), ProgressReply)
 
-    def submit(self, lease_id: str, body: bytes) -> Receipt:
-        """Hand in a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""
+    def submit(self, lease_id: str, body: bytes) -> wire.Receipt:
+        """Submit a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""
         path = f"/submissions/{quote(lease_id, safe='')}"
         answer = self._ask(Call("PUT", path, body, content_type=BULK))
         return self._receipt(self._parsed(path, answer, SignedDocument), lease_id, submission_digest(body))
@@ -252,48 +194,44 @@ class HubClient:
         """Leave to put a submission into the run's store, signed by the hub (`client.delivery` uses it)."""
         signed = self._post(f"/submissions/{quote(lease_id, safe='')}/upload", request, SignedDocument)
         ticket = self._from_hub(signed, UploadTicket)
-        given = (ticket.run, ticket.node, ticket.lease, ticket.submission)
-        if given != (self.trusted_run().run, self.key.node, lease_id, request.submission):
+        given = (ticket.node, ticket.lease, ticket.submission)
+        if given != (self.key.node, lease_id, request.submission):
             raise SignatureError(f"the hub's ticket for lease {lease_id} is for something else: {given}")
         return ticket
 
-    def commit_upload(self, lease_id: str, submission: str) -> Receipt:
+    def commit_upload(self, lease_id: str, submission: str) -> wire.Receipt:
         """Have the hub take in what was uploaded; the receipt is verified like that of `submit`."""
         path = f"/submissions/{quote(lease_id, safe='')}/commit"
-        return self._receipt(
-            self._post(path, UploadCommit(submission=submission), SignedDocument), lease_id, submission
-        )
+        signed = self._post(path, UploadCommit(submission=submission), SignedDocument)
+        return self._receipt(signed, lease_id, submission)
 
     # Validators
 
-    def audits(self, request: AuditRequest) -> AuditReply:
-        return self._post("/audits", request, AuditReply, request.wait_s)
+    def audits(self, request: wire.AuditRequest) -> wire.AuditReply:
+        return self._post("/audits", request, wire.AuditReply, request.wait_s)
 
-    def open_lease(self, signed: SignedDocument) -> Lease:
+    def open_lease(self, signed: SignedDocument) -> wire.Lease:
         """The lease inside an audit: signed by the hub, for this run, for whatever node."""
-        lease = self._from_hub(signed, Lease)
-        if lease.run != self.trusted_run().run:
-            raise SignatureError(f"lease {lease.lease} is for run {lease.run!r}, not for {self.trusted_run().run!r}")
-        return lease
+        return self._from_hub(signed, wire.Lease)
 
     def submissions(self, digests: Sequence[str]) -> list[bytes]:
         """The very bytes that workers put, checked against their names."""
         limits = SUBMISSION_BODIES_LIMITS
         names = tuple(("name", digest) for digest in digests)
         call = Call("GET", "/submissions", params=names, max_bytes=limits.compressed_bytes)
-        bodies = unpack(self._ask(call), SubmissionBodies, limits).bodies
+        bodies = unpack(self._ask(call), wire.SubmissionBodies, limits).bodies
         if [submission_digest(body) for body in bodies] != list(digests):
             raise CodecError("the hub's copies of submissions do not match their digests")
         return bodies
 
-    def verdicts(self, signed: Sequence[SignedDocument]) -> VerdictReply:
-        return self._post("/verdicts", VerdictReport(verdicts=tuple(signed)), VerdictReply)
+    def verdicts(self, signed: Sequence[SignedDocument]) -> wire.VerdictReply:
+        return self._post("/verdicts", wire.VerdictReport(verdicts=tuple(signed)), wire.VerdictReply)
 
     def publish_calibration(self, signed: SignedDocument) -> None:
         """Put measured limits in force (`Calibration`); signed itself, so that the call is not."""
         self._transport.send(Call("POST", "/calibrations", signed.model_dump_json().encode()))
 
-    def calibration(self, digest: str) -> Calibration:
+    def calibration(self, digest: str) -> wire.Calibration:
         """What this calibration says: signed by a validator of the run, or by its owner."""
         signed = self._get(f"/calibrations/{digest}", SignedDocument)
         if document_hash(signed) != digest:
@@ -301,7 +239,7 @@ class HubClient:
         trusted = self.trusted_run()
         if signed.signed_by not in trusted.validator_keys:
             trusted = self._known.again(self._transport, trusted)
-        made = open_document(signed, Calibration, {trusted.info.root_key, *trusted.validator_keys})
+        made = open_document(signed, wire.Calibration, {trusted.info.root_key, *trusted.validator_keys})
         if made.run != trusted.run:
             raise SignatureError(f"calibration {digest[:16]}… is for run {made.run!r}, not for {trusted.run!r}")
         return made
@@ -310,59 +248,52 @@ class HubClient:
         """Say how a slice went (`EvaluationReport`)."""
         self._send("POST", "/evaluations", signed)
 
-    def open_slice(self, signed: SignedDocument) -> EvaluationSlice:
-        """The slice inside an answer to `audits`: signed by the hub, for this run."""
-        part = self._from_hub(signed, EvaluationSlice)
-        if part.run != self.trusted_run().run:
-            raise SignatureError(f"a slice of an evaluation is for run {part.run!r}, not {self.trusted_run().run!r}")
-        return part
+    def open_slice(self, signed: SignedDocument) -> wire.EvaluationSlice:
+        return self._from_hub(signed, wire.EvaluationSlice)
 
     # The trainer
 
     def announce(self, signed: SignedDocument) -> None:
         self._send("POST", "/policies", signed)
 
-    def batch(self, step: int, wait_s: float) -> BatchReply:
-        return self._post(f"/batches/{step}", BatchRequest(wait_s=wait_s), BatchReply, wait_s)
+    def batch(self, step: int, wait_s: float) -> wire.BatchReply:
+        return self._post(f"/batches/{step}", wire.BatchRequest(wait_s=wait_s), wire.BatchReply, wait_s)
 
-    def rollouts(self, step: int) -> TrainingBatch:
+    def rollouts(self, step: int) -> wire.TrainingBatch:
         cap = TRAINING_BATCH_LIMITS.compressed_bytes
         body = self._ask(Call("GET", f"/batches/{step}/rollouts", max_bytes=cap))
-        return unpack(body, TrainingBatch, TRAINING_BATCH_LIMITS)
+        return unpack(body, wire.TrainingBatch, TRAINING_BATCH_LIMITS)
 
-    def report(self, report: StepReport) -> None:
+    def report(self, report: wire.StepReport) -> None:
         self._send("POST", "/steps", report)
 
     # Plumbing
 
-    def open_own_lease(self, signed: SignedDocument) -> Lease:
+    def open_own_lease(self, signed: SignedDocument) -> wire.Lease:
         """A lease of this very node: signed by the hub, for this run."""
         lease = self.open_lease(signed)
         if lease.node != self.key.node:
             raise SignatureError(f"lease {lease.lease} is for node {lease.node}, not for this one ({self.key.node})")
         return lease
 
-    def _receipt(self, signed: SignedDocument, lease_id: str, submission: str) -> Receipt:
-        receipt = self._from_hub(signed, Receipt)
-        promised = (receipt.run, receipt.node, receipt.lease, receipt.submission)
-        if promised != (self.trusted_run().run, self.key.node, lease_id, submission):
+    def _receipt(self, signed: SignedDocument, lease_id: str, submission: str) -> wire.Receipt:
+        receipt = self._from_hub(signed, wire.Receipt)
+        promised = (receipt.node, receipt.lease, receipt.submission)
+        if promised != (self.key.node, lease_id, submission):
             raise SignatureError(f"the hub's receipt for lease {lease_id} is for something else: {promised}")
         if self.on_receipt is not None:
             self.on_receipt(signed)
         return receipt
 
     def _from_hub(self, signed: SignedDocument, kind: type[D]) -> D:
-        """What the hub signed. An unknown hub key may be a new one: the run is asked about once more."""
+        """What the hub signed, for this run. An unknown hub key may be a new one: the run is asked about once more."""
         trusted = self.trusted_run()
         if signed.signed_by not in trusted.hub_keys:
             trusted = self._known.again(self._transport, trusted)
-        return open_document(signed, kind, trusted.hub_keys)
-
-    def _clock(self, signed: SignedDocument) -> HubClock:
-        clock = self._from_hub(signed, HubClock)
-        if clock.run != self.trusted_run().run:
-            raise SignatureError(f"the hub's time is that of run {clock.run!r}")
-        return clock
+        document = open_document(signed, kind, trusted.hub_keys)
+        if document.run != trusted.run:
+            raise SignatureError(f"the hub's {kind.kind} is for run {document.run!r}, not for {trusted.run!r}")
+        return document
 
     def _signed(self, call: Call) -> Call:
         return replace(call, run=self.trusted_run().run)
@@ -381,17 +312,15 @@ class HubClient:
     def _get(self, path: str, kind: type[M], params: tuple[tuple[str, str], ...] = ()) -> M:
         return self._parsed(path, self._transport.send(Call("GET", path, params=params)), kind)
 
-    def _send(self, method: str, path: str, message: Message, wait_s: float = 0.0) -> bytes:
+    def _send(self, method: str, path: str, message: wire.Message, wait_s: float = 0.0) -> bytes:
         return self._ask(Call(method, path, message.model_dump_json().encode(), wait_s=wait_s))
 
-    def _post(self, path: str, message: Message, kind: type[M], wait_s: float = 0.0) -> M:
+    def _post(self, path: str, message: wire.Message, kind: type[M], wait_s: float = 0.0) -> M:
         return self._parsed(path, self._send("POST", path, message, wait_s), kind)
 
     def _parsed(self, path: str, answer: bytes, kind: type[M]) -> M:
         try:
             return kind.model_validate_json(answer, extra="ignore")
         except ValidationError as error:
-            raise ProtocolError(
-                f"the answer of {self.url}{path} is not a {kind.__name__}: {first_problem(error)}; "
-                "is this address a shoal hub of the same version?"
-            ) from error
+            what = f"the answer of {self.url}{path} is not a {kind.__name__}: {first_problem(error)}"
+            raise ProtocolError(f"{what}; is this address a shoal hub of the same version?") from error

@@ -5,23 +5,31 @@
        └── again, once, when something is signed by a hub key that is not in there ◄───┘ (the key was rotated)
 
 A hub at a further address, asked when the first fails, has to describe the same run by the same root key.
+
+What the client has registered as is kept, so that a hub which has forgotten the node (restored from a backup) is told:
+
+    call ─► 401 auth.unknown_node ─► repeat: POST /nodes as before ─► the call once more ─► its answer, whatever it is
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 from pydantic import ValidationError
 
-from shoal.client.hubs import Hubs
-from shoal.client.transport import RUN, Transport
+from shoal.client.transport import RUN, Hubs, Transport
 from shoal.client.trust import TrustedRun, open_run_info
-from shoal.errors import ProtocolError, SignatureError
-from shoal.protocol import SignedDocument, first_problem
+from shoal.errors import HubUnreachable, ProtocolError, SignatureError
+from shoal.protocol import Registration, SignedDocument, first_problem
 from shoal.runtime.clock import Clock
 from shoal.runtime.targets import Nearness, Reach
 
+log = logging.getLogger(__name__)
+
+UNKNOWN_NODE = "auth.unknown_node"  # the hub's code for a key that has not registered
 REFRESH_S = 10.0  # whoever answers with one strange signature after another makes nobody ask for /run all the time
 
 
@@ -67,10 +75,8 @@ class KnownRun:
         try:
             signed = SignedDocument.model_validate_json(content, extra="ignore")
         except ValidationError as error:
-            raise ProtocolError(
-                f"the answer of {url}/run is not a SignedDocument: {first_problem(error)}; "
-                "is this address a shoal hub of the same version?"
-            ) from error
+            what = f"the answer of {url}/run is not a SignedDocument: {first_problem(error)}"
+            raise ProtocolError(f"{what}; is this address a shoal hub of the same version?") from error
         with self._changing:
             known = self._trusted
             pinned = self._pinned if known is None else known.root_fingerprint
@@ -80,3 +86,30 @@ class KnownRun:
             nearest = near if known is None else min(near, known.reach.nearest)
             self._trusted = replace(found, reach=Reach(nearest))
         self._hubs.named(found.info.hubs)
+
+
+class Introduction:
+    """Threads may share it: of several calls that are refused together, one registers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._registration: Registration | None = None
+        self.times = 0  # registered so far; a call notes it before it is made
+
+    def made(self, registration: Registration) -> None:
+        self._registration = registration
+        self.times += 1
+
+    def repeat(self, seen: int, register: Callable[[Registration], object], patience_s: float) -> bool:
+        """Have the node registered again, unless that was done since a call saw `seen`. False: it never was at all."""
+        if self._registration is None:
+            return False
+        if not self._lock.acquire(timeout=patience_s):
+            raise HubUnreachable(f"the hub has forgotten this node, and it is not registered in {patience_s:.0f} s")
+        try:
+            if self.times == seen:
+                log.warning("the hub does not know this node any more (restored from a backup?): registering again")
+                register(self._registration)
+            return True
+        finally:
+            self._lock.release()

@@ -13,6 +13,10 @@ belongs to the run (`admit`).
 
 Every call is idempotent on the hub's side, so sending it again after a lost answer is always right.
 
+A run may have several hubs. The present one is asked as long as it answers; one that does not rests, and the next that
+does not rest is the present one. A rest doubles with every failure in a row, so that a dead address costs little of a
+long outage; when all rest, there is a pause, and then the one that has rested longest is asked.
+
 What time it is, only a certified hub may say, and only in answer to this very request (`HubClock`): otherwise whoever
 is on the way could collect requests that are dated for next week. No correction exceeds `MAX_CORRECTION_MS`.
 """
@@ -21,7 +25,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 
@@ -29,14 +35,21 @@ import httpx
 from pydantic import ValidationError
 
 from shoal.client.http import HEADERS, REACH
-from shoal.client.hubs import Hubs
-from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError, ShutOut, SignatureError
+from shoal.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HubRefused,
+    HubUnreachable,
+    ProtocolError,
+    ShutOut,
+    SignatureError,
+)
 from shoal.protocol import HubClock, Problem, SignedDocument, SigningKey, sign_request
 from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME
 from shoal.runtime.clock import Backoff, Clock
 from shoal.runtime.exchange import LEAST_BYTES_PER_S, limited, read_body
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import Nearness, Reach, nearness_of_hub
+from shoal.runtime.targets import Nearness, Reach, TargetRefused, check_url, nearness_of_hub
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +57,9 @@ MIB = 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
 CLOCKS_AGREE_MS = 1_000
 HOUR_MS = 3_600_000
-MAX_CORRECTION_MS = 15 * HOUR_MS
-"""Time zones reach 14 hours: a clock that shows local time as if it were UTC is no further off."""
+MAX_CORRECTION_MS = 15 * HOUR_MS  # time zones reach 14: a clock of local time as if it were UTC is no further off
+FIRST_REST_S = 5.0
+LONGEST_REST_S = 300.0
 LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long, however short somebody's patience is
 SHUT_OUT_CODES = ("node.banned", "node.suspended")
 
@@ -71,13 +85,8 @@ class ClientOptions:
     @classmethod
     def of_a_person(cls, wait_s: float) -> ClientOptions:
         """Somebody waits at the terminal: no longer than `wait_s`, and what is wrong is said once, at the end."""
-        return cls(
-            patience_s=wait_s,
-            connect_timeout_s=max(1.0, min(10.0, wait_s)),
-            answer_timeout_s=max(5.0, min(10.0, wait_s)),
-            tell_after_s=math.inf,
-            retries_pages=False,
-        )
+        connect_s, answer_s = max(1.0, min(10.0, wait_s)), max(5.0, min(10.0, wait_s))
+        return cls(wait_s, connect_s, answer_s, tell_after_s=math.inf, retries_pages=False)
 
     def with_patience(self, patience_s: float, hubs: int) -> ClientOptions:
         """The same with another patience, which one hub that is frozen does not use up if there are several.
@@ -86,12 +95,8 @@ class ClientOptions:
         2.5
         """
         attempt_s = max(LEAST_ATTEMPT_S, patience_s / min(hubs, 2))
-        return replace(
-            self,
-            patience_s=patience_s,
-            connect_timeout_s=min(self.connect_timeout_s, attempt_s),
-            answer_timeout_s=min(self.answer_timeout_s, attempt_s),
-        )
+        connect_s, answer_s = min(self.connect_timeout_s, attempt_s), min(self.answer_timeout_s, attempt_s)
+        return replace(self, patience_s=patience_s, connect_timeout_s=connect_s, answer_timeout_s=answer_s)
 
 
 @dataclass(frozen=True)
@@ -139,11 +144,9 @@ class HubTime:
         ahead_ms = hub_ms - self._clock.now_ms()
         if abs(ahead_ms) > MAX_CORRECTION_MS:
             side = "behind" if ahead_ms > 0 else "ahead of"
-            sentence = (
-                f"this machine's clock is {abs(ahead_ms) / HOUR_MS:.1f} hours {side} the hub's; at most "
-                f"{MAX_CORRECTION_MS // HOUR_MS} hours are corrected: set this machine's clock (for instance with NTP)"
-            )
-            raise HubRefused(HTTPStatus.UNAUTHORIZED, "auth.skew", sentence)
+            off = f"this machine's clock is {abs(ahead_ms) / HOUR_MS:.1f} hours {side} the hub's"
+            advice = f"at most {MAX_CORRECTION_MS // HOUR_MS} hours are corrected: set this machine's clock (NTP)"
+            raise HubRefused(HTTPStatus.UNAUTHORIZED, "auth.skew", f"{off}; {advice}")
         if abs(ahead_ms - self._ahead_ms) < CLOCKS_AGREE_MS:
             return  # another thread was told the same
         self._ahead_ms = ahead_ms
@@ -151,6 +154,108 @@ class HubTime:
             "the hub's clock is %.0f s %s this machine's: requests are dated by the hub's from now on",
             abs(ahead_ms) / 1000, "ahead of" if ahead_ms > 0 else "behind",
         )  # fmt: skip
+
+
+@dataclass
+class _Hub:
+    url: str
+    failures: int = 0
+    rests_until_s: float = 0.0
+    verified: bool = False
+    named: bool = False  # by another hub, not by the user
+
+
+class Hubs:
+    """Threads may share it."""
+
+    def __init__(self, urls: Sequence[str], clock: Clock) -> None:
+        if not urls:
+            raise ConfigError("no hub was given: give the run's join URL")
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known = [_Hub(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self._present = 0
+
+    @property
+    def present(self) -> str:
+        with self._lock:
+            return self._known[self._present].url
+
+    @property
+    def urls(self) -> list[str]:
+        with self._lock:
+            return [hub.url for hub in self._known]
+
+    def named(self, urls: Iterable[str]) -> None:
+        """Further addresses of the same run, behind those given; they replace the ones that were named before, but for
+        the present one. What is no address is left out."""
+        with self._lock:
+            present, known = self._known[self._present], {hub.url: hub for hub in self._known}
+            given = [hub for hub in self._known if not hub.named or hub is present]
+            named = []
+            for url in dict.fromkeys(url.rstrip("/") for url in urls):
+                with suppress(TargetRefused):
+                    check_url(url)
+                    named.append(known.get(url) or _Hub(url, named=True))
+            self._known = [*given, *(hub for hub in named if hub not in given)]
+            self._present = given.index(present)
+
+    def answered(self, url: str) -> None:
+        with self._lock:
+            for hub in self._at(url):
+                hub.failures, hub.rests_until_s = 0, 0.0
+
+    def failed(self, url: str) -> bool:
+        """That one did not answer. True if another can be asked at once, which is then the present one."""
+        with self._lock:
+            now_s = self._clock.monotonic_s()
+            for hub in self._at(url):
+                hub.failures += 1
+                hub.rests_until_s = now_s + min(FIRST_REST_S * 2 ** min(hub.failures - 1, 10), LONGEST_REST_S)
+            if self._known[self._present].url != url:
+                return True  # another thread has moved on already
+            return self._choose(self._present + 1)
+
+    def is_checked(self, url: str) -> bool:
+        """Whether the place of this address is checked: not at the first contact with one that the user gave."""
+        with self._lock:
+            return any(hub.named or hub.verified for hub in self._at(url))
+
+    def is_verified(self, url: str) -> bool:
+        """Whether the hub at this address was seen to belong to the run."""
+        with self._lock:
+            return any(hub.verified for hub in self._at(url))
+
+    def verified(self, url: str) -> None:
+        with self._lock:
+            for hub in self._at(url):
+                hub.verified = True
+
+    def drop(self, url: str) -> bool:
+        """Never ask that one again: it belongs to another run. False if there is no other, and it stays."""
+        with self._lock:
+            index = next((i for i, hub in enumerate(self._known) if hub.url == url), None)
+            if index is None:
+                return True
+            if len(self._known) == 1:
+                return False
+            del self._known[index]
+            if self._present > index:
+                self._present -= 1
+            elif self._present == index:
+                self._choose(index)
+            return True
+
+    def _at(self, url: str) -> list[_Hub]:
+        return [hub for hub in self._known if hub.url == url]
+
+    def _choose(self, first: int) -> bool:
+        """Make the next from `first` on that does not rest the present one; False if all rest."""
+        now_s, count = self._clock.monotonic_s(), len(self._known)
+        order = [(first + offset) % count for offset in range(count)]
+        rested = [index for index in order if self._known[index].rests_until_s <= now_s]
+        self._present = rested[0] if rested else min(order, key=lambda index: self._known[index].rests_until_s)
+        return bool(rested)
 
 
 @dataclass(frozen=True)
@@ -176,7 +281,9 @@ class Transport:
         while True:
             url = self.hubs.present
             try:
-                content = self._attempt(call, url)
+                if call is not RUN and (call.run is not None or self.insists) and not self.hubs.is_verified(url):
+                    self._meet(url)
+                content = self._meet(url) if call is RUN else self._exchange(call, url)[0]
                 self.hubs.answered(url)
                 if told:
                     log.info("the hub at %s answers again, after %.0f s", url, self.clock.monotonic_s() - began)
@@ -187,29 +294,23 @@ class Transport:
                         f"{url} {failure}; check the address, and whether a proxy or a network's login page answers"
                     ) from failure
                 tried_s = self.clock.monotonic_s() - began
-                pause = self._pause_s(url, failure, attempt)
+                pause = self.options.backoff.wait_s(attempt) if failure.after_s is None else failure.after_s
+                if failure.elsewhere and self.hubs.failed(url):
+                    log.warning("the hub at %s does not answer (%s): going on with %s", url, failure, self.hubs.present)
+                    pause = 0.0
                 if tried_s + pause > self.options.patience_s:
-                    raise self._unreachable(call, tried_s, failure) from failure
+                    urls = self.hubs.urls
+                    raise HubUnreachable(
+                        f"no usable answer from the hub{'s' if len(urls) > 1 else ''} at {', '.join(urls)} "
+                        f"({call.method} {call.path}) for {tried_s:.0f} s: {failure}; "
+                        "check the address, that the hub is running, and this machine's network"
+                    ) from failure
                 if not told and tried_s >= self.options.tell_after_s:
                     log.warning("the hub at %s does not answer %s (%s); trying again", url, call.path, failure)
                     told = True
                 if self.stop.wait(pause):
                     raise DeadlineExceeded(f"stopped ({self.stop.reason}) while calling the hub: {failure}") from None
                 attempt += pause > 0
-
-    def _pause_s(self, url: str, failure: _Again, attempt: int) -> float:
-        """How long to wait before the next attempt: not at all if another hub can be asked."""
-        if failure.elsewhere and self.hubs.failed(url):
-            log.warning("the hub at %s does not answer (%s): going on with %s", url, failure, self.hubs.present)
-            return 0.0
-        return self.options.backoff.wait_s(attempt) if failure.after_s is None else failure.after_s
-
-    def _attempt(self, call: Call, url: str) -> bytes:
-        if call is RUN:
-            return self._meet(url)
-        if (call.run is not None or self.insists) and not self.hubs.is_verified(url):
-            self._meet(url)
-        return self._exchange(call, url)[0]
 
     def _meet(self, url: str) -> bytes:
         """Ask a hub what it runs. One of another run is never asked again, unless it is the only one there is."""
@@ -235,11 +336,15 @@ class Transport:
             target = request.url.raw_path.decode("ascii")
             at_ms = self.hub_time.now_ms()
             request.headers.update(sign_request(self.key, call.run, call.method, target, call.body, at_ms))
+        options = self.options  # for one attempt, up to the first byte of the answer's body
+        allowed_s = options.connect_timeout_s + options.answer_timeout_s + call.wait_s
         try:
-            with limited(self._allowed_s(call), self.stop, self.clock):
+            with limited(allowed_s + len(call.body) / LEAST_BYTES_PER_S, self.stop, self.clock):
                 response = self.http.send(request, stream=True)
                 try:
-                    near = nearness_of_hub(url, _peer(response))
+                    stream = response.extensions.get("network_stream")  # none: from this process
+                    peer = None if stream is None else stream.get_extra_info("server_addr")
+                    near = nearness_of_hub(url, str(peer[0]) if isinstance(peer, tuple) else None)
                     content = read_body(response, call.max_bytes)
                 finally:
                     response.close()
@@ -253,18 +358,14 @@ class Transport:
         return _sorted_out(response, content), near
 
     def _request(self, call: Call, url: str) -> httpx.Request:
+        headers = {**HEADERS, **({"content-type": call.content_type} if call.body else {})}
+        timeout = httpx.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s)
+        reach = {REACH: self.reach()} if self.hubs.is_checked(url) else None
         try:
             return self.http.build_request(
-                call.method,
-                url + call.path,
-                params=list(call.params) or None,
-                content=call.body,
-                headers={**HEADERS, **({"content-type": call.content_type} if call.body else {})},
-                timeout=httpx.Timeout(
-                    self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s
-                ),
-                extensions={REACH: self.reach()} if self.hubs.is_checked(url) else None,
-            )
+                call.method, url + call.path, params=list(call.params) or None, content=call.body, headers=headers,
+                timeout=timeout, extensions=reach,
+            )  # fmt: skip
         except httpx.InvalidURL as error:
             raise _Again(f"{url} is no address: {error}", elsewhere=True) from error
 
@@ -279,26 +380,6 @@ class Transport:
             log.warning("%s says what time it is, and is not believed: %s", request.url.host, error)
             return None
         return clock.now_ms if (clock.node, clock.nonce) == (self.key.node, request.headers[HEADER_NONCE]) else None
-
-    def _allowed_s(self, call: Call) -> float:
-        """For one attempt, up to the first byte of the answer's body."""
-        options = self.options
-        return options.connect_timeout_s + options.answer_timeout_s + call.wait_s + len(call.body) / LEAST_BYTES_PER_S
-
-    def _unreachable(self, call: Call, tried_s: float, failure: _Again) -> HubUnreachable:
-        urls = self.hubs.urls
-        return HubUnreachable(
-            f"no usable answer from the hub{'s' if len(urls) > 1 else ''} at {', '.join(urls)} "
-            f"({call.method} {call.path}) for {tried_s:.0f} s: {failure}; "
-            "check the address, that the hub is running, and this machine's network"
-        )
-
-
-def _peer(response: httpx.Response) -> str | None:
-    """The address that an answer comes from; None if it comes from this process, or by a socket out of a sandbox."""
-    stream = response.extensions.get("network_stream")
-    address = None if stream is None else stream.get_extra_info("server_addr")
-    return str(address[0]) if isinstance(address, tuple) else None
 
 
 def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
@@ -315,7 +396,9 @@ def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
     else:
         sentence = f"{problem.message} [{problem.code}, HTTP {response.status_code}]"
     if busy or problem is None or response.is_server_error:
-        raise _Again(sentence, _retry_after_s(response) if busy else None, elsewhere=not busy, is_page=is_page)
+        text = response.headers.get("retry-after", "")  # its date form, or nonsense, is left to the back-off
+        after_s = min(float(text), MAX_RETRY_AFTER_S) if busy and text.isascii() and text.isdigit() else None
+        raise _Again(sentence, after_s, elsewhere=not busy, is_page=is_page)
     refusal = ShutOut if problem.code in SHUT_OUT_CODES else HubRefused
     raise refusal(response.status_code, problem.code, problem.message)
 
@@ -326,9 +409,3 @@ def _problem(content: bytes) -> Problem | None:
         return Problem.model_validate_json(content, extra="ignore")
     except ValidationError:
         return None
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    """`Retry-After` in seconds; its date form, or nonsense, is left to the back-off."""
-    text = response.headers.get("retry-after", "")
-    return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdigit() else None

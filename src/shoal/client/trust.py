@@ -54,10 +54,8 @@ class TrustedRun:
         """The one key that signs policies; a run with none, or with several, cannot be followed."""
         keys = self.keys["trainer"]
         if len(keys) != 1:
-            raise ProtocolError(
-                f"run {self.run} has {len(keys)} trainer keys and must have exactly one; "
-                "its owner has to issue one trainer certificate"
-            )
+            count = f"run {self.run} has {len(keys)} trainer keys and must have exactly one"
+            raise ProtocolError(f"{count}; its owner has to issue one trainer certificate")
         return next(iter(keys))
 
 
@@ -80,10 +78,8 @@ def split_join_url(url: str) -> tuple[str, str | None]:
     if not pinned:
         return base, None
     if len(pinned) != FINGERPRINT_HEX or not set(pinned) <= set(string.hexdigits.lower()):
-        raise ConfigError(
-            f"the part after # in {url!r} is not a root fingerprint ({FINGERPRINT_HEX} hex digits); "
-            "copy the whole join URL again"
-        )
+        what = f"the part after # in {url!r} is not a root fingerprint ({FINGERPRINT_HEX} hex digits)"
+        raise ConfigError(f"{what}; copy the whole join URL again")
     return base, pinned
 
 
@@ -96,55 +92,39 @@ def one_run(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
     parts = [split_join_url(url) for url in urls]
     pins = list(dict.fromkeys(pin for _, pin in parts if pin is not None))
     if len(pins) > 1:
-        raise ConfigError(
-            f"these URLs are of different runs (root keys {', '.join(pins)}): give the addresses of one run only"
-        )
+        raise ConfigError(f"these URLs are of different runs (root keys {', '.join(pins)}): give those of one run only")
     return tuple(dict.fromkeys(base for base, _ in parts)), pins[0] if pins else None
 
 
 def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset[str] = frozenset()) -> TrustedRun:
     """Follow the chain from the root key to the hub's signature, or raise `SignatureError` with what is broken.
-
-    `revoked` are keys that are known to be so already; the description may name more.
-    """
+    `revoked` are keys that are known to be so already; the description may name more."""
     try:
         claimed_root = check_public_key(str(signed.document.get("root_key")))
     except ValueError as error:
         raise SignatureError(f"the hub's description of the run names no root key: {error}") from error
     root_fingerprint = fingerprint(claimed_root)
     if pinned is not None and root_fingerprint != pinned:
-        raise SignatureError(
-            f"another run or an impostor answers at this address: its root key is {root_fingerprint}, not {pinned}; "
-            "ask the run's owner for the whole join URL and use that"
-        )
+        who = f"another run or an impostor answers at this address: its root key is {root_fingerprint}, not {pinned}"
+        raise SignatureError(f"{who}; ask the run's owner for the whole join URL and use that")
     info = open_document(signed, RunInfo, signed.signed_by)  # well-formed; that its signer is the hub comes next
-    _check_names(info, root_fingerprint)
-    revoked = revoked | frozenset(info.revoked)
-    keys = _certified_keys(info, claimed_root, revoked)
-    if signed.signed_by in revoked:
-        raise SignatureError(
-            f"the hub's key {signed.signed_by[:16]}… was revoked: this is not the run's hub any more; "
-            "ask the run's owner for the join URL"
-        )
-    if signed.signed_by not in keys["hub"]:
-        raise SignatureError(f"the hub's key {signed.signed_by[:16]}… is not certified by the run's root key")
-    return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys, revoked=revoked)
-
-
-def _check_names(info: RunInfo, root_fingerprint: str) -> None:
     check_spoken("hub", info.protocol_version)
     expected = run_id(info.name, root_fingerprint)
     if info.run != expected:
         raise SignatureError(f"the run calls itself {info.run!r}, but its name and root key give {expected!r}")
-
-
-def _certified_keys(info: RunInfo, root_key: str, revoked: frozenset[str]) -> dict[str, frozenset[str]]:
-    keys: dict[str, set[str]] = {role: set() for role in get_args(Role)}
-    for signed in info.certificates:
-        if signed.document.get("role") not in keys:
+    revoked = revoked | frozenset(info.revoked)
+    found: dict[str, set[str]] = {role: set() for role in get_args(Role)}
+    for each in info.certificates:
+        if each.document.get("role") not in found:
             continue  # a role that came after this version of shoal: it is nobody whom we would have to trust
-        certificate = open_document(signed, RoleCertificate, root_key)
+        certificate = open_document(each, RoleCertificate, claimed_root)
         if certificate.run != info.run:
             raise SignatureError(f"a certificate is for run {certificate.run!r}, not for {info.run!r}")
-        keys[certificate.role].add(certificate.public_key)
-    return {role: frozenset(found - revoked) for role, found in keys.items()}
+        found[certificate.role].add(certificate.public_key)
+    keys = {role: frozenset(holders - revoked) for role, holders in found.items()}
+    if signed.signed_by in revoked:
+        gone = f"the hub's key {signed.signed_by[:16]}… was revoked: this is not the run's hub any more"
+        raise SignatureError(f"{gone}; ask the run's owner for the join URL")
+    if signed.signed_by not in keys["hub"]:
+        raise SignatureError(f"the hub's key {signed.signed_by[:16]}… is not certified by the run's root key")
+    return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys, revoked=revoked)

@@ -1,6 +1,6 @@
 """Where a node of a run fetches its weights: from sources that the hub names, believed by the trainer's key alone.
 
-The owner may add relays and take some away while the run goes on: the hub is asked now and then which there are.
+The owner may add relays and take some away while the run continues: the hub is asked now and then which there are.
 """
 
 from __future__ import annotations
@@ -28,20 +28,10 @@ def downloader_of(
     trusted: TrustedRun, folder: Path, stop: StopToken, kept_payloads: int, limits: MachineLimits = MachineLimits()
 ) -> Downloader:
     """A downloader of the run's policies into `folder`; the origin is asked only when no relay can help."""
-    return Downloader(
-        trusted.info.sources,
-        trusted.run,
-        trusted.trainer_key,
-        folder,
-        stop,
-        DownloadSettings(
-            kept_payloads=kept_payloads,
-            pool=PoolSettings.throttled(limits.bandwidth_bytes_s, trusted.reach),
-            max_payload_bytes=trusted.info.model.payload_bytes or None,
-            limits=limits,
-        ),
-        last_resort=trusted.info.last_resort,
-    )
+    info, pool = trusted.info, PoolSettings.throttled(limits.bandwidth_bytes_s, trusted.reach)
+    most = info.model.payload_bytes or None
+    settings = DownloadSettings(kept_payloads=kept_payloads, pool=pool, max_payload_bytes=most, limits=limits)
+    return Downloader(info.sources, trusted.run, trusted.trainer_key, folder, stop, settings, info.last_resort)
 
 
 class Following:

@@ -1,10 +1,9 @@
 """The ledger: an append-only hash chain of everything that gave or cost credit, and the accounts that follow from it.
 
-    chain     GENESIS, append, verify, head_of; Chain and Pin, entry by entry and through any number of heads
-    accounts  CREDIT_PER_TOKEN, Account, Accounts, fold
-    shares    Share, Shares, shares_of: which part of the run is whose
+    chain     GENESIS, append, verify, head_of; Chain and Pin, entry by entry and through any number of heads;
+              ForkProof, check_fork: two signed documents that cannot both be about one ledger
+    accounts  CREDIT_PER_TOKEN, Account, Accounts, fold; Share, Shares, shares_of: which part of the run is whose
     evidence  Keys, Proofs: each row against the signed receipt and verdict that it points to
-    forks     ForkProof, check_fork: two signed documents that cannot both be about one ledger
     verification  check_rows: all of it in one pass over a ledger
 
 Anyone can fetch the ledger from the hub, verify it against a head that a signed policy manifest carries, check every
@@ -12,23 +11,24 @@ row of credit against the receipt and the verdict behind it, and recompute every
 believed.
 """
 
-from shoal.ledger.accounts import CREDIT_PER_TOKEN, Account, Accounts, credit_for, fold
+from shoal.ledger.accounts import CREDIT_PER_TOKEN, Account, Accounts, Share, Shares, credit_for, fold, shares_of
 from shoal.ledger.chain import (
     EVIDENCED,
     GENESIS,
     KINDS,
     Chain,
+    ForkProof,
     Pin,
     append,
+    check_fork,
     head_of,
+    is_run_of,
     node_subject,
     subjects,
     unit_subject,
     verify,
 )
 from shoal.ledger.evidence import Keys, Proofs, open_order
-from shoal.ledger.forks import ForkProof, check_fork, is_run_of
-from shoal.ledger.shares import Share, Shares, shares_of
 
 __all__ = [
     "CREDIT_PER_TOKEN", "EVIDENCED", "GENESIS", "KINDS", "Account", "Accounts", "Chain", "ForkProof", "Keys", "Pin",

@@ -6,23 +6,40 @@ Changing, dropping or reordering any entry changes every hash after it, so one r
 
 `subjects` are what a ledger entry is about, so that all entries about a unit or a node can be found without reading the
 chain.
+
+A fork is proven by two signed documents that cannot both be about one ledger (`ForkProof`):
+
+    first    row i has hash a     a head, a receipt or a policy manifest of this run, signed by its hub or trainer
+    second   row j has hash b     the same, with j ≥ i
+    entries  rows i … j of the second one's chain: they end at b, and row i is not a      (none if i = j)
+
+Nobody has to be believed: the run's id holds the fingerprint of the root key, which certified whoever signed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.errors import LedgerError, LedgerForked
-from shoal.protocol import LedgerEntry, LedgerHead, SignedDocument, canonical_json
+from shoal.errors import LedgerError, LedgerForked, ProtocolError
+from shoal.protocol import (
+    LedgerEntry,
+    LedgerHead,
+    Message,
+    PolicyManifest,
+    Receipt,
+    Role,
+    RoleCertificate,
+    SignedDocument,
+    canonical_json,
+    fingerprint,
+    open_document,
+)
 
-GENESIS = "0" * 64
-"""What stands in for the hash before entry 0."""
-
-EVIDENCED = ("credit", "pending", "rejected")
-"""Kinds of entries that point to signed documents."""
+GENESIS = "0" * 64  # what stands in for the hash before entry 0
+EVIDENCED = ("credit", "pending", "rejected")  # kinds of entries that point to signed documents
 KINDS = (
     "run", "node", "vouch", "policy", "batch", "pending", "credit", "void", "rejected", "pulled", "sanction", "admin",
 )  # fmt: skip
@@ -44,11 +61,9 @@ def append(previous: LedgerEntry | None, kind: str, body: dict[str, Any], at_ms:
 
 
 def verify(entries: Iterable[LedgerEntry], head: LedgerHead | None = None, after: LedgerEntry | None = None) -> None:
-    """Raise `LedgerError`, naming the row, unless `entries` form a chain that contains `head`.
-
-    `after` is the last entry already verified, for whoever reads page by page. A `head` older than the last entry is
-    fine if the chain passes through it; one beyond the end means that the ledger was rolled back.
-    """
+    """Raise `LedgerError`, naming the row, unless `entries` form a chain that contains `head`. `after` is the last
+    entry already verified, for whoever reads page by page. A `head` older than the last entry is fine if the chain
+    passes through it; one beyond the end means that the ledger was rolled back."""
     chain = Chain(() if head is None else (Pin(head, "the head"),), after)
     for entry in entries:
         chain.add(entry)
@@ -66,13 +81,7 @@ class Pin:
 
 
 class Chain:
-    """A chain under verification, entry by entry; keeps the last one and what its pins need, however long it is.
-
-    >>> chain = Chain()
-    >>> chain.add(append(None, "run", {"run": "demo"}, at_ms=1))
-    >>> chain.last.index
-    0
-    """
+    """A chain under verification, entry by entry; keeps the last one and what its pins need, however long it is."""
 
     def __init__(self, pins: Iterable[Pin] = (), after: LedgerEntry | None = None) -> None:
         self.last = after
@@ -80,15 +89,11 @@ class Chain:
         self._start = -1 if after is None else after.index
         self._digests = bytearray()  # 32 bytes a row: receipts name any row before theirs
         self._ahead: dict[int, list[Pin]] = {}
-        for pin in pins:
-            self._expect(pin)
-
-    def _expect(self, pin: Pin) -> None:
-        """What lies at the start is looked at now, what lies before it was looked at by whoever read it."""
-        if pin.head.index == self._start:
-            self._meet(pin, GENESIS if self.last is None else self.last.hash)
-        elif pin.head.index > self._start:
-            self._ahead.setdefault(pin.head.index, []).append(pin)
+        for pin in pins:  # what lies before the start was looked at by whoever read it
+            if pin.head.index == self._start:
+                self._meet(pin, GENESIS if self.last is None else self.last.hash)
+            elif pin.head.index > self._start:
+                self._ahead.setdefault(pin.head.index, []).append(pin)
 
     def add(self, entry: LedgerEntry) -> None:
         index, before = (-1, GENESIS) if self.last is None else (self.last.index, self.last.hash)
@@ -121,17 +126,13 @@ class Chain:
 
     def _meet(self, pin: Pin, found: str) -> None:
         if pin.head.hash != found:
-            raise LedgerForked(
-                f"ledger row {pin.head.index} is not the one that was signed for ({pin.source}): its hash differs from "
-                "the head; the ledger was rewritten",
-                pin.head.index,
-                pin.statement,
-            )
+            row = f"ledger row {pin.head.index} is not the one that was signed for ({pin.source})"
+            problem = f"{row}: its hash differs from the head; the ledger was rewritten"
+            raise LedgerForked(problem, pin.head.index, pin.statement)
         self.passed.append(pin)
 
 
 def head_of(run: str, last: LedgerEntry | None) -> LedgerHead:
-    """The head of a ledger whose newest entry is `last`."""
     if last is None:
         return LedgerHead(run=run, index=-1, hash=GENESIS)
     return LedgerHead(run=run, index=last.index, hash=last.hash)
@@ -156,7 +157,6 @@ def unit_subject(unit: int) -> str:
 def subjects(entry: LedgerEntry) -> tuple[str, ...]:
     """Each once, in a fixed order. What a body should hold and does not is left out: it is the chain's business.
 
-    >>> from shoal.ledger.chain import append
     >>> subjects(append(None, "credit", {"node": "ab", "unit": 3}, at_ms=1))
     ('node:ab', 'unit:3')
     """
@@ -167,3 +167,77 @@ def subjects(entry: LedgerEntry) -> tuple[str, ...]:
     numbers = [body.get("unit"), *(body["units"] if isinstance(body.get("units"), list) else ())]
     found += [unit_subject(number) for number in numbers if isinstance(number, int)]
     return tuple(dict.fromkeys(found))
+
+
+RUN_SUFFIX_HEX = 12
+
+
+class ForkProof(Message):
+    """See above. `certificates` are the root key's for those who signed."""
+
+    run: str
+    root_key: str
+    certificates: tuple[SignedDocument, ...]
+    first: SignedDocument
+    second: SignedDocument
+    entries: tuple[LedgerEntry, ...] = ()
+
+
+def is_run_of(run: str, root_key: str) -> bool:
+    """Whether a run's id, which becomes a file's name, holds this root key's fingerprint."""
+    try:
+        return run.isprintable() and run.endswith(f"-{fingerprint(root_key)[:RUN_SUFFIX_HEX]}")
+    except ValueError:
+        return False
+
+
+def stated_head(signed: SignedDocument, keys: Mapping[Role, set[str]]) -> LedgerHead:
+    """The head that a document names; raises unless a key of the right role signed it."""
+    if signed.kind == LedgerHead.kind:
+        return open_document(signed, LedgerHead, keys["hub"])
+    if signed.kind == Receipt.kind:
+        head = open_document(signed, Receipt, keys["hub"]).ledger
+    else:
+        head = open_document(signed, PolicyManifest, keys["trainer"]).ledger_head
+    if head is None:
+        raise ProtocolError(f"this {signed.kind} names no head of a ledger")
+    return head
+
+
+def check_fork(proof: ForkProof) -> str:
+    """What the proof shows, in a sentence; raises `LedgerError` if it shows nothing."""
+    try:
+        if not is_run_of(proof.run, proof.root_key):
+            raise ValueError(f"run {proof.run} has another root key")
+        keys: dict[Role, set[str]] = {"hub": set(), "trainer": set()}
+        for signed in proof.certificates:
+            certificate = open_document(signed, RoleCertificate, proof.root_key)
+            if certificate.run == proof.run:
+                keys.setdefault(certificate.role, set()).add(certificate.public_key)
+        first, second = (stated_head(signed, keys) for signed in (proof.first, proof.second))
+        if {first.run, second.run} != {proof.run}:
+            raise ValueError("a statement is about another run")
+        found = _hash_at(first.index, second, proof.entries)
+    except (ValueError, ProtocolError, LedgerError) as error:
+        raise LedgerError(f"this proves no fork: {error}") from error
+    if found == first.hash:
+        raise LedgerError("this proves no fork: both statements fit one ledger")
+    who = ["trainer" if one.kind == PolicyManifest.kind else "hub" for one in (proof.first, proof.second)]
+    return (
+        f"the ledger of {proof.run} was forked: its {who[0]} signed that row {first.index} is {first.hash[:16]}…, and "
+        f"its {who[1]} signed for a ledger in which it is {found[:16]}…"
+    )
+
+
+def _hash_at(index: int, head: LedgerHead, entries: Sequence[LedgerEntry]) -> str:
+    """The hash of a row in the ledger that `head` is of, by the entries from that row on."""
+    if head.index == index:
+        return head.hash
+    if not entries or entries[0].index != index or entries[-1].index != head.index:
+        raise ValueError(f"the rows from {index} to {head.index} are not there")
+    chain = Chain(after=entries[0])
+    for entry in entries[1:]:
+        chain.add(entry)
+    if entries[-1].hash != head.hash:
+        raise ValueError("its rows do not lead to the second statement")
+    return entries[0].hash

@@ -42,8 +42,11 @@ from shoal.protocol import (
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
 
 _FIXED = ("node", "unit", "tokens", "validator", "receipt", "verdict")
+# Which depths of an audit a run pays for, by what its row 0 says is audited.
 _DEPTHS = {"all": ("full",), "reputation": ("full", "light")}
-"""Which depths of an audit a run pays for, by what its row 0 says is audited."""
+
+
+_Handler = Callable[[LedgerEntry, Evidence | None], None]
 
 
 @dataclass
@@ -73,10 +76,8 @@ class Keys:
 
 @dataclass
 class Proofs:
-    """Checks entries one by one, in order, after `Chain`. Raises `LedgerError` with the row and what is wrong.
-
-    Without `needs_documents` everything is checked but the documents themselves: a much weaker statement.
-    """
+    """Checks entries one by one, in order, after `Chain`. Raises `LedgerError` with the row and what is wrong. Without
+    `needs_documents` everything is checked but the documents themselves: a much weaker statement."""
 
     keys: Keys
     chain: Chain
@@ -96,19 +97,19 @@ class Proofs:
     _failed_at: dict[str, int] = field(default_factory=dict)
 
     def add(self, entry: LedgerEntry, evidence: Evidence | None = None) -> None:
-        handler = _HANDLERS.get(entry.kind)
+        handler: _Handler | None = getattr(self, f"_on_{entry.kind}", None)
         try:
             if handler is None and entry.kind not in KINDS:
                 raise ValueError(f"{entry.kind!r} is not a kind of ledger entry")
             if handler is not None:
-                handler(self, entry, evidence)
+                handler(entry, evidence)
         except LedgerForked:
             raise
         except (KeyError, TypeError, ValueError, ProtocolError, LedgerError) as error:
             said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise LedgerError(f"ledger row {entry.index} ({entry.kind}) is not proven: {said}") from error
 
-    def _run(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_run(self, entry: LedgerEntry, _: Evidence | None) -> None:
         if entry.index != 0:
             raise ValueError("a run begins once, with row 0")
         self._group_size, longest = _whole(entry.body, "group_size"), _whole(entry.body, "max_new_tokens")
@@ -122,7 +123,7 @@ class Proofs:
         for signed in entry.body["certificates"]:
             self.keys.certify(signed)
 
-    def _node(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_node(self, entry: LedgerEntry, _: Evidence | None) -> None:
         body = entry.body
         if body["node"] != node_id(body["public_key"]):
             raise ValueError("the node's id is not the one of its public key")
@@ -135,13 +136,13 @@ class Proofs:
         if (certificate.role, certificate.public_key) != (body["role"], body["public_key"]):
             raise ValueError(f"its certificate is that of another key, or of a {certificate.role}")
 
-    def _vouch(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_vouch(self, entry: LedgerEntry, _: Evidence | None) -> None:
         self._require_worker(entry.body)
         vouch = open_document(SignedDocument.model_validate(entry.body["vouch"]), Vouch, entry.body["owner"])
         if (vouch.owner, vouch.node) != (entry.body["owner"], entry.body["node"]):
             raise ValueError("the signed vouch is of another owner, or for another node")
 
-    def _admin(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_admin(self, entry: LedgerEntry, _: Evidence | None) -> None:
         action = open_order(entry.body, self.keys.run, self.keys.root_key)
         signer = entry.body["order"]["action"]["signed_by"]
         if signer in self.keys.revoked:
@@ -157,7 +158,7 @@ class Proofs:
             self.keys.revoked.add(action.target)
         self.orders += 1
 
-    def _earn(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
+    def _on_credit(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
         body = entry.body
         self._require_worker(body)
         submission, says = body["submission"], {name: body[name] for name in _FIXED}
@@ -179,16 +180,15 @@ class Proofs:
             self._check_receipt(entry, _present(evidence, "receipt", body["receipt"]))
             verdict = self._open_verdict(entry, evidence)
             if verdict.outcome is not Outcome.ACCEPTED or verdict.generated_tokens != body["tokens"]:
-                raise ValueError(
-                    f"the signed verdict is {verdict.outcome.value} with {verdict.generated_tokens} tokens; the row "
-                    f"has {body['tokens']}"
-                )
+                signed = f"the signed verdict is {verdict.outcome.value} with {verdict.generated_tokens} tokens"
+                raise ValueError(f"{signed}; the row has {body['tokens']}")
             if verdict.depth not in self._depths:
-                raise ValueError(
-                    f"the verdict is of a {verdict.depth} audit; this run pays for {' or '.join(self._depths)}"
-                )
+                paid = " or ".join(self._depths)
+                raise ValueError(f"the verdict is of a {verdict.depth} audit; this run pays for {paid}")
             if len(verdict.rewards) != self._group_size:
                 raise ValueError(f"the verdict has {len(verdict.rewards)} rewards for a group of {self._group_size}")
+
+    _on_pending = _on_credit
 
     def _check_receipt(self, entry: LedgerEntry, signed: SignedDocument) -> None:
         receipt = open_document(signed, Receipt, self.keys.with_role("hub"))
@@ -197,12 +197,8 @@ class Proofs:
         if receipt.ledger is None or receipt.ledger.run != self.keys.run or receipt.ledger.index >= entry.index:
             raise ValueError("the receipt does not name a head of this ledger from before")
         if self.chain.hash_at(receipt.ledger.index) != receipt.ledger.hash:
-            raise LedgerForked(
-                f"ledger row {receipt.ledger.index} is not the one that the hub named in the receipt behind row "
-                f"{entry.index}: the ledger was rewritten",
-                receipt.ledger.index,
-                signed,
-            )
+            row = f"ledger row {receipt.ledger.index} is not the one that the hub named in the receipt behind row"
+            raise LedgerForked(f"{row} {entry.index}: the ledger was rewritten", receipt.ledger.index, signed)
 
     def _open_verdict(self, entry: LedgerEntry, evidence: Evidence | None) -> Verdict:
         """The verdict behind a row, by a validator that the root key trusted at that row, about what the row says."""
@@ -214,7 +210,7 @@ class Proofs:
         _require_same(verdict, {**about, **{name: body[name] for name in ("node", "unit", "submission")}})
         return verdict
 
-    def _voided(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_void(self, entry: LedgerEntry, _: Evidence | None) -> None:
         """Only an audit of the node that failed while the credit was pending takes it."""
         body = entry.body
         row, pending = self._pending.pop(body["submission"], (0, None))
@@ -224,7 +220,7 @@ class Proofs:
             raise ValueError("no audit of this node failed since the credit is pending")
         self._void[body["unit"]] = body["node"]
 
-    def _rejected(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
+    def _on_rejected(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
         body = entry.body
         self._require_worker(body)
         if body["severity"]:  # without one it costs this submission, and no trust
@@ -238,7 +234,7 @@ class Proofs:
         if (verdict.outcome, verdict.reason, severity) != (Outcome.REJECTED, body["reason"], body["severity"]):
             raise ValueError(f"the signed verdict is {verdict.outcome.value} ({verdict.reason}, {severity})")
 
-    def _pulled(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_pulled(self, entry: LedgerEntry, _: Evidence | None) -> None:
         """Units whose accepted group is taken back, and whose credit is void, may earn once more."""
         body = entry.body
         if self._failed.get(body["submission"]) != body["node"]:
@@ -248,7 +244,7 @@ class Proofs:
                 raise ValueError(f"unit {unit} has no void credit of this node: final credit stays")
             self._earned.remove(unit)
 
-    def _sanction(self, entry: LedgerEntry, _: Evidence | None) -> None:
+    def _on_sanction(self, entry: LedgerEntry, _: Evidence | None) -> None:
         if entry.body["node"] not in self._nodes:
             raise ValueError("the node is not in the ledger")
 
@@ -278,20 +274,6 @@ def _require_same(document: Document, expected: dict[str, Any]) -> None:
     for name, value in expected.items():
         if getattr(document, name) != value:
             raise ValueError(f"the signed {document.kind} says {name} {str(getattr(document, name))[:80]}")
-
-
-_HANDLERS: dict[str, Callable[[Proofs, LedgerEntry, Evidence | None], None]] = {
-    "run": Proofs._run,
-    "node": Proofs._node,
-    "vouch": Proofs._vouch,
-    "admin": Proofs._admin,
-    "credit": Proofs._earn,
-    "pending": Proofs._earn,
-    "void": Proofs._voided,
-    "rejected": Proofs._rejected,
-    "pulled": Proofs._pulled,
-    "sanction": Proofs._sanction,
-}
 
 
 def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:

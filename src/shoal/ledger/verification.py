@@ -15,9 +15,8 @@ from typing import Protocol
 
 from shoal.errors import LedgerError
 from shoal.ledger.accounts import Accounts
-from shoal.ledger.chain import EVIDENCED, Pin
+from shoal.ledger.chain import EVIDENCED, Pin, is_run_of
 from shoal.ledger.evidence import Proofs
-from shoal.ledger.forks import is_run_of
 from shoal.protocol import Evidence, LedgerEntry
 from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
 
@@ -65,10 +64,8 @@ class Checked:
             account = self.accounts.by_node.get(node)
             found = (0, 0) if account is None else (account.credit, account.pending)
             if found != (credit, pending):
-                raise LedgerError(
-                    f"the hub's row of node {node} has {credit} credit and {pending} pending, the ledger "
-                    f"{found[0]} and {found[1]}: one of them was changed by hand"
-                )
+                row = f"the hub's row of node {node} has {credit} credit and {pending} pending"
+                raise LedgerError(f"{row}, the ledger {found[0]} and {found[1]}: one of them was changed by hand")
         self.compared = True
 
 

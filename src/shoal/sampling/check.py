@@ -8,7 +8,7 @@ computes. Two questions of single tokens are answered here:
                  (an interval of width 1e-12 next to u is "near", but no rounding error puts a token there)
 
 Whether more tokens are outside, or farther in sum, than rounding explains, each within the tolerance, is asked of all
-that a node hands in (`shoal.validator.evidence`).
+that a node submits (`shoal.validator.evidence`).
 
 The numbers are a profile's (model, engine, device, dtype). The defaults are for float32 on both sides: a model of 135 M
 weights and 49,152 tokens, decoding against prefill, showed a mean distance of 3e-7 and none that could exceed 4.5e-6;
@@ -27,15 +27,13 @@ import numpy.typing as npt
 
 Reason = Literal["beyond", "implausible"]
 Floats = npt.NDArray[np.float64]
+Logprobs = npt.NDArray[np.floating]
 
 
 @dataclass(frozen=True)
 class SeedTolerance:
-    """What rounding may explain of one token.
-
-    `distance`: how far u may lie outside its token's interval. `floor`: the smallest probability of a token that
-    passes only by the tolerance.
-    """
+    """What rounding may explain of one token. `distance`: how far u may lie outside its token's interval. `floor`: the
+    smallest probability of a token that passes only by the tolerance."""
 
     distance: float = 5e-5
     floor: float = 1e-16
@@ -68,11 +66,7 @@ class SeedCheck:
 
 
 def check_seeded(
-    uniforms_T: Floats,
-    low_T: Floats,
-    high_T: Floats,
-    logprobs_T: npt.NDArray[np.floating],
-    tolerance: SeedTolerance | None = None,
+    uniforms_T: Floats, low_T: Floats, high_T: Floats, logprobs_T: Logprobs, tolerance: SeedTolerance | None = None
 ) -> SeedCheck:
     """Check one sequence, or several laid end to end."""
     limits = tolerance or SeedTolerance()
@@ -99,6 +93,6 @@ def check_seeded(
 
 
 def distances(uniforms_T: Floats, low_T: Floats, high_T: Floats) -> Floats:
-    """How far each u lies outside [low, high): 0 inside, infinite where a bound is no number."""
+    """How far each u lies outside [low, high): 0 inside, infinite where a bound is NaN or infinite."""
     outside_T = np.maximum(np.maximum(low_T - uniforms_T, uniforms_T - high_T), 0.0)
     return np.where(np.isfinite(outside_T), outside_T, np.inf)

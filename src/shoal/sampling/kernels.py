@@ -21,7 +21,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 BLOCK = 4096
-# A block that has only -inf: its maximum must be a number, or its scores are none.
+# A block that has only -inf: its maximum must be finite, or its scores are NaN.
 LOWEST_MAXIMUM = -1e30
 LOWEST_SCORE = -800.0
 
@@ -71,7 +71,7 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, inverse_N: Tensor) -> tuple[Te
     # u < 1, but the product may round up to the total, which no running sum exceeds.
     target_N = torch.minimum(uniforms_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
     block_N = torch.searchsorted(blocks.sums_NK, target_N[:, None], right=True)[:, 0]
-    block_N.clamp_(max=blocks.count - 1)  # sums that are no numbers give no place to look into
+    block_N.clamp_(max=blocks.count - 1)  # sums that are NaN give no place to look into
     tokens_N, at_N = blocks.find(block_N, target_N - blocks.before(block_N))
     return tokens_N, torch.log(at_N / total_N).float()
 

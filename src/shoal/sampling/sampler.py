@@ -18,7 +18,7 @@ from shoal.sampling import kernels
 
 # A few rows at a time keep the float64 tables in the processor's cache: twice as fast at 49,152 tokens.
 CPU_TILE_ELEMENTS = 2**18
-# exp(-800) is 0: weights of 0 stay 0, and 0 * log 0 stays 0 instead of becoming no number.
+# exp(-800) is 0: weights of 0 stay 0, and 0 * log 0 stays 0 instead of becoming NaN.
 LOWEST = -800.0
 
 
@@ -30,12 +30,10 @@ class Draw(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """All that the checks want to know of given tokens, one value per row.
-
-    `low`, `high` (float64): the token's interval of the CDF. `logprobs` (float32). `entropy` and `varentropy`
-    (float32): mean and variance of -log p under the distribution that the token was drawn from, so that an honest
-    token's log-probability has mean -entropy and variance varentropy.
-    """
+    """All that the checks want to know of given tokens, one value per row. `low`, `high` (float64): the token's
+    interval of the CDF. `logprobs` (float32). `entropy` and `varentropy` (float32): mean and variance of -log p under
+    the distribution that the token was drawn from, so that an honest token's log-probability has mean -entropy and
+    variance varentropy."""
 
     low: Tensor
     high: Tensor
@@ -91,7 +89,7 @@ def _sample_tile(logits_NV: Tensor, uniforms_N: Tensor, inverse_N: Tensor) -> tu
     _, weights_NV, sums_NV = _cumulative(logits_NV, inverse_N)
     total_N1 = sums_NV[:, -1:].clone()
     tokens_N1 = torch.searchsorted(sums_NV.div_(total_N1), uniforms_N[:, None].contiguous(), right=True)
-    tokens_N1.clamp_(max=logits_NV.shape[1] - 1)  # logits that are no numbers give no place to look up
+    tokens_N1.clamp_(max=logits_NV.shape[1] - 1)  # logits that are NaN give no place to look up
     chosen_N1 = weights_NV.gather(1, tokens_N1)
     return tokens_N1[:, 0], torch.log(chosen_N1 / total_N1)[:, 0].float()
 

@@ -8,29 +8,30 @@ four words per position; words 0 and 1 make the uniform, words 2 and 3 are left 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 ROUNDS = 10
-MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
-LOW_32 = np.uint64(0xFFFFFFFF)
-SHIFT_32 = np.uint64(32)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+LOW_32 = 0xFFFFFFFF
 
 Words = npt.NDArray[np.uint64]
 
 
-def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:
-    """Ten rounds of Philox4x32 on arrays of 32-bit words (held in uint64, so that products never overflow)."""
+def philox4x32(counter: Sequence[Any], key: Sequence[Any]) -> tuple[Any, ...]:
+    """Ten rounds of Philox4x32 on broadcast 32-bit words: in arrays of uint64, so that products never overflow, or in
+    tensors of int64, whose products wrap, which leaves their bits right (the masks remove the sign)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
         product0, product1 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
-        c0, c2 = (product1 >> SHIFT_32) ^ c1 ^ k0, (product0 >> SHIFT_32) ^ c3 ^ k1
-        c1, c3 = product1 & LOW_32, product0 & LOW_32
+        c0, c2 = ((product1 >> 32) ^ c1 ^ k0) & LOW_32, ((product0 >> 32) ^ c3 ^ k1) & LOW_32
+        c1, c3 = product1, product0  # their upper halves are masked with the next c0 and c2
         k0, k1 = (k0 + WEYL[0]) & LOW_32, (k1 + WEYL[1]) & LOW_32
-    return c0, c1, c2, c3
+    return c0, c1 & LOW_32, c2, c3 & LOW_32
 
 
 def uniforms(seed: int, start: int, count: int) -> npt.NDArray[np.float64]:
@@ -45,21 +46,22 @@ def uniforms(seed: int, start: int, count: int) -> npt.NDArray[np.float64]:
 
 def uniforms_matrix(seeds: Sequence[int], start: int, count: int) -> npt.NDArray[np.float64]:
     """Uniforms of many seeds at once: row i is `uniforms(seeds[i], start, count)`."""
-    if not all(0 <= seed < 2**64 for seed in seeds):
-        raise ValueError("a seed is an unsigned 64-bit number")
-    if start < 0 or count < 0:
-        raise ValueError(f"positions start at 0, not {start}, and a count is not negative: {count}")
+    check_range(seeds, start, count)
     seed_S1 = np.asarray(seeds, dtype=np.uint64)[:, None]
     position_1T = np.arange(start, start + count, dtype=np.uint64)[None, :]
     return uniforms_at(seed_S1, position_1T)
 
 
+def check_range(seeds: Sequence[int], start: int, count: int) -> None:
+    if not all(0 <= seed < 2**64 for seed in seeds):
+        raise ValueError("a seed is an unsigned 64-bit number")
+    if start < 0 or count < 0:
+        raise ValueError(f"positions start at 0, not {start}, and a count is not negative: {count}")
+
+
 def uniforms_at(seeds: Words, positions: Words) -> npt.NDArray[np.float64]:
     """The uniform of each (seed, position), both uint64, of shapes that broadcast: for rows of unequal lengths."""
     zero = np.zeros((1,) * seeds.ndim, dtype=np.uint64)
-    counter = (positions & LOW_32, positions >> SHIFT_32, zero, zero)
-    w0, w1, *_ = philox4x32(counter, (seeds & LOW_32, seeds >> SHIFT_32))
-    high_27 = (w0 >> np.uint64(5)).astype(np.float64)
-    low_26 = (w1 >> np.uint64(6)).astype(np.float64)
-    values: npt.NDArray[np.float64] = high_27 * 2.0**-27 + low_26 * 2.0**-53
+    w0, w1, *_ = philox4x32((positions & LOW_32, positions >> 32, zero, zero), (seeds & LOW_32, seeds >> 32))
+    values: npt.NDArray[np.float64] = (w0 >> 5).astype(np.float64) * 2.0**-27 + (w1 >> 6).astype(np.float64) * 2.0**-53
     return values

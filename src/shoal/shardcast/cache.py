@@ -19,7 +19,7 @@ import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
 from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
 from shoal.runtime.limits import MachineLimits, show_bytes
-from shoal.shardcast.lookup import Road, Step
+from shoal.shardcast.lookup import Route, Step
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.payload import Payload, open_payload, read_fully
 
@@ -37,11 +37,14 @@ if TYPE_CHECKING:
     from shoal.shardcast.delta import Made
 
 
+Donors = Mapping[str, tuple[Path, int]]  # chunk → where another payload on this disk may hold it
+
+
 class PayloadFile:
     """A payload or a delta being filled; a `Keeper` for the pool."""
 
     def __init__(
-        self, path: Path, chunks: Sequence[Chunk], chunk_size_bytes: int, donors: Mapping[str, _Donor] | None = None
+        self, path: Path, chunks: Sequence[Chunk], chunk_size_bytes: int, donors: Donors | None = None
     ) -> None:
         self.path = path
         self._donors = donors or {}
@@ -64,11 +67,12 @@ class PayloadFile:
         if self._resumed and _holds(self._file.fileno(), offsets[0], chunk, scratch):
             self._write(scratch, offsets[1:])
             return True
-        donor = self._donors.get(chunk.hash)
-        if donor is None or not _donated(donor, chunk, scratch):
-            return False
-        self._write(scratch, offsets)
-        return True
+        path, offset = self._donors.get(chunk.hash, (None, 0))
+        with suppress(FileNotFoundError):
+            if path is not None and _holds_at(path, offset, chunk, scratch):
+                self._write(scratch, offsets)
+                return True
+        return False
 
     def keep(self, chunk: Chunk, data: memoryview) -> None:
         self._write(data, self._offsets[chunk.hash])
@@ -118,7 +122,6 @@ class PayloadCache:
         self._made: dict[str, Made] = {}  # how those that came by deltas did so
 
     def manifest(self, ref: PolicyRef) -> PolicyManifest | None:
-        """The manifest of `ref`, if it is here."""
         manifest = self._read_manifest(ref.digest)
         return manifest if manifest is not None and manifest.policy == ref else None
 
@@ -137,15 +140,13 @@ class PayloadCache:
             self._verified[digest] = manifest
 
     def forget_unused(self, ref: PolicyRef) -> None:
-        """Remove a manifest of which nothing has arrived: it may be large, and is fetched again if it is wanted."""
+        """Remove a manifest of which nothing has arrived: it may be large."""
         if not any(path.stat().st_blocks for path in self._files_of(ref.digest) if path.suffix != ".json"):
             self._forget(ref.digest)
 
     def adopt(self, manifest: PolicyManifest) -> bool:
-        """Take over a whole payload that an earlier process left; false if it is not here, or is damaged.
-
-        What is whole of a damaged one is used again when it is filled.
-        """
+        """Take over a whole payload that an earlier process left; false if it is not here, or is damaged: then what is
+        whole of it is used again when it is filled."""
         if not self.is_whole(manifest.policy):
             self._reopen(*(self._path(manifest.policy.digest, suffix) for suffix in ("bin", "part")))
             return False
@@ -156,16 +157,21 @@ class PayloadCache:
         """The payload's file, to be filled. A whole one left by an earlier process is filled again: by looking."""
         whole, part = (self._path(manifest.policy.digest, suffix) for suffix in ("bin", "part"))
         self._reopen(whole, part)
-        return PayloadFile(part, manifest.chunks, manifest.chunk_size_bytes, self._find_donors(manifest))
+        wanted = {chunk.hash for chunk in manifest.chunks}
+        donors = {  # where chunks of it may already lie on this disk
+            chunk.hash: (self._path(digest, "bin"), index * other.chunk_size_bytes)
+            for digest, other in self.held().items()
+            for index, chunk in enumerate(other.chunks)
+            if chunk.hash in wanted
+        }
+        return PayloadFile(part, manifest.chunks, manifest.chunk_size_bytes, donors)
 
     def fill_delta(self, step: Step) -> PayloadFile:
-        """The file of a delta, to be filled."""
         whole, part = self._delta_path(step), self._delta_path(step, ".part")
         self._reopen(whole, part)
         return PayloadFile(part, step.delta.chunks, step.manifest.chunk_size_bytes)
 
     def finish(self, manifest: PolicyManifest) -> None:
-        """The file is whole: every chunk of it has been verified."""
         digest = manifest.policy.digest
         self._rename(self._path(digest, "part"), self._path(digest, "bin"))
         self._verified[digest] = manifest
@@ -175,10 +181,8 @@ class PayloadCache:
         self._rename(self._delta_path(step, ".part"), self._delta_path(step))
 
     def travel(self, begin: PolicyRef, steps: Sequence[Step]) -> None:
-        """Make the payload of the last step's version out of that of `begin`, in one pass over it.
-
-        Every chunk made is hashed; `DeltaRefused` if one is not what was signed. Memory is one block.
-        """
+        """Make the payload of the last step's version out of that of `begin`, in one pass over it, one block in memory.
+        `DeltaRefused` if a chunk is not what was signed."""
         from shoal.shardcast.delta import make_payload  # needs numpy; a client that never sees a delta does not
 
         target = steps[-1].manifest
@@ -210,12 +214,10 @@ class PayloadCache:
             )
 
     def discard(self, ref: PolicyRef) -> None:
-        """Remove a payload that has turned out to be damaged."""
         self._verified.pop(ref.digest, None)
         self._path(ref.digest, "bin").unlink(missing_ok=True)
 
     def load(self, manifest: PolicyManifest) -> Payload:
-        """Map a verified payload."""
         path = self._path(manifest.policy.digest, "bin")
         try:
             os.utime(path)  # the order in which `retain` removes
@@ -227,24 +229,24 @@ class PayloadCache:
         return open_payload(manifest, memoryview(whole), path, made)
 
     def retain(self, count: int) -> None:
-        """Keep the `count` payloads used last and remove the rest, abandoned parts included.
-
-        A mapping of a removed payload stays valid for as long as somebody holds it.
-        """
+        """Keep the `count` payloads used last and remove the rest, abandoned parts included. Mappings stay valid."""
         whole = sorted(self._folder.glob("*.bin"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
         kept = {path.stem for path in whole[:count]}
         for digest in set(self._digests()) - kept:
             self._forget(digest)
 
-    def make_room(self, target: PolicyManifest, road: Road, limits: MachineLimits) -> None:
+    def make_room(self, target: PolicyManifest, route: Route, limits: MachineLimits) -> None:
         """See that the route fits on the disk, before a byte of it is written: remove what it does not need, the least
         recently used first. Raises `ResourceError` if it does not fit even so."""
-        needed = road.size_bytes + (target.size_bytes if road.steps else 0)
-        filling = {target.policy.digest, *(manifest.policy.digest for manifest in road.manifests())}
+        needed = route.size_bytes + (target.size_bytes if route.steps else 0)
+        filling = {target.policy.digest, *(manifest.policy.digest for manifest in route.manifests())}
         needed += sum(path.stat().st_size for path in self._folder.glob("*.json") if path.stem in filling)
         begun = self._used_bytes(filling)
         used = self._used_bytes()
-        others = sorted(set(self._digests()) - filling - {road.begin.digest}, key=self._used_ns)
+        others = sorted(
+            set(self._digests()) - filling - {route.begin.digest},
+            key=lambda digest: max(path.stat().st_mtime_ns for path in self._files_of(digest)),
+        )
         most = limits.disk(self._folder)
         while others and used - begun + needed > most:
             self._forget(others.pop(0))
@@ -254,10 +256,8 @@ class PayloadCache:
         if limits.disk_bytes is None and needed - begun > shutil.disk_usage(self._folder).free:
             part = self._path(target.policy.digest, "part")
             raise resource_error("write", part, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        raise ResourceError(
-            f"policy {target.policy.label} needs {show_bytes(needed)} of disk with what it is made from, and "
-            f"{show_bytes(most)} are allowed in {self._folder}: allow more (--max-disk)"
-        )
+        what = f"policy {target.policy.label} needs {show_bytes(needed)} of disk with what it is made from"
+        raise ResourceError(f"{what}, and {show_bytes(most)} are allowed in {self._folder}: allow more (--max-disk)")
 
     def _digests(self) -> Iterator[str]:
         """Whose files lie here. A delta belongs to the version that it leads to."""
@@ -273,9 +273,6 @@ class PayloadCache:
         """What lies on the disk; a part that is still being filled is sparse."""
         owners = set(self._digests()) if digests is None else digests
         return sum(path.stat().st_blocks * 512 for digest in owners for path in self._files_of(digest))
-
-    def _used_ns(self, digest: str) -> int:
-        return max(path.stat().st_mtime_ns for path in self._files_of(digest))
 
     def _forget(self, digest: str) -> None:
         self._verified.pop(digest, None)
@@ -309,33 +306,12 @@ class PayloadCache:
         except (FileNotFoundError, ManifestRefused):
             return None  # it is fetched again
 
-    def _find_donors(self, manifest: PolicyManifest) -> dict[str, _Donor]:
-        """Where chunks of `manifest` may already lie on this disk."""
-        wanted = {chunk.hash for chunk in manifest.chunks}
-        donors: dict[str, _Donor] = {}
-        for digest, other in self.held().items():
-            for index, chunk in enumerate(other.chunks):
-                if chunk.hash in wanted:
-                    donors[chunk.hash] = _Donor(self._path(digest, "bin"), index * other.chunk_size_bytes)
-        return donors
-
-
-@dataclass(frozen=True)
-class _Donor:
-    """A chunk that another payload on this disk may hold."""
-
-    path: Path
-    offset: int
-
 
 def _holds(descriptor: int, offset: int, chunk: Chunk, scratch: memoryview) -> bool:
     """Whether the chunk lies at `offset`; then `scratch` holds it."""
     return read_fully(descriptor, offset, scratch) and blake3(scratch).hexdigest() == chunk.hash
 
 
-def _donated(donor: _Donor, chunk: Chunk, scratch: memoryview) -> bool:
-    try:
-        with donor.path.open("rb", buffering=0) as file:
-            return _holds(file.fileno(), donor.offset, chunk, scratch)
-    except FileNotFoundError:
-        return False
+def _holds_at(path: Path, offset: int, chunk: Chunk, scratch: memoryview) -> bool:
+    with path.open("rb", buffering=0) as file:
+        return _holds(file.fileno(), offset, chunk, scratch)

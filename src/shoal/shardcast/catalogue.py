@@ -31,7 +31,6 @@ class Blob:
 
     @classmethod
     def whole(cls, path: Path) -> Blob | None:
-        """The file at `path`, if there is one."""
         try:
             return cls(path, path.stat().st_size)
         except FileNotFoundError:
@@ -39,8 +38,7 @@ class Blob:
 
 
 class Inventory:
-    """Which chunks of one version are here. One thread adds at a time; any thread may read. Kept up to date chunk by
-    chunk, so that telling it costs a copy of the map and not a walk over the version.
+    """Which chunks of one version are here. One thread adds at a time; any thread may read.
 
     >>> chunks = [Chunk(hash=character * 64, size_bytes=1) for character in "aba"]
     >>> inventory = Inventory(chunks)
@@ -78,11 +76,8 @@ class Inventory:
 
 
 class Arrivals:
-    """Lets requests wait for a name, and any thread say that it is there.
-
-    Nobody is woken for a name that nobody waits for. A waiter registers first and looks then; whoever brings something
-    puts it there first and notifies then: so one of the two always sees the other.
-    """
+    """Lets requests wait for a name, and any thread say that it is there. A waiter registers first and looks then;
+    whoever brings something puts it there first and notifies then: so one of the two always sees the other."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,7 +124,7 @@ class Catalogue:
     def __init__(self, role: str) -> None:
         self.role = role
         self.arrivals = Arrivals()
-        self._inventories: dict[Place, Inventory] = {}  # of the versions known here
+        self.inventories: dict[Place, Inventory] = {}  # which chunks are here, of the versions known here
 
     def find(self, key: str) -> Blob | None:
         """The bytes of this name, if they may be served now."""
@@ -140,8 +135,7 @@ class Catalogue:
         return False
 
     def inventory(self, place: Place) -> Inventory | None:
-        """Which chunks of a version are here; None if it is not known here."""
-        return self._inventories.get(place)
+        return self.inventories.get(place)
 
     def announced(self) -> Iterable[str]:
         """The chunks that are being fetched from upstream."""
@@ -151,7 +145,7 @@ class Catalogue:
         """A file that was found is not there, or too short: whoever can get it again does. Not in the event loop."""
 
     def places(self) -> list[Place]:
-        return sorted(self._inventories)
+        return sorted(self.inventories)
 
     def health(self) -> dict[str, Any]:
         """Numbers for /health; `ok` is false if a person has to look after it."""

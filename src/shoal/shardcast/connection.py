@@ -12,10 +12,11 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 from urllib.parse import urlsplit
+
+from blake3 import blake3
 
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
@@ -41,7 +42,7 @@ Check = Callable[[int], str | None]
 
 
 class Deadline:
-    """A moment in monotonic time; the earlier of two is `tighter`."""
+    """A moment in monotonic time."""
 
     def __init__(self, seconds: float) -> None:
         self._at_s = time.monotonic() + seconds
@@ -53,19 +54,13 @@ class Deadline:
         return self.remaining_s() <= 0
 
     def tighter(self, seconds: float) -> Deadline:
-        """The earlier of this deadline and `seconds` from now."""
         return Deadline(min(seconds, self.remaining_s()))
-
-
-class Hasher(Protocol):
-    def update(self, data: memoryview, /) -> object: ...
 
 
 @dataclass(frozen=True)
 class Timeouts:
     """How long a source may take to accept, and to send the next byte; `throttle` bounds what is received, `reach`
-    where sources may be (None: anywhere).
-    """
+    where sources may be (None: anywhere)."""
 
     connect_s: float = 3.0
     stall_s: float = 15.0
@@ -109,6 +104,10 @@ class Address:
         return cls(parts.scheme == "https", parts.hostname, port, prefix)
 
 
+def parse_headers(lines: Iterable[str]) -> dict[str, str]:
+    return {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 class Connection:
     """GET requests to one source, one at a time. Any trouble closes it; the next request opens it again."""
 
@@ -126,13 +125,13 @@ class Connection:
         self.hung_up = False
 
     def get(self, target: str, deadline: Deadline, check: Check | None = None) -> Answer:
-        """Send a request and read the answer's head. Then `read_into` or `drain` the whole body.
-
-        `check` is called at every receive, until the body has been read, with the bytes that have come of it; what it
-        returns, if anything, is why the source should be left.
-        """
+        """Send a request and read the answer's head. Then `read_into` or `drain` the whole body. `check` is called at
+        every receive, until the body has been read, with the bytes that have come of it; what it returns, if anything,
+        is why the source should be left."""
         self._check, self._filled, self.hung_up = check, 0, False
-        reused = self._reusable()
+        if self._answer is not None or self._early:  # a body left unread, or bytes too many, spoil a connection
+            self.close()
+        reused = self._socket is not None
         try:
             return self._ask(target, deadline)
         except BroadcastError:
@@ -141,7 +140,7 @@ class Connection:
                 raise
         return self._ask(target, deadline)
 
-    def read_into(self, buffer: memoryview, deadline: Deadline, hasher: Hasher | None = None) -> None:
+    def read_into(self, buffer: memoryview, deadline: Deadline, hasher: blake3 | None = None) -> None:
         """Fill `buffer`, exactly the size of the answer's body, hashing what arrives as it arrives."""
         assert self._answer is not None
         assert buffer.nbytes == self._answer.size_bytes
@@ -156,10 +155,11 @@ class Connection:
             if hasher is not None and (self._filled - hashed >= HASHED_BYTES or self._filled == buffer.nbytes):
                 hasher.update(buffer[hashed : self._filled])
                 hashed = self._filled
-        self._finish()
+        keep_alive, self._answer = self._answer.keep_alive, None
+        if not keep_alive:
+            self.close()
 
     def read(self, max_bytes: int, deadline: Deadline) -> bytes:
-        """The body of a small answer."""
         assert self._answer is not None
         if self._answer.size_bytes > max_bytes:
             raise self._broken(f"offers {self._answer.size_bytes} bytes where at most {max_bytes} are allowed")
@@ -189,22 +189,16 @@ class Connection:
                 self._socket.close()
         self._socket, self._answer, self._early = None, None, b""
 
-    def _reusable(self) -> bool:
-        """Whether the last exchange ended cleanly; a body left unread, or bytes too many, spoil a connection."""
-        if self._answer is not None or self._early:
-            self.close()
-        return self._socket is not None
-
     def _ask(self, target: str, deadline: Deadline) -> Answer:
         if self._socket is None:
             self._socket = self._connect(deadline)
         address = self._address
         lines = [f"Host: {address.netloc}", "Accept-Encoding: identity"]
+        where = ""
         if self._proxy is not None and not address.secure:
-            lines = [f"GET http://{address.netloc}{address.prefix}{target} HTTP/1.1", *lines]
+            where = f"http://{address.netloc}"
             lines += authorization_lines(self._proxy)
-        else:
-            lines = [f"GET {address.prefix}{target} HTTP/1.1", *lines]
+        lines.insert(0, f"GET {where}{address.prefix}{target} HTTP/1.1")
         try:
             self._socket.settimeout(max(0.01, min(deadline.remaining_s(), self._timeouts.stall_s)))
             self._socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
@@ -263,17 +257,12 @@ class Connection:
                 raise self._broken("closed the connection without an answer")
             head += piece[:received]
         text, self._early = head.split(b"\r\n\r\n", 1)
-        return self._parse_head(text.decode("latin-1"))
-
-    def _parse_head(self, text: str) -> Answer:
-        lines = text.split("\r\n")
-        version, _, rest = lines[0].partition(" ")
+        first, *lines = text.decode("latin-1").split("\r\n")
+        version, _, rest = first.partition(" ")
         status = rest[:3]
         if version not in ("HTTP/1.0", "HTTP/1.1") or not (status.isascii() and status.isdigit() and len(status) == 3):
             raise self._broken("does not speak HTTP/1.1")
-        headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
-        }
+        headers = parse_headers(lines)
         size = headers.get("content-length", "")
         if not (size.isascii() and size.isdigit() and len(size) <= 18) or "transfer-encoding" in headers:
             raise self._broken("does not say how long its answer is; a source must send Content-Length")
@@ -287,9 +276,9 @@ class Connection:
             buffer[:taken] = self._early[:taken]
             self._early = self._early[taken:]
             return taken
-        stall = Deadline(self._timeouts.stall_s)
-        if self._timeouts.throttle is not None:
-            buffer = buffer[: self._timeouts.throttle.slice_of(buffer.nbytes)]
+        stall, throttle = Deadline(self._timeouts.stall_s), self._timeouts.throttle
+        if throttle is not None:
+            buffer = buffer[: throttle.slice_of(buffer.nbytes)]
         while True:
             # Both are looked at even while bytes come, or a drip would never end.
             if deadline.passed():
@@ -301,25 +290,16 @@ class Connection:
                 raise self._broken(reason)
             try:
                 assert self._socket is not None
-                return self._paced(self._socket.recv_into(buffer), deadline)
+                received = self._socket.recv_into(buffer)
+                if throttle is not None and received:  # TCP then slows the source down
+                    pause_s = throttle.take(received, time.monotonic())
+                    self._stop.wait(max(0.0, min(pause_s, deadline.remaining_s())))
+                return received
             except TimeoutError as error:
                 if stall.passed():
                     raise self._broken(f"has sent nothing for {self._timeouts.stall_s:.0f} s") from error
             except OSError as error:
                 raise self._broken(f"broke the connection: {error.strerror or error}") from error
-
-    def _paced(self, received: int, deadline: Deadline) -> int:
-        """Wait as long as the throttle says; TCP then slows the source down."""
-        throttle = self._timeouts.throttle
-        if throttle is not None and received:
-            self._stop.wait(max(0.0, min(throttle.take(received, time.monotonic()), deadline.remaining_s())))
-        return received
-
-    def _finish(self) -> None:
-        keep = self._answer is not None and self._answer.keep_alive
-        self._answer = None
-        if not keep:
-            self.close()
 
     def _broken(self, problem: str) -> BroadcastError:
         self.close()

@@ -30,6 +30,7 @@ from shoal.shardcast.manifest import chunk_size_for, entries_problem
 from shoal.shardcast.payload import read_fully
 
 SMALL_BYTES = 64 * 1024
+CHANGED = "{} was changed while it was being published; publish it again"
 TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
@@ -51,10 +52,7 @@ class FileSpan:
         except OSError as error:
             raise resource_error("read", self.path, error) from error
         if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self.changed_ns):
-            raise self._changed()
-
-    def _changed(self) -> BroadcastError:
-        return BroadcastError(f"{self.path} was changed while it was being published; publish it again")
+            raise BroadcastError(CHANGED.format(self.path))
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         try:
@@ -64,7 +62,7 @@ class FileSpan:
         except OSError as error:
             raise resource_error("read", self.path, error) from error
         if not whole:
-            raise self._changed()
+            raise BroadcastError(CHANGED.format(self.path))
 
 
 Span = memoryview | FileSpan
@@ -86,9 +84,12 @@ class Content:
     @classmethod
     def of(cls, files: Mapping[str, bytes], tensors: Sequence[TensorView] = ()) -> Content:
         """Tensors and small files in memory, borrowed."""
-        parts: list[tuple[str, TensorView | None, Span]] = [
-            (tensor.name, tensor, _flat(tensor.name, tensor.data)) for tensor in tensors
-        ]
+        parts: list[tuple[str, TensorView | None, Span]] = []
+        for tensor in tensors:
+            if not tensor.data.c_contiguous:
+                raise BroadcastError(f"tensor {tensor.name} is not contiguous in memory; make it so before publishing")
+            # a view with a zero in its shape cannot be cast
+            parts.append((tensor.name, tensor, tensor.data.cast("B") if tensor.data.nbytes else memoryview(b"")))
         parts += [(name, None, memoryview(files[name])) for name in sorted(files)]
         return cls._laid_out(parts)
 
@@ -108,7 +109,14 @@ class Content:
     def at(cls, path: Path) -> Content:
         """A file, under its own name, or all files in a folder, under their paths in it."""
         found = {path.name: path} if path.is_file() else _files_in(path)
-        spans = {name: _file_span(file) for name, file in found.items()}
+        spans: dict[str, FileSpan] = {}
+        for name, file in found.items():
+            try:
+                status = file.stat()
+                file.open("rb").close()
+            except OSError as error:
+                raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+            spans[name] = FileSpan(file, status.st_size, status.st_mtime_ns)
         # Small files last: one that comes or goes then moves no large one into other chunks.
         order = sorted(spans, key=lambda name: (spans[name].size_bytes < SMALL_BYTES, name))
         return cls._laid_out([(name, None, spans[name]) for name in order])
@@ -120,7 +128,10 @@ class Content:
         try:
             for name, tensor, span in parts:
                 size = span.size_bytes if isinstance(span, FileSpan) else span.nbytes
-                entries.append(_entry(name, tensor, offset, size))
+                own: dict[str, Any] = {"type": "file"}
+                if tensor is not None:
+                    own = {"type": "tensor", "dtype": tensor.dtype, "shape": tensor.shape}
+                entries.append(Entry(name=name, offset=offset, size_bytes=size, **own))
                 offset += size
         except ValidationError as error:
             raise BroadcastError(f"{name!r} cannot be published: {first_problem(error)}") from error
@@ -174,30 +185,6 @@ def digest_of(files: Mapping[str, bytes], tensors: Sequence[TensorView], chunk_s
     return content_digest(content.entries, size, tuple(chunk_of(data) for data in content.cut(size)))
 
 
-def _entry(name: str, tensor: TensorView | None, offset: int, size_bytes: int) -> Entry:
-    if tensor is None:
-        return Entry(name=name, type="file", offset=offset, size_bytes=size_bytes)
-    return Entry(name=name, type="tensor", offset=offset, size_bytes=size_bytes, dtype=tensor.dtype, shape=tensor.shape)
-
-
-def _flat(name: str, data: memoryview) -> memoryview:
-    if data.nbytes == 0:
-        return memoryview(b"")  # a view with a zero in its shape cannot be cast
-    if not data.c_contiguous:
-        raise BroadcastError(f"tensor {name} is not contiguous in memory; make it contiguous before publishing")
-    return data.cast("B")
-
-
-def _file_span(path: Path) -> FileSpan:
-    try:
-        status = path.stat()
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    return FileSpan(path, status.st_size, status.st_mtime_ns)
-
-
 def _files_in(folder: Path) -> dict[str, Path]:
     """All files below `folder`; one that is neither file nor folder, or a link to nowhere, is refused by name."""
     if not folder.is_dir():
@@ -212,19 +199,15 @@ def _files_in(folder: Path) -> dict[str, Path]:
         for name in [*names, *links]:
             path = Path(where) / name
             if not path.is_file():
-                raise ConfigError(f"{path} is {_kind(path)}: only files and folders can be published; remove it first")
+                what = "a link to a folder" if path.is_dir() else "a link to nothing that can be read"
+                if not path.is_symlink():
+                    kinds = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
+                    what = kinds.get(stat.S_IFMT(path.lstat().st_mode), "a device")
+                raise ConfigError(f"{path} is {what}: only files and folders can be published; remove it first")
             found[path.relative_to(folder).as_posix()] = path
     if not found:
         raise ConfigError(f"the folder {folder} holds no files to publish")
     return found
-
-
-def _kind(path: Path) -> str:
-    if path.is_symlink():
-        return "a link to a folder" if path.is_dir() else "a link to nothing that can be read"
-    mode = path.lstat().st_mode
-    kinds = {"a socket": stat.S_ISSOCK, "a pipe": stat.S_ISFIFO}
-    return next((name for name, matches in kinds.items() if matches(mode)), "a device")
 
 
 T = TypeVar("T")

@@ -16,8 +16,6 @@ and what it makes is believed only when its digest is the one that was signed.
     >>> old, new = bytearray(b"abcdefgh"), b"abcdefgi"
     >>> apply_block(memoryview(old), encode_block(memoryview(old), memoryview(new), width=2), width=2).tolist()
     [3]
-    >>> bytes(old) == new
-    True
 
 A payload is made out of another by deltas in one pass, every block through all of them, hashed on the way out:
 
@@ -43,7 +41,7 @@ import zstandard
 from blake3 import blake3
 
 from shoal.errors import CodecError, DeltaRefused
-from shoal.protocol import Chunk, Entry, PolicyManifest, PolicyRef
+from shoal.protocol import Entry, PolicyManifest, PolicyRef
 from shoal.protocol.codec import ITEM_BYTES, inflate_exactly
 from shoal.shardcast.content import Content, in_order
 from shoal.shardcast.payload import ChangedValues, read_fully
@@ -103,9 +101,7 @@ def encode_block(old: memoryview, new: memoryview, width: int, fast: bool = Fals
 
 def apply_block(target: memoryview, data: bytes | memoryview, width: int, fast: bool = False) -> Integers:
     """Turn the old values in `target` into the new ones, in place; the positions that changed, ascending.
-
-    `DeltaRefused` if the block is damaged; then `target` may be half changed.
-    """
+    `DeltaRefused` if the block is damaged; then `target` may be half changed."""
     values = np.frombuffer(target, SIGNED[width])
     header = _Header.read(data, values.size, width)
     if header.end != len(data):
@@ -165,14 +161,7 @@ def _change_fast(values: Bits, gaps: Planes, codes: Planes) -> Integers:
 
 
 class DeltaReader:
-    """Reads the blocks of a delta one after the other, holding one at a time.
-
-    >>> with path.open("rb") as file:                                    # doctest: +SKIP
-    ...     reader = DeltaReader(file)
-    ...     for block in blocks_of(manifest.entries):
-    ...         apply_block(payload[block.offset : block.end], reader.next(block), block.width)
-    ...     reader.finish()
-    """
+    """Reads the blocks of a delta one after the other, holding one at a time."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -188,7 +177,7 @@ class DeltaReader:
 
     def finish(self) -> None:
         if self._file.read(1):
-            raise DeltaRefused("a delta goes on after its last block")
+            raise DeltaRefused("a delta continues after its last block")
 
     def _exactly(self, size: int) -> bytes:
         data = self._file.read(size)
@@ -201,20 +190,16 @@ def _spans(entries: Sequence[Entry]) -> Iterator[tuple[int, int, int]]:
     """Neighbouring entries of one width as (offset, size, width)."""
     begin = end = width = 0
     for entry in entries:
-        own = _width(entry)
+        # Files are compared as 16-bit values where their size allows: most large ones hold bf16 weights.
+        own = 2 if entry.size_bytes % 2 == 0 else 1
+        if entry.type == "tensor" and entry.dtype is not None:
+            own = min(4, ITEM_BYTES[entry.dtype])
         if own != width and end > begin:
             yield begin, end - begin, width
             begin = end
         width, end = own, entry.offset + entry.size_bytes
     if end > begin:
         yield begin, end - begin, width
-
-
-def _width(entry: Entry) -> int:
-    """Files are compared as 16-bit values where their size allows: most large ones hold bf16 weights."""
-    if entry.type == "tensor" and entry.dtype is not None:
-        return min(4, ITEM_BYTES[entry.dtype])
-    return 2 if entry.size_bytes % 2 == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -332,15 +317,6 @@ def make_payload(
     return made
 
 
-@dataclass(frozen=True, eq=False)
-class _BlockChanges:
-    """What changed in one block: positions, and the bits there now."""
-
-    block: Block
-    where: npt.NDArray[np.int32]
-    values: Bits
-
-
 @dataclass
 class Made:
     """How a payload was made: from which one, and what changed, unless that is too much to remember."""
@@ -349,7 +325,7 @@ class Made:
     target: PolicyManifest
     room_bytes: int
     forgotten: bool = False
-    _changed: list[_BlockChanges] = field(default_factory=list)
+    _changed: list[tuple[Block, npt.NDArray[np.int32], Bits]] = field(default_factory=list)  # positions, bits now
 
     def note(self, block: Block, where: Sequence[Integers], data: memoryview) -> None:
         for positions in where:
@@ -359,24 +335,21 @@ class Made:
                 self._changed.clear()
             if positions.size and not self.forgotten:
                 values = np.frombuffer(data, UNSIGNED[block.width])[positions]
-                self._changed.append(_BlockChanges(block, positions.astype(np.int32), values))
+                self._changed.append((block, positions.astype(np.int32), values))
 
     def changes(self) -> Iterator[ChangedValues]:
         """Tensor by tensor, positions from the start of each."""
         tensors = [entry for entry in self.target.entries if entry.type == "tensor"]
-        for part in self._changed:
-            for entry in _in_block(tensors, part.block):
-                origin, width = entry.offset - part.block.offset, part.block.width
-                inside = (part.where >= origin // width) & (part.where < (origin + entry.size_bytes) // width)
-                where = part.where[inside].astype(np.int64) - origin // width
+        for block, positions, values in self._changed:
+            width = block.width
+            first = bisect_right(tensors, block.offset, key=lambda entry: entry.offset + entry.size_bytes)
+            last = bisect_left(tensors, block.end, key=lambda entry: entry.offset)
+            for entry in tensors[first:last]:
+                origin = entry.offset - block.offset
+                inside = (positions >= origin // width) & (positions < (origin + entry.size_bytes) // width)
+                where = positions[inside].astype(np.int64) - origin // width
                 if where.size:
-                    yield ChangedValues(entry.name, entry.dtype or "", width, where, part.values[inside])
-
-
-def _in_block(tensors: Sequence[Entry], block: Block) -> Sequence[Entry]:
-    first = bisect_right(tensors, block.offset, key=lambda entry: entry.offset + entry.size_bytes)
-    last = bisect_left(tensors, block.end, key=lambda entry: entry.offset)
-    return tensors[first:last]
+                    yield ChangedValues(entry.name, entry.dtype or "", width, where, values[inside])
 
 
 class _Verifying:
@@ -385,9 +358,8 @@ class _Verifying:
     def __init__(self, descriptor: int, manifest: PolicyManifest) -> None:
         self._descriptor = descriptor
         self._manifest = manifest
-        self._hasher = blake3()
-        self._index = 0
-        self._filled = 0
+        self._what = f"the deltas to policy {manifest.policy.label} give"
+        self._hasher, self._index, self._filled = blake3(), 0, 0
 
     def write(self, data: memoryview) -> None:
         while data.nbytes:
@@ -396,20 +368,13 @@ class _Verifying:
             self._hasher.update(piece)
             self._filled += piece.nbytes
             if self._filled == chunk.size_bytes:
-                self._close_chunk(chunk)
+                if self._hasher.hexdigest() != chunk.hash:
+                    raise DeltaRefused(f"{self._what} other bytes than were signed, in chunk {self._index}")
+                self._hasher, self._index, self._filled = blake3(), self._index + 1, 0
             data = data[piece.nbytes :]
             while piece.nbytes:
                 piece = piece[os.write(self._descriptor, piece) :]
 
     def finish(self) -> None:
         if self._index != len(self._manifest.chunks):
-            raise DeltaRefused(f"the deltas to policy {self._manifest.policy.label} give too few bytes")
-
-    def _close_chunk(self, chunk: Chunk) -> None:
-        if self._hasher.hexdigest() != chunk.hash:
-            raise DeltaRefused(
-                f"the deltas to policy {self._manifest.policy.label} give other bytes than were signed, "
-                f"in chunk {self._index}"
-            )
-        self._hasher = blake3()
-        self._index, self._filled = self._index + 1, 0
+            raise DeltaRefused(f"{self._what} too few bytes")

@@ -1,6 +1,6 @@
-"""The client: fetch one version from several sources, by the cheapest road, in parallel, verified, resumable.
+"""The client: fetch one version from several sources, by the cheapest route, in parallel, verified, resumable.
 
-    fetch(ref) ─► whole here already? ─► manifest (signed, exactly ref) ─► road ─► transfer ─► mapped payload
+    fetch(ref) ─► whole here already? ─► manifest (signed, exactly ref) ─► route ─► transfer ─► mapped payload
                                               │ gone: VersionNotFound       ▲           │ all lie: ChunkCorrupt
                                               │                             └─ closed ◄─┘ a delta gives other bytes
                                               └────────────── the deadline covers all of it ──────────────┘
@@ -8,12 +8,8 @@
 What has arrived stays in the folder whatever happens, so that the next attempt continues from there. The newest head
 ever seen stays there too: not even after a restart does a source get away with an older one.
 
-Fetching ahead: as soon as a version is out it is fetched in the background, while work on the one before goes on.
-
-    source ──(long poll)──► a newer head ─► downloader.fetch in the background ─► on this disk when it is asked for
-                                             gives way at once to a fetch that somebody waits for
-
-Whatever goes wrong here costs nothing but time: whoever needs the version fetches it then, and hears of the failure.
+`Prefetch` fetches each new version in the background, and gives way at once to a fetch that somebody waits for. What
+goes wrong there costs only time: whoever needs the version fetches it then, and hears of the failure.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from shoal.errors import BroadcastError, ChunkCorrupt, DeltaRefused, ManifestRefused, ShoalError, VersionNotFound
@@ -36,10 +31,10 @@ from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.cache import PayloadCache, PayloadFiles
 from shoal.shardcast.connection import Deadline
-from shoal.shardcast.lookup import Lookup, Road, SignedHead, plan
+from shoal.shardcast.lookup import Lookup, Route, plan
 from shoal.shardcast.manifest import place_of, read_head
 from shoal.shardcast.payload import Payload
-from shoal.shardcast.pool import ChunkPool, PoolSettings
+from shoal.shardcast.pool import ChunkPool, PoolSettings, show_shares
 from shoal.shardcast.sources import SourceScores
 from shoal.shardcast.tree import HEAD
 
@@ -48,26 +43,26 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 GONE_CHECK_S = 1.0
 FORGET_S = 10.0  # for a fetch in the background to give way
-BETWEEN_S = 5.0  # for the manifest of a version in between: without it there is another road
+BETWEEN_S = 5.0  # for the manifest of a version in between: without it there is another route
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a fetch has come: of the bytes that its road needs, those that are here."""
+    """How far a fetch has come: of the bytes that its route needs, those that are here."""
 
     label: str
     done_bytes: int
     total_bytes: int
     seconds: float
     by_source: Mapping[str, int]
-    road: str
+    route: str
 
 
 OnProgress = Callable[[Progress], None]
 
 
-class RoadClosed(Exception):
-    """A version in between is gone; another road may lead to the target."""
+class RouteClosed(Exception):
+    """A version in between is gone; another route may lead to the target."""
 
 
 class Superseded(BroadcastError):
@@ -77,12 +72,10 @@ class Superseded(BroadcastError):
 @dataclass(frozen=True)
 class DownloadSettings:
     """`kept_payloads`: how many versions stay on disk; the validator needs max_staleness + 1 of them.
-
     `remember_changes`: keep in memory what changed, for an engine that holds the version before
     (`Payload.changes_from`). No version may be larger than `max_payload_bytes`; `limits` says how much disk the folder
     may take. Both are looked at before a byte of a version is fetched; None is no limit. A fetch of which nothing
-    arrives for `patience_s` fails.
-    """
+    arrives for `patience_s` fails."""
 
     kept_payloads: int = 3
     remember_changes: bool = True
@@ -95,23 +88,15 @@ class DownloadSettings:
 class Downloader:
     """Fetches versions of one run into a folder of its own. Several threads may fetch; one at a time does.
 
-    What has arrived is offered to others through `share`, where it is given: whoever shares shows its address.
-
     >>> downloader = Downloader(["http://relay:8471"], run, trusted_key, Path("cache"), StopToken())
     >>> payload = downloader.fetch(ref, deadline_s=600)
     >>> payload.files["config.json"], payload.tensors[0].data
     """
 
     def __init__(
-        self,
-        sources: Sequence[str],
-        run: str | None,
-        trusted_key: str,
-        folder: Path | str,
-        stop: StopToken,
-        settings: DownloadSettings = DownloadSettings(),
-        last_resort: Sequence[str] = (),
-    ) -> None:
+        self, sources: Sequence[str], run: str | None, trusted_key: str, folder: Path | str, stop: StopToken,
+        settings: DownloadSettings = DownloadSettings(), last_resort: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         folder = Path(folder)
         self._scores = SourceScores(sources, last_resort=last_resort)
         self._cache = PayloadCache(folder, run, trusted_key, settings.remember_changes)
@@ -122,7 +107,10 @@ class Downloader:
         self._lock = threading.Lock()
         self._waiting = 0  # fetches that somebody waits for, while another holds the lock
         self._head_path = folder / HEAD
-        self._head: BroadcastHead | None = self._remembered_head()
+        self._head: BroadcastHead | None = None
+        with suppress(FileNotFoundError, ManifestRefused):
+            self._head = read_head(self._head_path.read_bytes(), run, trusted_key)
+            self._lookup.run = self._cache.run = self._head.run
 
     @property
     def run(self) -> str | None:
@@ -137,20 +125,24 @@ class Downloader:
         """The newest version that any source offers; `ManifestRefused` if that is older than one seen before."""
         deadline = Deadline(deadline_s)
         with self._turn(deadline, "the newest version"):
-            return self._see(self._lookup.newest(self._head, deadline))
+            found = self._lookup.newest(self._head, deadline)
+            self._cache.run = found.head.run
+            if self._head is None or place_of(found.head) > place_of(self._head):
+                write_atomically(self._head_path, found.data)
+            self._head = found.head
+            return found.head.policy
 
-    def follower(self) -> Follower:
-        """What to ask, in a thread of its own, for versions newer than the newest known."""
+    def follower(self) -> Lookup:
+        """Who is asked, in a thread of its own, for versions newer than the newest known."""
         lookup = Lookup(self._scores, self.run, self._trusted_key, self._stop, self._settings.pool.timeouts)
-        return Follower(lookup, self._head)
+        lookup.known = self._head
+        return lookup
 
     def fetch(
         self, ref: PolicyRef, deadline_s: float, on_progress: OnProgress | None = None, background: bool = False
     ) -> Payload:
-        """The payload of `ref`, verified. Raises a `BroadcastError` of the kind that tells what went wrong.
-
-        A fetch in the background gives way to one that somebody waits for; what it has fetched is not lost.
-        """
+        """The payload of `ref`, verified. Raises a `BroadcastError` of the kind that tells what went wrong. A fetch in
+        the background gives way to one that somebody waits for; what it has fetched is not lost."""
         deadline = Deadline(deadline_s)
         with self._turn(deadline, f"policy {ref.label}", background):
             self._scores.restore()
@@ -195,53 +187,34 @@ class Downloader:
         finally:
             self._lock.release()
 
-    def _see(self, found: SignedHead) -> PolicyRef:
-        self._cache.run = found.head.run
-        if self._head is None or place_of(found.head) > place_of(self._head):
-            write_atomically(self._head_path, found.data)
-        self._head = found.head
-        return found.head.policy
-
-    def _remembered_head(self) -> BroadcastHead | None:
-        try:
-            head = read_head(self._head_path.read_bytes(), self._lookup.run, self._trusted_key)
-        except (FileNotFoundError, ManifestRefused):
-            return None
-        self._lookup.run = self._cache.run = head.run
-        return head
-
     def _obtain(
         self, manifest: PolicyManifest, deadline: Deadline, on_progress: OnProgress | None, background: bool
     ) -> None:
-        """Take the cheapest road; when it turns out to be closed, the next."""
+        """Take the cheapest route; when it turns out to be closed, the next."""
         closed: set[str] = set()
         refusal: DeltaRefused | None = None
-        give_way = (lambda: self._waiting > 0) if background else (lambda: False)
-        transfer = Transfer(
-            self._cache, self._scores, self._lookup, self._stop, self._settings, manifest, deadline, on_progress,
-            give_way,
-        )  # fmt: skip
+        transfer = Transfer(self, manifest, deadline, on_progress, background)
+        size = len(manifest.model_dump_json())  # that of a version in between is about as large
         while True:
+            held = {digest for digest, other in self._cache.held().items() if other.entries == manifest.entries}
             try:
-                road = self._plan(manifest, closed, deadline)
+                route = plan(manifest, held, lambda ref: self._between(ref, deadline), closed, size)
             except VersionNotFound as error:
                 raise refusal or error from None
             self._lookup.close()  # idle meanwhile: a source that counts its clients' connections would count them
             if self._settings.limits is not None:
-                self._cache.make_room(manifest, road, self._settings.limits)
+                self._cache.make_room(manifest, route, self._settings.limits)
             try:
-                transfer.take(road)
-            except (RoadClosed, DeltaRefused) as error:
-                log.warning("%s; another road is taken", error)
+                return transfer.take(route)
+            except (RouteClosed, DeltaRefused) as error:
+                log.warning("%s; another route is taken", error)
                 refusal = error if isinstance(error, DeltaRefused) else refusal
-                self._close(road, closed)
+            # What it began with is at fault if it is damaged, else its steps are.
+            if route.whole is None and not self._cache.is_whole(route.begin):
+                log.warning("the payload of policy %s on this disk is damaged; it is removed", route.begin.label)
+                self._cache.discard(route.begin)
             else:
-                return
-
-    def _plan(self, manifest: PolicyManifest, closed: set[str], deadline: Deadline) -> Road:
-        held = {digest for digest, other in self._cache.held().items() if other.entries == manifest.entries}
-        size = len(manifest.model_dump_json())  # that of a version in between is about as large
-        return plan(manifest, held, lambda ref: self._between(ref, deadline), closed, size)
+                closed.update(step.name for step in route.steps)
 
     def _between(self, ref: PolicyRef, deadline: Deadline) -> PolicyManifest | None:
         found = self._cache.manifest(ref)
@@ -253,128 +226,88 @@ class Downloader:
         most = self._settings.max_payload_bytes
         return most is not None and manifest.size_bytes > most
 
-    def _close(self, road: Road, closed: set[str]) -> None:
-        """Do not take this road again: what it began with is at fault if it is damaged, else its steps are."""
-        if road.whole is None and not self._cache.is_whole(road.begin):
-            log.warning("the payload of policy %s on this disk is damaged; it is removed", road.begin.label)
-            self._cache.discard(road.begin)
-        else:
-            closed.update(step.name for step in road.steps)
-
 
 @dataclass
 class Transfer:
-    """Takes roads to one target until one of them leads there. `give_way`: somebody waits for another fetch."""
+    """Takes routes to one target until one of them leads there. In the background, it gives way to other fetches."""
 
-    cache: PayloadCache
-    scores: SourceScores
-    lookup: Lookup
-    stop: StopToken
-    settings: DownloadSettings
+    owner: Downloader
     target: PolicyManifest
     deadline: Deadline
     on_progress: OnProgress | None
-    give_way: Callable[[], bool]
+    background: bool
     started_s: float = field(default_factory=time.monotonic)
 
-    def take(self, road: Road) -> None:
-        """Fetch what the road needs and travel it. Raises `RoadClosed` or `DeltaRefused` if another may be better."""
-        cache = self.cache
-        files = [] if road.whole is None else [cache.fill(road.whole)]
-        files += [cache.fill_delta(step) for step in road.steps]
-        pool = self._fill(road, PayloadFiles(files))
-        if road.whole is not None:
-            cache.finish(road.whole)
-        for step in road.steps:
-            cache.finish_delta(step)
-        if road.steps:
-            cache.travel(road.begin, road.steps)
-        self._report(road, pool)
-
-    def _fill(self, road: Road, files: PayloadFiles) -> ChunkPool:
-        pool = ChunkPool(self.scores, files, self.settings.pool)
-        if road.whole is not None:
-            pool.want(road.whole, road.whole.chunks)
-        for step in road.steps:
+    def take(self, route: Route) -> None:
+        """Fetch what the route needs and apply it. Raises `RouteClosed` or `DeltaRefused` if another may be better."""
+        cache, settings, stop = self.owner._cache, self.owner._settings, self.owner._stop
+        parts = [] if route.whole is None else [cache.fill(route.whole)]
+        files = PayloadFiles(parts + [cache.fill_delta(step) for step in route.steps])
+        pool = ChunkPool(self.owner._scores, files, settings.pool)
+        if route.whole is not None:
+            pool.want(route.whole, route.whole.chunks)
+        for step in route.steps:
             pool.want(step.manifest, step.delta.chunks)
         pool.start()
         try:
-            self._await(road, pool)
+            self._await(route, pool)
         finally:
-            pool.close(self.stop.reason or "done")
+            pool.close(stop.reason or "done")
             files.close()
-        return pool
+        if route.whole is not None:
+            cache.finish(route.whole)
+        for step in route.steps:
+            cache.finish_delta(step)
+        if route.steps:
+            cache.travel(route.begin, route.steps)
+        log.info(
+            "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
+            self.target.policy.label, pool.fetched_bytes.total() / 1e6, self.target.size_bytes / 1e6,
+            time.monotonic() - self.started_s, route.describe(), show_shares(pool.fetched_bytes) or "nobody",
+        )  # fmt: skip
 
-    def _await(self, road: Road, pool: ChunkPool) -> None:
-        next_check, patience, here = Deadline(0), Deadline(self.settings.patience_s), -1
+    def _await(self, route: Route, pool: ChunkPool) -> None:
+        owner, scores, policy = self.owner, self.owner._scores, f"policy {self.target.policy.label}"
+        patience_s = owner._settings.patience_s
+        next_check, patience, here = Deadline(0), Deadline(patience_s), -1
         while not pool.wait(TICK_S):
-            self._tell(road, pool)
-            self._raise_if_pointless(pool)
+            self._tell(route, pool)
+            if owner._stop.is_set():
+                raise BroadcastError(f"stopped ({owner._stop.reason}) while fetching {policy}")
+            if self.background and owner._waiting > 0:
+                raise Superseded(f"the fetch of {policy} gives way to another; what has come stays")
+            if not scores.usable() and scores.kinds():
+                raise ChunkCorrupt(f"{policy} cannot be fetched: every source is dropped: {scores.describe()}")
+            if self.deadline.passed():
+                missing = f"{pool.pending()} chunks are missing"
+                raise BroadcastError(f"{policy} did not arrive before the deadline: {missing}; {scores.describe()}")
             if (done := pool.progress()[0]) != here:
-                patience, here = Deadline(self.settings.patience_s), done
+                patience, here = Deadline(patience_s), done
             elif patience.passed():
-                seconds = self.settings.patience_s
-                raise BroadcastError(f"nothing has arrived for {seconds:.0f} s: {self.scores.describe()}")
-            usable = self.scores.usable()
+                raise BroadcastError(f"nothing has arrived for {patience_s:.0f} s: {scores.describe()}")
+            usable = scores.usable()
             if usable and usable <= pool.absent and next_check.passed():
-                self._check_not_gone(road)
+                self._check_not_gone(route)
                 next_check = Deadline(GONE_CHECK_S)
         if pool.error is not None:
             raise pool.error
-        self._tell(road, pool)
+        self._tell(route, pool)
 
-    def _raise_if_pointless(self, pool: ChunkPool) -> None:
-        policy, why = f"policy {self.target.policy.label}", self.scores.describe()
-        if self.stop.is_set():
-            raise BroadcastError(f"stopped ({self.stop.reason}) while fetching {policy}")
-        if self.give_way():
-            raise Superseded(f"the fetch of {policy} gives way to another; what has come stays")
-        if not self.scores.usable() and self.scores.kinds():
-            raise ChunkCorrupt(f"{policy} cannot be fetched: every source is dropped: {why}")
-        if self.deadline.passed():
-            missing = f"{pool.pending()} chunks are missing"
-            raise BroadcastError(f"{policy} did not arrive before the deadline: {missing}; {why}")
-
-    def _check_not_gone(self, road: Road) -> None:
-        """Nobody has a chunk: is a version of this road no longer offered?"""
-        self.lookup.check_not_gone(self.target.policy, self.deadline)
-        for ref in {manifest.policy for manifest in road.manifests()} - {self.target.policy}:
+    def _check_not_gone(self, route: Route) -> None:
+        """Nobody has a chunk: is a version of this route no longer offered?"""
+        lookup = self.owner._lookup
+        lookup.check_not_gone(self.target.policy, self.deadline)
+        for ref in {manifest.policy for manifest in route.manifests()} - {self.target.policy}:
             try:
-                self.lookup.check_not_gone(ref, self.deadline)
+                lookup.check_not_gone(ref, self.deadline)
             except VersionNotFound as error:
-                raise RoadClosed(str(error)) from error
+                raise RouteClosed(str(error)) from error
 
-    def _tell(self, road: Road, pool: ChunkPool) -> None:
+    def _tell(self, route: Route, pool: ChunkPool) -> None:
         if self.on_progress is not None:
             sizes, seconds = pool.progress(), time.monotonic() - self.started_s
             by_source = dict(pool.fetched_bytes)
-            self.on_progress(Progress(self.target.policy.label, *sizes, seconds, by_source, road.describe()))
-
-    def _report(self, road: Road, pool: ChunkPool) -> None:
-        fetched = sum(pool.fetched_bytes.values())
-        parts = ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in pool.fetched_bytes.most_common())
-        log.info(
-            "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
-            self.target.policy.label, fetched / 1e6, self.target.size_bytes / 1e6, time.monotonic() - self.started_s,
-            road.describe(), parts or "nobody",
-        )  # fmt: skip
-
-
-@dataclass
-class Follower:
-    """Asks for newer heads. Used by one thread."""
-
-    lookup: Lookup
-    known: BroadcastHead | None
-
-    def newer(self, wait_s: float) -> PolicyRef | None:
-        """A version newer than all before; None if there is none within about `wait_s` (or at once: ask at a pace)."""
-        found = self.lookup.newer_than(self.known, wait_s)
-        self.known = self.known if found is None else found.head
-        return None if found is None else found.head.policy
-
-    def close(self) -> None:
-        self.lookup.close()
+            self.on_progress(Progress(self.target.policy.label, *sizes, seconds, by_source, route.describe()))
 
 
 WAIT_S = 10.0  # how long a source may hold the question; below the time after which silence counts as failure
@@ -400,9 +333,7 @@ class Prefetch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         """The thread ends when its question does; nobody waits longer than `END_S` for it."""
         self._closing.set()
         if self._stop.is_set():
@@ -412,9 +343,9 @@ class Prefetch:
         follower = self._downloader.follower()
         unfetched: PolicyRef | None = None  # it gave way to somebody who may have given up since
         try:
-            while not self._ended():
+            while not (self._closing.is_set() or self._stop.is_set()):
                 newer = follower.newer(0.0 if unfetched else WAIT_S) or unfetched
-                if newer is not None and not self._ended():
+                if newer is not None and not (self._closing.is_set() or self._stop.is_set()):
                     unfetched = None if self._fetch(newer) else newer
                 if newer is None or unfetched:
                     self._closing.wait(PACE_S)
@@ -437,6 +368,3 @@ class Prefetch:
             log.exception("fetching ahead has ended; versions are fetched when they are needed")
             self._closing.set()
         return True
-
-    def _ended(self) -> bool:
-        return self._closing.is_set() or self._stop.is_set()

@@ -19,10 +19,8 @@ def compiled(function: Callable[..., int]) -> Callable[..., int]:
 
 @compiled
 def compare(old: Any, new: Any, words: Any, lowest: int, gaps: Any, codes: Any) -> int:
-    """Write the gaps before all values that differ, and the zigzag codes of their steps; how many they are.
-
-    `words` are old and new as 64-bit words, since most of them are equal; `lowest` is the least signed value.
-    """
+    """Write the gaps before all values that differ, and the zigzag codes of their steps; how many they are. `words` are
+    old and new as 64-bit words, since most of them are equal; `lowest` is the least signed value."""
     count, before = 0, -1
     old_words, new_words = words
     lanes = 8 // old.itemsize

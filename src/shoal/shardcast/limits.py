@@ -21,10 +21,7 @@ MIN_SLICE_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a server bears; None is no limit.
-
-    `watch_head_s`: how often a head that another process writes is looked at.
-    """
+    """What a server bears; None is no limit. `watch_head_s`: how often a head that another process writes is read."""
 
     max_connections: int = 512
     connections_per_client: int | None = None
@@ -99,10 +96,8 @@ class RelaySettings(BaseModel):
 @dataclass(frozen=True)
 class RelayConfig:
     """`peers` are other relays of the same level; the relay's own address among them is recognised and left out.
-
-    `reach` says which addresses the upstreams may have, if a hub has named them. An upstream may hold the question for
-    a newer version for `long_poll_s`; one that does not is asked every `poll_s`.
-    """
+    `reach`: which addresses upstreams may have, if a hub has named them. An upstream may hold the question for a newer
+    version for `long_poll_s`; one that does not is asked every `poll_s`."""
 
     folder: Path
     upstreams: tuple[str, ...]

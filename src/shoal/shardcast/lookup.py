@@ -11,9 +11,9 @@ The cheapest way to a version: from what is here, over deltas, or from the start
     anchor ── delta ── delta ──► target          nothing here, and the target is no anchor itself
     target                                       its whole payload
 
-Roads are searched backwards from the target, the cheapest so far first; the manifest of a version in between is asked
-for only when its road may still be the cheapest. Nothing on a road is trusted: what arrives at its end has the target's
-digest or is thrown away.
+Routes are searched backwards from the target, the cheapest so far first; the manifest of a version in between is asked
+for only when its route may still be the cheapest. Nothing on a route is trusted: what it makes has the target's digest
+or is thrown away.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Lookup:
         self._stop = stop
         self._connections = Connections(stop, timeouts)
         self._refusal: ManifestRefused | None = None  # of the last head that was refused
+        self.known: BroadcastHead | None = None  # the newest that `newer` has seen
 
     def manifest(self, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes]:
         """The manifest of exactly `ref`, and its bytes; asks until it is found, gone, or the deadline has passed."""
@@ -105,7 +106,13 @@ class Lookup:
             if self._scores.usable() <= absent:
                 self.check_not_gone(ref, deadline)
                 absent.clear()
-        raise self._failure(ref, refusal, answered)
+        if self._stop.is_set():
+            raise BroadcastError(f"stopped ({self._stop.reason}) while looking for policy {ref.label}")
+        if refusal is not None:
+            raise refusal
+        if not answered:
+            raise BroadcastError(f"no source could be asked for policy {ref.label}: {self._scores.describe()}")
+        raise VersionNotFound(f"no source had policy {ref.label} before the deadline: {self._scores.describe()}")
 
     def manifest_now(self, which: PolicyRef | Place, deadline: Deadline) -> PolicyManifest | None:
         """The manifest of exactly that, or of that version, every source asked at most once: None if none has it."""
@@ -148,31 +155,32 @@ class Lookup:
                     raise self._refusal
                 raise VersionNotFound(f"no source offers a head that can be trusted: {self._scores.describe()}")
 
-    def newer_than(self, known: BroadcastHead | None, wait_s: float) -> SignedHead | None:
-        """A head newer than `known`, from the source that seems best; it may hold the question up to `wait_s`."""
+    def newer(self, wait_s: float) -> PolicyRef | None:
+        """A version newer than all before, from the source that seems best, which may hold the question up to `wait_s`;
+        None if there is none (perhaps at once: ask at a pace)."""
         source = self._scores.choose()
         if source is None:
             return None
-        after = "" if known is None else f"&after={known.policy.label}"
+        after = "" if self.known is None else f"&after={self.known.policy.label}"
         try:
             target = f"{HEAD}?wait_s={wait_s:g}{after}"
             data = get_document(self._connections.to(source), target, MAX_HEAD_BYTES, Deadline(wait_s + HEAD_S))
-            found = None if data is None else self._read_head(data)
+            found = None if data is None else self._read_head(data).head
         except BroadcastError as error:
             self._scores.note(source, str(error))
             return None
-        if found is None or (known is not None and place_of(found.head) <= place_of(known)):
+        if found is None or (self.known is not None and place_of(found) <= place_of(self.known)):
             return None
-        return found
+        self.known = found
+        return found.policy
 
     def check_not_gone(self, ref: PolicyRef, deadline: Deadline) -> None:
         """Raise `VersionNotFound` if the trainer has signed that it does not offer `ref` any more."""
-        for source, head in ((source, found.head) for source, found in self.heads(deadline).items()):
-            if place_of(head) >= (ref.incarnation, ref.version) and ref.label not in head.kept_versions:
-                raise VersionNotFound(
-                    f"policy {ref.label} is no longer offered: {source} is at {head.policy.label} "
-                    f"and keeps {', '.join(head.kept_versions)}"
-                )
+        for source, found in self.heads(deadline).items():
+            at, kept = found.head.policy.label, found.head.kept_versions
+            if place_of(found.head) >= (ref.incarnation, ref.version) and ref.label not in kept:
+                gone = f"policy {ref.label} is no longer offered"
+                raise VersionNotFound(f"{gone}: {source} is at {at} and keeps {', '.join(kept)}")
 
     def close(self) -> None:
         self._connections.close()
@@ -188,25 +196,14 @@ class Lookup:
         manifest = read_manifest(data, self.run, self._trusted_key)
         if which not in (manifest.policy, place_of(manifest)):
             asked = f"{which.label} with {which.digest[:16]}…" if isinstance(which, PolicyRef) else f"{place}"
-            raise ManifestRefused(
-                f"the manifest is for policy {manifest.policy.label} with digest {manifest.policy.digest[:16]}…, "
-                f"not {asked}"
-            )
+            found = f"policy {manifest.policy.label} with digest {manifest.policy.digest[:16]}…"
+            raise ManifestRefused(f"the manifest is for {found}, not {asked}")
         return manifest, data
 
     def _read_head(self, data: bytes) -> SignedHead:
         head = read_head(data, self.run, self._trusted_key)
         self.run = head.run
         return SignedHead(head, data)
-
-    def _failure(self, ref: PolicyRef, refusal: ManifestRefused | None, answered: bool) -> BroadcastError:
-        if self._stop.is_set():
-            return BroadcastError(f"stopped ({self._stop.reason}) while looking for policy {ref.label}")
-        if refusal is not None:
-            return refusal
-        if not answered:
-            return BroadcastError(f"no source could be asked for policy {ref.label}: {self._scores.describe()}")
-        return VersionNotFound(f"no source had policy {ref.label} before the deadline: {self._scores.describe()}")
 
 
 MAX_STEPS = 64  # deltas applied in one go; their files are open at the same time
@@ -226,7 +223,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Road:
+class Route:
     """Start with `begin` (fetched whole if `whole`, else it is here), then take `steps` in order."""
 
     begin: PolicyRef
@@ -235,7 +232,6 @@ class Road:
 
     @property
     def size_bytes(self) -> int:
-        """What has to be fetched for it."""
         return (self.whole.size_bytes if self.whole else 0) + sum(step.delta.size_bytes for step in self.steps)
 
     def manifests(self) -> list[PolicyManifest]:
@@ -243,7 +239,6 @@ class Road:
         return [*([self.whole] if self.whole else []), *(step.manifest for step in self.steps)]
 
     def describe(self) -> str:
-        """In words, for a log line."""
         begin = f"all of policy {self.begin.label}" if self.whole else f"policy {self.begin.label}, which is here"
         if not self.steps:
             return begin
@@ -251,20 +246,14 @@ class Road:
 
 
 def plan(
-    target: PolicyManifest,
-    held: Collection[str],
-    manifest_of: Callable[[PolicyRef], PolicyManifest | None],
-    closed: Collection[str] = (),
-    manifest_bytes: int = 0,
-) -> Road:
-    """The cheapest road to `target` from the payloads `held` (by digest), or from an anchor.
-
-    `closed`: the names of steps, and the digests of anchors, that have failed. `manifest_bytes`: what the manifest of a
-    version in between costs; of a tiny model it is not much less than a payload. Raises `VersionNotFound` if no road is
-    left.
-    """
+    target: PolicyManifest, held: Collection[str], manifest_of: Callable[[PolicyRef], PolicyManifest | None],
+    closed: Collection[str] = (), manifest_bytes: int = 0,
+) -> Route:  # fmt: skip
+    """The cheapest route to `target` from the payloads `held` (by digest), or from an anchor. `closed`: the names of
+    steps, and the digests of anchors, that have failed. `manifest_bytes`: what the manifest of a version in between
+    costs; of a tiny model it is not much less than a payload. Raises `VersionNotFound` if no route is left."""
     order = count()  # breaks ties, so that nothing else is ever compared
-    ahead = 0 if held else target.size_bytes  # with nothing here, every road begins with a payload as large as this
+    ahead = 0 if held else target.size_bytes  # with nothing here, every route begins with a payload as large as this
     frontier: list[tuple[int, int, PolicyRef, tuple[Step, ...], PolicyManifest | None]] = []
     heapq.heappush(frontier, (ahead, next(order), target.policy, (), None))
     visited: set[PolicyRef] = set()
@@ -272,9 +261,9 @@ def plan(
     while frontier:
         cost, _, ref, steps, whole = heapq.heappop(frontier)
         if whole is not None:
-            return Road(ref, whole, steps)
+            return Route(ref, whole, steps)
         if ref.digest in held:
-            return Road(ref, None, steps)
+            return Route(ref, None, steps)
         if ref in visited or (anchored and len(visited) * manifest_bytes > SEARCH * target.size_bytes):
             continue
         visited.add(ref)
@@ -292,4 +281,4 @@ def plan(
             if step.name not in closed and len(steps) < MAX_STEPS:
                 total = cost + step.delta.size_bytes + (0 if step.delta.base.digest in held else manifest_bytes)
                 heapq.heappush(frontier, (total, next(order), step.delta.base, (step, *steps), None))
-    raise VersionNotFound(f"there is no road to policy {target.policy.label}: no anchor leads to it any more")
+    raise VersionNotFound(f"there is no route to policy {target.policy.label}: no anchor leads to it any more")

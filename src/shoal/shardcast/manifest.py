@@ -7,9 +7,9 @@ disk budget allows:
 
     wanted    the newest `count`, back to an anchor                     0.4 0.5 0.6 0.7 0.8 0.9
     mirrored  of them as many as fit, the oldest left out first                 0.6 0.7 0.8 0.9
-    road      what the newest one needs to be reached at all                        0.7 0.8 0.9
+    route     what the newest one needs to be reached at all                        0.7 0.8 0.9
 
-If not even the road fits, a person has to know; until then whatever fits is mirrored, newest first.
+If not even the route fits, a person has to know; until then whatever fits is mirrored, newest first.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def chunk_size_for(size_bytes: int) -> int:
 
 
 def encode(document: Document, key: SigningKey) -> bytes:
-    """The bytes of a manifest or head as they are served."""
     return sign_document(document, key).model_dump_json().encode()
 
 
@@ -84,15 +83,18 @@ def manifest_hash(data: bytes) -> str:
 
 def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManifest:
     """The manifest in `data`, or `ManifestRefused`: signed by the trusted key, for this run, and sound in itself.
-
-    Without a `run`, any that the key has signed for will do.
-    """
+    Without a `run`, any that the key has signed for will do."""
     signed = _signed(data, MAX_MANIFEST_BYTES, "manifest")
     try:
         manifest = open_document(signed, PolicyManifest, trusted_key)
     except ProtocolError as error:
         raise ManifestRefused(f"a manifest is refused: {error}") from error
-    problem = _layout_problem(manifest)
+    problem = _chunks_problem(manifest.chunks, manifest.chunk_size_bytes, manifest.size_bytes)
+    problem = problem or entries_problem(manifest.entries, manifest.size_bytes) or _deltas_problem(manifest)
+    if not problem:
+        digest = content_digest(manifest.entries, manifest.chunk_size_bytes, manifest.chunks)
+        if digest != manifest.policy.digest:
+            problem = f"its content has digest {digest[:16]}…, not {manifest.policy.digest[:16]}…"
     if run is not None and manifest.run != run:
         problem = f"it belongs to run {manifest.run[:80]}, not to {run}"
     if problem:
@@ -101,7 +103,6 @@ def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManif
 
 
 def read_head(data: bytes, run: str | None, trusted_key: str) -> BroadcastHead:
-    """The head in `data`, or `ManifestRefused`."""
     signed = _signed(data, MAX_HEAD_BYTES, "head")
     try:
         head = open_document(signed, BroadcastHead, trusted_key)
@@ -121,9 +122,8 @@ def check_not_rolled_back(head: BroadcastHead, known: BroadcastHead | None) -> N
     if known is None:
         return
     if place_of(head) < place_of(known):
-        raise ManifestRefused(
-            f"a head is refused: it goes back to policy {head.policy.label} although {known.policy.label} is known"
-        )
+        back = f"it goes back to policy {head.policy.label} although {known.policy.label} is known"
+        raise ManifestRefused(f"a head is refused: {back}")
     if place_of(head) == place_of(known) and head.policy.digest != known.policy.digest:
         raise ManifestRefused(f"a head is refused: it names other weights for policy {head.policy.label}")
 
@@ -135,20 +135,6 @@ def _signed(data: bytes, max_bytes: int, what: str) -> SignedDocument:
         return SignedDocument.model_validate_json(data)
     except ValidationError as error:
         raise ManifestRefused(f"a {what} is refused: it is not a signed document: {first_problem(error)}") from error
-
-
-def _layout_problem(manifest: PolicyManifest) -> str:
-    problem = (
-        _chunks_problem(manifest.chunks, manifest.chunk_size_bytes, manifest.size_bytes)
-        or entries_problem(manifest.entries, manifest.size_bytes)
-        or _deltas_problem(manifest)
-    )
-    if problem:
-        return problem
-    digest = content_digest(manifest.entries, manifest.chunk_size_bytes, manifest.chunks)
-    if digest != manifest.policy.digest:
-        return f"its content has digest {digest[:16]}…, not {manifest.policy.digest[:16]}…"
-    return ""
 
 
 def _chunks_problem(chunks: tuple[Chunk, ...], chunk_size: int, size: int) -> str:
@@ -187,30 +173,23 @@ def entries_problem(entries: tuple[Entry, ...], size_bytes: int) -> str:
     for entry in entries:
         if entry.offset != offset:
             return f"entry {entry.name} does not start where the one before it ends"
-        problem = _tensor_problem(entry) if entry.type == "tensor" else _file_problem(entry)
-        if problem:
-            return f"entry {entry.name}: {problem}"
+        kind, shape = entry.dtype, entry.shape
+        if entry.type == "file":
+            if kind is not None or shape is not None:
+                return f"entry {entry.name}: a file has neither type nor shape"
+        elif kind not in ITEM_BYTES or shape is None or len(shape) > MAX_DIMENSIONS:
+            return f"entry {entry.name}: a tensor needs a known type and a shape"
+        elif min(shape, default=0) < 0 or ITEM_BYTES[kind] * prod(shape) != entry.size_bytes:
+            return f"entry {entry.name}: {entry.size_bytes} bytes do not fill {kind}{list(shape)}"
         if (entry.type, entry.name) in seen:
             return f"two {entry.type} entries are called {entry.name}"
         seen.add((entry.type, entry.name))
         offset += entry.size_bytes
-    for kind, name in seen:
+    for what, name in seen:
         parents = name.split("/")[:-1]
-        if kind == "file" and any(("file", "/".join(parents[: n + 1])) in seen for n in range(len(parents))):
+        if what == "file" and any(("file", "/".join(parents[: n + 1])) in seen for n in range(len(parents))):
             return f"entry {name} lies in a folder that is also a file"
     return "" if offset == size_bytes else f"entries of {offset} bytes do not fill {size_bytes} bytes"
-
-
-def _tensor_problem(entry: Entry) -> str:
-    if entry.dtype not in ITEM_BYTES or entry.shape is None or len(entry.shape) > MAX_DIMENSIONS:
-        return "a tensor needs a known type and a shape"
-    if min(entry.shape, default=0) < 0 or ITEM_BYTES[entry.dtype] * prod(entry.shape) != entry.size_bytes:
-        return f"{entry.size_bytes} bytes do not fill {entry.dtype}{list(entry.shape)}"
-    return ""
-
-
-def _file_problem(entry: Entry) -> str:
-    return "" if entry.dtype is None and entry.shape is None else "a file has neither type nor shape"
 
 
 def kept_places(anchors: Mapping[Place, bool], count: int) -> set[Place]:
@@ -237,7 +216,7 @@ class Selection:
 
     wanted: frozenset[Place] = frozenset()
     mirrored: frozenset[Place] = frozenset()
-    road_bytes: int = 0
+    route_bytes: int = 0
     fits: bool = True
 
 
@@ -249,24 +228,20 @@ def select_versions(manifests: Manifests, count: int, budget_bytes: int | None) 
         return size_of(manifests[place] for place in kept_places(anchors, versions))
 
     wanted = frozenset(kept_places(anchors, count))
-    road_bytes = needed_bytes(1)
+    route_bytes = needed_bytes(1)
     if budget_bytes is None:
-        return Selection(wanted, wanted, road_bytes)
+        return Selection(wanted, wanted, route_bytes)
     fitting = bisect_right(range(1, min(count, len(anchors)) + 1), budget_bytes, key=needed_bytes)
     if fitting or not anchors:
-        return Selection(wanted, frozenset(kept_places(anchors, fitting)), road_bytes)
-    return Selection(wanted, _as_many_as_fit(manifests, wanted, budget_bytes), road_bytes, fits=False)
+        return Selection(wanted, frozenset(kept_places(anchors, fitting)), route_bytes)
+    chosen: list[Place] = []
+    for place in sorted(wanted, reverse=True):  # as many as fit
+        if size_of(manifests[other] for other in [*chosen, place]) <= budget_bytes:
+            chosen.append(place)
+    return Selection(wanted, frozenset(chosen), route_bytes, fits=False)
 
 
 def size_of(manifests: Iterable[PolicyManifest | None]) -> int:
     """The bytes that these versions offer together; a chunk that several have lies on the disk once."""
     known = (manifest for manifest in manifests if manifest is not None)
     return sum({chunk.hash: chunk.size_bytes for manifest in known for chunk in offered(manifest)}.values())
-
-
-def _as_many_as_fit(manifests: Manifests, wanted: frozenset[Place], budget_bytes: int) -> frozenset[Place]:
-    chosen: list[Place] = []
-    for place in sorted(wanted, reverse=True):
-        if size_of(manifests[other] for other in [*chosen, place]) <= budget_bytes:
-            chosen.append(place)
-    return frozenset(chosen)

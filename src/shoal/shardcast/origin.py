@@ -9,9 +9,9 @@ the last anchor are together larger than the payload, or if that anchor lies far
 deltas alone. Serving is somebody else's: `run_origin` in another process or thread, nginx, a bucket. They share only
 the folder.
 
-Earlier payloads are not kept for the next delta: they are made again from what the tree offers, block by block (the
-anchor, then delta by delta). The tree always reaches back to an anchor. Chunks that this process did not write are
-hashed before a delta is made from them: a torn one would give every client the wrong weights.
+Earlier payloads are not kept for the next delta: they are made again from what the tree offers, block by block. Chunks
+that this process did not write are hashed before a delta is made from them: a torn one would give every client the
+wrong weights.
 """
 
 from __future__ import annotations
@@ -101,9 +101,6 @@ class _Way:
     def size_bytes(self) -> int:
         return sum(delta.size_bytes for _, delta in self.steps)
 
-    def extended(self, manifest: PolicyManifest, delta: Delta) -> _Way:
-        return _Way(self.anchor, (*self.steps, (manifest, delta)))
-
     def chunked(self) -> Iterator[tuple[Sequence[Chunk], int]]:
         """The chunks of the anchor, then of every delta; with their size."""
         yield self.anchor.chunks, self.anchor.chunk_size_bytes
@@ -145,13 +142,9 @@ class Origin:
     """
 
     def __init__(
-        self,
-        folder: Path | str,
-        run: str,
-        key: SigningKey,
-        clock: Clock = SystemClock(),
+        self, folder: Path | str, run: str, key: SigningKey, clock: Clock = SystemClock(),
         settings: OriginSettings = OriginSettings(),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._tree = Tree(Path(folder))
         self._run = run
         self._key = key
@@ -167,20 +160,20 @@ class Origin:
         return None if data is None else read_head(data, self._run, self._key.public_key)
 
     def publish(
-        self,
-        version: int,
-        content: Content | Path | str | Mapping[str, Any] | Sequence[TensorView],
-        *,
-        incarnation: int = 0,
-        ledger_head: LedgerHead | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> PolicyManifest:
-        """Publish a version. The same version with the same content again is harmless; with another it is an error.
-
-        A version behind the head that is not kept any more (a trainer resumed from an old checkpoint) is signed and
-        returned but not written: the head never goes back, and retention would remove it at once.
-        """
-        content = _as_content(content)
+        self, version: int, content: Content | Path | str | Mapping[str, Any] | Sequence[TensorView], *,
+        incarnation: int = 0, ledger_head: LedgerHead | None = None, on_progress: OnProgress | None = None,
+    ) -> PolicyManifest:  # fmt: skip
+        """Publish a version. The same version with the same content again is harmless; with another it is an error. A
+        version behind the head that is not kept any more (a trainer resumed from an old checkpoint) is signed and
+        returned but not written: the head never goes back, and retention would remove it at once."""
+        if isinstance(content, Path | str):
+            content = Content.at(Path(content))
+        elif isinstance(content, Mapping):
+            content = Content.of_arrays(content)
+        elif not isinstance(content, Content):
+            if not all(isinstance(tensor, TensorView) for tensor in content):
+                raise TypeError("what can be published: a path, arrays by name, tensors (TensorView), or a Content")
+            content = Content.of({}, content)
         place = (incarnation, version)
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
             head = self.head()
@@ -204,7 +197,7 @@ class Origin:
             return manifest
 
     def keep_newest(self, versions: int) -> None:
-        """The run is finished: so many versions stay, back to an anchor,."""
+        """The run is finished: so many versions stay, back to an anchor."""
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
             head = self.head()
             newest = None if head is None else self._published(place_of(head))
@@ -218,11 +211,10 @@ class Origin:
         if published is None:
             log.info("policy %d.%d is behind the head and not kept: signed, not served", *draft.place)
             return manifest
-        if published.policy.digest != manifest.policy.digest:
-            raise PolicyMismatch(
-                f"policy {published.policy.label} is already published with digest {published.policy.digest[:16]}…, "
-                f"not {manifest.policy.digest[:16]}…; continue under a new incarnation"
-            )
+        old, new = published.policy.digest, manifest.policy.digest
+        if old != new:
+            what = f"policy {published.policy.label} is already published with digest {old[:16]}…, not {new[:16]}…"
+            raise PolicyMismatch(f"{what}; continue under a new incarnation")
         return published
 
     def _first_time(self, draft: _Draft, on_progress: OnProgress | None) -> PolicyManifest:
@@ -264,7 +256,8 @@ class Origin:
             if other >= place:
                 break
             bases = [((delta.base.incarnation, delta.base.version), delta) for delta in manifest.deltas]
-            found = [ways[base].extended(manifest, delta) for base, delta in bases if base in ways]
+            known = ((ways[base], delta) for base, delta in bases if base in ways)
+            found = [_Way(way.anchor, (*way.steps, (manifest, delta))) for way, delta in known]
             found += [_Way(manifest)] if manifest.anchor else []
             if found:
                 ways[other] = min(found, key=lambda way: way.size_bytes)
@@ -281,11 +274,9 @@ class Origin:
 
     def _deltas(self, draft: _Draft, way: _Way) -> tuple[Delta, ...]:
         """The deltas that pay, nearest base first, written as chunks; none if not even that to the version before does.
-
         Every version has one to the version before it; one whose number is a multiple of a longer stride also skips
         back by that stride, so that whoever lags by n versions needs about log n deltas. All of these bases lie on the
-        way to the version before, unless an anchor lies between: its own delta leads there.
-        """
+        way to the version before, unless an anchor lies between: its own delta leads there."""
         incarnation, version = draft.place
         passed = [way.anchor, *(manifest for manifest, _ in way.steps)]
         if any(manifest.entries != draft.content.entries for manifest in passed) or not self._is_whole(way):
@@ -339,18 +330,11 @@ class Origin:
         digest = content_digest(entries, draft.chunk_size_bytes, tuple(chunks))
         same_incarnation = head is not None and head.policy.incarnation == incarnation
         return PolicyManifest(
-            run=self._run,
-            policy=PolicyRef(incarnation=incarnation, version=version, digest=digest),
-            parent_version=head.policy.version if head is not None and same_incarnation else None,
-            entries=entries,
-            chunk_size_bytes=draft.chunk_size_bytes,
-            chunks=tuple(chunks),
-            size_bytes=draft.content.size_bytes,
-            anchor=anchor,
-            deltas=deltas,
-            ledger_head=draft.ledger_head,
-            created_at_ms=self._clock.now_ms(),
-        )
+            run=self._run, policy=PolicyRef(incarnation=incarnation, version=version, digest=digest),
+            parent_version=head.policy.version if head is not None and same_incarnation else None, entries=entries,
+            chunk_size_bytes=draft.chunk_size_bytes, chunks=tuple(chunks), size_bytes=draft.content.size_bytes,
+            anchor=anchor, deltas=deltas, ledger_head=draft.ledger_head, created_at_ms=self._clock.now_ms(),
+        )  # fmt: skip
 
     def _published(self, place: Place) -> PolicyManifest | None:
         data = self._tree.read(manifest_key(place))
@@ -365,19 +349,13 @@ class Origin:
         data = self._tree.read(manifest_key(place_of(manifest)))
         assert data is not None
         known = self._known()
-        anchors = {
-            place: place not in known or known[place].anchor
-            for place in self._tree.places()
-            if place <= place_of(manifest)
-        }
-        kept = kept_places(anchors, kept_versions)
+        places = [place for place in self._tree.places() if place <= place_of(manifest)]
+        kept = kept_places({place: place not in known or known[place].anchor for place in places}, kept_versions)
+        labels = tuple(f"{incarnation}.{version}" for incarnation, version in sorted(kept))
         head = BroadcastHead(
-            run=self._run,
-            policy=manifest.policy,
-            manifest_hash=manifest_hash(data),
-            kept_versions=tuple(f"{incarnation}.{version}" for incarnation, version in sorted(kept)),
+            run=self._run, policy=manifest.policy, manifest_hash=manifest_hash(data), kept_versions=labels,
             created_at_ms=self._clock.now_ms(),
-        )
+        )  # fmt: skip
         point("trainer.publish.before_head")
         self._tree.write(HEAD, encode(head, self._key))
         self._collect(known, kept)
@@ -408,15 +386,3 @@ class Origin:
             log.warning("old chunks are not removed this time: a manifest here cannot be read")
             return
         self._tree.remove_chunks_except({chunk.hash for manifest in known.values() for chunk in offered(manifest)})
-
-
-def _as_content(content: Content | Path | str | Mapping[str, Any] | Sequence[TensorView]) -> Content:
-    if isinstance(content, Content):
-        return content
-    if isinstance(content, Path | str):
-        return Content.at(Path(content))
-    if isinstance(content, Mapping):
-        return Content.of_arrays(content)
-    if all(isinstance(tensor, TensorView) for tensor in content):
-        return Content.of({}, content)
-    raise TypeError("what can be published: a path, arrays by name, tensors (TensorView), or a Content")

@@ -6,13 +6,14 @@ import contextlib
 import errno
 import os
 import shutil
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import BroadcastError
-from shoal.protocol import Entry, PolicyManifest, PolicyRef, TensorView
+from shoal.protocol import PolicyManifest, PolicyRef, TensorView
 from shoal.runtime.files import ensure_folder, resource_error
 
 if TYPE_CHECKING:
@@ -21,25 +22,11 @@ if TYPE_CHECKING:
 COPY_BYTES = 8 * 1024 * 1024
 
 
-class LazyFiles(Mapping[str, bytes]):
-    """The files of a payload by name, read when asked for."""
-
-    def __init__(self, spans: Mapping[str, memoryview]) -> None:
-        self._spans = spans
+class LazyFiles(UserDict[str, Any]):
+    """The files of a payload by name, as views of it; read when asked for."""
 
     def __getitem__(self, name: str) -> bytes:
-        return bytes(self._spans[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._spans)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mapping) and dict(self) == dict(other)
-
-    __hash__ = None  # type: ignore[assignment]
+        return bytes(self.data[name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +43,7 @@ class ChangedValues:
 @dataclass(frozen=True, repr=False)
 class Payload:
     """A version that has arrived and been verified. `tensors` are views of one read-only mapping: copy to change.
-
-    Values lie back to back, so a view may be unaligned when tensors of several types are mixed.
-    """
+    Values lie back to back, so a view may be unaligned when tensors of several types are mixed."""
 
     manifest: PolicyManifest
     files: Mapping[str, bytes]
@@ -71,37 +56,32 @@ class Payload:
         return f"Payload(policy {self.manifest.policy.label}: {what})"
 
     def changes_from(self, ref: PolicyRef | None) -> Iterator[ChangedValues] | None:
-        """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas.
-
-        The values are those of this payload, whose digest has been verified. A position may come twice. Tensors alone:
-        files must be compared by their bytes.
-        """
+        """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas. The
+        values are those of this payload, whose digest has been verified. A position may come twice. Tensors alone:
+        files must be compared by their bytes."""
         if ref is None or self.made is None or self.made.forgotten or self.made.begin.digest != ref.digest:
             return None
         return self.made.changes()
 
     def export(self, target: Path) -> list[Path]:
-        """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it.
-
-        Tensors are no files: they are in `tensors`.
-        """
+        """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it."""
         ensure_folder(target)
         written = []
-        for entry in self.manifest.entries:
-            if entry.type == "file":
-                path = _place_for(target, entry.name)
-                self._copy(entry, path)
-                written.append(path)
+        for entry in (entry for entry in self.manifest.entries if entry.type == "file"):
+            path = target
+            for part in entry.name.split("/")[:-1]:
+                path = path / part
+                if path.is_symlink():
+                    raise BroadcastError(f"{entry.name} is not written: {path} is a link, and might lead elsewhere")
+                ensure_folder(path)
+            written.append(path / entry.name.split("/")[-1])
+            with _appearing(written[-1]) as temporary, temporary.open("xb", buffering=0) as output:
+                if self.path is None:
+                    output.write(self.files[entry.name])
+                else:  # by the file: what is looked at through a mapping counts as this process's memory
+                    with self.path.open("rb", buffering=0) as source:
+                        copy_span(source.fileno(), entry.offset, entry.size_bytes, output.fileno())
         return written
-
-    def _copy(self, entry: Entry, target: Path) -> None:
-        """Without looking at the bytes: what is looked at through a mapping counts as this process's memory."""
-        with _appearing(target) as temporary, temporary.open("xb", buffering=0) as output:
-            if self.path is None:
-                output.write(self.files[entry.name])
-                return
-            with self.path.open("rb", buffering=0) as source:
-                copy_span(source.fileno(), entry.offset, entry.size_bytes, output.fileno())
 
 
 def copy_span(source: int, offset: int, size: int, target: int) -> None:
@@ -148,17 +128,6 @@ def open_payload(
         elif entry.dtype is not None and entry.shape is not None:
             tensors.append(TensorView(entry.name, entry.dtype, entry.shape, span))
     return Payload(manifest, LazyFiles(files), tensors, path, made)
-
-
-def _place_for(target: Path, name: str) -> Path:
-    """Where a file of this name goes below `target`; folders are made, links in between are refused."""
-    path = target
-    for part in name.split("/")[:-1]:
-        path = path / part
-        if path.is_symlink():
-            raise BroadcastError(f"{name} is not written: {path} is a link, and might lead out of {target}")
-        ensure_folder(path)
-    return path / name.split("/")[-1]
 
 
 def copy_or_link(source: Path, target: Path) -> None:

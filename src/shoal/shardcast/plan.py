@@ -7,11 +7,11 @@
                  └──── land(flight): not done ─ elsewhere, later · done ─ the others that carry it have lost
 
 Sources say which chunks they have (`Map`); whoever sends no map (nginx, a bucket, the origin's folder) is taken to have
-everything. A map is a claim and nothing more: a chunk is believed by its hash, and whoever claims what it does not
-deliver is dropped. Peers trade: what one of them has is fetched from it, what one announces is waited for, and only the
-rest is fetched from upstream, in an order of chance; so the peers of one level together take about one copy. No promise
-is waited for beyond a bound that follows from measured bandwidth, and a peer that is much slower than upstream is not
-waited for at all. All methods are called under the pool's lock.
+everything. A map is only a claim: a chunk is believed by its hash, and whoever claims what it does not deliver is
+dropped. Peers trade: what one of them has is fetched from it, what one announces is waited for, and only the rest is
+fetched from upstream, in random order; so the peers of one level together take about one copy. Waits are bounded by
+measured bandwidth, and a peer that is much slower than upstream is not waited for. All methods are called under the
+pool's lock.
 """
 
 from __future__ import annotations
@@ -24,29 +24,26 @@ from itertools import islice
 
 from shoal.protocol import Chunk, PolicyManifest
 from shoal.shardcast.manifest import Place, offered, place_of
-from shoal.shardcast.sources import REST, Kind, SourceScores, Standing
+from shoal.shardcast.sources import REST, UNKNOWN_S, Kind, SourceScores, Standing
 
 WINDOW = 128  # so many candidates are weighed against each other; more would only cost time
-UNKNOWN_S = 1.0  # what an unmeasured source is taken to need for a chunk, and any source for its first map
 HEDGE, LATE, LITTLE_S = 1.5, 4.0, 0.1  # times as long as another source needs, and a little
 COMING_S, LACKING_S = 15.0, 2.0  # how long the last resort waits for what a relay announces, and for what nobody does
-WORTH = 0.25  # a peer with less than this share of upstream's bandwidth is not waited for
 # Eight chunks at a time over a slow link all arrive late; so a source begins with few, and gets as many as its link
 # bears at this rate each.
 FEW_FLIGHTS, FLIGHT_BYTES_S = 3, 128 * 1024
 UNKEPT = 3  # claims that turn out empty before a source is dropped
-WAIT_S = 1.0  # how long a question for a map may be held
 
 
 @dataclass(frozen=True)
 class Map:
-    """What a source last said of a version: HAVE are the chunks that it serves now, SOON those that it is fetching from
-    upstream. As bits, by position in `offered`."""
+    """What a source last said of a version, as bits by position in `offered`: the chunks that it serves now, and those
+    that it is fetching from upstream. `mapless`: it answered without a map."""
 
     have: int = 0
     soon: int = 0
     asked_s: float | None = None  # None: nothing has been heard of it
-    misses: int = 0  # answers without a map, in a row
+    mapless: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,11 +83,9 @@ class Wanted:
 
 @dataclass(eq=False)
 class Flight:
-    """One attempt at one chunk. `source` is empty when it is looked for on this disk.
-
-    `claimed`: its map says that it has the chunk. `may_be_held`: it may be a relay that waits for the chunk itself and
-    answers when it is there; then the wait before the answer says nothing about its bandwidth.
-    """
+    """One attempt at one chunk. `source` is empty when it is looked for on this disk. `claimed`: its map says that it
+    has the chunk. `may_be_held`: it may be a relay that waits for the chunk itself and answers when it is there; then
+    the wait before the answer says nothing about its bandwidth."""
 
     wanted: Wanted
     source: str
@@ -156,14 +151,13 @@ class Plan:
         self._wanted = {key: wanted for key, wanted in self._wanted.items() if key in kept}
         self._unlooked = {key: wanted for key, wanted in self._unlooked.items() if key in kept}
         self._index()
-        return _lose(flight for wanted in gone for flight in wanted.flights)
+        lost = [flight for wanted in gone for flight in wanted.flights]
+        for flight in lost:
+            flight.lost = True
+        return lost
 
     def pending(self) -> int:
         return len(self._wanted)
-
-    def places(self) -> list[Place]:
-        """The versions of which chunks are wanted, newest first."""
-        return [place for place, version in self._versions.items() if version.pending]
 
     def flying_bytes(self) -> int:
         """What has been received of chunks that are not whole yet."""
@@ -205,19 +199,20 @@ class Plan:
             flight = self._fetch(ready, now_s) or self._last_resort(ready, now_s) or self._hedge(ready, now_s)
             flight = flight or self._look(now_s, len(self._unlooked))
             if flight is None and self._wanted and not self._flying:  # those that answer and could have it do not
-                self.absent |= {source for source, one in ready.items() if self._is_heard(source, one.kind)}
+                heard = {(source, Kind.UPSTREAM) for (source, _), seen in self._maps.items() if not seen.mapless}
+                answering = ((source, one.kind) for source, one in ready.items())
+                self.absent |= {one[0] for one in answering if one[1] is Kind.PEER or one in heard}
         return flight
-
-    def _is_heard(self, source: str, kind: Kind) -> bool:
-        heard = any(who == source and not seen.misses for (who, _), seen in self._maps.items())
-        return kind is Kind.PEER or (heard and kind is Kind.UPSTREAM)
 
     def win(self, flight: Flight) -> list[Flight] | None:
         """If this flight is the first to bring its chunk, whole and verified: those that it has beaten."""
         if flight.lost or flight.wanted.winner is not None:
             return None
         flight.wanted.winner = flight
-        return _lose(other for other in flight.wanted.flights if other is not flight)
+        beaten = [other for other in flight.wanted.flights if other is not flight]
+        for other in beaten:
+            other.lost = True
+        return beaten
 
     def land(self, flight: Flight, done: bool) -> None:
         """The flight is over; `done` if its chunk is here now."""
@@ -258,13 +253,12 @@ class Plan:
             self._most_flights[source] = max(1, self.flights_at(source) - 1)
         if not flight.claimed:
             self._scores.note(source, sentence)
-            return False
-        if status == 404:
+        elif status == 404:
             self._doubts.setdefault(source, (wanted, now_s))
             self._scores.failed(source, f"{sentence}, although its map says so")
-            return True
-        self._scores.failed(source, f"{source} is busy (HTTP {status})")
-        return False
+        else:
+            self._scores.failed(source, f"{source} is busy (HTTP {status})")
+        return flight.claimed and status == 404
 
     def should_leave(self, flight: Flight, now_s: float) -> bool:
         """Whether another source would bring this chunk several times faster than the one that is at it."""
@@ -283,7 +277,7 @@ class Plan:
         if version is None:
             return 1
         before, half = self.map(source, version), -(-len(version.hashes) // 8)
-        after = Map(0, 0, asked_s, before.misses + 1)
+        after = Map(asked_s=asked_s, mapless=True)
         if body is not None:
             after = Map(int.from_bytes(body[:half], "little"), int.from_bytes(body[half:], "little"), asked_s)
         self._maps[source, place] = after
@@ -312,17 +306,17 @@ class Plan:
             return None
         asked_s, question = min(open_ones, key=lambda one: one[0])
         at_once = asked_s == 0.0 or source in self._doubts
-        return question if at_once else replace(question, wait_s=WAIT_S / len(open_ones))
+        return question if at_once else replace(question, wait_s=UNKNOWN_S / len(open_ones))
 
     def _offers(self, source: str, kind: Kind, version: Version, now_s: float) -> int:
         """The chunks of a version that this source can be asked for, as bits."""
-        seen = self.map(source, version)
         if kind is Kind.LAST_RESORT:
             return -1
-        if seen.asked_s is not None and not seen.misses:
+        seen = self.map(source, version)
+        if seen.asked_s is not None and not seen.mapless:
             return 0 if source in self._doubts else seen.have
         # Before its map has come, a source is asked for one chunk: the request may be held until the chunk is there.
-        heard = seen.misses or now_s - version.since_s > UNKNOWN_S or not self.flights_at(source)
+        heard = seen.mapless or now_s - version.since_s > UNKNOWN_S or not self.flights_at(source)
         return -1 if heard and kind is Kind.UPSTREAM else 0
 
     def _may_ask(self, source: str, kind: Kind, wanted: Wanted, now_s: float) -> bool:
@@ -349,7 +343,7 @@ class Plan:
     def _fetch(self, ready: dict[str, Standing], now_s: float) -> Flight | None:
         ordinary = {source: standing for source, standing in ready.items() if standing.kind is not Kind.LAST_RESORT}
         upstream = [one.bandwidth_bytes_s or 0.0 for one in ordinary.values() if one.kind is Kind.UPSTREAM]
-        least = WORTH * max(upstream, default=0.0)
+        least = max(upstream, default=0.0) / LATE
         peers = {source: one.bandwidth_bytes_s for source, one in ordinary.items() if one.kind is Kind.PEER}
         worth_waiting_for = [source for source, rate in peers.items() if rate is None or rate >= least]
         for source in self._drawn(ordinary):
@@ -387,7 +381,7 @@ class Plan:
         if not self._announced_by(peers, wanted):
             return False
         wanted.announced_s = now_s if wanted.announced_s is None else wanted.announced_s
-        return now_s - wanted.announced_s < LATE * (_seconds(wanted.chunk, upstream) + LITTLE_S)
+        return now_s - wanted.announced_s < LATE * (upstream.seconds(wanted.chunk.size_bytes) + LITTLE_S)
 
     def _last_resort(self, ready: dict[str, Standing], now_s: float) -> Flight | None:
         last = {source: standing for source, standing in ready.items() if standing.kind is Kind.LAST_RESORT}
@@ -431,7 +425,7 @@ class Plan:
         """A source that would bring the chunk well before this flight does, which has had its time, so many times."""
         left_s, elapsed_s = flight.left_s(now_s), now_s - flight.started_s
         for source, standing in ready.items():
-            other_s = _seconds(flight.chunk, standing)
+            other_s = standing.seconds(flight.chunk.size_bytes)
             late = left_s > HEDGE * other_s + LITTLE_S and elapsed_s > times * (other_s + LITTLE_S)
             another = source != flight.source and standing.kind is not Kind.LAST_RESORT
             if late and another and self._may_ask(source, standing.kind, flight.wanted, now_s):
@@ -444,26 +438,13 @@ class Plan:
 
     def _launch(self, wanted: Wanted, source: str, kind: Kind | None, now_s: float) -> Flight:
         seen = self.map(source, wanted.version)
-        claimed = bool(seen.have >> wanted.position & 1)
-        flight = Flight(wanted, source, kind, claimed, seen.asked_s is None, now_s)
+        flight = Flight(wanted, source, kind, bool(seen.have >> wanted.position & 1), seen.asked_s is None, now_s)
         wanted.flights.append(flight)
         self._mark(wanted)
         self._flying.add(flight)
         return flight
 
     def _drawn(self, standings: dict[str, Standing]) -> list[str]:
-        """The sources in an order of chance, the weightier the sooner; before them those that are to be probed."""
+        """The sources in random order, the weightier the sooner; before them those that are to be probed."""
         times = {source: self._chance.expovariate(standing.weight) for source, standing in standings.items()}
         return sorted(standings, key=lambda source: (not self._to_probe(source, standings[source]), times[source]))
-
-
-def _seconds(chunk: Chunk, standing: Standing) -> float:
-    """What a chunk takes from a source, as far as that is known."""
-    return UNKNOWN_S if standing.bandwidth_bytes_s is None else chunk.size_bytes / standing.bandwidth_bytes_s
-
-
-def _lose(flights: Iterable[Flight]) -> list[Flight]:
-    lost = list(flights)
-    for flight in lost:
-        flight.lost = True
-    return lost

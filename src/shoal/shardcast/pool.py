@@ -6,9 +6,8 @@
                ├── failed: elsewhere ──┘
                └── a thread per source that asks which chunks it has
 
-Memory is one chunk per thread. The downloader wants the chunks of one version and waits; a relay's pool lives as long
-as the relay and is given new chunks whenever the head moves. A thread without work waits for a map, an arrival or a
-wish; only one of them also looks at the clock, for what has become overdue.
+Memory is one chunk per thread. A thread without work waits for a map, an arrival or a new chunk to fetch; only one of
+them also looks at the clock, for what has become overdue.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -33,8 +31,8 @@ from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Reach
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
 from shoal.shardcast.limits import Throttle
-from shoal.shardcast.plan import FLIGHT_BYTES_S, WAIT_S, Flight, Plan, Question
-from shoal.shardcast.sources import Kind, SourceScores
+from shoal.shardcast.plan import FLIGHT_BYTES_S, Flight, Plan, Question
+from shoal.shardcast.sources import UNKNOWN_S, Kind, SourceScores
 from shoal.shardcast.tree import chunk_key
 
 log = logging.getLogger(__name__)
@@ -99,8 +97,6 @@ class ChunkPool:
         self.fetched_bytes: Counter[str] = Counter()  # of chunks that were kept
         self.wasted_bytes: Counter[str] = Counter()  # of all others: too slow, too late, corrupt
 
-    # What its owner says and asks
-
     @property
     def absent(self) -> set[str]:
         """Sources that lacked a chunk since the last one arrived."""
@@ -110,7 +106,8 @@ class ChunkPool:
         """Fetch these of the chunks that a version offers, those of newer versions first."""
         with self._lock:
             self._plan.want(manifest, chunks, time.monotonic())
-            self._wake()
+            self._work_there.notify_all()
+            self._question_there.notify_all()
         self.follow_sources()
 
     def forget_except(self, kept: set[str]) -> None:
@@ -153,14 +150,12 @@ class ChunkPool:
     def follow_sources(self) -> None:
         """A thread that asks for maps for each source that has none. One whose source is gone ends by itself."""
         timeouts = self._settings.timeouts
-        patient = replace(timeouts, stall_s=timeouts.stall_s + WAIT_S)
+        patient = replace(timeouts, stall_s=timeouts.stall_s + UNKNOWN_S)
         with self._lock:
             for source, kind in self._scores.kinds().items() if self._started else ():
                 if kind is not Kind.LAST_RESORT and source not in self._map_lines and not self._closing.is_set():
                     self._map_lines[source] = Connection(source, self._closing, patient)
                     threading.Thread(target=self._ask_for_maps, args=(source,), name="have-map", daemon=True).start()
-
-    # What the threads of the maps do
 
     def _ask_for_maps(self, source: str) -> None:
         connection = self._map_lines[source]
@@ -186,11 +181,9 @@ class ChunkPool:
                 question = self._plan.question(source)
                 if question is not None:
                     return question
-                self._question_there.wait(WAIT_S)
+                self._question_there.wait(UNKNOWN_S)
             del self._map_lines[source]
         return None
-
-    # What each thread does
 
     def _work(self) -> None:
         connections, memory = Connections(self._closing, self._settings.timeouts), bytearray()
@@ -228,41 +221,29 @@ class ChunkPool:
     def _carry_out(self, flight: Flight, connections: Connections, buffer: memoryview) -> Flight | None:
         """One attempt at one chunk. Perhaps the next one, chosen before this one is kept: whoever hears that this one
         has arrived hears what is fetched next in the same breath, and fetches something else."""
-        following, done = None, False
+        following, done, may_keep = None, False, False
         try:
             if not flight.source or self._fetch(flight, connections.to(flight.source), buffer):
-                with self._keeping() as may_keep:
-                    if may_keep and not flight.source:
-                        done = self._keeper.has(flight.chunk, buffer)
-                    elif may_keep:
-                        with self._lock:
-                            following = self._plan.take(time.monotonic())
-                        self._keeper.keep(flight.chunk, buffer)
-                        done = True
+                with self._lock:  # a pool that is closing calls its keeper no more
+                    may_keep = not self._closing.is_set()
+                    self._at_keeper += may_keep
+                    following = self._plan.take(time.monotonic()) if may_keep and flight.source else None
+                if may_keep and flight.source:
+                    self._keeper.keep(flight.chunk, buffer)
+                    done = True
+                elif may_keep:
+                    done = self._keeper.has(flight.chunk, buffer)
         finally:
             with self._lock:
+                self._at_keeper -= may_keep
                 self._lines.pop(flight, None)
                 self._plan.land(flight, done)
                 if following is not None and not done:
                     self._plan.land(following, False)
-                if not self._plan.pending():
-                    self._over.notify_all()
-                elif not done:
+                self._over.notify_all()
+                if not done:
                     self._work_there.notify()
         return following
-
-    @contextmanager
-    def _keeping(self) -> Iterator[bool]:
-        """Around every call of the keeper; false when the pool is closing, and it must not be called any more."""
-        with self._lock:
-            may_keep = not self._closing.is_set()
-            self._at_keeper += may_keep
-        try:
-            yield may_keep
-        finally:
-            with self._lock:
-                self._at_keeper -= may_keep
-                self._over.notify_all()
 
     def _fetch(self, flight: Flight, connection: Connection, buffer: memoryview) -> bool:
         """Whether the chunk is in the buffer, verified, and the first to be so."""
@@ -313,9 +294,7 @@ class ChunkPool:
             return False
         if answer.size_bytes != chunk.size_bytes:
             connection.close()
-            raise ChunkCorrupt(
-                f"{source} offers {answer.size_bytes} bytes as chunk {chunk.hash[:16]}…, which has {chunk.size_bytes}"
-            )
+            raise ChunkCorrupt(f"{source} offers {answer.size_bytes} bytes as chunk {chunk.hash[:16]}…")
         started_s = time.monotonic() if flight.may_be_held else asked_s
         hasher = blake3()
         connection.read_into(buffer, deadline, hasher)
@@ -343,10 +322,6 @@ class ChunkPool:
 
     # Under the lock
 
-    def _wake(self) -> None:
-        self._work_there.notify_all()
-        self._question_there.notify_all()
-
     def _hang_up(self, flights: Iterable[Flight]) -> None:
         """A flight that has landed is no longer in `_lines`, so nobody else's request is cut."""
         for flight in flights:
@@ -358,8 +333,8 @@ class ChunkPool:
         self._hang_up(list(self._lines))
         for connection in self._map_lines.values():
             connection.hang_up()
-        self._wake()
-        self._over.notify_all()
+        for condition in (self._work_there, self._question_there, self._over):
+            condition.notify_all()
 
 
 def ask_for_map(connection: Connection, question: Question) -> bytes | None:
@@ -373,6 +348,10 @@ def ask_for_map(connection: Connection, question: Question) -> bytes | None:
     connection.drain(deadline)
     if answer.status != 200:
         return None
-    raise BroadcastError(
-        f"{connection.source} sends a map of {answer.size_bytes} bytes for {question.size} chunks, not {expected}"
-    )
+    sizes = f"{answer.size_bytes} bytes for {question.size} chunks, not {expected}"
+    raise BroadcastError(f"{connection.source} sends a map of {sizes}")
+
+
+def show_shares(fetched_bytes: Counter[str]) -> str:
+    """Who sent how much, for a log line."""
+    return ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in fetched_bytes.most_common())

@@ -5,10 +5,15 @@
     peer     ─(long poll)─► follower ─┘                      └─► … and its peers
                                           chunks from whichever source serves best
 
-A relay is not trusted and trusts nobody: it passes on only what the trainer signed and what matches its hash. An
-upstream that is not up yet is waited for, with growing pauses. Peers are relays of the same level: they trade chunks,
-so that upstream sends each about once, and tell each other of new heads. A peer is first asked who it is, so that all
-relays can be given the same list: a relay that meets itself leaves that address out.
+A relay is not trusted and trusts nobody: it passes on only what the trainer signed and what matches its hash. Peers are
+relays of the same level: they trade chunks, so that upstream sends each about once, and tell each other of new heads. A
+peer is first asked who it is, so that all relays can be given the same list: one that meets itself leaves itself out.
+
+    head (signed) ─► manifest (signed, hash in head) ─► both on disk and served ─► chunks, newest version first
+                                                        requests for chunks on their way are held, not refused
+
+Invariants: the head never goes back; a manifest is served only with a valid signature; a chunk is served only if this
+process has seen its hash match; only what a version offers is fetched; no chunk of a mirrored version is removed.
 """
 
 from __future__ import annotations
@@ -18,13 +23,19 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from shoal.errors import BroadcastError, ConfigError, ManifestRefused
-from shoal.protocol import BroadcastHead
+from blake3 import blake3
+
+from shoal.errors import BroadcastError, ConfigError, ManifestRefused, ProtocolError
+from shoal.protocol import BroadcastHead, Chunk, PolicyManifest, SignedDocument, WitnessedHead, open_document
 from shoal.runtime.clock import Backoff
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
+from shoal.shardcast.catalogue import Blob, Catalogue, Inventory
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
 from shoal.shardcast.limits import RelayConfig
 from shoal.shardcast.lookup import MANIFEST_S, get_document
@@ -33,13 +44,20 @@ from shoal.shardcast.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_WITNESS_BYTES,
     Place,
+    Selection,
     check_not_rolled_back,
+    manifest_hash,
+    offered,
     place_of,
     read_head,
+    read_manifest,
+    select_versions,
+    size_of,
 )
-from shoal.shardcast.mirror import Mirror
+from shoal.shardcast.pool import ChunkPool, PoolSettings, show_shares
 from shoal.shardcast.server import TreeServer, serve
-from shoal.shardcast.tree import HEAD, manifest_key, witness_key
+from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, Tree, chunk_key, have_key, manifest_key, parse_label, witness_key
 
 log = logging.getLogger(__name__)
 
@@ -173,9 +191,8 @@ class Follower:
                 attempt += 1
                 continue
             attempt = 0
-            held_s = time.monotonic() - started_s
             if not news:  # a plain file server answers at once, so the pace has to be ours
-                self._stop.wait(max(0.0, self._config.poll_s - held_s))
+                self._stop.wait(max(0.0, self._config.poll_s - (time.monotonic() - started_s)))
         self._connection.close()
 
     def _poll(self) -> bool:
@@ -188,32 +205,25 @@ class Follower:
         if data is None:
             self._say(f"{self._upstream} has nothing published yet")
             return False
-        head = read_head(data, self._config.run, self._config.trusted_key)
-        check_not_rolled_back(head, self._mirror.head)
-        news = self._take_head(head, data)
+        head, news = read_head(data, self._config.run, self._config.trusted_key), False
+        known = self._mirror.head
+        check_not_rolled_back(head, known)
+        if known is None or place_of(head) != place_of(known):
+            manifest = self._get_manifest(place_of(head))
+            if manifest is None:
+                raise BroadcastError(f"{self._upstream} names policy {head.policy.label}, but not its manifest")
+            news = self._mirror.adopt_head(head, data, manifest)
+            if news:
+                self._say(f"policy {head.policy.label} from {self._upstream}")
         for key in self._config.witnesses:
             signed = get_document(self._connection, witness_key(key), MAX_WITNESS_BYTES, Deadline(MANIFEST_S))
             if signed is not None:
                 self._mirror.adopt_witness(key, signed)
         return self._take_older() or news
 
-    def _take_head(self, head: BroadcastHead, data: bytes) -> bool:
-        known = self._mirror.head
-        if known is not None and place_of(head) == place_of(known):
-            return False
-        manifest = self._get_manifest(place_of(head))
-        if manifest is None:
-            raise BroadcastError(f"{self._upstream} names policy {head.policy.label} but does not have its manifest")
-        news = self._mirror.adopt_head(head, data, manifest)
-        if news:
-            self._say(f"policy {head.policy.label} from {self._upstream}")
-        return news
-
     def _take_older(self) -> bool:
-        """Fetch the manifests of older versions that are still offered; one that is not there is asked for later.
-
-        One that turns out to be no anchor makes the mirror want the one before it.
-        """
+        """Fetch the manifests of older versions that are still offered; one that is not there is asked for later. One
+        that turns out to be no anchor makes the mirror want the one before it."""
         asked: set[Place] = set()
         news = False
         while places := [place for place in self._mirror.missing_places() if place not in asked]:
@@ -234,3 +244,260 @@ class Follower:
         if sentence != self._said:
             self._said = sentence
             log.log(level, "%s", sentence)
+
+
+class Mirror(Catalogue):
+    """A relay's catalogue and the keeper of its pool. Any thread may call it."""
+
+    def __init__(self, config: RelayConfig) -> None:
+        super().__init__("relay")
+        self._tree = Tree(config.folder)
+        self._tree.prepare()
+        self.scores = SourceScores(config.upstreams)
+        self._run, self._trusted_key = config.run, config.trusted_key
+        self._settings = config.settings
+        self._lock = threading.RLock()
+        self._promised: set[str] = set()  # keys of manifests that are being fetched
+        # Replaced as a whole, never changed, so that the event loop can look at them at any time:
+        self._manifests: dict[Place, PolicyManifest] = {}
+        self._sizes: dict[str, int] = {}  # of every chunk of every mirrored version, by hash
+        self._selection = Selection()
+        # Changed in place, looked at one element at a time:
+        self._complete: set[str] = set()  # chunks that this process has verified
+        self._began: dict[Place, tuple[float, Counter[str]]] = {}
+        self.head: BroadcastHead | None = None
+        pool = PoolSettings(config.settings.connections, timeouts=Timeouts(reach=config.reach))
+        self.pool = ChunkPool(self.scores, self, pool)
+
+    # What the server asks. Without the lock: it is held while files are written, and the event loop must not wait for
+    # a disk. Each look is at one object, which is enough; a file that is removed just then is answered with 404.
+
+    def find(self, key: str) -> Blob | None:
+        match = CHUNK.fullmatch(key)
+        if match is not None:
+            size = self._sizes.get(match[2])
+            return Blob(self._tree.path(key), size) if size is not None and match[2] in self._complete else None
+        if key == HEAD:
+            return Blob.whole(self._tree.path(key)) if self.head is not None else None
+        if WITNESS.fullmatch(key):
+            return Blob.whole(self._tree.path(key))
+        place = parse_label(key.removeprefix("manifests/").removesuffix(".json"))
+        return Blob.whole(self._tree.path(key)) if place in self._manifests else None
+
+    def expects(self, key: str) -> bool:
+        match = CHUNK.fullmatch(key)
+        if match is None:
+            return key in self._promised
+        return match[2] in self._sizes and match[2] not in self._complete
+
+    def announced(self) -> set[str]:
+        return self.pool.announced()
+
+    def places(self) -> list[Place]:
+        """Versions whose chunks are here or coming, oldest first."""
+        return sorted(self._selection.mirrored & self._manifests.keys())
+
+    def health(self) -> dict[str, Any]:
+        head, problem = self.head, self._budget_problem(self._selection)
+        return {
+            "ok": not problem,
+            **({"problem": problem} if problem else {}),
+            **super().health(),
+            "head": None if head is None else head.policy.label,
+            "missing_versions": len(self.missing_places()),
+            "missing_chunks": sum(chunk_hash not in self._complete for chunk_hash in self._sizes),
+            "disk_bytes": sum(size for chunk_hash, size in self._sizes.items() if chunk_hash in self._complete),
+            "bytes_in": sum(self.pool.fetched_bytes.values()),
+            "sources": dict.fromkeys(self.scores.kinds(), False) | dict.fromkeys(self.scores.ready(), True),
+        }
+
+    # What the pool asks
+
+    def has(self, chunk: Chunk, scratch: memoryview) -> bool:
+        """A chunk left by an earlier process counts once its bytes have been hashed again."""
+        try:
+            with self._tree.path(chunk_key(chunk.hash)).open("rb", buffering=0) as file:
+                whole = file.readinto(scratch) == chunk.size_bytes and not file.read(1)
+        except FileNotFoundError:
+            return False
+        if not whole or blake3(scratch).hexdigest() != chunk.hash:
+            log.warning("chunk %s… on this disk is damaged; it is fetched again", chunk.hash[:16])
+            return False
+        self._arrived(chunk)
+        return True
+
+    def keep(self, chunk: Chunk, data: memoryview) -> None:
+        self._tree.put_chunk(chunk.hash, data, durable=False)  # a restart hashes it again
+        with self._lock:  # a retirement may have removed it just now, although it has become wanted again
+            if chunk.hash in self._sizes and not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
+                self._tree.put_chunk(chunk.hash, data, durable=False)
+            self._arrived(chunk)
+
+    # What the followers say
+
+    def load(self) -> None:
+        """Continue with what an earlier process left."""
+        self._tree.sweep_temporaries()
+        for place in self._tree.places():
+            try:
+                manifest = read_manifest(self._tree.read(manifest_key(place)) or b"", self._run, self._trusted_key)
+                if place_of(manifest) != place:
+                    raise ManifestRefused(f"the manifest of policy {manifest.policy.label} lies under another name")
+                self._manifests[place] = manifest
+            except ManifestRefused as error:
+                log.warning("%s; it is fetched again", error)
+                self._tree.remove_manifest(place)
+        data = self._tree.read(HEAD)
+        if data is not None:
+            try:
+                head = read_head(data, self._run, self._trusted_key)
+                self.head = head if place_of(head) in self._manifests else None
+            except ManifestRefused as error:
+                log.warning("%s; it is fetched again", error)
+        with self._lock:
+            self._settle()
+
+    def adopt_head(self, head: BroadcastHead, head_data: bytes, manifest_data: bytes) -> bool:
+        """Take a newer head with its manifest; false if another upstream was faster with this or a newer one."""
+        if manifest_hash(manifest_data) != head.manifest_hash:
+            raise ManifestRefused(f"the manifest of policy {head.policy.label} is not the one that its head names")
+        manifest = read_manifest(manifest_data, self._run, self._trusted_key)
+        if manifest.policy != head.policy:
+            raise ManifestRefused(f"the head of policy {head.policy.label} names the manifest of another policy")
+        with self._lock:
+            if self.head is not None and place_of(head) <= place_of(self.head):
+                check_not_rolled_back(head, self.head)
+                return False
+            self._tree.write(manifest_key(place_of(head)), manifest_data)
+            self._tree.write(HEAD, head_data)  # after its manifest, so that whoever sees the head finds the manifest
+            self.head = head
+            self._manifests = self._manifests | {place_of(head): manifest}
+            self._settle()
+        self.arrivals.notify(manifest_key(place_of(head)), HEAD)
+        return True
+
+    def adopt_manifest(self, place: Place, data: bytes) -> None:
+        """Take the manifest of an older version that is still kept."""
+        manifest = read_manifest(data, self._run, self._trusted_key)
+        if place_of(manifest) != place:
+            raise ManifestRefused(f"the manifest of policy {manifest.policy.label} was offered as another version")
+        with self._lock:
+            if place not in self.missing_places():
+                return
+            self._tree.write(manifest_key(place), data)
+            self._manifests = self._manifests | {place: manifest}
+            self._settle()
+        self.arrivals.notify(manifest_key(place))
+
+    def adopt_witness(self, key: str, data: bytes) -> None:
+        """Take what a witness signed about this run's ledger, unless what is here is as new."""
+        try:
+            index = self._witnessed(data, key)
+            known = self._tree.read(witness_key(key))
+            if known is None or index > self._witnessed(known, key):
+                self._tree.write(witness_key(key), data)
+        except (ValueError, ProtocolError) as error:
+            raise ManifestRefused(f"what was offered as signed by witness {key[:16]}… is not: {error}") from error
+
+    def _witnessed(self, data: bytes, key: str) -> int:
+        """The ledger row that a witness signed for."""
+        head = open_document(SignedDocument.model_validate_json(data), WitnessedHead, key)
+        if head.run != self._run:
+            raise ProtocolError(f"it is about run {head.run[:80]}")
+        return head.index
+
+    def missing_places(self) -> list[Place]:
+        """The older versions whose manifests should be here besides the head's, newest first."""
+        with self._lock:
+            return sorted(self._selection.wanted - self._manifests.keys(), reverse=True)
+
+    @contextmanager
+    def promised(self, place: Place) -> Iterator[None]:
+        """Hold requests for this manifest while it is being fetched; when that ends, let go those still waiting."""
+        self._promised.add(manifest_key(place))
+        try:
+            yield
+        finally:
+            self._promised.discard(manifest_key(place))
+            self.arrivals.notify(manifest_key(place))
+
+    def lost(self, key: str) -> None:
+        """A chunk that was here has vanished from the disk: it is fetched again, and no longer promised."""
+        match = CHUNK.fullmatch(key)
+        with self._lock:
+            size = None if match is None else self._sizes.get(match[2])
+            if match is None or size is None or self._tree.has_chunk(match[2], size):
+                return  # a version that was retired just now, or a chunk that is back already
+            log.warning("chunk %s… has gone from this disk; it is fetched again", match[2][:16])
+            self._complete.discard(match[2])
+            self.inventories = {
+                place: Inventory(offered(manifest), self._complete) for place, manifest in self._manifests.items()
+            }
+            self._want_all()
+
+    def _arrived(self, chunk: Chunk) -> None:
+        with self._lock:
+            if chunk.hash not in self._sizes:
+                return
+            self._complete.add(chunk.hash)
+            told = [place for place, one in self.inventories.items() if one.add(chunk.hash)]
+            for place in told:
+                if self.inventories[place].complete and place in self._began:
+                    began_s, fetched = self._began[place]
+                    log.info(
+                        "policy %d.%d is whole: %.1f MB, %.1f s after its manifest; from %s",
+                        *place, size_of([self._manifests[place]]) / 1e6, time.monotonic() - began_s,
+                        show_shares(self.pool.fetched_bytes - fetched) or "this disk",
+                    )  # fmt: skip
+        self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, told))
+
+    # Deciding what to mirror; all of it under the lock
+
+    def _settle(self) -> None:
+        """Choose the versions from what is known now, remove the others, want what is missing."""
+        # Of what the head offers, and of what is whole here although it is offered no more.
+        labels = self.head.kept_versions if self.head is not None else ()
+        places = {place for place in map(parse_label, labels) if place is not None}
+        whole = {place for place, inventory in self.inventories.items() if inventory.complete}
+        candidates = {
+            place: self._manifests.get(place) for place in (self._manifests if self.head is None else places | whole)
+        }
+        before, settings = self._selection, self._settings
+        self._selection = select_versions(candidates, settings.kept_versions, settings.budget_bytes)
+        problem = self._budget_problem(self._selection)
+        if problem != self._budget_problem(before):
+            log.warning("%s", problem or "the newest version fits into the disk budget again")
+        gone = self._manifests.keys() - self._selection.wanted
+        self._manifests = {place: one for place, one in self._manifests.items() if place not in gone}
+        chunks = (chunk for place in self.places() for chunk in offered(self._manifests[place]))
+        self._sizes = {chunk.hash: chunk.size_bytes for chunk in chunks}
+        self._complete = {chunk_hash for chunk_hash in self._complete if chunk_hash in self._sizes}
+        # A map of a version whose chunks may have been removed meanwhile is made anew.
+        unchanged = before.mirrored & self._selection.mirrored & self.inventories.keys()
+        self.inventories = {
+            place: self.inventories[place] if place in unchanged else Inventory(offered(manifest), self._complete)
+            for place, manifest in self._manifests.items()
+        }
+        now = time.monotonic(), Counter(self.pool.fetched_bytes)
+        self._began = {place: self._began.get(place, now) for place in self.places()}
+        self.pool.forget_except(set(self._sizes))
+        for place in gone:
+            self._tree.remove_manifest(place)
+        self._tree.remove_chunks_except(set(self._sizes))
+        self._want_all()
+        self.arrivals.notify(*map(have_key, gone))
+
+    def _want_all(self) -> None:
+        """Want what is not complete, newest version first."""
+        for place in reversed(self.places()):
+            if not self.inventories[place].complete:
+                chunks = offered(self._manifests[place])
+                self.pool.want(self._manifests[place], [one for one in chunks if one.hash not in self._complete])
+
+    def _budget_problem(self, selection: Selection) -> str:
+        if selection.fits:
+            return ""
+        return (
+            f"the newest version does not fit: it needs {selection.route_bytes / 1e9:.6g} GB of disk, and "
+            f"disk_budget_gb is {self._settings.disk_budget_gb:g}; raise it, or this relay can offer only a part"
+        )

@@ -20,15 +20,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import io
 import json
 import logging
 import os
 import secrets
 import socket
+from asyncio import StreamReader, StreamWriter
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -36,9 +37,10 @@ from shoal.errors import ResourceError
 from shoal.runtime.files import resource_error
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.catalogue import Blob, Catalogue, FolderCatalogue
+from shoal.shardcast.connection import parse_headers
 from shoal.shardcast.limits import ServerLimits, client_of
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_WITNESS_BYTES, Place
-from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_have_key, parse_label
+from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_label
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +51,17 @@ HAVE_PAUSE_S = 0.05  # what arrives together is told together
 STOP_POLL_S = 0.1
 PART_S = 1.0
 BACKLOG = 1024
-RETRY_AFTER_S = 2
+RETRY_AFTER_S = {429: 2, 503: 2}
 NO_STORE = {"Cache-Control": "no-store"}
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
     """A stream that also tells when the other side has hung up, so that nobody has to look."""
 
-    def __init__(self, accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
+    def __init__(self, accept: Callable[[StreamReader, StreamWriter], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
         self.gone: asyncio.Future[None] = loop.create_future()
-        super().__init__(asyncio.StreamReader(limit=MAX_REQUEST_BYTES, loop=loop), accept, loop)
+        super().__init__(StreamReader(limit=MAX_REQUEST_BYTES, loop=loop), accept, loop)
 
     def eof_received(self) -> bool | None:
         self._set_gone()
@@ -78,8 +80,8 @@ class _Protocol(asyncio.StreamReaderProtocol):
 class _Client:
     """One connection that was let in."""
 
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    reader: StreamReader
+    writer: StreamWriter
     gone: asyncio.Future[None]
 
     async def wait_for(self, arrived: asyncio.Future[None]) -> None:
@@ -90,10 +92,8 @@ class _Client:
 
 
 class TreeServer:
-    """One listening socket over one catalogue. `await start()`, then it serves until `await close()`.
-
-    `instance` is in /health, so that a relay which finds its own address in a list of others can tell.
-    """
+    """One listening socket over one catalogue. `await start()`, then it serves until `await close()`. `instance` is in
+    /health, so that a relay which finds its own address in a list of others can tell."""
 
     def __init__(self, catalogue: Catalogue, limits: ServerLimits = ServerLimits()) -> None:
         self._catalogue = catalogue
@@ -112,10 +112,15 @@ class TreeServer:
         try:
             self._server = await loop.create_server(lambda: _Protocol(self._accept), host, port, backlog=BACKLOG)
         except OSError as error:
-            raise _listen_error(host, port, error) from error
+            if error.errno == errno.EADDRINUSE:
+                advice = "stop the program that uses it, or choose another (port 0 is any free one)"
+                raise ResourceError(f"port {port} on {host} is taken: {advice}") from error
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise ResourceError(f"cannot listen on {host}: it is not an address of this machine") from error
+            raise resource_error("listen on", Path(f"{host}:{port}"), error) from error
         self._arrivals.attach(loop)
         self._tasks.add(asyncio.create_task(self._watch_head()))
-        return _url(host, self._server.sockets[0])
+        return local_url(host, self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         self._arrivals.attach(None)
@@ -139,7 +144,7 @@ class TreeServer:
                     seen = (status.st_ino, status.st_mtime_ns)
                     self._arrivals.notify(HEAD)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -153,54 +158,47 @@ class TreeServer:
             self._tasks.discard(task)
             writer.transport.abort()
 
-    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Let a connection in, or say why not; beyond twice the cap not even that."""
-        if self.connections >= self._limits.max_connections:
-            return await self._refuse(reader, writer, 503, "this server has as many connections as it allows")
-        address = client_of((writer.get_extra_info("peername") or ("",))[0])
-        most = self._limits.connections_per_client
-        if most is not None and self._by_client[address] >= most:
-            return await self._refuse(reader, writer, 429, "your address has as many connections as it may have")
+        address, most = client_of((writer.get_extra_info("peername") or ("",))[0]), self._limits.connections_per_client
+        is_full = self.connections >= self._limits.max_connections
+        if is_full or (most is not None and self._by_client[address] >= most):
+            who = (503, "this server has") if is_full else (429, "your address has")
+            if len(self._tasks) < 2 * self._limits.max_connections + 1:
+                await self._say(writer, who[0], f"{who[1]} as many connections as are allowed")
+                await _part(reader, writer)
+            return
         protocol = writer.transport.get_protocol()
         assert isinstance(protocol, _Protocol)
         client = _Client(reader, writer, protocol.gone)
         self.connections += 1
         self._by_client[address] += 1
         try:
-            await self._converse(client)
+            while True:  # requests of one connection, one after the other
+                async with asyncio.timeout(self._limits.idle_s):  # covers silence and dripping alike
+                    head = await reader.readuntil(b"\r\n\r\n")
+                request = Request.parse(head)
+                if request is None:
+                    await self._say(writer, 400, "only plain HTTP/1.1 requests without a body are understood")
+                    break
+                await self._answer(request, client)
+                if not request.keep_alive:
+                    break
             await _part(reader, writer)
         finally:
             self.connections -= 1
             self._by_client[address] -= 1
             self._by_client += Counter()  # without those that are 0
 
-    async def _refuse(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: int, sentence: str
-    ) -> None:
-        if len(self._tasks) < 2 * self._limits.max_connections + 1:
-            await self._say(writer, status, sentence, retry_after_s=RETRY_AFTER_S)
-            await _part(reader, writer)
-
-    async def _converse(self, client: _Client) -> None:
-        """Requests of one connection, one after the other. The time-out covers silence and dripping alike."""
-        while True:
-            async with asyncio.timeout(self._limits.idle_s):
-                head = await client.reader.readuntil(b"\r\n\r\n")
-            request = Request.parse(head)
-            if request is None:
-                await self._say(client.writer, 400, "only plain HTTP/1.1 requests without a body are understood")
-                return
-            await self._answer(request, client)
-            if not request.keep_alive:
-                return
-
     async def _answer(self, request: Request, client: _Client) -> None:
         key = request.path[1:]
-        place = parse_have_key(key)
+        place = parse_label(key.removeprefix("have/")) if key.startswith("have/") else None
         if request.method not in ("GET", "HEAD"):
             await self._say(client.writer, 405, "only GET and HEAD are allowed", request)
         elif key == "health":
-            await self._say_health(request, client)
+            own = {"ok": True, "instance": self.instance, "bytes_out": self.sent_bytes, "connections": self.connections}
+            body = json.dumps(own | self._catalogue.health()).encode()
+            await self._send(client.writer, body, {"Content-Type": "application/json", **NO_STORE}, request)
         elif place is not None:
             await self._send_have(place, request, client)
         elif not is_key(key):
@@ -215,32 +213,25 @@ class TreeServer:
             await self._send_key(key, request, client)
 
     async def _send_key(self, key: str, request: Request, client: _Client) -> None:
-        """A manifest or a chunk: neither ever changes."""
-        blob = await self._found(key, client)
+        """A manifest or a chunk, which never change; waiting up to `hold_s` if it is on its way."""
+        blob = self._catalogue.find(key)
+        if blob is None and self._catalogue.expects(key):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.hold_s):
+                    while blob is None and self._catalogue.expects(key):
+                        with self._arrivals.waiter(key) as arrived:
+                            if self._catalogue.find(key) is None and self._catalogue.expects(key):
+                                await client.wait_for(arrived)
+                        blob = self._catalogue.find(key)
+            blob = self._catalogue.find(key)
         if blob is not None:
             if await self._send_blob(blob, key, request, client):
                 return
             await asyncio.to_thread(self._catalogue.lost, key)
         if blob is None and self._catalogue.expects(key):
-            sentence = "it is on its way but not here yet"
-            await self._say(client.writer, 503, sentence, request, retry_after_s=1)
+            await self._say(client.writer, 503, "it is on its way but not here yet", request)
         else:
             await self._say(client.writer, 404, "this version or chunk is not here", request)
-
-    async def _found(self, key: str, client: _Client) -> Blob | None:
-        """The bytes, waiting up to `hold_s` if they are on their way."""
-        blob = self._catalogue.find(key)
-        if blob is not None or not self._catalogue.expects(key):
-            return blob
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.hold_s):
-                while True:
-                    with self._arrivals.waiter(key) as arrived:
-                        blob = self._catalogue.find(key)
-                        if blob is not None or not self._catalogue.expects(key):
-                            return blob
-                        await client.wait_for(arrived)
-        return self._catalogue.find(key)
 
     async def _send_head(self, request: Request, client: _Client) -> None:
         after = parse_label(request.field("after", ""))
@@ -262,8 +253,12 @@ class TreeServer:
         self.sent_bytes += len(data) if request.method == "GET" else 0
 
     def _newer_than(self, after: Place | None) -> bool:
-        place = _place_in(self._read_head())
-        return place is not None and (after is None or place > after)
+        """The file is our own or was verified before it was written."""
+        try:
+            policy = json.loads((self._read_head() or b"")[:MAX_HEAD_BYTES])["document"]["policy"]
+            return after is None or (int(policy["incarnation"]), int(policy["version"])) > after
+        except (ValueError, KeyError, TypeError):
+            return False
 
     def _read_head(self) -> bytes | None:
         """The head as it is now. Read as one, because another process may replace it between two looks."""
@@ -306,50 +301,28 @@ class TreeServer:
                 "Cache-Control": "public, max-age=31536000, immutable",
             }
             client.writer.write(answer_head(200, blob.size_bytes, request, headers))
-            await self._pour(client.writer, file, blob.size_bytes if request.method == "GET" else 0)
+            size = blob.size_bytes if request.method == "GET" else 0
+            async with asyncio.timeout(self._limits.idle_s + size / self._limits.min_rate_bytes_s):
+                await client.writer.drain()
+                if size:
+                    moved = await asyncio.get_running_loop().sendfile(client.writer.transport, file, 0, size)
+                    self.sent_bytes += moved
+                    if moved < size:
+                        raise ConnectionAbortedError("a file became shorter while it was sent")
         return True
 
-    async def _pour(self, writer: asyncio.StreamWriter, file: io.FileIO, size_bytes: int) -> None:
-        """Send a file, no slower than the least rate."""
-        async with asyncio.timeout(self._limits.idle_s + size_bytes / self._limits.min_rate_bytes_s):
-            await writer.drain()
-            if size_bytes:
-                moved = await asyncio.get_running_loop().sendfile(writer.transport, file, 0, size_bytes)
-                self.sent_bytes += moved
-                if moved < size_bytes:
-                    raise ConnectionAbortedError("a file became shorter while it was sent")
-
-    async def _say_health(self, request: Request, client: _Client) -> None:
-        own = {"ok": True, "instance": self.instance, "bytes_out": self.sent_bytes, "connections": self.connections}
-        body = json.dumps(own | self._catalogue.health()).encode()
-        await self._send(client.writer, body, {"Content-Type": "application/json", **NO_STORE}, request)
-
-    async def _say(
-        self,
-        writer: asyncio.StreamWriter,
-        status: int,
-        sentence: str,
-        request: Request | None = None,
-        retry_after_s: int = 0,
-    ) -> None:
+    async def _say(self, writer: StreamWriter, status: int, sentence: str, request: Request | None = None) -> None:
         """A short answer in words; without a request (it was not understood) the connection ends after it."""
         headers = {"Content-Type": "text/plain; charset=utf-8", **NO_STORE}
-        if retry_after_s:
-            headers["Retry-After"] = str(retry_after_s)
+        if status in RETRY_AFTER_S:
+            headers["Retry-After"] = str(RETRY_AFTER_S[status])
         await self._send(writer, f"{sentence}\n".encode(), headers, request, status)
 
     async def _send(
-        self,
-        writer: asyncio.StreamWriter,
-        body: bytes,
-        headers: dict[str, str],
-        request: Request | None,
-        status: int = 200,
+        self, writer: StreamWriter, body: bytes, headers: dict[str, str], request: Request | None, status: int = 200
     ) -> None:
         head = answer_head(status, len(body), request, headers)
-        if request is not None and request.method == "HEAD":
-            body = b""
-        writer.write(head + body)
+        writer.write(head if request is not None and request.method == "HEAD" else head + body)
         async with asyncio.timeout(self._limits.idle_s):
             await writer.drain()
 
@@ -368,7 +341,7 @@ async def serve(
         await server.close()
 
 
-async def _part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _part(reader: StreamReader, writer: StreamWriter) -> None:
     """End a connection so that the last answer arrives: closing while bytes lie unread would reset it away."""
     writer.write_eof()
     async with asyncio.timeout(PART_S):
@@ -382,40 +355,16 @@ def run_origin(folder: Path, host: str, port: int, stop: StopToken, on_ready: Ca
     asyncio.run(serve(TreeServer(FolderCatalogue(folder)), host, port, stop.is_set, on_ready))
 
 
-def _place_in(head: bytes | None) -> Place | None:
-    """Which version a head names. The file is our own or was verified before it was written."""
-    try:
-        policy = json.loads((head or b"")[:MAX_HEAD_BYTES])["document"]["policy"]
-        return int(policy["incarnation"]), int(policy["version"])
-    except (ValueError, KeyError, TypeError):
-        return None
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
-def _url(host: str, listening: socket.socket) -> str:
-    port = listening.getsockname()[1]
-    reachable = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
-
-
-def _listen_error(host: str, port: int, error: OSError) -> ResourceError:
-    if error.errno == errno.EADDRINUSE:
-        return ResourceError(
-            f"port {port} on {host} is taken: stop the program that uses it, or choose another (port 0 is any free one)"
-        )
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return ResourceError(f"cannot listen on {host}: it is not an address of this machine")
-    return resource_error("listen on", Path(f"{host}:{port}"), error)
+def local_url(host: str, port: int) -> str:
+    """How a server that listens there is reached from this machine."""
+    host = EVERYWHERE.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 MAX_QUERY_FIELDS = 8
-REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    429: "Too Many Requests",
-    503: "Service Unavailable",
-}
 
 
 @dataclass(frozen=True)
@@ -428,11 +377,8 @@ class Request:
     @classmethod
     def parse(cls, head: bytes) -> Request | None:
         """None if it is not a request that this server understands: HTTP/1, no body."""
-        lines = head.decode("latin-1").split("\r\n")
-        parts = lines[0].split(" ")
-        headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
-        }
+        first, *lines = head.decode("latin-1").split("\r\n")
+        parts, headers = first.split(" "), parse_headers(lines)
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         if len(parts) != 3 or parts[2] not in ("HTTP/1.0", "HTTP/1.1") or not parts[1].startswith("/") or has_body:
             return None
@@ -459,6 +405,10 @@ class Request:
 def answer_head(status: int, size_bytes: int, request: Request | None, headers: Mapping[str, str]) -> bytes:
     """The head of an answer; without a request (it was not understood) the connection ends after it."""
     connection = "keep-alive" if request is not None and request.keep_alive else "close"
-    lines = [f"HTTP/1.1 {status} {REASONS[status]}", f"Content-Length: {size_bytes}", f"Connection: {connection}"]
+    lines = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        f"Content-Length: {size_bytes}",
+        f"Connection: {connection}",
+    ]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode()

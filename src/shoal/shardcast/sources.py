@@ -4,12 +4,7 @@
     rest     after a failure: not asked for a while, doubling with every failure in a row
     drop     after a lie (bytes that do not match their hash, an unsigned manifest): not asked until `restore`
 
-    upstream      has what we want, or will have it: relays for a client, the origin or relays for a relay
-    peer          of our own level: fetches other chunks than we do and trades them
-    last resort   the origin, for a client: asked when nobody else can help
-
-A failure says nothing about bandwidth, so it changes only the success rate. Bandwidth that is not known yet counts as
-the best that is, so that a new source is tried soon.
+Bandwidth that is not known yet counts as the best that is, so that a new source is tried soon.
 """
 
 from __future__ import annotations
@@ -27,17 +22,17 @@ from shoal.runtime.clock import Backoff
 from shoal.shardcast.connection import Address
 
 SMOOTHING = 0.3
-HEALING = 0.01
-FLOOR = 0.02  # so that the worst source is still asked now and then
+HEALING = 0.01  # a source that always fails keeps 0.01 / 0.3 of its success, so that it is still asked now and then
+UNKNOWN_S = (
+    1.0  # what an unmeasured source is taken to need for a chunk, or for its map; how long it may hold a question
+)
 REST = Backoff(first_s=0.1, most_s=2.0)
 
 
 class Kind(Enum):
-    """What a source is to us."""
-
-    UPSTREAM = "upstream"
-    PEER = "peer"
-    LAST_RESORT = "last resort"
+    UPSTREAM = "upstream"  # has what we want, or will have it: relays for a client, the origin or relays for a relay
+    PEER = "peer"  # of our own level: fetches other chunks than we do and trades them
+    LAST_RESORT = "last resort"  # the origin, for a client: asked when nobody else can help
 
 
 @dataclass
@@ -52,6 +47,10 @@ class Standing:
     dropped: bool = False
     problem: str = ""
     weight: float = 0.0
+
+    def seconds(self, size_bytes: int) -> float:
+        """What so many bytes take from it, as far as that is known."""
+        return UNKNOWN_S if self.bandwidth_bytes_s is None else size_bytes / self.bandwidth_bytes_s
 
     def judge(self, success: float) -> None:
         self.success = min(1.0, (1 - SMOOTHING) * self.success + SMOOTHING * success + HEALING)
@@ -76,12 +75,9 @@ class SourceScores:
     """
 
     def __init__(
-        self,
-        sources: Sequence[str],
-        peers: Sequence[str] = (),
-        last_resort: Sequence[str] = (),
+        self, sources: Sequence[str], peers: Sequence[str] = (), last_resort: Sequence[str] = (),
         now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._now_s = now_s
         self._lock = threading.Lock()
         self._scores: dict[str, Standing] = {}
@@ -114,15 +110,13 @@ class SourceScores:
             now_s = self._now_s()
             best = max((score.bandwidth_bytes_s or 0.0 for score in self._scores.values()), default=0.0) or 1.0
             for score in self._scores.values():
-                score.weight = max(score.success, FLOOR) * (score.bandwidth_bytes_s or best)
+                score.weight = score.success * (score.bandwidth_bytes_s or best)
             scores = self._scores.items()
             return {source: copy(one) for source, one in scores if not one.dropped and one.resting_until_s <= now_s}
 
     def choose(self) -> str | None:
-        """A source to ask now, by chance in proportion to its weight; None if all of them rest or are dropped.
-
-        A last resort is chosen only where there is no other.
-        """
+        """A source to ask now, by chance in proportion to its weight; None if all of them rest or are dropped. A last
+        resort is chosen only where there is no other."""
         ready = self.ready()
         chosen = {source: one for source, one in ready.items() if one.kind is not Kind.LAST_RESORT} or ready
         return random.choices(list(chosen), [standing.weight for standing in chosen.values()])[0] if chosen else None

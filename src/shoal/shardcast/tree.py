@@ -28,7 +28,6 @@ SYNCING = 32  # threads that wait for the disk
 NUMBER = "(0|[1-9][0-9]{0,9})"
 LABEL = re.compile(rf"{NUMBER}\.{NUMBER}", re.ASCII)
 MANIFEST = re.compile(rf"manifests/{NUMBER}\.{NUMBER}\.json", re.ASCII)
-HAVE = re.compile(rf"have/({NUMBER}\.{NUMBER})", re.ASCII)
 WITNESS = re.compile(r"witness/[0-9a-f]{64}\.json", re.ASCII)
 CHUNK = re.compile(r"chunks/([0-9a-f]{2})/(\1[0-9a-f]{62})", re.ASCII)
 
@@ -59,11 +58,6 @@ def parse_label(label: str) -> Place | None:
 def have_key(place: Place) -> str:
     """The name under which a server tells which chunks of a version it has; no file, so not a key of a tree."""
     return f"have/{place[0]}.{place[1]}"
-
-
-def parse_have_key(key: str) -> Place | None:
-    match = HAVE.fullmatch(key)
-    return parse_label(match[1]) if match else None
 
 
 class Tree:
@@ -131,14 +125,10 @@ class Tree:
     def remove_manifest(self, place: Place) -> None:
         self.path(manifest_key(place)).unlink(missing_ok=True)
 
-    def remove_chunks_except(self, kept: set[str]) -> list[str]:
-        """Remove every chunk that is not in `kept`; the hashes that went."""
-        removed = []
+    def remove_chunks_except(self, kept: set[str]) -> None:
         for path in (self.folder / "chunks").glob("??/*"):
             if path.name not in kept and not path.name.startswith("."):
                 path.unlink(missing_ok=True)
-                removed.append(path.name)
-        return removed
 
     def sweep_temporaries(self) -> None:
         """Remove what a crash left half-written. Only while nobody else writes."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy.typing as npt
 
 from shoal.toploc import plain
-from shoal.toploc.field import Bits, Ints
+from shoal.toploc.plain import Bits, Ints
 
 LARGE_VALUES = 2**21  # activations in one call: 16 chunks of 32 rows of 4096
 LARGE_POINTS = 2**11  # 16 chunks of 128
@@ -32,32 +32,24 @@ def has_numba() -> bool:
 
 
 def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
-    """See `plain.select`."""
     selected: tuple[Ints, Bits] = _run("select", len(flat) >= LARGE_VALUES, flat, starts, sizes, counts)
     return selected
 
 
 def interpolate(indices: Ints, bits: Bits, counts: Ints) -> tuple[Ints, Bits]:
-    """See `plain.interpolate`."""
     interpolated: tuple[Ints, Bits] = _run("interpolate", len(bits) >= LARGE_POINTS, indices, bits, counts)
     return interpolated
 
 
-def measure(
-    indices: Ints, bits: Bits, counts: Ints, sizes: Ints, moduli: Ints, coefficients: Bits, outside: int
-) -> Ints:
-    """See `plain.measure`."""
-    arguments = (indices, bits, counts, sizes, moduli, coefficients, outside)
-    measured: Ints = _run("measure", len(bits) >= LARGE_POINTS, *arguments)
+def measure(indices: Ints, bits: Bits, *rest: Any) -> Ints:
+    measured: Ints = _run("measure", len(bits) >= LARGE_POINTS, indices, bits, *rest)
     return measured
 
 
 def _run(name: str, is_large: bool, *arguments: Any) -> Any:
-    """The function of that name, of the arithmetic that fits.
-
-    Compiled code may fail for reasons that are none of ours (an installation that is broken, a folder that cannot be
-    written, a damaged cache): then numpy does the work, here and from now on.
-    """
+    """The function of that name, of the arithmetic that fits. Compiled code may fail for reasons that are none of ours
+    (an installation that is broken, a folder that cannot be written, a damaged cache): then numpy does the work, here
+    and from now on."""
     global _is_broken
     if _is_broken or not (is_large or KERNELS in sys.modules) or not has_numba():
         return getattr(plain, name)(*arguments)

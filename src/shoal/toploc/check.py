@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.toploc.compare import Comparisons
-from shoal.toploc.field import PRIME
+from shoal.toploc.plain import PRIME
 
 Reason = Literal["malformed", "forged", "mismatch"]
 CHANCE = 256 / PRIME  # a field element drawn at random has a given exponent: 128 mantissas, two signs
@@ -32,13 +32,11 @@ SEVERAL = 4  # chunks
 
 @dataclass(frozen=True)
 class ProofTolerance:
-    """What rounding may explain.
-
-    One chunk: `exponents` and `signs` are the shares of its k points that may differ, though `boundary` points always
-    may (values tied at the k-th place, where prover and verifier can choose differently); `mantissa_mean` and
-    `mantissa_median` bound the errors of the others, in units of the last of bfloat16's 7 bits. `outside`: how
-    unlikely the hits outside the points must be for a polynomial of noise before the proof is called forged.
-    """
+    """What rounding may explain. One chunk: `exponents` and `signs` are the shares of its k points that may differ,
+    though `boundary` points always may (values tied at the k-th place, where prover and verifier can choose
+    differently); `mantissa_mean` and `mantissa_median` bound the errors of the others, in units of the last of
+    bfloat16's 7 bits. `outside`: how unlikely the hits outside the points must be for a polynomial of noise before the
+    proof is called forged."""
 
     exponents: float = 0.05
     signs: float = 0.02
@@ -56,10 +54,8 @@ class ProofTolerance:
 @dataclass(frozen=True)
 class ProofCheck:
     """The answer and its evidence. `values`: points compared. `chunk`: the worst one, None if there are none.
-
     `mantissa_mean` is over all values whose exponents agree, `mantissa_median` is the largest of the chunks' medians;
-    2^64 where none agree. `outside_hits` is the largest of the chunks'.
-    """
+    2^64 where none agree. `outside_hits` is the largest of the chunks'."""
 
     reason: Reason | None
     detail: str
@@ -78,7 +74,6 @@ class ProofCheck:
 
 
 def check_proofs(comparisons: Comparisons, tolerance: ProofTolerance | None = None) -> ProofCheck:
-    """Judge the proofs of one submission."""
     limits = tolerance or ProofTolerance()
     reason, detail, chunk = _verdict(comparisons, limits)
     matches = int(comparisons.matches.sum())
@@ -103,26 +98,23 @@ def _verdict(comparisons: Comparisons, limits: ProofTolerance) -> tuple[Reason |
             return "malformed", f"the proof of chunk {chunk} is malformed: {sentence}", chunk
     if len(comparisons) == 0:
         return None, "no chunks", None
-    forged = comparisons.constant | _hits_outside(comparisons, limits)
+    # More hits than noise has, and than points that only the prover chose: no more of these than exponents differ.
+    noise = [outside_limit(count, limits.outside) for count in comparisons.outside_count.tolist()]
+    hits = comparisons.outside_hits > np.array(noise, np.int64) + comparisons.exp_mismatches
+    forged = comparisons.constant | hits
     if forged.any():
         chunk = int(np.argmax(forged))
         return "forged", f"the proof of chunk {chunk} says the same outside its points: nothing was computed", chunk
     severity = severity_of(comparisons, limits)
     worst = int(np.argmax(severity))
-    if float(severity[worst]) > 1:
-        return (
-            "mismatch",
-            f"the proof of chunk {worst} is not of these activations: {_describe(comparisons, worst)}",
-            worst,
-        )
-    return None, "as computed here", worst
-
-
-def _hits_outside(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[np.bool_]:
-    """More hits than noise has, and than points that only the prover chose: no more of these than exponents differ."""
-    noise = [outside_limit(count, limits.outside) for count in comparisons.outside_count.tolist()]
-    forged: npt.NDArray[np.bool_] = comparisons.outside_hits > np.array(noise, np.int64) + comparisons.exp_mismatches
-    return forged
+    if float(severity[worst]) <= 1:
+        return None, "as computed here", worst
+    detail = (
+        f"{comparisons.exp_mismatches[worst]} of {comparisons.k[worst]} exponents differ,"
+        f" {comparisons.sign_mismatches[worst]} signs, the mantissas by {comparisons.mant_err_mean[worst]:.3g}"
+        f" on average (median {comparisons.mant_err_median[worst]:.3g})"
+    )
+    return "mismatch", f"the proof of chunk {worst} is not of these activations: {detail}", worst
 
 
 @cache
@@ -143,11 +135,9 @@ def outside_limit(count: int, significance: float) -> int:
 
 
 def severity_of(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[np.float64]:
-    """Of each chunk, the largest of its measures as a multiple of what is allowed: above 1 is too much.
-
-    A point that only the verifier chose, at a tie, gives noise, which in one of 256 cases has the right exponent, and
-    any mantissa: one such error is forgiven.
-    """
+    """Of each chunk, the largest of its measures as a multiple of what is allowed: above 1 is too much. A point that
+    only the verifier chose, at a tie, gives noise, which in one of 256 cases has the right exponent, and any mantissa:
+    one such error is forgiven."""
     exponents = _ratio(comparisons.exp_mismatches, np.maximum(limits.boundary, limits.exponents * comparisons.k))
     signs = _ratio(comparisons.sign_mismatches, np.maximum(limits.boundary, limits.signs * comparisons.k))
     forgiven = np.maximum(comparisons.mant_err_sum - LARGEST_ERROR, 0)
@@ -176,13 +166,11 @@ class ProofSums:
 
 
 def proof_sums(comparisons: Comparisons, most: float = math.inf) -> ProofSums:
-    """The sums that show weights of lower precision, without what chance and ties put into them.
-
-    Forgiven are twice the mantissa errors that noise is expected to give, and one more: of several chunks the worst is
-    left out of the mantissas' sum, of few it counts for one error less. So is one other exponent in every chunk:
-    rollouts of a group begin with the same state, and where that has a tie at the k-th place, all of them have it.
-    No chunk counts for more than a mean error of `most`.
-    """
+    """The sums that show weights of lower precision, without what chance and ties put into them. Forgiven are twice the
+    mantissa errors that noise is expected to give, and one more: of several chunks the worst is left out of the
+    mantissas' sum, of few it counts for one error less. So is one other exponent in every chunk: rollouts of a group
+    begin with the same state, and where that has a tie at the k-th place, all of them have it. No chunk counts for more
+    than a mean error of `most`."""
     errors_C = np.minimum(comparisons.mant_err_sum, most * comparisons.matches)
     matches, errors = int(comparisons.matches.sum()), float(errors_C.sum())
     if len(comparisons) >= SEVERAL:
@@ -197,12 +185,4 @@ def proof_sums(comparisons: Comparisons, most: float = math.inf) -> ProofSums:
         exponents=int(np.maximum(comparisons.exp_mismatches - 1, 0).sum()),
         matches=matches,
         mantissa=max(0.0, errors - noise),
-    )
-
-
-def _describe(comparisons: Comparisons, chunk: int) -> str:
-    return (
-        f"{comparisons.exp_mismatches[chunk]} of {comparisons.k[chunk]} exponents differ,"
-        f" {comparisons.sign_mismatches[chunk]} signs, the mantissas by {comparisons.mant_err_mean[chunk]:.3g}"
-        f" on average (median {comparisons.mant_err_median[chunk]:.3g})"
     )

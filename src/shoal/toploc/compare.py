@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.toploc import backend
-from shoal.toploc.field import PRIME, Bits, Ints, least_modulus
+from shoal.toploc.plain import PRIME, Ints, least_modulus
 from shoal.toploc.points import PointBatch
 from shoal.toploc.proofs import Polynomials, decode
 
@@ -25,13 +25,11 @@ NO_MATCH = 2.0**64  # the mantissa error where no exponent agrees, as the publis
 
 @dataclass(frozen=True, eq=False)
 class Comparisons:
-    """One entry for each chunk. Where `malformed` has a sentence the numbers say "nothing agrees".
-
-    `k`: points. `exp_mismatches`: how many exponents differ. Over the others: `mant_err_sum` and `mant_err_median` (the
-    upper one) of the mantissas' differences, 0 to 127, and `sign_mismatches`. `outside_hits` of `outside_count` places
-    outside the points have the points' most frequent exponent. `constant`: the proof is a constant, the points are not.
-    (Points that are all equal, zeros for instance, honestly give a constant: then nothing is counted outside.)
-    """
+    """One entry for each chunk. Where `malformed` has a sentence the numbers say "nothing agrees". `k`: points.
+    `exp_mismatches`: how many exponents differ. Over the others: `mant_err_sum` and `mant_err_median` (the upper one)
+    of the mantissas' differences, 0 to 127, and `sign_mismatches`. `outside_hits` of `outside_count` places outside the
+    points have the points' most frequent exponent. `constant`: the proof is a constant, the points are not. (Points
+    that are all equal, zeros for instance, honestly give a constant: then nothing is counted outside.)"""
 
     k: Ints
     exp_mismatches: Ints
@@ -51,7 +49,6 @@ class Comparisons:
         return self.k - self.exp_mismatches
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> Comparisons:
-        """Those of some chunks."""
         columns = {name: value[chosen] for name, value in vars(self).items() if name != "malformed"}
         return Comparisons(**columns, malformed=[m for m, is_in in zip(self.malformed, chosen, strict=True) if is_in])
 
@@ -71,8 +68,12 @@ def compare(points: PointBatch, proofs: Sequence[bytes], outside: int = OUTSIDE)
     table[bad] = 0
     table[bad, 0] = points.counts[bad]
     matched = points.counts > table[:, 0]
-    equal = _equal(points.bits, points.counts)
-    table[equal, 4:] = 0  # an honest constant
+    firsts = np.cumsum(points.counts) - points.counts
+    # Chunks with one value at all their points (zeros, NaN): their honest polynomial is a constant.
+    equal = _none_of(points.bits != np.repeat(points.bits[firsts], points.counts), points.counts)
+    table[equal, 4:] = 0
+    higher = polynomials.coefficients != 0
+    higher[firsts] = False  # of one point every polynomial is constant
     return Comparisons(
         k=points.counts,
         exp_mismatches=table[:, 0],
@@ -81,16 +82,14 @@ def compare(points: PointBatch, proofs: Sequence[bytes], outside: int = OUTSIDE)
         sign_mismatches=table[:, 3],
         outside_hits=table[:, 4],
         outside_count=table[:, 5],
-        constant=~bad & _constant(polynomials.coefficients, points.counts) & ~equal,
+        constant=~bad & _none_of(higher, points.counts) & ~equal,
         malformed=malformed,
     )
 
 
 def _small_moduli(points: PointBatch, polynomials: Polynomials) -> list[str | None]:
-    """What is malformed, the moduli included that are lower than chance explains and than these points need.
-
-    A chunk of no more than p values needs no modulus below p: then there is one proof, and no second way to write it.
-    """
+    """What is malformed, the moduli included that are lower than chance explains and than these points need. A chunk of
+    no more than p values needs no modulus below p: then there is one proof, and no second way to write it."""
     malformed = list(polynomials.malformed)
     floors = np.array([least_modulus(k) for k in points.counts.tolist()], dtype=np.int64)
     floors[points.sizes <= PRIME] = PRIME
@@ -102,22 +101,9 @@ def _small_moduli(points: PointBatch, polynomials: Polynomials) -> list[str | No
     return malformed
 
 
-def _constant(coefficients: Bits, counts: Ints) -> npt.NDArray[np.bool_]:
-    """Which polynomials have no coefficient but the first. (Of one point every polynomial is constant.)"""
+def _none_of(marked: npt.NDArray[np.bool_], counts: Ints) -> npt.NDArray[np.bool_]:
+    """Of which chunks no point is marked."""
     if not len(counts):
         return np.zeros(0, dtype=bool)
-    firsts = np.cumsum(counts) - counts
-    higher = (coefficients != 0).astype(np.int64)
-    higher[firsts] = 0
-    constant: npt.NDArray[np.bool_] = np.add.reduceat(higher, firsts) == 0
-    return constant
-
-
-def _equal(bits: Bits, counts: Ints) -> npt.NDArray[np.bool_]:
-    """Which chunks have one value at all their points: zeros, NaN. Their honest polynomial is a constant."""
-    if not len(counts):
-        return np.zeros(0, dtype=bool)
-    firsts = np.cumsum(counts) - counts
-    differs = bits != np.repeat(bits[firsts], counts)
-    equal: npt.NDArray[np.bool_] = np.add.reduceat(differs.astype(np.int64), firsts) == 0
-    return equal
+    none: npt.NDArray[np.bool_] = np.add.reduceat(marked.astype(np.int64), np.cumsum(counts) - counts) == 0
+    return none

@@ -10,14 +10,11 @@ G: chunks of one shape, S: values of one, B: blocks, K: points.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.toploc.field import Bits, Ints
-from shoal.toploc.plain import BLOCK, QUIET_NAN
+from shoal.toploc.plain import BLOCK, QUIET_NAN, Bits, Ints
 
 SLAB = 2**27  # values that are worked on at once: bounds the memory on top of the activations
 LOW_32 = 2**32 - 1
@@ -28,10 +25,13 @@ def select(flat: Tensor, sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
     flat = flat.detach()
     starts, offsets = np.cumsum(sizes) - sizes, np.cumsum(counts) - counts
     packed = np.empty(int(counts.sum()), dtype=np.int64)
-    for chunks in _slabs(sizes, counts):
-        size, count = int(sizes[chunks[0]]), int(counts[chunks[0]])
-        pattern_GS = bfloat16_bits(_stack(flat, starts[chunks], size))
-        packed[offsets[chunks][:, None] + np.arange(count)] = _largest(pattern_GS, count).cpu().numpy()
+    for size, count in np.unique(np.stack([sizes, counts]), axis=1).T.tolist():
+        same = np.flatnonzero((sizes == size) & (counts == count))  # chunks of one shape, as many as fit at once
+        at_once = max(1, SLAB // max(1, size))
+        for begin in range(0, len(same), at_once):
+            chunks = same[begin : begin + at_once]
+            pattern_GS = bfloat16_bits(_stack(flat, starts[chunks], size))
+            packed[offsets[chunks][:, None] + np.arange(count)] = _largest(pattern_GS, count).cpu().numpy()
     return packed >> 16, (packed & 0xFFFF).astype(np.uint16)
 
 
@@ -45,15 +45,6 @@ def bfloat16_bits(values: Tensor) -> Tensor:
     rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
     is_nan = (raw & 0x7FFFFFFF) > 0x7F800000
     return rounded.masked_fill_(is_nan, QUIET_NAN).to(torch.int16)
-
-
-def _slabs(sizes: Ints, counts: Ints) -> Iterator[Ints]:
-    """The numbers of chunks of one shape, as many as may be worked on at once."""
-    for size, count in np.unique(np.stack([sizes, counts]), axis=1).T.tolist():
-        chunks = np.flatnonzero((sizes == size) & (counts == count))
-        at_once = max(1, SLAB // max(1, size))
-        for begin in range(0, len(chunks), at_once):
-            yield chunks[begin : begin + at_once]
 
 
 def _stack(flat: Tensor, starts: Ints, size: int) -> Tensor:

@@ -13,8 +13,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc.field import LEAST_MODULUS, PRIME, Bits, Ints, inverses
-from shoal.toploc.plain import BLOCK, QUIET_NAN
+from shoal.toploc.plain import BLOCK, LEAST_MODULUS, PRIME, QUIET_NAN, Bits, Ints, inverses
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 Array = TypeVar("Array", bound=npt.NDArray[Any])
@@ -31,7 +30,6 @@ def compiled(function: Compiled) -> Compiled:
 
 
 def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
-    """See `plain.select`."""
     indices = np.empty(int(counts.sum()), dtype=np.int64)
     bits = np.empty(len(indices), dtype=np.uint16)
     room = np.empty(int(sizes.max(initial=0)), dtype=np.int32)
@@ -45,7 +43,6 @@ def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> t
 
 
 def interpolate(indices: Ints, bits: Bits, counts: Ints) -> tuple[Ints, Bits]:
-    """See `plain.interpolate`."""
     moduli = np.zeros(len(counts), dtype=np.int64)
     coefficients = np.empty(len(indices), dtype=np.uint16)
     _interpolate(_frozen(indices), _frozen(bits), _frozen(counts), inverses(), moduli, coefficients)
@@ -55,7 +52,6 @@ def interpolate(indices: Ints, bits: Bits, counts: Ints) -> tuple[Ints, Bits]:
 def measure(
     indices: Ints, bits: Bits, counts: Ints, sizes: Ints, moduli: Ints, coefficients: Bits, outside: int
 ) -> Ints:
-    """See `plain.measure`."""
     results = np.zeros((len(counts), 6), dtype=np.int64)
     points = _frozen(indices), _frozen(bits), _frozen(counts), _frozen(sizes)
     _measure(*points, _frozen(moduli), _frozen(coefficients), outside, results)
@@ -134,10 +130,8 @@ def _largest(chunk: Bits, count: int, room: npt.NDArray[np.int32], indices: Ints
 
 @compiled
 def _block_maxima(chunk: Bits) -> Bits:
-    """The largest magnitude of each block, the last one perhaps shorter. Doubling a value drops its sign.
-
-    The inner loop has a fixed length and calls nothing: that is what makes it run in wide registers, ten times faster.
-    """
+    """The largest magnitude of each block, the last one perhaps shorter. Doubling a value drops its sign. The inner
+    loop has a fixed length and calls nothing: that is what makes it run in wide registers, ten times faster."""
     full = len(chunk) // BLOCK
     maxima = np.zeros((len(chunk) + BLOCK - 1) // BLOCK, dtype=np.uint16)
     for b in range(full):
@@ -211,11 +205,9 @@ def _modulus(x: Ints, seen: npt.NDArray[np.int32], stamp: int) -> tuple[int, int
 
 @compiled
 def _interpolate(indices: Ints, bits: Bits, counts: Ints, table: Words, moduli: Ints, coefficients: Bits) -> None:
-    """Lagrange's form: P = M · Σ w/(X - x), where M = Π (X - x) and w = y / M'(x).
-
-    Expanded at infinity, w/(X - x) is Σ w x^t / X^(t+1). So the coefficient of X^j in P is Σ M[j+1+t] s[t], with the
-    power sums s[t] = Σ w x^t. Every inner loop runs over independent elements; only k inverses are looked up.
-    """
+    """Lagrange's form: P = M · Σ w/(X - x), where M = Π (X - x) and w = y / M'(x). Expanded at infinity, w/(X - x) is Σ
+    w x^t / X^(t+1). So the coefficient of X^j in P is Σ M[j+1+t] s[t], with the power sums s[t] = Σ w x^t. Every inner
+    loop runs over independent elements; only k inverses are looked up."""
     seen = np.zeros(PRIME, dtype=np.int32)
     stamp, at = 1, 0
     for c in range(len(counts)):
@@ -273,7 +265,6 @@ def _power_sums(terms: Words, x: Words) -> Words:
 
 @compiled
 def _horner(polynomial: npt.NDArray[Any], x: Words, values: Words) -> None:
-    """The polynomial at many places."""
     values[:] = np.uint32(0)
     for power in range(len(polynomial) - 1, -1, -1):
         coefficient = np.uint32(polynomial[power])

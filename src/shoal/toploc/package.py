@@ -16,19 +16,20 @@ import binascii
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from shoal.errors import ProofError
 from shoal.toploc.compare import compare
-from shoal.toploc.field import PRIME, Ints
-from shoal.toploc.plain import evaluate
+from shoal.toploc.plain import PRIME, Ints, evaluate
 from shoal.toploc.points import Activations, PointBatch, chunk_rows, points_of_chunks
 from shoal.toploc.proofs import commit, decode
 
 if TYPE_CHECKING:
     import torch
+
+Many: TypeAlias = "Activations | Sequence[Activations]"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,6 @@ class ProofPoly:
     modulus: int
 
     def __call__(self, x: int) -> int:
-        """The value at an index."""
         if not self.modulus:
             raise ProofError("a null proof has no values")
         return int(evaluate(np.array([self.coeffs], dtype=np.int64), np.array([[x % self.modulus]]))[0, 0])
@@ -102,7 +102,6 @@ class ProofPoly:
 
     @staticmethod
     def from_base64(text: str) -> ProofPoly:
-        """Read a proof from base64."""
         return ProofPoly.from_bytes(from_base64(text))
 
     def to_bytes(self) -> bytes:
@@ -113,7 +112,7 @@ class ProofPoly:
 
 
 def build_proofs(
-    activations: Activations | Sequence[Activations], decode_batching_size: int, topk: int, skip_prefill: bool = False
+    activations: Many, decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[ProofPoly]:
     """One proof of the prefill (unless skipped), then one for every `decode_batching_size` tokens."""
     proofs = build_proofs_bytes(activations, decode_batching_size, topk, skip_prefill)
@@ -121,26 +120,21 @@ def build_proofs(
 
 
 def build_proofs_bytes(
-    activations: Activations | Sequence[Activations], decode_batching_size: int, topk: int, skip_prefill: bool = False
+    activations: Many, decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[bytes]:
     """As `build_proofs`, in 2 + 2 · topk bytes each."""
     return commit(_points(activations, decode_batching_size, topk, skip_prefill, raw_float16=True))
 
 
 def build_proofs_base64(
-    activations: Activations | Sequence[Activations], decode_batching_size: int, topk: int, skip_prefill: bool = False
+    activations: Many, decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[str]:
-    """As `build_proofs`, in base64."""
     proofs = build_proofs_bytes(activations, decode_batching_size, topk, skip_prefill)
     return [base64.b64encode(proof).decode() for proof in proofs]
 
 
 def verify_proofs(
-    activations: Activations | Sequence[Activations],
-    proofs: Iterable[ProofPoly],
-    decode_batching_size: int,
-    topk: int,
-    skip_prefill: bool = False,
+    activations: Many, proofs: Iterable[ProofPoly], decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[VerificationResult]:
     """How far each proof is from the verifier's own activations. ProofError if one is malformed or missing."""
     data = [proof.to_bytes() for proof in proofs]
@@ -148,13 +142,8 @@ def verify_proofs(
 
 
 def verify_proofs_bytes(
-    activations: Activations | Sequence[Activations],
-    proofs: Sequence[bytes],
-    decode_batching_size: int,
-    topk: int,
-    skip_prefill: bool = False,
+    activations: Many, proofs: Sequence[bytes], decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[VerificationResult]:
-    """As `verify_proofs`, from bytes."""
     points = _points(activations, decode_batching_size, topk, skip_prefill, raw_float16=False)
     compared = compare(points, proofs, outside=0)
     for chunk, sentence in enumerate(compared.malformed):
@@ -165,19 +154,13 @@ def verify_proofs_bytes(
 
 
 def verify_proofs_base64(
-    activations: Activations | Sequence[Activations],
-    proofs: Sequence[str],
-    decode_batching_size: int,
-    topk: int,
-    skip_prefill: bool = False,
+    activations: Many, proofs: Sequence[str], decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[VerificationResult]:
-    """As `verify_proofs`, from base64."""
     data = [from_base64(proof) for proof in proofs]
     return verify_proofs_bytes(activations, data, decode_batching_size, topk, skip_prefill)
 
 
 def from_base64(text: str) -> bytes:
-    """Decode strictly: one text for each sequence of bytes."""
     try:
         data = binascii.a2b_base64(text, strict_mode=True)
     except (ValueError, TypeError) as error:
@@ -187,9 +170,7 @@ def from_base64(text: str) -> bytes:
     return data
 
 
-def _points(
-    activations: Activations | Sequence[Activations], rows: int, topk: int, skip_prefill: bool, *, raw_float16: bool
-) -> PointBatch:
+def _points(activations: Many, rows: int, topk: int, skip_prefill: bool, *, raw_float16: bool) -> PointBatch:
     """The points of the package's chunks: `topk` of each, whatever its size."""
     if topk < 1 or rows < 1:
         raise ProofError(f"topk and decode_batching_size are 1 or more, not {topk} and {rows}")

@@ -1,4 +1,4 @@
-"""The arithmetic of proofs in numpy: the plain statement, and what runs where numba is not installed.
+"""The numbers of a proof, and its arithmetic in numpy: the plain statement, and what runs where numba is not installed.
 
 `kernels` has the same three functions, compiled; a test holds them together. Everything is batched: C chunks, whose
 points lie end to end, `counts[c]` of them for chunk c (P in all).
@@ -6,17 +6,48 @@ points lie end to end, `counts[c]` of them for chunk c (P in all).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc.field import LEAST_MODULUS, PRIME, Bits, Ints, inverses
+PRIME = 65497  # the products of two elements, and one element more, still fit into 32 bits
+LEAST_MODULUS = 2**15 + 1  # no search for a modulus goes lower
+
+Ints = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.uint16]
 
 BLOCK = 64  # values that are looked at by their largest only
 AT_ONCE = 64  # chunks that are measured together: bounds the memory
 QUIET_NAN = 0x7FC0
+
+
+@cache
+def inverses() -> npt.NDArray[np.uint32]:
+    """1/d for every d of the field (0 for 0), by 1/d = -(p // d) / (p mod d)."""
+    plain = [0, 1]
+    for value in range(2, PRIME):
+        plain.append((PRIME - PRIME // value) * plain[PRIME % value] % PRIME)
+    table = np.array(plain, dtype=np.uint32)
+    table.flags.writeable = False
+    return table
+
+
+@cache
+def least_modulus(k: int) -> int:
+    """The modulus below which an honest proof of `k` points falls less than once in 10^18. A modulus fails if two of
+    the k indices agree under it. For indices without structure that happens with probability 1 - exp(-k(k-1) / 2p),
+    hardly depending on its neighbours: 12 % for k = 128, so that 64 failures in a row are never seen, and 65433 is the
+    bound. Above k = 300 more are allowed. (Indices with structure can do worse: `compare` also accepts the modulus that
+    the verifier's own points need.)"""
+    failure = -math.expm1(-k * (k - 1) / (2 * PRIME))
+    tries = 64.0
+    if failure > 0:
+        tries = max(tries, math.log(1e-18) / math.log(failure)) if failure < 1 else math.inf
+    return int(max(LEAST_MODULUS, PRIME - min(tries, PRIME)))
 
 
 def bfloat16_bits(values: npt.NDArray[np.float32]) -> Bits:
@@ -28,10 +59,8 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> Bits:
 
 
 def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
-    """The `counts[c]` largest magnitudes of each chunk flat[start : start + size], by ascending index.
-
-    `flat` is float32, or uint16 holding bfloat16 bits. Of equal magnitudes the one with the lowest index comes first.
-    """
+    """The `counts[c]` largest magnitudes of each chunk flat[start : start + size], by ascending index. `flat` is
+    float32, or uint16 holding bfloat16 bits. Of equal magnitudes the one with the lowest index comes first."""
     indices, bits = [np.empty(0, np.int64)], [np.empty(0, np.uint16)]
     for start, size, count in zip(starts.tolist(), sizes.tolist(), counts.tolist(), strict=True):
         chunk = flat[start : start + size]
@@ -111,10 +140,8 @@ def measure(
 ) -> Ints:
     """How far proofs are from points: [C, 6] exponent mismatches, sum of mantissa errors over the others, their upper
     median, sign mismatches among them, hits of the modal exponent outside the points, and how often it was tried.
-
-    "Outside" are up to `outside` residues that none of the points has. Where they start follows from the points, so
-    who has not computed them cannot know.
-    """
+    "Outside" are up to `outside` residues that none of the points has. Where they start follows from the points, so who
+    has not computed them cannot know."""
     results = np.zeros((len(counts), 6), dtype=np.int64)
     for chunks, at in _by_count(counts):
         for begin in range(0, len(chunks), AT_ONCE):
@@ -124,7 +151,10 @@ def measure(
             results[some, :4] = _errors(evaluate(polynomials_CK, x_CK), own_CK)
             start_C = ((indices[where] + 1) * (own_CK + 1)).sum(axis=1)
             places_CW, counted_CW = _outside(start_C, np.minimum(sizes[some], moduli[some]), x_CK, outside)
-            hits_CW = (evaluate(polynomials_CK, places_CW) >> 7 & 0xFF) == _modal_exponents(own_CK)[:, None]
+            exponents_CK = (own_CK >> 7 & 0xFF) + np.arange(len(own_CK))[:, None] * 256  # apart by chunk
+            histogram_CE = np.bincount(exponents_CK.reshape(-1), minlength=256 * len(own_CK)).reshape(-1, 256)
+            modal_C1 = histogram_CE.argmax(axis=1)[:, None]  # the most frequent exponent, the lowest of several
+            hits_CW = (evaluate(polynomials_CK, places_CW) >> 7 & 0xFF) == modal_C1
             results[some, 4] = (hits_CW & counted_CW).sum(axis=1)
             results[some, 5] = counted_CW.sum(axis=1)
     return results
@@ -148,15 +178,6 @@ def _errors(claimed_CK: Ints, own_CK: Ints) -> Ints:
     sums_C = np.where(same_CK, error_CK, 0).sum(axis=1)
     signs_C = (same_CK & (claimed_CK >> 15 != own_CK >> 15)).sum(axis=1)
     return np.stack([own_CK.shape[1] - matches_C, sums_C, np.where(matches_C > 0, median_C, 0), signs_C], axis=1)
-
-
-def _modal_exponents(own_CK: Ints) -> Ints:
-    """The most frequent exponent of each row, the lowest of several."""
-    exponents_CK = own_CK >> 7 & 0xFF
-    rows = np.arange(len(own_CK))[:, None] * 256
-    counts = np.bincount((rows + exponents_CK).reshape(-1), minlength=256 * len(own_CK)).reshape(-1, 256)
-    modal: Ints = counts.argmax(axis=1)
-    return modal
 
 
 def _outside(start_C: Ints, span_C: Ints, x_CK: Ints, wanted: int) -> tuple[Ints, npt.NDArray[np.bool_]]:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from shoal.errors import ProofError
 from shoal.toploc import backend
-from shoal.toploc.field import Bits, Ints
+from shoal.toploc.plain import Bits, Ints
 
 if TYPE_CHECKING:
     import torch
@@ -62,15 +62,10 @@ class PointBatch:
 
     @staticmethod
     def concat(batches: Sequence[PointBatch]) -> PointBatch:
-        """Chunks of several batches, in order."""
         if not batches:
             return PointBatch(np.empty(0, np.int64), np.empty(0, np.uint16), *(np.empty(0, np.int64) for _ in range(2)))
-        return PointBatch(
-            np.concatenate([batch.indices for batch in batches]),
-            np.concatenate([batch.bits for batch in batches]),
-            np.concatenate([batch.counts for batch in batches]),
-            np.concatenate([batch.sizes for batch in batches]),
-        )
+        names = ("indices", "bits", "counts", "sizes")
+        return PointBatch(*(np.concatenate([getattr(batch, name) for batch in batches]) for name in names))
 
 
 def chunk_rows(length: int, rows: int) -> list[int]:
@@ -99,11 +94,9 @@ def chunk_topk(r: int, hidden: int, topk: int, rows: int) -> int:
 
 
 def top_points(activations: Activations, lengths: Sequence[int], topk: int, rows: int) -> PointBatch:
-    """The points of sequences that lie end to end in `activations` [sum(lengths), H].
-
-    numpy (float32, float16, or uint16 holding bfloat16 bits) or torch (float32, float16, bfloat16). Wider types are
-    rounded to bfloat16, to nearest even, before anything is compared.
-    """
+    """The points of sequences that lie end to end in `activations` [sum(lengths), H]. numpy (float32, float16, or
+    uint16 holding bfloat16 bits) or torch (float32, float16, bfloat16). Wider types are rounded to bfloat16, to nearest
+    even, before anything is compared."""
     if activations.ndim != 2:
         raise ValueError(f"activations are [rows, channels], not of {activations.ndim} dimensions")
     total, hidden = activations.shape
@@ -120,9 +113,8 @@ def points_of_chunks(flat: Activations, sizes: Ints, counts: Ints) -> PointBatch
     short = np.flatnonzero(counts > sizes)
     if len(short):
         c = int(short[0])
-        raise ProofError(
-            f"chunk {c} has {sizes[c]} values, too few for {counts[c]} points: choose a smaller topk or larger chunks"
-        )
+        too_few = f"chunk {c} has {sizes[c]} values, too few for {counts[c]} points"
+        raise ProofError(f"{too_few}: choose a smaller topk or larger chunks")
     if _is_torch(flat) and flat.device.type != "cpu":  # type: ignore[union-attr]
         from shoal.toploc import device
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.errors import ProofError
 from shoal.toploc import backend
-from shoal.toploc.field import LEAST_MODULUS, PRIME, Bits, Ints
+from shoal.toploc.plain import LEAST_MODULUS, PRIME, Bits, Ints
 from shoal.toploc.points import PointBatch, chunk_rows, chunk_topk, top_points
 
 
@@ -28,7 +28,6 @@ class Polynomials:
 
 
 def proof_size(k: int) -> int:
-    """Bytes of a proof of `k` points."""
     return 2 + 2 * k
 
 
@@ -43,7 +42,6 @@ def compile_kernels() -> None:
 
 
 def commit(points: PointBatch) -> list[bytes]:
-    """One proof for each chunk."""
     moduli, coefficients = backend.interpolate(points.indices, points.bits, points.counts)
     if not moduli.all():
         raise ProofError(f"the indices of chunk {int(np.argmin(moduli))} agree under every modulus: repeated points?")
@@ -75,7 +73,13 @@ def decode(proofs: Sequence[bytes], counts: Ints) -> Polynomials:
     if len(proofs) != len(counts):
         raise ProofError(f"{len(proofs)} proofs for {len(counts)} chunks: there must be one for each")
     sizes = [proof_size(count) for count in counts.tolist()]
-    malformed = [_wrong_size(proof, size) for proof, size in zip(proofs, sizes, strict=True)]
+    malformed: list[str | None] = [None] * len(proofs)
+    for c, size in enumerate(sizes):
+        proof: object = proofs[c]
+        if not isinstance(proof, bytes):
+            malformed[c] = f"a proof is bytes, not {type(proof).__name__}"
+        elif len(proof) != size:
+            malformed[c] = f"{len(proof)} bytes, not {size}"
     whole = [bytes(size) if wrong else proof for proof, size, wrong in zip(proofs, sizes, malformed, strict=True)]
     words = np.frombuffer(b"".join(whole), dtype=">u2").astype(np.uint16)
     starts = np.cumsum(counts) - counts + np.arange(len(counts))
@@ -92,9 +96,3 @@ def decode(proofs: Sequence[bytes], counts: Ints) -> Polynomials:
         moduli[bad] = PRIME
         coefficients[bad[chunk_of]] = 0
     return Polynomials(moduli, coefficients, malformed)
-
-
-def _wrong_size(proof: object, size: int) -> str | None:
-    if not isinstance(proof, bytes):
-        return f"a proof is bytes, not {type(proof).__name__}"
-    return None if len(proof) == size else f"{len(proof)} bytes, not {size}"

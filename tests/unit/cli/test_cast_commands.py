@@ -21,10 +21,10 @@ from shoal.errors import BroadcastError, ManifestRefused, UserError
 from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, Origin, Payload
-from shoal.shardcast.cast.delivery import Delivery
-from shoal.shardcast.cast.fetch import shares
-from shoal.shardcast.cast.serving import local_url, megabytes, public_url, say_commands
+from shoal.shardcast.cast import megabytes, public_url, say_commands
+from shoal.shardcast.cast.fetch import Delivery, shares
 from shoal.shardcast.cast.trust import Sources, Trust, meet
+from shoal.shardcast.server import local_url
 
 KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
 NOWHERE = "http://127.0.0.1:9"

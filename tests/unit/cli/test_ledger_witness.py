@@ -32,8 +32,7 @@ from shoal.run.ledger.witness import Witness
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import RelayConfig
-from shoal.shardcast.mirror import Mirror
-from shoal.shardcast.relay import Follower
+from shoal.shardcast.relay import Follower, Mirror
 from shoal.shardcast.server import run_origin
 from shoal.shardcast.tree import Tree, witness_key
 from shoal.worker.outbox import HEADS, KEPT, KeptHeads

@@ -1,4 +1,4 @@
-"""Which road a submission takes, and what happens when the store's is closed."""
+"""Which route a submission takes, and what happens when the store's is closed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from shoal.client.delivery import AVOID_S, Delivery
-from shoal.client.http import REACH
+from shoal.client.http import REACH, open_http
 from shoal.errors import HubRefused
 from shoal.protocol import submission_digest
 from shoal.runtime.clock import ManualClock
@@ -77,36 +77,30 @@ def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     return FakeStore(monkeypatch)
 
 
-def test_a_run_without_a_store_gets_everything_at_its_hub(store: FakeStore) -> None:
-    hub = FakeHub(uploads="hub")
-    delivery(hub).hand_in("u1a0", BODY)
-    assert (hub.asked, store.put) == (["submit"], [])
-
-
-def test_by_the_store_it_is_put_once_and_committed(store: FakeStore) -> None:
-    hub = FakeHub()
-    receipt: Any = delivery(hub).hand_in("u1a0", BODY)
-    assert receipt == f"receipt for u1a0, {submission_digest(BODY)}, by the store"
-    assert (hub.asked, [body for _, body in store.put]) == (["ticket", "commit"], [BODY])
-
-
-def test_what_the_hub_has_already_is_not_sent_again(store: FakeStore) -> None:
-    hub = FakeHub(needed=False)
-    delivery(hub).hand_in("u1a0", BODY)
-    assert (hub.asked, store.put) == (["ticket", "commit"], [])
-
-
-@pytest.mark.parametrize("code", ["upload.missing", "upload.other_bytes", "upload.by_hub"])
-def test_a_commit_that_finds_nothing_goes_by_way_of_the_hub(store: FakeStore, code: str) -> None:
-    hub = FakeHub()
-    hub.commits = [HubRefused(409, code, "…")]
-    delivery(hub).hand_in("u1a0", BODY)
-    assert hub.asked == ["ticket", "commit", "submit"]
-    assert len(store.put) == 1
+@pytest.mark.parametrize(
+    ("hub", "commits", "asked", "puts"),
+    [
+        pytest.param({"uploads": "hub"}, (), ["submit"], 0, id="a run without a store"),
+        pytest.param({}, (), ["ticket", "commit"], 1, id="by the store, put once"),
+        pytest.param({"needed": False}, (), ["ticket", "commit"], 0, id="the hub has it already"),
+        *(
+            pytest.param({}, (code,), ["ticket", "commit", "submit"], 1, id=code)
+            for code in ("upload.missing", "upload.other_bytes", "upload.by_hub")
+        ),
+    ],
+)
+def test_which_way_a_submission_goes(store: FakeStore, hub: Any, commits: Any, asked: list[str], puts: int) -> None:
+    fake = FakeHub(**hub)
+    fake.commits = [HubRefused(409, code, "…") for code in commits]
+    receipt: Any = delivery(fake).hand_in("u1a0", BODY)
+    assert (
+        receipt == f"receipt for u1a0, {submission_digest(BODY)}, by the {'store' if asked[-1] == 'commit' else 'hub'}"
+    )
+    assert (fake.asked, [body for _, body in store.put]) == (asked, [BODY] * puts)
 
 
 @pytest.mark.parametrize("code", ["lease.late", "submission.other_body", "lease.not_yours"])
-def test_a_refusal_of_the_submission_is_final_on_either_road(store: FakeStore, code: str) -> None:
+def test_a_refusal_of_the_submission_is_final_on_either_route(store: FakeStore, code: str) -> None:
     hub = FakeHub()
     hub.ticket_refusal = HubRefused(410, code, "…")
     with pytest.raises(HubRefused, match=code):
@@ -114,28 +108,26 @@ def test_a_refusal_of_the_submission_is_final_on_either_road(store: FakeStore, c
     assert (hub.asked, store.put) == (["ticket"], [])
 
 
-def test_a_store_that_refuses_is_left_alone_for_a_while_and_then_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_refuses_is_left_alone_for_a_while_and_then_tried_again(monkeypatch, caplog):
     store, hub, clock = FakeStore(monkeypatch, status=403), FakeHub(), ManualClock()
-    road = delivery(hub, clock)
+    route = delivery(hub, clock)
     for _ in range(3):
-        road.hand_in("u1a0", BODY)
+        route.hand_in("u1a0", BODY)
     assert hub.asked == ["ticket", "submit", "submit", "submit"]
     [said] = [record.getMessage() for record in caplog.records]
     assert "HTTP 403 <Error>no room</Error>" in said
     assert "secret" not in said  # the rest of the URL is leave to upload
     store.status = 200
     clock.advance(AVOID_S)
-    road.hand_in("u1a0", BODY)
+    route.hand_in("u1a0", BODY)
     assert hub.asked[4:] == ["ticket", "commit"]
-    road.close()
+    route.close()
 
 
 def test_a_worker_that_ends_while_it_uploads_still_has_the_hub() -> None:
     hub = FakeHub()
-    road = delivery(hub)
-    road._connections()
-    road.close()
-    road.hand_in("u1a0", BODY)  # over connections that are closed
+    route = delivery(hub)
+    route._http = open_http()
+    route.close()
+    route.hand_in("u1a0", BODY)  # over connections that are closed
     assert hub.asked == ["ticket", "submit"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from fake_run import (
     signed,
 )
 
+from shoal import protocol
 from shoal.client.transport import MIB
 from shoal.errors import (
     CodecError,
@@ -34,25 +36,26 @@ from shoal.errors import (
     SignatureError,
 )
 from shoal.protocol import (
+    PROTOCOL_VERSION,
+    Document,
     Heartbeat,
     HeartbeatReply,
     HubClock,
     LeaseReply,
     LeaseRequest,
-    LedgerHead,
-    NodeState,
     NodeView,
     Problem,
     Receipt,
+    SignedDocument,
     SigningKey,
     SubmissionBodies,
-    TrainingBatch,
     fingerprint,
     pack,
     submission_digest,
 )
+from shoal.protocol.signing import sign_values
 
-VIEW = NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE)
+VIEW = NodeView(node=NODE.node, name="n", role="worker", state=protocol.NodeState.ACTIVE)
 BODY = b"a packed submission"
 
 
@@ -73,7 +76,7 @@ def test_requests_are_signed_for_the_run_over_path_query_and_body() -> None:
 
 
 def test_public_calls_need_no_identity() -> None:
-    head = LedgerHead(run=RUN, index=3, hash="b" * 64)
+    head = protocol.LedgerHead(run=RUN, index=3, hash="b" * 64)
     hub = ScriptedHub(script=[answer(signed(head))])
     assert hub.client().ledger_head() == head
     assert "shoal-signature" not in hub.requests[0].headers
@@ -132,16 +135,15 @@ def test_a_refusal_of_this_node_is_known_as_one(code: str) -> None:
         hub.client().register("n", "worker", None)
 
 
-def test_an_answer_of_another_kind_is_a_protocol_error() -> None:
-    hub = ScriptedHub(script=[httpx.Response(200, json={"hello": "world"})])
-    with pytest.raises(ProtocolError, match="is not a NodeView"):
+@pytest.mark.parametrize(
+    ("content", "error", "why"),
+    [(b'{"hello": "world"}', ProtocolError, "is not a NodeView"), (b"x" * (64 * MIB + 1), CodecError, "longer than")],
+    ids=["another kind", "endless"],
+)
+def test_an_answer_that_cannot_be_read_is_an_error(content: bytes, error: type[Exception], why: str) -> None:
+    hub = ScriptedHub(script=[httpx.Response(200, content=content)])
+    with pytest.raises(error, match=why):
         hub.client().register("n", "worker", None)
-
-
-def test_an_endless_answer_is_not_read() -> None:
-    hub = ScriptedHub(script=[httpx.Response(200, content=b"x" * (64 * MIB + 1))])
-    with pytest.raises(CodecError, match="longer than"):
-        hub.client().status()
 
 
 def test_an_answer_that_drips_is_left_and_asked_for_again() -> None:
@@ -212,7 +214,7 @@ def test_a_submission_is_checked_against_its_name() -> None:
 
 
 def test_rollouts_are_unpacked() -> None:
-    batch = TrainingBatch(step=2, groups=[])
+    batch = protocol.TrainingBatch(step=2, groups=[])
     hub = ScriptedHub(script=[httpx.Response(200, content=pack(batch))])
     assert hub.client().rollouts(2) == batch
 
@@ -300,11 +302,48 @@ def test_a_silence_is_mentioned_once_and_so_is_its_end(caplog: pytest.LogCapture
     assert [line.split("(")[0] for line in said[:1]] == ["the hub at http://hub:1 does not answer /nodes "]
     assert len(said) == 2
     assert "answers again, after" in said[1]
-
-
-def test_a_hiccup_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
-    hub = ScriptedHub(script=[*[no_answer] * 4, answer(VIEW)])
-    with caplog.at_level("INFO", "shoal.client"):
-        hub.client().register("n", "worker", None)
-    assert sum(hub.stop.waits) < 3
+    caplog.clear()
+    hub.script += [*[no_answer] * 4, answer(VIEW)]  # a hiccup is not mentioned
+    hub.client().register("n", "worker", None)
     assert not caplog.records
+
+
+# ── hubs of other versions: unknown fields are ignored, another protocol is refused ─────────────────────────────────
+
+
+def test_a_hub_of_this_version_gets_all_of_it_and_is_told_the_version() -> None:
+    hub = ScriptedHub(script=[answer(HeartbeatReply(node=VIEW))])
+    hub.client().heartbeat(Heartbeat(progress={"u1a0": 3}))
+    assert json.loads(hub.requests[0].content)["progress"] == {"u1a0": 3}
+    assert hub.requests[0].headers["shoal-protocol"] == str(PROTOCOL_VERSION)
+    assert hub.requests[0].headers["user-agent"].startswith("shoal/")
+
+
+def later(document: Document, **added: Any) -> SignedDocument:
+    return sign_values(document.kind, {**document.model_dump(mode="json"), **added}, HUB)
+
+
+def test_what_a_newer_hub_adds_is_left_alone() -> None:
+    reply = {"leases": [later(lease(), colour="grey").model_dump()], "mood": "good"}
+    hub = ScriptedHub(info=later(run_info(), colour="grey"), script=[httpx.Response(200, json=reply)])
+    client = hub.client()
+    got = client.lease(LeaseRequest(request="request-1"))
+    assert client.open_leases(got)[0][0] == lease()
+
+
+def test_a_role_that_came_later_can_have_a_certificate_without_harm() -> None:
+    extra = later(run_info()).model_copy()
+    certificate = sign_values("role-certificate", {"run": "x", "role": "gardener", "public_key": "0" * 64}, HUB)
+    certificates = [*extra.document["certificates"], certificate.model_dump(mode="json")]
+    hub = ScriptedHub(info=later(run_info(), certificates=certificates))
+    assert hub.client().trusted_run().hub_keys == {HUB.public_key}
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"),
+    [(PROTOCOL_VERSION + 1, "pip install -U shoal"), (PROTOCOL_VERSION - 1, "ask the run's owner to upgrade it")],
+)
+def test_a_version_too_far_away_says_who_has_to_upgrade(version: int, remedy: str) -> None:
+    hub = ScriptedHub(info=later(run_info(), protocol_version=version))
+    with pytest.raises(ProtocolError, match=f"the hub speaks protocol {version}.*{remedy}"):
+        hub.client().run_info()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import httpx
 import pytest
 from fake_run import HUB, NODE, ROOT, STRANGER, ScriptedHub, TickingStop, answer, refusal, run_info, signed
 from fake_run import key as key_of
 
 from shoal.client import ClientOptions, HubClient
-from shoal.client.hubs import FIRST_REST_S, LONGEST_REST_S, Hubs
 from shoal.client.known import KnownRun
+from shoal.client.transport import FIRST_REST_S, LONGEST_REST_S, Hubs
 from shoal.client.trust import one_run, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, SignedDocument, fingerprint
@@ -135,9 +133,7 @@ OTHER_RUN = run_id("demo", fingerprint(STRANGER.public_key))
 
 
 @pytest.mark.parametrize("fail", [lambda net, host: net.down.add(host), lambda net, host: net.broken.add(host)])
-def test_when_a_hub_fails_the_next_is_asked_at_once_after_it_has_shown_the_same_run(
-    fail: Callable[[Network, str], None],
-) -> None:
+def test_when_a_hub_fails_the_next_is_asked_at_once_after_it_has_shown_the_same_run(fail):
     net = Network(a=HONEST, b=HONEST)
     client = net.client(A, B)
     client.heartbeat(Heartbeat())

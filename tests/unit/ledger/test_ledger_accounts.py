@@ -1,26 +1,30 @@
-"""Accounts follow from the ledger alone: one credit per verified token, once per submission."""
+"""Accounts follow from the ledger alone: one credit per verified token, once per submission. Shares follow from a
+prefix of it: exact, by owner, and never changed by what comes later."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.errors import LedgerError
-from shoal.ledger import Account, append, credit_for, fold
+from shoal.errors import LedgerError, UserError
+from shoal.ledger import Account, Share, append, fold, shares_of, subjects
 from shoal.protocol import LedgerEntry
 
+Row = tuple[str, dict[str, Any]]
 
-def entries_of(*rows: tuple[str, dict[str, Any]]) -> list[LedgerEntry]:
+
+def entries_of(*rows: Row) -> list[LedgerEntry]:
     entries: list[LedgerEntry] = []
     for kind, body in rows:
         entries.append(append(entries[-1] if entries else None, kind, body, at_ms=0))
     return entries
 
 
-def credit(node: str, submission: str, tokens: int, amount: int | None = None) -> tuple[str, dict[str, Any]]:
+def credit(node: str, submission: str, tokens: int, amount: int | None = None) -> Row:
     earned = tokens if amount is None else amount
     return "credit", {"node": node, "submission": submission, "tokens": tokens, "credit": earned}
 
@@ -43,11 +47,11 @@ def test_accounts_of_a_small_run() -> None:
     assert accounts.total_credit == 120
 
 
-def pending(node: str, submission: str, tokens: int) -> tuple[str, dict[str, Any]]:
+def pending(node: str, submission: str, tokens: int) -> Row:
     return "pending", credit(node, submission, tokens)[1]
 
 
-def void(node: str, submission: str, tokens: int) -> tuple[str, dict[str, Any]]:
+def void(node: str, submission: str, tokens: int) -> Row:
     return "void", {**credit(node, submission, tokens)[1], "reason": "sampling.seed"}
 
 
@@ -63,7 +67,7 @@ def test_pending_credit_matures_or_is_void() -> None:
         )
     )
     assert accounts.by_node["a"] == Account(credit=5, pending=11, void=7, accepted=3)
-    assert (accounts.total_credit, accounts.total_earned) == (5, 23)
+    assert accounts.total_credit == 5
 
 
 @pytest.mark.parametrize(
@@ -71,55 +75,148 @@ def test_pending_credit_matures_or_is_void() -> None:
     [credit("a", "s1", 5), void("a", "s1", 5), pending("a", "s1", 5)],
     ids=["credited twice", "void after all", "pending again"],
 )
-def test_credit_moves_on_once(last: tuple[str, dict[str, Any]]) -> None:
+def test_credit_moves_on_once(last: Row) -> None:
     for settled in (credit("a", "s1", 5), void("a", "s1", 5)):
         with pytest.raises(LedgerError, match="row 2"):
             fold(entries_of(pending("a", "s1", 5), settled, last))
 
 
 @pytest.mark.parametrize("other", [credit("b", "s1", 5), credit("a", "s1", 6), void("b", "s1", 5), void("a", "s2", 5)])
-def test_what_matures_or_is_void_is_what_was_pending(other: tuple[str, dict[str, Any]]) -> None:
+def test_what_matures_or_is_void_is_what_was_pending(other: Row) -> None:
     with pytest.raises(LedgerError, match="row 1"):
         fold(entries_of(pending("a", "s1", 5), other))
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 10**6), st.sampled_from(["credit", "void", ""]))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 10**6), st.sampled_from(["at once", "credit", "void", ""]))
+    )
+)
 def test_nothing_is_lost_or_made_on_the_way(work: list[tuple[str, int, str]]) -> None:
-    rows = [pending(node, f"s{number}", tokens) for number, (node, tokens, _) in enumerate(work)]
-    makers = {"credit": credit, "void": void}
-    rows += [
-        makers[fate](node, f"s{number}", tokens) for number, (node, tokens, fate) in enumerate(work) if fate in makers
-    ]
+    numbered = [(node, f"s{number}", tokens, fate) for number, (node, tokens, fate) in enumerate(work)]
+    rows = [credit(*row) if fate == "at once" else pending(*row) for *row, fate in numbered]
+    rows += [{"credit": credit, "void": void}[fate](*row) for *row, fate in numbered if fate in ("credit", "void")]
     accounts = fold(entries_of(*rows))
-    assert accounts.total_earned == sum(tokens for _, tokens, _ in work)
-    for kind, sums in (("credit", "credit"), ("void", "void"), ("", "pending")):
-        expected = sum(tokens for _, tokens, fate in work if fate == kind)
-        assert sum(getattr(account, sums) for account in accounts.by_node.values()) == expected
+    for name, fates in (("credit", ("at once", "credit")), ("void", ("void",)), ("pending", ("",))):
+        for node in "abc":
+            expected = sum(tokens for who, tokens, fate in work if who == node and fate in fates)
+            assert getattr(accounts.by_node.get(node, Account()), name) == expected
+    assert accounts.total_credit == sum(tokens for _, tokens, fate in work if fate in ("at once", "credit"))
 
 
-def test_a_submission_is_judged_once() -> None:
-    with pytest.raises(LedgerError, match=r"row 1.*judged before"):
-        fold(entries_of(credit("a", "s1", 5), credit("a", "s1", 5)))
-    with pytest.raises(LedgerError, match=r"row 1.*judged before"):
-        fold(entries_of(credit("a", "s1", 5), ("rejected", {"node": "a", "submission": "s1"})))
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([credit("a", "s1", 5), credit("a", "s1", 5)], r"row 1.*judged before"),
+        ([credit("a", "s1", 5), ("rejected", {"node": "a", "submission": "s1"})], r"row 1.*judged before"),
+        ([credit("a", "s1", 5, 6)], r"row 0 \(credit\)"),
+        ([credit("a", "s1", 5, 0)], r"row 0 \(credit\)"),
+        ([credit("a", "s1", -5, -5)], r"row 0 \(credit\)"),
+        ([("credit", {"node": "a"})], "row 0"),
+        ([("batch", {"step": 0}), ("batch", {"step": 2})], "step 2 comes where that of step 1 should be"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_by_row(rows: list[Row], why: str) -> None:
+    with pytest.raises(LedgerError, match=why):
+        fold(entries_of(*rows))
 
 
-@pytest.mark.parametrize(("tokens", "amount"), [(5, 6), (5, 0), (-5, -5)])
-def test_credit_follows_the_formula(tokens: int, amount: int) -> None:
-    with pytest.raises(LedgerError, match=r"row 0 \(credit\)"):
-        fold(entries_of(credit("a", "s1", tokens, amount)))
+# Shares
+
+OWNER = "0a" * 32
 
 
-def test_a_row_without_its_fields_is_named() -> None:
-    with pytest.raises(LedgerError, match="row 0"):
-        fold(entries_of(("credit", {"node": "a"})))
+def batch(step: int) -> Row:
+    return "batch", {"step": step, "units": [], "digest": "d"}
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 10**6))))
-def test_the_total_is_the_sum_of_the_tokens(work: list[tuple[str, int]]) -> None:
-    rows = [credit(node, f"s{number}", tokens) for number, (node, tokens) in enumerate(work)]
-    accounts = fold(entries_of(*rows))
-    assert accounts.total_credit == sum(credit_for(tokens) for _, tokens in work)
-    for node in "abc":
-        expected = sum(tokens for who, tokens in work if who == node)
-        assert accounts.by_node.get(node, Account()).credit == expected
+RUN = entries_of(
+    ("node", {"node": "a"}),
+    ("node", {"node": "b"}),
+    ("node", {"node": "c"}),
+    credit("a", "s1", 30),
+    credit("b", "s2", 10),
+    batch(0),
+    ("vouch", {"node": "a", "owner": OWNER}),
+    ("vouch", {"node": "b", "owner": OWNER}),
+    credit("c", "s3", 20),
+    pending("c", "s4", 7),
+    batch(1),
+    credit("c", "s4", 7),
+)
+
+
+def test_shares_are_those_of_the_moment_when_a_batch_was_written_down() -> None:
+    first = shares_of(RUN, step=0)
+    assert (first.index, first.total) == (5, 40)
+    assert [(share.holder, share.fraction) for share in first.shares] == [("a", (3, 4)), ("b", (1, 4))]
+    second = shares_of(RUN, step=1)
+    assert (second.index, second.total) == (10, 60)
+    assert second.shares == (Share(OWNER, ("a", "b"), 40, 60), Share("c", ("c",), 20, 60))
+    assert shares_of(RUN).shares[1] == Share("c", ("c",), 27, 67)
+
+
+def test_what_comes_later_changes_no_earlier_share() -> None:
+    for end in range(6, len(RUN) + 1):
+        assert shares_of(RUN[:end], step=0) == shares_of(RUN, step=0)
+
+
+@pytest.mark.parametrize(("step", "words"), [(2, "the last one is of step 1"), (9, "no batch of step 9")])
+def test_a_step_without_a_batch_has_no_shares(step: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        shares_of(RUN, step)
+
+
+def test_nobody_has_a_share_before_there_is_credit() -> None:
+    assert shares_of(RUN[:3]).shares == ()
+    with pytest.raises(UserError, match="no step has a batch yet"):
+        shares_of(RUN[:3], step=0)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 10**12)), max_size=20), st.sets(st.sampled_from("abc"))
+)
+def test_shares_add_up_to_one_exactly(work: list[tuple[str, int]], owned: set[str]) -> None:
+    vouches: list[Row] = [("vouch", {"node": node, "owner": OWNER}) for node in sorted(owned)]
+    found = shares_of(entries_of(*vouches, *(credit(node, f"s{i}", tokens) for i, (node, tokens) in enumerate(work))))
+    assert found.total == sum(tokens for _, tokens in work)
+    assert sum(share.credit for share in found.shares) == found.total
+    if found.total:
+        assert sum(Fraction(*share.fraction) for share in found.shares) == 1
+
+
+def test_an_owner_has_what_its_machines_earned() -> None:
+    accounts = fold(RUN)
+    assert accounts.by_holder()[OWNER] == Account(credit=40, accepted=2, owner=OWNER)
+    assert accounts.holder("a") == OWNER
+    assert accounts.holder("c") == "c"
+
+
+def test_the_first_vouch_stays() -> None:
+    again = entries_of(("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "a", "owner": OWNER}))
+    assert fold(again).by_node["a"].owner == OWNER
+    with pytest.raises(LedgerError, match=r"row 1 \(vouch\).*the first who vouched stays"):
+        fold(entries_of(("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "a", "owner": "0b" * 32})))
+
+
+def test_sanctions_come_and_go() -> None:
+    rows: list[Row] = [("sanction", {"node": "a", "state": "suspended", "reason": "lapses", "until_ms": 60_000})]
+    assert fold(entries_of(*rows)).by_node["a"] == Account(reason="lapses", suspended_until_ms=60_000)
+    rows.append(("sanction", {"node": "a", "state": "banned", "reason": "sampling.seed"}))
+    assert fold(entries_of(*rows)).by_node["a"] == Account(banned=True, reason="sampling.seed")
+    rows.append(("sanction", {"node": "a", "state": "active", "reason": "an appeal"}))
+    assert fold(entries_of(*rows)).by_node["a"] == Account()
+
+
+@pytest.mark.parametrize(
+    ("row", "about"),
+    [
+        (("credit", {"node": "a", "unit": 0}), ("node:a", "unit:0")),
+        (("batch", {"step": 0, "units": [3, 1]}), ("unit:3", "unit:1")),
+        (("pulled", {"node": "a", "units": [2], "submission": "s"}), ("node:a", "unit:2")),
+        (("policy", {"version": 1}), ()),
+        (("admin", {"verb": "ban", "node": "a", "target": "a"}), ("node:a",)),
+    ],
+)
+def test_what_an_entry_is_about(row: Row, about: tuple[str, ...]) -> None:
+    assert subjects(entries_of(row)[0]) == about

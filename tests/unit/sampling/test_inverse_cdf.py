@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shoal.sampling import inverse, sampler
+from shoal.sampling import inverse, kernels, sampler
 from shoal.sampling.stream import uniforms
 
 LOGITS = hnp.arrays(
@@ -40,17 +41,6 @@ def test_the_interval_of_the_sampled_token_contains_u(logits, u, temperature):
         assert np.all(low <= us)
         assert np.all(us < high)
         np.testing.assert_array_equal(logprobs, again)
-
-
-@given(LOGITS, TEMPERATURES)
-@settings(max_examples=100, deadline=None)
-def test_torch_and_numpy_agree_on_intervals(logits, temperature):
-    rows, vocabulary = logits.shape
-    every = np.repeat(logits, vocabulary, axis=0)
-    tokens = np.tile(np.arange(vocabulary), rows)
-    ours, theirs = torch_intervals(every, tokens, temperature), inverse.intervals(every, tokens, temperature)
-    for mine, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-6, atol=1e-14)
 
 
 @given(LOGITS, TEMPERATURES)
@@ -90,8 +80,105 @@ def test_frequencies_follow_the_softmax():
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / len(u), expected, atol=0.012)
 
 
-def test_temperature_may_differ_by_row():
-    logits = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    found = sampler.token_statistics(logits, torch.tensor([0, 0]), torch.tensor([[1.0], [0.5]]))
-    one, half = 1 / (1 + np.e), 1 / (1 + np.e**2)
-    np.testing.assert_allclose(found.high.numpy(), [one, half], rtol=1e-6)
+# All that the checks need of given tokens, in one call
+
+SOME_TEMPERATURES = (0.5, 0.7, 1.0, 1.3)
+
+
+def stated(logits, tokens, temperature):
+    """The five values in plain numpy, float64."""
+    probabilities, _ = inverse.cumulative(logits, temperature)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        surprise = np.where(probabilities > 0, -np.log(probabilities), 0.0)
+    entropy = (probabilities * surprise).sum(1)
+    varentropy = (probabilities * (surprise - entropy[:, None]) ** 2).sum(1)
+    return (*inverse.intervals(logits, tokens, temperature), entropy, varentropy)
+
+
+def compared(logits, tokens, temperature):
+    found = sampler.token_statistics(torch.from_numpy(logits), torch.from_numpy(tokens), temperature)
+    for name, ours, theirs in zip(found._fields, found, stated(logits, tokens, temperature), strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs, rtol=2e-6, atol=1e-6 if "entropy" in name else 1e-13)
+    return found
+
+
+@given(st.integers(0, 10_000), st.sampled_from(SOME_TEMPERATURES), st.floats(0.1, 12))
+@settings(deadline=None, max_examples=60)
+def test_agrees_with_numpy(seed, temperature, spread):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, spread, (5, 96)).astype(np.float32)
+    compared(logits, rng.integers(0, 96, 5), temperature)
+
+
+def test_agrees_with_numpy_on_a_large_vocabulary_in_several_tiles():
+    rng = np.random.default_rng(0)
+    rows = 2 * sampler.CPU_TILE_ELEMENTS // 49_152 + 3
+    logits = rng.normal(0, 3, (rows, 49_152)).astype(np.float32)
+    compared(logits, rng.integers(0, 49_152, rows), 1.0)
+
+
+def test_a_uniform_and_a_certain_distribution_by_hand():
+    found = sampler.token_statistics(torch.zeros(1, 8), torch.tensor([2]), 1.0)
+    assert [float(value) for value in found] == pytest.approx([0.25, 0.375, -np.log(8), np.log(8), 0.0], abs=1e-6)
+    certain = torch.full((1, 8), -torch.inf)
+    certain[0, 5] = 3.0
+    found = sampler.token_statistics(certain, torch.tensor([5]), 1.0)
+    assert [float(value) for value in found] == [0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_two_tokens_by_hand():
+    # p = 1/4, 3/4: -log p has mean H and variance (3/16) (log 3)²
+    found = sampler.token_statistics(torch.tensor([[0.25, 0.75]]).log(), torch.tensor([1]), 1.0)
+    entropy = -(0.25 * np.log(0.25) + 0.75 * np.log(0.75))
+    assert float(found.entropy) == pytest.approx(entropy, rel=1e-6)
+    assert float(found.varentropy) == pytest.approx(3 / 16 * np.log(3) ** 2, rel=1e-6)
+
+
+def test_temperature_by_row_in_either_shape():
+    logits, tokens = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    each = [sampler.token_statistics(logits[i : i + 1], tokens[i : i + 1], t) for i, t in enumerate(SOME_TEMPERATURES)]
+    for shape in ((4,), (4, 1)):
+        found = sampler.token_statistics(
+            logits, tokens, torch.tensor(SOME_TEMPERATURES, dtype=torch.float64).reshape(shape)
+        )
+        for column, parts in zip(found, zip(*each, strict=True), strict=True):
+            torch.testing.assert_close(column, torch.cat(parts), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("temperature", SOME_TEMPERATURES)
+def test_what_is_sampled_lies_in_its_interval_at_every_temperature(temperature):
+    rng = np.random.default_rng(1)
+    logits, u = torch.from_numpy(rng.normal(0, 3, (500, 96)).astype(np.float32)), torch.from_numpy(rng.random(500))
+    draw = sampler.sample(logits, u, temperature)
+    found = sampler.token_statistics(logits, draw.tokens, temperature)
+    assert bool(((found.low <= u) & (u < found.high)).all())
+    torch.testing.assert_close(draw.logprobs, found.logprobs)
+    # an honest token's surprise has the entropy as its mean, and the varentropy as its variance
+    excess = (-found.logprobs - found.entropy) / found.varentropy.mean().sqrt()
+    assert abs(float(excess.mean())) < 0.2
+    assert 0.75 < float(excess.var()) < 1.3
+
+
+def test_logits_that_are_no_numbers_give_no_interval_and_no_crash():
+    logits = torch.zeros(2, 8)
+    logits[0, 3] = torch.nan
+    found = sampler.token_statistics(logits, torch.tensor([1, 1]), 1.0)
+    assert bool(found.low[0].isnan())
+    assert float(found.low[1]) == 0.125
+    assert int(sampler.sample(logits, torch.tensor([0.99, 0.99]), 1.0).tokens[0]) < 8
+
+
+def test_without_cuda_the_kernels_are_not_used():
+    assert not kernels.usable(torch.zeros(2, 8))
+
+
+def test_kernels_that_do_not_build_are_left_out_with_a_word(monkeypatch, caplog):
+    def no_compiler(*_):
+        raise RuntimeError("failed to find a C compiler")
+
+    kernels.compiles.cache_clear()
+    monkeypatch.setattr(kernels, "find_spec", lambda _: object())
+    monkeypatch.setattr(kernels, "token_statistics", no_compiler)
+    assert not kernels.compiles(torch.device("cpu"))
+    assert "C compiler" in caplog.text
+    kernels.compiles.cache_clear()

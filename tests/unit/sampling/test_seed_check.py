@@ -36,27 +36,15 @@ def test_an_honest_sequence_passes_without_any_tolerance_used(seed):
 
 @given(st.integers(0, 10_000))
 @settings(deadline=None)
-def test_rounding_noise_on_the_validators_side_passes(seed):
+def test_rounding_noise_on_the_validators_side_passes_and_another_seed_is_beyond(seed):
     logits, u, tokens = drawn(seed)
     noise = np.random.default_rng(seed + 1).normal(0, 1e-6, logits.shape).astype(np.float32)
     assert checked(logits + noise, u, tokens).passed
-
-
-@given(st.integers(0, 10_000))
-@settings(deadline=None)
-def test_another_seed_is_beyond(seed):
-    logits, _, tokens = drawn(seed)
     result = checked(logits, uniforms(seed + 1, 0, 64), tokens)
     assert result.reason == "beyond"
     assert result.n_outside > 10
-
-
-@given(st.integers(0, 10_000))
-@settings(deadline=None)
-def test_another_seed_is_caught_within_32_tokens_under_a_coarse_tolerance(seed):
-    logits, _, tokens = drawn(seed, tokens=32)
-    coarse = SeedTolerance(distance=0.15, floor=1e-13)  # bfloat16
-    assert checked(logits, uniforms(seed + 1, 0, 32), tokens, coarse).reason == "beyond"
+    coarse = SeedTolerance(distance=0.15, floor=1e-13)  # bfloat16: caught within 32 tokens
+    assert checked(logits[:32], uniforms(seed + 1, 0, 32), tokens[:32], coarse).reason == "beyond"
 
 
 def test_one_edited_token_is_found_where_it_is():

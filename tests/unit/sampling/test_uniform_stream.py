@@ -1,15 +1,23 @@
-"""The uniform stream against published vectors and against a plain restatement."""
+"""The uniforms of a seed are the same everywhere: numpy, torch, the documented statement, published vectors."""
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.sampling import philox4x32, uniforms, uniforms_matrix
+from shoal.sampling import inverse, philox4x32, uniforms, uniforms_matrix
 from shoal.sampling.stream import uniforms_at
+from shoal.sampling.stream_torch import uniforms_block
 
+ROOT = Path(__file__).parents[3]
+VECTORS = json.loads((ROOT / "tests/data/uniform_stream.json").read_text())["vectors"]
 SEEDS = st.integers(min_value=0, max_value=2**64 - 1)
 ALL_ONES = 0xFFFFFFFF
 
@@ -18,16 +26,22 @@ def words(*values: int) -> tuple[np.ndarray, ...]:
     return tuple(np.array([value], dtype=np.uint64) for value in values)
 
 
-def plain_uniform(seed: int, position: int) -> float:
-    """The stream in twelve lines of Python integers: what another implementation has to match."""
-    c = [position & ALL_ONES, position >> 32, 0, 0]
-    k = [seed & ALL_ONES, seed >> 32]
-    for _ in range(10):
-        high0, low0 = divmod(0xD2511F53 * c[0], 2**32)
-        high1, low1 = divmod(0xCD9E8D57 * c[2], 2**32)
-        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
-        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
-    return ((c[0] >> 5) * 2**26 + (c[1] >> 6)) / 2**53
+@pytest.fixture(scope="module")
+def statement():
+    """The functions that docs/concepts/sampling.md prints, run as they stand there."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/concepts/sampling.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(blocks[0], names)
+    assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 20
+    return names
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['seed']}-{vector['position']}")
+def test_vectors(vector, statement):
+    seed, position, expected = int(vector["seed"], 16), vector["position"], vector["bits"] / 2**53
+    assert uniforms(seed, position, 1)[0] == expected
+    assert uniforms_block([seed], position, 1)[0, 0].item() == expected
+    assert statement["uniform"](seed, position) == expected
 
 
 @pytest.mark.parametrize(
@@ -46,18 +60,26 @@ def test_philox_gives_the_published_answers(counter, key, expected):
     assert tuple(int(word[0]) for word in philox4x32(words(*counter), words(*key))) == expected
 
 
-@given(SEEDS, st.integers(min_value=0, max_value=2**40))
+@given(st.lists(SEEDS, min_size=1, max_size=4), st.integers(0, 2**45), st.integers(0, 6))
 @settings(deadline=None)
-def test_a_uniform_is_what_plain_integers_give(seed, position):
-    assert uniforms(seed, position, 1)[0] == plain_uniform(seed, position)
+def test_torch_gives_the_same_bits_as_numpy(seeds, start, count):
+    found = uniforms_block(seeds, start, count)
+    assert found.dtype == torch.float64
+    np.testing.assert_array_equal(found.numpy(), uniforms_matrix(seeds, start, count))
 
 
-def test_vectors_for_other_implementations():
-    assert uniforms(0, 0, 2).tolist() == [0.39904647231489565, plain_uniform(0, 1)]
-    assert uniforms(2**64 - 1, 2**32 - 1, 2).tolist() == [
-        plain_uniform(2**64 - 1, 2**32 - 1),
-        plain_uniform(2**64 - 1, 2**32),
-    ]
+@given(SEEDS, st.integers(0, 2**45))
+@settings(deadline=None)
+def test_the_documented_statement_gives_the_same_bits(statement, seed, position):
+    assert statement["uniform"](seed, position) == uniforms(seed, position, 1)[0]
+
+
+@given(SEEDS, st.sampled_from([0.5, 0.7, 1.0, 1.3]))
+@settings(deadline=None)
+def test_the_documented_statement_draws_the_same_tokens(statement, seed, temperature):
+    logits = np.random.default_rng(seed % 1000).normal(0, 2, (1, 30)).astype(np.float32)
+    u = uniforms(seed, 0, 1)
+    assert statement["token"](logits[0].tolist(), temperature, u[0]) == inverse.sample(logits, u, temperature)[0][0]
 
 
 @given(SEEDS, st.integers(0, 1000), st.integers(0, 50))
@@ -93,8 +115,9 @@ def test_neighbouring_seeds_are_unrelated():
 
 @pytest.mark.parametrize(("seed", "start", "count"), [(-1, 0, 1), (2**64, 0, 1), (0, -1, 1), (0, 0, -1)])
 def test_what_is_no_seed_or_position_is_refused(seed, start, count):
-    with pytest.raises(ValueError, match=r"seed|position"):
-        uniforms(seed, start, count)
+    for made in (uniforms_matrix, uniforms_block):
+        with pytest.raises(ValueError, match=r"seed|position"):
+            made([seed], start, count)
 
 
 def test_single_positions_are_those_of_the_matrix():

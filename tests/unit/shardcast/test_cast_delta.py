@@ -215,7 +215,7 @@ def test_a_whole_delta_is_read_to_its_end() -> None:
         (io.BytesIO(b"PK\x03\x04"), "does not begin"),
         (stream(), "ends in the middle"),
         (stream(NOTHING[:-1]), "ends in the middle"),
-        (stream(NOTHING, b"x"), "goes on after"),
+        (stream(NOTHING, b"x"), "continues after"),
         (stream(HEADER.pack(1, 1, 1), struct.pack("<2I", 10, 10)), "ends in the middle"),
         (stream(HEADER.pack(1, 1, 1), struct.pack("<2I", 1 << 31, 10)), "says more"),
     ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -27,10 +29,10 @@ from kit.cast import (
     reply,
     tensor,
 )
-from shoal.errors import BroadcastError, ManifestRefused, ResourceError, VersionNotFound
+from shoal.errors import BroadcastError, DiskError, ManifestRefused, ResourceError, VersionNotFound
 from shoal.protocol import PolicyRef
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Content, digest_of
+from shoal.shardcast import Content, Downloader, Prefetch, digest_of
 from shoal.shardcast.cache import PayloadFile
 
 Scripted = Callable[[Handler], ScriptedSource]
@@ -205,9 +207,7 @@ def test_the_newest_head_of_all_sources_counts(tmp_path: Path, scripted: Scripte
     assert make_downloader([*sources, DEAD], tmp_path / "cache").newest(10) == new.policy
 
 
-def test_a_full_disk_is_a_resource_error_and_does_not_hang(
-    tmp_path: Path, start_origin: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_resource_error_and_does_not_hang(tmp_path, start_origin, monkeypatch):
     def full(self: PayloadFile, chunk: object, data: memoryview) -> None:
         raise ResourceError("cannot write: the disk is full: free some space")
 
@@ -227,3 +227,33 @@ def test_many_chunks_from_two_sources_come_from_both(tmp_path: Path, scripted: S
     assert all(chunk_requests(source) for source in sources)
     wanted = len(chunk_paths(folder, manifest))  # a slow source may be doubted: then a few are asked for twice
     eventually(lambda: len({target for source in sources for target in chunk_requests(source)}) == wanted)
+
+
+class Failing:
+    """A downloader, and its own follower, that knows of a newer version and cannot fetch it."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def follower(self) -> Failing:
+        return self
+
+    def newer(self, _wait_s: float) -> PolicyRef:
+        return PolicyRef(incarnation=0, version=1, digest="ab" * 32)
+
+    def fetch(self, *_arguments: Any, **_options: Any) -> None:
+        raise self._error
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("error", "traced"), [(DiskError("the disk is full"), False), (KeyError("oops"), True)])
+def test_fetching_ahead_ends_with_a_line_or_for_a_bug_with_a_traceback(error, traced, caplog):
+    prefetch = Prefetch(cast("Downloader", Failing(error)), StopToken())
+    with caplog.at_level(logging.INFO, "shoal"):
+        prefetch._run()  # in this thread: it ends by itself
+    (record,) = caplog.records
+    assert "fetching ahead has ended" in record.getMessage()
+    assert bool(record.exc_info) is traced
+    assert traced or "the disk is full" in record.getMessage()

@@ -26,9 +26,7 @@ def bits(data: bytes) -> list[int]:
     arriving=st.lists(st.sampled_from(NAMES)),
     soon=st.sets(st.sampled_from(NAMES)),
 )
-def test_the_maps_say_of_each_position_whether_its_chunk_is_here_or_coming(
-    chunks: list[str], here: set[str], arriving: list[str], soon: set[str]
-) -> None:
+def test_the_maps_say_of_each_position_whether_its_chunk_is_here_or_coming(chunks, here, arriving, soon):
     inventory = Inventory([chunk(name) for name in chunks], {chunk(name).hash for name in here})
     for name in arriving:
         before = inventory.count
@@ -89,7 +87,7 @@ def test_without_a_budget_everything_wanted_is_mirrored() -> None:
     selection = select_versions(CHAIN, 3, None)
     assert numbers(selection.wanted) == [1, 2, 3, 4, 5]  # version 3 is reached from 1
     assert selection.mirrored == selection.wanted
-    assert (selection.road_bytes, selection.fits) == (50, True)
+    assert (selection.route_bytes, selection.fits) == (50, True)
 
 
 def test_the_oldest_go_first_and_nothing_is_kept_without_its_anchor() -> None:
@@ -101,19 +99,19 @@ def test_the_oldest_go_first_and_nothing_is_kept_without_its_anchor() -> None:
         assert selection.fits
 
 
-def test_a_road_that_does_not_fit_is_told_and_what_fits_is_mirrored_newest_first() -> None:
+def test_a_route_that_does_not_fit_is_told_and_what_fits_is_mirrored_newest_first() -> None:
     selection = select_versions(CHAIN, 3, 49)
-    assert (selection.fits, selection.road_bytes) == (False, 50)
+    assert (selection.fits, selection.route_bytes) == (False, 50)
     assert numbers(selection.mirrored) == [2, 3, 5]  # no anchor fits beside them
     grown = versions(manifest(1, "abcd"), manifest(2, "efghij"))
     assert numbers(select_versions(grown, 2, 50).mirrored) == [1]  # what was here already stays
 
 
-def test_a_manifest_not_known_yet_is_wanted_and_ends_the_road_for_now() -> None:
+def test_a_manifest_not_known_yet_is_wanted_and_ends_the_route_for_now() -> None:
     unknown = {**CHAIN, (0, 4): None}
     selection = select_versions(unknown, 1, 50)
     assert numbers(selection.wanted) == [4, 5]
-    assert (selection.fits, selection.road_bytes) == (True, 10)
+    assert (selection.fits, selection.route_bytes) == (True, 10)
 
 
 def test_nothing_published_is_nothing_mirrored() -> None:

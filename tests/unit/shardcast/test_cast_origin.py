@@ -36,7 +36,6 @@ def test_what_is_published_is_a_tree_of_plain_files(tmp_path: Path) -> None:
     assert whole.startswith(bytes(tensors[0].data))
     assert len(whole) == manifest.size_bytes
     head = origin.head()
-    assert head is not None
     assert (head.policy, head.kept_versions) == (manifest.policy, ("0.3",))
     assert head.manifest_hash == manifest_hash(data)
 
@@ -62,9 +61,7 @@ def test_the_same_version_with_other_content_is_an_error_and_leaves_no_trace(tmp
 
 
 @pytest.mark.parametrize("step", ["put_chunk", "sync_chunks", "manifest", "head"])
-def test_a_crash_at_any_step_leaves_the_version_before_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_crash_at_any_step_leaves_the_version_before_served(tmp_path, monkeypatch, step):
     origin = make_origin(tmp_path)
     first = publish(origin, 1)
     served = (tmp_path / HEAD).read_bytes()
@@ -98,7 +95,6 @@ def test_a_crash_at_any_step_leaves_the_version_before_served(
     again = make_origin(tmp_path)  # a new process continues
     second = publish(again, 2)
     head = again.head()
-    assert head is not None
     assert (head.policy, head.kept_versions) == (second.policy, ("0.1", "0.2"))
     assert all(path.exists() for path in chunk_paths(tmp_path, second))
 
@@ -111,16 +107,12 @@ def test_retention_removes_old_versions_and_only_their_own_chunks(tmp_path: Path
         assert manifest_path(tmp_path, kept).exists()
         assert all(path.exists() for path in chunk_paths(tmp_path, kept))
     assert all_chunks(tmp_path) == {chunk.hash for kept in manifests[3:] for chunk in kept.chunks}
-    head = origin.head()
-    assert head is not None
-    assert head.kept_versions == ("0.3", "0.4")
+    assert origin.head().kept_versions == ("0.3", "0.4")
 
 
 @settings(max_examples=15, deadline=None)
 @given(seeds=st.lists(st.integers(0, 3), min_size=1, max_size=8), kept=st.integers(1, 3))
-def test_every_kept_version_is_whole_after_any_history(
-    tmp_path_factory: pytest.TempPathFactory, seeds: list[int], kept: int
-) -> None:
+def test_every_kept_version_is_whole_after_any_history(tmp_path_factory, seeds, kept):
     folder = tmp_path_factory.mktemp("origin")
     origin = make_origin(folder, kept=kept)
     manifests = [publish(origin, version, seed) for version, seed in enumerate(seeds)]
@@ -131,9 +123,7 @@ def test_every_kept_version_is_whole_after_any_history(
 
 
 @pytest.mark.parametrize("step", ["remove_manifest", "remove_chunks_except"])
-def test_a_crash_while_old_versions_are_removed_breaks_nothing_that_the_head_offers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_crash_while_old_versions_are_removed_breaks_nothing_that_the_head_offers(tmp_path, monkeypatch, step):
     origin = make_origin(tmp_path, kept=1)
     publish(origin, 1)
     real = getattr(Tree, step)
@@ -146,9 +136,7 @@ def test_a_crash_while_old_versions_are_removed_breaks_nothing_that_the_head_off
         patch.setattr(Tree, step, crash_after)
         with pytest.raises(KeyboardInterrupt):
             publish(origin, 2)
-    head = origin.head()
-    assert head is not None
-    assert head.kept_versions == ("0.2",)
+    assert origin.head().kept_versions == ("0.2",)
     offered = read_manifest((tmp_path / "manifests" / "0.2.json").read_bytes(), RUN, KEY.public_key)
     assert all(path.exists() for path in chunk_paths(tmp_path, offered))
     third = publish(origin, 3)
@@ -161,9 +149,7 @@ def test_a_damaged_manifest_stops_the_removal_of_chunks_not_the_publication(tmp_
     manifest_path(tmp_path, first).write_bytes(b"torn")
     second = publish(origin, 2)
     assert all(path.exists() for path in chunk_paths(tmp_path, first))
-    head = origin.head()
-    assert head is not None
-    assert head.policy == second.policy
+    assert origin.head().policy == second.policy
 
 
 def test_a_version_behind_the_head_that_is_not_kept_is_signed_but_not_served(tmp_path: Path) -> None:
@@ -171,9 +157,7 @@ def test_a_version_behind_the_head_that_is_not_kept_is_signed_but_not_served(tmp
     first, second = publish(origin, 1), publish(origin, 2)
     assert publish(origin, 1).policy == first.policy
     assert not manifest_path(tmp_path, first).exists()
-    head = origin.head()
-    assert head is not None
-    assert head.policy == second.policy
+    assert origin.head().policy == second.policy
 
 
 def test_a_new_incarnation_follows_the_old_one(tmp_path: Path) -> None:
@@ -183,7 +167,6 @@ def test_a_new_incarnation_follows_the_old_one(tmp_path: Path) -> None:
     renewed = publish(origin, 3, seed=8, incarnation=1)
     assert renewed.parent_version is None
     head = origin.head()
-    assert head is not None
     assert (head.policy, head.kept_versions) == (renewed.policy, ("0.4", "0.5", "1.3"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from collections.abc import Callable
@@ -19,26 +18,27 @@ from kit.cast import (
     Handler,
     Running,
     ScriptedSource,
+    ask,
     assert_content,
     chunk_paths,
     content,
+    dial,
     eventually,
     from_folder,
+    health,
     instead,
+    is_complete,
     make_downloader,
     make_origin,
     manifest_path,
     publish,
     reply,
 )
-from shoal.errors import ConfigError
 from shoal.protocol import PolicyManifest, TensorView
-from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Origin, OriginSettings, RelayConfig, RelaySettings, run_relay
 from shoal.shardcast.catalogue import Arrivals
-from shoal.shardcast.connection import Connection, Deadline
 from shoal.shardcast.manifest import offered, read_head
-from shoal.shardcast.mirror import Mirror
+from shoal.shardcast.relay import Mirror
 from shoal.shardcast.tree import HEAD, chunk_key
 
 Scripted = Callable[[Handler], ScriptedSource]
@@ -46,23 +46,6 @@ StartOrigin = Callable[[Path], Running]
 StartPeer = Callable[..., Running]
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
-
-
-def fetch(url: str, target: str) -> tuple[int, bytes]:
-    connection = Connection(url, StopToken())
-    answer = connection.get(target, Deadline(25))
-    body = connection.read(1 << 20, Deadline(25))
-    connection.close()
-    return answer.status, body
-
-
-def health(relay: Running) -> dict[str, object]:
-    return dict(json.loads(fetch(relay.url, "/health")[1]))
-
-
-def is_complete(relay: Running, label: str) -> bool:
-    state = health(relay)
-    return state["head"] == label and state["missing_versions"] == 0 and state["missing_chunks"] == 0
 
 
 def free_ports(count: int) -> list[int]:
@@ -104,9 +87,7 @@ class Chain:
         return self.origin.publish(version, Content.of({}, [view]))
 
 
-def test_a_relay_whose_upstream_is_dead_learns_from_its_peer(
-    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
-) -> None:
+def test_a_relay_whose_upstream_is_dead_learns_from_its_peer(tmp_path, start_origin, start_peer):
     origin = make_origin(tmp_path / "origin")
     publish(origin, 1)
     first = start_peer(tmp_path / "first", [start_origin(tmp_path / "origin").url])
@@ -116,9 +97,7 @@ def test_a_relay_whose_upstream_is_dead_learns_from_its_peer(
     assert_content(make_downloader([second.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(2))
 
 
-def test_a_peer_that_starts_later_is_waited_for(
-    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
-) -> None:
+def test_a_peer_that_starts_later_is_waited_for(tmp_path, start_origin, start_peer):
     publish(make_origin(tmp_path / "origin"), 1)
     (port,) = free_ports(1)
     second = start_peer(tmp_path / "second", [NOWHERE], [f"http://127.0.0.1:{port}"])
@@ -127,9 +106,7 @@ def test_a_peer_that_starts_later_is_waited_for(
     eventually(lambda: is_complete(second, "0.1"), 20)
 
 
-def test_relays_given_the_same_list_leave_themselves_out(
-    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_relays_given_the_same_list_leave_themselves_out(tmp_path, start_origin, start_peer, caplog):
     caplog.set_level("INFO")
     publish(make_origin(tmp_path / "origin"), 1)
     upstream = start_origin(tmp_path / "origin").url
@@ -137,23 +114,21 @@ def test_relays_given_the_same_list_leave_themselves_out(
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     relays = [start_peer(tmp_path / str(port), [upstream], urls, port=port) for port in ports]
     for relay in relays:
-        eventually(lambda one=relay: is_complete(one, "0.1"))  # type: ignore[misc]
+        eventually(lambda one=relay: is_complete(one, "0.1"))
 
     for relay, url in zip(relays, urls, strict=True):
-        eventually(lambda one=relay, own=url: set(health(one)["sources"]) == {upstream, *urls} - {own})  # type: ignore[misc]
+        eventually(lambda one=relay, own=url: set(health(one)["sources"]) == {upstream, *urls} - {own})
         assert f"{url} is this relay itself: left out of its peers" in caplog.text
 
 
-def test_a_peer_that_is_no_relay_tells_of_heads_and_is_said_to_be_none(
-    tmp_path: Path, start_peer: StartPeer, scripted: Scripted, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_that_is_no_relay_tells_of_heads_and_is_said_to_be_none(tmp_path, start_peer, scripted, caplog):
     folder = tmp_path / "origin"
     publish(make_origin(folder), 1)
     for name, answer in {"404": (404, b""), "list": (200, b"[]"), "page": (200, b"<html>")}.items():
         strange = instead(from_folder(folder), {"/health": partial(answer_with, *answer)})
         peer = scripted(strange)
         relay = start_peer(tmp_path / name, [NOWHERE], [peer.url])
-        eventually(lambda one=relay: health(one)["head"] == "0.1")  # type: ignore[misc]
+        eventually(lambda one=relay: health(one)["head"] == "0.1")
         assert f"{peer.url} is no relay" in caplog.text
 
 
@@ -161,9 +136,7 @@ def answer_with(status: int, body: bytes, target: str, to: socket.socket) -> Non
     reply(to, status, body)
 
 
-def test_two_peers_take_each_chunk_from_upstream_about_once(
-    tmp_path: Path, start_peer: StartPeer, scripted: Scripted
-) -> None:
+def test_two_peers_take_each_chunk_from_upstream_about_once(tmp_path, start_peer, scripted):
     folder = tmp_path / "origin"
     origin = make_origin(folder)
     publish(origin, 1)
@@ -180,12 +153,12 @@ def test_two_peers_take_each_chunk_from_upstream_about_once(
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     relays = [start_peer(tmp_path / str(port), [upstream.url], urls, port=port, connections=2) for port in ports]
     for relay, other in zip(relays, reversed(urls), strict=True):
-        eventually(lambda one=relay, url=other: url in health(one)["sources"])  # type: ignore[misc]
-        eventually(lambda one=relay: is_complete(one, "0.1"))  # type: ignore[misc]
+        eventually(lambda one=relay, url=other: url in health(one)["sources"])
+        eventually(lambda one=relay: is_complete(one, "0.1"))
     before = len(upstream.seen)
     manifest = origin.publish(2, Content.of(*content(2, sizes=(25_000,))))
     for relay in relays:
-        eventually(lambda one=relay: is_complete(one, "0.2"), 30)  # type: ignore[misc]
+        eventually(lambda one=relay: is_complete(one, "0.2"), 30)
     asked = sum(target.startswith("/chunks/") for target in upstream.seen[before:])
     assert asked <= 1.5 * len({chunk.hash for chunk in manifest.chunks})
 
@@ -204,14 +177,14 @@ def test_the_map_of_a_relay_follows_what_arrives(tmp_path: Path, start_peer: Sta
     relay = start_peer(tmp_path / "relay", [scripted(instead(honest, {late: hold})).url])
     count = len(manifest.chunks)
     assert count == 5
-    eventually(lambda: fetch(relay.url, "/have/0.1") == (200, bytes([0b11011, 0b00100])))
+    eventually(lambda: ask(relay.url, "/have/0.1") == (200, bytes([0b11011, 0b00100])))
     answers: list[tuple[int, bytes]] = []
-    asking = threading.Thread(target=lambda: answers.append(fetch(relay.url, "/have/0.1?count=4&wait_s=20")))
+    asking = threading.Thread(target=lambda: answers.append(ask(relay.url, "/have/0.1?count=4&wait_s=20")))
     asking.start()
     release.set()
     asking.join(10)
     assert answers == [(200, bytes([0b11111, 0]))]
-    assert fetch(relay.url, "/have/0.2?wait_s=20")[0] == 404
+    assert ask(relay.url, "/have/0.2?wait_s=20")[0] == 404
 
 
 def test_arrivals_are_told_to_those_who_wait_for_a_chunk_and_for_a_map_of_a_version_that_goes(tmp_path: Path) -> None:
@@ -225,8 +198,7 @@ def test_arrivals_are_told_to_those_who_wait_for_a_chunk_and_for_a_map_of_a_vers
     folder = tmp_path / "origin"
     origin = make_origin(folder)
     settings = RelaySettings(kept_versions=1)
-    config = RelayConfig(tmp_path / "relay", (NOWHERE,), RUN, KEY.public_key, settings=settings)
-    mirror = Mirror(config)
+    mirror = Mirror(RelayConfig(tmp_path / "relay", (NOWHERE,), RUN, KEY.public_key, settings=settings))
     mirror.arrivals = Listening()
     for version in (1, 2):
         manifest = publish(origin, version)
@@ -238,7 +210,7 @@ def test_arrivals_are_told_to_those_who_wait_for_a_chunk_and_for_a_map_of_a_vers
             assert {chunk_key(manifest.chunks[0].hash), "have/0.1"} <= set(told)
             told.clear()
     assert "have/0.1" in told
-    assert mirror.inventory((0, 1)) is None
+    assert (0, 1) not in mirror.inventories
 
 
 def test_only_what_a_version_offers_is_mirrored_and_every_version_kept_can_be_reached(
@@ -251,18 +223,13 @@ def test_only_what_a_version_offers_is_mirrored_and_every_version_kept_can_be_re
     eventually(lambda: is_complete(relay, "0.5"))
     assert health(relay)["versions"] == ["0.4", "0.5"]
     deeper = start_peer(tmp_path / "deeper", [start_origin(tmp_path / "origin").url], kept_versions=3)
-    eventually(lambda: is_complete(deeper, "0.5") and len(health(deeper)["versions"]) == 6)  # type: ignore[arg-type]
+    eventually(lambda: is_complete(deeper, "0.5") and len(health(deeper)["versions"]) == 6)
     here = {path.name for path in (tmp_path / "deeper" / "chunks").glob("??/*")}
     assert here == {chunk.hash for one in manifests for chunk in offered(one)}
     hidden = next(chunk for chunk in manifests[3].chunks if chunk.hash not in here)
-    assert fetch(deeper.url, f"/{chunk_key(hidden.hash)}")[0] == 404  # proves the payload, is not offered
-    assert_payload(deeper, tmp_path / "cache", manifests[3], chain)
-
-
-def assert_payload(relay: Running, cache: Path, manifest: PolicyManifest, chain: Chain) -> None:
-    payload = make_downloader([relay.url], cache).fetch(manifest.policy, 20)
-    assert payload.manifest.policy == manifest.policy
-    assert len(payload.tensors[0].data.tobytes()) == manifest.size_bytes
+    assert ask(deeper.url, f"/{chunk_key(hidden.hash)}")[0] == 404  # proves the payload, is not offered
+    payload = make_downloader([deeper.url], tmp_path / "cache").fetch(manifests[3].policy, 20)
+    assert len(payload.tensors[0].data.tobytes()) == manifests[3].size_bytes
 
 
 def test_what_was_never_in_a_signed_manifest_is_refused_although_it_lies_on_the_disk(
@@ -276,9 +243,9 @@ def test_what_was_never_in_a_signed_manifest_is_refused_although_it_lies_on_the_
         path = tmp_path / "relay" / key
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"{}")
-        assert fetch(relay.url, f"/{key}")[0] == 404
+        assert ask(relay.url, f"/{key}")[0] == 404
     (tmp_path / "relay" / "secret").write_bytes(b"{}")
-    assert fetch(relay.url, "/secret")[0] == 404
+    assert ask(relay.url, "/secret")[0] == 404
 
 
 def budget_of(*manifests: PolicyManifest) -> float:
@@ -286,19 +253,22 @@ def budget_of(*manifests: PolicyManifest) -> float:
     return sum({chunk.hash: chunk.size_bytes for one in manifests for chunk in offered(one)}.values()) / 1e9
 
 
-def test_a_budget_lets_the_oldest_go_first(tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer) -> None:
+def test_a_budget_lets_the_oldest_go_and_whole_versions_are_logged(tmp_path, start_origin, start_peer, caplog):
+    caplog.set_level("INFO")
     origin = make_origin(tmp_path / "origin")
     manifests = [publish(origin, version) for version in range(3)]
     budget = budget_of(*manifests[1:])
-    relay = start_peer(
-        tmp_path / "relay", [start_origin(tmp_path / "origin").url], kept_versions=3, disk_budget_gb=budget
-    )
+    upstream = start_origin(tmp_path / "origin").url
+    relay = start_peer(tmp_path / "relay", [upstream], kept_versions=3, disk_budget_gb=budget)
     eventually(lambda: is_complete(relay, "0.2") and health(relay)["versions"] == ["0.1", "0.2"])
     state = health(relay)
     assert state["ok"] is True
     assert state["disk_bytes"] == round(budget * 1e9)
     publish(origin, 3)
     eventually(lambda: is_complete(relay, "0.3") and health(relay)["versions"] == ["0.2", "0.3"])
+    lines = [record.getMessage() for record in caplog.records if "is whole" in record.getMessage()]
+    assert {line.split(" is whole")[0] for line in lines} >= {"policy 0.2", "policy 0.3"}
+    assert all(upstream in line for line in lines)
     here = sum(path.stat().st_size for path in (tmp_path / "relay" / "chunks").glob("??/*"))
     assert here <= budget * 1e9
 
@@ -321,42 +291,14 @@ def test_a_version_that_does_not_fit_is_told_with_numbers_and_what_is_there_is_s
     assert str(state["problem"]) in caplog.text
     assert state["versions"] == ["0.1"]
     for path in chunk_paths(folder, small):
-        assert fetch(relay.url, f"/{path.relative_to(folder)}") == (200, path.read_bytes())
-    assert fetch(relay.url, f"/{chunk_key(large.chunks[0].hash)}")[0] == 404
-    assert fetch(relay.url, "/have/0.2") == (200, bytes(2 * -(-len(large.chunks) // 8)))
+        assert ask(relay.url, f"/{path.relative_to(folder)}") == (200, path.read_bytes())
+    assert ask(relay.url, f"/{chunk_key(large.chunks[0].hash)}")[0] == 404
+    assert ask(relay.url, "/have/0.2") == (200, bytes(2 * -(-len(large.chunks) // 8)))
     publish(origin, 3)  # small again
     eventually(lambda: health(relay)["ok"] is True and is_complete(relay, "0.3"))
 
 
-def test_a_relay_says_a_line_for_every_version_that_is_whole(
-    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    origin = make_origin(tmp_path / "origin")
-    upstream = start_origin(tmp_path / "origin").url
-    relay = start_peer(tmp_path / "relay", [upstream])
-    for version in (1, 2):
-        publish(origin, version)
-        eventually(lambda label=f"0.{version}": is_complete(relay, label))  # type: ignore[misc]
-    lines = [record.getMessage() for record in caplog.records if "is whole" in record.getMessage()]
-    assert [line.split(" is whole")[0] for line in lines] == ["policy 0.1", "policy 0.2"]
-    assert all(upstream in line for line in lines)
-
-
-def test_a_peer_that_is_no_url_is_one_clear_line(tmp_path: Path) -> None:
-    config = RelayConfig(tmp_path / "r", (NOWHERE,), RUN, KEY.public_key, port=0, peers=("nonsense",))
-    with pytest.raises(ConfigError, match="not a URL"):
-        run_relay(config, StopToken(), lambda url: None)
-
-
-def test_limits_of_the_recipe_hold_for_clients(
-    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
-) -> None:
+def test_limits_of_the_recipe_hold_for_clients(tmp_path, start_origin, start_peer):
     relay = start_peer(tmp_path / "relay", [start_origin(tmp_path / "origin").url], connections_per_client=2)
-    host, port = relay.url.removeprefix("http://").split(":")
-    with _idle(host, int(port)), _idle(host, int(port)):
-        eventually(lambda: fetch(relay.url, "/health")[0] == 429)
-
-
-def _idle(host: str, port: int) -> socket.socket:
-    return socket.create_connection((host, port), timeout=5)
+    with dial(relay.url), dial(relay.url):
+        eventually(lambda: ask(relay.url, "/health")[0] == 429)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from castsim import SIZE, Node, Source, World, chunks_of, manifest_of, swarm
 from hypothesis import given, settings
@@ -19,11 +21,18 @@ def hashes(first: int, last: int) -> set[str]:
     return {chunk.hash for chunk in CHUNKS[first:last]}
 
 
-def test_a_source_is_asked_only_for_what_it_says_it_has() -> None:
+def following(*sources: Source, seed: int = 0, connections: int = 4, **named: list[str]) -> tuple[Any, ...]:
+    """A node that wants everything from these sources, all of them upstream unless they are named otherwise."""
     world = World()
-    left, right = world.add(Source(A, hashes(0, 20))), world.add(Source(B, hashes(20, 40)))
-    node = Node(world, upstreams=[A, B])
+    others = [url for urls in named.values() for url in urls]
+    upstreams = [url for url in (world.add(source).url for source in sources) if url not in others]
+    node = Node(world, seed, connections, upstreams=upstreams, **named)
     node.want(MANIFEST)
+    return world, node, *sources
+
+
+def test_a_source_is_asked_only_for_what_it_says_it_has() -> None:
+    world, _, left, right = following(Source(A, hashes(0, 20)), Source(B, hashes(20, 40)))
     assert world.run(60)
     # one chunk of each may have been asked for before the map was there
     assert sum(chunk not in left.has for chunk in left.asked) <= 1
@@ -31,10 +40,7 @@ def test_a_source_is_asked_only_for_what_it_says_it_has() -> None:
 
 
 def test_without_maps_a_source_that_lacks_a_chunk_is_passed_over_and_asked_again_later() -> None:
-    world = World()
-    source = world.add(Source(A, hashes(0, 39), maps=False))
-    node = Node(world, upstreams=[A])
-    node.want(MANIFEST)
+    world, node, source = following(Source(A, hashes(0, 39), maps=False))
     assert not world.run(10)
     assert node.kept == hashes(0, 39)
     assert 4 <= source.asked[CHUNKS[39].hash] <= 20  # with growing pauses
@@ -44,10 +50,7 @@ def test_without_maps_a_source_that_lacks_a_chunk_is_passed_over_and_asked_again
 
 
 def test_a_chunk_that_comes_to_a_relay_is_fetched_as_soon_as_its_map_says_so() -> None:
-    world = World()
-    relay = world.add(Source(A, set()))
-    node = Node(world, upstreams=[A])
-    node.want(MANIFEST)
+    world, node, relay = following(Source(A, set()))
     for chunk in CHUNKS:
         relay.has.add(chunk.hash)
         before = world.now_s
@@ -59,10 +62,7 @@ def test_a_chunk_that_comes_to_a_relay_is_fetched_as_soon_as_its_map_says_so() -
 
 def test_what_was_asked_for_a_moment_ago_is_not_held_by_every_connection() -> None:
     """Before its map has come, a relay gets one request: it might be held until the chunk is there."""
-    world = World()
-    source = world.add(Source(A, set(ALL), rate_bytes_s=SIZE / 10, silent=True))
-    node = Node(world, upstreams=[A])
-    node.want(MANIFEST)
+    world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE / 10, silent=True))
     for _ in range(40):
         world.step()
     assert len(source.sending) == 1
@@ -72,15 +72,10 @@ def test_what_was_asked_for_a_moment_ago_is_not_held_by_every_connection() -> No
 
 
 @pytest.mark.parametrize(("rate", "slow"), [(SIZE / 2, True), (20 * SIZE, False)])
-def test_a_link_carries_as_many_chunks_at_a_time_as_it_bears(
-    rate: float, slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_carries_as_many_chunks_at_a_time_as_it_bears(rate, slow, monkeypatch):
     """Eight at once over a slow link would all be late, be given up together, and begin again for ever."""
     monkeypatch.setattr("shoal.shardcast.plan.FLIGHT_BYTES_S", SIZE)  # what one flight should get
-    world = World()
-    source = world.add(Source(A, set(ALL), rate_bytes_s=rate))
-    node = Node(world, connections=8, upstreams=[A])
-    node.want(MANIFEST)
+    world, node, source = following(Source(A, set(ALL), rate_bytes_s=rate), connections=8)
     seen = 0
     while len(node.kept) < 12:
         world.step()
@@ -112,11 +107,9 @@ def test_relays_that_do_not_know_of_each_other_take_a_copy_each() -> None:
 
 
 def test_an_announced_chunk_is_waited_for_but_not_for_ever() -> None:
-    world = World()
-    origin = world.add(Source(ORIGIN, ALL, maps=False))
-    world.add(Source(B, set(), announces=hashes(10, 40)))
-    node = Node(world, upstreams=[ORIGIN], peers=[B])
-    node.want(MANIFEST)
+    world, node, origin, *_ = following(
+        Source(ORIGIN, ALL, maps=False), Source(B, set(), announces=hashes(10, 40)), peers=[B]
+    )
     while not node.kept >= hashes(0, 10):
         world.step()
     started_s = world.now_s
@@ -126,11 +119,9 @@ def test_an_announced_chunk_is_waited_for_but_not_for_ever() -> None:
 
 
 def test_a_peer_much_slower_than_upstream_is_not_waited_for() -> None:
-    world = World()
-    origin = world.add(Source(ORIGIN, ALL, rate_bytes_s=200 * SIZE, maps=False))
-    world.add(Source(B, set(ALL), rate_bytes_s=SIZE / 50))
-    node = Node(world, upstreams=[ORIGIN], peers=[B])
-    node.want(MANIFEST)
+    world, _, origin, *_ = following(
+        Source(ORIGIN, ALL, rate_bytes_s=200 * SIZE, maps=False), Source(B, set(ALL), rate_bytes_s=SIZE / 50), peers=[B]
+    )
     assert world.run(20)
     assert len(origin.asked) >= 36
 
@@ -149,21 +140,14 @@ def test_nor_is_one_that_is_fast_enough_not_to_be_left() -> None:
 
 
 def test_a_slow_source_is_left_in_the_middle_and_booked_as_slow() -> None:
-    world = World()
-    world.add(Source(A, set(ALL), rate_bytes_s=SIZE / 50))
-    world.add(Source(B, set(ALL)))
-    node = Node(world, upstreams=[A, B])
-    node.want(MANIFEST)
+    world, node, *_ = following(Source(A, set(ALL), rate_bytes_s=SIZE / 50), Source(B, set(ALL)))
     assert world.run(30)
     assert "slow" in node.scores.describe()
     assert node.scores.usable() == {A, B}
 
 
 def test_a_source_that_is_alone_is_never_left_for_being_slow() -> None:
-    world = World()
-    source = world.add(Source(A, set(ALL), rate_bytes_s=SIZE))
-    node = Node(world, upstreams=[A])
-    node.want(MANIFEST)
+    world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE))
     assert world.run(60)
     assert source.sent_bytes == len(CHUNKS) * SIZE
     assert node.scores.describe() == "no source has failed"
@@ -224,10 +208,7 @@ def test_equal_sources_are_not_hedged() -> None:
 
 
 def test_the_last_resort_is_left_alone_while_relays_can_serve() -> None:
-    world = World()
-    relay, origin = world.add(Source(A, set())), world.add(Source(ORIGIN, set(ALL), maps=False))
-    node = Node(world, upstreams=[A], last_resort=[ORIGIN])
-    node.want(MANIFEST)
+    world, _, relay, origin = following(Source(A, set()), Source(ORIGIN, set(ALL), maps=False), last_resort=[ORIGIN])
     for chunk in CHUNKS:  # the relay is filled while the client follows it
         relay.has.add(chunk.hash)
         for _ in range(5):
@@ -250,11 +231,9 @@ def test_the_last_resort_helps_when_nobody_else_can(trouble: str) -> None:
 
 
 def test_what_a_relay_announces_is_waited_for_before_the_last_resort_is_asked() -> None:
-    world = World()
-    relay = world.add(Source(A, set(), announces=set(ALL)))
-    origin = world.add(Source(ORIGIN, set(ALL), maps=False))
-    node = Node(world, upstreams=[A], last_resort=[ORIGIN])
-    node.want(MANIFEST)
+    world, _, relay, origin = following(
+        Source(A, set(), announces=set(ALL)), Source(ORIGIN, set(ALL), maps=False), last_resort=[ORIGIN]
+    )
     assert not world.run(10)
     assert not origin.asked
     relay.has |= hashes(0, 20)
@@ -263,10 +242,7 @@ def test_what_a_relay_announces_is_waited_for_before_the_last_resort_is_asked() 
 
 
 def test_a_relay_that_claims_what_it_does_not_have_is_dropped_with_a_reason() -> None:
-    world = World()
-    liar, honest = world.add(Source(A, set(), claims=set(ALL))), world.add(Source(B, set(ALL)))
-    node = Node(world, upstreams=[A, B])
-    node.want(MANIFEST)
+    world, node, liar, honest = following(Source(A, set(), claims=set(ALL)), Source(B, set(ALL)))
     assert world.run(60)
     assert node.scores.usable() == {B}
     assert f"{A} claims chunks that it does not deliver, {UNKEPT} times" in node.scores.describe()
@@ -275,10 +251,7 @@ def test_a_relay_that_claims_what_it_does_not_have_is_dropped_with_a_reason() ->
 
 
 def test_a_relay_that_has_just_removed_a_version_is_not_a_liar() -> None:
-    world = World()
-    relay = world.add(Source(A, set(ALL), rate_bytes_s=10 * SIZE))
-    node = Node(world, upstreams=[A])
-    node.want(MANIFEST)
+    world, node, relay = following(Source(A, set(ALL), rate_bytes_s=10 * SIZE))
     while not relay.sending:
         world.step()
     relay.has.clear()
@@ -288,11 +261,7 @@ def test_a_relay_that_has_just_removed_a_version_is_not_a_liar() -> None:
 
 
 def test_a_source_that_is_always_busy_is_asked_ever_more_rarely() -> None:
-    world = World()
-    busy = world.add(Source(A, set(ALL), busy=True))
-    world.add(Source(B, hashes(0, 39)))
-    node = Node(world, upstreams=[A, B])
-    node.want(MANIFEST)
+    world, node, busy, *_ = following(Source(A, set(ALL), busy=True), Source(B, hashes(0, 39)))
     assert not world.run(60)
     assert node.scores.usable() == {A, B}
     assert "busy" in node.scores.describe()
@@ -328,10 +297,7 @@ def test_two_processes_fetch_in_different_orders() -> None:
 
 
 def test_what_is_forgotten_is_left_on_its_way() -> None:
-    world = World()
-    source = world.add(Source(A, set(ALL), rate_bytes_s=SIZE))
-    node = Node(world, upstreams=[A])
-    node.want(MANIFEST)
+    world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE))
     while not source.sending:
         world.step()
     flying = {flight.chunk.hash for flight in source.sending}
@@ -352,18 +318,15 @@ def test_versions_are_of_interest_as_long_as_something_of_them_is_wanted() -> No
     for version in (1, 2):
         manifest = manifest_of(CHUNKS[20 * version - 20 : 20 * version], version)
         node.plan.want(manifest, manifest.chunks, world.now_s)
-    assert node.plan.places() == [(0, 2), (0, 1)]
+    assert list(node.plan._versions) == [(0, 2), (0, 1)]
     node.plan.forget_except(hashes(0, 20))
-    assert node.plan.places() == [(0, 1)]
+    assert list(node.plan._versions) == [(0, 1)]
     node.plan.forget_except(set())
     assert node.plan.question(A) is None
 
 
 def test_a_source_that_has_everything_is_not_asked_for_its_map_again() -> None:
-    world = World()
-    world.add(Source(A, set(ALL), rate_bytes_s=SIZE))
-    node = Node(world, upstreams=[A])
-    node.want(MANIFEST)
+    world, node, *_ = following(Source(A, set(ALL), rate_bytes_s=SIZE))
     assert node.plan.question(A) == Question((0, 1), 40)
     for _ in range(3):
         world.step()
@@ -380,9 +343,7 @@ TROUBLES = st.sampled_from(["none", "dead", "slow", "corrupt", "busy", "claims",
     honest=st.sampled_from([["upstreams"], ["upstreams", "upstreams"], ["upstreams", "peers"], ["last_resort"]]),
     seed=st.integers(0, 1000),
 )
-def test_whatever_others_do_the_honest_ones_suffice(
-    kinds: list[tuple[str, str]], parts: list[int], honest: list[str], seed: int
-) -> None:
+def test_whatever_others_do_the_honest_ones_suffice(kinds, parts, honest, seed):
     """The honest sources together have every chunk; of the rest each is dead, slow, lying, lacking, or any of it."""
     world, chunks = World(), chunks_of(24)
     everything = [chunk.hash for chunk in chunks]

@@ -293,19 +293,14 @@ def test_a_liar_about_its_map_is_dropped_by_name(scripted: Scripted) -> None:
     assert scores.describe() == f"{liar.url} claims chunks that it does not deliver, 3 times by now; it is dropped"
 
 
-def test_the_last_resort_is_not_asked_while_a_relay_serves(scripted: Scripted) -> None:
-    relay, origin = scripted(serving(full())), scripted(static(DATA))
-    fetch_all(SourceScores([relay.url], last_resort=[origin.url]))
-    assert not origin.seen
-
-
-@pytest.mark.parametrize("trouble", ["dead", "corrupt"])
-def test_the_last_resort_is_asked_when_no_relay_is_left(scripted: Scripted, trouble: str) -> None:
+@pytest.mark.parametrize("relay", ["whole", "dead", "corrupt"])
+def test_the_last_resort_is_asked_only_when_no_relay_is_left(scripted: Scripted, relay: str) -> None:
     origin = scripted(static(DATA))
-    corrupt = scripted(lambda target, to: reply(to, 200, bytes(SIZE)))
-    relay = DEAD if trouble == "dead" else corrupt.url
-    pool = fetch_all(SourceScores([relay], last_resort=[origin.url]))
-    assert pool.fetched_bytes == {origin.url: 24 * SIZE}
+    urls = {"whole": scripted(serving(full())).url, "dead": DEAD}
+    url = urls.get(relay) or scripted(lambda target, to: reply(to, 200, bytes(SIZE))).url
+    pool = fetch_all(SourceScores([url], last_resort=[origin.url]))
+    assert pool.fetched_bytes == {url if relay == "whole" else origin.url: 24 * SIZE}
+    assert bool(origin.seen) is (relay != "whole")
 
 
 def test_a_source_that_appears_later_is_asked_for_its_map_and_its_chunks(scripted: Scripted) -> None:
@@ -382,16 +377,11 @@ def _server(trouble: str, part: dict[str, bytes]) -> Handler:
     def noise(target: str, to: socket.socket) -> None:
         reply(to, 200, b"\xff" * 6) if target.startswith("/have/") else to.sendall(b"noise\r\n\r\n")
 
-    return {
-        "lacking": honest,
-        "corrupt": corrupt,
-        "claims": claims,
-        "truncated": truncated,
-        "noise": noise,
-        "mapless": static(part),
-        "drip": _drip,
-        "busy": lambda target, to: reply(to, 503, b""),
-    }[trouble]
+    handlers: dict[str, Handler] = {
+        "lacking": honest, "corrupt": corrupt, "claims": claims, "truncated": truncated, "noise": noise,
+        "mapless": static(part), "drip": _drip, "busy": lambda target, to: reply(to, 503, b""),
+    }  # fmt: skip
+    return handlers[trouble]
 
 
 TROUBLES = ["lacking", "corrupt", "claims", "truncated", "noise", "mapless", "drip", "busy"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -22,12 +21,15 @@ from kit.cast import (
     Handler,
     Running,
     ScriptedSource,
+    ask,
     assert_content,
     chunk_paths,
     content,
     eventually,
     from_folder,
+    health,
     instead,
+    is_complete,
     make_downloader,
     make_origin,
     manifest_path,
@@ -37,29 +39,11 @@ from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import Chunk
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, RelayConfig, run_relay
-from shoal.shardcast.connection import Connection, Deadline
-from shoal.shardcast.mirror import Mirror
+from shoal.shardcast.relay import Mirror
 
 Scripted = Callable[[Handler], ScriptedSource]
 StartOrigin = Callable[[Path], Running]
 StartRelay = Callable[..., Running]
-
-
-def fetch(url: str, target: str) -> tuple[int, bytes]:
-    connection = Connection(url, StopToken())
-    answer = connection.get(target, Deadline(15))
-    body = connection.read(1 << 20, Deadline(15))
-    connection.close()
-    return answer.status, body
-
-
-def health(relay: Running) -> dict[str, object]:
-    return dict(json.loads(fetch(relay.url, "/health")[1]))
-
-
-def is_complete(relay: Running, label: str) -> bool:
-    state = health(relay)
-    return state["head"] == label and state["missing_versions"] == 0 and state["missing_chunks"] == 0
 
 
 def test_origin_to_relay_to_relay_to_client(tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay) -> None:
@@ -79,14 +63,12 @@ def test_origin_to_relay_to_relay_to_client(tmp_path: Path, start_origin: StartO
     assert int(str(state["bytes_out"])) >= sum(fetched.values())
 
 
-def test_the_mirrored_tree_is_the_same_files(
-    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay
-) -> None:
+def test_the_mirrored_tree_is_the_same_files(tmp_path, start_origin, start_relay):
     origin = make_origin(tmp_path / "origin")
     for version in range(3):
         publish(origin, version)
     relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url)
-    eventually(lambda: is_complete(relay, "0.2") and len(health(relay)["versions"]) == 3)  # type: ignore[arg-type]
+    eventually(lambda: is_complete(relay, "0.2") and len(health(relay)["versions"]) == 3)
 
     def tree(folder: Path) -> dict[str, bytes]:
         return {
@@ -97,9 +79,7 @@ def test_the_mirrored_tree_is_the_same_files(
 
 
 @pytest.mark.parametrize("allowed", [2, 3])
-def test_a_client_that_may_have_few_connections_does_with_few(
-    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, allowed: int
-) -> None:
+def test_a_client_that_may_have_few_connections_does_with_few(tmp_path, start_origin, start_relay, allowed):
     """Idle ones are closed, or they would keep the busy one out until the relay tires of them, after half a minute."""
     files = {"file": bytes(range(256)) * 400}
     manifest = make_origin(tmp_path / "origin").publish(1, Content.of(files))
@@ -112,9 +92,7 @@ def test_a_client_that_may_have_few_connections_does_with_few(
 
 
 @pytest.mark.parametrize("damage", ["removed", "cut short"])
-def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(
-    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, damage: str
-) -> None:
+def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(tmp_path, start_origin, start_relay, damage):
     manifest = publish(make_origin(tmp_path / "origin"), 1)
     relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url)
     eventually(lambda: is_complete(relay, "0.1"))
@@ -124,27 +102,23 @@ def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(
     eventually(lambda: is_complete(relay, "0.1"))
 
 
-def test_a_relay_started_first_waits_for_its_upstream(
-    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, scripted: Scripted
-) -> None:
+def test_a_relay_started_first_waits_for_its_upstream(tmp_path, start_origin, start_relay, scripted):
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
     relay = start_relay(tmp_path / "relay", f"http://127.0.0.1:{port}")
-    assert fetch(relay.url, "/head.json")[0] == 404
+    assert ask(relay.url, "/head.json")[0] == 404
     manifest = publish(make_origin(tmp_path / "origin"), 1)
     start_relay(tmp_path / "upstream", start_origin(tmp_path / "origin").url, port=port)
     assert_content(make_downloader([relay.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
 
 
-def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(
-    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay
-) -> None:
+def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(tmp_path, start_origin, start_relay):
     origin = make_origin(tmp_path / "origin")
     relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url, kept_versions=2)
     manifests = []
     for version in range(5):
         manifests.append(publish(origin, version, seed=version // 2))
-        eventually(lambda label=manifests[-1].policy.label: is_complete(relay, label))  # type: ignore[misc]
+        eventually(lambda label=manifests[-1].policy.label: is_complete(relay, label))
     assert not any(manifest_path(tmp_path / "relay", old).exists() for old in manifests[:3])
     for kept in manifests[3:]:
         assert all(path.stat().st_size for path in chunk_paths(tmp_path / "relay", kept))
@@ -152,9 +126,7 @@ def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(
     assert here == {chunk.hash for kept in manifests[3:] for chunk in kept.chunks}
 
 
-def test_a_request_for_a_chunk_on_its_way_is_held_and_an_unknown_one_is_not(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
-) -> None:
+def test_a_request_for_a_chunk_on_its_way_is_held_and_an_unknown_one_is_not(tmp_path, start_relay, scripted):
     folder = tmp_path / "origin"
     manifest = publish(make_origin(folder), 1)
     late = manifest.chunks[0].hash
@@ -169,18 +141,16 @@ def test_a_request_for_a_chunk_on_its_way_is_held_and_an_unknown_one_is_not(
     relay = start_relay(tmp_path / "relay", scripted(instead(honest, {late: hold})).url)
     assert asked.wait(10)
     answers: list[tuple[int, bytes]] = []
-    client = threading.Thread(target=lambda: answers.append(fetch(relay.url, f"/chunks/{late[:2]}/{late}")))
+    client = threading.Thread(target=lambda: answers.append(ask(relay.url, f"/chunks/{late[:2]}/{late}")))
     client.start()
-    assert fetch(relay.url, "/chunks/00/" + "0" * 64)[0] == 404
+    assert ask(relay.url, "/chunks/00/" + "0" * 64)[0] == 404
     assert answers == []
     release.set()
     client.join(10)
     assert answers == [(200, chunk_paths(folder, manifest)[0].read_bytes())]
 
 
-def test_an_upstream_that_lags_does_not_hold_up_one_that_does_not(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
-) -> None:
+def test_an_upstream_that_lags_does_not_hold_up_one_that_does_not(tmp_path, start_relay, scripted):
     ahead, behind = tmp_path / "ahead", tmp_path / "behind"
     publish(make_origin(behind), 1)
     origin = make_origin(ahead)
@@ -218,9 +188,7 @@ def relay_process() -> Iterator[Callable[[Path, str], tuple[subprocess.Popen[str
         process.communicate()
 
 
-def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(
-    tmp_path: Path, scripted: Scripted, relay_process: Callable[[Path, str], tuple[subprocess.Popen[str], str]]
-) -> None:
+def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(tmp_path, scripted, relay_process):
     folder, mirrored = tmp_path / "origin", tmp_path / "relay"
     files, tensors = content(1, sizes=(5000,))
     manifest = make_origin(folder).publish(1, Content.of(files, tensors))
@@ -240,44 +208,25 @@ def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(
     assert asked == {f"/chunks/{last[:2]}/{last}", f"/chunks/{rotten.name[:2]}/{rotten.name}"}
 
 
-def test_a_relay_serves_what_it_has_while_its_upstream_is_gone(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
-) -> None:
+@pytest.mark.parametrize("torn", [False, True], ids=["its upstream is gone", "its documents are damaged"])
+def test_a_relay_started_again_serves_what_it_has(tmp_path, start_relay, scripted, torn):
     folder = tmp_path / "origin"
     manifest = publish(make_origin(folder), 1)
     upstream = scripted(from_folder(folder))
     first = start_relay(tmp_path / "relay", upstream.url)
     eventually(lambda: is_complete(first, "0.1"))
-    first.end()
-    upstream.close()
+    assert first.end() < 4, "stopping is quick"
+    if torn:
+        manifest_path(tmp_path / "relay", manifest).write_bytes(b"torn")
+        (tmp_path / "relay" / "chunks" / ".abc").write_bytes(b"")
+    else:
+        upstream.close()
     second = start_relay(tmp_path / "relay", upstream.url)
+    eventually(lambda: is_complete(second, "0.1"))
     assert_content(make_downloader([second.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
 
 
-def test_damaged_documents_on_disk_are_fetched_again(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
-) -> None:
-    folder = tmp_path / "origin"
-    manifest = publish(make_origin(folder), 1)
-    upstream = scripted(from_folder(folder))
-    first = start_relay(tmp_path / "relay", upstream.url)
-    eventually(lambda: is_complete(first, "0.1"))
-    first.end()
-    manifest_path(tmp_path / "relay", manifest).write_bytes(b"torn")
-    (tmp_path / "relay" / "chunks" / ".abc").write_bytes(b"")
-    second = start_relay(tmp_path / "relay", upstream.url)
-    eventually(lambda: is_complete(second, "0.1"))
-
-
-def test_stopping_is_quick(tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay) -> None:
-    relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url)
-    assert fetch(relay.url, "/health")[0] == 200
-    assert relay.end() < 4
-
-
-def test_a_full_disk_ends_the_relay_with_the_reason(
-    tmp_path: Path, start_origin: StartOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_the_relay_with_the_reason(tmp_path, start_origin, monkeypatch):
     def full(self: Mirror, chunk: Chunk, data: memoryview) -> None:
         raise ResourceError("cannot write: the disk is full: free some space")
 
@@ -305,6 +254,7 @@ def test_setup_mistakes_are_one_clear_line(tmp_path: Path, start_origin: StartOr
     cases = [
         (RelayConfig(tmp_path / "r", (), RUN, KEY.public_key), ConfigError, "at least one upstream"),
         (RelayConfig(tmp_path / "r", ("nonsense",), RUN, KEY.public_key), ConfigError, "not a URL"),
+        (RelayConfig(tmp_path / "r", up, RUN, KEY.public_key, peers=("nonsense",)), ConfigError, "not a URL"),
         (RelayConfig(tmp_path / "file" / "r", up, RUN, KEY.public_key), ResourceError, "file"),
         (RelayConfig(tmp_path / "r", up, RUN, KEY.public_key, port=port), ResourceError, "is taken"),
     ]

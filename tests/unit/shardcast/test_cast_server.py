@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kit.cast import Running, chunk_paths, eventually, make_origin, publish
+from kit.cast import Running, chunk_paths, dial, eventually, make_origin, publish
 from shoal.errors import ResourceError
 from shoal.protocol import Chunk
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Content, run_origin
+from shoal.shardcast import Content, limits, run_origin
 from shoal.shardcast.catalogue import Blob, Catalogue, FolderCatalogue, Inventory
-from shoal.shardcast.limits import ServerLimits
+from shoal.shardcast.limits import ServerLimits, Throttle, client_of
 from shoal.shardcast.manifest import Place
-from shoal.shardcast.server import TreeServer, serve
+from shoal.shardcast.server import Request, TreeServer, serve
 from shoal.shardcast.tree import chunk_key, have_key
 
 Start = Callable[[Path], Running]
@@ -30,10 +32,9 @@ Start = Callable[[Path], Running]
 
 def ask(url: str, request: bytes, timeout_s: float = 5) -> bytes:
     """Send raw bytes and read until the server closes."""
-    host, port = url.removeprefix("http://").split(":")
     answer = b""
-    with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
-        connection.sendall(request)
+    with dial(url, request) as connection:
+        connection.settimeout(timeout_s)
         while piece := connection.recv(65536):
             answer += piece
     return answer
@@ -121,35 +122,19 @@ def test_head_manifests_and_chunks_are_served_with_the_right_caching(tmp_path: P
         status, headers, body = get(url, f"/{path.relative_to(tmp_path)}")
         assert (status, body) == (200, path.read_bytes())
         assert "immutable" in headers["cache-control"]
-
-
-def test_head_requests_get_sizes_without_bodies(tmp_path: Path, start_origin: Start) -> None:
-    manifest = publish(make_origin(tmp_path), 1)
-    path = chunk_paths(tmp_path, manifest)[0]
-    status, headers, body = get(start_origin(tmp_path).url, f"/{path.relative_to(tmp_path)}", "HEAD")
-    assert (status, int(headers["content-length"]), body) == (200, path.stat().st_size, b"")
+        status, headers, body = get(url, f"/{path.relative_to(tmp_path)}", "HEAD")
+        assert (status, int(headers["content-length"]), body) == (200, path.stat().st_size, b"")
+    assert get(url, "/head.json", "DELETE")[0] == 405
 
 
 @pytest.mark.parametrize(
     "target",
     [
-        "/../secret",
-        "/manifests/../../secret",
-        "/chunks/aa/../../../secret",
-        "/%2e%2e/secret",
-        "/manifests/%2e%2e/%2e%2e/secret",
-        "//etc/passwd",
-        "/chunks/ab/" + "cd" * 32,
-        "/chunks/AB/" + "AB" * 32,
-        "/manifests/00.1.json",
-        "/manifests/0.1.json/",
-        "/manifests/0.-1.json",
-        "/manifests/",
-        "/.lock",
-        "/head.json\x00",
-        "/",
+        "/../secret", "/manifests/../../secret", "/chunks/aa/../../../secret", "/%2e%2e/secret", "//etc/passwd",
+        "/manifests/%2e%2e/%2e%2e/secret", "/chunks/ab/" + "cd" * 32, "/chunks/AB/" + "AB" * 32, "/manifests/00.1.json",
+        "/manifests/0.1.json/", "/manifests/0.-1.json", "/manifests/", "/.lock", "/head.json\x00", "/",
     ],
-)
+)  # fmt: skip
 def test_any_other_name_is_not_found(tmp_path: Path, start_origin: Start, target: str) -> None:
     folder = tmp_path / "origin"
     (tmp_path / "secret").write_bytes(b"secret")
@@ -165,47 +150,30 @@ def test_any_other_name_is_not_found(tmp_path: Path, start_origin: Start, target
         b"GET / HTTP/2\r\n\r\n",
         b"GET /health HTTP/1.1\r\nContent-Length: 5\r\n\r\n12345",
         b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET /head.json?" + b"&".join(b"a%d=1" % number for number in range(20)) + b" HTTP/1.1\r\n\r\n",
     ],
 )
-def test_what_is_not_a_plain_request_is_refused_and_hung_up_on(
-    tmp_path: Path, start_origin: Start, request_bytes: bytes
-) -> None:
+def test_what_is_not_a_plain_request_is_refused_and_hung_up_on(tmp_path, start_origin, request_bytes):
     assert ask(start_origin(tmp_path).url, request_bytes).startswith(b"HTTP/1.1 400 ")
 
 
-def test_other_methods_are_refused(tmp_path: Path, start_origin: Start) -> None:
-    assert get(start_origin(tmp_path).url, "/head.json", "DELETE")[0] == 405
-
-
 def test_a_head_of_endless_length_is_cut_off(tmp_path: Path, start_origin: Start) -> None:
-    host, port = start_origin(tmp_path).url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as endless:
-        endless.sendall(b"GET /" + b"a" * 100_000)
+    with dial(start_origin(tmp_path).url, b"GET /" + b"a" * 100_000) as endless:
         assert _read_rest(endless) == 0
 
 
 def test_a_held_request_whose_client_hung_up_frees_its_place(tmp_path: Path, start_origin: Start) -> None:
     publish(make_origin(tmp_path), 1)
     url = start_origin(tmp_path).url
-    host, port = url.removeprefix("http://").split(":")
 
     def connections() -> int:
         return int(json.loads(get(url, "/health")[2])["connections"])
 
-    held = [socket.create_connection((host, int(port)), timeout=5) for _ in range(5)]
-    for connection in held:
-        connection.sendall(b"GET /head.json?after=9.9&wait_s=60 HTTP/1.1\r\n\r\n")
+    held = [dial(url, b"GET /head.json?after=9.9&wait_s=60 HTTP/1.1\r\n\r\n") for _ in range(5)]
     eventually(lambda: connections() == 6)
     for connection in held:
         connection.close()
     eventually(lambda: connections() == 1)
-
-
-def test_more_query_fields_than_anybody_needs_are_refused(tmp_path: Path, start_origin: Start) -> None:
-    query = "&".join(f"a{number}=1" for number in range(20))
-    assert ask(start_origin(tmp_path).url, f"GET /head.json?{query} HTTP/1.1\r\n\r\n".encode()).startswith(
-        b"HTTP/1.1 400 "
-    )
 
 
 def test_one_connection_serves_many_requests(tmp_path: Path, start_origin: Start) -> None:
@@ -222,6 +190,7 @@ def test_health_counts_bytes_and_names_versions(tmp_path: Path, start_origin: St
     health = json.loads(get(url, "/health")[2])
     assert len(health.pop("instance")) == 16
     assert health == {"ok": True, "role": "origin", "versions": ["0.1"], "bytes_out": size, "connections": 1}
+    assert get(url, "/have/0.1")[0] == 404, "an origin sends no maps"
 
 
 def test_the_head_is_held_until_a_newer_one_is_published(tmp_path: Path, start_origin: Start) -> None:
@@ -271,67 +240,59 @@ def _read_rest(connection: socket.socket) -> int:
 
 
 def test_a_silent_or_dripping_client_is_cut_off(tmp_path: Path) -> None:
-    with limited(tmp_path, ServerLimits(idle_s=0.3)) as url:
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as dripping:
-            dripping.settimeout(0.05)
-            started = time.monotonic()
-            eventually(lambda: _hung_up(dripping))
-            assert time.monotonic() - started >= 0.25
+    with limited(tmp_path, ServerLimits(idle_s=0.3)) as url, dial(url) as dripping:
+        dripping.settimeout(0.05)
+        started = time.monotonic()
+        eventually(lambda: _hung_up(dripping))
+        assert time.monotonic() - started >= 0.25
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_others_are_served(tmp_path: Path) -> None:
     manifest = make_origin(tmp_path).publish(1, Content.of({"big": bytes(1)}))
     path = chunk_paths(tmp_path, manifest)[0]
     path.write_bytes(bytes(32 << 20))  # larger than any socket buffer
-    limits = ServerLimits(idle_s=0.3, min_rate_bytes_s=1e9)
-    with limited(tmp_path, limits) as url:
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as lazy:
-            lazy.sendall(f"GET /{path.relative_to(tmp_path)} HTTP/1.1\r\n\r\n".encode())
-            assert get(url, "/head.json")[0] == 200
-            eventually(lambda: json.loads(get(url, "/health")[2])["connections"] == 1)
-            assert _read_rest(lazy) < path.stat().st_size
+    asked = f"GET /{path.relative_to(tmp_path)} HTTP/1.1\r\n\r\n".encode()
+    with limited(tmp_path, ServerLimits(idle_s=0.3, min_rate_bytes_s=1e9)) as url, dial(url, asked) as lazy:
+        assert get(url, "/head.json")[0] == 200
+        eventually(lambda: json.loads(get(url, "/health")[2])["connections"] == 1)
+        assert _read_rest(lazy) < path.stat().st_size
 
 
-def test_connections_beyond_the_cap_are_told_to_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit", "refusal"), [("max_connections", 503), ("connections_per_client", 429)])
+def test_connections_beyond_a_cap_are_told_to_come_back(tmp_path: Path, limit: str, refusal: int) -> None:
     publish(make_origin(tmp_path), 1)
-    with limited(tmp_path, ServerLimits(max_connections=2)) as url:
-        host, port = url.removeprefix("http://").split(":")
-        idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(2)]
+    with limited(tmp_path, ServerLimits(**{limit: 2})) as url:
+        idle = [dial(url) for _ in range(2)]
 
         def refused() -> bool:
             status, headers, _ = get(url, "/head.json")
-            return status == 503 and headers["retry-after"] == "2"
+            return status == refusal and headers["retry-after"] == "2"
 
         eventually(refused)
+        address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        with socket.create_connection(address, timeout=5, source_address=("127.0.0.2", 0)) as other:
+            other.sendall(b"GET /head.json HTTP/1.1\r\n\r\n")
+            assert other.recv(12) == (b"HTTP/1.1 200" if refusal == 429 else b"HTTP/1.1 503")
         for one in idle:
             one.close()
         eventually(lambda: get(url, "/head.json")[0] == 200)
 
 
-def test_a_taken_port_is_a_resource_error(tmp_path: Path, start_origin: Start) -> None:
-    port = int(start_origin(tmp_path).url.rsplit(":", 1)[1])
-    with pytest.raises(ResourceError, match=f"port {port} on 127.0.0.1 is taken"):
-        run_origin(tmp_path, "127.0.0.1", port, StopToken(), lambda url: None)
-
-
-def test_a_folder_that_cannot_be_written_is_a_resource_error(tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_a_resource_error(tmp_path: Path, start_origin: Start) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ResourceError, match="a part of the path is a file"):
-        run_origin(tmp_path / "file" / "origin", "127.0.0.1", 0, StopToken(), lambda url: None)
-
-
-def test_an_address_of_another_machine_is_a_resource_error(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="not an address of this machine"):
-        run_origin(tmp_path, "192.0.2.1", 0, StopToken(), lambda url: None)
+    port = int(start_origin(tmp_path).url.rsplit(":", 1)[1])
+    for folder, host, at, why in (
+        (tmp_path, "127.0.0.1", port, f"port {port} on 127.0.0.1 is taken"),
+        (tmp_path / "file" / "origin", "127.0.0.1", 0, "a part of the path is a file"),
+        (tmp_path, "192.0.2.1", 0, "not an address of this machine"),
+    ):
+        with pytest.raises(ResourceError, match=why):
+            run_origin(folder, host, at, StopToken(), lambda url: None)
 
 
 def test_stopping_is_quick_even_with_requests_held(tmp_path: Path, start_origin: Start) -> None:
     running = start_origin(tmp_path)
-    host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as held:
-        held.sendall(b"GET /head.json?wait_s=60 HTTP/1.1\r\n\r\n")
+    with dial(running.url, b"GET /head.json?wait_s=60 HTTP/1.1\r\n\r\n"):
         assert running.end() < 3
 
 
@@ -377,53 +338,91 @@ def test_a_map_of_an_unknown_version_is_not_found_and_one_that_goes_lets_go_who_
         assert answers == [404]
 
 
-def test_an_origin_sends_no_maps(tmp_path: Path, start_origin: Start) -> None:
-    publish(make_origin(tmp_path), 1)
-    assert get(start_origin(tmp_path).url, "/have/0.1")[0] == 404
-
-
 def test_what_a_catalogue_says_of_its_health_counts(tmp_path: Path) -> None:
     with shelved(Shelf(tmp_path)) as url:
         health = json.loads(get(url, "/health")[2])
         assert (health["ok"], health["problem"]) == (False, "too little disk")
 
 
-def test_one_client_has_so_many_connections_and_no_more(tmp_path: Path) -> None:
-    publish(make_origin(tmp_path), 1)
-    with limited(tmp_path, ServerLimits(connections_per_client=2)) as url:
-        host, port = url.removeprefix("http://").split(":")
-        idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(2)]
-
-        def refused() -> bool:
-            status, headers, _ = get(url, "/head.json")
-            return status == 429 and headers["retry-after"] == "2"
-
-        eventually(refused)
-        with socket.create_connection((host, int(port)), timeout=5, source_address=("127.0.0.2", 0)) as other:
-            other.sendall(b"GET /head.json HTTP/1.1\r\n\r\n")
-            assert other.recv(15) == b"HTTP/1.1 200 OK"
-        for one in idle:
-            one.close()
-        eventually(lambda: get(url, "/head.json")[0] == 200)
-
-
 def test_ipv6_clients_are_let_in_and_counted_by_network(tmp_path: Path) -> None:
-    if not socket.has_ipv6 or not _can_listen_on_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
         pytest.skip("this machine has no IPv6 loopback")
     publish(make_origin(tmp_path), 1)
     server = TreeServer(FolderCatalogue(tmp_path), ServerLimits(connections_per_client=1))
-    with serving(server, "::1") as url:
-        port = int(url.rsplit(":", 1)[1])
-        with socket.create_connection(("::1", port), timeout=5) as first:
-            first.sendall(b"GET /head.json HTTP/1.1\r\n\r\n")
-            assert first.recv(15) == b"HTTP/1.1 200 OK"
-            with socket.create_connection(("::1", port), timeout=5) as second:
-                assert second.recv(12) == b"HTTP/1.1 429"
+    with serving(server, "::1") as url, dial(url, b"GET /head.json HTTP/1.1\r\n\r\n") as first:
+        assert first.recv(15) == b"HTTP/1.1 200 OK"
+        with dial(url) as second:
+            assert second.recv(12) == b"HTTP/1.1 429"
 
 
-def _can_listen_on_ipv6() -> bool:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
+# Requests as they are read, who counts as one client, and the bucket of a throttle
+
+
+def parsed(head: bytes) -> Request:
+    request = Request.parse(head)
+    assert request is not None
+    return request
+
+
+@pytest.mark.parametrize(
+    ("head", "keep_alive"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", True),
+        (b"GET / HTTP/1.0\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\nConnection: Close\r\n\r\n", False),
+    ],
+)
+def test_keep_alive_is_as_http_says(head: bytes, keep_alive: bool) -> None:
+    assert parsed(head).keep_alive is keep_alive
+
+
+@pytest.mark.parametrize(
+    ("query", "seconds"),
+    [("wait_s=3", 3.0), ("wait_s=1e9", 20.0), ("wait_s=-1", 0.0), ("wait_s=nan", 0.0), ("wait_s=x", 0.0), ("", 0.0)],
+)
+def test_seconds_are_bounded_whatever_is_asked(query: str, seconds: float) -> None:
+    assert parsed(f"GET /?{query} HTTP/1.1\r\n\r\n".encode()).seconds("wait_s", 20.0) == seconds
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("192.0.2.8", "192.0.2.8"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::ffff", "2001:db8:1:2::/64"),
+        ("2001:db8:1:3::ffff", "2001:db8:1:3::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_a_client_is_an_address_or_a_network_of_ipv6(address: str, client: str) -> None:
+    assert client_of(address) == client
+
+
+@given(sizes=st.lists(st.integers(1, 5000), min_size=1), pauses=st.lists(st.floats(0, 3)))
+def test_a_bucket_never_gives_more_than_its_rate_and_one_burst(sizes: list[int], pauses: list[float]) -> None:
+    throttle = Throttle(rate_bytes_s=1000.0)
+    now_s, sent = 100.0, 0
+    for index, size in enumerate(sizes):
+        now_s += pauses[index] if index < len(pauses) else 0.0
+        may_go_s = now_s + throttle.take(size, now_s)
+        sent += size
+        assert sent <= 1000.0 * (may_go_s - 100.0 + limits.BURST_S) + 1e-3
+
+
+def test_a_bucket_lets_a_quiet_client_receive_at_once_and_a_busy_one_wait() -> None:
+    throttle = Throttle(rate_bytes_s=1000.0)
+    assert throttle.take(1000, 50.0) == 0.0
+    assert throttle.take(500, 50.0) == pytest.approx(0.5)
+    assert throttle.take(500, 50.0) == pytest.approx(1.0)  # a second connection waits behind the first
+    assert throttle.take(1000, 53.0) == 0.0
+
+
+def test_slices_are_an_eighth_of_a_second_but_not_tiny() -> None:
+    assert Throttle(rate_bytes_s=8e6).slice_of(10**9) == 10**6
+    assert Throttle(rate_bytes_s=1.0).slice_of(10**9) == limits.MIN_SLICE_BYTES
+    assert Throttle(rate_bytes_s=8e6).slice_of(5) == 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +17,12 @@ from shoal.errors import BroadcastError, ConfigError, ManifestRefused
 from shoal.protocol import PolicyManifest, TensorView
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, Origin, OriginSettings, Payload, Progress, delta, run_origin
-from shoal.shardcast.manifest import offered, place_of
+from shoal.shardcast.manifest import offered
 from shoal.shardcast.tree import chunk_key
 
-Serve = Callable[[Path], Running]
+Start = Callable[[Path], Running]
 FILES = {"config.json": b"{}"}
 VALUES = 5000
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    running: list[Running] = []
-
-    def start(folder: Path) -> Running:
-        running.append(Running(lambda stop, ready: run_origin(folder, "127.0.0.1", 0, stop, ready)))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.end()
 
 
 class Run:
@@ -74,9 +61,6 @@ class Run:
         assert payload.manifest.policy == manifest.policy
         assert_content(payload, FILES, tensors)
 
-    def label(self, base: int) -> str:
-        return f"0.{base}"
-
 
 def bases(manifest: PolicyManifest) -> list[int]:
     return [delta.base.version for delta in manifest.deltas]
@@ -95,43 +79,39 @@ def test_strides_and_anchors_follow_the_settings(tmp_path: Path) -> None:
     assert [bases(manifest) for manifest in manifests[:8]] == [[], [1], [2], [3, 2], [4], [5, 4], [6], [7]]
 
 
-def test_the_next_version_costs_a_delta(tmp_path: Path, serve: Serve) -> None:
+def test_the_next_version_costs_a_delta(tmp_path: Path, start_origin: Start) -> None:
     run = Run(tmp_path / "origin")
     first, second = run.steps(2)
-    downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
+    downloader = make_downloader([start_origin(run.folder).url], tmp_path / "client")
     run.check(fetched(downloader, first)[0])
     payload, last = fetched(downloader, second)
     run.check(payload)
     assert last.done_bytes == last.total_bytes == second.deltas[0].size_bytes < second.size_bytes / 20
-    assert "policy 0.1, which is here and 1 delta" in last.road
+    assert "policy 0.1, which is here and 1 delta" in last.route
 
 
-def test_every_version_kept_is_reached_from_nothing_and_from_every_other(tmp_path: Path, serve: Serve) -> None:
+def test_every_version_kept_is_reached_from_nothing_and_from_every_other(tmp_path: Path, start_origin: Start) -> None:
     run = Run(tmp_path / "origin", anchor_every=6, kept_versions=4)
-    url = serve(run.folder).url
+    url = start_origin(run.folder).url
     behind = make_downloader([url], tmp_path / "behind")
     fetched(behind, run.step(1))
     for version in range(2, 16):
         run.step(version)
-    head = run.origin.head()
-    assert head is not None
-    assert head.kept_versions == tuple(f"0.{version}" for version in range(7, 16))
-    for label in head.kept_versions:
+    assert run.origin.head().kept_versions == tuple(f"0.{version}" for version in range(7, 16))
+    for label in run.origin.head().kept_versions:
         manifest, _ = run.published[int(label.partition(".")[2])]
         run.check(make_downloader([url], tmp_path / label).fetch(manifest.policy, 20))
     run.check(behind.fetch(run.published[15][0].policy, 20))
 
 
-def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(tmp_path: Path, serve: Serve) -> None:
+def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(tmp_path: Path, start_origin: Start) -> None:
     run = Run(tmp_path / "origin", anchor_every=4, kept_versions=5)
     manifests = run.steps(7)
     run.origin.keep_newest(2)
-    head = run.origin.head()
-    assert head is not None
-    assert head.kept_versions == ("0.5", "0.6", "0.7"), "the newest, back to its anchor"
+    assert run.origin.head().kept_versions == ("0.5", "0.6", "0.7"), "the newest, back to its anchor"
     used = sum(path.stat().st_size for path in (run.folder / "chunks").rglob("*") if path.is_file())
     assert manifests[-1].size_bytes <= used <= 2 * manifests[-1].size_bytes
-    downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
+    downloader = make_downloader([start_origin(run.folder).url], tmp_path / "client")
     run.check(fetched(downloader, manifests[-1])[0])
     assert bases(run.step(8)) == [7, 6], "what is kept can be told differences to"
     run.check(fetched(downloader, run.published[8][0])[0])
@@ -143,9 +123,7 @@ def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(tmp_path
 def test_nothing_is_offered_that_is_not_there_and_nothing_stays_that_is_not_offered(tmp_path: Path) -> None:
     run = Run(tmp_path, anchor_every=4, kept_versions=2)
     manifests = run.steps(11)
-    head = run.origin.head()
-    assert head is not None
-    kept = [m for m in manifests if m.policy.label in head.kept_versions]
+    kept = [m for m in manifests if m.policy.label in run.origin.head().kept_versions]
     wanted = {chunk_key(chunk.hash) for manifest in kept for chunk in offered(manifest)}
     there = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "chunks").glob("??/*")}
     assert there == wanted
@@ -166,26 +144,22 @@ def test_a_delta_that_does_not_pay_is_not_offered(tmp_path: Path) -> None:
     assert other.deltas == ()
 
 
-def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_are(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_are(tmp_path, start_origin, monkeypatch):
     """Deltas of a tenth of the payload pay one by one; fifteen of them and the anchor cost more than two payloads."""
     monkeypatch.setattr("shoal.shardcast.origin.DELTA_STRIDES", ())
     run = Run(tmp_path / "origin")
     manifests = [run.step(version, share=0.5) for version in range(1, 17)]
     assert 0.05 < manifests[1].deltas[0].size_bytes / manifests[1].size_bytes < 0.6
-    url = serve(run.folder).url
+    url = start_origin(run.folder).url
     for manifest in manifests[-5:]:
         _, last = fetched(make_downloader([url], tmp_path / manifest.policy.label), manifest)
         assert last.total_bytes <= 2 * manifest.size_bytes
 
 
-def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(tmp_path, start_origin, monkeypatch):
     monkeypatch.setattr("shoal.shardcast.origin.DELTA_STRIDES", ())
     run = Run(tmp_path / "origin", anchor_every=8, kept_versions=12)
-    server = serve(run.folder)
+    server = start_origin(run.folder)
     client = make_downloader([server.url], tmp_path / "client")
     fetched(client, run.step(1))
     newest = [run.step(version) for version in range(2, 10)][-1]
@@ -193,45 +167,39 @@ def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(
     assert len(newest.model_dump_json()) * 7 > 0.5 * newest.size_bytes  # the manifests in between would cost as much
     payload, last = fetched(client, newest)
     run.check(payload)
-    assert last.road == "all of policy 0.9"
+    assert last.route == "all of policy 0.9"
 
 
-def test_a_small_payload_travels_whole(tmp_path: Path) -> None:
-    """An adapter: below `delta_from_bytes` there is no delta."""
-    run = Run(tmp_path, delta_from_bytes=1 << 20)
-    assert all(manifest.anchor and not manifest.deltas for manifest in run.steps(3))
-
-
-def test_other_names_or_shapes_need_an_anchor(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.step(1)
-    renamed = run.origin.publish(2, Content.of({"other.json": b"{}"}, run.tensors()))
+def test_what_has_no_delta_is_an_anchor(tmp_path: Path) -> None:
+    small = Run(tmp_path / "small", delta_from_bytes=1 << 20)  # an adapter
+    assert all(manifest.anchor and not manifest.deltas for manifest in small.steps(3))
+    run = Run(tmp_path / "run")
+    run.steps(2)
+    assert run.origin.publish(2, Content.of(FILES, run.tensors()), incarnation=1).anchor
+    renamed = run.origin.publish(3, Content.of({"other.json": b"{}"}, run.tensors()), incarnation=1)
     assert renamed.anchor
     assert renamed.deltas == ()
 
 
-def test_a_new_incarnation_begins_with_an_anchor(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.steps(2)
-    assert run.origin.publish(2, Content.of(FILES, run.tensors()), incarnation=1).anchor
-
-
 @pytest.mark.parametrize("part", ["anchor", "delta"])
-def test_a_base_damaged_on_the_origins_disk_is_not_used(tmp_path: Path, serve: Serve, part: str) -> None:
+def test_a_base_damaged_on_the_origins_disk_is_not_used(tmp_path: Path, start_origin: Start, part: str) -> None:
     """After a crash: the new process hashes what the old one left."""
     run = Run(tmp_path / "origin")
     second = run.steps(2)[1]
     chunks = second.deltas[0].chunks if part == "delta" else run.published[1][0].chunks
-    flip(run.folder / chunk_key(chunks[0].hash), 40)
+    path = run.folder / chunk_key(chunks[0].hash)
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
     run.origin = Origin(run.folder, RUN, KEY, settings=run.origin._settings)
     third = run.step(3)
     assert third.anchor
     assert third.deltas == ()
     if part == "delta":  # the anchor's damaged chunk would be offered again: it is the same
-        run.check(make_downloader([serve(run.folder).url], tmp_path / "client").fetch(third.policy, 20))
+        run.check(make_downloader([start_origin(run.folder).url], tmp_path / "client").fetch(third.policy, 20))
 
 
-def test_without_a_base_in_reach_a_version_is_an_anchor(tmp_path: Path, serve: Serve) -> None:
+def test_without_a_base_in_reach_a_version_is_an_anchor(tmp_path: Path, start_origin: Start) -> None:
     run = Run(tmp_path / "origin", anchor_every=8, kept_versions=1)
     third = run.steps(4)[2]
     (run.folder / chunk_key(third.deltas[0].chunks[0].hash)).unlink()
@@ -240,19 +208,13 @@ def test_without_a_base_in_reach_a_version_is_an_anchor(tmp_path: Path, serve: S
     (run.folder / chunk_key(fourth.deltas[1].chunks[0].hash)).unlink()
     fifth = run.step(5)
     assert fifth.anchor
-    run.check(make_downloader([serve(run.folder).url], tmp_path / "client").fetch(fifth.policy, 20))
+    run.check(make_downloader([start_origin(run.folder).url], tmp_path / "client").fetch(fifth.policy, 20))
 
 
-def flip(path: Path, at: int = 700) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_fetch_of_deltas_goes_on_where_it_was_interrupted(tmp_path: Path, serve: Serve) -> None:
+def test_a_fetch_of_deltas_goes_on_where_it_was_interrupted(tmp_path: Path, start_origin: Start) -> None:
     run = Run(tmp_path / "origin", chunk_size_bytes=64)
     first, second = run.steps(2)
-    url = serve(run.folder).url
+    url = start_origin(run.folder).url
     make_downloader([url], tmp_path / "client").fetch(first.policy, 20)
     missing = run.folder / chunk_key(second.deltas[0].chunks[0].hash)
     hidden = missing.rename(tmp_path / "hidden")
@@ -264,11 +226,11 @@ def test_a_fetch_of_deltas_goes_on_where_it_was_interrupted(tmp_path: Path, serv
     assert sum(last.by_source.values()) == second.deltas[0].chunks[0].size_bytes
 
 
-def test_what_changed_is_told_tensor_by_tensor(tmp_path: Path, serve: Serve) -> None:
+def test_what_changed_is_told_tensor_by_tensor(tmp_path: Path, start_origin: Start) -> None:
     """Applied to the tensors of the version before, it gives the new ones: an engine needs no second copy."""
     run = Run(tmp_path / "origin")
     first, *_, fourth = run.steps(4)
-    downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
+    downloader = make_downloader([start_origin(run.folder).url], tmp_path / "client")
     before = downloader.fetch(first.policy, 20)
     bits = {t.name: np.frombuffer(bytearray(t.data), np.uint16) for t in before.tensors}
     payload = downloader.fetch(fourth.policy, 20)
@@ -283,10 +245,10 @@ def test_what_changed_is_told_tensor_by_tensor(tmp_path: Path, serve: Serve) -> 
     assert before.changes_from(first.policy) is None
 
 
-def test_a_follower_hears_of_new_versions(tmp_path: Path, serve: Serve) -> None:
+def test_a_follower_hears_of_new_versions(tmp_path: Path, start_origin: Start) -> None:
     run = Run(tmp_path / "origin")
     run.step(1)
-    downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
+    downloader = make_downloader([start_origin(run.folder).url], tmp_path / "client")
     follower = downloader.follower()
     heard = follower.newer(5)
     assert heard is not None
@@ -299,9 +261,7 @@ def test_a_follower_hears_of_new_versions(tmp_path: Path, serve: Serve) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_bytes(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_bytes(data, tmp_path_factory):
     """Any settings, any gaps in the numbers, any versions skipped by a client: bit for bit, or not offered."""
     folder = tmp_path_factory.mktemp("versions")
     run = Run(folder / "origin", anchor_every=data.draw(st.integers(1, 6)), kept_versions=data.draw(st.integers(1, 4)))
@@ -320,9 +280,7 @@ def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_byt
         running.end()
 
 
-def test_a_large_payload_of_mixed_widths_goes_through_the_compiled_loops(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_payload_of_mixed_widths_goes_through_the_compiled_loops(tmp_path, start_origin, monkeypatch):
     monkeypatch.setattr(delta, "COMPILED_FROM_BYTES", 0)
     run = Run(tmp_path / "origin")
     odd = {"odd": np.arange(3, dtype=np.uint8)}  # what follows lies at no multiple of two
@@ -330,7 +288,7 @@ def test_a_large_payload_of_mixed_widths_goes_through_the_compiled_loops(
         weights = np.arange(VALUES, dtype=np.int16) + (np.arange(VALUES) % 7 < version - 1)
         manifest = run.origin.publish(version, odd | {"w": weights.astype(np.int16)})
     assert bases(manifest) == [3, 2]
-    payload = make_downloader([serve(run.folder).url], tmp_path / "client").fetch(manifest.policy, 20)
+    payload = make_downloader([start_origin(run.folder).url], tmp_path / "client").fetch(manifest.policy, 20)
     assert bytes(payload.tensors[1].data) == weights.astype(np.int16).tobytes()
 
 
@@ -341,24 +299,24 @@ def publish_path(tmp_path: Path, path: Path) -> PolicyManifest:
     return Origin(tmp_path / "www", RUN, KEY).publish(1, path)
 
 
-def test_a_file_arrives_as_it_was(tmp_path: Path, serve: Serve) -> None:
+def test_a_file_arrives_as_it_was(tmp_path: Path, start_origin: Start) -> None:
     data = np.random.default_rng(0).bytes(700_001)
     (tmp_path / "model.bin").write_bytes(data)
     manifest = publish_path(tmp_path, tmp_path / "model.bin")
     assert len(manifest.chunks) == 3
-    payload = make_downloader([serve(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
+    payload = make_downloader([start_origin(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
     assert payload.export(tmp_path / "out") == [tmp_path / "out" / "model.bin"]
     assert (tmp_path / "out" / "model.bin").read_bytes() == data
 
 
-def test_a_folder_arrives_as_it_was(tmp_path: Path, serve: Serve) -> None:
+def test_a_folder_arrives_as_it_was(tmp_path: Path, start_origin: Start) -> None:
     files = {"a.txt": b"a", "sub/b.txt": b"b" * 5000, "sub/deep/.hidden": b"", "with space é.bin": b"\x00\x01"}
     for name, data in files.items():
         path = tmp_path / "folder" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     manifest = publish_path(tmp_path, tmp_path / "folder")
-    payload = make_downloader([serve(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
+    payload = make_downloader([start_origin(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
     payload.export(tmp_path / "out")
     found = {
         p.relative_to(tmp_path / "out").as_posix(): p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()
@@ -367,24 +325,24 @@ def test_a_folder_arrives_as_it_was(tmp_path: Path, serve: Serve) -> None:
 
 
 def test_what_cannot_be_published_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no file or folder"):
-        publish_path(tmp_path, tmp_path / "missing")
     folder = tmp_path / "folder"
+
+    def refused(why: str, path: Path = folder) -> None:
+        with pytest.raises(ConfigError, match=why):
+            publish_path(tmp_path, path)
+
+    refused("no file or folder", tmp_path / "missing")
     folder.mkdir()
-    with pytest.raises(ConfigError, match="holds no files"):
-        publish_path(tmp_path, folder)
+    refused("holds no files")
     os.mkfifo(folder / "pipe")
-    with pytest.raises(ConfigError, match="pipe is a pipe"):
-        publish_path(tmp_path, folder)
+    refused("pipe is a pipe")
     (folder / "pipe").unlink()
     (folder / "nowhere").symlink_to(tmp_path / "missing")
-    with pytest.raises(ConfigError, match="nowhere is a link to nothing"):
-        publish_path(tmp_path, folder)
+    refused("nowhere is a link to nothing")
     (folder / "nowhere").unlink()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / "socket"))
-        with pytest.raises(ConfigError, match="socket is a socket"):
-            publish_path(tmp_path, folder)
+        refused("socket is a socket")
 
 
 def test_a_file_that_changes_while_it_is_published_is_noticed(tmp_path: Path) -> None:
@@ -404,16 +362,13 @@ def test_progress_of_publishing_is_told(tmp_path: Path) -> None:
     assert told == [(262_144, 600_000), (524_288, 600_000), (600_000, 600_000)]
 
 
-def test_the_place_of_a_version_is_its_training_step(tmp_path: Path) -> None:
-    manifest = Run(tmp_path).step(7)
-    assert place_of(manifest) == (0, 7)
-
-
-def test_arrays_paths_and_tensors_can_be_published_and_nothing_else(tmp_path: Path, serve: Serve) -> None:
+def test_arrays_paths_and_tensors_can_be_published_and_nothing_else(tmp_path: Path, start_origin: Start) -> None:
     origin = Origin(str(tmp_path / "www"), RUN, KEY)
     arrays = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "flags": np.array([True, False]), "one": np.int64(7)}
     origin.publish(1, arrays)
-    downloader = Downloader([serve(tmp_path / "www").url], RUN, KEY.public_key, str(tmp_path / "client"), StopToken())
+    downloader = Downloader(
+        [start_origin(tmp_path / "www").url], RUN, KEY.public_key, str(tmp_path / "client"), StopToken()
+    )
     payload = downloader.fetch(downloader.newest(10), 10)
     assert [(t.name, t.dtype, t.shape) for t in payload.tensors] == [
         ("w", "F32", (2, 3)), ("flags", "BOOL", (2,)), ("one", "I64", ()),
@@ -438,14 +393,14 @@ def test_a_small_file_that_comes_or_goes_moves_no_large_one(tmp_path: Path) -> N
     assert after.chunks[:2] == before.chunks[:2]
 
 
-def test_weights_that_come_back_can_be_fetched_from_nothing(tmp_path: Path, serve: Serve) -> None:
+def test_weights_that_come_back_can_be_fetched_from_nothing(tmp_path: Path, start_origin: Start) -> None:
     rng = np.random.default_rng(0)
     first = rng.integers(0x3C00, 0x3D00, VALUES).astype(np.uint16)
     second, third = first + (rng.random(VALUES) < 0.01), first + (rng.random(VALUES) < 0.02)
     origin = Origin(tmp_path / "www", RUN, KEY, settings=OriginSettings(delta_from_bytes=0))
     for version, bits in enumerate((first, second, first, second, third), 1):
         manifest = origin.publish(version, {"w": bits.astype(np.int16)})
-    payload = make_downloader([serve(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
+    payload = make_downloader([start_origin(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
     assert bytes(payload.tensors[0].data) == third.astype(np.int16).tobytes()
 
 
@@ -465,14 +420,10 @@ def test_a_file_overwritten_while_it_is_published_is_noticed(tmp_path: Path, mon
     content = Content.at(path)
     with pytest.raises(BroadcastError, match="was changed while"):
         origin.publish(2, content)
-    head = origin.head()
-    assert head is not None
-    assert head.policy.version == 1
+    assert origin.head().policy.version == 1
 
 
-def test_a_version_that_was_never_announced_is_no_version(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_was_never_announced_is_no_version(tmp_path, start_origin, monkeypatch):
     run = Run(tmp_path / "origin")
     run.step(1)
 
@@ -484,7 +435,7 @@ def test_a_version_that_was_never_announced_is_no_version(
         run.step(2)
     monkeypatch.undo()
     second = run.step(2)  # other weights under the same number
-    run.check(make_downloader([serve(run.folder).url], tmp_path / "client").fetch(second.policy, 20))
+    run.check(make_downloader([start_origin(run.folder).url], tmp_path / "client").fetch(second.policy, 20))
 
 
 def test_a_publication_that_fails_leaves_nothing_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,6 +461,4 @@ def test_what_nobody_could_read_is_not_announced(tmp_path: Path, monkeypatch: py
     with pytest.raises(ManifestRefused, match="at most 500"):
         run.origin.publish(2, Content.of({f"file-{number}": b"x" for number in range(30)}))
     monkeypatch.undo()
-    head = run.origin.head()
-    assert head is not None
-    assert head.policy.version == 1
+    assert run.origin.head().policy.version == 1

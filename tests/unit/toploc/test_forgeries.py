@@ -24,7 +24,7 @@ from shoal.toploc import (
 )
 from shoal.toploc import check_proofs as check
 from shoal.toploc.check import outside_limit
-from shoal.toploc.field import PRIME
+from shoal.toploc.plain import PRIME
 
 TOPK, ROWS = 128, 32
 LENIENT = ProofTolerance(exponents=60 / 128, mantissa_mean=40, mantissa_median=40, signs=1.0)

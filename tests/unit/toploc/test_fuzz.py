@@ -22,7 +22,7 @@ from shoal.toploc import (
     top_points,
     verify_proofs_bytes,
 )
-from shoal.toploc.field import PRIME
+from shoal.toploc.plain import PRIME
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
 POINTS = top_points(normal(0, 70, 64), [70], 128, 32)

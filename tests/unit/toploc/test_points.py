@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vectors import normal, planted, tied
 
+import shoal.toploc
 from shoal.errors import ProofError
-from shoal.toploc import PointBatch, backend, chunk_rows, chunk_topk, device, kernels, plain, top_points
-from shoal.toploc.field import PRIME, inverses, least_modulus
+from shoal.toploc import (
+    PointBatch,
+    backend,
+    check,
+    chunk_rows,
+    chunk_topk,
+    device,
+    kernels,
+    package,
+    plain,
+    points,
+    top_points,
+)
+from shoal.toploc.plain import PRIME, inverses, least_modulus
 
 Ints = npt.NDArray[np.int64]
 
@@ -273,3 +288,10 @@ def test_planted_points_are_found() -> None:
     bits = planted(5, 64, 64, 32, 128)
     points = top_points(bits, [64], 128, 32)
     assert ((points.bits >> 7 & 0xFF) >= 130).all()
+
+
+@pytest.mark.parametrize("module", [shoal.toploc, check, package, points])
+def test_docstring_examples(module: Any) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0

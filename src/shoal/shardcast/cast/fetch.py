@@ -1,16 +1,21 @@
 """`shoal cast fetch`: bring a version here, and put it where it was asked for.
 
     sources ─► .model.bin.cast/<digest>.part ─► .bin ─► model.bin   a link: the disk holds the bytes once
-               trust.json   whom to believe
+               trust.json       whom to believe
+               delivered.json   name → size and time of every file that a fetch has written here
 
 The hidden folder beside the output is what makes a fetch resumable, a second one free, and the next version a small
-difference. Removing it costs nothing but that.
+difference. A file that is not listed in it is somebody else's, and is not replaced unless forced. A file that is
+listed, unchanged since, and no longer part of the version, goes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -19,16 +24,16 @@ from pathlib import Path
 
 from shoal.errors import BroadcastError, UserError, VersionNotFound
 from shoal.protocol import PolicyManifest, PolicyRef
-from shoal.runtime.files import ensure_folder
+from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import visible
-from shoal.shardcast import Downloader, DownloadSettings, Progress
-from shoal.shardcast.cast.delivery import Delivery
-from shoal.shardcast.cast.serving import Terminal, megabytes, percent
+from shoal.shardcast import Downloader, DownloadSettings, Payload, Progress
+from shoal.shardcast.cast import Terminal, megabytes
 from shoal.shardcast.cast.trust import Sources, Trust, meet
 from shoal.shardcast.connection import Deadline, Timeouts
 from shoal.shardcast.lookup import MANIFEST_S, Lookup
+from shoal.shardcast.payload import copy_or_link
 from shoal.shardcast.sources import SourceScores
 from shoal.shardcast.tree import parse_label
 
@@ -39,6 +44,8 @@ NEWEST = "newest"
 FOLLOW_S = 1.0
 DEADLINE_S = 30 * 86_400.0  # in all; a fetch that gets nowhere ends after `patience_s`
 LONG_NAME_BYTES = 240  # a name may have 255
+
+Stamp = tuple[int, int]  # size, time of the last change
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,10 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
     """Fetch, say what came from whom; the exit code. `begin` is called when what was asked for makes sense."""
     sources = Sources.parse(request.sources)
     version = _wanted(request)
-    _check_output(request.path)
+    if not request.path.name:
+        raise UserError(f"{request.path} cannot be the output; give a file or folder with -o")
+    if request.path.exists() and not (request.path.is_file() or request.path.is_dir()):
+        raise UserError(f"{request.path} is neither a file nor a folder; give another -o")
     stop = begin()
     ensure_folder(request.cache)
     try:
@@ -76,7 +86,12 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
             delivery.check()
             trust, first_use = meet(sources, request.cache / "trust.json", stop, request.wait_s)
             if first_use:
-                terminal.note(visible(_first_use(trust, request.cache)))
+                terminal.note(
+                    visible(
+                        f"no key was given: believing {trust.key} (broadcast {trust.run}) from now on, remembered in "
+                        f"{request.cache}; to be sure, compare it with what `shoal cast publish` printed"
+                    )
+                )
             fetch = Fetch(request, sources, trust, stop, delivery, terminal)
             return fetch.follow() if request.follow else fetch.once(version)
     except BroadcastError:
@@ -99,7 +114,6 @@ class Fetch:
     held: PolicyRef | None = None
 
     def once(self, version: int | None) -> int:
-        """One version."""
         with closing(self._downloader()) as downloader:
             while True:
                 ref = downloader.newest(self.request.wait_s) if version is None else self._find(version)
@@ -168,13 +182,12 @@ class Fetch:
 
 def _summary(target: Path, manifest: PolicyManifest, last: Progress | None, seconds: float) -> str:
     """Bytes, seconds, rate, and from whom."""
-    fetched = sum(last.by_source.values()) if last is not None else 0
     what = f"{target.name} version {manifest.policy.version}: {megabytes(manifest.size_bytes)}"
-    if not fetched:
+    fetched = sum(last.by_source.values()) if last is not None else 0
+    if last is None or not fetched:
         return f"{what}, all of it here already; verified in {seconds:.1f} s"
-    assert last is not None
     parts = f", {megabytes(fetched)} of it fetched" if megabytes(fetched) != megabytes(manifest.size_bytes) else ""
-    rate = "" if "delta" in last.road else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
+    rate = "" if "delta" in last.route else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
     return f"{what} in {seconds:.1f} s{parts}{rate}; from {shares(last.by_source)}"
 
 
@@ -182,14 +195,7 @@ def shares(by_source: Mapping[str, int]) -> str:
     """Who sent how much: `http://a:8471 60 %, http://b:8471 40 %`."""
     total = sum(by_source.values())
     ranked = sorted(by_source.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{source} {percent(size, total)}" for source, size in ranked if size)
-
-
-def _first_use(trust: Trust, cache: Path) -> str:
-    return (
-        f"no key was given: believing {trust.key} (broadcast {trust.run}) from now on, remembered in {cache}; "
-        "to be sure, compare it with what `shoal cast publish` printed"
-    )
+    return ", ".join(f"{source} {100 * size / total:.0f} %" for source, size in ranked if size)
 
 
 def _wanted(request: FetchRequest) -> int | None:
@@ -202,8 +208,90 @@ def _wanted(request: FetchRequest) -> int | None:
     return int(request.version)
 
 
-def _check_output(path: Path) -> None:
-    if not path.name:
-        raise UserError(f"{path} cannot be the output; give a file or folder with -o")
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UserError(f"{path} is neither a file nor a folder; give another -o")
+class Delivery:
+    """The output of a fetch: a file, or a folder of files."""
+
+    def __init__(self, output: str, cache: Path, force: bool) -> None:
+        self._output = output
+        self._path = Path(output).absolute()
+        self._record = cache / "delivered.json"
+        self._force = force
+
+    def check(self) -> None:
+        """Refuse before anything is fetched what would be refused at the end."""
+        if self._path.is_file():
+            self._refuse_strangers([self._path])
+
+    def deliver(self, payload: Payload) -> Path:
+        """Write the version; where it is. A single file is a second name of the copy in the cache."""
+        entries = payload.manifest.entries
+        if len(entries) == 1 and entries[0].type == "file":
+            target = self._file_target(entries[0].name)
+            self._refuse_strangers([target])
+            assert payload.path is not None
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                linked = target.exists() and target.samefile(payload.path)
+            except OSError as error:
+                raise resource_error("write", target, error) from error
+            if not linked:
+                copy_or_link(payload.path, target)
+            self._remove_old({str(target)})
+            self._remember([target])
+            return target
+        if self._path.exists() and not self._path.is_dir():
+            raise UserError(f"a folder has been fetched, but {self._path} is a file; give a folder with -o")
+        targets = [self._path / entry.name for entry in entries if entry.type == "file"]
+        self._refuse_strangers(targets)
+        self._remove_old({str(target) for target in targets})  # first: a file may have become a folder
+        payload.export(self._path)
+        self._remember(targets)
+        return self._path
+
+    def _file_target(self, name: str) -> Path:
+        if not (self._path.is_dir() or self._output.endswith("/")):
+            return self._path
+        ensure_folder(self._path)
+        target = self._path / Path(name).name
+        if target.is_dir():
+            raise UserError(f"a file has been fetched, but {target} is a folder; give another -o")
+        return target
+
+    def _refuse_strangers(self, targets: list[Path]) -> None:
+        known = self._delivered()
+        strangers = [target for target in targets if target.is_file() and str(target) not in known]
+        if strangers and not self._force:
+            raise UserError(
+                f"{strangers[0]} exists and was not fetched from here: move it away, give another -o, or add --force"
+            )
+
+    def _remove_old(self, kept: set[str]) -> None:
+        """Remove what an older version brought and this one does not have, unless it was changed since."""
+        for name, stamp in self._delivered().items():
+            path = Path(name)
+            if name not in kept and path.is_relative_to(self._path) and _stamp(path) == stamp:
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # not empty, or gone already
+                    for folder in path.parents:
+                        if folder == self._path or not folder.is_relative_to(self._path):
+                            break
+                        folder.rmdir()
+
+    def _delivered(self) -> dict[str, Stamp]:
+        try:
+            found = json.loads(self._record.read_bytes())
+            return {str(name): (int(size), int(time_ns)) for name, (size, time_ns) in found.items()}
+        except (FileNotFoundError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def _remember(self, targets: list[Path]) -> None:
+        stamps = {str(target): stamp for target in targets if (stamp := _stamp(target)) is not None}
+        write_atomically(self._record, json.dumps(stamps).encode())
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns

@@ -16,30 +16,25 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from shoal.errors import BroadcastError, ManifestRefused, PolicyMismatch, ProtocolError, ResourceError, UserError
-from shoal.protocol import (
-    BroadcastHead,
-    PolicyManifest,
-    PolicyRef,
-    SignedDocument,
-    SigningKey,
-    load_or_create_key,
-    open_document,
-)
+from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef, SigningKey, load_or_create_key
 from shoal.protocol.policy import name_problem
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Origin, OriginSettings, run_origin
-from shoal.shardcast.cast.serving import Terminal, local_url, megabytes, say_commands
+from shoal.shardcast.cast import Terminal, megabytes, say_commands
+from shoal.shardcast.cast.trust import open_head
 from shoal.shardcast.connection import Connection, Deadline
 from shoal.shardcast.content import chunk_of
 from shoal.shardcast.lookup import get_document
-from shoal.shardcast.manifest import MAX_HEAD_BYTES, read_manifest
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, place_of, read_manifest
+from shoal.shardcast.server import local_url
 from shoal.shardcast.tree import HEAD, manifest_key
 
 FIRST_VERSION = 1
@@ -62,6 +57,10 @@ class PublishRequest:
     def key_path(self) -> Path:
         return self.key or self.directory.absolute().with_name(f"{self.directory.absolute().name}.key")
 
+    @property
+    def own_name(self) -> str:
+        return self.path.absolute().name
+
 
 def run_publish(request: PublishRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
     """Publish, say what was published and how to get it, and serve it until stopped, from `begin` on."""
@@ -81,17 +80,24 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
             "takes only versions above the last one: if that is so, stop and give --version."
         )
     manifest = _publish(request, content, key, head, terminal)
-    if not request.serve:
-        _say_where(request, manifest, key, terminal)
-        return
-    stop = begin()
-    try:
-        run_origin(request.directory, request.host, request.port, stop, lambda url: _say(request, url, key, terminal))
-    except ResourceError:
-        if _served(request, key) != manifest.policy:
-            raise
+
+    def say(url: str) -> None:
+        say_commands(terminal, url, request.host, key.public_key, request.own_name)
+
+    if request.serve:
+        stop = begin()
+        try:
+            return run_origin(request.directory, request.host, request.port, stop, say)
+        except ResourceError:
+            if _served(request, key) != manifest.policy:
+                raise
         terminal.say("a server that already runs there has picked it up; this command is done")
-        _say(request, local_url(request.host, request.port), key, terminal)
+    elif _served(request, key) != manifest.policy:
+        return terminal.say(
+            f"a server that runs for {request.directory} has it now; if there is none, any HTTP server will do. Then: "
+            f"shoal cast fetch URL/#{key.public_key} -o {shlex.quote(request.own_name)}"
+        )
+    return say(local_url(request.host, request.port))
 
 
 def _content(request: PublishRequest) -> Content:
@@ -101,10 +107,14 @@ def _content(request: PublishRequest) -> Content:
         raise UserError(f"there is no file or folder {request.path} to publish")
     if not (path.is_file() or path.is_dir()):
         raise UserError(f"{request.path} is neither a file nor a folder")
-    if _is_within(request.key_path, directory):
+
+    def is_within(inner: Path, folder: Path) -> bool:
+        return Path(os.path.realpath(inner)).is_relative_to(os.path.realpath(folder))
+
+    if is_within(request.key_path, directory):
         raise UserError(f"the key {request.key_path} would lie in {request.directory}, which is served to everybody")
     for what, where in (("the key", request.key_path), ("the published tree", directory)):
-        if _is_within(where, path):
+        if is_within(where, path):
             raise UserError(f"{what} {where} lies in {request.path}, which is to be published; choose another --dir")
     try:
         content = Content.at(path)
@@ -115,19 +125,20 @@ def _content(request: PublishRequest) -> Content:
     return content
 
 
-def _is_within(path: Path, folder: Path) -> bool:
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
-
-
 def _publish(
     request: PublishRequest, content: Content, key: SigningKey, head: BroadcastHead | None, terminal: Terminal
 ) -> PolicyManifest:
     name = _name(request, head)
+    newest = head.policy.version if head is not None else None
     unchanged = _unchanged(request, content, key, head)
     if unchanged is not None:
-        terminal.say(f"{name} version {unchanged.policy.version} is published already, and nothing has changed since")
+        terminal.say(f"{name} version {newest} is published already, and nothing has changed since")
         return unchanged
-    version = _version(request, head)
+    version = request.version
+    if version is None:
+        version = FIRST_VERSION if newest is None else newest + 1
+    if newest is not None and version < newest:
+        raise UserError(f"version {version} lies before version {newest}, which is published: versions only grow")
     origin = Origin(request.directory, name, key, settings=OriginSettings(kept_versions=request.keep))
     started_s = time.monotonic()
     try:
@@ -139,11 +150,14 @@ def _publish(
         raise UserError(
             f"version {version} is already published with other content; leave --version out to publish the next one"
         ) from error
-    seconds = time.monotonic() - started_s
-    terminal.say(
-        f"published {name} version {version}: {megabytes(manifest.size_bytes)} in {seconds:.1f} s, "
-        f"digest {manifest.policy.digest}{_how(manifest)}"
+    told = (
+        f"published {name} version {version}: {megabytes(manifest.size_bytes)} in {time.monotonic() - started_s:.1f} s"
     )
+    how = "".join(
+        f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
+        for delta in manifest.deltas[:1]
+    )
+    terminal.say(f"{told}, digest {manifest.policy.digest}{how}")
     return manifest
 
 
@@ -154,8 +168,8 @@ def _unchanged(
     if head is None or request.version is not None:
         return None
     try:
-        place = (head.policy.incarnation, head.policy.version)
-        manifest = read_manifest((request.directory / manifest_key(place)).read_bytes(), head.run, key.public_key)
+        data = (request.directory / manifest_key(place_of(head))).read_bytes()
+        manifest = read_manifest(data, head.run, key.public_key)
     except (OSError, ManifestRefused):
         return None
     if manifest.entries != content.entries:
@@ -164,24 +178,14 @@ def _unchanged(
     return manifest if chunks == manifest.chunks else None
 
 
-def _how(manifest: PolicyManifest) -> str:
-    """How little a client that holds the version before has to fetch."""
-    if not manifest.deltas:
-        return ""
-    delta = manifest.deltas[0]
-    return f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
-
-
 def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
     """What the folder offers now. A folder that another key signs is not ours to publish into."""
     try:
-        data = (directory / HEAD).read_bytes()
+        return open_head((directory / HEAD).read_bytes(), key.public_key)[0]
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"{directory} cannot be published into: {error.strerror}") from error
-    try:
-        return open_document(SignedDocument.model_validate_json(data), BroadcastHead, key.public_key)
     except (ValidationError, ProtocolError) as error:
         raise UserError(
             f"what {directory} offers is not signed by this key: give the right one with --key, or another --dir"
@@ -191,7 +195,7 @@ def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
 def _name(request: PublishRequest, head: BroadcastHead | None) -> str:
     if head is not None and request.name not in (None, head.run):
         raise UserError(f"{request.directory} is the broadcast {head.run!r}; give another --dir for {request.name!r}")
-    own = request.path.absolute().name
+    own = request.own_name
     if head is not None and request.name is None and own != head.run:
         raise UserError(
             f"{request.directory} is the broadcast {head.run!r}: give another --dir for {own!r}, or, if it is the next "
@@ -202,31 +206,6 @@ def _name(request: PublishRequest, head: BroadcastHead | None) -> str:
     if problem:
         raise UserError(f"a broadcast cannot be called {name!r}: {problem}; give another --name")
     return name
-
-
-def _version(request: PublishRequest, head: BroadcastHead | None) -> int:
-    newest = head.policy.version if head is not None else None
-    if request.version is None:
-        return FIRST_VERSION if newest is None else newest + 1
-    if newest is not None and request.version < newest:
-        raise UserError(
-            f"version {request.version} lies before version {newest}, which is published: versions only grow"
-        )
-    return request.version
-
-
-def _say(request: PublishRequest, url: str, key: SigningKey, terminal: Terminal) -> None:
-    say_commands(terminal, url, request.host, key.public_key, request.path.absolute().name)
-
-
-def _say_where(request: PublishRequest, manifest: PolicyManifest, key: SigningKey, terminal: Terminal) -> None:
-    if _served(request, key) == manifest.policy:
-        _say(request, local_url(request.host, request.port), key, terminal)
-        return
-    terminal.say(
-        f"a server that runs for {request.directory} has it now; if there is none, any HTTP server will do. Then: "
-        f"shoal cast fetch URL/#{key.public_key} -o {shlex.quote(request.path.absolute().name)}"
-    )
 
 
 def _port_is_taken(request: PublishRequest) -> bool:
@@ -241,12 +220,9 @@ def _served(request: PublishRequest, key: SigningKey) -> PolicyRef | None:
     """The newest version that is served under this port of this machine, if it is signed by this key."""
     if request.port == 0:
         return None
-    connection = Connection(local_url(request.host, request.port), StopToken())
-    try:
-        data = get_document(connection, HEAD, MAX_HEAD_BYTES, Deadline(PROBE_S))
-        signed = SignedDocument.model_validate_json(data or b"")
-        return open_document(signed, BroadcastHead, key.public_key).policy
-    except (BroadcastError, ValidationError, ProtocolError):  # whatever answers there, or does not, is not ours
-        return None
-    finally:
-        connection.close()
+    with closing(Connection(local_url(request.host, request.port), StopToken())) as connection:
+        try:
+            data = get_document(connection, HEAD, MAX_HEAD_BYTES, Deadline(PROBE_S))
+            return open_head(data or b"", key.public_key)[0].policy
+        except (BroadcastError, ValidationError, ProtocolError):  # whatever answers there, or does not, is not ours
+            return None

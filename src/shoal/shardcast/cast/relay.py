@@ -14,7 +14,7 @@ from shoal.errors import BroadcastError, ManifestRefused
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import RelayConfig, RelaySettings, run_relay
-from shoal.shardcast.cast.serving import Terminal, say_commands
+from shoal.shardcast.cast import Terminal, say_commands
 from shoal.shardcast.cast.trust import Sources, Trust, agree, meet
 
 log = logging.getLogger(__name__)
@@ -46,17 +46,9 @@ def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], termin
     trust = _trust(sources, request.trust_path, stop)
     if trust is None:
         return
-    config = RelayConfig(
-        folder=request.directory,
-        upstreams=sources.urls,
-        run=trust.run,
-        trusted_key=trust.key,
-        host=request.host,
-        port=request.port,
-        settings=settings,
-        peers=peers.urls,
-    )
-    run_relay(config, stop, lambda url: say_commands(terminal, url, request.host, trust.key, trust.run))
+    folder, host, port = request.directory, request.host, request.port
+    config = RelayConfig(folder, sources.urls, trust.run, trust.key, host, port, settings, peers.urls)
+    run_relay(config, stop, lambda url: say_commands(terminal, url, host, trust.key, trust.run))
 
 
 def _trust(sources: Sources, path: Path, stop: StopToken) -> Trust | None:

@@ -10,6 +10,7 @@ A relay needs no key of its own: it hands on what the publisher signed, so its U
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,13 @@ class Sources:
             Address.parse(url.rstrip("/"))
             urls[url.rstrip("/")] = None
             if mark:
-                keys.add(_key(key, text))
+                try:
+                    keys.add(check_public_key(key.strip().lower()))
+                except ValueError as error:
+                    raise UserError(
+                        f"{text!r} does not end in a key: after # come the {PUBLIC_KEY_HEX} digits that "
+                        f"`shoal cast publish` prints ({error})"
+                    ) from error
         if len(keys) > 1:
             raise UserError("the URLs name different keys: sources of one broadcast carry one publisher's key")
         return cls(tuple(urls), next(iter(keys), None))
@@ -96,13 +103,23 @@ def meet(sources: Sources, path: Path, stop: StopToken, wait_s: float) -> tuple[
     key, remembered = agree(sources, path)
     deadline = Deadline(wait_s)
     while True:
-        found, problems = _ask_all(sources.urls, key, stop)
+        found: set[Trust] = set()
+        problems: list[BroadcastError] = []
+        for url in sources.urls:
+            try:
+                found.add(_ask(url, key, stop))
+            except BroadcastError as error:
+                problems.append(error)
         if found:
             trust = _one_of(found, remembered, path)
             break
-        refusals = [problem for problem in problems if isinstance(problem, ManifestRefused)]
-        if len(refusals) == len(sources.urls):
-            raise _refused(refusals[0], remembered if sources.key is None else None, path)
+        if all(isinstance(problem, ManifestRefused) for problem in problems):
+            if remembered is None or sources.key is not None:
+                raise problems[0]
+            raise ManifestRefused(
+                f"{problems[0]}; key {short(remembered.key)} was believed here before: somebody else is answering, or "
+                f"the publisher has a new key (then remove {path})"
+            )
         if deadline.passed() or stop.wait(min(PAUSE_S, max(0.0, deadline.remaining_s()))):
             raise BroadcastError("nobody offers anything: " + "; ".join(str(problem) for problem in problems))
     trust.save(path)
@@ -113,44 +130,25 @@ def short(key: str | None) -> str:
     return f"{(key or '')[:16]}…"
 
 
-def _key(text: str, url: str) -> str:
-    try:
-        return check_public_key(text.strip().lower())
-    except ValueError as error:
-        raise UserError(
-            f"{url!r} does not end in a key: after # come the {PUBLIC_KEY_HEX} digits that `shoal cast publish` prints "
-            f"({error})"
-        ) from error
-
-
-def _ask_all(urls: Sequence[str], key: str | None, stop: StopToken) -> tuple[set[Trust], list[BroadcastError]]:
-    found: set[Trust] = set()
-    problems: list[BroadcastError] = []
-    for url in urls:
-        try:
-            found.add(_ask(url, key, stop))
-        except BroadcastError as error:
-            problems.append(error)
-    return found, problems
-
-
 def _ask(url: str, key: str | None, stop: StopToken) -> Trust:
     """What the head at `url` stands for; without a key, by its own word."""
-    connection = Connection(url, stop, Timeouts())
-    try:
+    with closing(Connection(url, stop, Timeouts())) as connection:
         data = get_document(connection, HEAD, MAX_HEAD_BYTES, Deadline(ASK_S))
-    finally:
-        connection.close()
     if data is None:
         raise BroadcastError(f"{url} has nothing published (yet)")
     try:
-        signed = SignedDocument.model_validate_json(data)
-        head = open_document(signed, BroadcastHead, key or signed.signed_by)
+        head, signer = open_head(data, key)
     except ValidationError as error:
         raise ManifestRefused(f"{url} offers a head that is not a signed document") from error
     except ProtocolError as error:
         raise ManifestRefused(f"{url} offers a head that is refused: {error}") from error
-    return Trust(key=signed.signed_by, run=head.run)
+    return Trust(key=signer, run=head.run)
+
+
+def open_head(data: bytes, key: str | None) -> tuple[BroadcastHead, str]:
+    """The head in `data`, signed by `key`, or without one by whoever signed it; and who that is."""
+    signed = SignedDocument.model_validate_json(data)
+    return open_document(signed, BroadcastHead, key or signed.signed_by), signed.signed_by
 
 
 def _one_of(found: set[Trust], remembered: Trust | None, path: Path) -> Trust:
@@ -170,12 +168,3 @@ def _one_of(found: set[Trust], remembered: Trust | None, path: Path) -> Trust:
             "as http://host:port/#KEY, and only its sources"
         )
     return next(iter(found))
-
-
-def _refused(refusal: ManifestRefused, remembered: Trust | None, path: Path) -> ManifestRefused:
-    if remembered is None:
-        return refusal
-    return ManifestRefused(
-        f"{refusal}; key {short(remembered.key)} was believed here before: somebody else is answering, or the "
-        f"publisher has a new key (then remove {path})"
-    )

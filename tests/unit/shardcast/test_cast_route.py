@@ -1,4 +1,4 @@
-"""Roads: always the cheapest of those that are open."""
+"""Routes: always the cheapest of those that are open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import VersionNotFound
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
-from shoal.shardcast.lookup import Road, Step, plan
+from shoal.shardcast.lookup import Route, Step, plan
 from shoal.shardcast.manifest import kept_places
 
 FULL = 1000
@@ -44,15 +44,15 @@ class Web:
         self.asked.append(wanted.version)
         return self._known.get(wanted.version)
 
-    def road(
+    def route(
         self, target: int, held: Collection[int] = (), closed: Collection[str] = (), manifest_bytes: int = 0
-    ) -> Road:
+    ) -> Route:
         here = {ref(version).digest for version in held}
         return plan(self._known[target], here, self.manifest_of, closed, manifest_bytes)
 
 
-def versions(road: Road) -> list[int]:
-    return [road.begin.version, *(step.manifest.policy.version for step in road.steps)]
+def versions(route: Route) -> list[int]:
+    return [route.begin.version, *(step.manifest.policy.version for step in route.steps)]
 
 
 WEB = (
@@ -66,65 +66,65 @@ WEB = (
 
 def test_one_delta_from_the_version_before() -> None:
     web = Web(*WEB)
-    assert versions(web.road(12, held=[11])) == [11, 12]
+    assert versions(web.route(12, held=[11])) == [11, 12]
     assert web.asked == []  # nothing in between had to be looked at
 
 
 def test_a_longer_stride_is_taken_where_it_is_cheaper() -> None:
-    assert Web(*WEB).road(12, held=[8]).size_bytes == 30
-    assert versions(Web(*WEB).road(10, held=[8])) == [8, 10]
+    assert Web(*WEB).route(12, held=[8]).size_bytes == 30
+    assert versions(Web(*WEB).route(10, held=[8])) == [8, 10]
 
 
 def test_a_chain_of_deltas_from_far_behind() -> None:
-    assert versions(Web(*WEB).road(11, held=[9])) == [9, 10, 11]
+    assert versions(Web(*WEB).route(11, held=[9])) == [9, 10, 11]
 
 
 def test_with_nothing_here_an_anchor_is_fetched_whole_and_nothing_is_asked_for() -> None:
     web = Web(*WEB)
-    road = web.road(12)
-    assert (versions(road), road.whole, web.asked) == ([12], WEB[-1], [])
+    route = web.route(12)
+    assert (versions(route), route.whole, web.asked) == ([12], WEB[-1], [])
 
 
 def test_with_nothing_here_and_no_anchor_the_nearest_anchor_and_deltas() -> None:
-    road = Web(*WEB).road(11)
-    assert (versions(road), road.size_bytes) == ([8, 10, 11], FULL + 25)
+    route = Web(*WEB).route(11)
+    assert (versions(route), route.size_bytes) == ([8, 10, 11], FULL + 25)
 
 
 def test_deltas_dearer_than_the_whole_are_not_taken() -> None:
     web = Web(manifest(1), manifest(2, _1=600), manifest(3, anchor=True, _2=600))
-    assert versions(web.road(3, held=[1])) == [3]
+    assert versions(web.route(3, held=[1])) == [3]
 
 
 def test_manifests_of_a_tiny_model_count_as_what_they_cost() -> None:
     """Ten deltas of 10 bytes and nine manifests of 150: more than the whole, which is offered."""
     chain = [manifest(version, **{f"_{version - 1}": 10}) for version in range(2, 11)]
     web = Web(manifest(1, anchor=True), *chain, manifest(11, anchor=True, _10=10))
-    assert versions(web.road(11, held=[1])) == list(range(1, 12))
+    assert versions(web.route(11, held=[1])) == list(range(1, 12))
     web.asked.clear()
-    assert versions(web.road(11, held=[1], manifest_bytes=150)) == [11]
+    assert versions(web.route(11, held=[1], manifest_bytes=150)) == [11]
     assert web.asked == []  # one manifest would have been more than a tenth of the whole
-    assert versions(web.road(10, held=[1], manifest_bytes=150)) == list(range(1, 11))  # there is no other way
-    assert versions(web.road(11, held=[10], manifest_bytes=150)) == [10, 11]  # for one delta none is asked for
+    assert versions(web.route(10, held=[1], manifest_bytes=150)) == list(range(1, 11))  # there is no other way
+    assert versions(web.route(11, held=[10], manifest_bytes=150)) == [10, 11]  # for one delta none is asked for
 
 
 def test_a_search_for_deltas_ends_once_it_has_cost_a_tenth_of_the_whole() -> None:
     chain = [manifest(version, **{f"_{version - 1}": 1}) for version in range(2, 60)]
     web = Web(manifest(1, anchor=True), *chain, manifest(60, anchor=True, _59=1))
-    assert versions(web.road(60, held=[1], manifest_bytes=10)) == [60]
+    assert versions(web.route(60, held=[1], manifest_bytes=10)) == [60]
     assert len(web.asked) == 10
 
 
 def test_a_closed_step_is_avoided_and_a_closed_anchor_too() -> None:
     step = Step(WEB[-1], WEB[-1].deltas[0])
-    assert versions(Web(*WEB).road(12, held=[11], closed=[step.name])) == [12]
-    assert versions(Web(*WEB).road(12, closed=[ref(12).digest])) in ([8, 12], [8, 10, 12])
+    assert versions(Web(*WEB).route(12, held=[11], closed=[step.name])) == [12]
+    assert versions(Web(*WEB).route(12, closed=[ref(12).digest])) in ([8, 12], [8, 10, 12])
 
 
-def test_a_version_in_between_that_nobody_has_is_no_road() -> None:
+def test_a_version_in_between_that_nobody_has_is_no_route() -> None:
     web = Web(manifest(1, anchor=True), manifest(3, anchor=True, _2=10))
-    assert versions(web.road(3, held=[1])) == [3]
-    with pytest.raises(VersionNotFound, match="no road"):
-        Web(manifest(3, _2=10)).road(3, held=[1])
+    assert versions(web.route(3, held=[1])) == [3]
+    with pytest.raises(VersionNotFound, match="no route"):
+        Web(manifest(3, _2=10)).route(3, held=[1])
 
 
 @st.composite
@@ -143,17 +143,17 @@ def cheapest(found: list[PolicyManifest], held: set[int], version: int) -> int:
     if version in held:
         return 0
     here = found[version]
-    roads = [cheapest(found, held, delta.base.version) + delta.size_bytes for delta in here.deltas]
-    return min([*roads, *([FULL] if here.anchor else [])])
+    routes = [cheapest(found, held, delta.base.version) + delta.size_bytes for delta in here.deltas]
+    return min([*routes, *([FULL] if here.anchor else [])])
 
 
 @given(webs())
-def test_the_road_is_the_cheapest_there_is(web: tuple[list[PolicyManifest], set[int]]) -> None:
+def test_the_route_is_the_cheapest_there_is(web: tuple[list[PolicyManifest], set[int]]) -> None:
     found, held = web
-    road = Web(*found).road(len(found) - 1, held)
-    assert road.size_bytes == cheapest(found, held, len(found) - 1)
-    assert road.steps == () or road.steps[0].delta.base == road.begin
-    assert all(step.delta.base == before.manifest.policy for before, step in pairwise(road.steps))
+    route = Web(*found).route(len(found) - 1, held)
+    assert route.size_bytes == cheapest(found, held, len(found) - 1)
+    assert route.steps == () or route.steps[0].delta.base == route.begin
+    assert all(step.delta.base == before.manifest.policy for before, step in pairwise(route.steps))
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 10))
@@ -167,7 +167,7 @@ def test_every_version_kept_is_reached_from_an_anchor_that_is_kept(flags: list[b
 
 
 def test_weights_that_come_back_are_not_walked_through_twice() -> None:
-    """A B A B C: the road to C begins with the first B, and no delta is taken twice."""
+    """A B A B C: the route to C begins with the first B, and no delta is taken twice."""
     letters = {1: "a", 2: "b", 3: "a", 4: "b", 5: "c"}
 
     def named(version: int) -> PolicyRef:
@@ -179,6 +179,6 @@ def test_weights_that_come_back_are_not_walked_through_twice() -> None:
         deltas = () if base is None else (Delta(base=base, size_bytes=10, chunks=(chunk,)),)
         return manifest(version, anchor=version == 1).model_copy(update={"policy": named(version), "deltas": deltas})
 
-    road = plan(at(5), set(), lambda ref: at(ref.version))
-    assert len({step.name for step in road.steps}) == len(road.steps)
-    assert [step.manifest.policy.digest[0] for step in road.steps] == ["b", "c"]
+    route = plan(at(5), set(), lambda ref: at(ref.version))
+    assert len({step.name for step in route.steps}) == len(route.steps)
+    assert [step.manifest.policy.digest[0] for step in route.steps] == ["b", "c"]
