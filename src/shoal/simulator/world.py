@@ -73,8 +73,9 @@ TICK_S = 1.0
 POLL_S = 20.0
 """A long poll that got nothing is made again after this time."""
 GATHER_S = 0.05
-IN_VAIN = 3
-"""So many in a row that get nothing stand for all others of their kind: their asks would only cost time."""
+IN_VAIN = {Topic.LEASES: 3, Topic.AUDITS: 1, Topic.BATCHES: 1}
+"""So many in a row that get nothing stand for all others of their kind: their asks would only cost time. Of a kind of
+workers some may be kept from work by their own windows; validators are all the same to the hub."""
 RUN = "simulated"
 
 
@@ -231,7 +232,7 @@ class World:
         in_vain: Counter[str] = Counter()
         skipped: list[WaitingActor] = []
         for waiter in waiting:
-            if in_vain[waiter.kind] >= IN_VAIN:
+            if in_vain[waiter.kind] >= IN_VAIN[topic]:
                 skipped.append(waiter)
                 continue
             before = len(self._waiting[topic])

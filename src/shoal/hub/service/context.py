@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -315,7 +316,13 @@ def require_trusted(reader: Reader, public_key: str) -> Orders:
 
 def shared(row: object, model: type[BaseModel]) -> dict[str, Any]:
     """What a row and a message about it have in common, by the names of their fields."""
-    return {name: value for name, value in vars(row).items() if name in model.model_fields}
+    values = vars(row)
+    return {name: values[name] for name in _common(type(row), model)}
+
+
+@lru_cache
+def _common(kind: type, model: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind) if each.name in model.model_fields)
 
 
 def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: int) -> NodeView:
