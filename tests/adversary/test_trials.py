@@ -12,7 +12,7 @@ from attackkit import HONEST, Attacked, results
 from trialkit import PROFILES, Court, Judged, Trial
 
 from shoal.adversary import CHEATS, Cheat, find_cheat
-from shoal.adversary.sleeper import Sleeper
+from shoal.adversary.claims import Sleeper
 from shoal.adversary.steering import Steer
 from shoal.protocol import Outcome
 

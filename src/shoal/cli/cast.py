@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,27 +81,15 @@ def relay(
     connections_per_client: ConnectionsPerClient = 256,
 ) -> None:
     """Mirror a broadcast, verify every chunk, and serve it on."""
-    settings = {
-        "kept_versions": keep,
-        "disk_budget_gb": disk_budget_gb,
-        "connections_per_client": connections_per_client,
-    }
-    mirror(upstreams, peers, directory, host, port, settings)
-
-
-def mirror(
-    upstreams: Sequence[str],
-    peers: Sequence[str] | None,
-    directory: Path,
-    host: str,
-    port: int,
-    settings: Mapping[str, float | None],
-) -> None:
-    """What `shoal cast relay` does, and `shoal relay` where no run is named."""
     from shoal.shardcast.cast.relay import RelayRequest, run_cast_relay
 
+    settings = relay_settings(keep, disk_budget_gb, connections_per_client)
     request = RelayRequest(tuple(upstreams), tuple(peers or ()), directory, host, port, settings)
     run_cast_relay(request, lambda: _begin("relay"), _terminal())
+
+
+def relay_settings(keep: int, disk_budget_gb: float | None, connections: int | None) -> dict[str, float | None]:
+    return {"kept_versions": keep, "disk_budget_gb": disk_budget_gb, "connections_per_client": connections}
 
 
 @cast.command()

@@ -44,7 +44,7 @@ def demo(
     from rich.console import Console
 
     from shoal.adversary import find_cheat
-    from shoal.run.demo.place import cast_of, demo_recipe, make_room
+    from shoal.run.demo.claims import cast_of, demo_recipe, make_room
     from shoal.run.folder import RunFolder
     from shoal.run.preflight import check_ingredients
     from shoal.runtime.stop import stop_on_signals
@@ -65,7 +65,7 @@ def demo(
 
 def _launch(folder: RunFolder, cheat: Cheat, patience_s: float, stop: StopToken, console: Console) -> Launched:
     from shoal.cli.view import choose_display
-    from shoal.run.demo.place import cheater_name
+    from shoal.run.demo.claims import cheater_name
     from shoal.run.launch import launch, process_spec
 
     cheater = cheater_name(folder)
@@ -96,7 +96,7 @@ def conclude(folder: RunFolder, cast: Cast, elapsed_s: float, stop: StopToken, c
     from dataclasses import asdict
 
     from shoal.errors import ShoalError
-    from shoal.run.demo.records import check, draw
+    from shoal.run.demo.claims import check, draw
     from shoal.runtime.files import write_atomically
 
     console.print("checking what came out: the ledger, the rollouts, the exported model …")

@@ -23,18 +23,11 @@ PassphraseFile = Annotated[
 
 @key.command()
 def new(where: Where) -> None:
-    """Make a key where there is none yet: of an owner, or of a machine that is to work."""
+    """Make a key where there is none yet, of an owner or of a machine that is to work, and say whose it is: its node id
+    and its public key are no secret."""
     from shoal.run.keyring import new_key
 
     typer.echo("\n".join(new_key(where)))
-
-
-@key.command()
-def show(where: Where) -> None:
-    """Say whose key it is: its node id and its public key, which are no secret."""
-    from shoal.run.keyring import show_key
-
-    typer.echo("\n".join(show_key(where)))
 
 
 @key.command(name="export")

@@ -65,7 +65,7 @@ def export(
     wait_s: Wait = 3,
 ) -> None:
     """Write the ledger to a file; beside it the signed receipts and verdicts, and the hub's signed head."""
-    from shoal.run.ledger.export import export_ledger
+    from shoal.run.ledger.check import export_ledger
     from shoal.run.ledger.places import evidence_file, head_file
 
     rows = export_ledger(where, out, wait_s)
@@ -103,7 +103,7 @@ def shares(
     """Show which part of the run is whose: credit by owner, as exact fractions."""
     from shoal.cli.printing import console
     from shoal.run.folder import find_run
-    from shoal.run.ledger.book import shares_at
+    from shoal.run.ledger.check import shares_at
 
     found, names = shares_at(find_run(where), step, wait_s)
     if as_json:
@@ -213,7 +213,7 @@ def account_of(where: str, who: str, wait_s: float) -> tuple[Sheet, dict[str, An
 
     from shoal.cli.printing import Sheet
     from shoal.ledger import Account
-    from shoal.run.ledger.book import Book
+    from shoal.run.ledger.check import Book
 
     book = Book(where, wait_s)
     nodes = book.find(who)

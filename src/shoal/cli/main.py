@@ -27,7 +27,7 @@ from shoal.cli.filter import filter_tasks
 from shoal.cli.key import key
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
-from shoal.cli.run import hub, relay, run, trainer, validator, worker
+from shoal.cli.run import hub, join, relay, run, trainer, validator
 from shoal.cli.sft import sft
 from shoal.cli.upkeep import backup, doctor, export, restore, status
 from shoal.cli.why import why
@@ -140,25 +140,25 @@ EXAMPLES = (
     "A reward of your own is one Python file: shoal run recipes/tiny.toml --set environment.file=my_reward.py "
     "(examples/custom_reward.py shows one). What is trained, in one readable file: examples/one_file_rl.py."
 )
-JOIN = "Contribute this machine to a run: shoal join http://host:8470/#0123… (as `worker`)."
+READERS: dict[str, tuple[Callable[..., object] | typer.Typer, ...]] = {
+    "Begin here": (demo,),
+    "For whoever contributes a machine": (join, doctor, key),
+    "For a run's owner": (run, plan, status, why, admin, export, backup, restore),
+    "One process of a run each": (hub, trainer, validator, relay),
+    "For whoever checks a run": (ledger,),
+    "For models and data": (evaluate, compare, data, filter_tasks, sft),
+    "For broadcasting files": (cast,),
+}
+"""Who reads `shoal --help`, and what is for them."""
+NAMES = {evaluate: "eval", filter_tasks: "filter"}
+EPILOGS = {run: EXAMPLES, admin: EPILOG}
 
-app.command()(demo)
-app.command(epilog=EXAMPLES)(run)
-for role in (hub, trainer, validator, relay, worker):
-    app.command()(role)
-app.command(name="join", help=JOIN)(worker)
-for group in (cast, data, ledger):
-    app.add_typer(group)
-app.command()(why)
-app.command(epilog=EPILOG)(admin)
-app.add_typer(key)
-app.command(name="eval")(evaluate)
-app.command()(compare)
-app.command()(plan)
-app.command(name="filter")(filter_tasks)
-app.command()(sft)
-for question in (status, export, backup, restore, doctor):
-    app.command()(question)
+for reader, commands in READERS.items():
+    for each in commands:
+        if isinstance(each, typer.Typer):
+            app.add_typer(each, rich_help_panel=reader)
+        else:
+            app.command(name=NAMES.get(each), epilog=EPILOGS.get(each), rich_help_panel=reader)(each)
 
 
 def command_names() -> list[str]:

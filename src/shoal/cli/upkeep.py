@@ -31,7 +31,7 @@ def export(
     version: Annotated[int | None, typer.Option("--version", min=0, help="The one of this version.")] = None,
 ) -> None:
     """Write a checkpoint, the newest by default, as a Hugging Face folder."""
-    from shoal.run.export import export_run
+    from shoal.run.sources import export_run
 
     typer.echo(f"wrote {export_run(directory, out, best, version)}")
 

@@ -20,8 +20,7 @@ from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, Receipt, pack, pack_tokens, submission_digest
 from shoal.protocol.submission import ShownChunks, ShownProgress
-from shoal.simulator.scenario import WorkerKind
-from shoal.simulator.world import HubDown, World
+from shoal.simulator.world import HubDown, WorkerKind, World
 
 RETRY_S = 2.0
 TOKENS = 16

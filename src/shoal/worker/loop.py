@@ -42,10 +42,9 @@ from shoal.shardcast import Prefetch
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.fitting import fitted, refuse_too_large, refuse_too_little_disk, units_that_fit
 from shoal.worker.newest import NewestPolicy
-from shoal.worker.outbox import KeptHeads, Outbox, Parcel
+from shoal.worker.outbox import KeptHeads, Outbox, Parcel, Uploader
 from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
 from shoal.worker.showing import ProgressSender
-from shoal.worker.uploader import Uploader
 
 log = logging.getLogger(__name__)
 

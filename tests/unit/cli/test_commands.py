@@ -21,7 +21,7 @@ import typer
 from clikit import NODE, TINY, one_line, report, run_shoal, status, wait
 
 import forkkit
-from shoal.cli.main import app, command_names, explain, main
+from shoal.cli.main import READERS, app, command_names, explain, main
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
 from shoal.hub import HubConfig
@@ -35,7 +35,7 @@ from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
 
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
-MOST_COMMANDS = 37  # those of groups included; only goes down, unless a commit says why
+MOST_COMMANDS = 35  # those of groups included; only goes down, unless a commit says why
 
 
 @pytest.fixture
@@ -66,10 +66,17 @@ def count_of_commands(group: Any = None) -> int:
 def test_the_commands_are_these() -> None:
     expected = (
         "admin backup cast compare data demo doctor eval export filter hub join key ledger plan relay restore "
-        "run sft status trainer validator why worker"
+        "run sft status trainer validator why"
     )
     assert command_names() == expected.split()
     assert count_of_commands() <= MOST_COMMANDS
+
+
+def test_help_groups_the_commands_by_reader(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(reader in shown for reader in READERS)
+    assert "Commands" not in shown, "a command is in no group"
 
 
 @pytest.mark.parametrize("command", command_names())
@@ -167,7 +174,7 @@ def in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
             2,
             "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s",
         ),
-        (["worker", "--dir", "{tmp}", "--max-disk", "1GB"], 2, "go with a join URL, not with --dir"),
+        (["join", "--dir", "{tmp}", "--max-disk", "1GB"], 2, "go with a join URL, not with --dir"),
     ],
 )
 def test_other_mistakes(
@@ -253,7 +260,7 @@ def test_preparing_makes_a_folder_and_starts_nothing(shoal: Shoal, tmp_path: Pat
     folder = RunFolder.open(tmp_path / "runs" / "tiny")
     assert f"shoal join {folder.endpoints.join}" in ran.stdout
     commands = [line.split() for line in ran.stdout.splitlines() if line.startswith("  ")]
-    assert {"hub", "relay", "trainer", "validator", "worker"} == {command[1] for command in commands}
+    assert {"hub", "relay", "trainer", "validator", "join"} == {command[1] for command in commands}
     assert all("runs/tiny" in command for command in commands)
     assert not (folder.path / "processes.json").exists()
 
@@ -393,7 +400,7 @@ sys.exit(begin())
         (["join", NOWHERE], "shoal.cli.main", False, 0),
         (["join", NOWHERE], "shoal.run.join", False, 0),
         (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
-        (["worker", "--dir", "nowhere"], "shoal.run.roles", True, TOLD_TO_STOP_CODE),
+        (["join", "--dir", "nowhere"], "shoal.run.roles", True, TOLD_TO_STOP_CODE),
         (["status", NOWHERE], "shoal.cli.main", False, TOLD_TO_STOP_CODE),
         (["status", NOWHERE], "shoal.cli.status", False, TOLD_TO_STOP_CODE),
     ],

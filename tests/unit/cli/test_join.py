@@ -327,7 +327,7 @@ def test_a_worker_that_waits_for_its_hub_stops_when_told_to(tmp_path: Path) -> N
 
 def test_the_command_of_a_cheating_worker(tmp_path: Path) -> None:
     assert command_of(tmp_path, "worker-2", "copy") == [
-        "worker", "--dir", str(tmp_path), "--index", "2", "--cheat", "copy",
+        "join", "--dir", str(tmp_path), "--index", "2", "--cheat", "copy",
     ]  # fmt: skip
     assert "--cheat" not in command_of(tmp_path, "worker-2")
 
@@ -355,7 +355,7 @@ def test_a_worker_beyond_those_of_the_recipe_can_cheat(served: Served, caplog: p
 def test_an_unknown_cheat_of_a_folders_worker_is_refused_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["worker", "--dir", str(tmp_path), "--cheat", "foo"]) == 2
+    assert main(["join", "--dir", str(tmp_path), "--cheat", "foo"]) == 2
     assert capsys.readouterr().err.startswith("shoal: there is no cheat 'foo'")
 
 

@@ -23,8 +23,7 @@ import forkkit
 from shoal.errors import ConfigError, ResourceError
 from shoal.run import launch as launch_module
 from shoal.run.folder import RunFolder
-from shoal.run.launch import Launched, launch, process_spec
-from shoal.run.outcome import conclusion
+from shoal.run.launch import Launched, conclusion, launch, process_spec
 from shoal.run.recipe import Recipe
 from shoal.run.roles import command_of, role_names, run_role
 from shoal.runtime.config import parse_config
@@ -54,7 +53,7 @@ def test_each_role_is_a_command_of_the_same_program() -> None:
     assert command_of(run, "origin") == ["relay", "--origin", "--dir", "/r"]
     assert command_of(run, "validator-1") == ["validator", "--dir", "/r", "--index", "1"]
     spec = process_spec(run, "worker-0")
-    assert spec.argv == (sys.executable, "-m", "shoal.cli", "worker", "--dir", "/r", "--index", "0")
+    assert spec.argv == (sys.executable, "-m", "shoal.cli", "join", "--dir", "/r", "--index", "0")
     assert spec.log == run / "logs" / "worker-0.log"
 
 

@@ -24,8 +24,7 @@ from shoal.ledger import Keys, Pin
 from shoal.protocol import LedgerPage, SignedDocument, SigningKey, WitnessedHead, load_key, open_document, sign_document
 from shoal.run.folder import RunFolder
 from shoal.run.ledger import witness as witnessing
-from shoal.run.ledger.check import check_ledger, check_place
-from shoal.run.ledger.export import export_ledger
+from shoal.run.ledger.check import check_ledger, check_place, export_ledger
 from shoal.run.ledger.heads import proven_fork
 from shoal.run.ledger.places import FolderPlace, HubPlace
 from shoal.run.ledger.witness import Witness

@@ -40,7 +40,7 @@ def test_a_line_says_where_the_run_stands() -> None:
 
 
 def test_that_nobody_is_left_to_work_is_said_once_and_again_when_it_happens_again() -> None:
-    banned = "nobody is left to work: worker-0 was banned for proofs.drift; start another with `shoal worker`"
+    banned = "nobody is left to work: worker-0 was banned for proofs.drift; start another with `shoal join`"
     later = banned.replace("proofs.drift", "proofs.drift, 9 s ago")
     moments = [scene(status(standstill=each)) for each in ((banned,), (later,), (), (banned,))]
     found = [[line for line in heard if "stands still" in line] for heard in lines(*moments)]

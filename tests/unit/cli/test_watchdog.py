@@ -47,7 +47,7 @@ def test_the_watchdog_ends_a_run_that_stands_still_and_names_who_waits() -> None
 
 def test_the_watchdog_says_first_that_nobody_is_left_to_work() -> None:
     dog = Watchdog(patience_s=60)
-    banned = "nobody is left to work: worker-0 was banned for proofs.drift; start another with `shoal worker`"
+    banned = "nobody is left to work: worker-0 was banned for proofs.drift; start another with `shoal join`"
     stuck = status(waits=(wait("trainer", "3 more groups", 55),), standstill=(banned,))
     dog.look(stuck, 0.0)
     ending = dog.look(stuck, 60.0)

@@ -16,8 +16,7 @@ import torch
 from trainer_stubs import SETTINGS, FakeHub, learner, make_group, same, tiny_model, training_run, weights
 
 from shoal.errors import TrainingDiverged
-from shoal.run.launch import Launched
-from shoal.run.outcome import conclusion
+from shoal.run.launch import Launched, conclusion
 from shoal.runtime.supervise import Ending
 from shoal.trainer import guards, held_out, loop
 from shoal.trainer.checkpoint import CheckpointStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,13 +13,15 @@ from workerkit import KEY, RUN, SAMPLING, Bench, CountingEngine, eventually, lea
 
 from shoal.engines import GenerationRequest
 from shoal.engines.dialogue import dialogue_for
+from shoal.engines.scripted import ScriptedEngine
 from shoal.environments.tools import TOOLS
 from shoal.errors import ConfigError, HubRefused, PolicyMismatch, ProtocolError, ResourceError, VersionNotFound
-from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, NodeState
+from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, NodeState, PolicyRef, SamplingParameters
 from shoal.protocol.submission import unpack_spans
 from shoal.toploc import split_proofs
 from shoal.worker import loop as worker_loop
 from shoal.worker import newest
+from shoal.worker.fitting import units_that_fit
 from shoal.worker.loop import NotTaken
 
 
@@ -365,3 +367,26 @@ def test_a_worker_without_work_chooses_again_if_the_run_does_not_take_its_kind(
     with pytest.raises(NotTaken) if ends else nullcontext():
         bench.worker.run()
     assert len(bench.hub.requests) == (1 if ends else 3)
+
+
+def long_lease(prompt: int, seeds: int) -> Lease:
+    return Lease(
+        run="r-000000000000", lease="l", node="n" * 32, unit=1, attempt=0, task="t", prompt_ids=(5,) * prompt,
+        policy=PolicyRef(incarnation=0, version=0, digest="0" * 64), seeds=tuple(f"{i:016x}" for i in range(seeds)),
+        sampling=SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_id=1), environment_digest="e" * 64,
+        issued_at_ms=0, deadline_ms=1,
+    )  # fmt: skip
+
+
+class Small(ScriptedEngine):
+    memory_bytes: int | None = None
+
+    def rows_at_once(self, tokens_each: int) -> int:
+        return 4000 // tokens_each
+
+
+def test_as_many_units_as_fit_into_memory_together() -> None:
+    assert units_that_fit(Small(), [long_lease(10, 8), long_lease(3, 8)]) == 5  # 40 rows of 100 tokens
+    assert units_that_fit(Small(), [long_lease(10, 64)]) == 1, "a group that does not fit is split"
+    unbounded = cast(Any, ScriptedEngine())
+    assert units_that_fit(unbounded, [long_lease(10, 64)]) > 100
