@@ -78,7 +78,7 @@ class Ready:
         filled = {node.role for node, _ in here if node.state is NodeState.ACTIVE}
         finished = pacing.is_finished(self._context.rules, reader.progress())
         missing = [
-            f"no {role} was heard of for {HERE_MS // 1000} s: start one with `shoal {'join' if role == 'worker' else role}`"
+            f"no {role} was heard of for {HERE_MS // 1000} s: start one with `shoal {role}`"
             for role in ("trainer", "validator")
             if role not in filled and not finished
         ]
