@@ -230,7 +230,7 @@ def join(
         typer.Option("--max-bandwidth", metavar="RATE", help="Fastest download, e.g. 20Mbit/s.  [default: no limit]"),
     ] = None,
 ) -> int:
-    """Contribute this machine to a run: shoal join http://host:8470/#0123…; or be a worker of a run's folder (--dir)."""
+    """Contribute this machine to a run: shoal join http://host:8470/#0123… (with --dir: of a run's folder)."""
     if cheat is not None:
         from shoal.adversary import find_cheat
 
