@@ -16,7 +16,7 @@ import numpy.typing as npt
 from shoal.adversary.base import Cheat, Disguise, Groups, Loot, Worth, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.protocol import Finish
-from shoal.protocol import ProofParameters, SamplingParameters
+from shoal.protocol import ProofParameters
 from shoal.sampling import SeedTolerance, uniforms, uniforms_at
 
 BRANCHES = 4
@@ -99,9 +99,10 @@ class Branching(Disguise):
         kept = [honest[fork.group][fork.rollout].token_ids[: fork.token] for fork in forks]
         asked = [requests[fork.group] for fork in forks]
         ids = [request.prompt_ids for request in asked]
+        alone = [request.sampling.model_copy(update={"max_new_tokens": 1}) for request in asked]
         one = [
-            replace(request, prompt_ids=(*prompt, *begin.tolist()), seeds=(fork.seed,), sampling=_first(request))
-            for request, prompt, begin, fork in zip(asked, ids, kept, forks, strict=True)
+            replace(request, prompt_ids=(*prompt, *begin.tolist()), seeds=(fork.seed,), sampling=sampling)
+            for request, prompt, begin, fork, sampling in zip(asked, ids, kept, forks, alone, strict=True)
         ]
         others = [group[0].token_ids for group in self._engine.generate(one)]
         begun = [np.concatenate(pair) for pair in zip(kept, others, strict=True)]
@@ -112,10 +113,6 @@ class Branching(Disguise):
         ]
         drawn = [group[0].token_ids for group in self._engine.generate(rest)]
         return [_whole(*branch) for branch in zip(asked, begun, drawn, strict=True)]
-
-
-def _first(request: GenerationRequest) -> SamplingParameters:
-    return request.sampling.model_copy(update={"max_new_tokens": 1})
 
 
 def _whole(request: GenerationRequest, begun: npt.NDArray[np.int32], drawn: npt.NDArray[np.int32]) -> Completion:
@@ -200,12 +197,8 @@ class SteeringEngine(Disguise):
             for token in range(self.vocabulary_size)
         ]
         answers = self._engine.prefill(asked)
-        low_V, high_V = _column(answers, "cdf_low"), _column(answers, "cdf_high")
+        low_V, high_V = np.array([(each.cdf_low[0], each.cdf_high[0]) for each in answers], dtype=np.float64).T
         outside_V = np.maximum(np.maximum(low_V - u, u - high_V), 0.0)
         drawn = int(np.argmin(outside_V))
         others_V = (outside_V < self._reach) & (high_V - low_V > self._floor) & (np.arange(len(low_V)) != drawn)
         return int(np.argmax(np.where(others_V, high_V - low_V, -1.0))) if others_V.any() else drawn
-
-
-def _column(answers: Sequence[Prefill], name: str) -> npt.NDArray[np.float64]:
-    return np.array([float(getattr(answer, name)[0]) for answer in answers])

@@ -11,21 +11,21 @@ import numpy.typing as npt
 
 from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, Rewriter, Worth, vouched
 from shoal.engines import Completion, Engine, GenerationRequest
-from shoal.protocol import ProofParameters, SamplingParameters
+from shoal.protocol import ProofParameters
 
 Tokens = npt.NDArray[np.int32]
 
 
 class Editing(Rewriter):
     def rewrite(self, request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
-        return [self._edited(each, request.sampling.eos_token_id) for each in group]
-
-    def _edited(self, completion: Completion, eos: int) -> Completion:
-        tokens = completion.token_ids.copy()
-        at = len(tokens) // 2
-        if tokens[at] != eos:
-            tokens[at] = next(token for token in _after(int(tokens[at]), self.vocabulary_size) if token != eos)
-        return replace(completion, token_ids=tokens)
+        eos, count = request.sampling.eos_token_id, self.vocabulary_size
+        edited = [each.token_ids.copy() for each in group]
+        for tokens in edited:
+            at = len(tokens) // 2
+            if tokens[at] != eos:
+                following = ((int(tokens[at]) + step) % count for step in range(1, count))
+                tokens[at] = next(token for token in following if token != eos)
+        return [replace(each, token_ids=tokens) for each, tokens in zip(group, edited, strict=True)]
 
 
 class Edit(Cheat):
@@ -33,10 +33,6 @@ class Edit(Cheat):
     what = "changes one token in the middle of every completion"
     reasons = OTHER_TOKENS
     disguise = Editing
-
-
-def _after(token: int, count: int) -> list[int]:
-    return [(token + step) % count for step in range(1, count)]
 
 
 class RightAnswer(Cheat):
@@ -79,11 +75,9 @@ class CutShort(Cheat):
 
 class EndingEarly(Rewriter):
     def rewrite(self, request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
-        return [self._ended(each, request.sampling.eos_token_id) for each in group]
-
-    def _ended(self, completion: Completion, eos: int) -> Completion:
-        kept = completion.token_ids[: len(completion.token_ids) // 2]
-        return replace(completion, token_ids=np.append(kept, np.int32(eos)), finish="eos")
+        halves = [each.token_ids[: len(each.token_ids) // 2] for each in group]
+        ended = [np.append(half, np.int32(request.sampling.eos_token_id)) for half in halves]
+        return [replace(each, token_ids=tokens, finish="eos") for each, tokens in zip(group, ended, strict=True)]
 
 
 class EarlyEnd(Cheat):
@@ -203,11 +197,8 @@ class ChoosingEngine(Disguise):
 
 def own_seeds(seeds: Sequence[int], tries: int = TRIES) -> tuple[int, ...]:
     """`tries` other seeds for each; the same ones every time, so that an attack can be repeated."""
-    return tuple(_other(seed, number) for seed in seeds for number in range(tries))
-
-
-def _other(seed: int, number: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"best-of/{seed}/{number}".encode()).digest()[:8], "big")
+    named = (f"best-of/{seed}/{number}" for seed in seeds for number in range(tries))
+    return tuple(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in named)
 
 
 class Grind(Cheat):
@@ -275,9 +266,8 @@ class Loose(Cold):
 
 class Cooled(Disguise):
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        asked = [replace(request, sampling=_cooled(request)) for request in requests]
+        cooled = [
+            each.sampling.model_copy(update={"temperature": COLD * each.sampling.temperature}) for each in requests
+        ]
+        asked = [replace(request, sampling=cold) for request, cold in zip(requests, cooled, strict=True)]
         return vouched(self._engine, requests, self._engine.generate(asked, None), proof)
-
-
-def _cooled(request: GenerationRequest) -> SamplingParameters:
-    return request.sampling.model_copy(update={"temperature": COLD * request.sampling.temperature})

@@ -83,11 +83,9 @@ class Shallow(Disguise):
         self._layers = layers
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
-        self._engine.load_policy(ref, {name: view for name, view in tensors.items() if self._is_kept(name)})
-
-    def _is_kept(self, name: str) -> bool:
-        layer = LAYER.search(name)
-        return layer is None or int(layer[1]) < self._layers
+        layers = {name: LAYER.search(name) for name in tensors}
+        kept = [name for name, layer in layers.items() if layer is None or int(layer[1]) < self._layers]
+        self._engine.load_policy(ref, {name: tensors[name] for name in kept})
 
 
 def layers_kept(files: Mapping[str, bytes]) -> int:

@@ -107,7 +107,12 @@ def shares(
 
     found, names = shares_at(find_run(where), step, wait_s)
     if as_json:
-        typer.echo(visible_json(json.dumps(_shares_values(found), indent=2)))
+        rows = [
+            {"holder": each.holder, "nodes": list(each.nodes), "credit": each.credit, "fraction": list(each.fraction)}
+            for each in found.shares
+        ]
+        values = {"index": found.index, "total": found.total, "shares": rows}
+        typer.echo(visible_json(json.dumps(values, indent=2)))
     else:
         console().print(_shares_table(found, names))
 
@@ -168,25 +173,22 @@ def checked_lines(checked: Checked) -> list[str]:
         f"{total.credit:,} credit, {total.pending:,} pending, {total.void:,} void; "
         "each by the formula, once per submission",
     ]
-    found.append(_evidence_line(checked))
+    evidence = f"{count_of(checked.credited, 'row')} of credit and {checked.rejections:,} of rejections"
+    if checked.is_proven:
+        found.append(
+            f"evidence: {evidence}, each with a verdict by a validator that the root key certified, credit also with "
+            "the hub's receipt; each node registered before, each unit paid once, within the run's limits"
+        )
+    else:
+        found.append(
+            f"NOT PROVEN: {evidence}. Their signed receipts and verdicts were not looked at (--without-evidence): "
+            "whoever holds the hub's key may have invented them"
+        )
     if checked.orders:
         found.append(f"orders of the owner: {checked.orders}, each signed by the root key or an admin it certified")
     if checked.compared:
         found.append("the hub's own rows agree with the accounts")
     return [*found, *(f"note: {note}" for note in checked.notes)]
-
-
-def _evidence_line(checked: Checked) -> str:
-    rows = f"{count_of(checked.credited, 'row')} of credit and {checked.rejections:,} of rejections"
-    if checked.is_proven:
-        return (
-            f"evidence: {rows}, each with a verdict by a validator that the root key certified, credit also with "
-            "the hub's receipt; each node registered before, each unit paid once, within the run's limits"
-        )
-    return (
-        f"NOT PROVEN: {rows}. Their signed receipts and verdicts were not looked at (--without-evidence): whoever "
-        "holds the hub's key may have invented them"
-    )
 
 
 def _passed(pins: list[Pin]) -> list[str]:
@@ -256,11 +258,3 @@ def _shares_table(shares: Shares, names: Mapping[str, str]) -> Sheet:
         rows.append(("", "", "", f"and {len(shares.shares) - MAX_ROWS} more (--json has all)", ""))
     title = f"rows 0–{shares.index}, {shares.total:,} credit"  # noqa: RUF001
     return Sheet(("share", "exactly", "credit", "whose", "machines"), rows, {"whose": 12}, title)
-
-
-def _shares_values(shares: Shares) -> dict[str, Any]:
-    rows = [
-        {"holder": each.holder, "nodes": list(each.nodes), "credit": each.credit, "fraction": list(each.fraction)}
-        for each in shares.shares
-    ]
-    return {"index": shares.index, "total": shares.total, "shares": rows}

@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def guarded(command: Callable[[], object], debug: bool) -> int:
     """The exit code of what is run; an exception becomes a line and a code."""
-    _say_what_can_be_said()
+    for stream in (sys.stdout, sys.stderr):  # what is not UTF-8 gets question marks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     supervised = SUPERVISED in os.environ
     try:
         crash.arm()
@@ -75,35 +77,19 @@ def guarded(command: Callable[[], object], debug: bool) -> int:
 
         report_to_agent(line)
         with contextlib.suppress(OSError):  # the disk that its log is on may be what is full
-            if debug or (supervised and not _is_known(error)):  # a supervised role's stderr is its log
+            known = isinstance(error, ShoalError) or hasattr(error, "format_message")  # its line says all there is
+            if debug or (supervised and not known):  # a supervised role's stderr is its log
                 for text in traceback.format_exc().splitlines():
                     typer.echo(visible(text), err=True)
             if line:
                 typer.echo(f"shoal: {line}", err=True)
         return code
     finally:
-        _let_go_of_streams()
-
-
-def _let_go_of_streams() -> None:
-    """What can no longer be written is let go of: the interpreter would try it again and end with a code of its own."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _say_what_can_be_said() -> None:
-    """A terminal or file that is not UTF-8 gets question marks, not the end of a run that went well."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _is_known(error: Exception) -> bool:
-    """Whether its line says all there is to say: somebody's input, machine or network, and no bug."""
-    return isinstance(error, ShoalError) or hasattr(error, "format_message")
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # let go of: the interpreter would try it again and end with a code of its own
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def explain(error: Exception) -> tuple[str, int]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from shoal.run.estimate import Planning
     from shoal.run.recipe import Recipe
     from shoal.runtime.sizing import Speeds
-    from shoal.trainer.memory import Plan
 
 GIB = 2**30
 ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
@@ -119,7 +118,9 @@ def training_lines(found: Planning) -> Iterator[str]:
     tokens += ", recomputed" if settings.memory.recompute else ""
     for name, size in planned.device.items():
         yield f"  {name:<26}{size / GIB:9.2f}" + (f"   {tokens}" if name == "activations" else "")
-    yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {found.memory_bytes / GIB:.2f}: {_verdict(planned, fits)}"
+    error = f"fits (activations are an estimate, ± {ERROR * planned.device['activations'] / GIB:.2f})"
+    verdict = error if fits else "does not fit"
+    yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {found.memory_bytes / GIB:.2f}: {verdict}"
     if planned.host:
         yield "on the host, for the first process, GiB:"
     for name, size in planned.host.items():
@@ -132,12 +133,6 @@ def training_lines(found: Planning) -> Iterator[str]:
         yield f"  --set {words:<40}{other.total / GIB:9.2f}   {room}"
     if settings.lora is None:
         yield "  a [trainer.lora] table: gradients, masters and moments of adapters only"
-
-
-def _verdict(planned: Plan, fits: bool) -> str:
-    if not fits:
-        return "does not fit"
-    return f"fits (activations are an estimate, ± {ERROR * planned.device['activations'] / GIB:.2f})"
 
 
 # ── the whole run ────────────────────────────────────────────────────────────────────────────────────────────────

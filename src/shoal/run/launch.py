@@ -164,8 +164,12 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
     if launched.ending.exit_code == 0:
         untrained, alarms = any(line.startswith(NOTHING_TRAINED) for line in lines), alarm_lines(path / METRICS)
         where = f"the {'unchanged' if untrained else 'trained'} model is in {path / 'trainer' / 'export'}"
-        lines += [*alarms, f"{where}{_instead(path) if alarms else ''}"]
-        lines += best_lines(path) if not alarms else []
+        if not alarms:
+            return [*lines, where, *best_lines(path)]
+        export = f"{shoal_command()} export {path} OUT"
+        scored = any("held_out" in row for row in MetricsLog(path / METRICS).rows())
+        which = f"the best by held-out score: {export} --best" if scored else f"an earlier one: {export} --version N"
+        lines += [*alarms, f"{where}, BUT ALARMS STAND: look at it before you use it; {which}"]
     return lines
 
 
@@ -180,14 +184,6 @@ def best_lines(path: Path) -> list[str]:
     return [
         f"version {version} has the best held-out score, {best:.3f} (the last {scores[last]:.3f}); to take it: {take}"
     ]
-
-
-def _instead(path: Path) -> str:
-    """What to do about a model that alarms stand for."""
-    export = f"{shoal_command()} export {path} OUT"
-    scored = any("held_out" in row for row in MetricsLog(path / METRICS).rows())
-    which = f"the best by held-out score: {export} --best" if scored else f"an earlier one: {export} --version N"
-    return f", BUT ALARMS STAND: look at it before you use it; {which}"
 
 
 def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, before: int = 0) -> list[str]:

@@ -159,7 +159,12 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
         return TaskSource(_settings(f"file = {_quoted(path)}", overrides))
     if kind_of(path) is not None or path.is_dir():
         return TaskSource(_of_file("dataset", path, overrides), whole=True)
-    raise EnvironmentSetupError(f"there is no environment {spec!r}{_meant(spec)}; {_choices()}")
+    close = get_close_matches(name, [*ENVIRONMENTS, *FORMATS], n=1)
+    raise EnvironmentSetupError(
+        f"there is no environment {spec!r}{f' (did you mean {close[0]!r}?)' if close else ''}; give one of "
+        f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), a run's folder, a reward file (.py), a data file, or "
+        f"FORMAT:FILE with {', '.join(FORMATS)}"
+    )
 
 
 def _of_file(name: str, file: Path, overrides: Sequence[str]) -> EnvironmentSettings:
@@ -182,15 +187,3 @@ def _settings(section: str, overrides: Sequence[str]) -> EnvironmentSettings:
 
 def _quoted(path: Path) -> str:
     return json.dumps(str(path.absolute()))
-
-
-def _meant(spec: str) -> str:
-    close = get_close_matches(spec.partition(":")[0], [*ENVIRONMENTS, *FORMATS], n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _choices() -> str:
-    return (
-        f"give one of {', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), a run's folder, a reward file (.py), a data "
-        f"file, or FORMAT:FILE with {', '.join(FORMATS)}"
-    )

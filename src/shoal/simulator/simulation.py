@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.hub.changes import Topic
@@ -26,6 +27,12 @@ from shoal.simulator.workers import RETRY_S, TOKENS, SimulatedWorker
 from shoal.simulator.world import RUN, HubDown, Scenario, SimulationResult, World
 
 
+def beat(world: World, node: str) -> None:
+    with suppress(HubDown):
+        world.hub.membership.heartbeat(world.signed_in(node), Heartbeat())
+    world.at(world.scenario.heartbeat_s, lambda: beat(world, node))
+
+
 class SimulatedValidator:
     kind = "validator"
 
@@ -36,12 +43,8 @@ class SimulatedValidator:
 
     def arrive(self) -> None:
         self.node = self._world.register(self._key, "validator")
-        self._beat()
+        beat(self._world, self.node)
         self.ask()
-
-    def _beat(self) -> None:
-        _beat(self._world, self.node)
-        self._world.at(self._world.scenario.heartbeat_s, self._beat)
 
     def ask(self) -> None:
         try:
@@ -106,12 +109,8 @@ class SimulatedTrainer:
 
     def arrive(self) -> None:
         self.node = self._world.register(self._key, "trainer")
-        self._beat()
+        beat(self._world, self.node)
         self._announce()
-
-    def _beat(self) -> None:
-        _beat(self._world, self.node)
-        self._world.at(self._world.scenario.heartbeat_s, self._beat)
 
     def _announce(self) -> None:
         ref = PolicyRef(incarnation=0, version=self._version, digest=f"{self._version:064x}")
@@ -145,13 +144,6 @@ class SimulatedTrainer:
     def _trained(self) -> None:
         self._version += 1
         self._announce()
-
-
-def _beat(world: World, node: str) -> None:
-    try:
-        world.hub.membership.heartbeat(world.signed_in(node), Heartbeat())
-    except HubDown:
-        return
 
 
 class Simulation:

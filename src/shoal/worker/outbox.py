@@ -48,9 +48,6 @@ class Parcel:
     lease: str
     unit: int
 
-    def read(self) -> bytes:
-        return self.path.read_bytes()
-
 
 class Outbox:
     """The parcels in one folder, oldest first. For threads to share, not processes (the worker locks its folder)."""
@@ -168,7 +165,7 @@ class KeptHeads:
         self._path = folder / HEADS
         self._lock = threading.Lock()
         self._newest = ""
-        self._lines = _count_lines(self._path)
+        self._lines = self._path.read_bytes().count(b"\n") if self._path.is_file() else 0
 
     def keep(self, receipt: SignedDocument) -> None:
         """Append a receipt, unless the ledger has not grown since the last one."""
@@ -186,13 +183,6 @@ class KeptHeads:
                     self._lines = len(newest)
             except OSError as error:
                 log.warning("the ledger head in a receipt could not be kept in %s: %s", self._path, error)
-
-
-def _count_lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except OSError:
-        return 0
 
 
 POLL_S = 0.1
@@ -246,24 +236,21 @@ class Uploader:
 
     def _send(self, parcel: Parcel) -> None:
         try:
-            self._hand_in(parcel)
+            point("worker.outbox.before_send")
+            try:
+                receipt = self._delivery.hand_in(parcel.lease, parcel.path.read_bytes())
+            except HubRefused as refusal:
+                return self._refused(parcel, refusal)
+            log.debug("unit %d: receipt for %s", parcel.unit, receipt.submission)
+            point("worker.outbox.after_receipt")
+            self._outbox.delivered(parcel)
+            self._on_sent(parcel, True)
         except DeadlineExceeded:
             self._outbox.put_back(parcel)
             self._end.wait(POLL_S)  # stopping: try once more until the flush is over
         except (ShoalError, OSError) as error:  # also: the disk has no room for what the hub said
             self._outbox.put_back(parcel)
             self.failure = error if isinstance(error, ShoalError) else resource_error("send", parcel.path, error)
-
-    def _hand_in(self, parcel: Parcel) -> None:
-        point("worker.outbox.before_send")
-        try:
-            receipt = self._delivery.hand_in(parcel.lease, parcel.read())
-        except HubRefused as refusal:
-            return self._refused(parcel, refusal)
-        log.debug("unit %d: receipt for %s", parcel.unit, receipt.submission)
-        point("worker.outbox.after_receipt")
-        self._outbox.delivered(parcel)
-        return self._on_sent(parcel, True)
 
     def _refused(self, parcel: Parcel, refusal: HubRefused) -> None:
         if refusal.status == UNAUTHORISED or isinstance(refusal, ShutOut):

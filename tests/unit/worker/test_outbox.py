@@ -36,9 +36,9 @@ def units(outbox: Outbox, run: str = "run-1") -> list[int]:
 
 
 def test_what_is_put_is_found_by_the_next_process_with_the_same_bytes(tmp_path: Path) -> None:
-    body = Outbox(tmp_path, 3).put(submission(4)).read()
+    body = Outbox(tmp_path, 3).put(submission(4)).path.read_bytes()
     [parcel] = Outbox(tmp_path, 3).waiting("run-1")
-    assert (parcel.unit, parcel.lease, parcel.read()) == (4, "lease-4", body)
+    assert (parcel.unit, parcel.lease, parcel.path.read_bytes()) == (4, "lease-4", body)
     assert unpack(body, Submission, BodyLimits()) == submission(4)
 
 
@@ -88,7 +88,7 @@ def test_only_the_last_refused_parcels_are_kept(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_set_aside_and_blocks_nothing(tmp_path: Path) -> None:
     good = Outbox(tmp_path, 3).put(submission(1))
-    good.path.with_name("0-0-bad.submission").write_bytes(good.read()[:-3])
+    good.path.with_name("0-0-bad.submission").write_bytes(good.path.read_bytes()[:-3])
     outbox = Outbox(tmp_path, 3)
     assert units(outbox) == [1]
     [reason] = (tmp_path / "refused").glob("*.reason.json")
@@ -155,7 +155,7 @@ def test_a_crash_at_any_system_call_loses_nothing_that_was_put(
     assert set(promised) <= set(units(found))
     assert set(units(found)) <= set(range(count))
     for parcel in found.waiting("run-1"):
-        assert parcel.read() == pack(submission(parcel.unit))
+        assert parcel.path.read_bytes() == pack(submission(parcel.unit))
 
 
 CHILD = """
