@@ -28,10 +28,9 @@ STOPPED_CODE = 130
 
 
 def demo(
-    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where to run.")] = Path("runs/demo"),
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Move an earlier demo in FOLDER aside instead of replacing it.")
-    ] = False,
+    directory: Annotated[
+        Path, typer.Option("--dir", metavar="FOLDER", help="Where to run; an earlier demo there is replaced.")
+    ] = Path("runs/demo"),
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other tasks, other samples.")] = 0,
     staleness: Annotated[int, typer.Option("--staleness", min=0, max=16, help="0: synchronous.")] = 2,
     steps: Annotated[int, typer.Option("--steps", min=1, max=100_000, help="Training steps.")] = 20,
@@ -52,9 +51,7 @@ def demo(
     recipe, chosen = demo_recipe(seed, staleness, steps), find_cheat(cheat)
     check_ingredients(recipe)
     path = directory.absolute()
-    moved = make_room(path, keep, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
-    if moved is not None:
-        typer.echo(f"the earlier demo is kept in {moved}")
+    make_room(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
     folder = RunFolder.prepare(path, recipe)
     stop, console = stop_on_signals(supervising=True), Console()  # until here, Ctrl-C simply ends this process
     launched = _launch(folder, chosen, patience_min * 60, stop, console)

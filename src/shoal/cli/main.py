@@ -18,13 +18,12 @@ from typing import Annotated, Any
 import typer
 
 from shoal import __version__
-from shoal.cli.admin import EPILOG, admin
+from shoal.cli.admin import EPILOG, admin, key
 from shoal.cli.cast import cast
 from shoal.cli.data import data
 from shoal.cli.demo import demo
 from shoal.cli.eval import compare, evaluate
 from shoal.cli.filter import filter_tasks
-from shoal.cli.key import key
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
 from shoal.cli.run import hub, join, relay, run, trainer, validator

@@ -57,7 +57,7 @@ def order(folder: RunFolder, verb: str, *arguments: str) -> int:
     return main(["admin", verb, str(folder.path), *arguments])
 
 
-def test_pause_and_resume(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pause_and_resume(folder: RunFolder, capsys: Shown) -> None:
     assert order(folder, "pause", "--reason", "power cut") == 0
     assert capsys.readouterr().out == "the run is paused\n"
     reply = client_of(folder, ALICE).lease(LeaseRequest(request="request-1", max_units=1))
@@ -71,9 +71,7 @@ def test_pause_and_resume(folder: RunFolder, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to do: the run is running"
 
 
-def test_a_node_is_named_by_its_name_or_the_start_of_its_id(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, capsys: Shown) -> None:
     assert order(folder, "ban", "alice", "--reason", "a bot") == 0
     assert main(["why", ALICE.node[:6], str(folder.path)]) == 0
     said = capsys.readouterr().out
@@ -92,7 +90,7 @@ def test_a_node_is_named_by_its_name_or_the_start_of_its_id(
     assert "there is no node 'nobody' in this run; a node is named by" in capsys.readouterr().err
 
 
-def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: Shown) -> None:
     assert main(["why", "9999999", str(folder.path)]) == 2
     assert "there is no unit 9999999" in capsys.readouterr().err
     assert main(["why", "f" * 32, str(folder.path)]) == 2
@@ -117,7 +115,7 @@ def test_relays(folder: RunFolder) -> None:
     assert "http://relay:8472" not in client_of(folder, ALICE).run_info().sources
 
 
-def test_another_validator_without_a_restart(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_validator_without_a_restart(folder: RunFolder, capsys: Shown) -> None:
     assert order(folder, "add-validator") == 0
     assert "validator --dir" in capsys.readouterr().out
     key = folder.key("validator-1")
@@ -132,9 +130,7 @@ def test_another_validator_without_a_restart(folder: RunFolder, capsys: pytest.C
     assert key.public_key not in client_of(folder, ALICE).trusted_run().validator_keys
 
 
-def test_a_validator_elsewhere_gets_its_certificate_as_a_file(
-    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_validator_elsewhere_gets_its_certificate_as_a_file(folder: RunFolder, tmp_path: Path, capsys: Shown) -> None:
     elsewhere, out = tmp_path / "elsewhere", tmp_path / "certificate.json"
     (elsewhere / "keys").mkdir(parents=True)
     key = load_or_create_key(elsewhere / "keys" / "validator-0.key")
@@ -152,7 +148,7 @@ def test_a_validator_elsewhere_gets_its_certificate_as_a_file(
 
 
 def test_limits_of_a_kind_that_no_validator_has_are_signed_by_the_root_key_and_open_it(
-    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, tmp_path: Path, capsys: Shown
 ) -> None:
     kind = "vllm/cuda/bfloat16"
     (tmp_path / "mine.toml").write_text(to_toml(Profile(key=kind)))
@@ -177,7 +173,7 @@ def test_without_the_root_key_nobody_is_certified(folder: RunFolder, tmp_path: P
         (tmp_path / "root.key").rename(root)
 
 
-def test_keys_are_rotated_without_an_interruption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_rotated_without_an_interruption(tmp_path: Path, capsys: Shown) -> None:
     folder = make_folder(tmp_path / "run")
     before = {name: folder.key(name).public_key for name in ("hub", "validator-0", "admin")}
     with serving(folder):
@@ -218,6 +214,7 @@ def test_a_hub_that_is_not_running_takes_no_orders(tmp_path: Path) -> None:
 
 
 Shown = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -228,7 +225,7 @@ def owner(tmp_path: Path, capsys: Shown) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def passphrase(monkeypatch: pytest.MonkeyPatch) -> None:
+def passphrase(monkeypatch: Patch) -> None:
     monkeypatch.setenv(PASSPHRASE, "several words of mine")
 
 
@@ -252,9 +249,7 @@ def test_no_key_is_overwritten(owner: Path, tmp_path: Path, capsys: Shown) -> No
     assert owner.read_bytes() == before
 
 
-def test_a_key_is_carried_to_another_machine(
-    owner: Path, tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys: Shown, monkeypatch: Patch) -> None:
     assert main(["key", "export", str(owner)]) == 0
     text = capsys.readouterr().out
     assert "PRIVATE" not in text
@@ -269,9 +264,7 @@ def test_a_key_is_carried_to_another_machine(
     assert not Path(there).exists()
 
 
-def test_without_a_terminal_a_passphrase_has_to_be_given(
-    owner: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_terminal_a_passphrase_has_to_be_given(owner: Path, capsys: Shown, monkeypatch: Patch) -> None:
     monkeypatch.delenv(PASSPHRASE)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main(["key", "export", str(owner)]) == 2

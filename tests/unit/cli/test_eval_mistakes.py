@@ -108,8 +108,8 @@ class TestSpecs:
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(
-    arguments: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], code: int, said: str, tmp_path: Path, monkeypatch: Patch,
+    capsys: Capture,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == code
@@ -119,9 +119,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_result_that_is_somebody_elses_is_not_replaced(
-    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_result_that_is_somebody_elses_is_not_replaced(tmp_path: Path, data: Path, capsys: Capture) -> None:
     out = tmp_path / "mine.parquet"
     pq.write_table(pa.table({"a": [1]}), out)
     before = out.read_bytes()
@@ -132,7 +130,7 @@ def test_a_result_that_is_somebody_elses_is_not_replaced(
 
 @pytest.mark.parametrize("command", [["eval", "tiny", "--env"], ["filter", "tiny", "--out", "kept.parquet"]])
 def test_programs_without_a_sandbox_are_refused_before_a_model_is_loaded(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     tests = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "", "output": "1"}]})
     row = {"problem_id": "p", "task_type": "prime_rl_code", "prompt": "print 1", "verification_info": tests}
@@ -157,9 +155,7 @@ def score(prompt, completion, answer):
 """
 
 
-def test_a_leak_is_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_leak_is_refused_before_anything_is_loaded(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
     assert main(["eval", "tiny", "--env", "mine.py", "--trained-on", "mine.py"]) == 5
@@ -173,20 +169,12 @@ def test_progress_in_a_log_is_a_line_now_and_then() -> None:
     with counted("evaluating", Console(file=file), lambda: now[0]) as report:
         report(20, 100)
         for now[0], done in ((5.0, 30), (10.0, 40), (15.0, 50), (20.0, 60)):
-            report(done, 100)
+            report(done, 100, "loss 0.5" if done == 60 else "")
     assert file.getvalue().splitlines() == [
         "evaluating: continues: 20 of 100 tasks are done",
         "evaluating: 40 of 100 tasks, 30 s left",
-        "evaluating: 60 of 100 tasks, 20 s left",
+        "evaluating: 60 of 100 tasks, 20 s left, loss 0.5",
     ]
-
-
-def test_progress_on_a_terminal_is_a_bar_with_the_time_left() -> None:
-    file = io.StringIO()
-    with counted("evaluating", Console(file=file, force_terminal=True, width=100)) as report:
-        report(50, 100)
-    assert "50/100" in file.getvalue()
-    assert "-:--:--" in file.getvalue()
 
 
 class TestWhatAFolderSaysOfLeaks:
@@ -209,6 +197,7 @@ class TestWhatAFolderSaysOfLeaks:
 
 
 Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -289,7 +278,7 @@ def test_a_request_that_failed_before_it_learnt_anything_is_in_nobodys_way(
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_told_to_stop_while_it_starts(demos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_told_to_stop_while_it_starts(demos: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     opened = reading.Demonstrations.__init__
 
     def slow(self: reading.Demonstrations, paths: Sequence[Path]) -> None:
@@ -347,11 +336,3 @@ def test_demonstrations_are_verified_by_the_task_they_name(tmp_path: Path, capsy
     assert main(command) == 0
     assert "- verified            1   e.g. row 1 (demos.jsonl line 2): its reward is below 1" in capsys.readouterr().out
     assert [json.loads(line)["task"] for line in chosen.read_text().splitlines()] == ["sort/train/0", "sort/train/2"]
-
-
-def test_progress_says_what_else_there_is_to_say() -> None:
-    told, now = io.StringIO(), iter(range(0, 1000, 20))
-    with counted("training", Console(file=told, width=100), lambda: float(next(now)), unit="steps") as report:
-        report(0, 10)
-        report(5, 10, "loss 0.5")
-    assert told.getvalue() == "training: 5 of 10 steps, 20 s left, loss 0.5\n"

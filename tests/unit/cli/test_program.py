@@ -24,9 +24,12 @@ from shoal.run.recipe import Recipe
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.text import install_command, python_command, shoal_command
 
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
 
 @pytest.fixture
-def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def venv(tmp_path: Path, monkeypatch: Patch) -> Path:
     folder = tmp_path / ".venv" / "bin"
     folder.mkdir(parents=True)
     for name in ("python", "shoal"):
@@ -44,19 +47,19 @@ def test_from_outside_the_environment_its_path_is_given(venv: Path) -> None:
 
 
 def test_in_another_folder_the_whole_path_is_given(
-    venv: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    venv: Path, monkeypatch: Patch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert shoal_command() == str(venv / "shoal")
 
 
-def test_in_the_active_environment_the_name_is_enough(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_active_environment_the_name_is_enough(venv: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PATH", str(venv))
     assert (shoal_command(), python_command()) == ("shoal", "python")
 
 
 def test_another_shoal_on_the_path_is_not_meant(
-    venv: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    venv: Path, monkeypatch: Patch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = tmp_path_factory.mktemp("other")
     (other / "shoal").write_text("#!/bin/sh\n")
@@ -165,9 +168,7 @@ def test_few_held_out_tasks_are_said() -> None:
     assert list(held_out_lines(never, 0)) == [], "who asks for no score misses none"
 
 
-def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(monkeypatch: Patch, capsys: Capture) -> None:
     """33.6 M tokens of 32 B weights: 8 GPUs of 266 TFLOP/s train for 3,027 s, one of 160 checks for 13,422 s."""
     large = ModelSize(parameters=32 * 10**9, payload_bytes=64 * 10**9)
     monkeypatch.setattr("shoal.run.preflight.announced_size", lambda _recipe: large)
@@ -184,7 +185,7 @@ def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(
     assert words in capsys.readouterr().err
 
 
-def test_the_dry_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run_says_it(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "one.py").write_text(ONE_TASK)
     (tmp_path / "one.toml").write_text('[environment]\nfile = "one.py"\n')
     assert main(["run", str(tmp_path / "one.toml"), "--dry-run"]) == 0
@@ -193,9 +194,7 @@ def test_the_dry_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "held out" not in said.out, "what it prints is a recipe"
 
 
-def test_a_dry_run_without_the_model_says_what_it_could_not_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path, capsys: Capture) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npath = "large"\n')
     assert main(["run", str(recipe), "--dry-run"]) == 0
@@ -210,9 +209,7 @@ def test_a_dry_run_without_the_model_says_what_it_could_not_check(
     assert main(["run", str(recipe), "--dry-run"]) == 2, "a folder that is there must be a model's"
 
 
-def test_the_dry_run_refuses_what_the_run_in_that_folder_would(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_refuses_what_the_run_in_that_folder_would(tmp_path: Path, capsys: Capture) -> None:
     request = ["run", str(TINY), "--dir", str(tmp_path / "run")]
     assert main([*request, "--prepare"]) == 0
     (tmp_path / "run" / "hub").mkdir()  # it has begun
@@ -241,7 +238,7 @@ def test_a_changed_environment_is_refused_before_anything_is_started(tmp_path: P
         refuse_changed(folder, tasks)
 
 
-def test_a_change_that_has_consequences_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_that_has_consequences_is_said(tmp_path: Path, capsys: Capture) -> None:
     command = ["run", str(TINY), "--dir", str(tmp_path / "run"), "--prepare", "--set", "hub.port=0"]
     assert main(command) == 0
     (tmp_path / "run" / "hub").mkdir()

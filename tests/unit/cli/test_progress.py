@@ -36,15 +36,10 @@ from shoal.runtime.clock import ManualClock
 def test_rewards_and_scores_are_kept_by_step_even_when_the_hub_shows_them_no_more() -> None:
     history = History()
     history.add(status(reports=(report(0, reward_mean=0.1, held_out=0.3), report(1, reward_mean=0.2))), 1.0)
-    history.add(status(reports=(report(1, reward_mean=0.25), report(2, reward_mean=0.4, held_out=0.5))), 2.0)
-    assert history.rewards == {0: 0.1, 1: 0.25, 2: 0.4}
+    sampled = report(2, reward_mean=0.4, sampled_reward=0.3, held_out=0.5)  # the reward of all that was sampled counts
+    history.add(status(reports=(report(1, reward_mean=0.25), sampled)), 2.0)
+    assert history.rewards == {0: 0.1, 1: 0.25, 2: 0.3}
     assert history.held_out == {0: 0.3, 2: 0.5}
-
-
-def test_the_reward_is_of_everything_sampled_where_the_trainer_says_so() -> None:
-    history = History()
-    history.add(status(reports=(report(0, reward_mean=0.5, sampled_reward=0.2), report(1, reward_mean=0.6))), 1.0)
-    assert history.rewards == {0: 0.2, 1: 0.6}
 
 
 def test_every_rejection_is_kept_once_and_newest_last() -> None:
@@ -182,13 +177,9 @@ def test_waits_are_told_longest_first_and_not_without_end() -> None:
     assert waits_line(status(waits=waits), most=2) == "w5 waits for x (5 s); w4 waits for x (4 s); and 4 more"
     assert waits_line(status(waits=waits), least_s=5) == "w5 waits for x (5 s)"
     assert waits_line(status()) == ""
-
-
-def test_several_units_wait_and_one_waits() -> None:
-    waits = (wait("units 3-18 (16)", "worker-0", 2), wait("unit 19", "worker-1", 1))
-    assert (
-        waits_line(status(waits=waits)) == "units 3-18 (16) wait for worker-0 (2 s); unit 19 waits for worker-1 (1 s)"
-    )
+    several = (wait("units 3-18 (16)", "worker-0", 2), wait("unit 19", "worker-1", 1))
+    told = "units 3-18 (16) wait for worker-0 (2 s); unit 19 waits for worker-1 (1 s)"
+    assert waits_line(status(waits=several)) == told
 
 
 def test_the_newest_value_counts_and_missing_ones_are_none() -> None:
@@ -239,28 +230,21 @@ def test_a_start_that_failed_does_not_claim_the_steps_before_it(tmp_path: Path) 
     assert summary(path, status(), 12.0, before=1)[0] == "2 of 9 steps, 1 of them in 12 s"
 
 
-def test_a_run_that_trained_on_nothing_says_so(tmp_path: Path) -> None:
-    rows = [{"step": step, "groups": 0, "dropped_groups": 12} for step in range(3)]
-    lines = summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0)
-    assert lines[-1].startswith("nothing was trained on: all 36 groups had equal rewards; ")
-
-
-def test_a_run_without_any_group_says_so(tmp_path: Path) -> None:
-    rows = [{"step": 0, "groups": 0, "dropped_groups": 0}]
-    lines = summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0)
-    assert lines[-1] == "nothing was trained on: no group was accepted"
-
-
-def test_a_run_whose_groups_could_not_be_judged_says_where_to_look(tmp_path: Path) -> None:
-    rows = [{"step": 0, "groups": 0, "dropped_groups": 2}]
-    seen = status(submissions={"accepted": 2, "unsure": 248})
-    lines = summary(written(tmp_path / "metrics.jsonl", *rows), seen, 1.0)
-    assert lines[-1].startswith("nothing was trained on: 248 submissions could not be judged; logs/validator-0.log")
-
-
-def test_one_group_is_not_nothing(tmp_path: Path) -> None:
-    rows = [{"step": 0, "groups": 0, "dropped_groups": 12}, {"step": 1, "groups": 1, "dropped_groups": 11}]
-    assert "nothing" not in " ".join(summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0))
+@pytest.mark.parametrize(
+    ("groups", "dropped", "unsure", "said"),
+    [
+        pytest.param([0, 0, 0], 12, 0, "nothing was trained on: all 36 groups had equal rewards; ", id="equal"),
+        pytest.param([0], 0, 0, "nothing was trained on: no group was accepted", id="none"),
+        pytest.param([0], 2, 248, "nothing was trained on: 248 submissions could not be judged; logs/val", id="unsure"),
+        pytest.param([0, 1], 11, 0, "submissions: ", id="one group is not nothing"),
+    ],
+)
+def test_a_run_that_trained_on_nothing_says_so_and_why(
+    tmp_path: Path, groups: list[int], dropped: int, unsure: int, said: str
+) -> None:
+    rows = [{"step": step, "groups": count, "dropped_groups": dropped} for step, count in enumerate(groups)]
+    seen = status(submissions={"accepted": 2, "unsure": unsure})
+    assert summary(written(tmp_path / "metrics.jsonl", *rows), seen, 1.0)[-1].startswith(said)
 
 
 DEADLINE_S = 20.0

@@ -24,6 +24,9 @@ from shoal.worker import newest
 from shoal.worker.fitting import units_that_fit
 from shoal.worker.loop import NotTaken
 
+Logs = pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
+
 
 def test_it_generates_what_was_leased_in_one_call_and_hands_it_in(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1), lease(3), lease(5)], [], [lease(4)])
@@ -123,9 +126,7 @@ def test_a_finished_run_is_left_without_fetching_its_last_policy(tmp_path: Path)
     assert (bench.shelf.patience, bench.hub.requests) == ([], [])
 
 
-def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(newest, "PAUSE_S", 0.0)
     bench = Bench(tmp_path, [lease(1)])
     bench.hub.policy = None
@@ -275,7 +276,7 @@ def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path
     assert bench.worker.activity.heartbeat().progress == {}, "what is handed in is over"
 
 
-def test_a_suspended_worker_waits_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_suspended_worker_waits_and_goes_on(tmp_path: Path, caplog: Logs) -> None:
     bench = Bench(tmp_path)
     active = bench.hub.view
 
@@ -297,9 +298,7 @@ def test_a_suspended_worker_waits_and_goes_on(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_is_given_back_and_not_handed_in(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
-) -> None:
+def test_what_is_no_number_is_given_back_and_not_handed_in(tmp_path: Path, caplog: Logs, value: float) -> None:
     bench = Bench(tmp_path, [lease(1), lease(3)], [lease(4)])
     bench.shelf.engine.broken = {1: value}
     bench.worker.run()
@@ -323,9 +322,7 @@ def dialogue_lease(unit: int, tool: str) -> Lease:
     return lease(unit).model_copy(update={"dialogue": terms, "sampling": sampling})
 
 
-def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setitem(TOOLS, "count", lambda turns: "\n" * len(turns))  # type: ignore[misc]
     of = dialogue_lease(1, "count")
     bench = Bench(tmp_path, [of, lease(2), dialogue_lease(3, "count")])
@@ -343,7 +340,7 @@ def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(
 
 
 def test_leases_with_a_tool_that_it_does_not_have_are_given_back_and_the_others_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Logs
 ) -> None:
     monkeypatch.setattr(worker_loop, "POLICY_PAUSE_S", 0.0)
     bench = Bench(tmp_path, [dialogue_lease(1, "aba\ncus"), lease(2), dialogue_lease(3, "aba\ncus")], [lease(4)])

@@ -11,7 +11,6 @@ A claim that does not hold makes the demo fail, whatever else went well.
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +100,7 @@ def cheater_caught(entries: Sequence[LedgerEntry], standing: Standing, cast: Cas
         return Claim(name, True, f"{sentence}, none accepted")
     theirs = {entry.body["unit"] for entry in entries if entry.kind == "credit" and entry.body["node"] == cast.cheater}
     trained = sum(unit in theirs for entry in entries if entry.kind == "batch" for unit in entry.body["units"])
-    passed = f"{account.accepted} accepted, being what honest dice give as well ({trained} of them trained on)"
+    passed = f"{account.accepted} accepted, being what honest seeds give as well ({trained} of them trained on)"
     return Claim(name, True, f"{sentence}, {passed}")
 
 
@@ -191,34 +190,28 @@ MARK = "demo.json"
 LOCK_WAIT_S = 15.0  # for a demo that is just ending
 
 
-def make_room(path: Path, keep: bool, facts: dict[str, object]) -> Path | None:
-    """An empty, marked folder at `path`; returns where an earlier demo was moved to, if one was kept."""
+def make_room(path: Path, facts: dict[str, object]) -> None:
+    """An empty, marked folder at `path`; an earlier demo there is replaced."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is not a folder; choose another with --dir")
-    moved = _clear(path, keep) if path.exists() and any(ensure_folder(path).iterdir()) else None
+    if path.exists() and any(ensure_folder(path).iterdir()):
+        _clear(path)
     ensure_folder(path)
     write_atomically(path / MARK, json.dumps(facts, indent=2).encode() + b"\n")
-    return moved
 
 
-def _clear(path: Path, keep: bool) -> Path | None:
+def _clear(path: Path) -> None:
     if not (path / MARK).is_file():
         raise ConfigError(f"the folder {path} is not empty and not an earlier demo's; choose another with --dir")
     if Path.cwd().is_relative_to(path.resolve()):
         raise ConfigError(f"this is called from within {path}, which it replaces: go to another folder, or use --dir")
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
-    aside = next(name for name in numbered if not name.exists()) if keep else None
     with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):
         for lock in path.glob("*/.lock"):  # a supervisor that was killed leaves processes that need a moment to end
             FolderLock(lock.parent).acquire(StopToken(), LOCK_WAIT_S).release()
         try:
-            if aside is not None:
-                path.rename(aside)
-            else:
-                shutil.rmtree(path)
+            shutil.rmtree(path)
         except OSError as error:
             raise resource_error("replace the earlier demo in", path, error) from error
-    return aside
 
 
 def demo_recipe(seed: int, staleness: int, steps: int) -> Recipe:
