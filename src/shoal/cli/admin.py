@@ -1,4 +1,4 @@
-"""`shoal admin`: act as the owner of a run (`shoal.run.orders`). `shoal key`: make, keep and vouch for keys (`keyring`)."""
+"""`shoal admin`: act as the owner of a run (`run.orders`). `shoal key`: make, keep and vouch for keys (`run.keyring`)."""
 
 from __future__ import annotations
 
