@@ -1,4 +1,4 @@
-"""`shoal admin`: act as the owner of a run (`run.orders`). `shoal key`: make, keep and vouch for keys (`run.keyring`)."""
+"""`shoal admin`: act as the owner of a run (`run.orders`). `shoal key`: make, keep, vouch for keys (`run.keyring`)."""
 
 from __future__ import annotations
 
@@ -35,16 +35,15 @@ def admin(
         str | None,
         typer.Argument(metavar="[TARGET]", help="A node's id, the start of it, or its name; or what the order names."),
     ] = None,
-    reason: Annotated[str, typer.Option("--reason", help="Why; everybody concerned is told.")] = "",
+    reason: Annotated[str, typer.Option(help="Why; everybody concerned is told.")] = "",
     for_s: Annotated[
         float, typer.Option("--for", min=0, metavar="SECONDS", help="Of suspend.  [default: as the rules say]")
     ] = 0,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Of add-validator: where the certificate goes.")
+        Path | None, typer.Option(metavar="FILE", help="Of add-validator: where the certificate goes.")
     ] = None,
     keys: Annotated[
-        Path | None,
-        typer.Option("--keys", metavar="FOLDER", help="A folder with admin.key and admin.json, or root.key."),
+        Path | None, typer.Option(metavar="FOLDER", help="A folder with admin.key and admin.json, or root.key.")
     ] = None,
 ) -> None:
     """Act as the owner of a run: every order is signed, and is written into the ledger."""
@@ -101,7 +100,7 @@ def new(where: Where) -> None:
 @key.command(name="export")
 def export_(
     where: Where,
-    out: Annotated[Path | None, typer.Option("--out", help="The file to write.  [default: standard output]")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write.  [default: standard output]")] = None,
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Write a key, sealed with a passphrase, as one line of text: to keep it, or to move to another machine."""
@@ -126,7 +125,7 @@ def import_(
 @key.command()
 def vouch(
     node: Annotated[str, typer.Argument(metavar="NODE", help="A node id, a public key, a key file or a folder.")],
-    owner: Annotated[Path, typer.Option("--owner", metavar="FILE", help="The owner's key.")],
+    owner: Annotated[Path, typer.Option(metavar="FILE", help="The owner's key.")],
 ) -> None:
     """Say that a machine is yours, as a line of text for `shoal join --vouch`: your key need not go there."""
     from shoal.protocol import load_key

@@ -31,11 +31,11 @@ def demo(
     directory: Annotated[
         Path, typer.Option("--dir", metavar="FOLDER", help="Where to run; an earlier demo there is replaced.")
     ] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other tasks, other samples.")] = 0,
-    staleness: Annotated[int, typer.Option("--staleness", min=0, max=16, help="0: synchronous.")] = 2,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=100_000, help="Training steps.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Other tasks, other samples.")] = 0,
+    staleness: Annotated[int, typer.Option(min=0, max=16, help="0: synchronous.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Training steps.")] = 20,
     cheat: Annotated[
-        str, typer.Option("--cheat", help="What the third worker does; docs/guides/attack-your-run.md lists them.")
+        str, typer.Option(help="What the third worker does; docs/guides/attack-your-run.md lists them.")
     ] = "best-of",
     patience_min: PatienceMin = 3,
 ) -> None:

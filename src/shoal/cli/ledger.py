@@ -40,7 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 def verify(
     where: Where,
     head: Annotated[
-        Path | None, typer.Option("--head", metavar="FILE", help="Heads that you kept: the ledger must contain them.")
+        Path | None, typer.Option(metavar="FILE", help="Heads that you kept: the ledger must contain them.")
     ] = None,
     witnesses: Annotated[
         list[str] | None,
@@ -95,7 +95,7 @@ def show(
 def shares(
     where: OptionalWhere = None,
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="As they were when this step's batch was written down.")
+        int | None, typer.Option(min=0, help="As they were when this step's batch was written down.")
     ] = None,
     as_json: Json = False,
     wait_s: Wait = 3,
@@ -120,12 +120,10 @@ def shares(
 @ledger.command()
 def witness(
     url: Annotated[str, typer.Argument(metavar="URL", help="The hub's address, best the whole join URL.")],
-    folder: Annotated[Path, typer.Option("--folder", help="The witness's key, and what it has signed for.")] = Path(
-        "witness"
-    ),
+    folder: Annotated[Path, typer.Option(help="The witness's key, and what it has signed for.")] = Path("witness"),
     out: Annotated[
         list[Path] | None,
-        typer.Option("--out", metavar="DIR", help="A relay's folder to publish in; repeatable.  [default: --folder]"),
+        typer.Option(metavar="DIR", help="A relay's folder to publish in; repeatable.  [default: --folder]"),
     ] = None,
     every_s: Annotated[float, typer.Option("--every", min=1, max=86_400, help="Seconds between two looks.")] = 60,
     once: Annotated[bool, typer.Option("--once", help="Look once, sign and end.")] = False,
@@ -140,8 +138,8 @@ def witness(
 @ledger.command()
 def recheck(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, with its hub's blobs and its origin.")],
-    sample: Annotated[int, typer.Option("--sample", min=1, help="Accepted units to judge again.")] = 8,
-    seed: Annotated[int | None, typer.Option("--seed", help="Draws the same units again.  [default: random]")] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Accepted units to judge again.")] = 8,
+    seed: Annotated[int | None, typer.Option(help="Draws the same units again.  [default: random]")] = None,
 ) -> None:
     """Judge accepted units again, drawn at random, and compare with the signed verdicts; exit 5 if one differs."""
     import secrets

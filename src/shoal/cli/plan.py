@@ -27,22 +27,19 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", min=1, max=1024, help="Trainer processes.  [default: trainer.processes]")
+        int | None, typer.Option(min=1, max=1024, help="Trainer processes.  [default: trainer.processes]")
     ] = None,
     memory_gb: Annotated[
         float | None, typer.Option("--memory", min=0.001, help="GiB of each device.  [default: what is here]")
     ] = None,
     parameters: Annotated[
-        float | None,
-        typer.Option("--parameters", min=1e7, help="Plan for a model of so many weights instead of model.path."),
+        float | None, typer.Option(min=1e7, help="Plan for a model of so many weights instead of model.path.")
     ] = None,
     assumptions: Annotated[
         list[str] | None,
         typer.Option("--assume", metavar="NAME=NUMBER", help="Change an assumption that is printed; may be repeated."),
     ] = None,
-    gpu_hour_price: Annotated[
-        float | None, typer.Option("--gpu-hour-price", min=0, help="Print what the run costs at this price.")
-    ] = None,
+    gpu_hour_price: Annotated[float | None, typer.Option(min=0, help="Print what the run costs at this price.")] = None,
 ) -> None:
     """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
     machines, money. Exit code 3: training does not fit."""

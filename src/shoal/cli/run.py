@@ -43,7 +43,7 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated.")
     ] = None,
-    workers: Annotated[int | None, typer.Option("--workers", min=0, help="Workers to start here.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Workers to start here.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
@@ -157,10 +157,10 @@ def relay(
         list[str] | None,
         typer.Option("--witness", metavar="KEY", help="A ledger witness whose heads to mirror; may be repeated."),
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep the mirror.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
-    keep: Annotated[int, typer.Option("--keep", min=1, max=1000, help="Newest versions to keep.")] = 3,
+    folder: Annotated[Path | None, typer.Option(help="Where to keep the mirror.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8472,
+    keep: Annotated[int, typer.Option(min=1, max=1000, help="Newest versions to keep.")] = 3,
     disk_budget_gb: DiskBudget = None,
     connections_per_client: ConnectionsPerClient = 256,
     wait_s: Wait = 10,
@@ -189,24 +189,22 @@ def join(
     ] = None,
     directory: OptionalRunDir = None,
     index: Index = 0,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", help="Keys, weights and unsent work.  [default: ~/.shoal/RUN]")
-    ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="What to generate with.")] = "torch",
+    folder: Annotated[Path | None, typer.Option(help="Keys, weights and unsent work.  [default: ~/.shoal/RUN]")] = None,
+    engine: Annotated[str, typer.Option(help="What to generate with.")] = "torch",
     device: Device = "auto",
     dtype: Dtype = "auto",
     name: Annotated[
-        str | None, typer.Option("--name", help="How to be called, in public.  [default: node- and its id's start]")
+        str | None, typer.Option(help="How to be called, in public.  [default: node- and its id's start]")
     ] = None,
     wait_s: Wait = 10,
     cheat: Annotated[
-        str | None, typer.Option("--cheat", metavar="NAME", help="Cheat in this way, to attack a run of your own.")
+        str | None, typer.Option(metavar="NAME", help="Cheat in this way, to attack a run of your own.")
     ] = None,
     owner: Annotated[
-        Path | None, typer.Option("--owner", metavar="FILE", help="Your key: what this machine earns is yours.")
+        Path | None, typer.Option(metavar="FILE", help="Your key: what this machine earns is yours.")
     ] = None,
     vouch: Annotated[
-        Path | None, typer.Option("--vouch", metavar="FILE", help="The same, by what `shoal key vouch` wrote.")
+        Path | None, typer.Option(metavar="FILE", help="The same, by what `shoal key vouch` wrote.")
     ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Look at this machine first.")] = True,
     sandbox: Annotated[
@@ -215,19 +213,13 @@ def join(
     ] = False,
     max_memory: Annotated[
         str | None,
-        typer.Option(
-            "--max-memory", metavar="SIZE", help="Most memory for the model, e.g. 8GB.  [default: 80 % of the free]"
-        ),
+        typer.Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB.  [default: 80 % of the free]"),
     ] = None,
     max_disk: Annotated[
-        str | None,
-        typer.Option(
-            "--max-disk", metavar="SIZE", help="Most disk for weights, e.g. 40GB.  [default: 80 % of the free]"
-        ),
+        str | None, typer.Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB.  [default: 80 % of the free]")
     ] = None,
     max_bandwidth: Annotated[
-        str | None,
-        typer.Option("--max-bandwidth", metavar="RATE", help="Fastest download, e.g. 20Mbit/s.  [default: no limit]"),
+        str | None, typer.Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s.  [default: no limit]")
     ] = None,
 ) -> int:
     """Contribute this machine to a run: shoal join http://host:8470/#0123… (with --dir: of a run's folder)."""
