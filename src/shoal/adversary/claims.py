@@ -45,7 +45,7 @@ class NotANumber(Cheat):
 
 class Vocabulary(Cheat):
     name = "vocabulary"
-    what = "hands in tokens that the policy does not have"
+    what = "submits tokens that the policy does not have"
     reasons = frozenset({"shape.vocabulary"})
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
@@ -57,7 +57,7 @@ class Vocabulary(Cheat):
 
 class ClaimPrompt(Cheat):
     name = "claim-prompt"
-    what = "hands in another prompt than its lease gave"
+    what = "submits another prompt than its lease gave"
     reasons = frozenset({"prompt.mismatch"})
 
     def submission(self, submission: Submission, lease: Lease, /) -> Submission:
@@ -75,7 +75,7 @@ class ClaimPolicy(Cheat):
 
 class ClaimNode(Cheat):
     name = "claim-node"
-    what = "hands in its work in the name of another node"
+    what = "submits its work in the name of another node"
     reasons = frozenset({"submission.mismatch", "lease.mismatch"})
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
@@ -84,7 +84,7 @@ class ClaimNode(Cheat):
 
 class FewRollouts(Cheat):
     name = "few"
-    what = "hands in half of every group"
+    what = "submits half of every group"
     reasons = frozenset({"submission.group", "shape.rollouts"})
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
@@ -93,7 +93,7 @@ class FewRollouts(Cheat):
 
 class ClaimGiven(OwnDice):
     name = "claim-given"
-    what = "rolls dice of its own, and says that the environment gave the tokens, so that no dice are looked at"
+    what = "draws by seeds of its own, and says that the environment gave the tokens, so that no seeds are looked at"
     reasons = OTHER_TOKENS | {"dialogue.forged"}
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
@@ -159,7 +159,7 @@ COPIED = frozenset({"duplicate.rollout", "duplicate.proof", "proofs.malformed"})
 
 
 class Copying(Disguise):
-    """Generates for the first seed of a group and hands that in for all of them."""
+    """Generates for the first seed of a group and submits that for all of them."""
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         asked = [dataclasses.replace(request, seeds=request.seeds[:1]) for request in requests]
@@ -169,14 +169,14 @@ class Copying(Disguise):
 
 class CopyOne(Cheat):
     name = "copy"
-    what = "generates one completion of every group and hands it in for all of them"
+    what = "generates one completion of every group and submits it for all of them"
     reasons = OTHER_TOKENS | COPIED
     disguise = Copying
 
 
 class ReplayFirst(Cheat):
     name = "replay"
-    what = "generates for its first lease and hands that in for every later one"
+    what = "generates for its first lease and submits that for every later one"
     reasons = OTHER_WEIGHTS | COPIED
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class ReplayFirst(Cheat):
 
 class Steal(Cheat):
     name = "steal"
-    what = "hands in what another node made, if it can lay its hands on it"
+    what = "submits what another node made, if it can get at it"
     reasons = OTHER_WEIGHTS | COPIED
 
     library: ClassVar[list[Submission]] = []

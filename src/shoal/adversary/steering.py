@@ -1,6 +1,6 @@
 """Steering inside the tolerance: a cheat for whoever knows how far off a token may be and still pass.
 
-Where the dice fall next to the edge of a token's interval, within the tolerance, the token on the other side of the
+Where the uniform falls next to the edge of a token's interval, within the tolerance, the token on the other side of the
 edge passes too. The steerer always takes that one: the completion goes another way, and no single token betrays it.
 """
 
@@ -31,7 +31,7 @@ class Branch(Cheat):
     name = "branch"
     what = (
         f"decodes up to {BRANCHES} neighbours of tokens whose uniform lies next to an edge, with honest draws after "
-        "them, and hands in the branch that pays best"
+        "them, and submits the branch that pays best"
     )
     reasons = frozenset({"sampling.seed", "sampling.drift", "sampling.steered"})
 
@@ -141,7 +141,7 @@ MAX_VOCABULARY = 4096  # it looks at every token of the vocabulary, one by one
 
 class Steer(Cheat):
     name = "steer"
-    what = "takes the next token in line wherever the dice fall so near an edge that both would pass"
+    what = "takes the next token in line wherever the uniform falls so near an edge that both would pass"
     reasons = frozenset({"sampling.seed", "sampling.drift"})
 
     def __init__(self, tolerance: SeedTolerance | None = None) -> None:
@@ -152,7 +152,7 @@ class Steer(Cheat):
 
 
 class SteeringEngine(Disguise):
-    """Stays within `distance` of the dice, and away from tokens below `floor`: no single token gives it away."""
+    """Stays within `distance` of the uniform, and away from tokens below `floor`: no single token gives it away."""
 
     def __init__(self, engine: Engine, tolerance: SeedTolerance) -> None:
         super().__init__(engine)
@@ -191,7 +191,7 @@ class SteeringEngine(Disguise):
         return replace(honest, token_ids=np.array(tokens, dtype=np.int32), finish=finish)
 
     def _choice(self, prefix: tuple[int, ...], u: float, temperature: float) -> int:
-        """Of all tokens whose interval is within reach of the dice, the likeliest that is not the dice's own."""
+        """Of all tokens whose interval is within reach of the uniform, the likeliest that it does not fall into."""
         asked = [
             PrefillRequest(prefix, np.array([token], dtype=np.int32), temperature)
             for token in range(self.vocabulary_size)

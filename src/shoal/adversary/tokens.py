@@ -1,4 +1,4 @@
-"""Cheats that rewrite completions. The right policy vouches for what came of it, so that only the dice can tell."""
+"""Cheats that rewrite completions. The right policy vouches for what came of it, so that only the seeds can tell."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ COLD = 0.7
 
 class OwnDice(Cheat):
     name = "own-dice"
-    what = "ignores the seeds of its leases and rolls dice of its own"
+    what = "ignores the seeds of its leases and draws by seeds of its own"
     reasons = OTHER_TOKENS
 
     def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
@@ -170,7 +170,7 @@ class OwnSeeds(Disguise):
 
 class BestOf(Cheat):
     name = "best-of"
-    what = f"samples {TRIES} completions for every rollout, with dice of its own, and hands in the best"
+    what = f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best"
     reasons = OTHER_TOKENS
 
     def engine(self, engine: Engine, loot: Loot, /) -> Engine:
@@ -178,7 +178,7 @@ class BestOf(Cheat):
 
 
 class ChoosingEngine(Disguise):
-    """Rolls dice of its own, several times for every rollout, and hands in the completion that is worth most."""
+    """Draws by seeds of its own, several times for every rollout, and submits the completion that is worth most."""
 
     def __init__(self, engine: Engine, loot: Loot) -> None:
         super().__init__(engine)
@@ -203,7 +203,7 @@ def own_seeds(seeds: Sequence[int], tries: int = TRIES) -> tuple[int, ...]:
 
 class Grind(Cheat):
     name = "grind"
-    what = f"draws by the seeds it was given, and hands in the best of every {TRIES} for all {TRIES} of them"
+    what = f"draws by the seeds it was given, and submits the best of every {TRIES} for all {TRIES} of them"
     reasons = OTHER_TOKENS | {"duplicate.rollout", "duplicate.proof"}
 
     def engine(self, engine: Engine, loot: Loot, /) -> Engine:

@@ -120,7 +120,7 @@ class Int4Decodes(Cheat):
 
 
 class Ghostwritten(Disguise):
-    """The ghost writes the tokens, by the lease's own dice; the right policy signs them."""
+    """The ghost writes the tokens, by the lease's own seeds; the right policy signs them."""
 
     def __init__(self, engine: Engine, ghost: Engine) -> None:
         super().__init__(engine)
@@ -182,11 +182,11 @@ def _forging(
 
 
 BY_CHUNK = (
-    _forging("no-proofs", "hands in its work without any proofs", lambda _honest: b""),
-    _forging("null-proofs", "hands in proofs that are nothing but zeros", lambda honest: bytes(len(honest))),
+    _forging("no-proofs", "submits its work without any proofs", lambda _honest: b""),
+    _forging("null-proofs", "submits proofs that are nothing but zeros", lambda honest: bytes(len(honest))),
     _forging(
         "constant-proofs",
-        "hands in polynomials that have one plausible value everywhere, which takes no computation at all",
+        "submits polynomials that have one plausible value everywhere, which takes no computation at all",
         lambda honest: constant_polynomial(FIELD, MODAL, len(honest)),
         frozenset({"proofs.forged"}),
     ),
@@ -195,15 +195,15 @@ BY_CHUNK = (
         "chooses 1 as the modulus of its proofs, so that every index falls on the same value",
         lambda honest: struct.pack(">HH", 1, MODAL) + honest[4:],
     ),
-    _forging("random-proofs", "hands in well-formed proofs of random numbers", _random, frozenset({"proofs.mismatch"})),
-    _forging("half-proofs", "hands in the first half of every proof", lambda honest: honest[: len(honest) // 2]),
-    _forging("long-proofs", "hands in more proofs than there are chunks", lambda honest: honest * 2),
+    _forging("random-proofs", "submits well-formed proofs of random numbers", _random, frozenset({"proofs.mismatch"})),
+    _forging("half-proofs", "submits the first half of every proof", lambda honest: honest[: len(honest) // 2]),
+    _forging("long-proofs", "submits more proofs than there are chunks", lambda honest: honest * 2),
 )
 
 
 class SwappedProofs(ForgedProofs):
     name = "swapped-proofs"
-    what = "hands in the proofs of another rollout of the same group"
+    what = "submits the proofs of another rollout of the same group"
     reasons = OTHERS
 
     def forge(self, honest: Sequence[bytes], _lease: Lease, /) -> list[bytes]:
@@ -212,7 +212,7 @@ class SwappedProofs(ForgedProofs):
 
 class ReplayedProofs(ForgedProofs):
     name = "replayed-proofs"
-    what = "computes the first proof of each size, and hands that one in for ever"
+    what = "computes the first proof of each size, and submits that one for ever"
     reasons = OTHERS
 
     def __init__(self) -> None:

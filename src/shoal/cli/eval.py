@@ -44,7 +44,7 @@ MaxTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", min=1, max=131_072, help="Longest completion.  [default: the recipe's, or 1024]"),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other dice, another choice of tasks.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other seeds, another choice of tasks.")]
 Engine = Annotated[str, typer.Option("--engine", help="What to generate with.")]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda or auto.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="What to compute in: float32, bfloat16 or auto.")]

@@ -116,7 +116,7 @@ def _headline(status: RunStatus) -> str:
 def _counts(status: RunStatus) -> str:
     units = ", ".join(f"{count} {state}" for state, count in status.units.items() if count)
     submissions = ", ".join(f"{count} {state}" for state, count in status.submissions.items() if count)
-    missed = f" ({status.no_sample} could not be scored: unscored, no reward)" if status.no_sample else ""
+    missed = f" ({status.no_sample} could not be scored: no reward)" if status.no_sample else ""
     ledger = f"ledger entries: {status.ledger.index + 1}"
     return f"units: {units or 'none'}; submissions: {submissions or 'none'}{missed}; {ledger}"
 

@@ -1,4 +1,4 @@
-"""A simulated worker: asks for work, takes its time, hands it in. Some lie, some sit on leases, all may die.
+"""A simulated worker: asks for work, takes its time, submits it. Some lie, some sit on leases, all may die.
 
 arrive ─► ask ─┬─ leases ─► generating (heartbeats with progress) ─► hand in ─► ask
                ├─ nothing ─► waits, like a long poll

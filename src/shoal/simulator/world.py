@@ -5,7 +5,7 @@ at(delay, action) ─► heap ─► the clock jumps to the next event ─► ac
 waiting (like long polls) ◄── nothing to do ◄──────────────────────┤
     └─ the hub notes a change ─► those who waited longest ask again, until asking is in vain
 
-Submissions stay in this process (`MemoryBlobs`): a simulated hour hands in hundreds of thousands, and trains on none of
+Submissions stay in this process (`MemoryBlobs`): a simulated hour submits hundreds of thousands, and trains on none of
 them.
 """
 
@@ -48,7 +48,7 @@ class WorkerKind:
     """Workers of one kind. Times are means; each worker's pace is its own, and `spread` says how much they differ.
 
     Those that are `proven` are past probation when they arrive. `lies` is the part of its groups that fail the audit.
-    One that does not `deliver` takes leases and hands in nothing. If it `pretends`, it says and shows that it
+    One that does not `deliver` takes leases and submits nothing. If it `pretends`, it says and shows that it
     makes progress all the same. `network` and `address` are where they ask from. One that dies does so without a
     word after about `lives_s`, and is back `away_s` later: with its key, or, if it is banned and `fresh_keys`, with a
     new one.

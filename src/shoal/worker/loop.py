@@ -368,7 +368,7 @@ class Worker:
             return
         log.warning(
             "%d of %d groups have log-probabilities that are no numbers: this machine's arithmetic, or the policy "
-            "%s, is broken; they are not handed in",
+            "%s, is broken; they are not submitted",
             broken, len(groups), loaded.ref.label,
         )  # fmt: skip
         self._release([held.lease.lease for held in self._of(loaded.ref)], "log-probabilities that are no numbers")

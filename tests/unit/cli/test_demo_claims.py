@@ -109,7 +109,7 @@ def test_what_equals_honest_work_may_pass_and_is_said() -> None:
     rows = (credit("cc", 5), credit("cc", 6), batch(4, 5), rejected("cc", 7), banned("cc", "sampling.seed: x"))
     claim = cheater_caught(ledger(*rows), CAST)
     assert claim.holds
-    assert "2 accepted, being what honest dice give as well (1 of them trained on)" in claim.sentence
+    assert "2 accepted, being what honest seeds give as well (1 of them trained on)" in claim.sentence
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def require_trusted(reader: Reader, public_key: str) -> Orders:
     return orders
 
 
-def shared(row: object, model: type[BaseModel]) -> dict[str, Any]:
+def shared(row: Any, model: type[BaseModel]) -> dict[str, Any]:
     """What a row and a message about it have in common, by the names of their fields."""
     values = vars(row)
     return {name: values[name] for name in _common(type(row), model)}
