@@ -61,10 +61,11 @@ class SimulatedValidator:
         self._world.at(takes_s, lambda: self._report(verdicts))
 
     def _report(self, verdicts: Sequence[SignedDocument]) -> None:
+        if not verdicts:
+            return self.ask()
         try:
             row = self._world.signed_in(self.node)
-            report = VerdictReport(verdicts=tuple(verdicts)) if verdicts else None
-            refused = self._world.hub.checking.verdicts(row, report).refused if report else ()
+            refused = self._world.hub.checking.verdicts(row, VerdictReport(verdicts=tuple(verdicts))).refused
         except HubDown:
             self._world.at(RETRY_S, lambda: self._report(verdicts))
             return

@@ -77,7 +77,7 @@ class SimulatedWorker:
         self._world.at(self._world.scenario.heartbeat_s, lambda: self._beat(life))
         progress = self._progress()
         try:
-            known = self._world.hub.membership.heartbeat(self._row, Heartbeat(progress=progress))
+            known = self._world.hub.membership.heartbeat(self._row, Heartbeat(progress=progress, counters={}))
             if known.node.on_probation:
                 self._show(progress)
         except (HubDown, Refusal):  # the lease may have run out

@@ -80,7 +80,7 @@ def test_being_shut_out_leaves_the_outbox_to_other_runs(tmp_path: Path, road: st
         bench.worker.run()
     assert caught.value.exit_code == 6
     assert bench.outbox.waiting("other-000000000000") == [kept]
-    assert kept.read() == pack(elsewhere)
+    assert kept.path.read_bytes() == pack(elsewhere)
     assert list((tmp_path / "outbox" / "refused").iterdir()) == []
 
 

@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -316,13 +315,13 @@ def require_trusted(reader: Reader, public_key: str) -> Orders:
 
 def shared(row: Any, model: type[BaseModel]) -> dict[str, Any]:
     """What a row and a message about it have in common, by the names of their fields."""
-    values = vars(row)
-    return {name: values[name] for name in _common(type(row), model)}
+    values, kinds = vars(row), (type(row), model)
+    if kinds not in _COMMON:
+        _COMMON[kinds] = tuple(name for name in values if name in model.model_fields)
+    return {name: values[name] for name in _COMMON[kinds]}
 
 
-@lru_cache
-def _common(kind: type, model: type[BaseModel]) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(kind) if each.name in model.model_fields)
+_COMMON: dict[tuple[type, type[BaseModel]], tuple[str, ...]] = {}  # model_fields is slow to ask, with every heartbeat
 
 
 def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: int) -> NodeView:
