@@ -61,16 +61,15 @@ class SimulatedValidator:
         self._world.at(takes_s, lambda: self._report(verdicts))
 
     def _report(self, verdicts: Sequence[SignedDocument]) -> None:
-        if not verdicts:
-            return self.ask()
-        try:
-            row = self._world.signed_in(self.node)
-            refused = self._world.hub.checking.verdicts(row, VerdictReport(verdicts=tuple(verdicts))).refused
-        except HubDown:
-            self._world.at(RETRY_S, lambda: self._report(verdicts))
-            return
-        self._world.counts["verdicts"] += len(verdicts) - len(refused)
-        self._world.counts["verdicts refused"] += len(refused)
+        if verdicts:
+            try:
+                row = self._world.signed_in(self.node)
+                refused = self._world.hub.checking.verdicts(row, VerdictReport(verdicts=tuple(verdicts))).refused
+            except HubDown:
+                self._world.at(RETRY_S, lambda: self._report(verdicts))
+                return
+            self._world.counts["verdicts"] += len(verdicts) - len(refused)
+            self._world.counts["verdicts refused"] += len(refused)
         self.ask()
 
     def _verdict(self, audit: Audit) -> SignedDocument:

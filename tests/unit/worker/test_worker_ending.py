@@ -107,7 +107,7 @@ def test_a_receipt_is_noted_for_whoever_debugs(tmp_path: Path, caplog: pytest.Lo
     thread.start()
     try:
         assert eventually(lambda: bench.waiting == [7])
-        body = bench.outbox.waiting(RUN)[0].read()
+        body = bench.outbox.waiting(RUN)[0].path.read_bytes()
         assert "receipt for" not in caplog.text
     finally:
         bench.hub.gate.set()
