@@ -84,7 +84,7 @@ class ClaimNode(Cheat):
 
 class FewRollouts(Cheat):
     name = "few"
-    what = "submits half of every group"
+    what = "submits only half of every group"
     reasons = frozenset({"submission.group", "shape.rollouts"})
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
