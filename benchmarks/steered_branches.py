@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.branching import Branching
+from shoal.adversary.steering import Branching
 from shoal.engines import Completion, Engine, GenerationRequest, build
 from shoal.engines.submission import submission_of
 from shoal.environments import EnvironmentSettings

@@ -35,7 +35,7 @@ from shoal.hub.state import pacing
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, pack
 from shoal.simulator import Scenario
-from shoal.simulator.trusted import SimulatedTrainer, SimulatedValidator
+from shoal.simulator.simulation import SimulatedTrainer, SimulatedValidator
 from shoal.simulator.workers import TOKENS
 from shoal.simulator.world import World
 

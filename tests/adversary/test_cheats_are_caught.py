@@ -12,8 +12,7 @@ import pytest
 
 from kit.attack import HONEST, Attack, Attacked, Result, results, table
 from shoal.adversary import CHEATS
-from shoal.adversary.copies import Steal
-from shoal.adversary.sleeper import HONEST_UNITS
+from shoal.adversary.claims import HONEST_UNITS, Steal
 from shoal.errors import ShutOut
 from shoal.ledger import Account, fold
 from shoal.protocol import LedgerEntry, NodeState, SubmissionStory

@@ -13,7 +13,7 @@ import pytest
 
 from kit.attack import Counting
 from shoal.adversary import Loot, find_cheat
-from shoal.adversary.dice import TRIES
+from shoal.adversary.tokens import TRIES
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings, Task, build

@@ -53,9 +53,9 @@ from shoal.protocol import (
     submission_digest,
 )
 from shoal.protocol.submission import ProgressReply, UploadTicket
-from shoal.run import reporter
+from shoal.run import watchdog as reporter
 from shoal.run.ledger.places import download
-from shoal.run.reporter import fetch_status
+from shoal.run.watchdog import fetch_status
 from shoal.runtime import exchange, targets
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken

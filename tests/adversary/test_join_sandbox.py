@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -130,7 +131,8 @@ def test_nothing_inside_reaches_more_than_the_run_and_its_own_folder(
     with (
         closing(listening),
         tempfile.NamedTemporaryFile("w", dir=Path.home(), prefix=".shoal-test-") as planted,
-        sandbox._forwarder() as forwarder,
+        tempfile.TemporaryDirectory(prefix="shoal-") as sockets,
+        closing(Forwarder(Path(sockets))) as forwarder,
     ):
         listening.bind(f"\0{mark}")
         listening.listen()
@@ -143,7 +145,7 @@ def test_nothing_inside_reaches_more_than_the_run_and_its_own_folder(
             "package": str(Path(targets.__file__).parents[1]), "parent": os.getpid(), "abstract": mark,
             "keyctl": keyctl,
         }  # fmt: skip
-        around = [sandbox._bubblewrap(), *sandbox._options(folder, forwarder.folder)]
+        around = [str(shutil.which("bwrap")), *sandbox._options(folder, forwarder.folder)]
         ran = subprocess.run(
             [*around, "--", sys.executable, "-c", INSIDE, json.dumps(given)], env=sandbox._environment(),
             capture_output=True, text=True, timeout=DEADLINE_S, check=False, preexec_fn=keyring_of(mark),

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pytest
 
 from kit.door import Caller, Hub, ok, running_hub
-from shoal.adversary.branching import Branching
+from shoal.adversary.steering import Branching
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy

@@ -1,6 +1,6 @@
 """Every attack that an untrusted worker, a stranger or a relay can make, and where it fails: the list, held by a test.
 
-`cheat NAME` is a worker that cheats (`shoal worker --cheat NAME`), tried in a real run by test_cheats_are_caught or,
+`cheat NAME` is a worker that cheats (`shoal join --cheat NAME`), tried in a real run by test_cheats_are_caught or,
 where that needs more tokens, test_trials (those that lie about progress: integration/test_shown_progress); the others
 are tests of this folder.
 """

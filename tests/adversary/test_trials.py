@@ -12,7 +12,7 @@ import pytest
 from kit.attack import HONEST, Attacked, results
 from kit.trial import PROFILES, Court, Judged, Trial
 from shoal.adversary import CHEATS, Cheat, find_cheat
-from shoal.adversary.sleeper import Sleeper
+from shoal.adversary.claims import Sleeper
 from shoal.adversary.steering import Steer
 from shoal.protocol import Outcome
 

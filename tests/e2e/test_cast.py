@@ -280,7 +280,7 @@ def test_a_relay_mirrors_without_its_upstream_and_waits_for_one_that_is_late(tmp
             fetch(tmp_path, url, "-o", "first.bin")
             assert origin.end() == 0
         assert relay.end() == 0
-    with Process(tmp_path, *relay_arguments[1:]) as relay:  # its upstream is gone; `shoal relay` is the same
+    with Process(tmp_path, *relay_arguments) as relay:  # its upstream is gone
         fetch(tmp_path, url_of(relay), "-o", "second.bin")
     assert (tmp_path / "first.bin").read_bytes() == (tmp_path / "second.bin").read_bytes() == data
 

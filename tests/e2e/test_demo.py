@@ -18,7 +18,7 @@ from shoal.cli.main import main
 from shoal.errors import LedgerError
 from shoal.ledger import append, verify
 from shoal.protocol import LedgerEntry, load_key
-from shoal.run.demo.records import rollouts_archived, signed_manifest, standing_of
+from shoal.run.demo.claims import rollouts_archived, signed_manifest, standing_of
 from shoal.run.folder import RunFolder
 from shoal.run.ledger.check import check_ledger
 

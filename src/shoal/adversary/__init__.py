@@ -1,16 +1,15 @@
-"""Cheats: what a worker could try, for attacking your own run (`shoal worker --cheat NAME`).
+"""Cheats: what a worker could try, for attacking your own run (`shoal join --cheat NAME`).
 
     base       Cheat, Loot: its hooks (profile, fetch, engine, shown, submission); Disguise, vouched: to write one
     registry   CHEATS, find_cheat: which there are
-    dice       other dice than the lease's: best-of, own-dice, grind, greedy, cold, loose
-    weights    other weights: stale, small-model, int8, int4, and those that let the right ones vouch for them
-    tokens     completions rewritten: edit, answer, early-end, cut-short, pad, run-on, swap-prompt
-    steering   steer: inside the tolerance
-    copies     copy, replay, steal
+    tokens     other seeds than the lease's: best-of, own-dice, grind, greedy, cold, loose; completions rewritten: edit,
+               answer, early-end, cut-short, pad, run-on, swap-prompt
+    weights    other weights: stale, small-model, int8, int4, and those that let the right ones vouch for them; forged
+               proofs of honest work
+    steering   steer, branch: inside the tolerance
     claims     honest work, false papers: logprobs, nan, vocabulary, claim-prompt, claim-policy, claim-node,
-               claim-given, few; about the progress that is shown: show-random, show-other, show-swap
-    proofs     honest work, forged proofs
-    sleeper    honest for long, then not
+               claim-given, few; about the progress that is shown: show-random, show-other, show-swap; copies of
+               work: copy, replay, steal; sleeper: honest for long, then not
 
 Each pays if nobody looks: a better reward, less work, or no downloads. What is not the cheat itself is done as well as
 can be done: tokens that were never drawn come with the right policy's log-probabilities and proofs.

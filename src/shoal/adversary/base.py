@@ -28,7 +28,7 @@ from shoal.toploc import commit
 
 Groups = list[list[Completion]]
 
-# What may give away tokens that the lease's dice and policy do not give, whatever else is honest about them.
+# What may give away tokens that the lease's seeds and policy do not give, whatever else is honest about them.
 OTHER_TOKENS = frozenset({"sampling.seed", "sampling.drift", "likelihood.unlikely"})
 # What may give away weights that are not the lease's, their log-probabilities and proofs included.
 OTHER_WEIGHTS = OTHER_TOKENS | {"proofs.mismatch", "proofs.drift", "logprobs.mismatch"}
@@ -72,7 +72,7 @@ class Cheat:
         return progress
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        """What is handed in for a finished group."""
+        """What is submitted for a finished group."""
         return submission
 
 
@@ -124,7 +124,7 @@ class Disguise:
 class Rewriter(Disguise):
     """Generates honestly, rewrites the completions, and lets the right policy vouch for what came of it.
 
-    Log-probabilities and proofs are then honest ones of tokens that were never drawn: only the dice can tell.
+    Log-probabilities and proofs are then honest ones of tokens that were never drawn: only the seeds can tell.
     """
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:

@@ -5,15 +5,18 @@ Some lie about the progress that they show on probation: to keep a lease longer 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from shoal.adversary.base import OTHER_TOKENS, Cheat
-from shoal.adversary.dice import OwnDice
-from shoal.protocol import Lease, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot
+from shoal.adversary.tokens import ChoosingEngine, OwnDice
+from shoal.engines import Engine, GenerationRequest
+from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
 from shoal.protocol.submission import ShownChunks, ShownProgress, pack_spans
 
 NUDGE = 0.05
@@ -42,20 +45,19 @@ class NotANumber(Cheat):
 
 class Vocabulary(Cheat):
     name = "vocabulary"
-    what = "hands in tokens that the policy does not have"
+    what = "submits tokens that the policy does not have"
     reasons = frozenset({"shape.vocabulary"})
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        return each_rollout(submission, _far)
+        def far(rollout: Rollout) -> Rollout:
+            return replace(rollout, tokens=pack_tokens(np.full_like(rollout.token_ids, FAR_TOKEN)))
 
-
-def _far(rollout: Rollout) -> Rollout:
-    return replace(rollout, tokens=pack_tokens(np.full_like(rollout.token_ids, FAR_TOKEN)))
+        return each_rollout(submission, far)
 
 
 class ClaimPrompt(Cheat):
     name = "claim-prompt"
-    what = "hands in another prompt than its lease gave"
+    what = "submits another prompt than its lease gave"
     reasons = frozenset({"prompt.mismatch"})
 
     def submission(self, submission: Submission, lease: Lease, /) -> Submission:
@@ -73,7 +75,7 @@ class ClaimPolicy(Cheat):
 
 class ClaimNode(Cheat):
     name = "claim-node"
-    what = "hands in its work in the name of another node"
+    what = "submits its work in the name of another node"
     reasons = frozenset({"submission.mismatch", "lease.mismatch"})
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
@@ -82,7 +84,7 @@ class ClaimNode(Cheat):
 
 class FewRollouts(Cheat):
     name = "few"
-    what = "hands in half of every group"
+    what = "submits only half of every group"
     reasons = frozenset({"submission.group", "shape.rollouts"})
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
@@ -91,7 +93,7 @@ class FewRollouts(Cheat):
 
 class ClaimGiven(OwnDice):
     name = "claim-given"
-    what = "rolls dice of its own, and says that the environment gave the tokens, so that no dice are looked at"
+    what = "draws by seeds of its own, and says that the environment gave the tokens, so that no seeds are looked at"
     reasons = OTHER_TOKENS | {"dialogue.forged"}
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
@@ -151,3 +153,82 @@ class ShowAndSwap(Cheat):
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
         return replace(submission, rollouts=submission.rollouts[::-1])
+
+
+COPIED = frozenset({"duplicate.rollout", "duplicate.proof", "proofs.malformed"})
+
+
+class Copying(Disguise):
+    """Generates for the first seed of a group and submits that for all of them."""
+
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        asked = [dataclasses.replace(request, seeds=request.seeds[:1]) for request in requests]
+        drawn = self._engine.generate(asked, proof)
+        return [group * len(request.seeds) for request, group in zip(requests, drawn, strict=True)]
+
+
+class CopyOne(Cheat):
+    name = "copy"
+    what = "generates one completion of every group and submits it for all of them"
+    reasons = OTHER_TOKENS | COPIED
+    disguise = Copying
+
+
+class ReplayFirst(Cheat):
+    name = "replay"
+    what = "generates for its first lease and submits that for every later one"
+    reasons = OTHER_WEIGHTS | COPIED
+
+    def __init__(self) -> None:
+        self._first: list[Rollout] = []
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        self._first = self._first or submission.rollouts
+        return replace(submission, rollouts=self._first)
+
+
+class Steal(Cheat):
+    name = "steal"
+    what = "submits what another node made, if it can get at it"
+    reasons = OTHER_WEIGHTS | COPIED
+
+    library: ClassVar[list[Submission]] = []
+    """Others' submissions. No honest party gives them away: whoever tests the worst case lays them in here."""
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        fitting = [each for each in self.library if len(each.rollouts) == len(submission.rollouts)]
+        same_task = [each for each in fitting if each.prompt == submission.prompt]
+        found = (same_task or fitting)[-1:]
+        return replace(submission, rollouts=found[0].rollouts) if found else submission
+
+
+HONEST_UNITS = 12
+
+
+class Sleeper(Cheat):
+    name = "sleeper"
+    what = f"is honest for {HONEST_UNITS} groups, and from then on does what best-of does"
+    reasons = OTHER_TOKENS
+
+    def __init__(self, honest_units: int = HONEST_UNITS) -> None:
+        self._honest_units = honest_units
+
+    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
+        return Sleeping(engine, ChoosingEngine(engine, loot), self._honest_units)
+
+
+class Sleeping(Disguise):
+    """One engine until it has answered `honest_units` requests, another from then on."""
+
+    def __init__(self, engine: Engine, awake: Engine, honest_units: int) -> None:
+        super().__init__(engine)
+        self._awake = awake
+        self._honest_left = honest_units
+
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        honest, rest = requests[: self._honest_left], requests[self._honest_left :]
+        self._honest_left -= len(honest)
+        return [
+            *(self._engine.generate(honest, proof) if honest else ()),
+            *(self._awake.generate(rest, proof) if rest else ()),
+        ]

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.adversary import branching, claims, copies, dice, proofs, sleeper, steering, tokens, weights
+from shoal.adversary import claims, steering, tokens, weights
 from shoal.adversary.base import Cheat
 from shoal.errors import ConfigError
 
 CHEATS: Mapping[str, type[Cheat]] = {
     cheat.name: cheat
     for cheat in (
-        dice.BestOf, dice.OwnDice, dice.Grind, dice.Greedy, dice.Cold, dice.Loose,
+        tokens.BestOf, tokens.OwnDice, tokens.Grind, tokens.Greedy, tokens.Cold, tokens.Loose,
         weights.Stale, weights.SmallModel, weights.Int8, weights.Int4, weights.SmallDecodes, weights.Int4Decodes,
         tokens.Edit, tokens.RightAnswer, tokens.EarlyEnd, tokens.CutShort, tokens.Pad, tokens.RunOn, tokens.SwapPrompt,
-        steering.Steer, branching.Branch,
-        copies.CopyOne, copies.ReplayFirst, copies.Steal,
+        steering.Steer, steering.Branch,
+        claims.CopyOne, claims.ReplayFirst, claims.Steal,
         claims.Logprobs, claims.NotANumber, claims.Vocabulary, claims.ClaimPrompt, claims.ClaimPolicy,
         claims.ClaimNode, claims.ClaimGiven, claims.FewRollouts,
-        *proofs.BY_CHUNK, proofs.SwappedProofs, proofs.ReplayedProofs,
+        *weights.BY_CHUNK, weights.SwappedProofs, weights.ReplayedProofs,
         claims.ShowRandom, claims.ShowOther, claims.ShowAndSwap,
-        sleeper.Sleeper,
+        claims.Sleeper,
     )
 }  # fmt: skip
 

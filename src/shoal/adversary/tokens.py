@@ -1,14 +1,15 @@
-"""Cheats that rewrite completions. The right policy vouches for what came of it, so that only the dice can tell."""
+"""Cheats that rewrite completions. The right policy vouches for what came of it, so that only the seeds can tell."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, Rewriter, Worth
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, Rewriter, Worth, vouched
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.protocol import ProofParameters
 
@@ -17,14 +18,14 @@ Tokens = npt.NDArray[np.int32]
 
 class Editing(Rewriter):
     def rewrite(self, request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
-        return [self._edited(each, request.sampling.eos_token_id) for each in group]
-
-    def _edited(self, completion: Completion, eos: int) -> Completion:
-        tokens = completion.token_ids.copy()
-        at = len(tokens) // 2
-        if tokens[at] != eos:
-            tokens[at] = next(token for token in _after(int(tokens[at]), self.vocabulary_size) if token != eos)
-        return replace(completion, token_ids=tokens)
+        eos, count = request.sampling.eos_token_id, self.vocabulary_size
+        edited = [each.token_ids.copy() for each in group]
+        for tokens in edited:
+            at = len(tokens) // 2
+            if tokens[at] != eos:
+                following = ((int(tokens[at]) + step) % count for step in range(1, count))
+                tokens[at] = next(token for token in following if token != eos)
+        return [replace(each, token_ids=tokens) for each, tokens in zip(group, edited, strict=True)]
 
 
 class Edit(Cheat):
@@ -32,10 +33,6 @@ class Edit(Cheat):
     what = "changes one token in the middle of every completion"
     reasons = OTHER_TOKENS
     disguise = Editing
-
-
-def _after(token: int, count: int) -> list[int]:
-    return [(token + step) % count for step in range(1, count)]
 
 
 class RightAnswer(Cheat):
@@ -78,11 +75,9 @@ class CutShort(Cheat):
 
 class EndingEarly(Rewriter):
     def rewrite(self, request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
-        return [self._ended(each, request.sampling.eos_token_id) for each in group]
-
-    def _ended(self, completion: Completion, eos: int) -> Completion:
-        kept = completion.token_ids[: len(completion.token_ids) // 2]
-        return replace(completion, token_ids=np.append(kept, np.int32(eos)), finish="eos")
+        halves = [each.token_ids[: len(each.token_ids) // 2] for each in group]
+        ended = [np.append(half, np.int32(request.sampling.eos_token_id)) for half in halves]
+        return [replace(each, token_ids=tokens, finish="eos") for each, tokens in zip(group, ended, strict=True)]
 
 
 class EarlyEnd(Cheat):
@@ -152,3 +147,127 @@ class SwapPrompt(Cheat):
     what = "answers the first prompt that it was given again and again, whatever its leases ask"
     reasons = OTHER_WEIGHTS | {"duplicate.rollout", "duplicate.proof"}
     disguise = Swapping
+
+
+TRIES = 4  # completions from which best-of and grind choose one
+COLD = 0.7
+
+
+class OwnDice(Cheat):
+    name = "own-dice"
+    what = "ignores the seeds of its leases and draws by seeds of its own"
+    reasons = OTHER_TOKENS
+
+    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
+        return OwnSeeds(engine)
+
+
+class OwnSeeds(Disguise):
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        asked = [replace(request, seeds=own_seeds(request.seeds, 1)) for request in requests]
+        return self._engine.generate(asked, proof)
+
+
+class BestOf(Cheat):
+    name = "best-of"
+    what = f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best"
+    reasons = OTHER_TOKENS
+
+    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
+        return ChoosingEngine(engine, loot)
+
+
+class ChoosingEngine(Disguise):
+    """Draws by seeds of its own, several times for every rollout, and submits the completion that is worth most."""
+
+    def __init__(self, engine: Engine, loot: Loot) -> None:
+        super().__init__(engine)
+        self._worth = Worth(loot)
+
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        asked = [replace(request, seeds=own_seeds(request.seeds)) for request in requests]
+        drawn = self._engine.generate(asked, proof)
+        return [list(self._best(request, group)) for request, group in zip(requests, drawn, strict=True)]
+
+    def _best(self, request: GenerationRequest, group: list[Completion]) -> Iterator[Completion]:
+        worth = self._worth.of(request.prompt_ids)
+        for start in range(0, len(group), TRIES):
+            yield max(group[start : start + TRIES], key=worth)
+
+
+def own_seeds(seeds: Sequence[int], tries: int = TRIES) -> tuple[int, ...]:
+    """`tries` other seeds for each; the same ones every time, so that an attack can be repeated."""
+    named = (f"best-of/{seed}/{number}" for seed in seeds for number in range(tries))
+    return tuple(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in named)
+
+
+class Grind(Cheat):
+    name = "grind"
+    what = f"draws by the seeds it was given, and submits the best of every {TRIES} for all {TRIES} of them"
+    reasons = OTHER_TOKENS | {"duplicate.rollout", "duplicate.proof"}
+
+    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
+        return Grinding(engine, loot)
+
+
+class Grinding(ChoosingEngine):
+    """Every completion is one that some seed of the very lease gives, under the right policy: but not this seed."""
+
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        drawn = self._engine.generate(requests, proof)
+        return [
+            [best for best in self._best(request, group) for _ in range(TRIES)][: len(group)]
+            for request, group in zip(requests, drawn, strict=True)
+        ]
+
+
+class Greedy(Cheat):
+    name = "greedy"
+    what = "takes the likeliest token at every step instead of drawing one"
+    reasons = OTHER_TOKENS | {"duplicate.rollout", "duplicate.proof"}
+
+    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
+        return TakingTheLikeliest(engine)
+
+
+class TakingTheLikeliest(Disguise):
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        groups = [self._likeliest(request) for request in requests]
+        return vouched(self._engine, requests, groups, proof)
+
+    def _likeliest(self, request: GenerationRequest) -> list[Completion]:
+        [drawn] = self._engine.generate([replace(request, seeds=request.seeds[:1])], None)
+        sampling = request.sampling
+        [tokens] = self._engine.greedy([request.prompt_ids], sampling.max_new_tokens, sampling.eos_token_id)
+        ended = int(tokens[-1]) == sampling.eos_token_id
+        return [replace(drawn[0], token_ids=tokens, finish="eos" if ended else "length")] * len(request.seeds)
+
+
+class Cold(Cheat):
+    name = "cold"
+    what = f"samples at {COLD} times the temperature of the lease"
+    reasons = OTHER_TOKENS
+
+    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
+        return Cooled(engine)
+
+
+class Loose(Cold):
+    name = "loose"
+    what = (
+        f"says that it computes in bfloat16, so that more is forgiven it, and samples at {COLD} times the temperature"
+    )
+
+    def profile(self, profile: str, known: Sequence[str], /) -> str:
+        engine, device, _ = profile.split("/")
+        claimed = f"{engine}/{device}/bfloat16"
+        return claimed if claimed in known else profile
+
+
+class Cooled(Disguise):
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        cooled = [
+            each.sampling.model_copy(update={"temperature": COLD * each.sampling.temperature}) for each in requests
+        ]
+        asked = [replace(request, sampling=cold) for request, cold in zip(requests, cooled, strict=True)]
+        return vouched(self._engine, requests, self._engine.generate(asked, None), proof)

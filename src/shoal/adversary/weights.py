@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from msgspec.structs import replace
 
 from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, vouched
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.shelf import Fetch
 from shoal.models.quantize import INT4, INT8, Quantization, quantized
-from shoal.protocol import PolicyRef, ProofParameters, TensorView
+from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
 from shoal.shardcast import Payload
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
@@ -29,7 +34,7 @@ class Stale(Cheat):
             if not first:
                 first.append(fetch(ref, deadline_s))
             manifest = first[0].manifest.model_copy(update={"policy": ref})
-            return replace(first[0], manifest=manifest, made=None)
+            return dataclasses.replace(first[0], manifest=manifest, made=None)
 
         return pretend
 
@@ -78,11 +83,9 @@ class Shallow(Disguise):
         self._layers = layers
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
-        self._engine.load_policy(ref, {name: view for name, view in tensors.items() if self._is_kept(name)})
-
-    def _is_kept(self, name: str) -> bool:
-        layer = LAYER.search(name)
-        return layer is None or int(layer[1]) < self._layers
+        layers = {name: LAYER.search(name) for name in tensors}
+        kept = [name for name, layer in layers.items() if layer is None or int(layer[1]) < self._layers]
+        self._engine.load_policy(ref, {name: tensors[name] for name in kept})
 
 
 def layers_kept(files: Mapping[str, bytes]) -> int:
@@ -117,7 +120,7 @@ class Int4Decodes(Cheat):
 
 
 class Ghostwritten(Disguise):
-    """The ghost writes the tokens, by the lease's own dice; the right policy signs them."""
+    """The ghost writes the tokens, by the lease's own seeds; the right policy signs them."""
 
     def __init__(self, engine: Engine, ghost: Engine) -> None:
         super().__init__(engine)
@@ -129,3 +132,94 @@ class Ghostwritten(Disguise):
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         return vouched(self._engine, requests, self._ghost.generate(requests, None), proof)
+
+
+FIELD = 65_497
+MODAL = 0x4040  # 3.0 as bfloat16: the size that the largest activations after a norm often have
+
+MALFORMED = frozenset({"proofs.malformed"})
+OTHERS = frozenset({"duplicate.proof", "proofs.malformed", "proofs.mismatch"})  # another size, or another's content
+
+
+class ForgedProofs(Cheat):
+    """Replaces the proofs of every rollout, or only some chunks of them."""
+
+    reasons = MALFORMED
+    chunk: ClassVar[Callable[[bytes], bytes]]
+    """One proof, given what the honest one would be."""
+
+    def submission(self, submission: Submission, lease: Lease, /) -> Submission:
+        proofs = self.forge([rollout.proofs for rollout in submission.rollouts], lease)
+        pairs = zip(submission.rollouts, proofs, strict=True)
+        return replace(submission, rollouts=[replace(rollout, proofs=forged) for rollout, forged in pairs])
+
+    def forge(self, honest: Sequence[bytes], lease: Lease, /) -> list[bytes]:
+        """One string of proofs per rollout, given what honest ones would be."""
+        full, chunk = 2 + 2 * lease.proof.topk, type(self).chunk
+        return [b"".join(map(chunk, chunks_of(proofs, full))) for proofs in honest]
+
+
+def chunks_of(proofs: bytes, full_bytes: int) -> list[bytes]:
+    """The proofs of one rollout; only the last can be shorter than a full one."""
+    return [proofs[start : start + full_bytes] for start in range(0, len(proofs), full_bytes)]
+
+
+def constant_polynomial(modulus: int, value: int, size_bytes: int) -> bytes:
+    """A proof of `size_bytes` that says `value` at every index."""
+    return struct.pack(">HH", modulus, value).ljust(size_bytes, b"\0")
+
+
+def _random(honest: bytes) -> bytes:
+    noise = hashlib.shake_128(honest).digest(len(honest))
+    numbers = struct.unpack(f">{len(honest) // 2}H", noise)
+    return struct.pack(f">{len(numbers)}H", FIELD, *(number % FIELD for number in numbers[1:]))
+
+
+def _forging(
+    name: str, what: str, chunk: Callable[[bytes], bytes], reasons: frozenset[str] = MALFORMED
+) -> type[ForgedProofs]:
+    return type(name, (ForgedProofs,), {"name": name, "what": what, "chunk": staticmethod(chunk), "reasons": reasons})
+
+
+BY_CHUNK = (
+    _forging("no-proofs", "submits its work without any proofs", lambda _honest: b""),
+    _forging("null-proofs", "submits proofs that are nothing but zeros", lambda honest: bytes(len(honest))),
+    _forging(
+        "constant-proofs",
+        "submits polynomials that have one plausible value everywhere, which takes no computation at all",
+        lambda honest: constant_polynomial(FIELD, MODAL, len(honest)),
+        frozenset({"proofs.forged"}),
+    ),
+    _forging(
+        "modulus-one",
+        "chooses 1 as the modulus of its proofs, so that every index falls on the same value",
+        lambda honest: struct.pack(">HH", 1, MODAL) + honest[4:],
+    ),
+    _forging("random-proofs", "submits well-formed proofs of random numbers", _random, frozenset({"proofs.mismatch"})),
+    _forging("half-proofs", "submits the first half of every proof", lambda honest: honest[: len(honest) // 2]),
+    _forging("long-proofs", "submits more proofs than there are chunks", lambda honest: honest * 2),
+)
+
+
+class SwappedProofs(ForgedProofs):
+    name = "swapped-proofs"
+    what = "submits the proofs of another rollout of the same group"
+    reasons = OTHERS
+
+    def forge(self, honest: Sequence[bytes], _lease: Lease, /) -> list[bytes]:
+        return [*honest[1:], honest[0]]
+
+
+class ReplayedProofs(ForgedProofs):
+    name = "replayed-proofs"
+    what = "computes the first proof of each size, and submits that one for ever"
+    reasons = OTHERS
+
+    def __init__(self) -> None:
+        self._kept: dict[int, bytes] = {}
+
+    def forge(self, honest: Sequence[bytes], lease: Lease, /) -> list[bytes]:
+        """Of each size the first proof that it ever made."""
+        full = 2 + 2 * lease.proof.topk
+        parts = ([self._kept.setdefault(len(each), each) for each in chunks_of(proofs, full)] for proofs in honest)
+        return [b"".join(part) for part in parts]

@@ -3,7 +3,7 @@
     main      main, app: the commands; errors become one line and an exit code
     run       `shoal run` and one command for each role     demo      `shoal demo`
     upkeep    status, export, backup, restore, doctor       status, why   tables, stories
-    admin     the owner's orders      key   keys            ledger    verify, export, read, witness, recheck
+    admin     the owner's orders, and keys                  ledger    verify, export, read, witness, recheck
     data, eval (and compare), filter, sft                plan      cast
     view      Display: what the person at the terminal sees of a run, live or as lines
     printing  tables and progress

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,17 +46,15 @@ def publish(
     directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the tree is written.")] = Path(
         "www"
     ),
-    version: Annotated[
-        int | None, typer.Option("--version", min=0, max=2**31, help="Its number.  [default: the next]")
-    ] = None,
+    version: Annotated[int | None, typer.Option(min=0, max=2**31, help="Its number.  [default: the next]")] = None,
     key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="What signs it.  [default: FOLDER.key, made if new]")
+        Path | None, typer.Option(metavar="FILE", help="What signs it.  [default: FOLDER.key, made if new]")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Of the broadcast.  [default: that of PATH]")] = None,
-    keep: Annotated[int, typer.Option("--keep", min=1, max=500, help="Newest versions kept.")] = 3,
+    name: Annotated[str | None, typer.Option(help="Of the broadcast.  [default: that of PATH]")] = None,
+    keep: Annotated[int, typer.Option(min=1, max=500, help="Newest versions kept.")] = 3,
     serve: Annotated[bool, typer.Option("--serve/--no-serve", help="Serve the tree until stopped.")] = True,
     host: Host = "0.0.0.0",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8471,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8471,
 ) -> None:
     """Publish a file or folder as the next version, and serve it."""
     from shoal.shardcast.cast.publish import PublishRequest, run_publish
@@ -76,33 +73,21 @@ def relay(
         "mirror"
     ),
     host: Host = "0.0.0.0",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
-    keep: Annotated[int, typer.Option("--keep", min=1, max=500, help="Newest versions kept.")] = 3,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8472,
+    keep: Annotated[int, typer.Option(min=1, max=500, help="Newest versions kept.")] = 3,
     disk_budget_gb: DiskBudget = None,
     connections_per_client: ConnectionsPerClient = 256,
 ) -> None:
     """Mirror a broadcast, verify every chunk, and serve it on."""
-    settings = {
-        "kept_versions": keep,
-        "disk_budget_gb": disk_budget_gb,
-        "connections_per_client": connections_per_client,
-    }
-    mirror(upstreams, peers, directory, host, port, settings)
-
-
-def mirror(
-    upstreams: Sequence[str],
-    peers: Sequence[str] | None,
-    directory: Path,
-    host: str,
-    port: int,
-    settings: Mapping[str, float | None],
-) -> None:
-    """What `shoal cast relay` does, and `shoal relay` where no run is named."""
     from shoal.shardcast.cast.relay import RelayRequest, run_cast_relay
 
+    settings = relay_settings(keep, disk_budget_gb, connections_per_client)
     request = RelayRequest(tuple(upstreams), tuple(peers or ()), directory, host, port, settings)
     run_cast_relay(request, lambda: _begin("relay"), _terminal())
+
+
+def relay_settings(keep: int, disk_budget_gb: float | None, connections: int | None) -> dict[str, float | None]:
+    return {"kept_versions": keep, "disk_budget_gb": disk_budget_gb, "connections_per_client": connections}
 
 
 @cast.command()
@@ -111,7 +96,7 @@ def fetch(
         list[str], typer.Argument(metavar="URL#KEY [URL…]", help="Publisher or relays, with the publisher's key.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
-    version: Annotated[str, typer.Option("--version", metavar="N", help="Which one.")] = "newest",
+    version: Annotated[str, typer.Option(metavar="N", help="Which one.")] = "newest",
     follow: Annotated[bool, typer.Option("--follow", help="Keep fetching new versions.")] = False,
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach a source.")] = 10,
     patience_s: Annotated[

@@ -47,9 +47,9 @@ def check(where: WhereArgument, settings: Settings = None) -> None:
 def order(
     where: WhereArgument,
     settings: Settings = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="The run's seed.  [default: the recipe's, or 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="The run's seed.  [default: the recipe's, or 0]")] = None,
     start: Annotated[int, typer.Option("--from", min=0, metavar="UNIT", help="The first unit to show.")] = 0,
-    count: Annotated[int, typer.Option("--count", min=1, max=10_000_000, help="How many units to show.")] = 20,
+    count: Annotated[int, typer.Option(min=1, max=10_000_000, help="How many units to show.")] = 20,
 ) -> None:
     """Show which task each unit is: unit, row, id. Anyone with the data and the seed can check a run's leases by it."""
     show_order(where, settings or (), seed, range(start, start + count))
@@ -58,10 +58,10 @@ def order(
 @data.command()
 def demos(
     spec: Annotated[str, typer.Argument(metavar="SPEC", help="An environment by name, a recipe, a data file, …")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.jsonl", help="The demonstrations to write.")],
-    count: Annotated[int, typer.Option("--count", min=1, max=10_000_000, help="How many.")] = 1000,
+    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="The demonstrations to write.")],
+    count: Annotated[int, typer.Option(min=1, max=10_000_000, help="How many.")] = 1000,
     form: Annotated[
-        str, typer.Option("--form", help="What is said, with {answer} in it, e.g. <answer>{answer}</answer>.")
+        str, typer.Option(help="What is said, with {answer} in it, e.g. <answer>{answer}</answer>.")
     ] = "{answer}",
     settings: Annotated[
         list[str] | None,

@@ -28,15 +28,14 @@ STOPPED_CODE = 130
 
 
 def demo(
-    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where to run.")] = Path("runs/demo"),
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Move an earlier demo in FOLDER aside instead of replacing it.")
-    ] = False,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other tasks, other samples.")] = 0,
-    staleness: Annotated[int, typer.Option("--staleness", min=0, max=16, help="0: synchronous.")] = 2,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=100_000, help="Training steps.")] = 20,
+    directory: Annotated[
+        Path, typer.Option("--dir", metavar="FOLDER", help="Where to run; an earlier demo there is replaced.")
+    ] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Other tasks, other samples.")] = 0,
+    staleness: Annotated[int, typer.Option(min=0, max=16, help="0: synchronous.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Training steps.")] = 20,
     cheat: Annotated[
-        str, typer.Option("--cheat", help="What the third worker does; docs/guides/attack-your-run.md lists them.")
+        str, typer.Option(help="What the third worker does; docs/guides/attack-your-run.md lists them.")
     ] = "best-of",
     patience_min: PatienceMin = 3,
 ) -> None:
@@ -44,7 +43,7 @@ def demo(
     from rich.console import Console
 
     from shoal.adversary import find_cheat
-    from shoal.run.demo.place import cast_of, demo_recipe, make_room
+    from shoal.run.demo.claims import cast_of, demo_recipe, make_room
     from shoal.run.folder import RunFolder
     from shoal.run.preflight import check_ingredients
     from shoal.runtime.stop import stop_on_signals
@@ -52,9 +51,7 @@ def demo(
     recipe, chosen = demo_recipe(seed, staleness, steps), find_cheat(cheat)
     check_ingredients(recipe)
     path = directory.absolute()
-    moved = make_room(path, keep, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
-    if moved is not None:
-        typer.echo(f"the earlier demo is kept in {moved}")
+    make_room(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
     folder = RunFolder.prepare(path, recipe)
     stop, console = stop_on_signals(supervising=True), Console()  # until here, Ctrl-C simply ends this process
     launched = _launch(folder, chosen, patience_min * 60, stop, console)
@@ -65,7 +62,7 @@ def demo(
 
 def _launch(folder: RunFolder, cheat: Cheat, patience_s: float, stop: StopToken, console: Console) -> Launched:
     from shoal.cli.view import choose_display
-    from shoal.run.demo.place import cheater_name
+    from shoal.run.demo.claims import cheater_name
     from shoal.run.launch import launch, process_spec
 
     cheater = cheater_name(folder)
@@ -96,7 +93,7 @@ def conclude(folder: RunFolder, cast: Cast, elapsed_s: float, stop: StopToken, c
     from dataclasses import asdict
 
     from shoal.errors import ShoalError
-    from shoal.run.demo.records import check, draw
+    from shoal.run.demo.claims import check, draw
     from shoal.runtime.files import write_atomically
 
     console.print("checking what came out: the ledger, the rollouts, the exported model …")

@@ -44,7 +44,7 @@ MaxTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", min=1, max=131_072, help="Longest completion.  [default: the recipe's, or 1024]"),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other dice, another choice of tasks.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other seeds, another choice of tasks.")]
 Engine = Annotated[str, typer.Option("--engine", help="What to generate with.")]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda or auto.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="What to compute in: float32, bfloat16 or auto.")]
@@ -57,25 +57,23 @@ Overrides = Annotated[
 
 def evaluate(
     model: Annotated[str | None, MODEL] = None,
-    env: Annotated[str | None, typer.Option("--env", metavar="SPEC", help=SPEC_HELP)] = None,
-    samples: Annotated[int, typer.Option("--samples", help="Completions per task.")] = 1,
+    env: Annotated[str | None, typer.Option(metavar="SPEC", help=SPEC_HELP)] = None,
+    samples: Annotated[int, typer.Option(help="Completions per task.")] = 1,
     tasks: Tasks = 0,
     temperature: Temperature = None,
     max_new_tokens: MaxTokens = None,
     seed: Seed = 0,
     split: Annotated[
-        str | None, typer.Option("--split", help="held_out, train or all.  [default: held_out; all of a data file]")
+        str | None, typer.Option(help="held_out, train or all.  [default: held_out; all of a data file]")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where results go.  [default: evals/MODEL-ENV-…]")
+        Path | None, typer.Option(metavar="DIR", help="Where results go.  [default: evals/MODEL-ENV-…]")
     ] = None,
     rescore: Annotated[
-        Path | None,
-        typer.Option("--rescore", metavar="DIR", help="Score what is kept in DIR again; only --env and --set count."),
+        Path | None, typer.Option(metavar="DIR", help="Score what is kept in DIR again; only --env and --set count.")
     ] = None,
     trained_on: Annotated[
-        str | None,
-        typer.Option("--trained-on", metavar="RUN|SPEC", help="Look for leaks in this; a run's folder names its own."),
+        str | None, typer.Option(metavar="RUN|SPEC", help="Look for leaks in this; a run's folder names its own.")
     ] = None,
     allow_leaks: Annotated[
         bool, typer.Option("--allow-leaks", help="Leave tasks out that are in the training set, and go on.")
@@ -338,7 +336,7 @@ def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="Results of `shoal eval`: their folder, or tasks.parquet.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Others, of another model.")],
     force: Annotated[bool, typer.Option("--force", help="Compare what is not about the same.")] = False,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Of the resampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of the resampling.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say whether B is better than A, task by task, with an interval and a significance test."""

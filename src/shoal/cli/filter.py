@@ -49,19 +49,19 @@ def filter_tasks(
     data: Annotated[
         str, typer.Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe, or an environment.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.parquet", help="The data set to write.")],
-    samples: Annotated[int, typer.Option("--samples", help="Completions per task.")] = 8,
-    keep: Annotated[str, typer.Option("--keep", metavar="LOW:HIGH", help="Pass rates to keep.")] = "0.125:0.5",
+    out: Annotated[Path, typer.Option(metavar="FILE.parquet", help="The data set to write.")],
+    samples: Annotated[int, typer.Option(help="Completions per task.")] = 8,
+    keep: Annotated[str, typer.Option(metavar="LOW:HIGH", help="Pass rates to keep.")] = "0.125:0.5",
     everything: Annotated[bool, typer.Option("--all", help="Keep all rows, with their rates.")] = False,
     name: Annotated[
-        str | None, typer.Option("--name", help="Of the new columns: solve_rate_NAME.  [default: the model's]")
+        str | None, typer.Option(help="Of the new columns: solve_rate_NAME.  [default: the model's]")
     ] = None,
     tasks: Tasks = 0,
     temperature: Temperature = None,
     max_new_tokens: MaxTokens = None,
     seed: Seed = 0,
     split: Annotated[
-        str | None, typer.Option("--split", help="held_out, train or all.  [default: train; all of a data file]")
+        str | None, typer.Option(help="held_out, train or all.  [default: train; all of a data file]")
     ] = None,
     overrides: Overrides = None,
     engine: Engine = "torch",

@@ -40,7 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 def verify(
     where: Where,
     head: Annotated[
-        Path | None, typer.Option("--head", metavar="FILE", help="Heads that you kept: the ledger must contain them.")
+        Path | None, typer.Option(metavar="FILE", help="Heads that you kept: the ledger must contain them.")
     ] = None,
     witnesses: Annotated[
         list[str] | None,
@@ -65,7 +65,7 @@ def export(
     wait_s: Wait = 3,
 ) -> None:
     """Write the ledger to a file; beside it the signed receipts and verdicts, and the hub's signed head."""
-    from shoal.run.ledger.export import export_ledger
+    from shoal.run.ledger.check import export_ledger
     from shoal.run.ledger.places import evidence_file, head_file
 
     rows = export_ledger(where, out, wait_s)
@@ -95,7 +95,7 @@ def show(
 def shares(
     where: OptionalWhere = None,
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="As they were when this step's batch was written down.")
+        int | None, typer.Option(min=0, help="As they were when this step's batch was written down.")
     ] = None,
     as_json: Json = False,
     wait_s: Wait = 3,
@@ -103,11 +103,16 @@ def shares(
     """Show which part of the run is whose: credit by owner, as exact fractions."""
     from shoal.cli.printing import console
     from shoal.run.folder import find_run
-    from shoal.run.ledger.book import shares_at
+    from shoal.run.ledger.check import shares_at
 
     found, names = shares_at(find_run(where), step, wait_s)
     if as_json:
-        typer.echo(visible_json(json.dumps(_shares_values(found), indent=2)))
+        rows = [
+            {"holder": each.holder, "nodes": list(each.nodes), "credit": each.credit, "fraction": list(each.fraction)}
+            for each in found.shares
+        ]
+        values = {"index": found.index, "total": found.total, "shares": rows}
+        typer.echo(visible_json(json.dumps(values, indent=2)))
     else:
         console().print(_shares_table(found, names))
 
@@ -115,12 +120,10 @@ def shares(
 @ledger.command()
 def witness(
     url: Annotated[str, typer.Argument(metavar="URL", help="The hub's address, best the whole join URL.")],
-    folder: Annotated[Path, typer.Option("--folder", help="The witness's key, and what it has signed for.")] = Path(
-        "witness"
-    ),
+    folder: Annotated[Path, typer.Option(help="The witness's key, and what it has signed for.")] = Path("witness"),
     out: Annotated[
         list[Path] | None,
-        typer.Option("--out", metavar="DIR", help="A relay's folder to publish in; repeatable.  [default: --folder]"),
+        typer.Option(metavar="DIR", help="A relay's folder to publish in; repeatable.  [default: --folder]"),
     ] = None,
     every_s: Annotated[float, typer.Option("--every", min=1, max=86_400, help="Seconds between two looks.")] = 60,
     once: Annotated[bool, typer.Option("--once", help="Look once, sign and end.")] = False,
@@ -135,8 +138,8 @@ def witness(
 @ledger.command()
 def recheck(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, with its hub's blobs and its origin.")],
-    sample: Annotated[int, typer.Option("--sample", min=1, help="Accepted units to judge again.")] = 8,
-    seed: Annotated[int | None, typer.Option("--seed", help="Draws the same units again.  [default: random]")] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Accepted units to judge again.")] = 8,
+    seed: Annotated[int | None, typer.Option(help="Draws the same units again.  [default: random]")] = None,
 ) -> None:
     """Judge accepted units again, drawn at random, and compare with the signed verdicts; exit 5 if one differs."""
     import secrets
@@ -168,25 +171,22 @@ def checked_lines(checked: Checked) -> list[str]:
         f"{total.credit:,} credit, {total.pending:,} pending, {total.void:,} void; "
         "each by the formula, once per submission",
     ]
-    found.append(_evidence_line(checked))
+    evidence = f"{count_of(checked.credited, 'row')} of credit and {checked.rejections:,} of rejections"
+    if checked.is_proven:
+        found.append(
+            f"evidence: {evidence}, each with a verdict by a validator that the root key certified, credit also with "
+            "the hub's receipt; each node registered before, each unit paid once, within the run's limits"
+        )
+    else:
+        found.append(
+            f"NOT PROVEN: {evidence}. Their signed receipts and verdicts were not looked at (--without-evidence): "
+            "whoever holds the hub's key may have invented them"
+        )
     if checked.orders:
         found.append(f"orders of the owner: {checked.orders}, each signed by the root key or an admin it certified")
     if checked.compared:
         found.append("the hub's own rows agree with the accounts")
     return [*found, *(f"note: {note}" for note in checked.notes)]
-
-
-def _evidence_line(checked: Checked) -> str:
-    rows = f"{count_of(checked.credited, 'row')} of credit and {checked.rejections:,} of rejections"
-    if checked.is_proven:
-        return (
-            f"evidence: {rows}, each with a verdict by a validator that the root key certified, credit also with "
-            "the hub's receipt; each node registered before, each unit paid once, within the run's limits"
-        )
-    return (
-        f"NOT PROVEN: {rows}. Their signed receipts and verdicts were not looked at (--without-evidence): whoever "
-        "holds the hub's key may have invented them"
-    )
 
 
 def _passed(pins: list[Pin]) -> list[str]:
@@ -213,7 +213,7 @@ def account_of(where: str, who: str, wait_s: float) -> tuple[Sheet, dict[str, An
 
     from shoal.cli.printing import Sheet
     from shoal.ledger import Account
-    from shoal.run.ledger.book import Book
+    from shoal.run.ledger.check import Book
 
     book = Book(where, wait_s)
     nodes = book.find(who)
@@ -256,11 +256,3 @@ def _shares_table(shares: Shares, names: Mapping[str, str]) -> Sheet:
         rows.append(("", "", "", f"and {len(shares.shares) - MAX_ROWS} more (--json has all)", ""))
     title = f"rows 0–{shares.index}, {shares.total:,} credit"  # noqa: RUF001
     return Sheet(("share", "exactly", "credit", "whose", "machines"), rows, {"whose": 12}, title)
-
-
-def _shares_values(shares: Shares) -> dict[str, Any]:
-    rows = [
-        {"holder": each.holder, "nodes": list(each.nodes), "credit": each.credit, "fraction": list(each.fraction)}
-        for each in shares.shares
-    ]
-    return {"index": shares.index, "total": shares.total, "shares": rows}

@@ -18,16 +18,15 @@ from typing import Annotated, Any
 import typer
 
 from shoal import __version__
-from shoal.cli.admin import EPILOG, admin
+from shoal.cli.admin import EPILOG, admin, key
 from shoal.cli.cast import cast
 from shoal.cli.data import data
 from shoal.cli.demo import demo
 from shoal.cli.eval import compare, evaluate
 from shoal.cli.filter import filter_tasks
-from shoal.cli.key import key
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
-from shoal.cli.run import hub, relay, run, trainer, validator, worker
+from shoal.cli.run import hub, join, relay, run, trainer, validator
 from shoal.cli.sft import sft
 from shoal.cli.upkeep import backup, doctor, export, restore, status
 from shoal.cli.why import why
@@ -61,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def guarded(command: Callable[[], object], debug: bool) -> int:
     """The exit code of what is run; an exception becomes a line and a code."""
-    _say_what_can_be_said()
+    for stream in (sys.stdout, sys.stderr):  # what is not UTF-8 gets question marks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     supervised = SUPERVISED in os.environ
     try:
         crash.arm()
@@ -75,35 +76,19 @@ def guarded(command: Callable[[], object], debug: bool) -> int:
 
         report_to_agent(line)
         with contextlib.suppress(OSError):  # the disk that its log is on may be what is full
-            if debug or (supervised and not _is_known(error)):  # a supervised role's stderr is its log
+            known = isinstance(error, ShoalError) or hasattr(error, "format_message")  # its line says all there is
+            if debug or (supervised and not known):  # a supervised role's stderr is its log
                 for text in traceback.format_exc().splitlines():
                     typer.echo(visible(text), err=True)
             if line:
                 typer.echo(f"shoal: {line}", err=True)
         return code
     finally:
-        _let_go_of_streams()
-
-
-def _let_go_of_streams() -> None:
-    """What can no longer be written is let go of: the interpreter would try it again and end with a code of its own."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _say_what_can_be_said() -> None:
-    """A terminal or file that is not UTF-8 gets question marks, not the end of a run that went well."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _is_known(error: Exception) -> bool:
-    """Whether its line says all there is to say: somebody's input, machine or network, and no bug."""
-    return isinstance(error, ShoalError) or hasattr(error, "format_message")
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # let go of: the interpreter would try it again and end with a code of its own
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def explain(error: Exception) -> tuple[str, int]:
@@ -140,25 +125,25 @@ EXAMPLES = (
     "A reward of your own is one Python file: shoal run recipes/tiny.toml --set environment.file=my_reward.py "
     "(examples/custom_reward.py shows one). What is trained, in one readable file: examples/one_file_rl.py."
 )
-JOIN = "Contribute this machine to a run: shoal join http://host:8470/#0123… (as `worker`)."
+READERS: dict[str, tuple[Callable[..., object] | typer.Typer, ...]] = {
+    "Begin here": (demo,),
+    "For whoever contributes a machine": (join, doctor, key),
+    "For a run's owner": (run, plan, status, why, admin, export, backup, restore),
+    "One process of a run each": (hub, trainer, validator, relay),
+    "For whoever checks a run": (ledger,),
+    "For models and data": (evaluate, compare, data, filter_tasks, sft),
+    "For broadcasting files": (cast,),
+}
+"""Who reads `shoal --help`, and what is for them."""
+NAMES = {evaluate: "eval", filter_tasks: "filter"}
+EPILOGS = {run: EXAMPLES, admin: EPILOG}
 
-app.command()(demo)
-app.command(epilog=EXAMPLES)(run)
-for role in (hub, trainer, validator, relay, worker):
-    app.command()(role)
-app.command(name="join", help=JOIN)(worker)
-for group in (cast, data, ledger):
-    app.add_typer(group)
-app.command()(why)
-app.command(epilog=EPILOG)(admin)
-app.add_typer(key)
-app.command(name="eval")(evaluate)
-app.command()(compare)
-app.command()(plan)
-app.command(name="filter")(filter_tasks)
-app.command()(sft)
-for question in (status, export, backup, restore, doctor):
-    app.command()(question)
+for reader, commands in READERS.items():
+    for each in commands:
+        if isinstance(each, typer.Typer):
+            app.add_typer(each, rich_help_panel=reader)
+        else:
+            app.command(name=NAMES.get(each), epilog=EPILOGS.get(each), rich_help_panel=reader)(each)
 
 
 def command_names() -> list[str]:

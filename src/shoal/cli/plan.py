@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from shoal.run.estimate import Planning
     from shoal.run.recipe import Recipe
     from shoal.runtime.sizing import Speeds
-    from shoal.trainer.memory import Plan
 
 GIB = 2**30
 ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
@@ -28,22 +27,19 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", min=1, max=1024, help="Trainer processes.  [default: trainer.processes]")
+        int | None, typer.Option(min=1, max=1024, help="Trainer processes.  [default: trainer.processes]")
     ] = None,
     memory_gb: Annotated[
         float | None, typer.Option("--memory", min=0.001, help="GiB of each device.  [default: what is here]")
     ] = None,
     parameters: Annotated[
-        float | None,
-        typer.Option("--parameters", min=1e7, help="Plan for a model of so many weights instead of model.path."),
+        float | None, typer.Option(min=1e7, help="Plan for a model of so many weights instead of model.path.")
     ] = None,
     assumptions: Annotated[
         list[str] | None,
         typer.Option("--assume", metavar="NAME=NUMBER", help="Change an assumption that is printed; may be repeated."),
     ] = None,
-    gpu_hour_price: Annotated[
-        float | None, typer.Option("--gpu-hour-price", min=0, help="Print what the run costs at this price.")
-    ] = None,
+    gpu_hour_price: Annotated[float | None, typer.Option(min=0, help="Print what the run costs at this price.")] = None,
 ) -> None:
     """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
     machines, money. Exit code 3: training does not fit."""
@@ -119,7 +115,9 @@ def training_lines(found: Planning) -> Iterator[str]:
     tokens += ", recomputed" if settings.memory.recompute else ""
     for name, size in planned.device.items():
         yield f"  {name:<26}{size / GIB:9.2f}" + (f"   {tokens}" if name == "activations" else "")
-    yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {found.memory_bytes / GIB:.2f}: {_verdict(planned, fits)}"
+    error = f"fits (activations are an estimate, ± {ERROR * planned.device['activations'] / GIB:.2f})"
+    verdict = error if fits else "does not fit"
+    yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {found.memory_bytes / GIB:.2f}: {verdict}"
     if planned.host:
         yield "on the host, for the first process, GiB:"
     for name, size in planned.host.items():
@@ -132,12 +130,6 @@ def training_lines(found: Planning) -> Iterator[str]:
         yield f"  --set {words:<40}{other.total / GIB:9.2f}   {room}"
     if settings.lora is None:
         yield "  a [trainer.lora] table: gradients, masters and moments of adapters only"
-
-
-def _verdict(planned: Plan, fits: bool) -> str:
-    if not fits:
-        return "does not fit"
-    return f"fits (activations are an estimate, ± {ERROR * planned.device['activations'] / GIB:.2f})"
 
 
 # ── the whole run ────────────────────────────────────────────────────────────────────────────────────────────────

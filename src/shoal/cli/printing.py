@@ -34,6 +34,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from shoal.run.progress import duration
 from shoal.runtime.text import printable
 
 GAP = 2
@@ -154,21 +155,11 @@ class _Lines:
         elif now_s - self._said_s >= EVERY_S:
             self._said_s = now_s
             began_s, before = self._began
-            left = f", {span((now_s - began_s) * (total - done) / (done - before))} left" if done > before else ""
+            left = f", {duration((now_s - began_s) * (total - done) / (done - before))} left" if done > before else ""
             self._say(f"{done:,} of {total:,} {self._unit}{left}{f', {note}' if note else ''}")
 
     def _say(self, text: str) -> None:
         self._console.print(f"{self._what}: {text}", highlight=False, soft_wrap=True, markup=False)
-
-
-def span(seconds: float) -> str:
-    """
-    >>> span(59), span(600), span(7200)
-    ('59 s', '10 min', '2.0 h')
-    """
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 class CastTerminal:

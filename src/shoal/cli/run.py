@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.cast import ConnectionsPerClient, DiskBudget
+from shoal.cli.cast import ConnectionsPerClient, DiskBudget, relay_settings
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
@@ -43,7 +43,7 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated.")
     ] = None,
-    workers: Annotated[int | None, typer.Option("--workers", min=0, help="Workers to start here.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Workers to start here.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
@@ -105,8 +105,7 @@ def _launch(folder: RunFolder, patience_s: float) -> int:
     from rich.console import Console
 
     from shoal.cli.view import choose_display
-    from shoal.run.launch import launch
-    from shoal.run.outcome import METRICS, NOTHING_TRAINED, conclusion, kept_line, ledger_line, steps_in
+    from shoal.run.launch import METRICS, NOTHING_TRAINED, conclusion, kept_line, launch, ledger_line, steps_in
     from shoal.runtime.stop import stop_on_signals
 
     display, before = choose_display(Console()), steps_in(folder.path / METRICS)
@@ -158,33 +157,25 @@ def relay(
         list[str] | None,
         typer.Option("--witness", metavar="KEY", help="A ledger witness whose heads to mirror; may be repeated."),
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep the mirror.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
-    keep: Annotated[int, typer.Option("--keep", min=1, max=1000, help="Newest versions to keep.")] = 3,
+    folder: Annotated[Path | None, typer.Option(help="Where to keep the mirror.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8472,
+    keep: Annotated[int, typer.Option(min=1, max=1000, help="Newest versions to keep.")] = 3,
     disk_budget_gb: DiskBudget = None,
     connections_per_client: ConnectionsPerClient = 256,
     wait_s: Wait = 10,
 ) -> None:
-    """Mirror weights: of a run's folder (--dir), a run anywhere (--run-info), or any source (--upstream URL#KEY)."""
+    """Mirror the weights of a run: of its folder (--dir), or of a run anywhere (--run-info)."""
     if directory is not None:
         return _role("origin" if origin else f"relay-{index}", directory)
-    if hub_url is None and not upstreams:
-        raise UserError(
-            "give --dir RUN for a run on this machine, --run-info URL for one elsewhere, "
-            "or --upstream URL#KEY for any source"
-        )
-    settings = {
-        "kept_versions": keep,
-        "disk_budget_gb": disk_budget_gb,
-        "connections_per_client": connections_per_client,
-    }
     if hub_url is None:
-        from shoal.cli.cast import mirror
-
-        return mirror(upstreams or (), peers, folder or Path("mirror"), host, port, settings)
+        raise UserError(
+            "give --dir RUN for a run on this machine, or --run-info URL for one elsewhere; any other broadcast is "
+            "mirrored by: shoal cast relay --upstream URL#KEY"
+        )
     from shoal.run.join import StandaloneRelay, run_standalone_relay
 
+    settings = relay_settings(keep, disk_budget_gb, connections_per_client)
     further, mirrored = tuple(peers or ()), tuple(witnesses or ())
     standalone = StandaloneRelay(
         hub_url, tuple(upstreams or ()), folder, host, port, wait_s, further, mirrored, settings
@@ -192,30 +183,28 @@ def relay(
     return run_standalone_relay(standalone, is_verbose())
 
 
-def worker(
+def join(
     urls: Annotated[
         list[str] | None, typer.Argument(metavar="[URL]...", help="The join URL http://host:port/#…, or several.")
     ] = None,
     directory: OptionalRunDir = None,
     index: Index = 0,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", help="Keys, weights and unsent work.  [default: ~/.shoal/RUN]")
-    ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="What to generate with.")] = "torch",
+    folder: Annotated[Path | None, typer.Option(help="Keys, weights and unsent work.  [default: ~/.shoal/RUN]")] = None,
+    engine: Annotated[str, typer.Option(help="What to generate with.")] = "torch",
     device: Device = "auto",
     dtype: Dtype = "auto",
     name: Annotated[
-        str | None, typer.Option("--name", help="How to be called, in public.  [default: node- and its id's start]")
+        str | None, typer.Option(help="How to be called, in public.  [default: node- and its id's start]")
     ] = None,
     wait_s: Wait = 10,
     cheat: Annotated[
-        str | None, typer.Option("--cheat", metavar="NAME", help="Cheat in this way, to attack a run of your own.")
+        str | None, typer.Option(metavar="NAME", help="Cheat in this way, to attack a run of your own.")
     ] = None,
     owner: Annotated[
-        Path | None, typer.Option("--owner", metavar="FILE", help="Your key: what this machine earns is yours.")
+        Path | None, typer.Option(metavar="FILE", help="Your key: what this machine earns is yours.")
     ] = None,
     vouch: Annotated[
-        Path | None, typer.Option("--vouch", metavar="FILE", help="The same, by what `shoal key vouch` wrote.")
+        Path | None, typer.Option(metavar="FILE", help="The same, by what `shoal key vouch` wrote.")
     ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Look at this machine first.")] = True,
     sandbox: Annotated[
@@ -224,62 +213,39 @@ def worker(
     ] = False,
     max_memory: Annotated[
         str | None,
-        typer.Option(
-            "--max-memory", metavar="SIZE", help="Most memory for the model, e.g. 8GB.  [default: 80 % of the free]"
-        ),
+        typer.Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB.  [default: 80 % of the free]"),
     ] = None,
     max_disk: Annotated[
-        str | None,
-        typer.Option(
-            "--max-disk", metavar="SIZE", help="Most disk for weights, e.g. 40GB.  [default: 80 % of the free]"
-        ),
+        str | None, typer.Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB.  [default: 80 % of the free]")
     ] = None,
     max_bandwidth: Annotated[
-        str | None,
-        typer.Option("--max-bandwidth", metavar="RATE", help="Fastest download, e.g. 20Mbit/s.  [default: no limit]"),
+        str | None, typer.Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s.  [default: no limit]")
     ] = None,
 ) -> int:
-    """Contribute this machine to a run: all you need is its join URL."""
+    """Contribute this machine to a run: shoal join http://host:8470/#0123… (with --dir: of a run's folder)."""
     if cheat is not None:
         from shoal.adversary import find_cheat
 
         find_cheat(cheat)
     limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)
     if directory is not None:
-        _refuse_both(urls, directory, sandbox or limits != MachineLimits())
+        if urls:  # a worker belongs to a run's folder here, or to the run at a URL
+            raise UserError(
+                f"{urls[0]} and --dir name two ways to work: leave --dir out to join that run (--folder {directory} "
+                "would keep keys and weights there), or the URL to be a worker of the run in that folder"
+            )
+        if sandbox or limits != MachineLimits():
+            raise UserError(
+                "--sandbox, --max-memory, --max-disk and --max-bandwidth go with a join URL, not with --dir"
+            )
         _role(f"worker-{index}", directory, cheat)
         return 0
     from shoal.run.join import JoinRequest, run_joined_worker
 
     if not urls:
         raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
-    request = JoinRequest(
-        tuple(urls),
-        folder,
-        engine,
-        device,
-        dtype,
-        name,
-        wait_s,
-        cheat,
-        owner=owner,
-        vouch=vouch,
-        check=check,
-        limits=limits,
-        sandbox=sandbox,
-    )
-    return run_joined_worker(request, is_verbose())
-
-
-def _refuse_both(urls: list[str] | None, directory: Path, is_limited: bool) -> None:
-    """A worker belongs to a run's folder here, or to the run at a URL."""
-    if urls:
-        raise UserError(
-            f"{urls[0]} and --dir name two ways to work: leave --dir out to join that run (--folder {directory} would "
-            "keep keys and weights there), or the URL to be a worker of the run in that folder"
-        )
-    if is_limited:
-        raise UserError("--sandbox, --max-memory, --max-disk and --max-bandwidth go with a join URL, not with --dir")
+    given = (tuple(urls), folder, engine, device, dtype, name, wait_s, cheat, owner, vouch, check, limits, sandbox)
+    return run_joined_worker(JoinRequest(*given), is_verbose())
 
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:

@@ -85,7 +85,9 @@ def render(status: RunStatus) -> list[str | Sheet]:
     parts.append(_counts(status))
     parts += [line for line in (_tasks(status),) if line]
     if status.nodes:
-        parts.append(_nodes(status))
+        heads = ("node", "name", "role", "state", "ok/bad", "credit", "seen", "doing")
+        rows = [_row(node, status.now_ms) for node in status.nodes[:MAX_ROWS]]
+        parts.append(Sheet(heads, rows, {"doing": 0, "name": 8}))
     total = sum(status.node_counts.values())
     if total > min(len(status.nodes), MAX_ROWS):
         counts = ", ".join(f"{count} {name}" for name, count in sorted(status.node_counts.items()))
@@ -114,7 +116,7 @@ def _headline(status: RunStatus) -> str:
 def _counts(status: RunStatus) -> str:
     units = ", ".join(f"{count} {state}" for state, count in status.units.items() if count)
     submissions = ", ".join(f"{count} {state}" for state, count in status.submissions.items() if count)
-    missed = f" ({status.no_sample} could not be scored: no sample, no reward)" if status.no_sample else ""
+    missed = f" ({status.no_sample} could not be scored: no reward)" if status.no_sample else ""
     ledger = f"ledger entries: {status.ledger.index + 1}"
     return f"units: {units or 'none'}; submissions: {submissions or 'none'}{missed}; {ledger}"
 
@@ -128,11 +130,6 @@ def _tasks(status: RunStatus) -> str:
         if not each.complete
     ]
     return "; ".join([*([f"tasks seen: {pools}"] if pools else []), *measured])
-
-
-def _nodes(status: RunStatus) -> Sheet:
-    heads = ("node", "name", "role", "state", "ok/bad", "credit", "seen", "doing")
-    return Sheet(heads, [_row(node, status.now_ms) for node in status.nodes[:MAX_ROWS]], {"doing": 0, "name": 8})
 
 
 def _row(node: NodeView, now_ms: int) -> tuple[str, ...]:

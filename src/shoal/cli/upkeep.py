@@ -28,10 +28,10 @@ def export(
     directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     best: Annotated[bool, typer.Option("--best", help="The one with the best held-out score.")] = False,
-    version: Annotated[int | None, typer.Option("--version", min=0, help="The one of this version.")] = None,
+    version: Annotated[int | None, typer.Option(min=0, help="The one of this version.")] = None,
 ) -> None:
     """Write a checkpoint, the newest by default, as a Hugging Face folder."""
-    from shoal.run.export import export_run
+    from shoal.run.sources import export_run
 
     typer.echo(f"wrote {export_run(directory, out, best, version)}")
 
@@ -39,9 +39,7 @@ def export(
 def backup(
     directory: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The run's folder.")] = None,
     out: Annotated[Path | None, typer.Argument(metavar="[OUT.tar]", help="The file to write.")] = None,
-    verify: Annotated[
-        Path | None, typer.Option("--verify", metavar="FILE", help="Check a backup instead of making one.")
-    ] = None,
+    verify: Annotated[Path | None, typer.Option(metavar="FILE", help="Check a backup instead of making one.")] = None,
 ) -> None:
     """Write a whole run, going on or not, to one file; it holds the run's private keys."""
     from shoal.run.backup import backup_run, verify_backup
@@ -90,8 +88,7 @@ def doctor(
         list[str] | None, typer.Argument(metavar="[URL]...", help="Also check the connection to this run's hubs.")
     ] = None,
     folder: Annotated[
-        Path | None,
-        typer.Option("--folder", help="The folder to be written to.  [default: with a URL ~/.shoal, as join; or this]"),
+        Path | None, typer.Option(help="The folder to be written to.  [default: with a URL ~/.shoal, as join; or this]")
     ] = None,
     selftest: Annotated[
         bool, typer.Option("--selftest", help="Run the validator's checks on this machine's own work.")
@@ -99,20 +96,18 @@ def doctor(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure honest work of this machine, and write a profile.")
     ] = False,
-    model: Annotated[str, typer.Option("--model", help="Model folder to try, if there is no URL.")] = "tiny",
+    model: Annotated[str, typer.Option(help="Model folder to try, if there is no URL.")] = "tiny",
     device: Device = "auto",
     dtype: Dtype = "auto",
     against: Annotated[
         list[str] | None,
-        typer.Option("--against", help="What a validator computes with, e.g. cuda/bfloat16 [cpu/float32]; repeatable."),
+        typer.Option(help="What a validator computes with, e.g. cuda/bfloat16 [cpu/float32]; repeatable."),
     ] = None,
-    profile: Annotated[
-        list[Path] | None, typer.Option("--profile", help="A profile file to be judged by; repeatable.")
-    ] = None,
-    sequences: Annotated[int, typer.Option("--sequences", min=32, help="Completions to measure.")] = 256,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest completion to measure.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.01, help="Sampling temperature.")] = 1.0,
-    out: Annotated[Path | None, typer.Option("--out", help="Where the measured profile goes.")] = None,
+    profile: Annotated[list[Path] | None, typer.Option(help="A profile file to be judged by; repeatable.")] = None,
+    sequences: Annotated[int, typer.Option(min=32, help="Completions to measure.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Longest completion to measure.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
+    out: Annotated[Path | None, typer.Option(help="Where the measured profile goes.")] = None,
 ) -> None:
     """Check this machine, and say what to do about each problem."""
     from shoal.run.doctor import examine

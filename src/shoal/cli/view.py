@@ -235,7 +235,11 @@ def frame(scene: Scene, width: int) -> Group:
         step, bar = f"  step {status.step}/{status.steps}", Table.grid()
         bar.add_row(ProgressBar(max(1, status.steps), status.step, max(1, width - len(step))), Text(step, "bold"))
         rows += [bar, "", *_numbers(scene, status)]
-    rows += ["", _workers(scene), *_notes(scene), "", *_processes(scene, width), *_verdicts(scene)]
+    notes = [
+        Text(f"{name} {printable(note)}", style="magenta", no_wrap=True, overflow="ellipsis")
+        for name, note in scene.notes.items()
+    ]
+    rows += ["", _workers(scene), *notes, "", *_processes(scene, width), *_verdicts(scene)]
     return Group(*rows)
 
 
@@ -294,11 +298,6 @@ def _doing(node: NodeView, scene: Scene) -> str:
     own = (node.name, f"{node.name} ({node.node[:8]})", f"{node.role} {node.name} ({node.node[:8]})")
     waiting = next((f"waits for {wait.what}" for wait in waits if wait.who in own), "")
     return printable(node.doing or waiting)
-
-
-def _notes(scene: Scene) -> Iterator[Text]:
-    for name, note in scene.notes.items():
-        yield Text(f"{name} {printable(note)}", style="magenta", no_wrap=True, overflow="ellipsis")
 
 
 def _processes(scene: Scene, width: int) -> Iterator[Text]:

@@ -269,14 +269,14 @@ class TorchEngine:
             if pages is not None and left:
                 prompts = [request.prompt_ids for request in drawing.requests]
                 self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
-            rows, tokens = self._max_rows, max(map(drawing.tokens_each, range(len(drawing.requests))), default=1)
-            while pages is not None and left and (rows := min(rows, self._paged_tokens // tokens)):
+            most, tokens = self._max_rows, max(map(drawing.tokens_each, range(len(drawing.requests))), default=1)
+            while pages is not None and left and (most := min(most, self._paged_tokens // tokens)):
                 batch = RowBatch(pages, drawing.requests, drawing.groups, drawing.proof, drawing.greedy)
-                left = batch.draw(self._usable + pages.held_bytes, rows)
+                left = batch.draw(self._usable + pages.held_bytes, most)
                 if left:
-                    rows = min(rows, len(left)) // 2
-                    self._paged_tokens = rows * tokens or self._paged_tokens  # what does not fit is remembered
-                    log.warning("memory did not suffice for all rows at once: trying %d", rows)
+                    most = min(most, len(left)) // 2
+                    self._paged_tokens = most * tokens or self._paged_tokens  # what does not fit is remembered
+                    log.warning("memory did not suffice for all rows at once: trying %d", most)
             for begun in sorted({len(row.tokens) for row in left}):
                 for rows in self._batches(drawing, begun):
                     self._draw(drawing, rows)

@@ -127,17 +127,13 @@ class RunFolder:
 
     @property
     def trusted_roles(self) -> dict[str, Role]:
-        """Names of the processes that the root key vouches for, with their roles."""
-        count = max(self.recipe.validator.count, self._validators_added())
+        """Names of the processes that the root key vouches for, with their roles; with validators that were added while
+        the run went on."""
+        count = self.recipe.validator.count
+        while self._certificate_path(f"validator-{count}").exists():
+            count += 1
         validators: dict[str, Role] = {f"validator-{index}": "validator" for index in range(count)}
         return {"hub": "hub", "trainer": "trainer", **validators}
-
-    def _validators_added(self) -> int:
-        """How many validators have a certificate, with those that were added while the run went on."""
-        index = 0
-        while self._certificate_path(f"validator-{index}").exists():
-            index += 1
-        return index
 
     @property
     def root_key(self) -> str:
@@ -241,7 +237,8 @@ class RunFolder:
         """Choose where everything listens, and write it down. Earlier ports are kept while they are free."""
         hub, earlier = self.recipe.hub, self._earlier_ports()
         ports = Ports(hub.host, earlier)
-        host = _reachable(hub.host)
+        own = hub.host in EVERYWHERE  # then others reach this machine by its own address
+        host = own_address() if own else f"[{hub.host}]" if ":" in hub.host else hub.host
         endpoints = Endpoints(
             run=self.run_id,
             root_key=self.root_key,
@@ -350,13 +347,6 @@ def masked(url: str) -> str:
 
 def port_of(url: str) -> int:
     return int(url.rsplit(":", 1)[1].rstrip("/"))
-
-
-def _reachable(host: str) -> str:
-    """How others reach a server that listens on `host`: for "everywhere", this machine's own address."""
-    if host not in EVERYWHERE:
-        return f"[{host}]" if ":" in host else host
-    return own_address()
 
 
 def _refuse_what_is_moved_otherwise(path: Path, stored: Recipe, given: Recipe) -> None:

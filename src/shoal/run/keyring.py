@@ -32,14 +32,13 @@ def key_path(where: Path) -> Path:
 
 
 def new_key(where: Path) -> list[str]:
-    """Make a key; the lines say who it is."""
+    """Make a key, unless there is one; the lines say who it is."""
+    path = key_path(where)
+    if path.exists():
+        return [f"there is a key at {path} already", *describe(load_key(path))]
     key = SigningKey.generate()
-    store_key(key_path(where), key)
-    return [f"made {key_path(where)}", *describe(key)]
-
-
-def show_key(where: Path) -> list[str]:
-    return describe(load_key(key_path(where)))
+    store_key(path, key)
+    return [f"made {path}", *describe(key)]
 
 
 def describe(key: SigningKey) -> list[str]:
@@ -100,7 +99,7 @@ def node_of(text: str) -> str:
         return load_key(key_path(Path(text))).node
     raise UserError(
         f"{text[:80]!r} is neither a node id ({NODE_HEX} hex digits), nor a public key ({PUBLIC_KEY_HEX}), nor a key "
-        "file: on the machine in question, see: shoal key show FOLDER"
+        "file: on the machine in question, see: shoal key new FOLDER"
     )
 
 

@@ -232,4 +232,4 @@ def _require_key(key: str) -> None:
     try:
         check_public_key(key)
     except ValueError as error:
-        raise UserError(f"{error}; `shoal key show` prints public keys") from error
+        raise UserError(f"{error}; `shoal key new` prints public keys") from error

@@ -41,9 +41,15 @@ class History:
         """Take in what the hub answered at `elapsed_s`."""
         self.answered_s = elapsed_s
         for report in status.reports:
-            self._measure(report)
+            if (reward := reward_of(report.metrics)) is not None:
+                self.rewards[report.step] = reward
+            if "held_out" in report.metrics:
+                self.held_out[report.step] = report.metrics["held_out"]
         for verdict in sorted(status.verdicts, key=lambda verdict: verdict.decided_at_ms):
-            self._judge(verdict)
+            known = (verdict.unit, verdict.node, verdict.decided_at_ms)
+            if verdict.outcome == "rejected" and known not in self._rejected:
+                self._rejected.add(known)
+                self.rejections.append(verdict)
         for node in status.nodes:
             if node.state != NodeState.ACTIVE:
                 self.sanctioned.setdefault(node.node, (elapsed_s, node.reason))
@@ -57,29 +63,14 @@ class History:
         return max(0.0, (after - before) / (ended_s - began_s)) if ended_s > began_s else 0.0
 
     def left_s(self, elapsed_s: float) -> float | None:
-        """How long the steps that are left will take at the pace of the last ones; None before two were seen.
-
-        What came before the first step was done does not count: processes were starting.
-        """
+        """How long the steps that are left will take at the pace of the last ones; None before two were seen. What came
+        before the first step was done does not count: processes were starting."""
         if len(self._paces) < 2:
             return None
         (began_s, first), (ended_s, last) = self._paces[0], self._paces[-1]
         pace_s = (ended_s - began_s) / (last - first)
         within_s = min(pace_s, max(0.0, elapsed_s - ended_s))
         return max(0.0, (self._steps - last) * pace_s - within_s)
-
-    def _measure(self, report: StepReport) -> None:
-        reward = reward_of(report.metrics)
-        if reward is not None:
-            self.rewards[report.step] = reward
-        if "held_out" in report.metrics:
-            self.held_out[report.step] = report.metrics["held_out"]
-
-    def _judge(self, verdict: RecentVerdict) -> None:
-        known = (verdict.unit, verdict.node, verdict.decided_at_ms)
-        if verdict.outcome == "rejected" and known not in self._rejected:
-            self._rejected.add(known)
-            self.rejections.append(verdict)
 
     def _keep_pace(self, status: RunStatus, elapsed_s: float) -> None:
         self._steps = status.steps
@@ -202,12 +193,8 @@ def waits_line(status: RunStatus, least_s: float = 0.0, most: int = 4) -> str:
     """Who waits for what, longest first: `trainer waits for 3 more groups (12 s)`."""
     waits = [(wait, (status.now_ms - wait.since_ms) / 1000) for wait in status.waits]
     long = sorted((pair for pair in waits if pair[1] >= least_s), key=lambda pair: -pair[1])
-    shown = [
-        printable(f"{wait.who} {_verb(wait.who)} for {wait.what} ({duration(since_s)})")
-        for wait, since_s in long[:most]
-    ]
+    shown = []
+    for wait, since_s in long[:most]:
+        verb = "wait" if wait.who.startswith(("units ", "submissions ")) else "waits"
+        shown.append(printable(f"{wait.who} {verb} for {wait.what} ({duration(since_s)})"))
     return "; ".join([*shown, *([f"and {len(long) - most} more"] if len(long) > most else [])])
-
-
-def _verb(who: str) -> str:
-    return "wait" if who.startswith(("units ", "submissions ")) else "waits"

@@ -102,14 +102,10 @@ class Recipe(BaseModel):
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe at `path`. Paths in it are meant from where it lies, those in overrides from here."""
     overrides = [_from_here(override) for override in overrides]
-    return _published(_anchored(load_config(path, Recipe, overrides), path.expanduser().absolute().parent))
-
-
-def _published(recipe: Recipe) -> Recipe:
-    """Weights are never rounded on the way: where workers compute in bfloat16, they are published so, unless the recipe
-    says otherwise."""
+    recipe = _anchored(load_config(path, Recipe, overrides), path.expanduser().absolute().parent)
     if recipe.worker.dtype != "bfloat16" or "publish_dtype" in recipe.trainer.model_fields_set:
         return recipe
+    # Weights are never rounded on the way: where workers compute in bfloat16, they are published so.
     return recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"publish_dtype": "bfloat16"})})
 
 

@@ -56,7 +56,7 @@ def run_role(folder: RunFolder, name: str, stop: StopToken, cheat: str | None = 
 def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
     """The arguments after `shoal` that make a process this role."""
     role, _, index = name.partition("-")
-    command = {"origin": ["relay", "--origin"]}.get(role, [role])
+    command = {"origin": ["relay", "--origin"], "worker": ["join"]}.get(role, [role])
     options = [*(["--index", index] if index else []), *(["--cheat", cheat] if cheat is not None else [])]
     return [*command, "--dir", str(path), *options]
 

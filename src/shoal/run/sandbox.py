@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,8 +76,14 @@ STOP_EVERY_S = 5.0
 def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, folder: Path, root: str) -> int:
     """Work as `request` says, inside; the exit code. The hub was met already: `root` is the run's root fingerprint."""
     inner = _inner(request, urls, folder, root)
-    bubblewrap = _bubblewrap()
-    with closing(HubClient.of_a_person(urls, 10.0, root, stop)) as client, _forwarder() as forwarder:
+    bubblewrap = shutil.which("bwrap") if sys.platform.startswith("linux") else None
+    if bubblewrap is None:
+        raise ResourceError(f"there is no sandbox here: bwrap is not on the PATH of a Linux machine; {INSTALL}")
+    with (
+        closing(HubClient.of_a_person(urls, 10.0, root, stop)) as client,
+        tempfile.TemporaryDirectory(prefix="shoal-") as sockets,
+        closing(Forwarder(Path(sockets))) as forwarder,
+    ):
         _open_ways(forwarder, urls, client)
         around = [bubblewrap, *_options(folder, forwarder.folder)]
         _probe(around)
@@ -104,12 +110,6 @@ def _inner(request: JoinRequest, urls: Sequence[str], folder: Path, root: str) -
         check=False,
         sandbox=False,
     )
-
-
-@contextmanager
-def _forwarder() -> Iterator[Forwarder]:
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder, closing(Forwarder(Path(folder))) as forwarder:
-        yield forwarder
 
 
 def _open_ways(forwarder: Forwarder, urls: Sequence[str], client: HubClient) -> None:
@@ -149,13 +149,6 @@ def _watched(command: Sequence[str], stop: StopToken, look: Callable[[], None]) 
 
 
 # ── what is in there ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _bubblewrap() -> str:
-    found = shutil.which("bwrap") if sys.platform.startswith("linux") else None
-    if found is None:
-        raise ResourceError(f"there is no sandbox here: bwrap is not on the PATH of a Linux machine; {INSTALL}")
-    return found
 
 
 def _probe(around: Sequence[str]) -> None:

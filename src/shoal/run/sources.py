@@ -14,12 +14,53 @@ from pathlib import Path
 from shoal.environments import ENVIRONMENTS, EnvironmentSettings
 from shoal.environments.data.locating import kind_of
 from shoal.environments.formats import FORMATS
-from shoal.errors import ConfigError, EnvironmentSetupError
+from shoal.errors import CheckpointError, ConfigError, EnvironmentSetupError
 from shoal.models import BUILTIN
+from shoal.protocol import PolicyManifest
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe, load_recipe
 from shoal.runtime.config import parse_config
-from shoal.trainer.folder import MARK
+from shoal.runtime.files import ensure_folder
+from shoal.shardcast.manifest import read_manifest
+from shoal.shardcast.tree import Tree, manifest_key
+from shoal.trainer.folder import MARK, refuse_foreign
+
+
+def export_run(directory: Path, out: Path, best: bool = False, version: int | None = None) -> Path:
+    """Write the export to `out`: of the newest checkpoint, the best, or that of a version.
+
+    What can be refused is refused before torch is loaded, which takes a while.
+    """
+    if best and version is not None:
+        raise ConfigError("--best and --version name two checkpoints; give one of them")
+    folder = RunFolder.open(directory)
+    checkpoints = folder.path / "trainer" / "checkpoints"
+    if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
+        raise CheckpointError(f"there is no checkpoint in {checkpoints} yet; has the trainer started?")
+    refuse_foreign(out)
+    place = out.resolve()
+    ensure_folder(place if place.is_dir() else place.parent)
+    from shoal.trainer.export import ModelCard, Which, export_checkpoint, hub_name, training_facts
+    from shoal.trainer.folder import Progress
+
+    recipe = folder.recipe
+    unknown = Progress(folder.run_id, 0, 0)  # which version it is, the checkpoint says
+    run = recipe.run.model_dump(include={"group_size", "groups_per_step", "max_staleness", "temperature"})
+    card = ModelCard(
+        unknown,
+        base_model=hub_name(recipe.model.path),
+        environment=recipe.environment.name,
+        datasets=tuple(hub_name(data) for data in (recipe.environment.data,) if data is not None),
+        training=training_facts(recipe.trainer, **run),
+    )
+
+    def manifest_of(progress: Progress) -> PolicyManifest | None:
+        data = Tree(folder.path / "origin").read(manifest_key((progress.incarnation, progress.version)))
+        return None if data is None else read_manifest(data, folder.run_id, folder.key("trainer").public_key)
+
+    which: Which = "best" if best else "newest" if version is None else version
+    return export_checkpoint(folder.path / "trainer", out, card, recipe.trainer.publish_dtype, manifest_of, which)
+
 
 RECIPE = "recipe.toml"
 CHECKPOINT = re.compile(r"(\d+)\.(\d+)")
@@ -53,8 +94,6 @@ def model_source(text: str) -> Iterator[ModelSource]:
     if _version(export) >= _newest_checkpoint(run.path / "trainer" / "checkpoints"):
         yield ModelSource(run.path.name, export, run)
         return
-    from shoal.run.export import export_run
-
     with tempfile.TemporaryDirectory(prefix="shoal-model-") as folder:
         yield ModelSource(run.path.name, export_run(run.path, Path(folder) / "model"), run)
 
@@ -120,7 +159,12 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
         return TaskSource(_settings(f"file = {_quoted(path)}", overrides))
     if kind_of(path) is not None or path.is_dir():
         return TaskSource(_of_file("dataset", path, overrides), whole=True)
-    raise EnvironmentSetupError(f"there is no environment {spec!r}{_meant(spec)}; {_choices()}")
+    close = get_close_matches(name, [*ENVIRONMENTS, *FORMATS], n=1)
+    raise EnvironmentSetupError(
+        f"there is no environment {spec!r}{f' (did you mean {close[0]!r}?)' if close else ''}; give one of "
+        f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), a run's folder, a reward file (.py), a data file, or "
+        f"FORMAT:FILE with {', '.join(FORMATS)}"
+    )
 
 
 def _of_file(name: str, file: Path, overrides: Sequence[str]) -> EnvironmentSettings:
@@ -143,15 +187,3 @@ def _settings(section: str, overrides: Sequence[str]) -> EnvironmentSettings:
 
 def _quoted(path: Path) -> str:
     return json.dumps(str(path.absolute()))
-
-
-def _meant(spec: str) -> str:
-    close = get_close_matches(spec.partition(":")[0], [*ENVIRONMENTS, *FORMATS], n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _choices() -> str:
-    return (
-        f"give one of {', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), a run's folder, a reward file (.py), a data "
-        f"file, or FORMAT:FILE with {', '.join(FORMATS)}"
-    )

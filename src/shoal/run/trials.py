@@ -99,13 +99,11 @@ def _policy_of_run(
     with tempfile.TemporaryDirectory(prefix="shoal-selftest-") as folder:
         with closing(downloader_of(trusted, Path(folder), stop, 1)) as downloader:
             payload = downloader.fetch(status.policy, POLICY_PATIENCE_S)
-            tensors = {view.name: _copied(view) for view in payload.tensors}
+            tensors = {  # copied: the payload's bytes are borrowed from a file that is about to go
+                view.name: TensorView(view.name, view.dtype, view.shape, memoryview(bytes(view.data)))
+                for view in payload.tensors
+            }
         return dict(payload.files), tensors, trusted.info.proof, trusted.info.profiles
-
-
-def _copied(view: TensorView) -> TensorView:
-    """The payload's bytes are borrowed from a file that is about to go."""
-    return TensorView(view.name, view.dtype, view.shape, memoryview(bytes(view.data)))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from types import FrameType
 
 SUPERVISED = "SHOAL_SUPERVISED"
 TOLD_TO_STOP_CODE = 130  # of a supervised process that a signal has ended: it is not done, whoever sent it
-ROLES = ("hub", "trainer", "validator", "relay", "worker", "join")
+ROLES = ("hub", "trainer", "validator", "relay", "join")
 
 
 def end_at_start(words: Sequence[str]) -> bool:

@@ -1,10 +1,9 @@
 """A fleet without machines: the real hub under a manual clock, and actors who do to it what processes would.
 
-    simulation  Simulation: a scenario, played
-    scenario    Scenario, WorkerKind: who takes part, how fast, how honest, how long; and what breaks
-    world       World: the heap of events, the hub, who waits for what, what is written down
-    workers     Worker: asks, generates, hands in; sits on leases, lies, dies, comes back
-    trusted     Validator, Trainer
+    world       Scenario, WorkerKind: who takes part, how fast, how honest, how long, and what breaks; World: the heap
+                of events, the hub, who waits for what, what is written down
+    workers     SimulatedWorker: asks, generates, submits; sits on leases, lies, dies, comes back
+    simulation  Simulation: a scenario, played; SimulatedValidator, SimulatedTrainer
     invariants  problems: what must hold, whatever happened
 
     heap ─ next event ─► clock ─► actor ─ calls ─► hub.service ─► hub.state (the real decisions) ─► SQLite in memory
@@ -16,8 +15,7 @@ the network between actors and hub: requests are not signed, and none is lost.
 """
 
 from shoal.simulator.invariants import problems
-from shoal.simulator.scenario import Scenario, WorkerKind
 from shoal.simulator.simulation import Simulation
-from shoal.simulator.world import SimulationResult, World
+from shoal.simulator.world import Scenario, SimulationResult, WorkerKind, World
 
 __all__ = ["Scenario", "Simulation", "SimulationResult", "WorkerKind", "World", "problems"]

@@ -2,12 +2,148 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from shoal.simulator.scenario import Scenario
-from shoal.simulator.trusted import SimulatedTrainer, SimulatedValidator
-from shoal.simulator.workers import SimulatedWorker
-from shoal.simulator.world import SimulationResult, World
+from shoal.hub.changes import Topic
+from shoal.hub.state.batches import batch_digest
+from shoal.protocol import (
+    Audit,
+    AuditRequest,
+    Heartbeat,
+    Lease,
+    Outcome,
+    PolicyAnnouncement,
+    PolicyRef,
+    RolloutReward,
+    Severity,
+    SignedDocument,
+    Verdict,
+    VerdictReport,
+    sign_document,
+)
+from shoal.simulator.workers import RETRY_S, TOKENS, SimulatedWorker
+from shoal.simulator.world import RUN, HubDown, Scenario, SimulationResult, World
+
+
+def beat(world: World, node: str) -> None:
+    with suppress(HubDown):
+        world.hub.membership.heartbeat(world.signed_in(node), Heartbeat())
+    world.at(world.scenario.heartbeat_s, lambda: beat(world, node))
+
+
+class SimulatedValidator:
+    kind = "validator"
+
+    def __init__(self, world: World, number: int) -> None:
+        self._world = world
+        self._key = world.key(f"validator/{number}")
+        self.node = ""
+
+    def arrive(self) -> None:
+        self.node = self._world.register(self._key, "validator")
+        beat(self._world, self.node)
+        self.ask()
+
+    def ask(self) -> None:
+        try:
+            row = self._world.signed_in(self.node)
+            reply = self._world.hub.checking.audits(row, AuditRequest(max_audits=self._world.scenario.claims))
+        except HubDown:
+            self._world.at(RETRY_S, self.ask)
+            return
+        if not reply.audits:
+            self._world.wait(Topic.AUDITS, self)
+            return
+        takes_s = len(reply.audits) * self._world.scenario.audit_s
+        verdicts = [self._verdict(audit) for audit in reply.audits if audit.depth != "progress"]
+        self._world.at(takes_s, lambda: self._report(verdicts))
+
+    def _report(self, verdicts: Sequence[SignedDocument]) -> None:
+        if verdicts:
+            try:
+                row = self._world.signed_in(self.node)
+                refused = self._world.hub.checking.verdicts(row, VerdictReport(verdicts=tuple(verdicts))).refused
+            except HubDown:
+                self._world.at(RETRY_S, lambda: self._report(verdicts))
+                return
+            self._world.counts["verdicts"] += len(verdicts) - len(refused)
+            self._world.counts["verdicts refused"] += len(refused)
+        self.ask()
+
+    def _verdict(self, audit: Audit) -> SignedDocument:
+        world, lease = self._world, Lease.model_validate(audit.lease.document)
+        lied = audit.submission in world.lies and audit.depth == "full"
+        teaches = world.random.random() >= 1 / world.scenario.equal
+        rewards = tuple(RolloutReward(value=float(index * teaches)) for index in range(world.scenario.run.group_size))
+        verdict = Verdict(
+            run=RUN,
+            submission=audit.submission,
+            unit=lease.unit,
+            node=lease.node,
+            outcome=Outcome.REJECTED if lied else Outcome.ACCEPTED,
+            severity=Severity.CERTAIN if lied else None,
+            reason="sampling.seed" if lied else "",
+            rewards=() if lied else rewards,
+            generated_tokens=0 if lied else TOKENS * world.scenario.run.group_size,
+            depth=audit.depth,
+            decided_at_ms=world.clock.now_ms(),
+            environment_digest=lease.environment_digest,
+        )
+        return sign_document(verdict, self._key)
+
+
+class SimulatedTrainer:
+    kind = "trainer"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._key = world.key("trainer")
+        self._version = 0
+        self.node = ""
+
+    @property
+    def finished(self) -> bool:
+        return self._version >= self._world.scenario.run.steps
+
+    def arrive(self) -> None:
+        self.node = self._world.register(self._key, "trainer")
+        beat(self._world, self.node)
+        self._announce()
+
+    def _announce(self) -> None:
+        ref = PolicyRef(incarnation=0, version=self._version, digest=f"{self._version:064x}")
+        document = PolicyAnnouncement(run=RUN, policy=ref, created_at_ms=self._world.clock.now_ms())
+        try:
+            self._world.hub.training.announce(self._world.signed_in(self.node), sign_document(document, self._key))
+        except HubDown:
+            self._world.at(RETRY_S, self._announce)
+            return
+        if not self.finished:
+            self.ask()
+
+    def ask(self) -> None:
+        step, world = self._version, self._world
+        try:
+            batch = world.hub.training.batch(world.signed_in(self.node), step).batch
+        except HubDown:
+            world.at(RETRY_S, self.ask)
+            return
+        if batch is None:
+            world.wait(Topic.BATCHES, self)
+            return
+        known = world.batches.setdefault(step, batch)
+        world.counts["batches changed"] += batch_digest(known) != batch_digest(batch)
+        if world.random.random() < 1 / world.scenario.trainer_dies:  # half a step is lost, and done again
+            world.counts["trainer deaths"] += 1
+            world.at(world.scenario.train_s / 2, self.ask)
+            return
+        world.at(world.scenario.train_s, self._trained)
+
+    def _trained(self) -> None:
+        self._version += 1
+        self._announce()
 
 
 class Simulation:

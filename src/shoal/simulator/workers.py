@@ -1,4 +1,4 @@
-"""A simulated worker: asks for work, takes its time, hands it in. Some lie, some sit on leases, all may die.
+"""A simulated worker: asks for work, takes its time, submits it. Some lie, some sit on leases, all may die.
 
 arrive ─► ask ─┬─ leases ─► generating (heartbeats with progress) ─► hand in ─► ask
                ├─ nothing ─► waits, like a long poll
@@ -20,8 +20,7 @@ from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, Receipt, pack, pack_tokens, submission_digest
 from shoal.protocol.submission import ShownChunks, ShownProgress
-from shoal.simulator.scenario import WorkerKind
-from shoal.simulator.world import HubDown, World
+from shoal.simulator.world import HubDown, WorkerKind, World
 
 RETRY_S = 2.0
 TOKENS = 16
@@ -78,7 +77,7 @@ class SimulatedWorker:
         self._world.at(self._world.scenario.heartbeat_s, lambda: self._beat(life))
         progress = self._progress()
         try:
-            known = self._world.hub.membership.heartbeat(self._row, Heartbeat(progress=progress))
+            known = self._world.hub.membership.heartbeat(self._row, Heartbeat(progress=progress, counters={}))
             if known.node.on_probation:
                 self._show(progress)
         except (HubDown, Refusal):  # the lease may have run out

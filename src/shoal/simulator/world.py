@@ -5,7 +5,7 @@ at(delay, action) ─► heap ─► the clock jumps to the next event ─► ac
 waiting (like long polls) ◄── nothing to do ◄──────────────────────┤
     └─ the hub notes a change ─► those who waited longest ask again, until asking is in vain
 
-Submissions stay in this process (`MemoryBlobs`): a simulated hour hands in hundreds of thousands, and trains on none of
+Submissions stay in this process (`MemoryBlobs`): a simulated hour submits hundreds of thousands, and trains on none of
 them.
 """
 
@@ -17,13 +17,13 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.environments import Score, Split, Task
 from shoal.errors import ResourceError
-from shoal.hub import HubConfig
+from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.hub.changes import Topic
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import SaveNode
@@ -40,7 +40,59 @@ from shoal.protocol import (
     submission_digest,
 )
 from shoal.runtime.clock import ManualClock
-from shoal.simulator.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class WorkerKind:
+    """Workers of one kind. Times are means; each worker's pace is its own, and `spread` says how much they differ.
+
+    Those that are `proven` are past probation when they arrive. `lies` is the part of its groups that fail the audit.
+    One that does not `deliver` takes leases and submits nothing. If it `pretends`, it says and shows that it
+    makes progress all the same. `network` and `address` are where they ask from. One that dies does so without a
+    word after about `lives_s`, and is back `away_s` later: with its key, or, if it is banned and `fresh_keys`, with a
+    new one.
+    """
+
+    count: int
+    group_s: float = 60.0
+    spread: float = 0.3
+    units: int = 1
+    proven: bool = False
+    lies: float = 0.0
+    delivers: bool = True
+    pretends: bool = False
+    network: str = ""
+    address: str = ""
+    lives_s: float = math.inf
+    away_s: float = 120.0
+    fresh_keys: bool = False
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run of `seconds` simulated seconds at the most.
+
+    Workers arrive within `arrive_s`. Each of `validators` needs `audit_s` for a group and claims `claims` at a time;
+    one group in `equal` teaches nothing. The trainer needs `train_s` for a step and dies in the middle of one step in
+    `trainer_dies`. The hub is stopped every `restarts_s` and is back after `down_s`.
+    """
+
+    crews: tuple[WorkerKind, ...]
+    seed: int = 0
+    seconds: float = 600.0
+    run: RunSettings = field(default_factory=lambda: RunSettings(steps=20, groups_per_step=16, group_size=2))
+    hub: HubSettings = field(default_factory=HubSettings)
+    arrive_s: float = 5.0
+    heartbeat_s: float = 10.0
+    validators: int = 1
+    audit_s: float = 0.25
+    claims: int = 8
+    equal: float = math.inf
+    train_s: float = 10.0
+    trainer_dies: float = math.inf
+    restarts_s: float = math.inf
+    down_s: float = 5.0
+
 
 if TYPE_CHECKING:
     from shoal.hub.storage.s3 import S3Inbox
@@ -75,8 +127,9 @@ TICK_S = 1.0
 POLL_S = 20.0
 """A long poll that got nothing is made again after this time."""
 GATHER_S = 0.05
-IN_VAIN = 3
-"""So many in a row that get nothing stand for all others of their kind: their asks would only cost time."""
+IN_VAIN = {Topic.LEASES: 3, Topic.AUDITS: 1, Topic.BATCHES: 1}
+"""So many in a row that get nothing stand for all others of their kind: their asks would only cost time. Of a kind of
+workers some may be kept from work by their own windows; validators are all the same to the hub."""
 RUN = "simulated"
 
 
@@ -233,7 +286,7 @@ class World:
         in_vain: Counter[str] = Counter()
         skipped: list[WaitingActor] = []
         for waiter in waiting:
-            if in_vain[waiter.kind] >= IN_VAIN:
+            if in_vain[waiter.kind] >= IN_VAIN[topic]:
                 skipped.append(waiter)
                 continue
             before = len(self._waiting[topic])

@@ -11,7 +11,7 @@
     learner     Learner, new_learner: model, optimizer, algorithm; Masters: float32 weights behind bfloat16
     step        train_step, train_samples, StepWork: one training step; knows no algorithm, no hub, no file
     update      Update, StepPlan, Veto: one optimizer step of it; Tally, Totals: what it measures
-    held_out    HeldOut, ByValidators, GreedyEvaluator: the greedy score on held-out tasks
+    held_out    HeldOut, ByValidators: the greedy score on held-out tasks
 
     publisher   Publisher: a version is saved and goes out while the next step is trained
     checkpoint  CheckpointStore, Copies, restore: everything a resume needs, whole or not at all; hold_start

@@ -40,6 +40,7 @@ RETRY_S = 60.0  # after a measurement failed
 LATEST_S = 60.0  # what has built-in limits waits so long for a time without audits
 PROBE_SHARE = 0.02  # of the time, at most, is spent on looking whether the policy has moved, and on what was refused
 CPU_SEQUENCES = 64  # a processor takes as many times longer for more rows; a GPU does not
+MOST_ON_CPU = 20_000_000  # weights: larger models take a processor minutes to measure, and built-in limits do
 SENTENCE = 500
 
 
@@ -162,6 +163,8 @@ class Calibrator:
         known, own = self._judge.profiles, format_of(self._kind)
         can_wait = {kind for kind in kinds if device == "cpu" or limits_for(kind, own, {}, known)}
         kinds = [kind for kind in kinds if kind in asked or kind not in can_wait]
+        if device == "cpu" and self._client.run_info().model.parameters > MOST_ON_CPU:
+            kinds = [kind for kind in kinds if not limits_for(kind, own, {}, known)]
         if in_force is not None and in_force.policy.incarnation == newest.incarnation:
             again = newest != in_force.policy and self._clock.monotonic_s() >= self._next_refused_s
             seen = {kind for kind, each in in_force.kinds.items() if self.machine in seen_by(each)}

@@ -2,8 +2,7 @@
 
 settings   WorkerSettings, WorkerConfig
 loop       run_worker, Worker: lease, generate, hand in
-outbox     Outbox, Parcel: finished work on disk until the hub has promised to keep it
-uploader   Uploader: sends the outbox beside generation
+outbox     Outbox, Parcel: finished work on disk until the hub has promised to keep it; Uploader: sends it
 earnings   Earnings: credit and refusals, said to the node's owner
 """
 

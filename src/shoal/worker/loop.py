@@ -31,7 +31,7 @@ from shoal.engines.protocol import BoundedEngine
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
-from shoal.protocol import Entry, HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
+from shoal.protocol import Entry, HeartbeatReply, Lease, LeaseRelease, LeaseRequest, PolicyRef
 from shoal.protocol.lease import MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
@@ -42,10 +42,9 @@ from shoal.shardcast import Prefetch
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.fitting import fitted, refuse_too_large, refuse_too_little_disk, units_that_fit
 from shoal.worker.newest import NewestPolicy
-from shoal.worker.outbox import KeptHeads, Outbox, Parcel
+from shoal.worker.outbox import KeptHeads, Outbox, Parcel, Uploader
 from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
 from shoal.worker.showing import ProgressSender
-from shoal.worker.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
@@ -62,21 +61,21 @@ SURE = 0.75  # the part of a lease's time that is planned with: the next groups 
 
 
 def run_worker(config: WorkerConfig, stop: StopToken) -> None:
-    """Work for a run until it is finished, the process is told to stop, or the hub shuts this node out.
-
-    Raises `ShutOut` with the hub's sentence if the node is banned, `HubUnreachable` after the patience, `ConfigError`
-    if the run has no use for what this worker generates with. A suspension is waited for.
-    """
+    """Work for a run until it is finished, the process is told to stop, or the hub shuts this node out (`ShutOut`).
+    `ConfigError`: the run has no use for what this worker generates with. A suspension is waited for."""
     check_choices(config.engine, config.cheat, config.settings)
     conduct = Cheat() if config.cheat is None else find_cheat(config.cheat)  # with no hook changed: honest
     if config.cheat is not None:
         log.warning("this worker cheats (%s): it %s", config.cheat, conduct.what)
-    with ending_quietly(stop), FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
+    lock = FolderLock(config.folder)
+    with ending_quietly(stop), lock.acquire(stop, LOCK_WAIT_S), closing(_client(config, stop)) as client:
         run = client.run_info()
         refuse_too_little_disk(run, config.folder, config.limits)
         warm_up(config.engine, config.settings.device)
         fit = _fit(config, client)
-        _register(config, client)
+        refusal = shut_out(client.register(config.name, "worker", None, config.vouch))  # who is unfit leaves no trace
+        if refusal is not None:
+            raise refusal
         log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
         outbox = Outbox(config.folder / "outbox")
         weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
@@ -97,6 +96,14 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
                     fit = _fit(config, client, closed)
         if worker.finished:
             weights.forget()
+
+
+def _client(config: WorkerConfig, stop: StopToken) -> HubClient:
+    """One that insists on the run's root key."""
+    urls, options = (config.hub_url, *config.further_hubs), ClientOptions(patience_s=config.pace.patience_s)
+    client = HubClient(urls, identity(config.folder), stop, config.root_fingerprint, config.http, options=options)
+    client.on_receipt = KeptHeads(config.folder).keep
+    return client
 
 
 class NotTaken(Exception):
@@ -125,7 +132,7 @@ def ending_quietly(stop: StopToken) -> Iterator[None]:
 
 
 def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str) -> EngineShelf:
-    """Where engines come from: the honest road, or the one that a cheat makes of it."""
+    """Where engines come from: the honest route, or the one that a cheat makes of it."""
 
     def make(files: Mapping[str, bytes]) -> Engine:
         engine = build(config.engine, files, config.settings.device, config.settings.dtype)
@@ -141,25 +148,6 @@ def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str)
         return conduct.engine(make(files), Loot(files, environment, make))
 
     return EngineShelf(conduct.fetch(fetch), engine, LOADED_POLICIES, check=check)
-
-
-@contextmanager
-def _connected(config: WorkerConfig, stop: StopToken) -> Iterator[HubClient]:
-    """A client that insists on the run's root key."""
-    key = identity(config.folder)
-    urls = (config.hub_url, *config.further_hubs)
-    options = ClientOptions(patience_s=config.pace.patience_s)
-    client = HubClient(urls, key, stop, config.root_fingerprint, config.http, options=options)
-    client.on_receipt = KeptHeads(config.folder).keep
-    with closing(client):
-        yield client
-
-
-def _register(config: WorkerConfig, client: HubClient) -> None:
-    """Once this machine is known to be fit: whoever is not leaves no trace in the run."""
-    refusal = shut_out(client.register(config.name, "worker", None, config.vouch))
-    if refusal is not None:
-        raise refusal
 
 
 @dataclass(frozen=True)
@@ -211,7 +199,8 @@ class Worker:
 
     def run(self) -> None:
         """Lease, generate, hand in; until finished, stopped or shut out."""
-        self._report_leftovers()
+        if waiting := len(self._outbox.waiting(self._run)):
+            log.info("sending first what an earlier start finished: %s", count_of(waiting, "group"))
         try:
             with self._uploader, self._heartbeat, self._showing:
                 try:
@@ -241,21 +230,10 @@ class Worker:
         self._showing.hear(reply)
         self._deadlines_ms.update((lease, ms) for lease, ms in reply.deadlines.items() if lease in self._hand)
 
-    def _forget_deadlines(self) -> None:
-        """Of leases that are not in hand any more. The heartbeat's thread may add some meanwhile: none is lost."""
-        for lease in list(self._deadlines_ms):
-            if lease not in self._hand:
-                self._deadlines_ms.pop(lease, None)
-
     def _ends_at_s(self, held: Held) -> float:
         """When a lease runs out by this machine's clock; as much later as the hub has moved its deadline."""
         moved_ms = self._deadlines_ms.get(held.lease.lease, held.lease.deadline_ms) - held.lease.deadline_ms
         return held.ends_at_s + max(0, moved_ms) / 1000
-
-    def _report_leftovers(self) -> None:
-        waiting = len(self._outbox.waiting(self._run))
-        if waiting:
-            log.info("sending first what an earlier start finished: %s", count_of(waiting, "group"))
 
     def _raise_failure(self) -> None:
         """What the other threads found, raised here: this node is shut out, or the hub is gone."""
@@ -281,12 +259,19 @@ class Worker:
             policy=policy,
             behind=self._newest.behind,
         )
-        with self.activity.waiting("work from the hub"):
-            reply = self._ask(request)
+        try:
+            with self.activity.waiting("work from the hub"):
+                reply = self._client.lease(request)
+        except HubRefused as refusal:
+            if refusal.code == PROFILE_UNKNOWN:  # not about this node: about what it was told to generate with
+                raise ConfigError(str(refusal)) from refusal
+            raise
         arrived_s = self._clock.monotonic_s()
         for lease, _ in self._client.open_leases(reply):
             self._hand[lease.lease] = Held(lease, arrived_s + (lease.deadline_ms - lease.issued_at_ms) / 1000)
-        self._forget_deadlines()
+        for name in list(self._deadlines_ms):  # the heartbeat's thread may add some meanwhile: none is lost
+            if name not in self._hand:
+                self._deadlines_ms.pop(name, None)
         self._newest.hear(reply)
         if not reply.leases and self._newest.behind:
             self._newest.refused()
@@ -296,20 +281,9 @@ class Worker:
             point("worker.lease.received")
         if not reply.leases and reply.waiting:
             log.debug("no work: %s", reply.waiting)
-            self._refuse_untaken(profile)
-
-    def _refuse_untaken(self, profile: str) -> None:
-        """Validators may have measured since the start that work of this kind cannot be judged."""
-        if self._may_choose and profile not in self._client.refreshed_run().info.profiles:
-            raise NotTaken(profile)
-
-    def _ask(self, request: LeaseRequest) -> LeaseReply:
-        try:
-            return self._client.lease(request)
-        except HubRefused as refusal:
-            if refusal.code == PROFILE_UNKNOWN:  # not about this node: about what it was told to generate with
-                raise ConfigError(str(refusal)) from refusal
-            raise
+            # validators may have measured since the start that work of this kind cannot be judged
+            if self._may_choose and profile not in self._client.refreshed_run().info.profiles:
+                raise NotTaken(profile)
 
     def _known_leases(self) -> tuple[str, ...] | None:
         """The leases in hand or answered in the outbox. Others were lost with an earlier start: the hub ends them."""
@@ -370,10 +344,7 @@ class Worker:
         self._give_back_broken(loaded, groups)
 
     def _size_up(self, leases: Sequence[Lease], took_s: float, most: int = MAX_LEASES_PER_REQUEST) -> None:
-        """From how long these groups took: how many can be generated in one call within the time of a lease.
-
-        `most` is how many fit into memory.
-        """
+        """How many groups can be generated in one call within the time of a lease; `most` fit into memory."""
         allowed_ms = min(max(lease.deadline_ms, lease.hard_deadline_ms) - lease.issued_at_ms for lease in leases)
         doable = int(SURE * allowed_ms / 1000 * len(leases) / max(took_s, 0.001))
         self._units = max(1, min(doable, most, self._settings.units_per_lease))
@@ -395,7 +366,7 @@ class Worker:
             return
         log.warning(
             "%d of %d groups have log-probabilities that are no numbers: this machine's arithmetic, or the policy "
-            "%s, is broken; they are not handed in",
+            "%s, is broken; they are not submitted",
             broken, len(groups), loaded.ref.label,
         )  # fmt: skip
         self._release([held.lease.lease for held in self._of(loaded.ref)], "log-probabilities that are no numbers")

@@ -18,15 +18,18 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import CodecError
+from shoal.client import HubClient
+from shoal.client.delivery import Delivery
+from shoal.errors import CodecError, DeadlineExceeded, HubRefused, ShoalError, ShutOut
 from shoal.protocol import BodyLimits, SignedDocument, Submission, pack, submission_digest, unpack
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, open_in_place, resource_error, sync_folder, write_atomically
+from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +47,6 @@ class Parcel:
     run: str
     lease: str
     unit: int
-
-    def read(self) -> bytes:
-        return self.path.read_bytes()
 
 
 class Outbox:
@@ -165,7 +165,7 @@ class KeptHeads:
         self._path = folder / HEADS
         self._lock = threading.Lock()
         self._newest = ""
-        self._lines = _count_lines(self._path)
+        self._lines = self._path.read_bytes().count(b"\n") if self._path.is_file() else 0
 
     def keep(self, receipt: SignedDocument) -> None:
         """Append a receipt, unless the ledger has not grown since the last one."""
@@ -185,8 +185,78 @@ class KeptHeads:
                 log.warning("the ledger head in a receipt could not be kept in %s: %s", self._path, error)
 
 
-def _count_lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except OSError:
-        return 0
+POLL_S = 0.1
+JOIN_S = 10.0
+UPLOADS = 4
+UNAUTHORISED = 401
+
+
+class Uploader:
+    """Use as a context manager. `failure` is what the worker should end with, if anything."""
+
+    def __init__(
+        self, client: HubClient, outbox: Outbox, on_sent: Callable[[Parcel, bool], None], clock: Clock = SystemClock()
+    ) -> None:
+        self._outbox = outbox
+        self._run = client.run_info().run
+        self._delivery = Delivery(client, clock)
+        self._on_sent = on_sent
+        self._clock = clock
+        self._end = StopToken()
+        self._threads = [
+            threading.Thread(target=self._empty, name=f"uploader-{number}", daemon=True) for number in range(UPLOADS)
+        ]
+        self.failure: ShoalError | None = None
+
+    def __enter__(self) -> Uploader:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._end.set("the worker ended")
+        end_s = self._clock.monotonic_s() + JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - self._clock.monotonic_s()))
+        self._delivery.close()
+
+    def flush(self, timeout_s: float, give_up: Callable[[], bool]) -> bool:
+        """Whether everything was sent, at the latest after the time-out, a failure, or when `give_up` says so."""
+        end_s = self._clock.monotonic_s() + timeout_s
+        while not self._outbox.wait_until_below(self._run, 1, POLL_S):
+            if self.failure is not None or give_up() or self._clock.monotonic_s() > end_s:
+                return False
+        return True
+
+    def _empty(self) -> None:
+        while not self._end.is_set() and self.failure is None:
+            parcel = self._outbox.take(self._run, POLL_S)
+            if parcel is not None:
+                self._send(parcel)
+
+    def _send(self, parcel: Parcel) -> None:
+        try:
+            point("worker.outbox.before_send")
+            try:
+                receipt = self._delivery.hand_in(parcel.lease, parcel.path.read_bytes())
+            except HubRefused as refusal:
+                return self._refused(parcel, refusal)
+            log.debug("unit %d: receipt for %s", parcel.unit, receipt.submission)
+            point("worker.outbox.after_receipt")
+            self._outbox.delivered(parcel)
+            self._on_sent(parcel, True)
+        except DeadlineExceeded:
+            self._outbox.put_back(parcel)
+            self._end.wait(POLL_S)  # stopping: try once more until the flush is over
+        except (ShoalError, OSError) as error:  # also: the disk has no room for what the hub said
+            self._outbox.put_back(parcel)
+            self.failure = error if isinstance(error, ShoalError) else resource_error("send", parcel.path, error)
+
+    def _refused(self, parcel: Parcel, refusal: HubRefused) -> None:
+        if refusal.status == UNAUTHORISED or isinstance(refusal, ShutOut):
+            self._outbox.put_back(parcel)
+            self.failure = refusal  # about this node, not about the parcel: it stays
+            return
+        self._outbox.refuse(parcel, refusal.code, str(refusal))
+        log.warning("unit %d was not taken: %s", parcel.unit, refusal)
+        self._on_sent(parcel, False)

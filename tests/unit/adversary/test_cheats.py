@@ -13,12 +13,10 @@ import pytest
 
 from shoal.adversary import CHEATS, Cheat, Loot, find_cheat
 from shoal.adversary.base import Worth
-from shoal.adversary.copies import Steal
-from shoal.adversary.dice import TRIES, own_seeds
-from shoal.adversary.proofs import FIELD, chunks_of
-from shoal.adversary.sleeper import HONEST_UNITS, Sleeper
+from shoal.adversary.claims import HONEST_UNITS, Sleeper, Steal
 from shoal.adversary.steering import Steer
-from shoal.adversary.weights import shallow_files
+from shoal.adversary.tokens import TRIES, own_seeds
+from shoal.adversary.weights import FIELD, chunks_of, shallow_files
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.submission import submission_of

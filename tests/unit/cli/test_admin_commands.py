@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,8 +16,18 @@ from shoal.client import ClientOptions, HubClient
 from shoal.errors import HubRefused, UserError
 from shoal.hub.service import Hub
 from shoal.ledger import verify
-from shoal.protocol import AuditRequest, LeaseRequest, SigningKey, load_or_create_key
+from shoal.protocol import (
+    AuditRequest,
+    LeaseRequest,
+    SignedDocument,
+    SigningKey,
+    Vouch,
+    load_key,
+    load_or_create_key,
+    open_document,
+)
 from shoal.run.folder import RunFolder
+from shoal.run.keyring import PASSPHRASE, node_of, read_vouch, vouch_of
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator.profiles import Profile, to_toml
@@ -46,7 +57,7 @@ def order(folder: RunFolder, verb: str, *arguments: str) -> int:
     return main(["admin", verb, str(folder.path), *arguments])
 
 
-def test_pause_and_resume(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pause_and_resume(folder: RunFolder, capsys: Shown) -> None:
     assert order(folder, "pause", "--reason", "power cut") == 0
     assert capsys.readouterr().out == "the run is paused\n"
     reply = client_of(folder, ALICE).lease(LeaseRequest(request="request-1", max_units=1))
@@ -60,9 +71,7 @@ def test_pause_and_resume(folder: RunFolder, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to do: the run is running"
 
 
-def test_a_node_is_named_by_its_name_or_the_start_of_its_id(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, capsys: Shown) -> None:
     assert order(folder, "ban", "alice", "--reason", "a bot") == 0
     assert main(["why", ALICE.node[:6], str(folder.path)]) == 0
     said = capsys.readouterr().out
@@ -81,7 +90,7 @@ def test_a_node_is_named_by_its_name_or_the_start_of_its_id(
     assert "there is no node 'nobody' in this run; a node is named by" in capsys.readouterr().err
 
 
-def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: Shown) -> None:
     assert main(["why", "9999999", str(folder.path)]) == 2
     assert "there is no unit 9999999" in capsys.readouterr().err
     assert main(["why", "f" * 32, str(folder.path)]) == 2
@@ -106,7 +115,7 @@ def test_relays(folder: RunFolder) -> None:
     assert "http://relay:8472" not in client_of(folder, ALICE).run_info().sources
 
 
-def test_another_validator_without_a_restart(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_validator_without_a_restart(folder: RunFolder, capsys: Shown) -> None:
     assert order(folder, "add-validator") == 0
     assert "validator --dir" in capsys.readouterr().out
     key = folder.key("validator-1")
@@ -121,9 +130,7 @@ def test_another_validator_without_a_restart(folder: RunFolder, capsys: pytest.C
     assert key.public_key not in client_of(folder, ALICE).trusted_run().validator_keys
 
 
-def test_a_validator_elsewhere_gets_its_certificate_as_a_file(
-    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_validator_elsewhere_gets_its_certificate_as_a_file(folder: RunFolder, tmp_path: Path, capsys: Shown) -> None:
     elsewhere, out = tmp_path / "elsewhere", tmp_path / "certificate.json"
     (elsewhere / "keys").mkdir(parents=True)
     key = load_or_create_key(elsewhere / "keys" / "validator-0.key")
@@ -141,7 +148,7 @@ def test_a_validator_elsewhere_gets_its_certificate_as_a_file(
 
 
 def test_limits_of_a_kind_that_no_validator_has_are_signed_by_the_root_key_and_open_it(
-    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, tmp_path: Path, capsys: Shown
 ) -> None:
     kind = "vllm/cuda/bfloat16"
     (tmp_path / "mine.toml").write_text(to_toml(Profile(key=kind)))
@@ -166,7 +173,7 @@ def test_without_the_root_key_nobody_is_certified(folder: RunFolder, tmp_path: P
         (tmp_path / "root.key").rename(root)
 
 
-def test_keys_are_rotated_without_an_interruption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_rotated_without_an_interruption(tmp_path: Path, capsys: Shown) -> None:
     folder = make_folder(tmp_path / "run")
     before = {name: folder.key(name).public_key for name in ("hub", "validator-0", "admin")}
     with serving(folder):
@@ -204,3 +211,89 @@ def test_a_hub_that_is_not_running_takes_no_orders(tmp_path: Path) -> None:
         assert order(folder, "pause") == 4
     with pytest.raises(UserError, match="64 hex digits"):
         ordering.revoke(str(folder.path), "short", "", None)
+
+
+Shown = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def owner(tmp_path: Path, capsys: Shown) -> Path:
+    assert main(["key", "new", str(tmp_path / "owner.key")]) == 0
+    capsys.readouterr()
+    return tmp_path / "owner.key"
+
+
+@pytest.fixture(autouse=True)
+def passphrase(monkeypatch: Patch) -> None:
+    monkeypatch.setenv(PASSPHRASE, "several words of mine")
+
+
+def test_a_key_is_made_private_and_shown(owner: Path, capsys: Shown) -> None:
+    key = load_key(owner)
+    for where in (owner, owner.parent / "w"):
+        if where != owner:
+            where.mkdir()
+            owner.rename(where / "node.key")  # a worker's folder stands for the key in it
+        assert main(["key", "new", str(where)]) == 0, "there is one already: it is shown"
+        assert capsys.readouterr().out.split()[-5:] == ["node", key.node, "public", "key", key.public_key]
+
+
+def test_no_key_is_overwritten(owner: Path, tmp_path: Path, capsys: Shown) -> None:
+    before = owner.read_bytes()
+    assert main(["key", "new", str(owner)]) == 0
+    assert "already" in capsys.readouterr().out
+    assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 0
+    assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 2
+    assert main(["key", "import", str(tmp_path / "sealed"), str(owner)]) == 2
+    assert owner.read_bytes() == before
+
+
+def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys: Shown, monkeypatch: Patch) -> None:
+    assert main(["key", "export", str(owner)]) == 0
+    text = capsys.readouterr().out
+    assert "PRIVATE" not in text
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main(["key", "import", "-", str(tmp_path / "there.key")]) == 0
+    assert load_key(tmp_path / "there.key").public_key == load_key(owner).public_key
+    (tmp_path / "words").write_text("other words than those\n")
+    (tmp_path / "sealed").write_text(text)
+    there = str(tmp_path / "nowhere.key")
+    assert main(["key", "import", str(tmp_path / "sealed"), there, "--passphrase-file", str(tmp_path / "words")]) == 2
+    assert "does not open" in capsys.readouterr().err
+    assert not Path(there).exists()
+
+
+def test_without_a_terminal_a_passphrase_has_to_be_given(owner: Path, capsys: Shown, monkeypatch: Patch) -> None:
+    monkeypatch.delenv(PASSPHRASE)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main(["key", "export", str(owner)]) == 2
+    assert "--passphrase-file" in capsys.readouterr().err
+
+
+def test_an_owner_vouches_for_a_machine_without_going_there(owner: Path, tmp_path: Path, capsys: Shown) -> None:
+    machine = SigningKey.generate()
+    for name in (machine.node, machine.public_key):
+        assert main(["key", "vouch", name, "--owner", str(owner)]) == 0
+        text = capsys.readouterr().out
+        vouch = open_document(SignedDocument.model_validate_json(text), Vouch, load_key(owner).public_key)
+        assert (vouch.node, vouch.owner) == (machine.node, load_key(owner).public_key)
+    (tmp_path / "vouch.json").write_text(text)
+    assert read_vouch(tmp_path / "vouch.json", machine).signed_by == vouch.owner
+    with pytest.raises(UserError, match=f"vouches for node {machine.node}, but this one is"):
+        read_vouch(tmp_path / "vouch.json", SigningKey.generate())
+
+
+def test_what_a_worker_brings_along_of_its_owner(owner: Path, tmp_path: Path) -> None:
+    machine = SigningKey.generate()
+    assert vouch_of(machine, None, None) is None
+    signed = vouch_of(machine, owner, None)
+    assert signed is not None
+    assert open_document(signed, Vouch, load_key(owner).public_key).node == machine.node
+    with pytest.raises(UserError, match="give one of them"):
+        vouch_of(machine, owner, owner)
+    with pytest.raises(UserError, match="is not a vouch"):
+        vouch_of(machine, None, owner)
+    assert node_of(str(owner)) == load_key(owner).node
+    with pytest.raises(UserError, match="neither a node id"):
+        node_of("alice")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -11,20 +12,27 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+import shoal.run.join
+import shoal.shardcast
 from shoal.cli.main import main
 from shoal.cli.printing import CastTerminal, metered
 from shoal.errors import BroadcastError, ManifestRefused, UserError
 from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Content, Downloader, Origin, Payload
+from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
+from shoal.shardcast import Content, Downloader, Origin, Payload, RelayConfig, RelaySettings
 from shoal.shardcast.cast import megabytes, public_url, say_commands
 from shoal.shardcast.cast.fetch import Delivery, shares
 from shoal.shardcast.cast.trust import Sources, Trust, meet
 from shoal.shardcast.server import local_url
+
+Capture = pytest.CaptureFixture[str]
 
 KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
 NOWHERE = "http://127.0.0.1:9"
@@ -213,21 +221,11 @@ def test_several_files_become_a_folder(tmp_path: Path, serve: Serve) -> None:
 # ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Times:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_a_log_gets_a_line_every_few_seconds() -> None:
-    file, now = io.StringIO(), Times()
-    with metered("fetching [x]", Console(file=file, width=200), now) as report:
+    file, now = io.StringIO(), [0.0]
+    with metered("fetching [x]", Console(file=file, width=200), lambda: now[0]) as report:
         for second in range(12):
-            now.now_s = float(second)
+            now[0] = float(second)
             report(second * 1_000_000, 20_000_000)
     lines = file.getvalue().splitlines()
     assert lines == ["fetching [x]: 10 of 20 MB, 10 s left"]
@@ -248,7 +246,7 @@ def test_who_sent_how_much() -> None:
     assert megabytes(1_234_567_890) == "1,234.57 MB"
 
 
-def test_the_commands_name_an_address_that_others_can_reach(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_name_an_address_that_others_can_reach(capsys: Capture) -> None:
     say_commands(CastTerminal(), "http://127.0.0.1:7", "192.0.2.5", "ab" * 32, "my file")
     assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} -o 'my file'\n" in capsys.readouterr().out
     assert public_url("http://127.0.0.1:7", "0.0.0.0").endswith(":7")
@@ -259,7 +257,7 @@ def test_the_commands_name_an_address_that_others_can_reach(capsys: pytest.Captu
 # ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def complaint(capsys: Capture, *arguments: str) -> tuple[int, str]:
     code = main(["cast", *arguments])
     said = capsys.readouterr()
     assert "Traceback" not in said.err
@@ -312,9 +310,7 @@ def odd_things(here: Path) -> None:
         ([], 2, "Missing argument"),
     ],
 )
-def test_what_cannot_be_published(
-    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, sentence: str
-) -> None:
+def test_what_cannot_be_published(here: Path, capsys: Capture, arguments: list[str], code: int, sentence: str) -> None:
     odd_things(here)
     ended, said = complaint(capsys, "publish", *arguments, "--no-serve")
     assert sentence in said
@@ -322,7 +318,7 @@ def test_what_cannot_be_published(
     assert not (here / "www").exists()
 
 
-def test_a_folder_of_another_key_or_name_is_not_published_into(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_another_key_or_name_is_not_published_into(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
     published(here / "www", key=OTHER)
     assert complaint(capsys, "publish", "file", "--no-serve")[0] == 2
@@ -334,7 +330,7 @@ def test_a_folder_of_another_key_or_name_is_not_published_into(here: Path, capsy
     assert (code, "is the broadcast 'mine'" in said) == (2, True)
 
 
-def test_versions_only_grow_and_one_is_one_content(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_versions_only_grow_and_one_is_one_content(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
     for version in ("4", "4"):
         assert main(["cast", "publish", "file", "--version", version, "--no-serve"]) == 0
@@ -347,7 +343,7 @@ def test_versions_only_grow_and_one_is_one_content(here: Path, capsys: pytest.Ca
     assert "published file version 5: 5 bytes" in capsys.readouterr().out
 
 
-def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
     for _ in range(2):
         assert main(["cast", "publish", "file", "--dir", "deep/www", "--no-serve"]) == 0
@@ -374,9 +370,7 @@ def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: py
         ([NOWHERE, "-o", "out", "--wait", "0"], 1, "127.0.0.1:9 cannot be reached"),
     ],
 )
-def test_what_cannot_be_fetched(
-    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, sentence: str
-) -> None:
+def test_what_cannot_be_fetched(here: Path, capsys: Capture, arguments: list[str], code: int, sentence: str) -> None:
     (here / "file").write_bytes(b"")
     os.mkfifo(here / "pipe")
     ended, said = complaint(capsys, "fetch", *arguments)
@@ -385,20 +379,20 @@ def test_what_cannot_be_fetched(
     assert not (here / "out").exists()
 
 
-def test_a_version_that_is_not_offered(here: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_version_that_is_not_offered(here: Path, serve: Serve, capsys: Capture) -> None:
     url = serve(published(here / "www"))
     code, said = complaint(capsys, "fetch", f"{url}/#{KEY.public_key}", "-o", "out", "--version", "7")
     assert (code, "version 7 is not offered; there is 0" in said) == (1, True), said
 
 
-def test_a_wrong_key_ends_at_once(here: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_key_ends_at_once(here: Path, serve: Serve, capsys: Capture) -> None:
     url = serve(published(here / "www"))
     code, said = complaint(capsys, "fetch", f"{url}/#{OTHER.public_key}", "-o", "out")
     assert (code, "not trusted" in said) == (1, True), said
     assert not (here / "out").exists()
 
 
-def test_fetching_any_version_by_number(here: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetching_any_version_by_number(here: Path, serve: Serve, capsys: Capture) -> None:
     for content in (b"zero", b"one", b"two"):
         published(here / "www", files={"a": content})
     url = f"{serve(here / 'www')}/#{KEY.public_key}"
@@ -416,8 +410,62 @@ def test_fetching_any_version_by_number(here: Path, serve: Serve, capsys: pytest
         (["--upstream", NOWHERE, "--keep", "0"], "should be greater than"),
     ],
 )
-def test_what_cannot_be_relayed(
-    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
-) -> None:
+def test_what_cannot_be_relayed(here: Path, capsys: Capture, arguments: list[str], sentence: str) -> None:
     code, said = complaint(capsys, "relay", *arguments)
     assert (code, sentence in said) == (2, True), said
+
+
+HUB = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def configs(monkeypatch: pytest.MonkeyPatch) -> list[RelayConfig]:
+    """The set-ups of the relays that were started; none of them runs."""
+    found: list[RelayConfig] = []
+    info = SimpleNamespace(sources=("http://relay:1",), last_resort=("http://origin:1",))
+    trusted = SimpleNamespace(run="run-1", info=info, trainer_key="ab" * 32, reach=PUBLIC_ONLY)
+
+    def remember(config: RelayConfig, *_: Any) -> None:
+        found.append(config)
+
+    monkeypatch.setattr(shoal.run.join, "meet", lambda *_: trusted)
+    monkeypatch.setattr(shoal.run.join, "begin", lambda *_: StopToken())
+    monkeypatch.setattr(shoal.shardcast, "run_relay", remember)
+    return found
+
+
+def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Path) -> None:
+    options = {
+        "--upstream": ["http://a:1", "http://b:1"],
+        "--peer": ["http://c:1", "http://d:1"],
+        "--folder": [str(tmp_path)],
+        "--host": ["127.0.0.1"],
+        "--port": ["7"],
+        "--keep": ["4"],
+        "--disk-budget-gb": ["1.5"],
+        "--connections-per-client": ["9"],
+    }
+    arguments = [word for name, values in options.items() for value in values for word in (name, value)]
+    assert main(["relay", "--run-info", HUB, *arguments]) == 0
+    settings = RelaySettings(kept_versions=4, disk_budget_gb=1.5, connections_per_client=9)
+    upstreams, peers = ("http://a:1", "http://b:1"), ("http://c:1", "http://d:1")
+    named = Reach(Nearness.PUBLIC, frozenset((name, 1) for name in "abcd"))  # the user's own choice is not checked
+    assert configs == [
+        RelayConfig(tmp_path, upstreams, "run-1", "ab" * 32, "127.0.0.1", 7, settings, peers, reach=named)
+    ]
+
+
+def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[RelayConfig], tmp_path: Path) -> None:
+    assert main(["relay", "--run-info", HUB, "--folder", str(tmp_path)]) == 0
+    budget_gb = configs[0].settings.disk_budget_gb
+    assert (configs[0].settings, configs[0].peers) == (RelaySettings(disk_budget_gb=budget_gb), ())
+    assert budget_gb is not None  # a part of what is free: whoever publishes cannot fill the disk
+    assert 0 < budget_gb < shutil.disk_usage(tmp_path).free / 1e9
+    assert configs[0].upstreams == ("http://relay:1", "http://origin:1")
+    assert configs[0].reach == PUBLIC_ONLY
+
+
+@pytest.mark.parametrize("option", [["--keep", "0"], ["--disk-budget-gb", "0"], ["--connections-per-client", "0"]])
+def test_a_limit_that_cannot_be_is_a_mistake_of_the_user(configs: list[RelayConfig], option: list[str]) -> None:
+    assert main(["relay", "--run-info", HUB, *option]) == 2
+    assert configs == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +19,8 @@ import pytest
 import typer
 
 from kit import fork
-from kit.cli import NODE, TINY, one_line, report, run_shoal, status, wait
-from shoal.cli.main import app, command_names, explain, main
+from kit.cli import NODE, TINY, one_line, report, status, wait
+from shoal.cli.main import READERS, app, command_names, explain, main
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
 from shoal.hub import HubConfig
@@ -33,9 +32,12 @@ from shoal.run.roles import run_role
 from shoal.runtime.config import parse_config
 from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
 
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
-MOST_COMMANDS = 37  # those of groups included; only goes down, unless a commit says why
+MOST_COMMANDS = 35  # those of groups included; only goes down, unless a commit says why
 
 
 @pytest.fixture
@@ -66,19 +68,26 @@ def count_of_commands(group: Any = None) -> int:
 def test_the_commands_are_these() -> None:
     expected = (
         "admin backup cast compare data demo doctor eval export filter hub join key ledger plan relay restore "
-        "run sft status trainer validator why worker"
+        "run sft status trainer validator why"
     )
     assert command_names() == expected.split()
     assert count_of_commands() <= MOST_COMMANDS
 
 
+def test_help_groups_the_commands_by_reader(capsys: Capture) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(reader in shown for reader in READERS)
+    assert "Commands" not in shown, "a command is in no group"
+
+
 @pytest.mark.parametrize("command", command_names())
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_explains_itself(command: str, capsys: Capture) -> None:
     assert main([command, "--help"]) == 0
     assert "Usage: shoal" in capsys.readouterr().out
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version(capsys: Capture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == "shoal 0.1.0\n"
 
@@ -91,35 +100,6 @@ def test_an_unknown_key_in_the_recipe(shoal: Shoal, tmp_path: Path) -> None:
     message = one_line(shoal("run", "mine.toml"), 2)
     assert message == "mine.toml: [trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
-
-
-def test_a_missing_recipe(tmp_path: Path) -> None:
-    assert one_line(run_shoal(tmp_path, "run", "none.toml"), 2) == "there is no recipe at none.toml"
-
-
-def test_a_bad_override(shoal: Shoal) -> None:
-    message = one_line(shoal("run", str(TINY), "--set", "trainer.minibatches=many", "--dry-run"), 2)
-    assert message.startswith("--set trainer.minibatches=many: [trainer] minibatches")
-
-
-def test_a_port_that_is_taken(shoal: Shoal, tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        message = one_line(shoal("run", str(TINY), "--dir", "r", "--set", f"hub.port={port}"), 3)
-    assert message.startswith(f"cannot listen on port {port} of 127.0.0.1")
-
-
-def test_a_folder_that_cannot_be_written(shoal: Shoal, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    message = one_line(shoal("run", str(TINY), "--dir", "file/run"), 3)
-    assert "a part of the path is a file, not a folder" in message
-
-
-def test_a_model_that_is_not_there(shoal: Shoal) -> None:
-    message = one_line(shoal("run", str(TINY), "--dir", "r", "--set", "model.path=/none/such"), 2)
-    assert message.startswith("there is no model folder /none/such")
 
 
 @pytest.mark.parametrize("command", [["join", NOWHERE], ["status", NOWHERE], ["relay", "--run-info", NOWHERE]])
@@ -137,7 +117,7 @@ def test_a_hub_that_stays_away_is_complained_about_once(tmp_path: Path) -> None:
             assert ran.stderr.count("\n") == 1, ran.stderr
 
 
-def in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def in_process(capsys: Capture, *arguments: str) -> tuple[int, str]:
     code = main(arguments)
     error = capsys.readouterr().err
     assert "Traceback" not in error
@@ -150,6 +130,10 @@ def in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
         (["run", "--nonsense"], 2, "No such option: --nonsense"),
         (["run"], 2, "which recipe? for example: shoal run"),
         (["run", str(TINY), "--set", "steps"], 2, "expected section.key=value"),
+        (["run", "none.toml"], 2, "there is no recipe at none.toml"),
+        (["run", str(TINY), "--set", "trainer.minibatches=many"], 2, "--set trainer.minibatches=many: [trainer] mini"),
+        (["run", str(TINY), "--dir", "{tmp}/something/run"], 3, "a part of the path is a file, not a folder"),
+        (["run", str(TINY), "--dir", "{tmp}/r", "--set", "model.path=/none/such"], 2, "there is no model folder /none"),
         (["swim"], 2, "No such command 'swim'"),
         (["status"], 2, "Missing argument"),
         (["run", str(TINY), "--set", "worker.engine=steam", "--dir", "{tmp}/r"], 2, "there is no such engine"),
@@ -167,12 +151,10 @@ def in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
             2,
             "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s",
         ),
-        (["worker", "--dir", "{tmp}", "--max-disk", "1GB"], 2, "go with a join URL, not with --dir"),
+        (["join", "--dir", "{tmp}", "--max-disk", "1GB"], 2, "go with a join URL, not with --dir"),
     ],
 )
-def test_other_mistakes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
-) -> None:
+def test_other_mistakes(tmp_path: Path, capsys: Capture, arguments: list[str], code: int, text: str) -> None:
     (tmp_path / "something").write_text("")
     ended, error = in_process(capsys, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
     assert ended == code
@@ -189,9 +171,7 @@ def test_errors_become_one_line_and_their_exit_code() -> None:
     assert line.startswith("this is a bug: KeyError: 'oops'")
 
 
-def test_a_traceback_is_shown_only_when_asked_for(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_traceback_is_shown_only_when_asked_for(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.delenv("SHOAL_DEBUG", raising=False)
     monkeypatch.setenv("SHOAL_DEBUG", "1")
     assert main(["run", "none.toml"]) == 2
@@ -201,7 +181,7 @@ def test_a_traceback_is_shown_only_when_asked_for(
 
 
 def test_a_supervised_role_shows_the_traceback_of_a_bug_and_of_nothing_else(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.delenv("SHOAL_DEBUG", raising=False)
     monkeypatch.setenv(SUPERVISED, "1")  # stderr is the role's log
@@ -253,7 +233,7 @@ def test_preparing_makes_a_folder_and_starts_nothing(shoal: Shoal, tmp_path: Pat
     folder = RunFolder.open(tmp_path / "runs" / "tiny")
     assert f"shoal join {folder.endpoints.join}" in ran.stdout
     commands = [line.split() for line in ran.stdout.splitlines() if line.startswith("  ")]
-    assert {"hub", "relay", "trainer", "validator", "worker"} == {command[1] for command in commands}
+    assert {"hub", "relay", "trainer", "validator", "join"} == {command[1] for command in commands}
     assert all("runs/tiny" in command for command in commands)
     assert not (folder.path / "processes.json").exists()
 
@@ -299,7 +279,7 @@ def hub_url() -> Iterator[str]:
     server.server_close()
 
 
-def test_status_is_shown_for_people_and_for_programs(hub_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_is_shown_for_people_and_for_programs(hub_url: str, capsys: Capture) -> None:
     assert main(["status", hub_url]) == 0
     shown = capsys.readouterr().out
     for part in ("demo-1: step 2 of 9", "held out 0.750", "the cap is reached", "trainer waits for a batch", "worker"):
@@ -308,7 +288,7 @@ def test_status_is_shown_for_people_and_for_programs(hub_url: str, capsys: pytes
     assert type(STATUS).model_validate_json(capsys.readouterr().out) == STATUS
 
 
-def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: Capture) -> None:
     main(["doctor", "--folder", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["python", "torch", "cores", "memory", "device", "disk", "folder"]
@@ -316,15 +296,13 @@ def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: pyte
     assert lines[-1].startswith("ok")
 
 
-def test_status_of_a_hub_with_another_root_key_than_the_url_names_is_refused(
-    hub_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_of_a_hub_with_another_root_key_than_the_url_names_is_refused(hub_url: str, capsys: Capture) -> None:
     assert main(["status", hub_url + "/#" + "ab" * 20]) == 1
     assert "impostor" in capsys.readouterr().err
 
 
 def test_the_doctor_looks_where_join_will_write(
-    hub_url: str, own_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hub_url: str, own_home: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     main(["doctor", hub_url])
     assert f"{own_home} is writable" in capsys.readouterr().out
@@ -334,9 +312,7 @@ def test_the_doctor_looks_where_join_will_write(
     assert f"{tmp_path / 'home' / '.shoal'} is writable" in capsys.readouterr().out
 
 
-def test_the_doctor_says_what_to_do_about_each_problem(
-    hub_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_doctor_says_what_to_do_about_each_problem(hub_url: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("")
     assert main(["doctor", hub_url, "--folder", str(tmp_path / "file" / "x")]) == 1
     problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
@@ -360,7 +336,7 @@ def test_output_that_is_not_utf_8_ends_nothing() -> None:
 
 @pytest.mark.parametrize("engine", ["torch", "scripted"])
 def test_a_run_takes_scripted_work_only_where_its_validators_are_scripted(
-    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, engine: str, monkeypatch: Patch
 ) -> None:
     folder = RunFolder.prepare(tmp_path / "run", load_recipe(TINY, [f"validator.engine={engine}"]))
     folder.assign_endpoints()
@@ -393,7 +369,7 @@ sys.exit(begin())
         (["join", NOWHERE], "shoal.cli.main", False, 0),
         (["join", NOWHERE], "shoal.run.join", False, 0),
         (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
-        (["worker", "--dir", "nowhere"], "shoal.run.roles", True, TOLD_TO_STOP_CODE),
+        (["join", "--dir", "nowhere"], "shoal.run.roles", True, TOLD_TO_STOP_CODE),
         (["status", NOWHERE], "shoal.cli.main", False, TOLD_TO_STOP_CODE),
         (["status", NOWHERE], "shoal.cli.status", False, TOLD_TO_STOP_CODE),
     ],

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.cli.main import main
-from shoal.environments import EnvironmentSettings, build, identity_of
+from shoal.engines.asking import Asking
+from shoal.environments import EnvironmentSettings, Task, build, identity_of
+from shoal.errors import UnusableTask, UserError
 from shoal.hub.state.draws import task_index
+from shoal.models import TextTokenizer, model_folder, read_files
+from shoal.run.preflight import check_ingredients
+from shoal.run.recipe import Recipe
+
+Capture = pytest.CaptureFixture[str]
+Logs = pytest.LogCaptureFixture
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +35,7 @@ def write(path: Path, count: int, bad: dict[int, str] | None = None) -> Path:
     return path
 
 
-def test_a_good_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_data_set(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "good.jsonl", 40)
     assert main(["data", "check", str(path)]) == 0
     said = capsys.readouterr().out
@@ -33,7 +43,7 @@ def test_a_good_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert said.endswith("every row can be used\n")
 
 
-def test_bad_rows_are_listed_and_end_the_command_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_rows_are_listed_and_end_the_command_with_2(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "bad.jsonl", 100, dict.fromkeys(range(0, 50, 2), " "))
     with path.open("a") as file:
         file.write('{"id": "last", "question": "?", "answer": null}\n')
@@ -47,7 +57,7 @@ def test_bad_rows_are_listed_and_end_the_command_with_2(tmp_path: Path, capsys: 
     assert caught.err == "26 rows cannot be used: a run leaves them out\n"
 
 
-def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: Capture) -> None:
     kinds = ["MCQ"] * 3 + ["proof"] * 2
     rows = [
         {"question": f"{row} + 1?", "answer": "proof" if kind == "proof" else "B", "question_type": kind}
@@ -71,7 +81,7 @@ def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.endswith(f'a run refuses this data, as bad_rows = "refuse" says; {without}')
 
 
-def test_the_counts_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_counts_add_up(tmp_path: Path, capsys: Capture) -> None:
     rows: list[dict[str, object]] = [
         {"question": f"{row} + 1?", "answer": str(row + 1), "solve_rate": row / 100} for row in range(100)
     ]
@@ -92,7 +102,7 @@ def test_the_counts_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_check_says_what_is_wrong_once_and_anything_else_warns_when_it_opens_the_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: Capture, caplog: Logs
 ) -> None:
     path = write(tmp_path / "a.jsonl", 20, {7: ""})
     main(["data", "check", str(path)])
@@ -102,7 +112,7 @@ def test_a_check_says_what_is_wrong_once_and_anything_else_warns_when_it_opens_t
     assert "1 of 20 rows left out, for they cannot be used: row 7 (a.jsonl line 8)" in caplog.text
 
 
-def test_the_two_digests_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_two_digests_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "a.jsonl", 40)
     environment = build(EnvironmentSettings(name="dataset", data=path))
     main(["data", "check", str(path)])
@@ -112,7 +122,7 @@ def test_the_two_digests_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFi
     assert said.count(f"environment digest {environment.digest}") == 1
 
 
-def test_the_order_is_that_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_order_is_that_of_a_run(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "a.jsonl", 50, {7: ""})
     assert main(["data", "order", str(path), "--seed", "3", "--from", "5", "--count", "4"]) == 0
     head, names, *rows = capsys.readouterr().out.splitlines()
@@ -125,7 +135,7 @@ def test_the_order_is_that_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert row == f"{unit}\t{task.id.partition('/')[0]}\t{task.id}"
 
 
-def test_the_order_goes_on_after_a_task_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_order_goes_on_after_a_task_that_cannot_be_used(tmp_path: Path, capsys: Capture) -> None:
     rows = [{"id": f"q{row}", "question": f"{row} + 1?", "answer": "" if row % 2 else "1"} for row in range(50)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["data", "order", str(tmp_path / "a.jsonl"), "--count", "30"]) == 0
@@ -134,7 +144,7 @@ def test_the_order_goes_on_after_a_task_that_cannot_be_used(tmp_path: Path, caps
     assert all(row % 2 == 0 for row in shown)
 
 
-def test_a_recipe_names_its_data_and_its_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_names_its_data_and_its_seed(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "a.jsonl", 40)
     recipe = tmp_path / "mine.toml"
     recipe.write_text(f'[run]\nname = "mine"\nseed = 9\n[environment]\nname = "dataset"\ndata = "{path}"\n')
@@ -145,13 +155,13 @@ def test_a_recipe_names_its_data_and_its_seed(tmp_path: Path, capsys: pytest.Cap
     assert main(["data", "check", str(recipe)]) == 0
 
 
-def test_an_option_of_the_data_set_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_of_the_data_set_can_be_given(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "a.jsonl", 40)
     assert main(["data", "check", str(path), "--set", "grader=exact", "--set", 'format="columns"']) == 0
     assert "format columns (exact)" in capsys.readouterr().out
 
 
-def test_a_format_can_be_named_as_for_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_format_can_be_named_as_for_an_evaluation(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "a.jsonl", 40)
     assert main(["data", "check", f"aime:{path}"]) == 0
     assert "format aime (mathematics)" in capsys.readouterr().out
@@ -171,12 +181,111 @@ def test_a_format_can_be_named_as_for_an_evaluation(tmp_path: Path, capsys: pyte
         (["order", "{tmp}/a.jsonl", "--set", "question=text"], "there is no column 'text' for the question"),
     ],
 )
-def test_mistakes_are_one_line(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(arguments: list[str], said: str, tmp_path: Path, capsys: Capture) -> None:
     write(tmp_path / "a.jsonl", 10)
     (tmp_path / "sort.toml").write_text('[environment]\nname = "sort"\n')
     assert main(["data", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+def recipe(**sections: Any) -> Recipe:
+    return Recipe.model_validate(sections, strict=False)
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(model_folder("tiny"), tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def asking(**environment: Any) -> Asking:
+    built = build(EnvironmentSettings.model_validate(environment))
+    return Asking(read_files(model_folder("tiny")), built, 10)
+
+
+def test_without_settings_a_prompt_is_its_text() -> None:
+    files = read_files(model_folder("tiny"))
+    assert asking().ids(Task("t", "3142=", "")) == TextTokenizer(files).encode("3142=")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"), [("", "has no tokens"), ("é", "does not know"), ("1" * 300, "has room for 246")]
+)
+def test_a_prompt_that_the_model_cannot_take_makes_its_task_unusable(prompt: str, sentence: str) -> None:
+    with pytest.raises(UnusableTask, match=sentence):
+        asking().ids(Task("t", prompt, ""))
+
+
+def test_the_length_text_counts() -> None:
+    long_text = {"targets": [5], "text": "{target}" + "!" * 240}
+    asking().check(Task("t", "12345678=", ""))
+    with pytest.raises(UnusableTask, match="has room for 246"):
+        asking(length=long_text).check(Task("t", "12345678=", ""))
+    with pytest.raises(UserError, match="has room for"):
+        check_ingredients(recipe(environment={"length": long_text}))
+
+
+def test_targets_beyond_what_may_be_generated_are_refused() -> None:
+    with pytest.raises(UserError, match=r"targets has 4000, but run.max_new_tokens is \d+"):
+        check_ingredients(recipe(environment={"length": {"targets": [5, 4000]}}))
+
+
+def test_the_template_and_its_settings_count(chat_model: Path) -> None:
+    check_ingredients(recipe(model={"path": str(chat_model)}, environment={"prompt": {"system": "Sort."}}))
+    with pytest.raises(UserError, match="does not know"):
+        check_ingredients(recipe(model={"path": str(chat_model)}, environment={"prompt": {"system": "Où?"}}))
+    with pytest.raises(UserError, match="no chat template"):
+        check_ingredients(recipe(environment={"prompt": {"chat": True}}))
+    (chat_model / "chat_template.jinja").write_text("{{ raise_exception('no, thanks') }}")
+    with pytest.raises(UserError, match="no, thanks"):
+        check_ingredients(recipe(model={"path": str(chat_model)}))
+
+
+def test_a_template_that_opens_thinking_is_told_to_the_owner(chat_model: Path, caplog: Logs) -> None:
+    model = {"path": str(chat_model)}
+    check_ingredients(recipe(model=model))
+    assert "thinking" not in caplog.text
+    (chat_model / "chat_template.jinja").write_text(TEMPLATE + "<think>\n")
+    check_ingredients(recipe(model=model))
+    assert "graded as an answer. Set it to '<think>\\n'" in caplog.text
+    caplog.clear()
+    check_ingredients(recipe(model=model, environment={"prompt": {"thinking": "<think>\n"}}))
+    assert "thinking" not in caplog.text
+
+
+def test_thinking_must_close_where_the_answer_begins_with_it() -> None:
+    """The template has opened the block; what the model draws begins inside it."""
+    task = Task("t", "2+2=", "4", "mathematics")
+    data = {"name": "dataset", "data": "recipes/data/sums.jsonl"}
+    begun = build(EnvironmentSettings.model_validate({**data, "prompt": {"thinking": "<think>\n"}}))
+    plain = build(EnvironmentSettings.model_validate(data))
+    said = ["it is \\boxed{4}", "easy</think>\\boxed{4}", "\\boxed{4}</think>\\boxed{5}"]
+    assert [begun.score(task, completion).value for completion in said] == [0.0, 1.0, 0.0]
+    assert [plain.score(task, completion).value for completion in said] == [1.0, 1.0, 0.0]
+
+
+def rows(folder: Path, *prompts: str) -> dict[str, Any]:
+    lines = [json.dumps({"question": prompt, "answer": "4"}) for prompt in prompts]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    data = {"name": "dataset", "data": str(folder / "rows.jsonl"), "options": {"grader": "mathematics"}}
+    return {"environment": data}
+
+
+def test_a_few_rows_that_cannot_be_asked_are_passed_over_and_many_are_a_mistake(tmp_path: Path, caplog: Logs) -> None:
+    good = [f"{n}+{n}=" for n in range(30)]
+    check_ingredients(recipe(**rows(tmp_path, *good, "é=")))
+    assert "1 of all 25 train tasks cannot be asked" in caplog.text
+    with pytest.raises(UserError, match="does not know"):
+        check_ingredients(recipe(**rows(tmp_path, *good[:4], *("é" * n for n in range(1, 30)))))
+
+
+def test_a_judge_that_is_not_there_is_said(tmp_path: Path) -> None:
+    judge = {"label": "taste", "path": str(tmp_path / "none")}
+    with pytest.raises(UserError, match="the path of taste is no folder"):
+        check_ingredients(recipe(environment={"judges": [judge]}))

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.adversary import CHEATS
+from shoal.engines.dialogue import greedy_answers
+from shoal.engines.torch import TorchEngine
+from shoal.environments import EnvironmentSettings, build
+from shoal.errors import ConfigError, DeadlineExceeded, ModelError, ResourceError, ShoalError
 from shoal.ledger import append, fold
-from shoal.protocol import LedgerEntry
+from shoal.models.load import load_model
+from shoal.protocol import LedgerEntry, SamplingParameters
 from shoal.run.demo import claims
-from shoal.run.demo.claims import Cast, Claim, Standing, learned, model_scores_as_claimed
-from shoal.run.demo.recount import Recount
+from shoal.run.demo import claims as place
+from shoal.run.demo import recount as module
+from shoal.run.demo.claims import (
+    MARK,
+    Cast,
+    Claim,
+    Standing,
+    curves_of,
+    draw_plot,
+    learned,
+    make_room,
+    model_scores_as_claimed,
+)
+from shoal.run.demo.recount import Question, Recount, recount, score
+from shoal.run.recipe import Recipe
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
+from shoal.trainer.export import ModelCard, export_policy
+from shoal.trainer.folder import Progress
 
 CAST = Cast(honest={"worker-0": "aa", "worker-1": "bb"}, cheater="cc", cheater_name="worker-2", cheat=CHEATS["best-of"])
 START_MS = 1_000_000
@@ -83,7 +110,7 @@ def test_what_equals_honest_work_may_pass_and_is_said() -> None:
     rows = (credit("cc", 5), credit("cc", 6), batch(4, 5), rejected("cc", 7), banned("cc", "sampling.seed: x"))
     claim = cheater_caught(ledger(*rows), CAST)
     assert claim.holds
-    assert "2 accepted, being what honest dice give as well (1 of them trained on)" in claim.sentence
+    assert "2 accepted, being what honest seeds give as well (1 of them trained on)" in claim.sentence
 
 
 @pytest.mark.parametrize(
@@ -131,3 +158,214 @@ def test_the_model_scores_as_claimed_within_one_task() -> None:
     assert model_scores_as_claimed(0.75, Recount(score=0.75 - 1 / 256, tasks=256)).holds
     assert not model_scores_as_claimed(0.75, Recount(score=0.75 - 2 / 256, tasks=256)).holds
     assert not model_scores_as_claimed(None, Recount(score=0.75, tasks=256)).holds
+
+
+FACTS: dict[str, object] = {"seed": 3}
+
+
+def earlier_demo(path: Path) -> Path:
+    make_room(path, FACTS)
+    (path / "hub").mkdir()
+    (path / "hub" / "hub.db").write_text("old")
+    return path
+
+
+def test_a_new_folder_is_made_and_marked(tmp_path: Path) -> None:
+    make_room(tmp_path / "runs" / "demo", FACTS)
+    assert json.loads((tmp_path / "runs" / "demo" / MARK).read_text()) == FACTS
+
+
+def test_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+    path = earlier_demo(tmp_path / "demo")
+    make_room(path, FACTS)
+    assert [entry.name for entry in path.iterdir()] == [MARK]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["demo"]
+
+
+def test_a_folder_that_is_not_a_demos_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="not an earlier demo's; choose another with --dir"):
+        make_room(tmp_path, FACTS)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_link_or_a_file_in_its_place_is_refused_and_what_it_points_to_untouched(tmp_path: Path) -> None:
+    real = earlier_demo(tmp_path / "real")
+    (tmp_path / "link").symlink_to(real)
+    (tmp_path / "file").write_text("x")
+    for name in ("link", "file"):
+        with pytest.raises(ConfigError, match="is not a folder"):
+            make_room(tmp_path / name, FACTS)
+    assert (real / "hub" / "hub.db").exists()
+
+
+@pytest.mark.parametrize("busy", [".", "hub"])
+def test_a_demo_that_is_running_or_still_ending_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: str
+) -> None:
+    monkeypatch.setattr(place, "LOCK_WAIT_S", 0.0)
+    path = earlier_demo(tmp_path / "demo")
+    with FolderLock(path / busy).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
+        make_room(path, FACTS)
+    assert (path / "hub" / "hub.db").exists()
+    make_room(path, FACTS)
+
+
+def test_the_folder_that_one_is_in_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = earlier_demo(tmp_path / "demo")
+    monkeypatch.chdir(path / "hub")
+    with pytest.raises(ConfigError, match="from within"):
+        make_room(path, FACTS)
+    assert (path / "hub" / "hub.db").exists()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    make_room(tmp_path / "empty", FACTS)  # nothing is replaced there
+
+
+BEGAN_MS = 1_700_000_000_000
+ROWS: list[dict[str, float]] = [
+    {"step": 0, "held_out": 0.25, "step_s": 10.0, "sampled_reward": 0.5, "reward_mean": 0.9, "at_ms": BEGAN_MS + 14e3},
+    {"step": 1, "step_s": 4.0, "reward_mean": 0.6, "at_ms": BEGAN_MS + 18e3},
+    {"step": 2, "held_out": 0.5, "step_s": 6.0, "sampled_reward": 0.7, "at_ms": BEGAN_MS + 24e3},
+    {"step": 3, "held_out": 0.75, "at_ms": BEGAN_MS + 25e3},
+]
+
+
+def metrics(folder: Path, rows: list[dict[str, float]]) -> Path:
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_version_is_measured_when_its_row_begins_and_a_reward_is_there_when_it_ends() -> None:
+    curves = curves_of(ROWS, BEGAN_MS)
+    assert curves["held-out score"] == [(4.0, 0.25), (18.0, 0.5), (25.0, 0.75)]
+    assert curves["mean reward"] == [(14.0, 0.5), (18.0, 0.6), (24.0, 0.7)]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], ROWS[1:2], ROWS[3:]])
+def test_anything_measured_gives_a_picture_and_a_mark_shows_in_it(tmp_path: Path, rows: list[dict[str, float]]) -> None:
+    file, pictures = metrics(tmp_path, rows), []
+    for marks in ([], [(6.0, "cheater banned")]):
+        draw_plot(file, tmp_path / "plot.png", "a title", BEGAN_MS, marks)
+        pictures.append((tmp_path / "plot.png").read_bytes())
+    assert pictures[0] != pictures[1]
+    for data in pictures:
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        assert [int.from_bytes(data[at : at + 4], "big") for at in (16, 20)] == [1500, 930]
+
+
+@pytest.mark.parametrize("rows", [[], [{"step": 0, "loss": 1.0, "at_ms": BEGAN_MS}]])
+def test_nothing_measured_is_one_clear_error(tmp_path: Path, rows: list[dict[str, float]]) -> None:
+    with pytest.raises(ShoalError, match=r"nothing to draw in .*metrics\.jsonl: no step and no evaluation"):
+        draw_plot(metrics(tmp_path, rows), tmp_path / "plot.png", "title", BEGAN_MS)
+    assert not (tmp_path / "plot.png").exists()
+
+
+def test_matplotlib_is_imported_by_who_draws_only() -> None:
+    check = "import sys, shoal.run.demo.claims; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
+
+
+TASKS, NEW_TOKENS = 96, 10
+# Three to eight digits: prompts of six lengths, so that padding matters; the built-in policy sorts some of them.
+SORT = EnvironmentSettings(name="sort", options={"min_digits": 3, "max_digits": 8})
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in policy, exported as the trainer does it."""
+    loaded = load_model("tiny")
+    folder = tmp_path_factory.mktemp("run") / "export"
+    return export_policy(folder, loaded.model.state_dict(), loaded.files, ModelCard(Progress("run", 0)))
+
+
+def question(export: Path, environment: EnvironmentSettings = SORT, **changes: Any) -> Question:
+    values = {"export": export, "environment": environment, "tasks": TASKS, "max_new_tokens": NEW_TOKENS, "threads": 1}
+    return Question(**{**values, **changes})
+
+
+def recipe(environment: EnvironmentSettings = SORT, tasks: int = TASKS) -> Recipe:
+    return Recipe.model_validate(
+        {"run": {"max_new_tokens": NEW_TOKENS}, "environment": environment, "trainer": {"evaluate_tasks": tasks}}
+    )
+
+
+def trainers_score(environment: EnvironmentSettings, tasks: int = TASKS) -> float:
+    loaded = load_model("tiny")
+    sampling = SamplingParameters(temperature=1, max_new_tokens=NEW_TOKENS, eos_token_id=loaded.eos_token_id)
+    made = build(environment)
+    held_out = list(made.tasks("held_out"))[:tasks]
+    prompts = [loaded.tokenizer.encode(task.prompt) for task in held_out]
+    answers = greedy_answers(TorchEngine.wrap(loaded.model), prompts, [None] * len(held_out), sampling)
+    scores = [made.score(t, loaded.tokenizer.decode(ids)).value for t, ids in zip(held_out, answers, strict=True)]
+    return sum(scores) / len(scores)
+
+
+@pytest.mark.parametrize("tasks", [1, 63, 65, 1000])
+def test_it_comes_to_what_the_trainer_says(export: Path, tasks: int) -> None:
+    counted = score(question(export, tasks=tasks), StopToken())
+    assert counted.tasks == min(tasks, 256), "there are no more held-out tasks than the environment has"
+    assert counted.score == trainers_score(SORT, tasks)
+    assert tasks < 60 or 0.2 < counted.score < 0.95, "a score at either end would prove little"
+
+
+def test_the_folders_own_sampling_settings_do_not_count(export: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "export"
+    shutil.copytree(export, copy)
+    (copy / "generation_config.json").write_text(
+        '{"eos_token_id": [1, 5], "do_sample": true, "temperature": 5.0, "max_new_tokens": 1, "min_new_tokens": 9}'
+    )
+    assert score(question(copy), StopToken()) == score(question(export), StopToken())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", ""])
+def test_a_damaged_or_absent_export_does_not_load(export: Path, tmp_path: Path, name: str) -> None:
+    copy = tmp_path / "export"
+    if name:
+        shutil.copytree(export, copy)
+        (copy / name).write_bytes(b"{damaged")
+    with pytest.raises(ModelError, match=r"the export .*export does not load with transformers: \w+: "):
+        score(question(copy), StopToken())
+
+
+@pytest.mark.slow
+def test_in_a_process_of_its_own(export: Path, tmp_path: Path) -> None:
+    assert recount(export, recipe(), 120, StopToken()) == score(question(export), StopToken())
+    with pytest.raises(ShoalError, match=r"could not be scored: the export .* does not load"):
+        recount(tmp_path, recipe(), 120, StopToken())
+
+
+class TestItsEnd:
+    @pytest.fixture
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+        """Every process that was started, to see that none is left."""
+        processes: list[subprocess.Popen[bytes]] = []
+        original = subprocess.Popen
+
+        def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+            processes.append(original(*arguments, **options))
+            return processes[-1]
+
+        monkeypatch.setattr(module.subprocess, "Popen", popen)
+        return processes
+
+    def test_a_deadline(self, tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
+        with pytest.raises(DeadlineExceeded, match=r"was not scored within 0 s"):
+            recount(tmp_path, recipe(), 0.01, StopToken())
+        assert [process.returncode for process in started] == [-9]
+
+    def test_a_stop(self, tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
+        stop = StopToken()
+        stop.set("SIGINT")
+        with pytest.raises(DeadlineExceeded, match=r"stopped \(SIGINT\) before .* was scored"):
+            recount(tmp_path, recipe(), 600, stop)
+        assert [process.returncode for process in started] == [-9]
+
+
+def test_the_model_side_is_plain_transformers() -> None:
+    """Nothing of shoal's own models, engines or sampling may help here: the point is that nobody needs it."""
+    source = Path(module.__file__).read_text()
+    for package in ("models", "engines", "sampling", "trainer"):
+        assert f"shoal.{package}" not in source

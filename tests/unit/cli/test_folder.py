@@ -44,7 +44,7 @@ def test_preparing_makes_the_recipe_the_keys_and_certificates(folder: RunFolder)
         document = open_document(signed, RoleCertificate, folder.key("root").public_key)
         assert document.role == name.split("-")[0]
         assert document.public_key == folder.key(name).public_key
-        assert document.run == folder.run_id
+        assert document.run == folder.run_id == f"run-{fingerprint(folder.key('root').public_key)[:12]}"
 
 
 def test_a_recipe_with_a_password_is_its_owners_and_never_shown(tmp_path: Path) -> None:
@@ -61,10 +61,6 @@ def test_a_recipe_with_a_password_is_its_owners_and_never_shown(tmp_path: Path) 
 @pytest.mark.parametrize("url", ["postgresql://u:a/b@c@h/d", "postgresql://:a/b@c@h", "postgres://u:a/b@c@h:1/d?x=y"])
 def test_a_password_may_have_any_character(url: str) -> None:
     assert masked(url) == url.replace("a/b@c", "***")
-
-
-def test_the_run_is_named_after_its_root_key(folder: RunFolder) -> None:
-    assert folder.run_id == f"run-{fingerprint(folder.key('root').public_key)[:12]}"
 
 
 def test_preparing_again_changes_nothing(folder: RunFolder) -> None:
@@ -125,13 +121,8 @@ def test_no_second_root_key_is_made_for_a_run(folder: RunFolder) -> None:
         RunFolder.prepare(folder.path, folder.recipe)
 
 
-def test_how_a_run_is_served_and_for_how_long_may_change(folder: RunFolder) -> None:
-    changed = recipe("run.steps=99", "worker.count=3", "relay.count=0", "hub.lease_s=5")
-    RunFolder.prepare(folder.path, changed)
-    assert RunFolder.open(folder.path).recipe == changed
-
-
 CHANGEABLE = (
+    "run.steps=99", "worker.count=3", "relay.count=0", "hub.lease_s=5",
     'trainer.tracking=["tensorboard"]', "trainer.batch_deadline_s=60.0", "trainer.keep_checkpoints=3",
     "trainer.keep_best=2", "trainer.checkpoint_every=5", "trainer.evaluate_every=3",
     "trainer.guards.staleness.limit=9.0", "trainer.guards.divergence.react=warn",
@@ -251,17 +242,6 @@ def test_a_folder_that_is_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     assert sorted(files(tmp_path)) == ["photo.jpg"]
 
 
-def test_what_is_no_run_folder_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a run folder"):
-        RunFolder.open(tmp_path)
-
-
-def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="a part of the path is a file"):
-        RunFolder.prepare(tmp_path / "file" / "run", recipe())
-
-
 def test_a_certificate_that_was_tampered_with_is_refused(folder: RunFolder) -> None:
     path = folder.path / "keys" / "trainer.json"
     good = path.read_text()
@@ -289,12 +269,6 @@ def test_a_readable_key_is_refused(folder: RunFolder) -> None:
     (folder.path / "keys" / "hub.key").chmod(0o644)
     with pytest.raises(KeyFileError, match="chmod 600"):
         folder.key("hub")
-
-
-def test_a_damaged_recipe_names_the_file(folder: RunFolder) -> None:
-    (folder.path / "recipe.toml").write_text(dump_config(recipe()) + "\n[oops")
-    with pytest.raises(ConfigError, match=r"recipe\.toml: not valid TOML"):
-        RunFolder.open(folder.path)
 
 
 # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -354,12 +328,20 @@ def test_damaged_endpoints_are_named_and_chosen_anew(folder: RunFolder) -> None:
     assert isinstance(folder.assign_endpoints(), Endpoints)
 
 
-def test_an_emptied_recipe_is_refused_and_left_alone(folder: RunFolder) -> None:
-    """With defaults in its place the folder would become another run."""
-    (folder.path / "recipe.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"recipe\.toml is damaged: it has no \[run\] section"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param("", r"recipe\.toml is damaged: it has no \[run\] section", id="emptied: another run by defaults"),
+        pytest.param("[run]\n[oops", r"recipe\.toml: not valid TOML", id="damaged"),
+        pytest.param(None, "is not a run folder", id="none"),
+    ],
+)
+def test_a_folder_without_a_whole_recipe_cannot_be_opened(folder: RunFolder, text: str | None, said: str) -> None:
+    path = folder.path / "recipe.toml"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
         RunFolder.open(folder.path)
-    assert (folder.path / "recipe.toml").read_text() == ""
+    assert (path.read_text() if path.exists() else None) == text
 
 
 def test_the_address_that_others_use_goes_into_the_join_url(tmp_path: Path) -> None:

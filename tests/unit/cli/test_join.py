@@ -161,18 +161,6 @@ def test_a_name_that_is_not_there_is_refused_before_anybody_is_asked(
     assert not (tmp_path / "node").exists()
 
 
-def test_what_is_wrong_here_is_said_before_the_hub_is_looked_for(tmp_path: Path) -> None:
-    code, error = finished(start_join(tmp_path, NOWHERE, "--engine", "foo"), tmp_path)
-    assert (code, error.partition(";")[0]) == (2, "shoal: there is no engine 'foo'")
-
-
-def test_a_dead_hub_is_one_line(tmp_path: Path) -> None:
-    code, error = finished(start_join(tmp_path, NOWHERE, "--wait", "1"), tmp_path)
-    assert code == 4
-    assert error.startswith(f"shoal: no usable answer from the hub at {NOWHERE}")
-    assert error.count("\n") == 1
-
-
 def test_a_joined_worker_works_and_says_at_the_end_what_it_earned(served: Served, tmp_path: Path) -> None:
     served.publish(0)
     process = start_join_anew(tmp_path, served.endpoints.join, "--engine", "scripted", "--name", "guest")
@@ -262,6 +250,8 @@ def test_of_several_hubs_one_that_answers_will_do_and_an_owners_key_is_vouched_b
     [
         (["http://a:1/#" + "ab" * 20, "http://b:1/#" + "cd" * 20], "these URLs are of different runs"),
         ([NOWHERE, "--owner", "a", "--vouch", "b"], "--owner and --vouch say the same thing"),
+        ([NOWHERE, "--dtype", "foo"], "foo"),
+        (["--dir", "runs/x", "--cheat", "foo"], "there is no cheat 'foo'"),
         (
             [NOWHERE, "--dir", "runs/x"],
             "--dir name two ways to work: leave --dir out to join that run (--folder runs/x",
@@ -327,7 +317,7 @@ def test_a_worker_that_waits_for_its_hub_stops_when_told_to(tmp_path: Path) -> N
 
 def test_the_command_of_a_cheating_worker(tmp_path: Path) -> None:
     assert command_of(tmp_path, "worker-2", "copy") == [
-        "worker", "--dir", str(tmp_path), "--index", "2", "--cheat", "copy",
+        "join", "--dir", str(tmp_path), "--index", "2", "--cheat", "copy",
     ]  # fmt: skip
     assert "--cheat" not in command_of(tmp_path, "worker-2")
 
@@ -350,13 +340,6 @@ def test_a_worker_beyond_those_of_the_recipe_can_cheat(served: Served, caplog: p
         with suppress(ShutOut):  # it may be caught before the test is through
             worker.result(DEADLINE_S)
     assert "this worker cheats (copy)" in caplog.text
-
-
-def test_an_unknown_cheat_of_a_folders_worker_is_refused_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["worker", "--dir", str(tmp_path), "--cheat", "foo"]) == 2
-    assert capsys.readouterr().err.startswith("shoal: there is no cheat 'foo'")
 
 
 def test_a_web_server_that_is_no_hub_is_called_one(tmp_path: Path) -> None:

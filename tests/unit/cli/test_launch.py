@@ -23,8 +23,7 @@ from kit.scene import Memory
 from shoal.errors import ConfigError, ResourceError
 from shoal.run import launch as launch_module
 from shoal.run.folder import RunFolder
-from shoal.run.launch import Launched, launch, process_spec
-from shoal.run.outcome import conclusion
+from shoal.run.launch import Launched, conclusion, launch, process_spec
 from shoal.run.recipe import Recipe
 from shoal.run.roles import command_of, role_names, run_role
 from shoal.runtime.config import parse_config
@@ -33,6 +32,9 @@ from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec
 from shoal.runtime.text import shoal_command
 from shoal.shardcast import Origin
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 SERVE = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nwhile True: signal.pause()"
 
@@ -54,7 +56,7 @@ def test_each_role_is_a_command_of_the_same_program() -> None:
     assert command_of(run, "origin") == ["relay", "--origin", "--dir", "/r"]
     assert command_of(run, "validator-1") == ["validator", "--dir", "/r", "--index", "1"]
     spec = process_spec(run, "worker-0")
-    assert spec.argv == (sys.executable, "-m", "shoal.cli", "worker", "--dir", "/r", "--index", "0")
+    assert spec.argv == (sys.executable, "-m", "shoal.cli", "join", "--dir", "/r", "--index", "0")
     assert spec.log == run / "logs" / "worker-0.log"
 
 
@@ -70,7 +72,7 @@ def test_who_ends_the_run_and_who_is_missed() -> None:
     assert [name for name, spec in kinds.items() if not spec.essential] == ["relay-0", "worker-0"]
 
 
-def stand_ins(monkeypatch: pytest.MonkeyPatch, trainer: str) -> None:
+def stand_ins(monkeypatch: Patch, trainer: str) -> None:
     def spec(path: Path, name: str) -> ProcessSpec:
         real = process_spec(path, name)
         code = trainer if name == "trainer" else SERVE
@@ -89,7 +91,7 @@ def test_a_cheater_is_a_worker_with_one_more_option() -> None:
     assert replace(cheater, argv=honest.argv) == honest
 
 
-def test_the_run_ends_well_with_its_trainer(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+def test_the_run_ends_well_with_its_trainer(monkeypatch: Patch, folder: RunFolder) -> None:
     stand_ins(monkeypatch, "print('done')")
     display = Memory()
     launched = launch(folder, 600.0, StopToken(), display)
@@ -103,9 +105,7 @@ def test_the_run_ends_well_with_its_trainer(monkeypatch: pytest.MonkeyPatch, fol
     assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
 
 
-def test_only_a_finished_run_loses_its_caches_and_older_versions(
-    monkeypatch: pytest.MonkeyPatch, folder: RunFolder
-) -> None:
+def test_only_a_finished_run_loses_its_caches_and_older_versions(monkeypatch: Patch, folder: RunFolder) -> None:
     origin = Origin(folder.path / "origin", folder.run_id, folder.key("trainer"))
     for version in range(5):
         origin.publish(version, {"weight": np.frombuffer(np.random.default_rng(version).bytes(400_000), np.int16)})
@@ -126,7 +126,7 @@ def test_only_a_finished_run_loses_its_caches_and_older_versions(
     assert head.kept_versions == ("0.2", "0.3", "0.4"), "the last, and two that its groups may be of"
 
 
-def test_further_processes_are_supervised_like_the_rest(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+def test_further_processes_are_supervised_like_the_rest(monkeypatch: Patch, folder: RunFolder) -> None:
     log = folder.path / "logs" / "worker-2.log"
     gate = f"import os, time\nwhile not os.path.exists({str(log)!r}) or 'up' not in open({str(log)!r}).read(): pass"
     stand_ins(monkeypatch, gate)
@@ -140,30 +140,26 @@ def test_further_processes_are_supervised_like_the_rest(monkeypatch: pytest.Monk
     assert display.scenes[-1].notes == {"worker-2": "cheats"}
 
 
-def test_the_log_leaves_the_terminal_to_the_display(
-    monkeypatch: pytest.MonkeyPatch, folder: RunFolder, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_leaves_the_terminal_to_the_display(monkeypatch: Patch, folder: RunFolder, capfd: Capture) -> None:
     stand_ins(monkeypatch, "print('done')")
     start(folder)
     assert "trainer is done" not in capfd.readouterr().err
     assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
 
 
-def test_the_run_ends_with_the_sentence_of_the_role_that_cannot(
-    monkeypatch: pytest.MonkeyPatch, folder: RunFolder
-) -> None:
+def test_the_run_ends_with_the_sentence_of_the_role_that_cannot(monkeypatch: Patch, folder: RunFolder) -> None:
     stand_ins(monkeypatch, "import sys; print('shoal: the model is broken', file=sys.stderr); sys.exit(2)")
     assert start(folder).ending == Ending(2, "trainer: the model is broken")
 
 
-def test_a_run_without_progress_ends_and_says_so(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+def test_a_run_without_progress_ends_and_says_so(monkeypatch: Patch, folder: RunFolder) -> None:
     stand_ins(monkeypatch, SERVE)
     ending = start(folder, 0.5).ending
     assert ending.exit_code == 1
     assert "the hub does not answer" in ending.message
 
 
-def test_stopping_is_neither_success_nor_a_crash(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+def test_stopping_is_neither_success_nor_a_crash(monkeypatch: Patch, folder: RunFolder) -> None:
     stand_ins(monkeypatch, SERVE)
     stop, display = StopToken(), Memory()
     timer = threading.Timer(0.3, stop.set, ["SIGINT"])
@@ -217,7 +213,7 @@ def test_a_folder_that_another_start_has_made_its_own_meanwhile_is_refused(folde
     assert not (folder.path / "endpoints.json").exists()
 
 
-def test_two_runs_in_one_folder_are_refused(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+def test_two_runs_in_one_folder_are_refused(monkeypatch: Patch, folder: RunFolder) -> None:
     monkeypatch.setattr(launch_module, "LOCK_WAIT_S", 0.0)
     with (
         FolderLock(folder.path).acquire(StopToken()),
@@ -226,7 +222,7 @@ def test_two_runs_in_one_folder_are_refused(monkeypatch: pytest.MonkeyPatch, fol
         start(folder)
 
 
-def test_a_start_waits_for_what_an_earlier_one_left_running(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+def test_a_start_waits_for_what_an_earlier_one_left_running(monkeypatch: Patch, folder: RunFolder) -> None:
     stand_ins(monkeypatch, "print('done')")
     with FolderLock(folder.path / "worker-1").acquire(StopToken()):
         monkeypatch.setattr(launch_module, "LOCK_WAIT_S", 0.0)

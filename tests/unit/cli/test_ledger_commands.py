@@ -18,11 +18,9 @@ from shoal.hub.service import Hub
 from shoal.ledger import Account, Accounts, append, head_of
 from shoal.protocol import LedgerEntry, SigningKey, Vouch, sign_document
 from shoal.run.folder import RunFolder, find_run
-from shoal.run.ledger.book import Book
-from shoal.run.ledger.check import check_ledger
-from shoal.run.ledger.export import export_ledger, leave_ledger
+from shoal.run.launch import ledger_line
+from shoal.run.ledger.check import Book, check_ledger, export_ledger, leave_ledger
 from shoal.run.ledger.heads import CertifiedHead, KeptHead, kept_path
-from shoal.run.outcome import ledger_line
 from shoal.runtime.clock import ManualClock
 
 ALICE, BOB = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2))
@@ -412,3 +410,25 @@ def test_the_run_that_is_meant(elsewhere: Path, original: Path) -> None:
     shutil.copytree(original, elsewhere / "runs" / "two")
     with pytest.raises(UserError, match="runs/ has 2"):
         find_run(None)
+
+
+def test_a_ledger_in_postgresql(tmp_path: Path, database_url: str) -> None:
+    folder = make_folder(tmp_path / "run", f'hub.database="{database_url}"')
+    hub = Hub(hub_config(folder), ManualClock())
+    try:
+        alice = join(hub, SigningKey.from_seed(b"\1" * 32), "alice")
+        assert hub.context.lead()
+        join_validator(hub, folder)
+        earn(hub, folder, alice, 0, 30)
+        record(hub, batch(0))
+        publish(folder, hub, 1)
+        earn(hub, folder, alice, 1, 12)
+        assert [entry.kind for entry in hub.stories.node(alice).ledger] == ["node"]
+    finally:
+        hub.close()
+    checked = check_ledger(str(folder.path))
+    assert checked.compared
+    assert checked.accounts.by_node[alice].credit == 42
+    assert checked.pins[0].source == "the manifest of policy 0.1"
+    assert main(["ledger", "export", str(folder.path), str(tmp_path / "out.jsonl")]) == 0
+    assert check_ledger(str(tmp_path / "out.jsonl")).accounts.total_credit == 42

@@ -24,8 +24,7 @@ from shoal.ledger import Keys, Pin
 from shoal.protocol import LedgerPage, SignedDocument, SigningKey, WitnessedHead, load_key, open_document, sign_document
 from shoal.run.folder import RunFolder
 from shoal.run.ledger import witness as witnessing
-from shoal.run.ledger.check import check_ledger, check_place
-from shoal.run.ledger.export import export_ledger
+from shoal.run.ledger.check import check_ledger, check_place, export_ledger
 from shoal.run.ledger.heads import proven_fork
 from shoal.run.ledger.places import FolderPlace, HubPlace
 from shoal.run.ledger.witness import Witness
@@ -70,6 +69,13 @@ def roll_back(folder: RunFolder, to: Path) -> None:
     shutil.copytree(to, folder.path / "hub")
 
 
+def record_another(folder: RunFolder, to: Path, *more: Any) -> None:
+    """Another ledger than the one that went on from `to`."""
+    roll_back(folder, to)
+    with opened(folder) as hub:
+        record(hub, ("batch", {"step": 0, "units": [], "digest": "another"}), *more)
+
+
 def look(folder: RunFolder, where: Path, *out: Path) -> int:
     with serving(folder) as url:
         named = [option for path in out for option in ("--out", str(path))]
@@ -103,9 +109,7 @@ def test_a_witness_refuses_a_rewritten_ledger_and_leaves_the_proof(
     grow(folder, 0)
     assert look(folder, where) == 0
     published = (where / "witness" / f"{key_of(where)}.json").read_bytes()
-    roll_back(folder, before)
-    with opened(folder) as hub:
-        record(hub, ("batch", {"step": 0, "units": [], "digest": "another"}), batch(1))
+    record_another(folder, before, batch(1))
     assert look(folder, where) == 5
     assert (where / "witness" / f"{key_of(where)}.json").read_bytes() == published, "nothing new was signed"
     said = capsys.readouterr().err
@@ -183,9 +187,7 @@ def test_a_witness_finds_what_the_hubs_own_heads_do_not(folder: RunFolder, tmp_p
     where, before = tmp_path / "w", shutil.copytree(folder.path / "hub", tmp_path / "before")
     grow(folder, 0)
     assert look(folder, where, folder.path / "origin") == 0
-    roll_back(folder, before)
-    with opened(folder) as hub:
-        record(hub, ("batch", {"step": 0, "units": [], "digest": "another"}), batch(1))
+    record_another(folder, before, batch(1))
     check_ledger(str(folder.path))
     shutil.rmtree(own_home, ignore_errors=True)
     with pytest.raises(LedgerError, match=r"signed for .witness"):
@@ -200,9 +202,7 @@ def test_a_file_that_ends_before_the_witnesss_row_fails_as_it_may_be_a_fork(
     grow(folder, 0)
     grow(folder, 1)
     assert look(folder, where) == 0
-    roll_back(folder, before)
-    with opened(folder) as hub:
-        record(hub, ("batch", {"step": 0, "units": [], "digest": "another"}))
+    record_another(folder, before)
     fork, key = tmp_path / "fork.jsonl", key_of(where)
     last = export_ledger(str(folder.path), fork) - 1
     monkeypatch.setattr(witnessing, "download", lambda _url, _most: (where / witness_key(key)).read_bytes())
@@ -238,9 +238,7 @@ def test_a_forked_hub_that_repeats_a_page_for_ever_is_refused_at_once(
     with closing(FolderPlace(folder.path)) as place:
         seen = place.signed_head()
     assert seen is not None
-    roll_back(folder, before)
-    with opened(folder) as hub:
-        record(hub, ("batch", {"step": 0, "units": [], "digest": "another"}), batch(1))
+    record_another(folder, before, batch(1))
     with serving(folder) as url, closing(HubPlace(url, 3.0)) as place:
         place._client = cast(HubClient, StuckHub(place._client))
         with pytest.raises(LedgerError, match=r"row \d+ is missing: row 0 comes next"):
@@ -257,9 +255,7 @@ def test_a_hub_that_goes_away_when_the_fork_is_to_be_proven_does_not_hide_it(
     where, before = tmp_path / "w", shutil.copytree(folder.path / "hub", tmp_path / "before")
     grow(folder, 0)
     assert look(folder, where) == 0
-    roll_back(folder, before)
-    with opened(folder) as hub:
-        record(hub, ("batch", {"step": 0, "units": [], "digest": "another"}), batch(1))
+    record_another(folder, before, batch(1))
     answered: list[int] = []
     ask = HubClient.ledger
 
@@ -376,9 +372,7 @@ def test_a_worker_keeps_the_heads_of_its_receipts_and_they_prove_a_fork(
     assert main(["ledger", "verify", str(folder.path), "--head", str(tmp_path / HEADS)]) == 0
     assert "passes through row 4: --head" in capsys.readouterr().out
     shutil.rmtree(own_home, ignore_errors=True)
-    roll_back(folder, before)
-    with opened(folder) as hub:
-        record(hub, ("batch", {"step": 0, "units": [], "digest": "another"}), batch(1))
+    record_another(folder, before, batch(1))
     assert main(["ledger", "verify", str(folder.path), "--head", str(tmp_path / HEADS)]) == 5
     assert "The proof is in" in capsys.readouterr().err
     [proof] = (own_home / "forks").glob("*.json")

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from hubrun import Tasks, hub_config, make_folder
 
+from shoal.cli.main import app, main
+from shoal.errors import ConfigError
+from shoal.hub.service import Hub
+from shoal.protocol import ModelSize
+from shoal.run.preflight import held_out_lines, refuse_changed, validator_lines
+from shoal.run.recipe import Recipe
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.text import install_command, shoal_command
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
-def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def venv(tmp_path: Path, monkeypatch: Patch) -> Path:
     folder = tmp_path / ".venv" / "bin"
     folder.mkdir(parents=True)
     for name in ("python", "shoal"):
@@ -29,22 +47,203 @@ def test_from_outside_the_environment_its_path_is_given(venv: Path) -> None:
 
 
 def test_in_another_folder_the_whole_path_is_given(
-    venv: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    venv: Path, monkeypatch: Patch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert shoal_command() == str(venv / "shoal")
 
 
-def test_in_the_active_environment_the_name_is_enough(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_active_environment_the_name_is_enough(venv: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PATH", str(venv))
     assert (shoal_command(), shoal_command("python")) == ("shoal", "python")
 
 
 def test_another_shoal_on_the_path_is_not_meant(
-    venv: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    venv: Path, monkeypatch: Patch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = tmp_path_factory.mktemp("other")
     (other / "shoal").write_text("#!/bin/sh\n")
     (other / "shoal").chmod(0o755)
     monkeypatch.setenv("PATH", str(other))
     assert shoal_command() == ".venv/bin/shoal"
+
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "make_reference.py"
+
+
+def test_the_reference_is_up_to_date() -> None:
+    result = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAST = ("CHANGELOG.md", "log.md")  # they tell what was: files and commands may be gone
+FENCE = re.compile(r"^ *```\w*\n(.*?)^ *```", re.M | re.S)
+COMMAND = r"(shoal (?:--debug )?[a-z-]+(?:\s[^`|>]*)?)"
+ALWAYS = {"--help", "-h", "--debug"}
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which headings can be linked to, made as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists():
+            yield f"{link}: there is no such file"
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            yield f"{link}: there is no such heading"
+
+
+def shown_commands(page: Path) -> Iterator[str]:
+    """`shoal …` at the beginning of a line of an example, after a prompt or variables, and between backticks."""
+    for block in FENCE.findall(re.sub(r"<[^<>\n]+>", "…", page.read_text())):  # <a placeholder>
+        lines = block.replace("\\\n", " ").splitlines()
+        found = (re.match(rf"\s*(?:\$ )?(?:\w+=\S+ )*(?:\.venv/bin/)?{COMMAND}(?=[|>]|$)", line) for line in lines)
+        yield from (match.group(1) for match in found if match is not None)
+    yield from re.findall(rf"`(?:\.venv/bin/)?{COMMAND}`", prose(page))
+
+
+def mistake(shown: str) -> str:
+    """What is wrong with a command as it is shown; empty if nothing is."""
+    words, command = shlex.split(shown, comments=True)[1:], _group()
+    while words and hasattr(command, "commands"):
+        word = words.pop(0)
+        if word.startswith("-"):
+            continue
+        if word not in command.commands:
+            return f"{shown}: there is no command {word}"
+        command = command.commands[word]
+    there = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]} | ALWAYS
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in there]
+    return f"{shown}: there is no option {', '.join(unknown)}" if unknown else ""
+
+
+@cache
+def _group() -> Any:
+    return typer.main.get_command(app)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert list(broken_links(page)) == []
+
+
+def test_commands_are_there_with_these_options() -> None:
+    present = [page for page in PAGES if page.name not in PAST]
+    commands = [(page, shown) for page in present for shown in shown_commands(page)]
+    assert len(commands) > 100  # they are found at all
+    wrong = [f"{page.relative_to(ROOT)}: {said}" for page, shown in commands if (said := mistake(shown))]
+    assert wrong == []
+
+
+def test_mistakes_would_be_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One `two`, three\n[a](#one-two-three) [b](#four) [c](gone.md)\n```\n$ shoal nonsense x\n```\n")
+    assert [link.partition(":")[0] for link in broken_links(page)] == ["#four", "gone.md"]
+    assert [mistake(shown) for shown in shown_commands(page)] == ["shoal nonsense x: there is no command nonsense"]
+    assert "--nonsense" in mistake("shoal ledger verify WHERE --nonsense 3")
+
+
+TINY = Path(__file__).parents[3] / "recipes" / "tiny.toml"
+ONE_TASK = "tasks = [('1=', '1')]\ndef score(prompt, completion, answer):\n    return 1.0\n"
+
+
+def test_few_held_out_tasks_are_said() -> None:
+    assert [len(list(held_out_lines(Recipe(), tasks))) for tasks in (0, 1, 127, 128)] == [1, 1, 1, 0]
+    assert "no task is held out" in next(held_out_lines(Recipe(), 0))
+    never = Recipe.model_validate({"trainer": {"evaluate_every": 0}})
+    assert list(held_out_lines(never, 0)) == [], "who asks for no score misses none"
+
+
+def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(monkeypatch: Patch, capsys: Capture) -> None:
+    """33.6 M tokens of 32 B weights: 8 GPUs of 266 TFLOP/s train for 3,027 s, one of 160 checks for 13,422 s."""
+    large = ModelSize(parameters=32 * 10**9, payload_bytes=64 * 10**9)
+    monkeypatch.setattr("shoal.run.preflight.announced_size", lambda _recipe: large)
+    run, words = {"groups_per_step": 256, "group_size": 16, "max_new_tokens": 32768}, "and about 5 validators keep up"
+    recipes = [
+        Recipe.model_validate({"run": run, "trainer": {"processes": 8}, "validator": {"count": count}})
+        for count in (1, 4, 5)
+    ]
+    assert [[words in line for line in validator_lines(recipe)] for recipe in recipes] == [[True], [True], []]
+    large = ModelSize()
+    assert list(validator_lines(recipes[0])) == [], "nothing is known of a model that is not here"
+    large = ModelSize(parameters=32 * 10**9)
+    assert main(["run", str(TINY), "--dry-run", "--set", "trainer.processes=8"]) == 0
+    assert words in capsys.readouterr().err
+
+
+def test_the_dry_run_says_it(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "one.py").write_text(ONE_TASK)
+    (tmp_path / "one.toml").write_text('[environment]\nfile = "one.py"\n')
+    assert main(["run", str(tmp_path / "one.toml"), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "no task is held out" in said.err
+    assert "held out" not in said.out, "what it prints is a recipe"
+
+
+def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path, capsys: Capture) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npath = "large"\n')
+    assert main(["run", str(recipe), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert f"there is no model folder {tmp_path / 'large'}: what needs it was not checked" in said.err
+    assert "was not checked" not in said.out, "what it prints is a recipe"
+    recipe.write_text('[model]\npath = "large"\n[environment]\nname = "sorting"\n')
+    assert main(["run", str(recipe), "--dry-run"]) == 2, "all else is checked"
+    recipe.write_text('[model]\npath = "large"\n')
+    assert main(["run", str(recipe), "--prepare"]) == 2, "a run needs it"
+    (tmp_path / "large").mkdir()
+    assert main(["run", str(recipe), "--dry-run"]) == 2, "a folder that is there must be a model's"
+
+
+def test_the_dry_run_refuses_what_the_run_in_that_folder_would(tmp_path: Path, capsys: Capture) -> None:
+    request = ["run", str(TINY), "--dir", str(tmp_path / "run")]
+    assert main([*request, "--prepare"]) == 0
+    (tmp_path / "run" / "hub").mkdir()  # it has begun
+    assert main([*request, "--dry-run"]) == 0
+    capsys.readouterr()
+    assert main([*request, "--dry-run", "--set", "trainer.lora.rank=8"]) == 2
+    said = capsys.readouterr()
+    assert "was made with another recipe" in said.err
+    assert said.out == ""
+
+
+def test_told_to_stop_before_a_command_listens_it_was_stopped() -> None:
+    """As early as can be: the first thing that is done is the signal."""
+    told = "m.app = lambda **_: os.kill(os.getpid(), signal.SIGTERM)"
+    code = f"import os, signal, sys; import shoal.cli.main as m; {told}; sys.exit(m.main())"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 130
+
+
+def test_a_changed_environment_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    folder, tasks = make_folder(tmp_path / "run"), Tasks()
+    refuse_changed(folder, tasks)  # nothing has begun
+    Hub(hub_config(folder), SystemClock()).close()
+    refuse_changed(folder, tasks)
+    tasks.digest = "f" * 64
+    with pytest.raises(ConfigError, match=r"has changed since the run in .*run began: put it back, or start a new run"):
+        refuse_changed(folder, tasks)
+
+
+def test_a_change_that_has_consequences_is_said(tmp_path: Path, capsys: Capture) -> None:
+    command = ["run", str(TINY), "--dir", str(tmp_path / "run"), "--prepare", "--set", "hub.port=0"]
+    assert main(command) == 0
+    (tmp_path / "run" / "hub").mkdir()
+    capsys.readouterr()
+    assert main([*command, "--set", "trainer.guards.clip_fraction.react=skip", "--set", "trainer.keep_best=3"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("shoal: trainer.guards.clip_fraction.react was 'warn', is 'skip': a guard that skips")
+    assert "keep_best" not in said

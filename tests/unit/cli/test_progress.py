@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import queue
+import socket
+import threading
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kit.cli import NODE, report, status, wait
-from kit.scene import at_step, verdict, worker
-from shoal.protocol import NodeState, NodeView
-from shoal.run.outcome import steps_in, summary
+from kit.scene import Memory, at_step, process, verdict, worker
+from shoal.protocol import NodeState, NodeView, RunStatus
+from shoal.run.launch import steps_in, summary
 from shoal.run.progress import (
     History,
     duration,
@@ -22,6 +27,8 @@ from shoal.run.progress import (
     verdict_line,
     waits_line,
 )
+from shoal.run.watchdog import Reporter, StatusPoller, Watchdog, fetch_status
+from shoal.runtime.clock import ManualClock
 
 # ── history ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -29,15 +36,10 @@ from shoal.run.progress import (
 def test_rewards_and_scores_are_kept_by_step_even_when_the_hub_shows_them_no_more() -> None:
     history = History()
     history.add(status(reports=(report(0, reward_mean=0.1, held_out=0.3), report(1, reward_mean=0.2))), 1.0)
-    history.add(status(reports=(report(1, reward_mean=0.25), report(2, reward_mean=0.4, held_out=0.5))), 2.0)
-    assert history.rewards == {0: 0.1, 1: 0.25, 2: 0.4}
+    sampled = report(2, reward_mean=0.4, sampled_reward=0.3, held_out=0.5)  # the reward of all that was sampled counts
+    history.add(status(reports=(report(1, reward_mean=0.25), sampled)), 2.0)
+    assert history.rewards == {0: 0.1, 1: 0.25, 2: 0.3}
     assert history.held_out == {0: 0.3, 2: 0.5}
-
-
-def test_the_reward_is_of_everything_sampled_where_the_trainer_says_so() -> None:
-    history = History()
-    history.add(status(reports=(report(0, reward_mean=0.5, sampled_reward=0.2), report(1, reward_mean=0.6))), 1.0)
-    assert history.rewards == {0: 0.2, 1: 0.6}
 
 
 def test_every_rejection_is_kept_once_and_newest_last() -> None:
@@ -175,13 +177,9 @@ def test_waits_are_told_longest_first_and_not_without_end() -> None:
     assert waits_line(status(waits=waits), most=2) == "w5 waits for x (5 s); w4 waits for x (4 s); and 4 more"
     assert waits_line(status(waits=waits), least_s=5) == "w5 waits for x (5 s)"
     assert waits_line(status()) == ""
-
-
-def test_several_units_wait_and_one_waits() -> None:
-    waits = (wait("units 3-18 (16)", "worker-0", 2), wait("unit 19", "worker-1", 1))
-    assert (
-        waits_line(status(waits=waits)) == "units 3-18 (16) wait for worker-0 (2 s); unit 19 waits for worker-1 (1 s)"
-    )
+    several = (wait("units 3-18 (16)", "worker-0", 2), wait("unit 19", "worker-1", 1))
+    told = "units 3-18 (16) wait for worker-0 (2 s); unit 19 waits for worker-1 (1 s)"
+    assert waits_line(status(waits=several)) == told
 
 
 def test_the_newest_value_counts_and_missing_ones_are_none() -> None:
@@ -232,25 +230,181 @@ def test_a_start_that_failed_does_not_claim_the_steps_before_it(tmp_path: Path) 
     assert summary(path, status(), 12.0, before=1)[0] == "2 of 9 steps, 1 of them in 12 s"
 
 
-def test_a_run_that_trained_on_nothing_says_so(tmp_path: Path) -> None:
-    rows = [{"step": step, "groups": 0, "dropped_groups": 12} for step in range(3)]
-    lines = summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0)
-    assert lines[-1].startswith("nothing was trained on: all 36 groups had equal rewards; ")
+@pytest.mark.parametrize(
+    ("groups", "dropped", "unsure", "said"),
+    [
+        pytest.param([0, 0, 0], 12, 0, "nothing was trained on: all 36 groups had equal rewards; ", id="equal"),
+        pytest.param([0], 0, 0, "nothing was trained on: no group was accepted", id="none"),
+        pytest.param([0], 2, 248, "nothing was trained on: 248 submissions could not be judged; logs/val", id="unsure"),
+        pytest.param([0, 1], 11, 0, "submissions: ", id="one group is not nothing"),
+    ],
+)
+def test_a_run_that_trained_on_nothing_says_so_and_why(
+    tmp_path: Path, groups: list[int], dropped: int, unsure: int, said: str
+) -> None:
+    rows = [{"step": step, "groups": count, "dropped_groups": dropped} for step, count in enumerate(groups)]
+    seen = status(submissions={"accepted": 2, "unsure": unsure})
+    assert summary(written(tmp_path / "metrics.jsonl", *rows), seen, 1.0)[-1].startswith(said)
 
 
-def test_a_run_without_any_group_says_so(tmp_path: Path) -> None:
-    rows = [{"step": 0, "groups": 0, "dropped_groups": 0}]
-    lines = summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0)
-    assert lines[-1] == "nothing was trained on: no group was accepted"
+DEADLINE_S = 20.0
 
 
-def test_a_run_whose_groups_could_not_be_judged_says_where_to_look(tmp_path: Path) -> None:
-    rows = [{"step": 0, "groups": 0, "dropped_groups": 2}]
-    seen = status(submissions={"accepted": 2, "unsure": 248})
-    lines = summary(written(tmp_path / "metrics.jsonl", *rows), seen, 1.0)
-    assert lines[-1].startswith("nothing was trained on: 248 submissions could not be judged; logs/validator-0.log")
+def transport(answers: list[httpx.Response | Exception]) -> httpx.Client:
+    """Gives the answers in turn, the last one again and again."""
+
+    def answer(_request: httpx.Request) -> httpx.Response:
+        given = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    return httpx.Client(transport=httpx.MockTransport(answer))
 
 
-def test_one_group_is_not_nothing(tmp_path: Path) -> None:
-    rows = [{"step": 0, "groups": 0, "dropped_groups": 12}, {"step": 1, "groups": 1, "dropped_groups": 11}]
-    assert "nothing" not in " ".join(summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0))
+def answer(seen: RunStatus) -> httpx.Response:
+    return httpx.Response(200, text=seen.model_dump_json())
+
+
+def test_whatever_is_not_a_status_is_none() -> None:
+    answers = [httpx.ConnectError("no"), httpx.Response(500), httpx.Response(200, text="<html>"), answer(status())]
+    http = transport(list(answers))
+    assert [fetch_status("http://hub", http) for _ in answers] == [None, None, None, status()]
+
+
+# ── the poller ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def taken(poller: StatusPoller) -> RunStatus:
+    end_s = time.monotonic() + DEADLINE_S
+    while (seen := poller.take()) is None:
+        assert time.monotonic() < end_s, "no answer came"
+        time.sleep(0.001)
+    return seen
+
+
+def test_the_poller_gives_each_answer_once_and_no_answer_for_none() -> None:
+    answers: queue.SimpleQueue[httpx.Response | Exception] = queue.SimpleQueue()
+
+    asked = 0
+
+    def answer_when_told(_request: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        given = answers.get(timeout=DEADLINE_S)
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    http = httpx.Client(transport=httpx.MockTransport(answer_when_told))
+    with StatusPoller("http://hub", http, every_s=0.001) as poller:
+        answers.put(answer(at_step(1)))
+        assert taken(poller).step == 1
+        assert poller.take() is None
+        answers.put(answer(at_step(2)))
+        answers.put(httpx.ConnectError("away"))
+        end_s = time.monotonic() + DEADLINE_S
+        while asked < 4:
+            assert time.monotonic() < end_s
+        assert taken(poller).step == 2, "an answer is not lost because the next one did not come"
+        answers.put(httpx.ConnectError("for a question that may be on its way"))
+    assert not polling()
+
+
+def test_the_poller_can_be_asked_directly() -> None:
+    poller = StatusPoller("http://hub", transport([httpx.ConnectError("away"), answer(at_step(3))]))
+    assert [poller.ask(), poller.ask()] == [None, at_step(3)]
+
+
+def polling() -> bool:
+    return any(thread.name == "status" for thread in threading.enumerate())
+
+
+def test_a_hub_that_never_answers_holds_up_nobody() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as deaf,  # takes connections and never answers, like a halted hub
+        StatusPoller(f"http://127.0.0.1:{deaf.getsockname()[1]}", every_s=0.001) as poller,
+    ):
+        reporter = Reporter(poller, Memory(), Watchdog(600.0))
+        began_s = time.monotonic()
+        for _ in range(100):
+            assert reporter.tick() is None
+        assert time.monotonic() - began_s < 1.0
+        assert polling()
+        deaf.close()  # the hub is gone, and so are its connections
+    assert not polling()
+
+
+# ── the reporter ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Answers:
+    """A source that has an answer when the test says so."""
+
+    def __init__(self) -> None:
+        self.next: RunStatus | None = None
+
+    def take(self) -> RunStatus | None:
+        given, self.next = self.next, None
+        return given
+
+    ask = take
+
+
+def test_the_reporter_shows_scenes_as_often_as_the_display_wants_them() -> None:
+    clock, display, source = ManualClock(), Memory(), Answers()
+    reporter = Reporter(source, display, Watchdog(1000), {"worker-2": "cheats"}, clock)
+    reporter.processes = lambda: [process("hub")]
+    source.next = at_step(1)
+    for _ in range(60):  # ten looks a second for six seconds
+        assert reporter.tick() is None
+        clock.advance(0.1)
+    assert [scene.elapsed_s for scene in display.scenes] == [0, 1, 2, 3, 4, 5]
+    last = display.scenes[-1]
+    assert last.status == at_step(1)
+    assert last.processes == [process("hub")]
+    assert last.notes == {"worker-2": "cheats"}
+    assert last.silent_s == 5.0
+
+
+def test_the_last_look_asks_again_and_is_shown() -> None:
+    clock, display, source = ManualClock(), Memory(), Answers()
+    reporter = Reporter(source, display, Watchdog(1000), clock=clock)
+    reporter.tick()
+    source.next = at_step(9, finished=True)
+    clock.advance(0.1)
+    reporter.last_look()
+    assert reporter.status == at_step(9, finished=True)
+    assert display.scenes[-1].status == reporter.status
+    assert reporter.history.answered_s == pytest.approx(0.1, abs=1e-3)
+
+
+def test_the_watchdog_is_told_everything() -> None:
+    clock, source = ManualClock(), Answers()
+    reporter = Reporter(source, Memory(), Watchdog(60), clock=clock)
+    reporter.processes = lambda: [process("hub"), process("relay-0", state="given up", why="ended with exit code 1")]
+    source.next = status(waits=(wait("trainer", "a batch", 5),))
+    for _ in range(60):
+        assert reporter.tick() is None
+        clock.advance(1)
+    ending = reporter.tick()
+    assert ending is not None
+    assert "relay-0 was given up" in ending.message
+    assert "hub (pid 4711) has not answered for 60 s" in ending.message
+
+
+def test_who_was_suspended_blames_nobody() -> None:
+    """Ctrl-Z and fg, or a laptop that slept: the others may have gone on all the while."""
+    clock, source = ManualClock(), Answers()
+    reporter = Reporter(source, Memory(), Watchdog(60), clock=clock)
+    source.next = status()
+    assert reporter.tick() is None
+    clock.advance(3600)
+    assert reporter.tick() is None
+    assert reporter.elapsed_s - reporter.history.answered_s == 0
+    endings = []
+    for _ in range(61):
+        clock.advance(1)
+        endings.append(reporter.tick())
+    assert endings[-1] is not None, "patience begins again, it does not end"
+    assert endings[:58] == [None] * 58

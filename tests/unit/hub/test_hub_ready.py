@@ -150,7 +150,7 @@ class TestStandstill:
         assert sentence.startswith("nobody is left to work: worker")
         assert "was banned for proofs.drift" in sentence
         assert f"`shoal why {bench.alice.key.node[:8]}`" in sentence
-        assert "start another with `shoal worker` or `shoal join`" in sentence
+        assert "start another with `shoal join`" in sentence
         assert problems(bench) == [], "workers must reach the hub to join"
 
     def test_the_only_worker_is_suspended(self, bench: Bench) -> None:

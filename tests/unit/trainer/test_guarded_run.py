@@ -25,8 +25,7 @@ from trainer_stubs import (
 )
 
 from shoal.errors import TrainingDiverged
-from shoal.run.launch import Launched
-from shoal.run.outcome import conclusion
+from shoal.run.launch import Launched, conclusion
 from shoal.runtime.supervise import Ending
 from shoal.trainer import guards
 from shoal.trainer.checkpoint import CheckpointStore, restore

@@ -112,7 +112,9 @@ class Hub:
         self._made = made
 
     def run_info(self) -> SimpleNamespace:
-        return SimpleNamespace(profiles=("torch/cpu/bfloat16", "torch/cpu/float32"))
+        return SimpleNamespace(
+            profiles=("torch/cpu/bfloat16", "torch/cpu/float32"), model=SimpleNamespace(parameters=1)
+        )
 
     def calibration(self, digest: str) -> Calibration:
         return self._made[digest]

@@ -15,7 +15,7 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
 from shoal.errors import HubRefused, SignatureError
 from shoal.models.load import load_model
-from shoal.protocol import AuditReply, Calibration, PolicyRef, SignedDocument, SigningKey
+from shoal.protocol import AuditReply, Calibration, ModelSize, PolicyRef, SignedDocument, SigningKey
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
 from shoal.validator import ValidatorSettings, load_profiles, profiles
@@ -35,9 +35,10 @@ class Hub:
     key = SigningKey.from_seed(b"v" * 32)
     in_force: Calibration | None = None
     is_revoked = False
+    weights = 1_000_000
 
     def run_info(self) -> Any:
-        return SimpleNamespace(run="a-run", profiles=(FLOAT32, BFLOAT16))
+        return SimpleNamespace(run="a-run", profiles=(FLOAT32, BFLOAT16), model=ModelSize(parameters=self.weights))
 
     def publish_calibration(self, signed: SignedDocument) -> None:
         self.in_force = Calibration.model_validate(signed.document)
@@ -191,6 +192,13 @@ def test_a_model_without_pages_is_measured_once_as_plain(monkeypatch: pytest.Mon
     assert set(hub.in_force.kinds) == {plain}
     assert mine._missing(hub.in_force, POLICY, ()) == []
     assert mine._missing(hub.in_force, POLICY, (paged,)) == [], "it cannot be measured here"
+
+
+def test_a_processor_does_not_measure_a_large_model_that_has_built_in_limits() -> None:
+    """Before, audits of SmolLM2-135M waited for longer than seven minutes on two cores."""
+    hub = Hub()
+    hub.weights = 135_000_000
+    assert calibrator(hub, "float32")._missing(None, POLICY, (FLOAT32, BFLOAT16)) == [BFLOAT16]
 
 
 @pytest.mark.parametrize(("blind_above", "is_refused"), [(0.2, False), (0.15, True)])

@@ -9,15 +9,19 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import ResourceError
+from shoal.errors import DiskError, HubRefused, ResourceError
 from shoal.protocol import SUBMISSION_FORMAT, BodyLimits, Rollout, Submission, pack, unpack
 from shoal.runtime.clock import ManualClock
+from shoal.runtime.files import resource_error
 from shoal.worker import Outbox
+from shoal.worker.outbox import Uploader
 
 
 def submission(unit: int = 0, run: str = "run-1") -> Submission:
@@ -32,9 +36,9 @@ def units(outbox: Outbox, run: str = "run-1") -> list[int]:
 
 
 def test_what_is_put_is_found_by_the_next_process_with_the_same_bytes(tmp_path: Path) -> None:
-    body = Outbox(tmp_path, 3).put(submission(4)).read()
+    body = Outbox(tmp_path, 3).put(submission(4)).path.read_bytes()
     [parcel] = Outbox(tmp_path, 3).waiting("run-1")
-    assert (parcel.unit, parcel.lease, parcel.read()) == (4, "lease-4", body)
+    assert (parcel.unit, parcel.lease, parcel.path.read_bytes()) == (4, "lease-4", body)
     assert unpack(body, Submission, BodyLimits()) == submission(4)
 
 
@@ -84,7 +88,7 @@ def test_only_the_last_refused_parcels_are_kept(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_set_aside_and_blocks_nothing(tmp_path: Path) -> None:
     good = Outbox(tmp_path, 3).put(submission(1))
-    good.path.with_name("0-0-bad.submission").write_bytes(good.read()[:-3])
+    good.path.with_name("0-0-bad.submission").write_bytes(good.path.read_bytes()[:-3])
     outbox = Outbox(tmp_path, 3)
     assert units(outbox) == [1]
     [reason] = (tmp_path / "refused").glob("*.reason.json")
@@ -151,7 +155,7 @@ def test_a_crash_at_any_system_call_loses_nothing_that_was_put(
     assert set(promised) <= set(units(found))
     assert set(units(found)) <= set(range(count))
     for parcel in found.waiting("run-1"):
-        assert parcel.read() == pack(submission(parcel.unit))
+        assert parcel.path.read_bytes() == pack(submission(parcel.unit))
 
 
 CHILD = """
@@ -190,3 +194,49 @@ def test_what_one_sender_has_taken_no_other_gets_until_it_is_put_back(tmp_path: 
     outbox.delivered(first)
     assert outbox.waiting("run-1") == [second], "taken, but not delivered: it still waits"
     assert Outbox(tmp_path, refused_kept=3).take("run-1", 0) == second, "a crash puts everything back"
+
+
+RUN = "run-1"
+GROUP = Submission(
+    format=SUBMISSION_FORMAT, run=RUN, node="n" * 32, lease="lease-0", unit=0, incarnation=0, version=0,
+    policy_digest="a" * 64, prompt=b"\1\0\0\0", rollouts=[Rollout(b"\2\0\0\0", b"\0\0\0\0", "eos")],
+)  # fmt: skip
+
+
+class LateHub:
+    """Refuses everything as too late."""
+
+    def run_info(self) -> Any:
+        return SimpleNamespace(run=RUN, uploads="hub")
+
+    def submit(self, _lease: str, _body: bytes) -> Any:
+        raise HubRefused(410, "lease.late", "lease lease-0 ran out and unit 0 is accepted meanwhile")
+
+
+def failure_of(outbox: Outbox) -> object:
+    uploader = Uploader(LateHub(), outbox, lambda _parcel, _taken: None)  # type: ignore[arg-type]
+    with uploader:
+        assert not uploader.flush(20, lambda: False)
+    return uploader.failure
+
+
+def test_a_refusal_that_cannot_be_written_down_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = Outbox(tmp_path, refused_kept=3)
+    outbox.put(GROUP)
+
+    def full(*_arguments: object) -> None:
+        raise resource_error("write", tmp_path / "refused", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr(outbox, "refuse", full)
+    assert isinstance(failure_of(outbox), DiskError)
+    assert [parcel.unit for parcel in Outbox(tmp_path, refused_kept=3).waiting(RUN)] == [0]
+
+
+def test_a_group_that_cannot_be_read_back_ends_it_too(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path, refused_kept=3)
+    parcel = outbox.put(GROUP)
+    parcel.path.unlink()
+    parcel.path.mkdir()
+    failure = failure_of(outbox)
+    assert isinstance(failure, ResourceError)
+    assert str(failure) == f"cannot send {parcel.path}: Is a directory"

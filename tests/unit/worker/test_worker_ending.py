@@ -80,7 +80,7 @@ def test_being_shut_out_leaves_the_outbox_to_other_runs(tmp_path: Path, road: st
         bench.worker.run()
     assert caught.value.exit_code == 6
     assert bench.outbox.waiting("other-000000000000") == [kept]
-    assert kept.read() == pack(elsewhere)
+    assert kept.path.read_bytes() == pack(elsewhere)
     assert list((tmp_path / "outbox" / "refused").iterdir()) == []
 
 
@@ -107,7 +107,7 @@ def test_a_receipt_is_noted_for_whoever_debugs(tmp_path: Path, caplog: pytest.Lo
     thread.start()
     try:
         assert eventually(lambda: bench.waiting == [7])
-        body = bench.outbox.waiting(RUN)[0].read()
+        body = bench.outbox.waiting(RUN)[0].path.read_bytes()
         assert "receipt for" not in caplog.text
     finally:
         bench.hub.gate.set()

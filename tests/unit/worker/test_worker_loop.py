@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,14 +13,19 @@ import pytest
 from kit.worker import KEY, RUN, SAMPLING, Bench, CountingEngine, eventually, lease, policy
 from shoal.engines import GenerationRequest
 from shoal.engines.dialogue import dialogue_for
+from shoal.engines.scripted import ScriptedEngine
 from shoal.environments.tools import TOOLS
 from shoal.errors import ConfigError, HubRefused, PolicyMismatch, ProtocolError, ResourceError, VersionNotFound
-from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, NodeState
+from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, NodeState, PolicyRef, SamplingParameters
 from shoal.protocol.submission import unpack_spans
 from shoal.toploc import split_proofs
 from shoal.worker import loop as worker_loop
 from shoal.worker import newest
+from shoal.worker.fitting import units_that_fit
 from shoal.worker.loop import NotTaken
+
+Logs = pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
 
 
 def test_it_generates_what_was_leased_in_one_call_and_hands_it_in(tmp_path: Path) -> None:
@@ -121,9 +126,7 @@ def test_a_finished_run_is_left_without_fetching_its_last_policy(tmp_path: Path)
     assert (bench.shelf.patience, bench.hub.requests) == ([], [])
 
 
-def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(newest, "PAUSE_S", 0.0)
     bench = Bench(tmp_path, [lease(1)])
     bench.hub.policy = None
@@ -273,7 +276,7 @@ def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path
     assert bench.worker.activity.heartbeat().progress == {}, "what is handed in is over"
 
 
-def test_a_suspended_worker_waits_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_suspended_worker_waits_and_goes_on(tmp_path: Path, caplog: Logs) -> None:
     bench = Bench(tmp_path)
     active = bench.hub.view
 
@@ -295,9 +298,7 @@ def test_a_suspended_worker_waits_and_goes_on(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_is_given_back_and_not_handed_in(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
-) -> None:
+def test_what_is_no_number_is_given_back_and_not_handed_in(tmp_path: Path, caplog: Logs, value: float) -> None:
     bench = Bench(tmp_path, [lease(1), lease(3)], [lease(4)])
     bench.shelf.engine.broken = {1: value}
     bench.worker.run()
@@ -321,9 +322,7 @@ def dialogue_lease(unit: int, tool: str) -> Lease:
     return lease(unit).model_copy(update={"dialogue": terms, "sampling": sampling})
 
 
-def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setitem(TOOLS, "count", lambda turns: "\n" * len(turns))  # type: ignore[misc]
     of = dialogue_lease(1, "count")
     bench = Bench(tmp_path, [of, lease(2), dialogue_lease(3, "count")])
@@ -341,7 +340,7 @@ def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(
 
 
 def test_leases_with_a_tool_that_it_does_not_have_are_given_back_and_the_others_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Logs
 ) -> None:
     monkeypatch.setattr(worker_loop, "POLICY_PAUSE_S", 0.0)
     bench = Bench(tmp_path, [dialogue_lease(1, "aba\ncus"), lease(2), dialogue_lease(3, "aba\ncus")], [lease(4)])
@@ -365,3 +364,26 @@ def test_a_worker_without_work_chooses_again_if_the_run_does_not_take_its_kind(
     with pytest.raises(NotTaken) if ends else nullcontext():
         bench.worker.run()
     assert len(bench.hub.requests) == (1 if ends else 3)
+
+
+def long_lease(prompt: int, seeds: int) -> Lease:
+    return Lease(
+        run="r-000000000000", lease="l", node="n" * 32, unit=1, attempt=0, task="t", prompt_ids=(5,) * prompt,
+        policy=PolicyRef(incarnation=0, version=0, digest="0" * 64), seeds=tuple(f"{i:016x}" for i in range(seeds)),
+        sampling=SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_id=1), environment_digest="e" * 64,
+        issued_at_ms=0, deadline_ms=1,
+    )  # fmt: skip
+
+
+class Small(ScriptedEngine):
+    memory_bytes: int | None = None
+
+    def rows_at_once(self, tokens_each: int) -> int:
+        return 4000 // tokens_each
+
+
+def test_as_many_units_as_fit_into_memory_together() -> None:
+    assert units_that_fit(Small(), [long_lease(10, 8), long_lease(3, 8)]) == 5  # 40 rows of 100 tokens
+    assert units_that_fit(Small(), [long_lease(10, 64)]) == 1, "a group that does not fit is split"
+    unbounded = cast(Any, ScriptedEngine())
+    assert units_that_fit(unbounded, [long_lease(10, 64)]) > 100

@@ -316,9 +316,15 @@ def require_trusted(reader: Reader, public_key: str) -> Orders:
     return orders
 
 
-def shared(row: object, model: type[BaseModel]) -> dict[str, Any]:
+def shared(row: Any, model: type[BaseModel]) -> dict[str, Any]:
     """What a row and a message about it have in common, by the names of their fields."""
-    return {name: value for name, value in vars(row).items() if name in model.model_fields}
+    values, kinds = vars(row), (type(row), model)
+    if kinds not in _COMMON:
+        _COMMON[kinds] = tuple(name for name in values if name in model.model_fields)
+    return {name: values[name] for name in _COMMON[kinds]}
+
+
+_COMMON: dict[tuple[type, type[BaseModel]], tuple[str, ...]] = {}  # model_fields is slow to ask, with every heartbeat
 
 
 def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: int) -> NodeView:

@@ -168,10 +168,10 @@ def standstill(context: Context, reader: Reader, now_ms: int) -> list[str]:
 
 def _nobody(context: Context, reader: Reader, role: str, now_ms: int) -> str:
     known = [row for rank in ("sanctioned", "seen") for row in reader.nodes_ranked(rank, NEWEST) if row.role == role]
-    start = f"start {'one' if not known else 'another'} with `shoal {role}`"
+    start = f"start {'one' if not known else 'another'} with `shoal {'join' if role == 'worker' else role}`"
     if role == "worker":
         taken = calibrations.taken(in_force_of(reader), context.config.profiles, context.config.measurable)
-        start += f" or `shoal join` (the run takes {', '.join(taken)})"
+        start += f" (the run takes {', '.join(taken)})"
     if not known:
         return f"nobody is here to {DOING[role]}: no {role} has come yet; {start}"
     return f"nobody is left to {DOING[role]}: {_fate(reader, known, now_ms)}; {start}"

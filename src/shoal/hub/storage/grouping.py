@@ -94,6 +94,8 @@ class GroupCommit:
             self._connections.clear()
 
     def _enter(self) -> None:
+        if self._lock.acquire(blocking=False):
+            return
         with self._queue_lock:
             self._queued += 1
         try:
@@ -127,9 +129,7 @@ class GroupCommit:
         self._end_unless_more_come(group)
 
     def _end_unless_more_come(self, group: _Group) -> None:
-        with self._queue_lock:
-            more = self._queued > 0
-        if group is self._group and (not more or group.size >= MOST):
+        if group is self._group and (self._queued == 0 or group.size >= MOST):
             self._end(group)
 
     def _end(self, group: _Group) -> None:

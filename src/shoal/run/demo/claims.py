@@ -10,13 +10,35 @@ A claim that does not hold makes the demo fail, whatever else went well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 from shoal.adversary import Cheat
-from shoal.ledger import Account
-from shoal.protocol import LedgerEntry
-from shoal.run.demo.recount import Recount
+from shoal.errors import ConfigError, LedgerError, ShoalError
+from shoal.ledger import Account, fold
+from shoal.protocol import LedgerEntry, NodeState, PolicyManifest, load_key
+from shoal.run.demo.recount import Recount, recount
+from shoal.run.folder import RunFolder
+from shoal.run.launch import METRICS
+from shoal.run.ledger.check import check_place, leave_ledger
+from shoal.run.ledger.places import FolderPlace
+from shoal.run.progress import reward_of
+from shoal.run.recipe import Recipe
+from shoal.run.roles import role_names
+from shoal.runtime.config import parse_config
+from shoal.runtime.files import ensure_folder, resource_error, write_atomically
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.metrics import MetricsLog
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.manifest import read_manifest
+from shoal.shardcast.tree import Tree, manifest_key
 
 LEAST_RISE = 0.20
 SCORE_TOLERANCE_TASKS = 1  # another engine may break one tie between two next tokens otherwise
@@ -78,7 +100,7 @@ def cheater_caught(entries: Sequence[LedgerEntry], standing: Standing, cast: Cas
         return Claim(name, True, f"{sentence}, none accepted")
     theirs = {entry.body["unit"] for entry in entries if entry.kind == "credit" and entry.body["node"] == cast.cheater}
     trained = sum(unit in theirs for entry in entries if entry.kind == "batch" for unit in entry.body["units"])
-    passed = f"{account.accepted} accepted, being what honest dice give as well ({trained} of them trained on)"
+    passed = f"{account.accepted} accepted, being what honest seeds give as well ({trained} of them trained on)"
     return Claim(name, True, f"{sentence}, {passed}")
 
 
@@ -108,3 +130,207 @@ def model_scores_as_claimed(claimed: float | None, counted: Recount) -> Claim:
     if off > SCORE_TOLERANCE_TASKS + 1e-6:
         return Claim("the model", False, f"{sentence}; the trainer claimed {claimed:.3f}")
     return Claim("the model", True, f"{sentence}, as claimed")
+
+
+Curve = list[tuple[float, float]]
+"""Points (seconds since the start, value)."""
+
+COLOURS = {"held-out score": "#1f6fb2", "mean reward": "#d9742b"}
+RED, GREY = "#b3261e", "#e6e6e6"
+MOST_DOTS = 60  # beyond this, dots hide the line
+
+
+def curves_of(rows: Sequence[Mapping[str, float]], started_ms: float) -> dict[str, Curve]:
+    """When which number was measured; only curves that have a point."""
+    curves: dict[str, Curve] = {name: [] for name in COLOURS}
+    for row in rows:
+        end_s = (row["at_ms"] - started_ms) / 1000
+        if "held_out" in row:
+            curves["held-out score"].append((max(0.0, end_s - row.get("step_s", 0.0)), row["held_out"]))
+        if (reward := reward_of(row)) is not None:
+            curves["mean reward"].append((end_s, reward))
+    return {name: curve for name, curve in curves.items() if curve}
+
+
+def draw_plot(
+    metrics_file: Path, out: Path, title: str, started_ms: float, marks: Sequence[tuple[float, str]] = ()
+) -> None:
+    """Draw a run's metrics to the PNG `out`, whole or not at all. `marks` are (seconds since the start, label)."""
+    curves = curves_of(MetricsLog(metrics_file).rows(), started_ms)
+    if not curves:
+        raise ShoalError(f"there is nothing to draw in {metrics_file}: no step and no evaluation was finished yet")
+    from matplotlib import style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with style.context("default"):  # whatever the user prefers elsewhere
+        figure = Figure(figsize=(10.0, 6.2), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(title, x=0.015, ha="left", fontsize=15, fontweight="bold")
+        panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (name, curve) in zip(panels, curves.items(), strict=True):
+            times, values, colour = [at for at, _ in curve], [value for _, value in curve], COLOURS[name]
+            axes.plot(times, values, color=colour, linewidth=2, marker="" if len(curve) > MOST_DOTS else "o")
+            axes.set_ylabel(name, color=colour, fontweight="bold")
+            axes.set_title(f"{values[0]:.2f} → {values[-1]:.2f}", color=colour, loc="right")
+            axes.grid(color=GREY)
+            if min(values) >= 0 and max(values) <= 1:
+                axes.set_ylim(-0.02, 1.05)
+            for at_s, _ in marks:
+                axes.axvline(at_s, color=RED, linestyle="--", linewidth=1.4)
+        for at_s, label in marks:
+            panels[-1].annotate(f" {label}", (at_s, 0.05), xycoords=("data", "axes fraction"), color=RED)
+        panels[-1].set_xlabel("seconds since the start")
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    write_atomically(out, buffer.getvalue())
+
+
+MARK = "demo.json"
+LOCK_WAIT_S = 15.0  # for a demo that is just ending
+
+
+def make_room(path: Path, facts: dict[str, object]) -> None:
+    """An empty, marked folder at `path`; an earlier demo there is replaced."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ConfigError(f"{path} is not a folder; choose another with --dir")
+    if path.exists() and any(ensure_folder(path).iterdir()):
+        _clear(path)
+    ensure_folder(path)
+    write_atomically(path / MARK, json.dumps(facts, indent=2).encode() + b"\n")
+
+
+def _clear(path: Path) -> None:
+    if not (path / MARK).is_file():
+        raise ConfigError(f"the folder {path} is not empty and not an earlier demo's; choose another with --dir")
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise ConfigError(f"this is called from within {path}, which it replaces: go to another folder, or use --dir")
+    with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):
+        for lock in path.glob("*/.lock"):  # a supervisor that was killed leaves processes that need a moment to end
+            FolderLock(lock.parent).acquire(StopToken(), LOCK_WAIT_S).release()
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            raise resource_error("replace the earlier demo in", path, error) from error
+
+
+def demo_recipe(seed: int, staleness: int, steps: int) -> Recipe:
+    text = (files("shoal.run.demo") / "recipe.toml").read_text()
+    overrides = [f"run.seed={seed}", f"run.max_staleness={staleness}", f"run.steps={steps}"]
+    return parse_config(text, Recipe, "the demo's recipe", overrides)
+
+
+def cheater_name(folder: RunFolder) -> str:
+    """The cheater is the worker after the recipe's own."""
+    return f"worker-{folder.recipe.worker.count}"
+
+
+def cast_of(folder: RunFolder, cheat: Cheat) -> Cast:
+    """Node ids from the workers' own key files: names are for people, keys are who they are."""
+    ids = {path.parent.name: load_key(path).node for path in sorted(folder.path.glob("worker-*/node.key"))}
+    cheater = cheater_name(folder)
+    honest = {name: ids.get(name, "") for name in role_names(folder) if name.startswith("worker-")}
+    return Cast(honest=honest, cheater=ids.get(cheater, ""), cheater_name=cheater, cheat=cheat)
+
+
+RECOUNT_S = 180.0
+
+
+def check(folder: RunFolder, cast: Cast, stop: StopToken) -> Iterator[Claim]:
+    scores = [float(row["held_out"]) for row in MetricsLog(folder.path / METRICS).rows() if "held_out" in row]
+    entries, standing = standing_of(folder.path)
+    yield learned(scores)
+    yield cheater_caught(entries, standing, cast)
+    yield honest_unpunished(standing, cast)
+    yield _decided("the records", lambda: _records(folder, entries))
+    if not stop.is_set():
+        export = folder.path / "trainer" / "export"
+        claimed = scores[-1] if scores else None
+        yield _decided(
+            "the model", lambda: model_scores_as_claimed(claimed, recount(export, folder.recipe, RECOUNT_S, stop))
+        )
+
+
+def _decided(name: str, decide: Callable[[], Claim]) -> Claim:
+    """The claim, or that it cannot be upheld, and why."""
+    try:
+        return decide()
+    except ShoalError as error:
+        return Claim(name, False, str(error))
+
+
+def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
+    if signed_manifest(folder).ledger_head is None:
+        return Claim("the records", False, "the last version was signed without the ledger's head")
+    with closing(FolderPlace(folder.path)) as place:
+        check_place(place, remember=False)
+    leave_ledger(folder.path)
+    rows, steps = rollouts_archived(folder, entries), folder.recipe.run.steps
+    return Claim(
+        "the records",
+        True,
+        f"{len(entries):,} ledger entries, every hash fits, through the head that was signed with the model, each "
+        f"credit with its receipt and verdict; {rows:,} rollouts trained on, in {steps} Parquet files, are those of "
+        "the ledger",
+    )
+
+
+def draw(folder: RunFolder, cast: Cast) -> None:
+    """The run as a picture, `plot.png`."""
+    run, (entries, standing) = folder.recipe.run, standing_of(folder.path)
+    title = f"shoal demo: sorting digits, seed {run.seed}, staleness ≤ {run.max_staleness}"
+    banned_ms, began_ms = standing.banned_at_ms.get(cast.cheater), entries[0].at_ms
+    marks = [((banned_ms - began_ms) / 1000, "cheater banned")] if banned_ms else []
+    draw_plot(folder.path / METRICS, folder.path / "plot.png", title, began_ms, marks)
+
+
+def standing_of(path: Path) -> tuple[list[LedgerEntry], Standing]:
+    """The ledger, and what became of every node: credit by the ledger, the rest by the hub's rows."""
+    with closing(FolderPlace(path)) as place:
+        entries = list(place.entries())
+        accounts, banned_at_ms = fold(entries).by_node, {}
+        for row in place.reader.nodes():
+            account = accounts.setdefault(row.node, Account())
+            account.rejected, account.banned, account.reason = row.rejected, row.state is NodeState.BANNED, row.reason
+            if account.banned:
+                refused = place.reader.submissions_of(row.node, refused=True, limit=1)
+                banned_at_ms[row.node] = refused[0].decided_at_ms or 0 if refused else row.registered_at_ms
+    return entries, Standing(accounts, banned_at_ms)
+
+
+def signed_manifest(folder: RunFolder) -> PolicyManifest:
+    """The last version's manifest as the origin has it, signed by the trainer; the exported model is that version."""
+    path = folder.path / "trainer" / "export" / "shoal.json"
+    try:
+        card: dict[str, Any] = json.loads(path.read_bytes())
+        place, digest = (int(card["progress"]["incarnation"]), folder.recipe.run.steps), str(card["digest"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f"{path} cannot be read: {error}") from error
+    data = Tree(folder.path / "origin").read(manifest_key(place))
+    if data is None:
+        raise LedgerError(f"the origin in {folder.path / 'origin'} does not have the last version")
+    manifest = read_manifest(data, folder.run_id, folder.trainer_key)
+    if manifest.policy.digest != digest:
+        raise LedgerError(f"the model in {path.parent} is not the version that was signed")
+    return manifest
+
+
+def rollouts_archived(folder: RunFolder, entries: Sequence[LedgerEntry]) -> int:
+    """How many rollouts were trained on: every step's file holds the units that the ledger says, each a whole group."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_table
+
+    batches = [(entry.body["step"], entry.body["units"]) for entry in entries if entry.kind == "batch"]
+    if [step for step, _ in batches] != list(range(folder.recipe.run.steps)):
+        raise LedgerError(f"the ledger has {len(batches)} batches, not one for each of {folder.recipe.run.steps} steps")
+    rows = 0
+    for step, units in batches:
+        path = folder.path / "trainer" / "rollouts" / f"step-{step:05d}.parquet"
+        try:
+            archived = sorted(read_table(path, columns=["unit"])["unit"].to_pylist())
+        except (OSError, ArrowException) as error:
+            raise LedgerError(f"the rollouts in {path} cannot be read: {error}") from error
+        if archived != sorted(unit for unit in units for _ in range(folder.recipe.run.group_size)):
+            raise LedgerError(f"{path} does not hold the {len(units)} groups that the ledger names for step {step}")
+        rows += len(archived)
+    return rows

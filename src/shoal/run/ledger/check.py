@@ -5,17 +5,21 @@ heads:  the hub's · those inside policy manifests and receipts · the one kept 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shoal.errors import LedgerError, LedgerForked
-from shoal.ledger import Chain, Keys, Pin, Proofs
-from shoal.ledger.verification import Checked, begun, check_rows
+from shoal.errors import LedgerError, LedgerForked, UserError
+from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, shares_of
+from shoal.ledger.verification import Checked, begun, check_rows, pages
+from shoal.protocol import LedgerEntry
 from shoal.run.ledger.heads import is_proof, keep, load_kept, proven_fork, read_head_file, read_proof
-from shoal.run.ledger.places import FilePlace, FolderPlace, Place, open_place
+from shoal.run.ledger.places import FilePlace, FolderPlace, Place, evidence_file, head_file, open_place
 from shoal.run.ledger.witness import witness_pins
+from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
+from shoal.runtime.text import printable
 
 
 def check_ledger(
@@ -105,3 +109,102 @@ def _comparable(place: Place, checked: Checked, kept: list[Pin], seen: list[list
         if pin.head.index > last
     ]
     return [pin for pin in pins if pin.head.index <= last]
+
+
+LEAST_PREFIX = 4
+
+
+def verified(place: Place, names: dict[str, str]) -> Iterator[LedgerEntry]:
+    """The entries of a ledger, each checked to follow from the one before; `names` takes what nodes call themselves."""
+    chain = Chain()
+    for entry in place.entries():
+        chain.add(entry)
+        if entry.kind == "node":
+            names[str(entry.body["node"])] = printable(str(entry.body.get("name", "")))
+        yield entry
+
+
+class Book:
+    """The accounts of a ledger, with the names that nodes gave themselves."""
+
+    def __init__(self, where: str, wait_s: float) -> None:
+        self.names: dict[str, str] = {}
+        with closing(open_place(where, wait_s)) as place:
+            self.accounts = fold(verified(place, self.names))
+
+    def find(self, who: str) -> list[str]:
+        """The nodes that `who` means: an id or its start, a name, or an owner's public key or its start."""
+        nodes = self.accounts.by_node
+        if who in nodes:
+            return [who]
+        named = [node for node, name in self.names.items() if name == who and node in nodes]
+        if named and not any(node.startswith(who) and node not in named for node in nodes):
+            return named
+        if named:  # whoever chose that name may want to be taken for another
+            raise UserError(f"{who} is the name of one node and the start of another's id: give more of the id")
+        if len(who) >= LEAST_PREFIX:
+            owned = [node for node, account in nodes.items() if account.owner and account.owner.startswith(who)]
+            if owned:
+                return owned
+            found = [node for node in nodes if node.startswith(who)]
+            if len(found) == 1:
+                return found
+            if found:
+                raise UserError(f"{who} is the start of {len(found)} node ids: give more of it")
+        raise UserError(f"the ledger knows no node and no owner {who!r}; give its id, its name, or an owner's key")
+
+
+def shares_at(where: str, step: int | None, wait_s: float) -> tuple[Shares, dict[str, str]]:
+    """Who owns which part of the run, and since which row; with the names that nodes gave themselves."""
+    names: dict[str, str] = {}
+    with closing(open_place(where, wait_s)) as place:
+        return shares_of(verified(place, names), step), names
+
+
+def export_ledger(where: str, out: Path, wait_s: float = 3.0) -> int:
+    """Write the ledger at `where` to `out` and the hub's signed head beside it; returns the number of rows."""
+    for path in (out, evidence_file(out), head_file(out)):
+        if path.is_dir():
+            raise UserError(f"{path} is a folder: name a file, for example {path / 'ledger.jsonl'}")
+    ensure_folder(out.absolute().parent)  # before anything is downloaded
+    with closing(open_place(where, wait_s)) as place:
+        return write_ledger(place, out)
+
+
+def leave_ledger(path: Path) -> int:
+    """What `shoal run` leaves in the run's folder at its end."""
+    with closing(FolderPlace(path)) as place:
+        return write_ledger(place, path / "ledger.jsonl")
+
+
+def write_ledger(place: Place, out: Path) -> int:
+    """Streamed into hidden files, which take their names when they are complete and every hash fits."""
+    signed, chain = place.signed_head(), Chain()
+    targets = [out] if place.missing_evidence() else [out, evidence_file(out)]
+    hidden = [path.with_name(f".{path.name}.{os.getpid()}") for path in targets]
+    try:
+        with ExitStack() as stack:
+            files = [stack.enter_context(path.open("wb")) for path in hidden]
+            for page in pages(place.entries()):
+                for entry in page:
+                    chain.add(entry)
+                    files[0].write(entry.model_dump_json().encode() + b"\n")
+                for _, each in sorted(place.evidence(page).items()) if len(files) > 1 else ():
+                    files[1].write(each.model_dump_json(exclude_none=True).encode() + b"\n")
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+        if chain.last is None:
+            raise LedgerError(f"the ledger at {place.label} is empty")
+        for path, target in reversed(list(zip(hidden, targets, strict=True))):
+            path.replace(target)
+        sync_folder(out.absolute().parent)
+    except OSError as error:
+        raise resource_error("write the ledger to", out, error) from error
+    finally:
+        for path in hidden:
+            path.unlink(missing_ok=True)
+    index = None if signed is None else signed.head.document.get("index")  # of a file beside the ledger: unproven
+    if signed is not None and isinstance(index, int) and index <= chain.last.index:
+        write_atomically(head_file(out), signed.model_dump_json(indent=2).encode() + b"\n")
+    return chain.last.index + 1

@@ -92,10 +92,7 @@ def keep(root_key: str, head: LedgerHead, signed: SignedDocument | None = None, 
 
 def read_head_file(path: Path, run: str) -> list[Pin]:
     """Heads that you kept: as `GET /ledger/head` answers, as one lies beside an export or is kept here, as a witness
-    signed it, or a worker's `heads.jsonl`: of these, those of this run.
-
-    Whose signatures they have does not matter: it is you who vouches for them, and they can only make a check stricter.
-    """
+    signed it, or a worker's `heads.jsonl`. Whose signatures they have does not matter: you vouch for them yourself."""
     try:
         data = path.read_bytes()
     except OSError as error:

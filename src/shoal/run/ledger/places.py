@@ -301,12 +301,9 @@ class FolderPlace(Place):
         text = self.reader.setting(f"calibration/{digest}")
         if text is None or document_hash(text) != digest:
             return None
-        signed = SignedDocument.model_validate_json(text)
-        return open_document(signed, Calibration, {self._folder.root_key, *self._validator_keys()})
-
-    def _validator_keys(self) -> set[str]:
         certificates = [*self._folder.certificates, *orders_of(self.reader).certificates]
-        return {str(each.document["public_key"]) for each in certificates if each.document.get("role") == "validator"}
+        keys = {str(each.document["public_key"]) for each in certificates if each.document.get("role") == "validator"}
+        return open_document(SignedDocument.model_validate_json(text), Calibration, {self._folder.root_key, *keys})
 
     def balances(self) -> dict[str, tuple[int, int]] | None:
         """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""

@@ -47,7 +47,12 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
     with closing(FolderPlace(path)) as place, tempfile.TemporaryDirectory() as cache:
         drawn = _drawn(place, sample, seed)
         with _machinery(folder, validator_config(folder, 0), Path(cache), stop) as (judge, shelf):
-            judge = replace(judge, calibrations=lambda digest: _limits(place, digest))
+
+            def limits(digest: str) -> Profiles | None:
+                made = place.calibration(digest)  # what the leases that name it were judged by then
+                return None if made is None else profiles_of(made)
+
+            judge = replace(judge, calibrations=limits)
             for entry in drawn:
                 found = _one(place, entry, judge, shelf)
                 states[found.state] += 1
@@ -65,12 +70,6 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
         raise LedgerError(f"{states['different']} verdicts are others now: they were wrong, or this machine is")
     if not states["same"]:
         raise UserError("nothing could be rechecked, so nothing is shown: see above why")
-
-
-def _limits(place: FolderPlace, digest: str) -> Profiles | None:
-    """What the leases that name this calibration were judged by then."""
-    made = place.calibration(digest)
-    return None if made is None else profiles_of(made)
 
 
 def _drawn(place: FolderPlace, sample: int, seed: int) -> list[LedgerEntry]:
@@ -124,12 +123,8 @@ def _machinery(
             judge = Judge(
                 environment, profiles, config.shuffle_rewards, scorer=pool, panel=panel, second_engine=others.get
             )
-            yield (
-                judge,
-                EngineShelf(
-                    downloader.fetch, lambda files: build(config.engine, files, settings.device, settings.dtype), held=1
-                ),
-            )
+            machine = settings.device, settings.dtype
+            yield judge, EngineShelf(downloader.fetch, lambda files: build(config.engine, files, *machine), held=1)
     finally:
         ended.set("rechecked")
         server.join(START_S)
