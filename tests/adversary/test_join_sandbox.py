@@ -302,7 +302,7 @@ def test_the_worker_has_no_key_of_its_users_session(tmp_path: Path) -> None:
 @pytest.fixture
 def forwarder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forwarder]:
     """With a client beside it that believes to be inside a sandbox."""
-    with sandbox._forwarder() as forwarder:
+    with tempfile.TemporaryDirectory(prefix="shoal-") as sockets, closing(Forwarder(Path(sockets))) as forwarder:
         monkeypatch.setenv(targets.SANDBOX, str(forwarder.folder))
         yield forwarder
 
