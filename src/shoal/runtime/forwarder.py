@@ -10,6 +10,7 @@ The forwarder reads nothing of what it carries: who is at the other end is prove
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import selectors
 import socket
@@ -28,7 +29,6 @@ from shoal.runtime.targets import (
     connect_to,
     endpoint_of,
     first_answer,
-    numeric,
     open_tunnel,
     proxy_of,
     socket_name,
@@ -66,7 +66,7 @@ class Forwarder:
         An address that was allowed before keeps the numbers that it was looked up with."""
         wanted: dict[Endpoint, tuple[str, Reach | None]] = {}
         for url in given:  # a name may lead elsewhere by now than to the hub that was met; numbers cannot
-            wanted[endpoint_of(url)] = (url, None if numeric(*endpoint_of(url)) else reach)
+            wanted[endpoint_of(url)] = (url, None if _is_numeric(endpoint_of(url)[0]) else reach)
         for url in named:
             with contextlib.suppress(TargetRefused):
                 check_url(url)
@@ -137,6 +137,14 @@ class Forwarder:
             log.debug("%s:%d cannot be reached: %s", *endpoint, error)
         finally:
             self._places.release()
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _reached(endpoint: Endpoint, proxy: Proxy | None, found: list[str]) -> socket.socket:
