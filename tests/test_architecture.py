@@ -367,12 +367,12 @@ def test_the_blocker_of_torch_blocks() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 71_960,
-    "statements": 45_560,
-    "files": 425,
-    "files in the fullest folder": 28,
-    "names of classes used twice": 25,
-    "test lines": 72_450,
+    "lines": 66_830,
+    "statements": 43_590,
+    "files": 356,
+    "files in the fullest folder": 19,
+    "names of classes used twice": 23,
+    "test lines": 69_300,
 }
 
 
