@@ -36,6 +36,8 @@ Settings = Annotated[
     typer.Option("--set", metavar="OPTION=VALUE", help="An option of the data set, e.g. format=aime; may be repeated."),
 ]
 
+BAD_ROWS = ("", "skip", "refuse")
+
 
 @data.command()
 def check(where: WhereArgument, settings: Settings = None) -> None:
@@ -116,10 +118,13 @@ def _data_sets(settings: EnvironmentSettings) -> Iterator[tuple[DatasetEnvironme
 
     for part in settings.mix or (settings,):
         if part.name == "dataset" and part.file is None:
+            bad_rows = str(part.options.get("bad_rows", ""))
+            if bad_rows not in BAD_ROWS:
+                raise ConfigError(f"environment.options.bad_rows is {bad_rows!r}: it is '', 'skip' or 'refuse'")
             skipping = part.model_copy(update={"options": {**part.options, "bad_rows": "skip"}})
             environment = build_ingredient(skipping)
             assert isinstance(environment, DatasetEnvironment)
-            yield environment, str(part.options.get("bad_rows", ""))
+            yield environment, bad_rows
 
 
 def _check(data: DatasetEnvironment, bad_rows: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -59,11 +60,15 @@ def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
     for text in assumptions:
         name, _, value = text.partition("=")
         try:
-            given[name.strip()] = float(value)
+            given[name.strip()] = number = float(value)
         except ValueError:
             raise ConfigError(f"--assume {text}: expected NAME=NUMBER, for example --assume link_mbit=200") from None
         if name.strip() not in known:
             raise ConfigError(f"--assume {text}: there is no such assumption; there are {', '.join(known)}")
+        least, most = name.strip() == "worker_tokens_s", 1.0 if name.strip().endswith("_share") else math.inf
+        if not (number > 0 or (least and number == 0)) or number > most or math.isinf(number):
+            above = "" if math.isinf(most) else " and at most 1"
+            raise ConfigError(f"--assume {text}: expected a number above 0{above}")
     return replace(Speeds(), **given)
 
 
@@ -91,7 +96,7 @@ def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
     if not Path(recipe.model.path).is_dir() and recipe.model.path != "tiny":
         raise ConfigError(
             f"there is no model folder {recipe.model.path}: put the model's config.json there (no weights are needed), "
-            "or say how large it is: --parameters 32e9"
+            "or say how large it is, and the GiB of each GPU: --parameters 32e9 --memory 141"
         )
     return {"config.json": (model_folder(recipe.model.path) / "config.json").read_bytes()}
 
@@ -140,7 +145,8 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     run = found.recipe.run
     yield f"memory, GiB:{'device':>32}{'host':>10}"
     for name, device, host, what in found.memory():
-        yield f"  {name:<32}{_cell(device / GIB)}{_cell(host / GIB)}   {what}".rstrip()
+        full = f"does not fit into {found.memory_bytes / GIB:.0f} GiB; " if device > found.memory_bytes else ""
+        yield f"  {name:<32}{_cell(device / GIB)}{_cell(host / GIB)}   {full}{what}".rstrip("; ")
     yield f"disk, GB:{'running':>35}{'finished':>10}"
     for disk in found.disk():
         yield f"  {disk.name:<32}{_cell(disk.running / 1e9)}{_cell(disk.finished / 1e9)}   {disk.what}"

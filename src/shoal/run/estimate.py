@@ -208,7 +208,13 @@ class Planning:
 
     @property
     def train_s(self) -> float:
-        return self.tokens * 6 * self.shape.weights / (self.processes * self.speeds.train_tflops * 1e12)
+        """Forward and backward; one more forward pass for the reference of a divergence, and one for all but the first
+        minibatch where ratios are against recomputed log-probabilities."""
+        settings, operations = self.recipe.trainer, 6.0
+        operations += 2.0 if settings.objective.kl > 0 else 0.0
+        if settings.objective.ratio_base == "recomputed":
+            operations += 2.0 * (settings.minibatches - 1) / settings.minibatches
+        return self.tokens * operations * self.shape.weights / (self.processes * self.speeds.train_tflops * 1e12)
 
     @property
     def publish_s(self) -> float:

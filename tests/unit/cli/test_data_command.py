@@ -79,6 +79,8 @@ def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: Capture) -> N
     assert capsys.readouterr().err == "2 rows cannot be used: a run leaves them out\n"
     assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "bad_rows=refuse"]) == 2
     assert capsys.readouterr().err.endswith(f'a run refuses this data, as bad_rows = "refuse" says; {without}')
+    assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "bad_rows=xyz"]) == 2
+    assert "bad_rows is 'xyz'" in capsys.readouterr().err
 
 
 def test_the_counts_add_up(tmp_path: Path, capsys: Capture) -> None:

@@ -286,7 +286,19 @@ def test_a_missing_model_can_be_given_by_its_size(tmp_path: Path, capsys: pytest
     assert any(line.split() == ["hub.lease_s", "60", "derived"] for line in said.splitlines())
 
 
-@pytest.mark.parametrize("given", ["speed=3", "link_mbit", "link_mbit=fast"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "speed=3",
+        "link_mbit",
+        "link_mbit=fast",
+        "length_share=-1",
+        "length_share=5",
+        "link_mbit=0",
+        "length_share=nan",
+        "link_mbit=inf",
+    ],
+)
 def test_an_assumption_that_is_none_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(TINY), "--assume", given]) == 2
     assert f"--assume {given}: " in capsys.readouterr().err
