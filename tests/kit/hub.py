@@ -16,6 +16,7 @@ from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
 from shoal.hub.state.commands import SaveNode
+from shoal.ledger.accounts import Accounts
 from shoal.protocol import (
     SUBMISSION_FORMAT,
     AdminAction,
@@ -293,3 +294,8 @@ class Owner:
     def run_info(self) -> RunInfo:
         answer = ok(self.bench.http.get("/run", headers={"shoal-protocol": "2"}))
         return RunInfo.model_validate(SignedDocument.model_validate_json(answer.content).document)
+
+
+def earned(accounts: Accounts) -> int:
+    """All that was ever accepted: credit, pending credit and void credit."""
+    return sum(account.credit + account.pending + account.void for account in accounts.by_node.values())

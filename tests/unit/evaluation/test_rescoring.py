@@ -245,7 +245,7 @@ def test_killed_and_resumed_gives_the_same_file(tmp_path: Path, drawn: int) -> N
     evaluate(whole, lambda: DirectScorer(whole.chosen.environment), tmp_path / "whole", StopToken())
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path / "killed"), str(drawn)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"

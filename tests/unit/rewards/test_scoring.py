@@ -278,7 +278,10 @@ with naughty(Path(sys.argv[1]), patience=ScoringPatience(job_s=100)) as pool:
 
 @pytest.mark.parametrize("busy", [slow(""), "sleep"])
 def test_children_end_with_their_parent_even_by_kill_9(tmp_path: Path, busy: str) -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-c", PARENT, str(tmp_path), busy]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as parent:
         assert parent.stdout is not None
@@ -319,7 +322,10 @@ with naughty(Path(sys.argv[1]), patience=ScoringPatience(start_s=3.0)) as pool:
 @pytest.mark.parametrize("stopped", ["before it asks", slow("while it waits"), slow("with its child")])
 def test_a_process_that_was_stopped_for_longer_than_its_child_has_loses_nothing(tmp_path: Path, stopped: str) -> None:
     (tmp_path / "reward.py").write_text(SLOW_TO_START)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-c", ASKING, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout is not None

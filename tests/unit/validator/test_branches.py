@@ -170,11 +170,11 @@ def test_no_more_time_is_taken_than_its_share() -> None:
             return engine().generate(requests, proof)
 
     lookout, looked, case = Lookout(clock=clock, rng=random.Random(3)), 0, case_of(nth_lease(0))
-    for _ in range(100):
+    for _ in range(200):
         clock.advance(1.0)
         [seen] = lookout.look([(case, rewards_of(case), 1.0)], Slow(), by_length)
         looked += seen.looked > 0
-    assert looked == 2  # 5 s each, of 110 s; none in the first 30 s
+    assert looked == 2  # 5 s each, of 210 s; none in the first 120 s
 
 
 def test_dialogues_are_left_out() -> None:
