@@ -31,7 +31,7 @@ WITHIN = dict.fromkeys(HERE, 4) | {
     "int4-decodes": 16,  # most of its groups are, token by token, what the right weights give
     "copy": 6,
     "greedy": 6,
-    "swapped-proofs": 6,
+    "swapped-proofs": 10,  # a group needs a rollout of two chunks
     "sleeper": HONEST_UNITS + 6,
     "stale": 60,
 }
@@ -123,7 +123,8 @@ def test_what_was_accepted_is_what_the_seeds_give(found: dict[str, Result], chea
     assert found[cheat].wrong == 0
     assert found[cheat].near <= 1
     if cheat not in HONEST_AT_FIRST:
-        assert found[cheat].accepted <= WITHIN[cheat] + 2  # those that were under way when it was caught
+        # those under way when it was caught, twice: a second statistical strike is of work leased after the first
+        assert found[cheat].accepted <= WITHIN[cheat] + 4
 
 
 def test_nothing_is_trained_on_but_what_the_seeds_give(run: Attacked, found: dict[str, Result]) -> None:

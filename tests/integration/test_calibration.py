@@ -106,6 +106,7 @@ def waits(run: Run) -> str:
     return "; ".join(wait.what for wait in run.status().waits)
 
 
+@pytest.mark.timeout(900)  # two minutes alone; three processes share two cores
 def test_bfloat16_work_is_leased_once_it_is_measured_and_measured_anew_when_the_weights_have_moved(
     start: Callable[..., SelfCalibrating], monkeypatch: pytest.MonkeyPatch
 ) -> None:
