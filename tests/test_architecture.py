@@ -372,7 +372,7 @@ RATCHETS = {
     "files": 356,
     "files in the fullest folder": 19,
     "names of classes used twice": 23,
-    "test lines": 69_300,
+    "test lines": 69_320,
 }
 
 

@@ -163,6 +163,17 @@ class OneShelf(ListShelf):
         return LoadedPolicy(ref, self.engine, {})
 
 
+@pytest.mark.parametrize(("has_measured", "prefills"), [(False, 1), (True, 0)])
+def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills: int) -> None:
+    """Before, submissions waited for a rehearsal of what the measurement had just computed."""
+    hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
+    hub.newest = POLICY
+    role = validator(hub, shelf)
+    role._ahead.has_measured = has_measured
+    role.run()
+    assert (shelf.asked, shelf.engine.prefills) == ([POLICY.version], prefills)
+
+
 def test_an_idle_validator_loads_the_first_policy_and_rehearses_an_audit_before_the_first_submission() -> None:
     hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
     hub.newest = POLICY
