@@ -78,13 +78,13 @@ def test_sixteen_bit_products_are_as_exact_as_a_float32_head() -> None:
 def test_memory_does_not_grow_with_the_length_of_what_is_proved(tiny) -> None:
     worker = engine(tiny, "cuda", "bfloat16")
     peaks = []
-    for length in (32, 160):
+    for length in (160, 32, 160):  # the first time libraries take memory of their own
         sampling = SAMPLING.model_copy(update={"max_new_tokens": length, "eos_token_id": 500})
-        request = GenerationRequest(tiny.tokenizer.encode("31="), tuple(range(256)), sampling)
+        request = GenerationRequest(tiny.tokenizer.encode("31="), tuple(range(1024)), sampling)
         kept = []
         for proof in (None, PROOF):
             torch.cuda.reset_peak_memory_stats()
             worker.generate([request], proof)
             kept.append(torch.cuda.max_memory_allocated())
         peaks.append(kept[1] - kept[0])
-    assert peaks[1] < peaks[0] + 8 * 2**20
+    assert peaks[2] < peaks[1] + 8 * 2**20  # the states of the longer ones are 16 MiB more

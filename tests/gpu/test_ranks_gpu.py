@@ -1,6 +1,6 @@
 """One rank on a GPU: NCCL, weights in shards (FSDP2) and compiled layers train what one process trains by itself.
 
-One machine with one GPU has a world of size 1; more ranks are tried on CPUs (tests/unit/trainer/test_ranks_fsdp.py).
+One machine with one GPU has a world of size 1; more ranks are tried on CPUs (tests/unit/trainer/test_ranks.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def ranks() -> Any:
     """The kit of the trainer's own tests."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
-    return importlib.import_module("test_ranks_fsdp")
+    return importlib.import_module("test_ranks")
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -202,13 +202,15 @@ class TorchEngine:
         """No gradients, evaluation mode; a wrapped model gets its own mode back."""
         self._refuse_unloaded()
         training = self._model.training
-        self._model.eval()
+        if training:
+            self._model.eval()
         try:
             # Tensors made in inference mode can never carry a gradient, not even ones that a shared model keeps.
             with torch.no_grad() if self._shared else torch.inference_mode():
                 yield
         finally:
-            self._model.train(training)
+            if training:  # each call walks over all modules
+                self._model.train()
 
     def rows_at_once(self, tokens_each: int) -> int:
         self._measure_cache()

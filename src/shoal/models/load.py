@@ -82,6 +82,11 @@ def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") ->
     mismatched = sorted(str(key) for key in report.get("mismatched_keys", ()))
     if missing or mismatched:
         raise ModelError(f"the weights in {folder} do not fit its config.json: {(missing + mismatched)[:3]}")
+    # From a mapped file into memory of the allocator's alignment: on a CPU the rounding of a matrix product depends on
+    # where its operands lie. In a mapped file that follows from the length of its header, so the same weights would
+    # give other last digits after a resume than before.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
     return LoadedModel(_ready(model, device), tokenizer, files)
 
 
@@ -105,6 +110,9 @@ def model_from_files(
         raise ModelError(f"the model's config.json describes no usable model: {_first_line(error)}") from error
     if (adapters := adapter_shape(files)) is not None:
         add_adapters(model, adapters)
+    if not filled:  # nothing to be carried to the device but what transformers has computed
+        for parameter in model.parameters():
+            parameter.data = torch.empty_like(parameter, device=device)
     return _ready(model, device)
 
 
@@ -184,11 +192,6 @@ def _ready(model: Any, device: str) -> Any:
     Head.of(model)
     if model.base_model is model:  # as transformers says where it does not find the layers below the head
         raise ModelError(f"{type(model).__name__} does not tell its layers from its head: it cannot be computed with")
-    # From a mapped file into memory of the allocator's alignment: on a CPU the rounding of a matrix product depends on
-    # where its operands lie. In a mapped file that follows from the length of its header, so the same weights would
-    # give other last digits after a resume than before.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
     return model.to(device).eval()
 
 

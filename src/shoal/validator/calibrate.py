@@ -53,8 +53,8 @@ INT8_NAME, INT4_NAME, COOLER_NAME, SEEDS_NAME = (
 )
 BAR: Mapping[str, int] = {INT8_NAME: 512, COOLER_NAME: 256, INT4_NAME: 64, SEEDS_NAME: 64}
 """Of blocks of so many tokens of each cheat `CAUGHT` must be caught, or the limits are refused."""
+IN_NATS = frozenset({COOLER_NAME, SEEDS_NAME})  # shown by tokens that left a choice: a block has as many nats, too
 CAUGHT = 0.99
-USUAL_ENTROPY = 1.0  # nats per token; where a policy leaves less choice, seeds and temperature show after more tokens
 HONEST_FAILING = 0.01  # of honest groups at most, or the limits are refused
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 RESAMPLED = 200  # blocks of each size, drawn from the chunks in several orders
@@ -166,7 +166,7 @@ def measure(
     variants = {(name, machine): Bands.of(cases) for machine, each in seen.items() for name, cases in each.items()}
     bands = {machine: _bands(each) for machine, each in seen.items()}
     every = {machine: [case for cases in each.values() for case in cases] for machine, each in seen.items()}
-    bar = bar_for(min(each.entropy_mean for each in bands.values()))
+    bar = dict(BAR)
     for name, cases in cheats.items():
         if CHEATS[name].weights is not None:  # of few tokens one block: what nobody has seen caught is not
             bar[name] = min(bar[name], _tokens(cases))
@@ -234,20 +234,14 @@ def _profile(plan: Plan, key: str, bands: Mapping[str, Bands]) -> Profile:
     return limits_from(widest, key).model_copy(update={"measured": measured, "validators": formats})
 
 
-def bar_for(entropy: float) -> dict[str, int]:
-    """How many tokens each cheat may need: other seeds, or another temperature, show in tokens that left a choice."""
-    scarce = max(1.0, USUAL_ENTROPY / max(entropy, 1e-3))
-    return {name: round(BAR[name] * (scarce if name in (COOLER_NAME, SEEDS_NAME) else 1)) for name in BAR}
-
-
 def _uncaught(catches: Sequence[Catch], bar: Mapping[str, int]) -> Iterator[str]:
     """The cheats that pass too often, in words. Of a policy that leaves next to no choice too few tokens were drawn to
     tell other temperatures: they change next to nothing."""
     for catch in catches:
         if catch.tokens == bar[catch.cheat] and catch.by_either < CAUGHT:
             yield (
-                f"{catch.cheat} would be caught in {catch.by_either:.1%} of blocks of {catch.tokens} tokens by "
-                f"{catch.validator}, and must be in {CAUGHT:.0%}"
+                f"{catch.cheat} would be caught in {catch.by_either:.1%} of blocks of {catch.tokens} tokens"
+                f"{' and nats' if catch.cheat in IN_NATS else ''} by {catch.validator}, and must be in {CAUGHT:.0%}"
             )
 
 
@@ -280,7 +274,7 @@ class Subject:
     def __init__(self, worker: Engine, plan: Plan, tell: Progress) -> None:
         self._worker, self._plan, self._tell = worker, plan, tell
         self._token_row_s = 0.0
-        self._captures = worker.kind.split("/")[1] == "cuda"  # the first batch of a size takes longer than the next
+        self._is_gpu = worker.kind.split("/")[1] == "cuda"
         lengths = [len(prompt) for prompt in plan.prompts]
         usual = max(set(lengths), key=lengths.count)
         self._alike = [prompt for prompt in plan.prompts if len(prompt) == usual]
@@ -289,20 +283,22 @@ class Subject:
         """Groups drawn by the worker as it is: many rows at a time, few, and with other kernels."""
         plan, found = self._plan, dict[str, list[Case]]()
         tokens = min(VARIANT_TOKENS, plan.tokens)
-        self.drawn("warm-up", 1, 1)
+        if self._is_gpu:  # the largest first: others fit into its memory, and one more row costs next to nothing
+            found[MAIN] = self.drawn(MAIN, plan.rows(plan.tokens, 0.0), plan.tokens)
+        else:
+            self.drawn("warm-up", 1, 1)
         before_s, before = 0.0, 0
         for rows in SMALL_BATCHES:
             if self._token_row_s * rows * tokens > DRAW_S:
                 break
-            if self._captures:
-                self.drawn("warm-up", rows, tokens)
             began = time.monotonic()
             found[f"batch {rows}"] = self.drawn(f"batch {rows}", rows, tokens)
             seconds = time.monotonic() - began
-            if before:  # what one more row costs: on a GPU next to nothing
+            if before and not self._is_gpu:  # what one more row costs
                 self._token_row_s = max(0.0, (seconds - before_s) / ((rows - before) * tokens))
             before_s, before = seconds, rows
-        found[MAIN] = self.drawn(MAIN, plan.rows(plan.tokens, self._token_row_s), plan.tokens)
+        if MAIN not in found:
+            found[MAIN] = self.drawn(MAIN, plan.rows(plan.tokens, self._token_row_s), plan.tokens)
         for name, kernel in self._kernels():
             try:
                 with kernel:
@@ -425,7 +421,8 @@ def catches_of(
 ) -> Iterator[Catch]:
     """How much of it is caught, by the number of tokens looked at."""
     for size in sizes:
-        answers = [caught(block, lengths, profile) for block, lengths in blocks_of(cases, size)]
+        blocks = blocks_of(cases, size, size if cheat in IN_NATS and size == BAR[cheat] else 0)
+        answers = [caught(block, lengths, profile) for block, lengths in blocks]
         if answers:
             sampling, proofs = (float(np.mean([answer[i] for answer in answers])) for i in (0, 1))
             either = float(np.mean([any(answer) for answer in answers]))
@@ -433,8 +430,8 @@ def catches_of(
 
 
 def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
-    """Whether the check of seeds and that of proofs would each reject these tokens, of chunks of these lengths, as one
-    rollout with the right log-probabilities."""
+    """Whether the check of seeds and that of proofs would each reject these tokens, of chunks of these lengths, each of
+    another rollout, with the right log-probabilities."""
     drawn_T, chunk_of_T = np.ones(int(lengths.sum()), dtype=np.bool_), np.repeat(np.arange(len(lengths)), lengths)
     odd = Odd.of(block, block.logprobs, drawn_T, chunk_of_T, profile)
     kept_C = odd.left_in(profile.accidents)
@@ -443,15 +440,15 @@ def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
     )
 
     def is_seen(points: Ints, *channels: str) -> bool:
-        accidents = log_evidence("accidents", accident_sums(points, 1, profile.accidents))
+        accidents = log_evidence("accidents", accident_sums(points, np.arange(len(points)), profile.accidents))
         return max(accidents, *(log_evidence(name, measures.sums(name, profile)) for name in channels)) >= STRIKE
 
     return is_seen(odd.unseeded, "outside", "distance"), is_seen(odd.proofs, "exponents", "mantissa")
 
 
-def blocks_of(cases: Sequence[Case], size: int) -> Iterator[tuple[Replay, Ints]]:
-    """Blocks of at least `size` tokens, made of whole chunks, and the lengths of these. Few tokens make few
-    blocks, so that the chunks are put together in several orders, the same ones every time."""
+def blocks_of(cases: Sequence[Case], size: int, nats: float = 0) -> Iterator[tuple[Replay, Ints]]:
+    """Blocks of at least `size` tokens and `nats` of entropy, made of whole chunks, and the lengths of these. Few
+    tokens make few blocks, so that the chunks are put together in several orders, the same ones every time."""
     lengths = np.array(
         [n for case in cases for length in case.lengths for n in chunk_rows(length, case.lease.proof.rows)]
     )
@@ -463,8 +460,9 @@ def blocks_of(cases: Sequence[Case], size: int) -> Iterator[tuple[Replay, Ints]]
         order = random.permutation(len(lengths))
         tokens = np.concatenate([np.arange(starts[chunk], starts[chunk] + lengths[chunk]) for chunk in order])
         mixed, first_token, first_chunk = part_of(everything, tokens, order), 0, 0
+        before_T = np.concatenate([[0.0], np.cumsum(mixed.entropy)])
         for chunk, token in enumerate(np.cumsum(lengths[order]).tolist()):
-            if token - first_token >= size:
+            if token - first_token >= size and before_T[token] - before_T[first_token] >= nats:
                 chunks = slice(first_chunk, chunk + 1)
                 yield part_of(mixed, slice(first_token, token), chunks), lengths[order][chunks]
                 first_token, first_chunk, made = token, chunk + 1, made + 1

@@ -306,7 +306,8 @@ class Case:
         return Measures.of(self.replayed, self.claimed, self.starts, self.kept, self.profile.noise)
 
     def accidents(self, points: Ints) -> Sums:
-        return accident_sums(points, len(self.lengths), self.profile.accidents)
+        counts = [-(-length // self.lease.proof.rows) for length in self.lengths]
+        return accident_sums(points, np.repeat(np.arange(len(counts)), counts), self.profile.accidents)
 
     @property
     def unsure_rate(self) -> float:

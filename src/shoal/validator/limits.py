@@ -187,8 +187,8 @@ class Calibrator:
         )
 
     def _measure(self, policy: PolicyRef, kinds: list[str], in_force: Calibration | None, digest: str) -> None:
-        began_s = self._clock.monotonic_s()
         loaded = self._shelf.get(policy, self._shelf.wait_s)
+        began_s = self._clock.monotonic_s()
         plan, found = self._plan(loaded), UnpublishedLimits(policy)
         for kind in kinds:
             try:

@@ -67,6 +67,8 @@ PORTION_BYTES = 32 * 1024 * 1024  # well below what the hub hands out in one ans
 MAX_LEFT = 1024
 CANARY_EVERY = 64  # full audits after which a known cheat is judged too; one that passes ends the validator
 NOT_READY_POLL_S = 1.0  # one long poll for audits while no policy is loaded: there is hardly anything to audit
+FIRST_CLAIM = 4  # audits; twice as many each time that there are as many
+FIRST_AUDIT_S = 30.0  # without audits, after which held-out tasks need not wait for the first any more
 POLICY_TRIES = 3  # claims of one submission that may fail for want of its policy before it is given up
 
 
@@ -208,12 +210,14 @@ class Validator:
         self._stop = stop
         self._clock = clock
         self._polling = pace
+        self._ready_s: float | None = None
         self._is_measuring = False  # limits; there may be more to measure, so that nothing is waited for
         self._misses: Counter[str] = Counter()
         self._foreign: dict[str, None] = {}  # submissions for another environment, newest last
         self._chosen = chosen or settle(settings)
         self.finished = False
-        self._most = self._chosen.max_audits  # fewer while scoring does not get through as many in its time
+        # Few at first, so that the first verdicts come soon; then fewer only while scoring does not keep up.
+        self._most = min(FIRST_CLAIM, self._chosen.max_audits)
         self._canary = Canary(judge, CANARY_EVERY)
         self.activity = Activity(clock)
         self._ahead = Ahead(client, shelf, judge, self._chosen.keep_versions > 1, clock)
@@ -267,13 +271,15 @@ class Validator:
                 self._ahead.prepare()
 
     def _request(self) -> AuditRequest:
-        ready = self._ahead.is_ready and not self._is_measuring
+        ready, now_s = self._ahead.is_ready and not self._is_measuring, self._clock.monotonic_s()
+        if ready and self._ready_s is None:  # the first step waits for the first verdicts, nobody for an evaluation
+            self._ready_s = now_s + FIRST_AUDIT_S
         left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left)
         return AuditRequest(
             max_audits=self._most,
             wait_s=self._polling.poll_s if ready else min(NOT_READY_POLL_S, self._polling.poll_s),
             left=left,
-            evaluate=self._evaluating.readiness if ready else "no",
+            evaluate=self._evaluating.readiness if self._ready_s is not None and now_s >= self._ready_s else "no",
             generates=self._kind,
         )
 
@@ -294,7 +300,7 @@ class Validator:
                 done = {verdict.submission for verdict in verdicts}
                 self._release_canary([each for each in together if each.audit.submission in done], verdicts, loaded)
             self._report(verdicts)
-            self._ahead.rehearsed = True
+            self._ahead.rehearsed, self._ready_s = True, began_s
             oldest_ms = min(docket.audit.received_at_ms for docket in together)
             log.info(
                 "%d submissions by policy %s judged and reported in %.2f s, %.2f s after the first of them came in",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from honest import LengthEnvironment, docket, lease, loaded, submission
 
 from shoal.protocol import Outcome, Submission, Sums, Tally, Verdict, pack_logprobs
 from shoal.validator import Judge
+from shoal.validator.evidence import DOUBT, STRIKE, accident_sums, log_evidence
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile
 
 KEY = "scripted/cpu/float32"
@@ -66,6 +68,19 @@ def test_too_many_with_earlier_ones_are_unsure_and_then_a_failure() -> None:
     assert judged(with_wrong_tokens(1), record=record(3.0)).outcome is Outcome.UNSURE
     verdict = judged(with_wrong_tokens(1), record=record(8.0))
     assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, "sampling.seed")
+
+
+def test_all_parts_of_one_rollout_are_one_accident_and_those_of_two_are_evidence() -> None:
+    """Seen once in 2,048 groups of Gemma-3-270M: from its second part on a rollout was 8 units of mantissa off, by two
+    validators. What went wrong once is in the context of all that follows."""
+    limits, rollout_of = AccidentLimits(first=2e-3, later=1e-4), np.repeat(np.arange(16), 4)
+    points = np.zeros(64, np.int64)
+    points[29:32] = 6
+    one = accident_sums(points, rollout_of, limits)
+    assert (one.seen, one.expected) == (3.0, pytest.approx(16 * 2e-3 + 48 * 1e-4))
+    assert DOUBT < log_evidence("accidents", one) < STRIKE
+    points[40] = 6
+    assert log_evidence("accidents", accident_sums(points, rollout_of, limits)) >= STRIKE
 
 
 def test_an_accident_excuses_nothing_else() -> None:

@@ -23,7 +23,17 @@ from shoal.toploc import Comparisons, ProofTolerance
 from shoal.validator import bands as bands_module
 from shoal.validator import calibrate as calibrate_module
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.calibrate import BAR, Catch, Measurement, Plan, bar_for, blocks_of, measure, model_of, prompts_of
+from shoal.validator.calibrate import (
+    Catch,
+    Measurement,
+    Plan,
+    Subject,
+    blocks_of,
+    measure,
+    model_of,
+    prompts_of,
+    replayed,
+)
 from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.case import failed, unsure
 from shoal.validator.profiles import (
@@ -163,8 +173,12 @@ def test_weights_that_a_format_cannot_hold_are_not_rounded_for_it() -> None:
 
 
 def test_a_policy_of_little_entropy_shows_other_seeds_after_more_tokens() -> None:
-    assert bar_for(2.5) == BAR
-    assert bar_for(0.25) == {"int8 weights": 512, "int4 weights": 64, "temperature 0.9 T": 1024, "other seeds": 256}
+    worker, validators, plan = engines("float32", "float32")
+    cases = replayed(validators["cpu/float32"], Subject(worker, plan, print).drawn("entropy", 64, 12))
+    little = [replace(case, replay=replace(case.replayed, entropy=case.replayed.entropy * 0 + 0.25)) for case in cases]
+    sizes = {nats: [int(lengths.sum()) for _, lengths in blocks_of(little, 64, nats)] for nats in (0, 64)}
+    assert all(64 <= size < 80 for size in sizes[0])
+    assert all(256 <= size < 272 for size in sizes[64])
 
 
 def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(
@@ -299,7 +313,7 @@ def test_rows_that_cost_nothing_are_all_drawn(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(calibrate_module.Subject, "_kernels", lambda _subject: iter(()))
     worker: Any = SimpleNamespace(kind="torch/cuda/bfloat16")
     calibrate_module.Subject(worker, Plan([(1, 2)], 0), lambda _text: None).honest()
-    assert drawn == {"warm-up": 64, "batch 1": 1, "batch 8": 8, "batch 64": 64, "main": 256}
+    assert list(drawn.items()) == [("main", 256), ("batch 1", 1), ("batch 8", 8), ("batch 64", 64)]
 
 
 def test_a_group_that_is_only_unsure_does_not_count_as_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

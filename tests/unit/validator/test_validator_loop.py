@@ -47,7 +47,7 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.rewards import DirectScorer, Job
-from shoal.runtime.clock import SystemClock
+from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator import Judge, Validator, ValidatorConfig, ValidatorSettings, load_profiles, run_validator
 from shoal.validator.side_jobs import Ahead
@@ -181,8 +181,23 @@ def test_an_idle_validator_loads_the_first_policy_and_rehearses_an_audit_before_
     role.run()
     assert shelf.asked == [POLICY.version]
     assert shelf.engine.prefills == 1
-    assert [(request.wait_s, request.evaluate) for request in hub.requests] == [(1.0, "no"), (Pace().poll_s, "now")]
+    assert [(request.wait_s, request.evaluate) for request in hub.requests] == [(1.0, "no"), (Pace().poll_s, "no")]
     assert not hub.taken
+
+
+@pytest.mark.parametrize(("has_audit", "passed_s", "expected"), [(0, 0.0, "no"), (0, 31.0, "now"), (1, 0.0, "now")])
+def test_held_out_tasks_wait_for_the_first_audit_or_for_a_while(has_audit: int, passed_s: float, expected: str) -> None:
+    """Before, the first verdict came 13 s late: the validator was answering held-out tasks of the first policy."""
+    hub, clock = ListHub(), ManualClock()
+    client: Any = hub
+    hub.newest = POLICY
+    audits = tuple(hub.audit(lease(1)) for _ in range(has_audit))
+    hub.replies = [AuditReply(waiting="nothing"), AuditReply(audits=audits), AuditReply(finished=True)]
+    judge = Judge(LengthEnvironment(), load_profiles())
+    role = Validator(client, OneShelf(), judge, ValidatorSettings(max_audits=7), StopToken(), clock)
+    role._idle = lambda: clock.advance(passed_s)
+    role.run()
+    assert [request.evaluate for request in hub.requests] == ["no", "no", expected]
 
 
 @pytest.mark.parametrize(("keeps_others", "asked"), [(True, [3, 4]), (False, [3])])
@@ -226,7 +241,7 @@ def test_what_there_is_no_time_for_is_left_for_later_and_no_more_is_claimed_than
     judge = InNoTime(LengthEnvironment(), load_profiles())
     Validator(client, ListShelf(), judge, ValidatorSettings(max_audits=7), StopToken()).run()
     assert [(verdict.unit, verdict.outcome) for verdict in hub.taken] == [(n, Outcome.ACCEPTED) for n in range(1, 6)]
-    assert [request.max_audits for request in hub.requests] == [7, 2, 4, 4]
+    assert [request.max_audits for request in hub.requests] == [4, 2, 4, 4]
     assert all(not request.left for request in hub.requests)  # so that the hub gives them out again at once
 
 
@@ -249,7 +264,7 @@ def test_it_audits_until_the_run_is_finished_and_signs_what_it_finds() -> None:
         (2, Outcome.REJECTED, "envelope.malformed"),
         (3, Outcome.ACCEPTED, ""),
     ]
-    assert hub.requests[0].max_audits == 7
+    assert hub.requests[0].max_audits == 4, "few at first, so that the first verdicts come soon"
     counters = role.activity.heartbeat().counters
     assert (counters["accepted"], counters["rejected"]) == (2, 1)
     assert counters["tokens"] == sum(v.generated_tokens for v in hub.taken)
