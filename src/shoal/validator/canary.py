@@ -71,17 +71,18 @@ Spoil = Callable[[Original], Docket | None]
 
 @dataclass
 class Canary:
-    """Counts full audits, and after every so many (and at the first) has a twin of an accepted one judged."""
+    """Counts full audits, and after every so many (and when none are left, at the first) has a twin of an accepted one
+    judged. `due_in`: how many are left."""
 
     judge: Judge
     every: int
-    _due_in: int = 0
+    due_in: int = 0
     _turn: int = 0
 
     def check(self, dockets: Sequence[Docket], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> str | None:
         """Which canary was caught, None if it was the turn of none; `CanaryMissed` if one passed."""
-        self._due_in -= sum(verdict.depth == "full" for verdict in verdicts)
-        if self._due_in > 0:
+        self.due_in -= sum(verdict.depth == "full" for verdict in verdicts)
+        if self.due_in > 0:
             return None
         for docket, verdict in zip(dockets, verdicts, strict=True):
             if verdict.outcome is Outcome.ACCEPTED and verdict.depth == "full":
@@ -100,7 +101,7 @@ class Canary:
                 f"{docket.lease.profile} under policy {docket.lease.policy.label}: this validator must not judge; look "
                 f"at its profiles (validator.profiles) and its engine, {loaded.engine.kind}"
             )
-        self._due_in = self.every
+        self.due_in = self.every
         return name
 
     def _twin(self, docket: Docket, engine: Engine) -> tuple[str, Docket]:

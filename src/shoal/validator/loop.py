@@ -262,7 +262,8 @@ class Validator:
         if job is not None:
             with self.activity.busy(MEASURING):
                 self._calibrator.attempt(job)
-            self._ahead.has_measured = self._calibrator.has_measured
+            if self._calibrator.has_measured and not self._ahead.has_measured:  # which saw every cheat caught just now
+                self._ahead.has_measured, self._canary.due_in = True, FIRST_CLAIM + 1
 
     def _prepare(self) -> None:
         """Nothing is to be audited: get ready for what comes next."""

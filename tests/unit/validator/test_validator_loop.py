@@ -174,6 +174,32 @@ def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills
     assert (shelf.asked, shelf.engine.prefills) == ([POLICY.version], prefills)
 
 
+def test_who_has_measured_limits_releases_a_canary_with_the_second_claim() -> None:
+    """A twin is confirmed in the worker's number format: building that engine held up the first verdict by 5 s."""
+    hub = ListHub()
+    hub.newest = POLICY
+    first, second = [hub.audit(lease(1)), hub.audit(lease(2))], [hub.audit(lease(n)) for n in range(3, 7)]
+    hub.replies = [*(AuditReply(audits=tuple(each)) for each in (first, second)), AuditReply(finished=True)]
+    role = validator(hub)
+    due, caught = list[bool](), list[float]()
+
+    class Limits:
+        has_measured = True
+
+        def due(self, *_arguments: object) -> Any:
+            due.append(True)
+            caught.append(role.activity.heartbeat().counters.get("canaries_caught", 0))
+            return (lambda: None) if len(due) == 1 else None
+
+        def attempt(self, job: Any) -> None:
+            job()
+
+    role._calibrator = Limits()  # type: ignore[assignment]
+    role.run()
+    assert (len(hub.taken), caught) == (6, [0, 0])
+    assert role.activity.heartbeat().counters["canaries_caught"] == 1
+
+
 def test_an_idle_validator_loads_the_first_policy_and_rehearses_an_audit_before_the_first_submission() -> None:
     hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
     hub.newest = POLICY
