@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import time
@@ -127,7 +128,7 @@ class Catch:
 class Measurement:
     """The limits of one kind, and what they rest on.
 
-    `bands` are those of each validator, `variants` those of each kernel or batch size. `failures` are the reasons for
+    `bands` are those of each validator, `seen` its honest cases by kernel or batch size. `failures` are the reasons for
     which honest groups would be rejected, by validator. `problems` are why the limits must not be used, in words.
     `choices` are the share of tokens with a neighbour that would not show, and the bits per token to choose by it.
     `under` judges the same work by other limits.
@@ -135,7 +136,7 @@ class Measurement:
 
     profile: Profile
     bands: Mapping[str, Bands]
-    variants: Mapping[tuple[str, str], Bands]
+    seen: Mapping[str, Mapping[str, Sequence[Case]]]
     groups: int
     failures: Mapping[str, list[str]]
     catches: tuple[Catch, ...]
@@ -143,6 +144,11 @@ class Measurement:
     seconds: float
     choices: Mapping[str, tuple[float, float]]
     under: Callable[[Profile], Measurement]
+
+    @property
+    def variants(self) -> dict[tuple[str, str], Bands]:
+        """The bands of each kernel or batch size, by validator."""
+        return {(name, at): Bands.of(cases) for at, each in self.seen.items() for name, cases in each.items()}
 
 
 def measure(
@@ -159,11 +165,12 @@ def measure(
     caught: dict[tuple[str, str], list[Case]] = {}
     for machine, engine in validators.items():
         tell(f"{worker.kind}: everything seen by {machine}")
-        seen[machine] = {name: replayed(engine, cases) for name, cases in honest.items()}
-        for name, cases in cheats.items():
-            caught[name, machine] = replayed(engine, cases)
+        series = {**honest, **cheats}
+        replays = iter(replayed(engine, [case for cases in series.values() for case in cases]))
+        found = {name: list(itertools.islice(replays, len(cases))) for name, cases in series.items()}
+        seen[machine] = {name: found[name] for name in honest}
+        caught |= {(name, machine): found[name] for name in cheats}
         caught[SEEDS_NAME, machine] = other_seeds(seen[machine][MAIN])
-    variants = {(name, machine): Bands.of(cases) for machine, each in seen.items() for name, cases in each.items()}
     bands = {machine: _bands(each) for machine, each in seen.items()}
     every = {machine: [case for cases in each.values() for case in cases] for machine, each in seen.items()}
     bar = dict(BAR)
@@ -182,7 +189,7 @@ def measure(
         )
         problems = (*_uncaught(catches, bar), *_rejected(groups, failures))
         seconds = round(time.monotonic() - began, 1)
-        return Measurement(profile, bands, variants, groups, failures, catches, problems, seconds, choices, under)
+        return Measurement(profile, bands, seen, groups, failures, catches, problems, seconds, choices, under)
 
     return under(_profile(plan, worker.kind, bands))
 
