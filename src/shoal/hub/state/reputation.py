@@ -7,8 +7,9 @@
 
 Doubt is a cumulative sum: + 1 for an unsure group that is not our own machinery's fault, - k for one that a full audit
 accepted, never below 0, where k is twice the rate at which honest work of that kind is unsure (`Verdict.unsure_rate`),
-1/64 at least and 1/2 at most. From `DOUBTED` on a node has one lease at a time. Honest work that is unsure at that very rate gets
-there once in 60,000 groups (rate 0.5 %), 2,900 (2 %) or 1,600 (5 %); who is always unsure is there after four.
+1/64 at least and 1/2 at most. From `DOUBTED` on a node has one lease at a time. Honest work that is unsure at that
+very rate gets there once in 60,000 groups (rate 0.5 %), 2,900 (2 %) or 1,600 (5 %); who is always unsure is there after
+four, or after seven at most.
 
 Only full audits raise the streak. If light ones did, a sleeper would need 200 honest submissions to be audited at 5 %,
 about 40 of them fully; so it needs about 2,000, because at p = 10/streak the next full audit is streak/10 submissions
