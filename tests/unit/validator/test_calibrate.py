@@ -184,6 +184,15 @@ def test_a_policy_of_little_entropy_shows_other_seeds_after_more_tokens() -> Non
     assert all(256 <= size < 272 for size in sizes[64])
 
 
+def test_long_prompts_are_measured_with_their_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma without <bos> repeats one word: limits measured so are refused, and nobody could work in bfloat16."""
+    long = tuple(range(2000))
+    monkeypatch.setattr(calibrate_module.Asking, "ids", lambda *_: long)
+    environment = build_environment(EnvironmentSettings(name="sort"))
+    found = prompts_of(load_model("tiny").files, environment, 12)[0]
+    assert (len(found), found[:32], found[32:]) == (512, long[:32], long[-480:])
+
+
 @pytest.mark.parametrize("number_format", ["float32", "bfloat16"])
 def test_a_policy_that_leaves_no_choice_has_limits_that_its_honest_work_keeps(number_format: str) -> None:
     """No token was outside, so that bfloat16 had float32's limits: 3 of 8 honest groups failed, and it was refused."""
