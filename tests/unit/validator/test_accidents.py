@@ -12,6 +12,7 @@ import pytest
 from honest import LengthEnvironment, completions, docket, lease, loaded, proved, submission
 
 from shoal.engines.submission import submission_of
+from shoal.hub.state.reputation import recent
 from shoal.protocol import (
     Lease,
     Outcome,
@@ -122,6 +123,31 @@ def test_one_rollout_of_chosen_tokens_is_certain() -> None:
     for leased, what in ((of, with_first(of, made_up.rollouts[0])), (one, made_up)):
         [verdict] = Judge(LengthEnvironment(), {KEY: COARSE}).verdicts([docket(leased, what)], loaded())
         assert (verdict.reason, verdict.severity) == ("sampling.seed", Severity.CERTAIN)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "parts", "strikes"),
+    [
+        pytest.param(16, 4, [2, 4], id="16 x 128 tokens"),
+        pytest.param(16, 256, [7, 14], id="16 x 8,192 tokens"),
+        pytest.param(1, 4, [2, 4], id="a group of one"),
+        pytest.param(2, 1, [2, 4], id="two short ones"),
+    ],
+)
+def test_a_node_with_a_rollout_in_every_group_that_is_off_is_banned_by_its_record(
+    rollouts: int, parts: int, strikes: list[int]
+) -> None:
+    """Not so far off that it is certain; each group is unsure at least, whatever it says of the node."""
+    limits, points = AccidentLimits(first=2e-3, later=1e-4), np.zeros(rollouts * parts, np.int64)
+    points[:parts] = 6
+    tally = Tally(channels={"accidents": accident_sums(points, np.repeat(np.arange(rollouts), parts), limits)})
+    assert log_evidence("accidents", tally.of("accidents")) < STRIKE
+    record, found = Tally(), list[int]()
+    for group in range(1, 15):
+        record = recent(record.plus(tally))
+        if log_evidence("accidents", record.of("accidents")) >= STRIKE:
+            record, found = Tally(), [*found, group]
+    assert found[:2] == strikes
 
 
 def test_a_rollout_that_is_off_in_more_parts_than_count_is_never_accepted() -> None:
