@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shoal.protocol.lease import format_of
 from shoal.sampling import SeedTolerance
 from shoal.sampling.check import distances
 from shoal.toploc import Comparisons, ProofTolerance
@@ -29,6 +30,7 @@ from shoal.validator.case import Case
 from shoal.validator.evidence import MOST_NATS, SUM_VARIANCE, Measures, weights
 from shoal.validator.profiles import (
     COUNTS,
+    ON_REQUEST,
     AccidentLimits,
     CertainLimits,
     ChannelLimits,
@@ -47,6 +49,7 @@ TOKEN_DECADES, PROOF_DECADES = 3.5, 2.0  # from the 99.9 % quantile to one token
 TAIL_RATIO = (1.2, 1.8)
 MOST = {"distance": 8.0, "logprobs": 16.0, "mantissa": 4.0}  # means that one token or proof counts for
 WHOLE_PROOF = 64  # values: shares and means of fewer have tails of their own
+FEW_OUTSIDE = 8  # tokens outside their interval: of fewer a policy's limits of seeds cannot be told
 ACCIDENTS = AccidentLimits(first=2e-3, later=1e-4)  # assumed in coarse formats before any is seen
 MOST_ACCIDENTS = AccidentLimits(first=0.02, later=2e-3)  # more would be an excuse
 MOST_SHARED = 0.5  # where a group has so few events that nothing can be said
@@ -83,12 +86,15 @@ class Bands:
         errors vary is taken from the main series alone: of few tokens the estimates are so wide that cheats would pass.
         """
         pool = _Pool.of(cases)
-        single = _single_limits(_Pool.of([case for series in (cases, *others) for case in series]))
+        is_exact = format_of(cases[0].lease.profile) == "float32"
+        single = _single_limits(_Pool.of([case for series in (cases, *others) for case in series]), is_exact)
         judged, *beside = ([replace(case, profile=single) for case in series] for series in (cases, *others))
         every = [case for series in (judged, *beside) for case in series]
         odd = [case.odd.worst > 0 for case in every]
         kept = _Pool.of(judged)
         limits = _sum_limits(single, judged, kept).model_copy(update={"accidents": _accidents(single, every, odd)})
+        if not is_exact and int(pool.outside.sum()) < FEW_OUTSIDE:
+            limits = _with_seeds_of(limits, ON_REQUEST["torch/cuda/bfloat16"])
         compared = pool.compared
         mismatches, values = int(compared.exp_mismatches.sum()), int(compared.k.sum())
         return cls(
@@ -171,8 +177,21 @@ def _parts(case: Case) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(count) for count in counts])
 
 
-def _single_limits(pool: _Pool) -> Profile:
-    """The limits of single tokens and proofs, and whether there are accidents at all."""
+def _with_seeds_of(limits: Profile, usual: Profile) -> Profile:
+    """The limits, of seeds no tighter than the usual ones: too few tokens left a choice to measure anything by."""
+    wider, noises = widest(limits, usual), (limits.noise, usual.noise)
+    seeds = {name: max((getattr(noise, name) for noise in noises), key=_rate) for name in ("outside", "distance")}
+    noise = limits.noise.model_copy(update=seeds)
+    return limits.model_copy(update={"sampling": wider.sampling, "certain": wider.certain, "noise": noise})
+
+
+def _rate(limits: ChannelLimits) -> float:
+    return limits.rate
+
+
+def _single_limits(pool: _Pool, is_exact: bool) -> Profile:
+    """The limits of single tokens and proofs, and whether there are accidents at all: not if the worker `is_exact` and
+    no token is farther off than float32 explains."""
     usual, compared = Profile(key="torch/cpu/float32"), pool.compared
     whole = compared.k >= min(WHOLE_PROOF, int(np.median(compared.k)))
     chance = 0 if compared.k[whole].min() >= WHOLE_PROOF else LARGEST_ERROR  # as `severity_of` forgives it
@@ -180,7 +199,7 @@ def _single_limits(pool: _Pool) -> Profile:
     means = (np.maximum(compared.mant_err_sum - chance, 0) / np.maximum(compared.matches, 1))[whole]
     distance = max(usual.sampling.distance, _tail(pool.distance[pool.outside], TOKEN_DECADES))
     mantissa = max(usual.proofs.mantissa_mean, _tail(means, PROOF_DECADES))
-    is_coarse = distance > usual.sampling.distance
+    is_coarse = not is_exact or distance > usual.sampling.distance
     error_T = np.abs(pool.delta) / weights(pool.logprobs)
     floor = float(np.exp(pool.logprobs[pool.outside]).min(initial=1.0)) / 1000
     return Profile(
@@ -205,7 +224,7 @@ def _single_limits(pool: _Pool) -> Profile:
 def _capped(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
     """The float32 limits, with what one token or proof counts for at most, by the means that were seen."""
     seen = {
-        "distance": float(pool.distance[pool.outside].mean()),
+        "distance": float(pool.distance.sum()) / max(1, int(pool.outside.sum())),
         "logprobs": float(error_T.mean()),
         "mantissa": float(means.mean()),
     }

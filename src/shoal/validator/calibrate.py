@@ -67,7 +67,7 @@ ENOUGH_TOKENS = 1024  # of one kernel, for bands of its own: fewer are counted w
 LEAST_SEQUENCES = 32
 MOST_SEQUENCES = 512
 SHORT_TOKENS = 64  # with shorter completions more of them are drawn
-LONGEST_PROMPT = 512
+LONGEST_PROMPT, PROMPT_HEAD = 512, 32
 PROMPTS_TRIED = 128
 DRAW_S = 10.0  # for one series of completions, where the machine is slow; the least is drawn all the same
 BATCH_GROUPS = 64
@@ -379,14 +379,17 @@ def rounded(model: Any, how: Quantization) -> Iterator[None]:
 
 
 def prompts_of(files: Mapping[str, bytes], environment: Environment, tokens: int) -> Prompts:
-    """Prompts of the run's own environment, none of them long; where it has none that can be asked, openings."""
+    """Prompts of the run's own environment, long ones without their middle: without its first token a model may repeat
+    one word, and limits of that are refused. Where it has none that can be asked, openings."""
     asking, tasks = Asking(files, environment, tokens), environment.tasks("train")
     found: list[tuple[int, ...]] = []
     for index in range(min(len(tasks), PROMPTS_TRIED)):
         try:
-            found.append(asking.ids(tasks[index])[-LONGEST_PROMPT:])
+            ids = asking.ids(tasks[index])
         except UnusableTask:
             continue
+        is_long = len(ids) > LONGEST_PROMPT
+        found.append((*ids[:PROMPT_HEAD], *ids[PROMPT_HEAD - LONGEST_PROMPT :]) if is_long else ids)
     return found or openings(asking.encoder.tokenizer)
 
 

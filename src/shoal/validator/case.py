@@ -62,7 +62,7 @@ from shoal.sampling import SeedCheck, check_seeded
 from shoal.sampling.stream import uniforms_at
 from shoal.toploc import Comparisons, PointBatch, chunk_rows, chunk_topk, compare, split_proofs
 from shoal.toploc.proofs import proof_size
-from shoal.validator.evidence import Kept, Measures, Odd, accident_sums, log_evidence
+from shoal.validator.evidence import MOST_POINTS, Kept, Measures, Odd, accident_sums, log_evidence
 from shoal.validator.profiles import NoiseLimits, Profile
 
 log = logging.getLogger(__name__)
@@ -305,9 +305,13 @@ class Case:
     def measures(self) -> Measures:
         return Measures.of(self.replayed, self.claimed, self.starts, self.kept, self.profile.noise)
 
-    def accidents(self, points: Ints) -> Sums:
+    @cached_property
+    def rollout_of_chunk(self) -> Ints:
         counts = [-(-length // self.lease.proof.rows) for length in self.lengths]
-        return accident_sums(points, np.repeat(np.arange(len(counts)), counts), self.profile.accidents)
+        return np.repeat(np.arange(len(counts)), counts)
+
+    def accidents(self, points: Ints, most: float = MOST_POINTS) -> Sums:
+        return accident_sums(points, self.rollout_of_chunk, self.profile.accidents, most)
 
     @property
     def unsure_rate(self) -> float:

@@ -51,6 +51,7 @@ To add a check: write one function `Case -> Finding`, and put it into one of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -65,7 +66,7 @@ from shoal.toploc.proofs import decode
 from shoal.validator.branches import by_tolerance
 from shoal.validator.case import Case, Finding, failed, passed, unsure
 from shoal.validator.dialogues import dialogue, ends_as_read
-from shoal.validator.evidence import CERTAIN, DOUBT, STRIKE, log_evidence
+from shoal.validator.evidence import CERTAIN, DOUBT, MOST_POINTS, STRIKE, log_evidence
 from shoal.validator.profiles import CHANNELS, Profile
 from shoal.validator.progress import progress, talk
 from shoal.validator.verdicts import MACHINERY_ACCIDENT, MACHINERY_DISTRUSTED
@@ -313,18 +314,22 @@ def sampling(case: Case) -> Finding:
         "tokens": answer.n_tokens, "outside": answer.n_outside, "max_distance": answer.max_distance,
         "sum_distance": answer.sum_distance, "log_evidence": steered,
     }  # fmt: skip
-    kind = answer.reason or ("beyond" if accidents >= STRIKE else "steered" if steered >= STRIKE else "")
-    if not kind:
-        return passed("sampling", **evidence)
     distance_T = np.where(case.drawn, distances(replay.uniforms, replay.low, replay.high), 0.0)
     far = int((distance_T > limits.distance).sum())
+    # Tokens so far off are no accident, in one rollout or in many: all parts count.
+    everywhere = log_evidence("accidents", case.accidents(case.odd.unseeded, most=math.inf))
+    is_certain = far >= limits.tokens and everywhere >= CERTAIN
+    is_beyond = is_certain or accidents >= STRIKE
+    kind = answer.reason or ("beyond" if is_beyond else "steered" if steered >= STRIKE else "")
+    if not kind:
+        return passed("sampling", **evidence)
     rollout, token = case.place(int(np.argmax(distance_T)))
     return failed(
         "sampling.seed",
         f"{int((distance_T > 0).sum())} of {case.generated} tokens are not those that the lease's seeds give under "
         f"policy {case.lease.policy.label} (the worst is token {token} of rollout {rollout}): "
         "another policy, other seeds, or edited tokens",
-        Severity.CERTAIN if far >= limits.tokens and accidents >= CERTAIN else Severity.STATISTICAL,
+        Severity.CERTAIN if is_certain else Severity.STATISTICAL,
         **evidence,
         far_outside=far,
         kind=kind,
@@ -450,11 +455,13 @@ def bought(case: Case, audit: Audit, branches: Branches) -> Finding:
 def accident(case: Case) -> Finding:
     """Not more is quite wrong than coarse arithmetic gets wrong by itself. One such proof now and then costs nothing;
     where there are a few, nobody can tell. A token, or its log-probability, is trained on: one that is far off could
-    have been chosen (an end, an answer, a huge ratio), so a group with one is never accepted."""
+    have been chosen (an end, an answer, a huge ratio), so a group with one is never accepted. Nor is one with a rollout
+    that is off in more parts than count: none of their tokens is in a sum."""
     odd_C, sums = case.odd.worst > 0, case.record.plus(case.tally).of("accidents")
     doubt = max(log_evidence("accidents", sums), log_evidence("accidents", case.tally.of("accidents")))
     is_trained_on = bool(case.odd.seeds.any() or case.odd.logprobs.any())
-    if case.profile.accidents.first == 0 or not odd_C.any() or (doubt < DOUBT and not is_trained_on):
+    is_hidden = bool((np.bincount(case.rollout_of_chunk, case.odd.worst) > MOST_POINTS).any())
+    if case.profile.accidents.first == 0 or not odd_C.any() or not (doubt >= DOUBT or is_trained_on or is_hidden):
         return passed("accident", accidents=int(odd_C.sum()))
     rollout, token = case.chunk_place(int(np.argmax(odd_C)))
     return unsure(

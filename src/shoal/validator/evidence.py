@@ -134,10 +134,10 @@ class Odd:
         return found
 
 
-def accident_sums(points_C: Ints, rollout_of_C: Ints, limits: AccidentLimits) -> Sums:
+def accident_sums(points_C: Ints, rollout_of_C: Ints, limits: AccidentLimits, most: float = MOST_POINTS) -> Sums:
     """The points of all parts, by two: an accident of one or two is the usual one. What went wrong once is in the
-    context of all that follows, so that the parts of one rollout count together for as much as one can."""
-    points_R = np.minimum(np.bincount(rollout_of_C, points_C), MOST_POINTS)
+    context of all that follows, so that the parts of one rollout count together for as much as one can (`most`)."""
+    points_R = np.minimum(np.bincount(rollout_of_C, points_C), most)
     rollouts = len(np.unique(rollout_of_C))
     expected = limits.first * rollouts + limits.later * (len(points_C) - rollouts)
     return Sums(seen=float(points_R.sum()) / 2, expected=expected)

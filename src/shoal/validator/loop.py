@@ -210,6 +210,7 @@ class Validator:
         self._stop = stop
         self._clock = clock
         self._polling = pace
+        self._has_files = bool(settings.profiles)  # limits that nobody has tried here
         self._ready_s: float | None = None
         self._is_measuring = False  # limits; there may be more to measure, so that nothing is waited for
         self._misses: Counter[str] = Counter()
@@ -262,8 +263,10 @@ class Validator:
         if job is not None:
             with self.activity.busy(MEASURING):
                 self._calibrator.attempt(job)
-            if self._calibrator.has_measured and not self._ahead.has_measured:  # which saw every cheat caught just now
-                self._ahead.has_measured, self._canary.due_in = True, FIRST_CLAIM + 1
+            if self._calibrator.has_measured and not self._ahead.has_measured:
+                self._ahead.has_measured = True
+                if not self._has_files:  # all limits are built in, or every cheat was seen caught just now
+                    self._canary.due_in = FIRST_CLAIM + 1
 
     def _prepare(self) -> None:
         """Nothing is to be audited: get ready for what comes next."""
@@ -275,19 +278,20 @@ class Validator:
         ready, now_s = self._ahead.is_ready and not self._is_measuring, self._clock.monotonic_s()
         if ready and self._ready_s is None:  # the first step waits for the first verdicts, nobody for an evaluation
             self._ready_s = now_s + FIRST_AUDIT_S
+        evaluates = ready and self._ready_s is not None and now_s >= self._ready_s
         left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left)
         return AuditRequest(
             max_audits=self._most,
             wait_s=self._polling.poll_s if ready else min(NOT_READY_POLL_S, self._polling.poll_s),
             left=left,
-            evaluate=self._evaluating.readiness if self._ready_s is not None and now_s >= self._ready_s else "no",
+            evaluate=self._evaluating.readiness if evaluates else "no",
             generates=self._kind,
         )
 
     def audit(self, audits: Sequence[Audit]) -> None:
         """Judge a handful of audits, one policy after another, oldest first: batches need those first."""
         dockets = [docket for docket in self._dockets(audits) if self._is_ours(docket)]
-        policies = {docket.lease.policy for docket in dockets}
+        policies, claimed, judged = {docket.lease.policy for docket in dockets}, 0, 0
         for policy in sorted(policies, key=lambda ref: (ref.incarnation, ref.version)):
             if self._stop.is_set():
                 return
@@ -308,8 +312,9 @@ class Validator:
                 len(together), policy.label, self._clock.monotonic_s() - began_s,
                 (self._clock.now_ms() - oldest_ms) / 1000,
             )  # fmt: skip
-            whole = sum(docket.audit.depth != "progress" for docket in together)
-            self._pace(whole, sum(verdict.depth != "progress" for verdict in verdicts))
+            claimed += sum(docket.audit.depth != "progress" for docket in together)
+            judged += sum(verdict.depth != "progress" for verdict in verdicts)
+        self._pace(claimed, judged)
 
     def _pace(self, claimed: int, judged: int) -> None:
         """Claim what can be scored in time: the rest would be prefilled for nothing, and others could have had it."""

@@ -238,6 +238,15 @@ class TestUnsure:
             (row,) = nodes_in(judge(case(node=row), outcome=outcome, reason="sampling.accident", unsure_rate=0.02))
             assert nodes.window(rules(), row) == 8
 
+    def test_who_is_always_unsure_is_doubted_whatever_the_formats_rate(self) -> None:
+        """Groups of 16 x 8,192 tokens have 4,096 parts: by limits of 2e-3 each the rate is 1, and doubt never grew."""
+        row = node(1, window=8)
+        for _ in range(7):
+            (row,) = nodes_in(
+                judge(case(node=row), outcome=Outcome.UNSURE, reason="sampling.accident", unsure_rate=1.0)
+            )
+        assert nodes.window(rules(), row) == 1
+
     def test_what_our_own_machinery_failed_is_no_doubt(self) -> None:
         row = node(1)
         for _ in range(9):

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from honest import LengthEnvironment, docket, lease, loaded, submission
+from honest import LengthEnvironment, completions, docket, lease, loaded, proved, submission
 
-from shoal.protocol import Outcome, Submission, Sums, Tally, Verdict, pack_logprobs
+from shoal.engines.submission import submission_of
+from shoal.hub.state.reputation import recent
+from shoal.protocol import (
+    Lease,
+    Outcome,
+    ProofParameters,
+    Rollout,
+    SamplingParameters,
+    Severity,
+    Submission,
+    Sums,
+    Tally,
+    Verdict,
+    pack_logprobs,
+)
 from shoal.validator import Judge
 from shoal.validator.evidence import DOUBT, STRIKE, accident_sums, log_evidence
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile
@@ -25,8 +41,6 @@ def judged(what: Submission, profile: Profile = COARSE, **audit: Any) -> Verdict
 
 def with_wrong_tokens(count: int) -> Submission:
     """Honest but for the reported log-probabilities of some tokens, which are far off."""
-    import msgspec
-
     honest = submission(lease())
     rollouts = list(honest.rollouts)
     for index in range(count):
@@ -81,6 +95,70 @@ def test_all_parts_of_one_rollout_are_one_accident_and_those_of_two_are_evidence
     assert DOUBT < log_evidence("accidents", one) < STRIKE
     points[40] = 6
     assert log_evidence("accidents", accident_sums(points, rollout_of, limits)) >= STRIKE
+
+
+LONG = SamplingParameters(temperature=1.0, max_new_tokens=64, eos_token_id=0)
+OFTEN = COARSE.model_copy(update={"accidents": AccidentLimits(first=0.02, later=2e-3)})
+
+
+@cache
+def long_lease() -> Lease:
+    """Four rollouts of eight parts."""
+    of = lease(5, seeds=24, sampling=LONG, proof=ProofParameters(topk=16, rows=8))
+    full = [seed for seed, each in zip(of.seeds, completions(of), strict=True) if len(each.token_ids) == 64]
+    return of.model_copy(update={"seeds": tuple(full[:4])})
+
+
+def with_first(of: Lease, rollout: Rollout) -> Submission:
+    honest = submission(of)
+    return msgspec.structs.replace(honest, rollouts=[rollout, *honest.rollouts[1:]])
+
+
+def test_one_rollout_of_chosen_tokens_is_certain() -> None:
+    """Else a group of one, shown progress, and the first look at a newcomer's group could never fail for certain."""
+    of = long_lease()
+    one = of.model_copy(update={"seeds": of.seeds[:1]})
+    other = next(each for each in completions(of, seeds=range(70, 120)) if len(each.token_ids) == 64)
+    made_up = submission_of(one, [other], "scripted")
+    for leased, what in ((of, with_first(of, made_up.rollouts[0])), (one, made_up)):
+        [verdict] = Judge(LengthEnvironment(), {KEY: COARSE}).verdicts([docket(leased, what)], loaded())
+        assert (verdict.reason, verdict.severity) == ("sampling.seed", Severity.CERTAIN)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "parts", "strikes"),
+    [
+        pytest.param(16, 4, [2, 4], id="16 x 128 tokens"),
+        pytest.param(16, 256, [7, 14], id="16 x 8,192 tokens"),
+        pytest.param(1, 4, [2, 4], id="a group of one"),
+        pytest.param(2, 1, [2, 4], id="two short ones"),
+    ],
+)
+def test_a_node_with_a_rollout_in_every_group_that_is_off_is_banned_by_its_record(
+    rollouts: int, parts: int, strikes: list[int]
+) -> None:
+    """Not so far off that it is certain; each group is unsure at least, whatever it says of the node."""
+    limits, points = AccidentLimits(first=2e-3, later=1e-4), np.zeros(rollouts * parts, np.int64)
+    points[:parts] = 6
+    tally = Tally(channels={"accidents": accident_sums(points, np.repeat(np.arange(rollouts), parts), limits)})
+    assert log_evidence("accidents", tally.of("accidents")) < STRIKE
+    record, found = Tally(), list[int]()
+    for group in range(1, 15):
+        record = recent(record.plus(tally))
+        if log_evidence("accidents", record.of("accidents")) >= STRIKE:
+            record, found = Tally(), [*found, group]
+    assert found[:2] == strikes
+
+
+def test_a_rollout_that_is_off_in_more_parts_than_count_is_never_accepted() -> None:
+    """Parts with wrong proofs are in no sum: their tokens could be steered as far as single tokens may be off."""
+    of = long_lease()
+    honest = submission(of)
+    wrong = proved(of, honest, value=4.0).rollouts[0]
+    what = with_first(of, msgspec.structs.replace(honest.rollouts[0], proofs=wrong.proofs))
+    [verdict] = Judge(LengthEnvironment(), {KEY: OFTEN}).verdicts([docket(of, what)], loaded())
+    assert log_evidence("accidents", verdict.tally.of("accidents")) < DOUBT
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "sampling.accident")
 
 
 def test_an_accident_excuses_nothing_else() -> None:

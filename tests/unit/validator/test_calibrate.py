@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from shoal.environments import build as build_environment
 from shoal.errors import ConfigError, ModelError
 from shoal.models.load import load_model
 from shoal.models.state import policy_state, policy_views
+from shoal.protocol import Submission
 from shoal.sampling import SeedTolerance
 from shoal.toploc import Comparisons, ProofTolerance
 from shoal.validator import bands as bands_module
@@ -35,7 +38,7 @@ from shoal.validator.calibrate import (
     replayed,
 )
 from shoal.validator.canary import SelfTest, Trial
-from shoal.validator.case import failed, unsure
+from shoal.validator.case import Case, Replay, failed, unsure
 from shoal.validator.profiles import (
     BUILT_IN,
     ChannelLimits,
@@ -179,6 +182,37 @@ def test_a_policy_of_little_entropy_shows_other_seeds_after_more_tokens() -> Non
     sizes = {nats: [int(lengths.sum()) for _, lengths in blocks_of(little, 64, nats)] for nats in (0, 64)}
     assert all(64 <= size < 80 for size in sizes[0])
     assert all(256 <= size < 272 for size in sizes[64])
+
+
+def test_long_prompts_are_measured_with_their_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma without <bos> repeats one word: limits measured so are refused, and nobody could work in bfloat16."""
+    long = tuple(range(2000))
+    monkeypatch.setattr(calibrate_module.Asking, "ids", lambda *_: long)
+    environment = build_environment(EnvironmentSettings(name="sort"))
+    found = prompts_of(load_model("tiny").files, environment, 12)[0]
+    assert (len(found), found[:32], found[32:]) == (512, long[:32], long[-480:])
+
+
+@pytest.mark.parametrize("number_format", ["float32", "bfloat16"])
+def test_a_policy_that_leaves_no_choice_has_limits_that_its_honest_work_keeps(number_format: str) -> None:
+    """No token was outside, so that bfloat16 had float32's limits: 3 of 8 honest groups failed, and it was refused."""
+    worker, validators, plan = engines(number_format, "float32", sequences=64)
+    drawn = replayed(validators["cpu/float32"], Subject(worker, plan, print).drawn("main", 64, 12))
+    cases = [replace(case, submission=certain_of(case), replay=without_choice(case.replayed)) for case in drawn]
+    limits = limits_from(Bands.of(cases), f"torch/cpu/{number_format}")
+    assert calibrate_module.failed_checks(cases, limits) == []
+    is_coarse = number_format != "float32"
+    assert ((limits.accidents.first > 0), limits.sampling.distance > 0.1) == (is_coarse, is_coarse)
+
+
+def certain_of(case: Case) -> Submission:
+    rollouts = [msgspec.structs.replace(each, logprobs=bytes(len(each.tokens))) for each in case.rollouts]
+    return msgspec.structs.replace(case.claim, rollouts=rollouts)
+
+
+def without_choice(seen: Replay) -> Replay:
+    nothing = np.zeros_like(seen.low)
+    return replace(seen, low=nothing, high=nothing + 1, logprobs=nothing, entropy=nothing, varentropy=nothing)
 
 
 def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(

@@ -26,7 +26,7 @@ from shoal.protocol.submission import ShownPrefix, shown_digest
 from shoal.runtime.clock import ManualClock
 from shoal.toploc import split_proofs
 from shoal.validator.judge import Judge
-from shoal.validator.profiles import load_profiles
+from shoal.validator.profiles import AccidentLimits, Profile, Profiles, load_profiles
 
 ROWS = 8
 LONG = SamplingParameters(temperature=1.0, max_new_tokens=64, eos_token_id=0)
@@ -55,8 +55,10 @@ def shown(of: Lease, index: int, rollout: Rollout) -> Submission:
     return msgspec.structs.replace(submission(of), rollouts=rollouts)
 
 
-def verdicts(of: Lease, what: Submission, by: LoadedPolicy | None = None) -> list[Verdict]:
-    judge = Judge(LengthEnvironment(), load_profiles(), clock=ManualClock())
+def verdicts(
+    of: Lease, what: Submission, by: LoadedPolicy | None = None, limits: Profiles | None = None
+) -> list[Verdict]:
+    judge = Judge(LengthEnvironment(), limits or load_profiles(), clock=ManualClock())
     return judge.verdicts([docket(of, what, depth="progress")], by or loaded())
 
 
@@ -93,11 +95,19 @@ def failing(of: Lease) -> dict[str, tuple[Rollout, str]]:
     }
 
 
+EXACT = load_profiles()[long_lease().profile]
+COARSE = EXACT.model_copy(update={"accidents": AccidentLimits(first=2e-3, later=1e-4)})
+
+
+@pytest.mark.parametrize("limits", [pytest.param(EXACT, id="exact"), pytest.param(COARSE, id="coarse")])
 @pytest.mark.parametrize("name", list(failing(long_lease())))
-def test_wrong_chunks_fail_for_certain(name: str) -> None:
+def test_wrong_chunks_fail_for_certain(name: str, limits: Profile) -> None:
     of = long_lease()
     rollout, reason = failing(of)[name]
-    [verdict] = verdicts(of, shown(of, 0, rollout))
+    if limits is COARSE and name == "the second half made up":
+        assert verdicts(of, shown(of, 0, rollout), limits={limits.key: limits}) == [], "of two chunks it is doubtful"
+        return
+    [verdict] = verdicts(of, shown(of, 0, rollout), limits={limits.key: limits})
     assert (verdict.outcome, verdict.reason, verdict.severity) == (Outcome.REJECTED, reason, Severity.CERTAIN)
     assert (verdict.depth, verdict.unit, verdict.node, verdict.generated_tokens) == ("progress", 5, of.node, 0)
     assert not verdict.checks[-1].passed

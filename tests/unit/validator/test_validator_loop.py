@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -134,10 +135,15 @@ class ListShelf(EngineShelf):
         return LoadedPolicy(ref, engine(ref=ref), {})
 
 
-def validator(hub: ListHub, shelf: EngineShelf | None = None, stop: StopToken | None = None) -> Validator:
+def validator(
+    hub: ListHub,
+    shelf: EngineShelf | None = None,
+    stop: StopToken | None = None,
+    settings: ValidatorSettings = ValidatorSettings(max_audits=7),
+) -> Validator:
     judge = Judge(LengthEnvironment(), load_profiles())
     client: Any = hub
-    return Validator(client, shelf or ListShelf(), judge, ValidatorSettings(max_audits=7), stop or StopToken())
+    return Validator(client, shelf or ListShelf(), judge, settings, stop or StopToken())
 
 
 class Counted(ScriptedEngine):
@@ -174,13 +180,23 @@ def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills
     assert (shelf.asked, shelf.engine.prefills) == ([POLICY.version], prefills)
 
 
-def test_who_has_measured_limits_releases_a_canary_with_the_second_claim() -> None:
-    """A twin is confirmed in the worker's number format: building that engine held up the first verdict by 5 s."""
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        pytest.param((), [0, 0], id="with the second claim"),
+        pytest.param((Path("torch/cpu/bfloat16"),), [0, 1], id="at once, where the owner has added limits"),
+    ],
+)
+def test_who_has_measured_limits_releases_a_canary_with_the_second_claim(
+    files: tuple[Path, ...], expected: list[int]
+) -> None:
+    """A twin is confirmed in the worker's number format: building that engine held up the first verdict by 5 s. Limits
+    in a file were not tried by that measurement."""
     hub = ListHub()
     hub.newest = POLICY
     first, second = [hub.audit(lease(1)), hub.audit(lease(2))], [hub.audit(lease(n)) for n in range(3, 7)]
     hub.replies = [*(AuditReply(audits=tuple(each)) for each in (first, second)), AuditReply(finished=True)]
-    role = validator(hub)
+    role = validator(hub, settings=ValidatorSettings(max_audits=7, profiles=files))
     due, caught = list[bool](), list[float]()
 
     class Limits:
@@ -196,7 +212,7 @@ def test_who_has_measured_limits_releases_a_canary_with_the_second_claim() -> No
 
     role._calibrator = Limits()  # type: ignore[assignment]
     role.run()
-    assert (len(hub.taken), caught) == (6, [0, 0])
+    assert (len(hub.taken), caught[:2]) == (6, expected)
     assert role.activity.heartbeat().counters["canaries_caught"] == 1
 
 
@@ -224,6 +240,27 @@ def test_held_out_tasks_wait_for_the_first_audit_or_for_a_while(has_audit: int, 
     role._idle = lambda: clock.advance(passed_s)
     role.run()
     assert [request.evaluate for request in hub.requests] == ["no", "no", expected]
+
+
+def test_nothing_is_evaluated_while_limits_are_measured() -> None:
+    """Who asks with a kind that has no limits gets no lease until they are there."""
+    hub = ListHub()
+    hub.newest = POLICY
+    hub.replies = [AuditReply(audits=(hub.audit(lease(1)),)), *[AuditReply()] * 2, AuditReply(finished=True)]
+    role = validator(hub)
+    due = iter([None, lambda: None, None])
+    limits = SimpleNamespace(has_measured=False, due=lambda *_: next(due), attempt=lambda job: job())
+    role._calibrator = limits  # type: ignore[assignment]
+    role.run()
+    assert [request.evaluate for request in hub.requests] == ["no", "now", "no", "now"]
+
+
+def test_a_claim_of_groups_of_two_policies_is_doubled_like_any_other() -> None:
+    hub = ListHub()
+    both = [hub.audit(lease(unit, policy=old(2 + unit % 2))) for unit in range(4)]
+    hub.replies = [AuditReply(audits=tuple(both)), AuditReply(finished=True)]
+    validator(hub).run()
+    assert [request.max_audits for request in hub.requests] == [4, 7]
 
 
 @pytest.mark.parametrize(("keeps_others", "asked"), [(True, [3, 4]), (False, [3])])

@@ -7,8 +7,9 @@
 
 Doubt is a cumulative sum: + 1 for an unsure group that is not our own machinery's fault, - k for one that a full audit
 accepted, never below 0, where k is twice the rate at which honest work of that kind is unsure (`Verdict.unsure_rate`),
-and 1/64 at least. From `DOUBTED` on a node has one lease at a time. Honest work that is unsure at that very rate gets
-there once in 60,000 groups (rate 0.5 %), 2,900 (2 %) or 1,600 (5 %); who is always unsure is there after four.
+1/64 at least and 1/2 at most. From `DOUBTED` on a node has one lease at a time. Honest work that is unsure at that
+very rate gets there once in 60,000 groups (rate 0.5 %), 2,900 (2 %) or 1,600 (5 %); who is always unsure is there after
+four, or after seven at most.
 
 Only full audits raise the streak. If light ones did, a sleeper would need 200 honest submissions to be audited at 5 %,
 about 40 of them fully; so it needs about 2,000, because at p = 10/streak the next full audit is streak/10 submissions
@@ -52,7 +53,7 @@ FORGIVEN_AFTER = 1_000
 """Full audits passed since a statistical strike after which it is forgotten, and how often the node was suspended.
 Honest work fails such a check once in 10,000 audits or so: without this every honest node would be banned in the long
 run."""
-DOUBTED, MOST_DOUBT, LEAST_FORGIVEN = 3.5, 4.5, 1 / 64
+DOUBTED, MOST_DOUBT, LEAST_FORGIVEN, MOST_FORGIVEN = 3.5, 4.5, 1 / 64, 1 / 2
 MANY, WITHIN_MS = 3, 3_600_000
 STEERED = "sampling.steered"
 POOLED_AUDITS = 128
@@ -106,7 +107,7 @@ def unsure(node: NodeRow, verdict: Verdict, own_fault: bool) -> NodeRow:
 
 
 def _forgiven(verdict: Verdict) -> float:
-    return min(1.0, max(LEAST_FORGIVEN, 2 * verdict.unsure_rate))
+    return min(MOST_FORGIVEN, max(LEAST_FORGIVEN, 2 * verdict.unsure_rate))
 
 
 def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: int = 0) -> NodeRow:
