@@ -1,4 +1,4 @@
-"""Tasks from a data set: Parquet, JSON lines or Arrow, of any size. Rows are read when they are asked for.
+"""Tasks from a data set: Parquet or JSON lines, of any size. Rows are read when they are asked for.
 
 The id of a task is its row's number and its own id (`17/math_17`), so a row that is left out never shifts another.
 Rows whose *prompt* cannot be used are known when the data set is opened and are in no split. Whether an *answer* can
