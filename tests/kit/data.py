@@ -59,9 +59,7 @@ def refused(path: Path, **options: Any) -> str:
 
 
 def checked(environment: DatasetEnvironment, progress: Callable[[int, int], None] = lambda *_: None) -> Problems:
-    """Everything that is wrong with a data set that has no other beside it."""
-    (found,) = environment.check(progress)
-    return found.problems
+    return environment.check(progress).problems
 
 
 def tasks_of(environment: DatasetEnvironment) -> list[Task]:
