@@ -131,7 +131,7 @@ class Pieces:
         self._kept: OrderedDict[tuple[object, ...], Any] = OrderedDict()
         self.size_bytes = 0
 
-    def get(self, key: tuple[object, ...]) -> Any | None:
+    def get(self, key: tuple[object, ...]) -> Any:
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
@@ -186,7 +186,8 @@ class ParquetSource(Source):
     def _unpacked_bytes(self, group: int, columns: tuple[str, ...]) -> int:
         found = self._file.metadata.row_group(group)
         chunks = (found.column(number) for number in range(found.num_columns))
-        size = sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.partition(".")[0] in columns)
+        named = (one for one in chunks if one.path_in_schema.partition(".")[0] in columns)
+        size = sum(int(one.total_uncompressed_size) for one in named)
         if size > PIECE_BYTES and not self._warned:
             self._warned = True
             log.warning(
