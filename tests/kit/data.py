@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from shoal.environments import EnvironmentSettings, Task, build
 from shoal.environments.data.scanning import Problems
@@ -62,9 +59,7 @@ def refused(path: Path, **options: Any) -> str:
 
 
 def checked(environment: DatasetEnvironment, progress: Callable[[int, int], None] = lambda *_: None) -> Problems:
-    """Everything that is wrong with a data set that has no other beside it."""
-    (found,) = environment.check(progress)
-    return found.problems
+    return environment.check(progress).problems
 
 
 def tasks_of(environment: DatasetEnvironment) -> list[Task]:
@@ -109,21 +104,9 @@ def write_parquet(path: Path, rows: Rows, **how: Any) -> Path:
     return path
 
 
-def write_stream(path: Path, rows: Rows, writer: Callable[..., Any] = pa.ipc.new_stream) -> Path:
-    table = pa.Table.from_pylist(list(rows))
-    with pa.OSFile(str(path), "wb") as file, writer(file, table.schema) as out:
-        out.write_table(table, max_chunksize=3)
-    return path
-
-
 def write_either(path: Path, rows: Rows) -> Path:
     """Parquet or JSON lines, as the name says."""
     return (write_parquet if path.suffix == ".parquet" else write_jsonl)(path, rows)
-
-
-def _csv(folder: Path, rows: Rows) -> Path:
-    pyarrow.csv.write_csv(pa.Table.from_pylist(list(rows)), folder / "data.csv")
-    return folder / "data.csv"
 
 
 def _shards(folder: Path, rows: Rows) -> Path:
@@ -133,42 +116,19 @@ def _shards(folder: Path, rows: Rows) -> Path:
     return written(folder / "README.md", "not data").parent
 
 
-def _saved(folder: Path, rows: Rows) -> Path:
-    """As `save_to_disk` leaves it."""
-    folder.mkdir(exist_ok=True)
-    half = len(rows) // 2
-    names = [f"data-0000{number}-of-00002.arrow" for number in (0, 1)]
-    for name, part in zip(names, (rows[:half], rows[half:]), strict=True):
-        write_stream(folder / name, part)
-    written(folder / "dataset_info.json", "{}")
-    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
-    return written(folder / "state.json", json.dumps(state)).parent
-
-
-def _saved_splits(folder: Path, rows: Rows) -> Path:
-    _saved(folder / "train", rows)
-    _saved(folder / "test", rows[:1])
-    return written(folder / "dataset_dict.json", json.dumps({"splits": ["train", "test"]})).parent
-
-
 def _repository(folder: Path, rows: Rows) -> Path:
-    """A hub repository in the hub's cache: snapshots are links to blobs, one split per name."""
+    """A hub repository: one split per name, files that are links."""
     half = len(rows) // 2
-    written(folder / "refs" / "main", "abc")
-    data = folder / "snapshots" / "abc" / "data"
+    data = folder / "repository" / "data"
     data.mkdir(parents=True)
     parts = {"train-00000-of-00002": rows[:half], "train-00001-of-00002": rows[half:], "test-00000-of-00001": rows}
     for number, (name, part) in enumerate(parts.items()):
         (data / f"{name}.parquet").symlink_to(write_parquet(folder / "blobs" / str(number), part))
-    return folder
+    return data.parent
 
 
 KINDS: dict[str, Callable[[Path, Rows], Path]] = {
     "jsonl": lambda folder, rows: write_jsonl(folder / "data.jsonl", rows),
-    "gzip": lambda folder, rows: written(folder / "data.jsonl.gz", gzip.compress(lines(rows))),
-    "zstd": lambda folder, rows: written(folder / "data.jsonl.zst", zstandard.compress(lines(rows))),
     "parquet": lambda folder, rows: write_parquet(folder / "data.parquet", rows, row_group_size=3),
-    "stream": lambda folder, rows: write_stream(folder / "data.arrow", rows),
-    "arrow": lambda folder, rows: write_stream(folder / "file.arrow", rows, pa.ipc.new_file),
-    "csv": _csv, "shards": _shards, "saved": _saved, "splits": _saved_splits, "repository": _repository,
+    "shards": _shards, "repository": _repository,
 }  # fmt: skip

@@ -6,9 +6,9 @@
     gym        GymEnvironment: the generators of reasoning-gym, by name, made safe to train on
     mix        MixedEnvironment: several environments with weights
     questions  whether two prompts are the same question; what one part of a mixture holds out, no part trains on
-    dataset    DatasetEnvironment: tasks from Parquet, JSON lines or Arrow, of any size
+    dataset    DatasetEnvironment: tasks from Parquet or JSON lines, of any size
     data/      how data sets are found, read, scanned, checked and split
-    formats    how a row becomes a task: the described schema, question and answer, AIME, LiveCodeBench, GPQA, IFEval
+    formats    how a row becomes a task: the described schema, question and answer, AIME, LiveCodeBench, GPQA
     function   FunctionEnvironment: a reward of your own, one Python file
     graders/   what a completion of one kind of task is worth: mathematics, code, …
     tools      what answers a model's turn, where an environment has several

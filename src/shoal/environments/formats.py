@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -306,11 +305,10 @@ def aime(columns: Names, wanted: Wanted) -> Format:
     )  # fmt: skip
 
 
-# Choices and instructions
+# Choices
 
 GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 ASK_OPTION = "Which option is right? End with a line of the form: Answer: X, where X is one of A, B, C and D."
-NAMES, SETTINGS = "instruction_id_list", "kwargs"
 
 
 def gpqa(columns: Names, wanted: Wanted) -> Format:
@@ -337,30 +335,6 @@ def _options(row: Row) -> tuple[str, list[str], int]:
     if len(set(options)) != len(options):
         raise UnusableTask("two of its options are the same")
     return question, options, options.index(right)
-
-
-def ifeval(columns: Names, wanted: Wanted) -> Format:
-    """The answer is the list of instructions, each with its settings; whether they are possible, the grader knows."""
-    prompt = wanted.question or "prompt"
-    need(columns, prompt, NAMES, SETTINGS, what="ifeval")
-    return Format(
-        name="ifeval", asks=(prompt,), answers=(NAMES, SETTINGS), plain=prompt, grader="instructions",
-        id=wanted.id or first_of(columns, ("key", "id")), answer=_instructions,
-    )  # fmt: skip
-
-
-def _instructions(row: Row) -> str:
-    """Columnar files hold every setting of every instruction; those that are null were never given."""
-    names, settings = parsed(row.get(NAMES), NAMES), parsed(row.get(SETTINGS), SETTINGS)
-    if not isinstance(names, list) or not isinstance(settings, list) or len(names) != len(settings) or not names:
-        raise UnusableTask(f"{NAMES} and {SETTINGS} must be lists of one length")
-    found = []
-    for name, listed in zip(names, settings, strict=True):
-        given = parsed(listed, SETTINGS) if listed is not None else {}
-        if not isinstance(name, str) or not isinstance(given, dict):
-            raise UnusableTask(f"{NAMES} must hold names, and {SETTINGS} mappings")
-        found.append({"id": name, "settings": {key: value for key, value in given.items() if value is not None}})
-    return json.dumps({"instructions": found})
 
 
 # Programming problems: LiveCodeBench, and those with one column of tests (APPS, TACO, DeepCoder and others)
@@ -457,13 +431,12 @@ def unpacked(text: str, column: str) -> str:
 
 FORMATS: dict[str, Callable[[Names, Wanted], Format]] = {
     "described": described, "columns": columns_format, "aime": aime, "livecodebench": livecodebench, "code": code,
-    "gpqa": gpqa, "ifeval": ifeval,
+    "gpqa": gpqa,
 }  # fmt: skip
 TELLING: tuple[tuple[str, frozenset[str]], ...] = (
     ("described", frozenset({"verification_info", "prompt"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
     ("gpqa", frozenset({"Question", "Correct Answer", "Incorrect Answer 1"})),
-    ("ifeval", frozenset({"prompt", "instruction_id_list"})),
 )
 """Columns by which a format is known; any other has a column of tests, or question and answer columns."""
 
@@ -479,9 +452,6 @@ class DatasetOptions(Wanted):
         default="",
         description="rows that cannot be used; empty: leave single rows out, refuse a kind of which none can be used;"
         " skip: leave both out; refuse: refuse both (checks every answer)",
-    )
-    held_out: Path | None = Field(
-        default=None, description="another file or folder with the held-out tasks; unset: some rows of this one"
     )
     solve_rate: str = Field(default="", description="the column of solve rates; empty: the one named solve_rate…")
     keep_solve_rate: tuple[float, float] | None = Field(

@@ -1,4 +1,4 @@
-"""reasoning-gym: a hundred generators of reasoning tasks by name, alone or mixed, each with its own scorer.
+"""reasoning-gym: a hundred generators of reasoning tasks by name, each with its own scorer.
 
     index ─► candidate numbers (a hash) ─► generator ─► entry ─► the first whose prompt is of the right split ─► task
                                                                  and that can be answered
@@ -34,13 +34,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shoal.environments.generated import Options, is_held_out, numbered_task
 from shoal.environments.graders.thinking import after_thinking
-from shoal.environments.mix import Schedule
 from shoal.environments.protocol import LazyTasks, Score, Split, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.runtime.text import install_command, meant
@@ -51,24 +50,12 @@ OPENING, CLOSING = "<answer>", "</answer>"
 FULL = 1.0 - 1e-9
 
 
-class GeneratorChoice(Options):
-    """One generator of a mixture."""
-
-    generator: str = Field(description="a generator of reasoning-gym, by its name")
-    weight: float = Field(default=1.0, gt=0, le=1e6, description="how often, relative to the others")
-    settings: dict[str, Any] = Field(default_factory=dict, description="fields of the generator's configuration")
-    level: int | None = Field(default=None, ge=0, le=1000, description="level of its own curriculum, from 0")
-
-
 class GymOptions(Options):
-    """Which generators, how difficult, and how the answer is asked for."""
+    """Which generator, how difficult, and how the answer is asked for."""
 
     generator: str = Field(default="chain_sum", description="a generator of reasoning-gym, by its name")
     settings: dict[str, Any] = Field(default_factory=dict, description="fields of the generator's configuration")
     level: int | None = Field(default=None, ge=0, le=1000, description="level of its own curriculum, from 0")
-    mix: tuple[GeneratorChoice, ...] = Field(
-        default=(), max_length=256, description="several generators with weights, instead of one"
-    )
     seed: int = Field(default=0, ge=0, description="another seed gives other tasks")
     ask: str = Field(
         default="Give your final answer between <answer> and </answer>.",
@@ -77,16 +64,6 @@ class GymOptions(Options):
     partial: bool = Field(
         default=False, description="take the generator's credit for a part of the answer; else it is 1 or 0"
     )
-
-    @model_validator(mode="after")
-    def _one_or_several(self) -> Self:
-        if self.mix and ("generator" in self.model_fields_set or self.settings or self.level is not None):
-            raise ValueError("give a generator with settings and level, or a mix of them, not both")
-        return self
-
-    @property
-    def choices(self) -> tuple[GeneratorChoice, ...]:
-        return self.mix or (GeneratorChoice(generator=self.generator, settings=self.settings, level=self.level),)
 
 
 class GymEnvironment:
@@ -97,8 +74,7 @@ class GymEnvironment:
 
     def __init__(self, options: GymOptions, sizes: dict[Split, int]) -> None:
         self.options, self._sizes = options, dict(sizes)
-        self._generators = [Generator(one.generator, one.settings, one.level) for one in options.choices]
-        self._schedule = Schedule([one.weight for one in options.choices])
+        self._generator = Generator(options.generator, options.settings, options.level)
         content = {
             "name": self.name, "version": self.version, "library": VERSION, "sizes": sizes,
             "options": options.model_dump(mode="json"),
@@ -113,27 +89,27 @@ class GymEnvironment:
         return self.make(*numbered_task(self.name, task_id, self._sizes))
 
     def make(self, split: Split, index: int) -> Task:
-        generator, entry = self._found(split, index)
-        return Task(f"{self.name}/{split}/{index}", self._prompt(entry), example_answer(entry), generator.name)
+        entry = self._found(split, index)
+        return Task(f"{self.name}/{split}/{index}", self._prompt(entry), example_answer(entry), self._generator.name)
 
     def holds_out(self, prompt: str) -> bool:
         return is_held_out(prompt)
 
     def score(self, task: Task, completion: str) -> Score:
-        generator, entry = self._found(*numbered_task(self.name, task.id, self._sizes))
-        given, notes = generator.score(entry, final_answer(completion))
+        entry = self._found(*numbered_task(self.name, task.id, self._sizes))
+        given, notes = self._generator.score(entry, final_answer(completion))
         value = given if self.options.partial else float(given >= FULL)
         return Score(value=value, parts={"generator": given}, notes=notes)
 
-    def _find(self, split: Split, index: int) -> tuple[Generator, Mapping[str, Any]]:
+    def _find(self, split: Split, index: int) -> Mapping[str, Any]:
         """The first candidate of the index whose prompt belongs to the split and that has an answer."""
-        generator = self._generators[self._schedule.turn(index).part]
+        generator = self._generator
         for attempt in range(CANDIDATES_PER_TASK):
             label = f"shoal/gym/v1\n{self.options.seed}/{split}/{index}/{attempt}"
             number = int.from_bytes(hashlib.sha256(label.encode()).digest()[:4], "big") >> 1
             entry = generator.entry(number)
             if is_held_out(self._prompt(entry)) == (split == "held_out") and generator.is_answerable(entry):
-                return generator, entry
+                return entry
         raise EnvironmentSetupError(
             f"reasoning-gym's {generator.name} has too few different tasks with these settings: among "
             f"{CANDIDATES_PER_TASK} there was none for the {split} split; allow more of them"
@@ -158,7 +134,7 @@ def final_answer(completion: str) -> str:
 VERSION = "0.1.25"
 SOLVER = "pycosat"
 REFUSED = {
-    "composite": "it is a mixture of others: use environment.options.mix",
+    "composite": "it is a mixture of others: use environment.mix",
     "codeio": "it runs stored programs whose output differs from process to process, so that hub and validator would "
     "disagree about its tasks",
 }

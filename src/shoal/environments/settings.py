@@ -19,9 +19,7 @@ class Ingredient(Table):
 
     name: str = Field(default="sort", description="a built-in environment")
     file: Path | None = Field(default=None, description="a Python file with tasks and score(), instead of a name")
-    data: Path | None = Field(
-        default=None, description="Parquet or JSON lines, a folder of them, or a saved Hugging Face data set"
-    )
+    data: Path | None = Field(default=None, description="Parquet or JSON lines, or a folder of them")
     options: dict[str, Any] = Field(
         default_factory=dict, description="of the built-in environment; an unknown one is refused with the known ones"
     )

@@ -1,7 +1,7 @@
 """The data set that `shoal filter` writes: the rows of the original, all their columns, and how often each was solved.
 
     pass rates by row ─┐
-    original rows ─────┴─► those within the band ─► Parquet, streamed, in place when it is whole
+    original rows ─────┴─► those within the band, in memory ─► Parquet, in place when it is whole
 
 A task that is always solved, or never, teaches nothing: all rewards of its group are equal. The result is a data set
 like any other: it can be trained on, looked at, and filtered again.
@@ -13,6 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,7 @@ from shoal.evaluation.plan import Part, tasks_of
 from shoal.evaluation.records import METADATA, TaskRecord, difference, whole
 from shoal.runtime.files import ensure_folder
 
-GROUP_BYTES = 32 * 2**20
-GROUP_ROWS = 4096
-BATCH_TASKS = 1024
+GROUP_ROWS = 1000
 NEAR = 1e-9
 BINS = 10
 BAR = 40
@@ -139,74 +138,39 @@ def row_of(environment: DatasetEnvironment, part: Part, index: int) -> int:
     return int(splits.held_out[index] if part == "held_out" or index < before else splits.train[index - before])
 
 
-def original_rows(table: Table, selection: RowSelection, columns: Columns) -> Iterator[Any]:
-    """The rows that stay, as Arrow tables of one schema, with the new columns."""
+def original_rows(table: Table, selection: RowSelection, columns: Columns) -> Any:
+    """The rows that stay as one Arrow table, with the new columns. Types of Parquet are kept, others are inferred."""
     import pyarrow as pa
 
-    schema = _schema(table)
-    start = 0
+    found: dict[str, list[Any]] = {name: [] for name in table.columns}
+    rows, start = list[int](), 0
     for batch in table.scan(table.columns):
         size = len(next(iter(batch.values())))
         keep = [offset for offset in range(size) if selection.keeps(start + offset)]
-        if keep:
-            arrays = [_taken(batch[field.name], keep, field) for field in schema]
-            rates = [selection.rates.get(start + offset) for offset in keep]
-            yield _with_rates(pa.Table.from_arrays(arrays, schema=schema), rates, columns)
-        start += size
-
-
-def _schema(table: Table) -> Any:
-    """The types of all columns; where the files say nothing of types, all rows are looked at."""
-    import pyarrow as pa
-
-    kinds: dict[str, Any] = {}
-    for batch in table.scan(table.columns):
+        rows += [start + offset for offset in keep]
         for name, values in batch.items():
-            kind = values.type if isinstance(values, pa.Array | pa.ChunkedArray) else _inferred(values)
-            kinds[name] = _joined(kinds[name], kind) if name in kinds else kind
-        if all(isinstance(values, pa.Array | pa.ChunkedArray) for values in batch.values()):
-            break  # files that say their types say the same ones throughout
-    # Parquet has no records without fields, which is what `{}` in a JSON file becomes
-    return pa.schema(
-        [(name, kinds[name] if "struct<>" not in str(kinds[name]) else pa.string()) for name in table.columns]
-    )
+            if isinstance(values, list):  # of a JSON file; a line that could not be read has none
+                found[name] += [None if isinstance(values[each], Broken) else values[each] for each in keep]
+            else:
+                found[name].append(values.take(pa.array(keep, pa.int64())))
+        start += size
+    kept = pa.table({name: _column(values) for name, values in found.items()})
+    return _with_rates(kept, [selection.rates.get(row) for row in rows], columns)
 
 
-def _inferred(values: Sequence[Any]) -> Any:
+def _column(values: list[Any]) -> Any:
+    """The values, or the arrays of them, as one array. Values of many types are kept as JSON; so are those that are
+    records without fields (`{}`), which Parquet has not."""
     import pyarrow as pa
 
-    try:
-        return pa.array(_plain(values)).type
-    except pa.ArrowException:
-        return pa.string()  # of many types: kept as JSON
-
-
-def _joined(one: Any, other: Any) -> Any:
-    import pyarrow as pa
-
-    if one == other:
-        return one
-    try:
-        pair = [pa.schema([("it", kind)]) for kind in (one, other)]
-        return pa.unify_schemas(pair, promote_options="permissive").field("it").type
-    except pa.ArrowException:
-        return pa.string()
-
-
-def _taken(values: Any, keep: Sequence[int], field: Any) -> Any:
-    import pyarrow as pa
-
-    if isinstance(values, pa.Array | pa.ChunkedArray):
-        return values.take(pa.array(keep)).cast(field.type)
-    chosen = _plain([values[offset] for offset in keep])
-    if pa.types.is_string(field.type):
-        chosen = [value if value is None or isinstance(value, str) else json.dumps(value) for value in chosen]
-    return pa.array(chosen, field.type)
-
-
-def _plain(values: Sequence[Any]) -> list[Any]:
-    """Values of a JSON file; a line that could not be read has none."""
-    return [None if isinstance(value, Broken) else value for value in values]
+    if values and isinstance(values[0], pa.Array | pa.ChunkedArray):
+        return pa.chunked_array([array.cast(values[0].type) for array in values])
+    with suppress(pa.ArrowException):
+        array = pa.array(values)
+        if "struct<>" not in str(array.type):
+            return array
+    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return pa.array(texts, pa.string())
 
 
 def _with_rates(table: Any, found: Sequence[Rate | None], columns: Columns) -> Any:
@@ -218,56 +182,30 @@ def _with_rates(table: Any, found: Sequence[Rate | None], columns: Columns) -> A
     return table.append_column(columns.samples, pa.array(samples, pa.int32()))
 
 
-def task_rows(environment: Environment, part: Part, selection: RowSelection, columns: Columns) -> Iterator[Any]:
+def task_rows(environment: Environment, part: Part, selection: RowSelection, columns: Columns) -> Any:
     """The tasks that stay, with prompt and answer as columns; rows are their numbers in the split."""
     import pyarrow as pa
 
-    tasks = tasks_of(environment, part)
-    kept = [number for number in sorted(selection.rates) if selection.keeps(number)]
-    for start in range(0, len(kept), BATCH_TASKS):
-        numbers = kept[start : start + BATCH_TASKS]
-        rows = [
-            {"problem_id": task.id, "prompt": task.prompt, "answer": task.answer}
-            for task in map(tasks.__getitem__, numbers)
-        ]
-        schema = pa.schema([(name, pa.string()) for name in ("problem_id", "prompt", "answer")])
-        table = pa.Table.from_pylist(rows, schema)
-        yield _with_rates(table, [selection.rates[number] for number in numbers], columns)
+    kept, tasks = [number for number in sorted(selection.rates) if selection.keeps(number)], tasks_of(environment, part)
+    rows = [(task.id, task.prompt, task.answer) for task in map(tasks.__getitem__, kept)]
+    arrays = [pa.array([row[place] for row in rows], pa.string()) for place in range(3)]
+    table = pa.Table.from_arrays(arrays, names=["problem_id", "prompt", "answer"])
+    return _with_rates(table, [selection.rates[number] for number in kept], columns)
 
 
-def write_rows(path: Path, tables: Iterable[Any], about: Mapping[str, Any]) -> int:
-    """Stream tables of one schema into the file at `path`, whole or not at all; how many rows there are.
+def write_rows(path: Path, table: Any, about: Mapping[str, Any]) -> int:
+    """Write a table to the file at `path`, whole or not at all; how many rows there are.
 
     Nothing is written for no rows: a data set without any cannot be trained on.
     """
     import pyarrow.parquet as pq
 
-    ensure_folder(path.absolute().parent)
-    writer, rows = None, 0
-    with whole(path) as hidden:
-        for group in _grouped(tables):
-            if writer is None:
-                said = {**(group.schema.metadata or {}), METADATA: json.dumps(about, sort_keys=True).encode()}
-                writer = pq.ParquetWriter(hidden, group.schema.with_metadata(said), compression="zstd")
-            writer.write_table(group.replace_schema_metadata(writer.schema.metadata))
-            rows += group.num_rows
-        if writer is not None:
-            writer.close()
-    return rows
-
-
-def _grouped(tables: Iterable[Any]) -> Iterator[Any]:
-    """Tables joined until they are worth a row group; one that is read later must fit into memory."""
-    import pyarrow as pa
-
-    held: list[Any] = []
-    for table in tables:
-        held.append(table)
-        if sum(each.num_rows for each in held) >= GROUP_ROWS or sum(each.nbytes for each in held) >= GROUP_BYTES:
-            yield pa.concat_tables(held)
-            held = []
-    if held:
-        yield pa.concat_tables(held)
+    if table.num_rows:
+        ensure_folder(path.absolute().parent)
+        said = {**(table.schema.metadata or {}), METADATA: json.dumps(about, sort_keys=True).encode()}
+        with whole(path) as hidden:
+            pq.write_table(table.replace_schema_metadata(said), hidden, row_group_size=GROUP_ROWS, compression="zstd")
+    return int(table.num_rows)
 
 
 def stored_about(path: Path) -> dict[str, Any] | None:

@@ -207,11 +207,11 @@ def test_rows_that_are_none_of_livecodebench(change: dict[str, str], said: str, 
         _ = environment.task("0/lcb_0").answer
 
 
-# ── GPQA and IFEval ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── GPQA ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_gpqa(tmp_path: Path) -> None:
-    environment = open_data(FORMATS / "gpqa.csv", held_out_size=1)
+    environment = open_data(FORMATS / "gpqa.jsonl", held_out_size=1)
     tasks = tasks_of(environment)
     assert len(tasks) == 6
     right = ("Nitrogen", "g, directed downwards", "Thymine", "+6", "Faraday's law", "2")
@@ -224,11 +224,8 @@ def test_gpqa(tmp_path: Path) -> None:
 
 
 def test_gpqas_order_of_options_follows_from_the_text_alone(tmp_path: Path) -> None:
-    import csv
-
-    with (FORMATS / "gpqa.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    answers = {task.id.partition("/")[2]: task.answer for task in tasks_of(open_data(FORMATS / "gpqa.csv"))}
+    rows = rows_in("gpqa")
+    answers = {task.id.partition("/")[2]: task.answer for task in tasks_of(open_data(FORMATS / "gpqa.jsonl"))}
     turned = open_data(write_parquet(tmp_path / "a.parquet", rows[::-1]))
     assert {task.id.partition("/")[2]: task.answer for task in tasks_of(turned)} == answers
     rows[2]["Incorrect Answer 1"] = " Thymine "
@@ -239,45 +236,9 @@ def test_gpqas_order_of_options_follows_from_the_text_alone(tmp_path: Path) -> N
     }  # fmt: skip
 
 
-@both_kinds
-def test_ifeval(packed: bool, tmp_path: Path) -> None:
-    environment = open_data(fixture("ifeval", tmp_path, packed))
-    tasks = tasks_of(environment)
-    assert [task.id for task in tasks] == [f"{number}/{1000 + number}" for number in range(6)]
-    good = [
-        "Rain falls on the sea.", "<<Rivers>>\n* Nile\n* Rhine\n- Amazon", "the sea is a lot of salt water.",
-        "A fish has a fin at its back and one more fin below, and it swims.",
-        "Das Wasser ist nicht nur nass, sondern auch der Ort, an dem die Fische sind.",
-        "A group of fish.\n******\nMany fish that swim together.",
-    ]  # fmt: skip
-    bad = ["Rain, rain.", "<<Rivers>>\n* Nile", "The sea.", "A fin.", "Water is wet, and the fish are in it.", "One."]
-    for task, right, wrong in zip(tasks, good, bad, strict=True):
-        assert environment.score(task, right).value == 1.0, task.id
-        assert environment.score(task, wrong).value == 0.0, task.id
-    assert json.loads(tasks[4].answer) == {
-        "instructions": [{"id": "language:response_language", "settings": {"language": "de"}}]
-    }  # columns of other instructions are null, and no settings
-    score = environment.score(tasks[1], "* Nile\n* Rhine\n* Po")
-    assert score.value == 0.0
-    assert score.parts == {"detectable_format:number_bullet_lists": 1.0, "detectable_format:title": 0.0}
-
-
-def test_instructions_that_cannot_be_decided_make_a_row_unusable(tmp_path: Path) -> None:
-    rows = rows_in("ifeval")
-    rows[0] |= {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "eo"}]}
-    rows[1] |= {"instruction_id_list": ["poetry:rhyme"], "kwargs": [{}]}
-    rows[2] |= {"kwargs": []}
-    problems = checked(open_data(write_jsonl(tmp_path / "a.jsonl", rows)))
-    found = dict(problems.first)
-    assert sorted(found) == [0, 1, 2]
-    assert "cannot be decided" in found[0]
-    assert "there is no instruction 'poetry:rhyme'" in found[1]
-    assert "lists of one length" in found[2]
-
-
 def test_a_format_that_does_not_fit_names_what_is_missing() -> None:
     for name, missing in {
-        "described": "prompt, verification_info, task_type", "ifeval": "prompt, instruction_id_list, kwargs",
+        "described": "prompt, verification_info, task_type",
         "gpqa": "Question, Correct Answer, Incorrect Answer 1", "livecodebench": "public_test_cases", "code": "input_",
     }.items():  # fmt: skip
         assert f"in the format {name} needs the column {missing}" in refused(FORMATS / "gsm.jsonl", format=name)

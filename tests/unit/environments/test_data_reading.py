@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +20,16 @@ from blake3 import blake3
 from kit.data import (
     KINDS,
     described,
-    lines,
     open_data,
     own_cache,
     refused,
     write_either,
     write_jsonl,
     write_parquet,
-    write_stream,
     written,
 )  # fmt: skip
 from shoal.environments import Environment, EnvironmentSettings, build, identity_of
-from shoal.environments.data import cache, readers
+from shoal.environments.data import readers
 from shoal.environments.data.cache import data_digest
 from shoal.environments.data.readers import Pieces, Table
 from shoal.errors import EnvironmentSetupError
@@ -70,7 +66,7 @@ def test_the_second_opening_finds_the_same(kind: str, tmp_path: Path, own_cache:
 
 def test_prompts_that_are_conversations_have_a_history(tmp_path: Path) -> None:
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
-    for write, name in ((write_jsonl, "a.jsonl"), (write_parquet, "a.parquet"), (write_stream, "a.arrow")):
+    for write, name in ((write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")):
         rows = [{**row, "prompt": said[number % 2 :]} for number, row in enumerate(described(10))]
         environment = open_data(write(tmp_path / name, rows), held_out_size=1)
         for row in (0, 1):
@@ -97,7 +93,7 @@ def test_ids_are_row_numbers_and_unknown_ones_are_refused(tmp_path: Path) -> Non
     environment = open_data(write_jsonl(tmp_path / "a.jsonl", described(10, problem_id={4: "x" * 200, 5: None})))
     assert environment.task("4").prompt == "What is 4 + 4?"
     assert environment.task("5").prompt == "What is 5 + 5?"
-    for wrong in ("3", "3/p4", "03/p3", "11/p11", "-1/p1", "p3", "", "held_out/3/p3", "9" * 30):
+    for wrong in ("3", "3/p4", "03/p3", "11/p11", "-1/p1", "p3", "", "9" * 30):
         with pytest.raises(EnvironmentSetupError, match="has no task"):
             environment.task(wrong)
 
@@ -127,11 +123,7 @@ def test_row_of_a_huge_group_is_found_without_decoding_all(
     environment = open_data(write_parquet(tmp_path / "a.parquet", rows))
     for number in (0, 6, 7, 49):
         assert environment.task(f"{number}/p{number}").answer == rows[number]["verification_info"]
-    assert caplog.text.count("row_group_size=1000 avoids it") == 2  # once for prompts, once for answers
-    caplog.clear()
-    again = open_data(tmp_path / "a.parquet")
-    assert again.task("49/p49").answer == rows[49]["verification_info"]
-    assert "avoids it" not in caplog.text  # what was unpacked is still there
+    assert caplog.text.count("row_group_size=1000 avoids it") == 1
 
 
 @pytest.mark.slow
@@ -163,7 +155,7 @@ def test_many_shards_need_few_handles(tmp_path: Path, monkeypatch: pytest.Monkey
         write_parquet(tmp_path / f"part-{number}.parquet", [row])
     environment = open_data(tmp_path, held_out_size=1)
     assert [environment.task(f"{number}/p{number}").prompt for number in (8, 0, 5)]
-    assert len(environment._main.table._open) <= 2
+    assert len(environment._data.table._open) <= 2
 
 
 # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,18 +208,12 @@ def test_damaged_or_missing_cache_costs_time_only(
         ("magic.parquet", b"PK\x03\x04" * 100, "is no Parquet file, or was cut off"),
         ("empty.parquet", b"", "is empty"),
         ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        ("cut.arrow", lambda folder: KINDS["stream"](folder, described(10)).read_bytes()[:-200], "is no Arrow file"),
-        ("empty.arrow", b"", "is empty"),
         ("empty.jsonl", b"", "is empty"),
         ("blank.jsonl", b"\n \n\n", "none of its first lines is a JSON object"),
         ("list.json", b'[{"prompt": "a"}]', "write one object per line"),
         ("binary.jsonl", b"\xff\xfe\x00" * 100, "none of its first lines is a JSON object"),
-        ("cut.jsonl.gz", b"\x1f\x8b\x08\x00", "cannot unpack"),
+        ("a.jsonl.gz", b"\x1f\x8b", "unpack or convert it"),
         ("notes.txt", b"hello", "is of no kind that is known by its name"),
-        ("uneven.csv", b"question,answer\na,1\nb\n", "row 1 of"),
-        ("bytes.csv", b"question,answer\n\xff,1\n", "is no CSV file"),
-        ("empty.csv", b"", "is empty"),
-        ("twice.csv", b"question,answer,question\na,1,b\n", "has more than one column named 'question'"),
     ],
 )  # fmt: skip
 def test_files_that_are_not_what_their_names_say(name: str, content: Any, said: str, tmp_path: Path) -> None:
@@ -246,7 +232,7 @@ def test_a_page_that_is_damaged_is_found_when_it_is_read(tmp_path: Path) -> None
 
 
 FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({"README.md": b""}, "holds no Parquet, JSON lines or Arrow file"),
+    "nothing": ({"README.md": b""}, "holds no Parquet or JSON lines file"),
     "several folders": ({"a/x.parquet": 3, "b/x.parquet": 3}, "several folders (a, b)"),
     "several kinds": ({"x.parquet": 3, "y.jsonl": 3}, "files of several kinds (jsonl, parquet)"),
     "other splits": ({"test-00000-of-00001.parquet": 3, "dev-00000-of-00001.parquet": 3},
@@ -254,12 +240,6 @@ FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "other types": ({"a.parquet": 3, "b.parquet": [{**row, "prompt": 7} for row in described(3)]},
                     "column prompt is int64 in"),
     "other columns": ({"a.parquet": 3, "b.parquet": [{"prompt": "x"}]}, "has no column problem_id"),
-    "no state": ({"state.json": b"{"}, "cannot be read"),
-    "files elsewhere": ({"state.json": b'{"_data_files": [{"filename": "../../secret"}]}'},
-                        "names no files of its folder"),
-    "files missing": ({"state.json": b'{"_data_files": [{"filename": "a.arrow"}]}'},
-                      "is missing, though state.json names it"),
-    "indices": ({"state.json": b'{"_indices_files": ["a"]}'}, "save it again after flatten_indices()"),
 }  # fmt: skip
 
 
@@ -289,27 +269,21 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     texts = pa.array(["a", "b"])
     table = pa.Table.from_arrays([texts, texts, texts], names=["question", "answer", "question"])
     pq.write_table(table, tmp_path / "a.parquet")
-    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-    for name in ("a.parquet", "a.arrow"):
-        assert f"{name} has more than one column named 'question'" in refused(tmp_path / name)
+    assert "a.parquet has more than one column named 'question'" in refused(tmp_path / "a.parquet")
 
 
 def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    saved = KINDS["saved"](tmp_path / "saved", described(10))
     path = write_jsonl(tmp_path / "a.jsonl", described(10))
     named = write_jsonl(tmp_path / "test-00000-of-00001.jsonl", described(10))
     for data, options, said in [
         (Path("a\0b.jsonl"), {}, "cannot open the data"),
-        (path, {"held_out": "a\0b.jsonl"}, "cannot open the data"),
         (Path("some-org/some-data"), {}, "download it first"),
         (tmp_path / "missing.parquet", {}, "there is no data at"),
-        (saved, {"split": "zz"}, "saved is the split 'train', so it has no split 'zz'"),
         (path, {"split": "zz"}, "a.jsonl is not in splits, so it has no split 'zz'"),
         (named, {"split": "train"}, "is the split 'test', so it has no split 'train'"),
     ]:
         assert said in refused(data, **options)  # type: ignore[arg-type]
-    assert open_data(saved, split="train").row_count == open_data(named, split="test").row_count == 10
+    assert open_data(named, split="test").row_count == 10
     with pytest.raises(EnvironmentSetupError, match="needs data"):
         build(EnvironmentSettings(name="dataset"))
     with pytest.raises(EnvironmentSetupError, match=r'sort reads no data: set environment\.name = "dataset"'):
@@ -329,28 +303,7 @@ def test_opening_loads_nothing_heavy_before_there_is_data() -> None:
     assert ran.stdout.strip() == "set()", ran.stdout + ran.stderr
 
 
-# The cache of what was found out about data: never believed over the files, never without bound, never in the way
-
-__all__ = ["own_cache"]
-DAY_S = 24 * 3600
-
-
-def aged(path: Path, days: float) -> Path:
-    then = time.time() - days * DAY_S
-    os.utime(path, (then, then))
-    return path
-
-
-def packed(folder: Path, count: int = 11) -> Path:
-    return KINDS["gzip"](folder, described(count))
-
-
-def unpacked_in(folder: Path) -> Path:
-    (found,) = (path for path in folder.glob("unpacked-*.jsonl"))
-    return found
-
-
-# ── what it says is true ─────────────────────────────────────────────────────────────────────────────────────────
+# The cache of what was found out about data is never believed over the files
 
 
 def test_a_change_that_keeps_size_and_time_is_a_change(tmp_path: Path) -> None:
@@ -368,40 +321,6 @@ def test_a_change_that_keeps_size_and_time_is_a_change(tmp_path: Path) -> None:
     assert after.digest != before.digest
 
 
-@pytest.mark.parametrize("harm", ["emptied", "tampered", "unsigned", "gone"])
-def test_damaged_unpacked_data_is_unpacked_again(harm: str, tmp_path: Path, own_cache: Path) -> None:
-    path = packed(tmp_path)
-    digest, target = open_data(path).digest, unpacked_in(own_cache)
-    good = target.read_bytes()
-    if harm in ("emptied", "tampered"):
-        target.write_bytes(b"" if harm == "emptied" else good.replace(b"What is 3", b"What is 4"))
-    else:
-        target.with_name(target.name + (cache.SUM if harm == "unsigned" else "")).unlink()
-    again = open_data(path)
-    assert (again.task("3/p3").prompt, again.digest, target.read_bytes()) == ("What is 3 + 3?", digest, good)
-
-
-def test_damaged_row_group_is_unpacked_again(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "PIECE_BYTES", 100)
-    rows = described(20)
-    path = write_parquet(tmp_path / "a.parquet", rows)
-    environment = open_data(path)
-    assert environment.task("7/p7").answer == rows[7]["verification_info"]
-    for entry in own_cache.iterdir():  # while it is open
-        entry.unlink()
-    assert environment.task("8/p8").answer == rows[8]["verification_info"]
-    for entry in own_cache.glob("rows-*.arrow"):
-        entry.write_bytes(b"")
-    assert open_data(path).task("9/p9").answer == rows[9]["verification_info"]
-
-
-def test_what_was_unpacked_is_not_unpacked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = packed(tmp_path)
-    first = open_data(path)
-    monkeypatch.setattr(readers.pa, "CompressedInputStream", lambda *_: pytest.fail("unpacked again"))
-    assert open_data(path).digest == first.digest
-
-
 def npz(**arrays: Any) -> bytes:
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
@@ -417,78 +336,3 @@ def test_entry_without_arrays_costs_time_only(payload: bytes, tmp_path: Path, ow
     for entry in entries:
         entry.write_bytes(blake3(payload).digest() + payload)
     assert open_data(path).digest == expected
-
-
-# ── it is bounded ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_what_nobody_used_for_a_month_goes_when_something_new_is_kept(tmp_path: Path, own_cache: Path) -> None:
-    open_data(packed(tmp_path))
-    old = [aged(path, 31) for path in own_cache.iterdir() if path.name != cache.TIDIED]
-    aged(own_cache / cache.TIDIED, 1)
-    kept = [aged(written(own_cache / name, b""), days) for name, days in (("notes.txt", 400), ("digest-recent", 29))]
-    scratch = [aged(written(own_cache / f".new-{days}", b"half"), days) for days in (1.1, 0.9)]  # of killed processes
-    cache.store("digest-new", b"x")
-    assert cache.load("digest-new") == b"x"
-    assert [path.name for path in (*old, *kept, *scratch) if path.exists()] == [
-        "notes.txt", "digest-recent", ".new-0.9",
-    ]  # fmt: skip
-    aged(own_cache / "digest-recent", 31)
-    cache.store("digest-new", b"x")
-    assert kept[1].exists()  # the folder is looked through once an hour
-    aged(own_cache / cache.TIDIED, 0.1)
-    cache.store("digest-new", b"x")
-    assert not kept[1].exists()
-
-
-def test_what_is_used_stays_however_old_it_is(tmp_path: Path, own_cache: Path) -> None:
-    path = packed(tmp_path)
-    open_data(path)
-    data = aged(unpacked_in(own_cache), 31)
-    before = {entry.name for entry in own_cache.iterdir() if entry.name.startswith(("lines-", "digest-"))}
-    open_data(path)  # its age is of the test's making, so what is known of it was found out again
-    kept = [aged(entry, 31) for entry in own_cache.iterdir() if entry != data and entry.name not in before]
-    open_data(path)
-    aged(own_cache / cache.TIDIED, 1)
-    cache.store("digest-new", b"x")
-    assert data.stat().st_mtime < time.time() - 30 * DAY_S  # touching it would mean reading it again
-    assert len(kept) >= 5
-    assert [entry.name for entry in kept if not entry.exists()] == []
-
-
-def test_a_write_that_fails_leaves_nothing(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
-        cache.store("digest-a", b"x")
-    assert [path.name for path in own_cache.iterdir()] == [cache.TIDIED]
-
-
-def test_an_entry_is_on_the_disk_before_it_has_its_name(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-
-    def watched(descriptor: int) -> None:
-        assert not (own_cache / "digest-a").exists()
-        synced.append(os.fstat(descriptor).st_ino)
-
-    monkeypatch.setattr(os, "fsync", watched)
-    cache.store("digest-a", b"x")
-    assert synced == [(own_cache / "digest-a").stat().st_ino]
-
-
-# ── what unpacks to too much ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_packed_file_that_grows_too_large_is_refused(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readers, "UNPACKS_TO_BYTES", 2**20)
-    path = written(tmp_path / "bomb.jsonl.gz", gzip.compress(lines(described(1)) + b" " * (3 * 2**20)))
-    message = refused(path)
-    assert "bomb.jsonl.gz" in message
-    assert "unpacks to more than 1 MB" in message
-    monkeypatch.setattr(cache, "SPARE_BYTES", 2**80)
-    assert "No space left on device; unpack it yourself" in refused(packed(tmp_path))
-    assert not [entry for entry in own_cache.iterdir() if entry.name.startswith((".new-", "unpacked-"))]

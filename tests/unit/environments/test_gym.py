@@ -268,12 +268,9 @@ def test_where_the_answer_is(completion: str, answer: str) -> None:
 
 
 def test_tasks_by_index_and_id_scored_by_their_own_generator() -> None:
-    environment = gym(mix=[{"generator": "chain_sum", "weight": 3}, {"generator": "leg_counting"}])
-    tasks = environment.tasks("train")[:40]
-    kinds = [task.kind for task in tasks]
-    assert kinds.count("chain_sum") == 30
-    assert kinds.count("leg_counting") == 10
-    for task in tasks[:8]:
+    environment = gym(generator="leg_counting")
+    for task in environment.tasks("train")[:8]:
+        assert task.kind == "leg_counting"
         assert environment.task(task.id) == task
         assert task.prompt.endswith("between <answer> and </answer>.")
         assert environment.score(task, f"<think>hm</think><answer>{task.answer}</answer>").value == 1.0
@@ -315,7 +312,7 @@ def test_settings_that_a_recipe_cannot_spell_are_fitted() -> None:
     ("options", "sentence"),
     [
         ({"generator": "chain_sums"}, "did you mean 'chain_sum'"),
-        ({"generator": "composite"}, "use environment.options.mix"),
+        ({"generator": "composite"}, "use environment.mix"),
         ({"generator": "codeio"}, "differs from process to process"),
         ({"settings": {"min_term": 2}}, "did you mean 'min_terms'"),
         ({"settings": {"size": 2}}, "has no setting 'size'"),
@@ -323,8 +320,6 @@ def test_settings_that_a_recipe_cannot_spell_are_fitted() -> None:
         ({"settings": {"min_terms": "many"}}, "min_terms must be a whole number, not 'many'"),
         ({"settings": {"allow_negation": "no"}}, "allow_negation must be true or false, not 'no'"),
         ({"generator": "acre", "level": 1}, "has no curriculum"),
-        ({"mix": [{"generator": "chain_sum"}], "level": 1}, "not both"),
-        ({"mix": [{"generator": "chain_sum", "wieght": 1}]}, "mix.0.wieght"),
     ],
 )
 def test_what_cannot_work_is_said_when_it_is_built(options: dict[str, object], sentence: str) -> None:

@@ -1,16 +1,12 @@
-"""Which files a data set consists of, and in which order: a file, a folder of shards, or what Hugging Face leaves.
+"""Which files a data set consists of, and in which order: a file, or a folder of shards.
 
-FILE.parquet | FILE.jsonl[.gz|.zst] | FILE.arrow | FILE.csv
-FOLDER/…                            shards of one kind, by name
-FOLDER/state.json                   saved with save_to_disk: the Arrow files that it lists
-FOLDER/dataset_dict.json            several of those, one per split
-FOLDER/snapshots/REVISION/…         the hub's cache
+FILE.parquet | FILE.jsonl
+FOLDER/…                                   shards of one kind, by name
 FOLDER/data/SPLIT-00000-of-00002.parquet   a hub repository
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -19,12 +15,10 @@ from typing import Literal
 
 from shoal.errors import EnvironmentSetupError
 
-Kind = Literal["parquet", "jsonl", "arrow", "csv"]
+Kind = Literal["parquet", "jsonl"]
 SUFFIXES: dict[str, Kind] = {
-    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv",
+    ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
 }  # fmt: skip
-PACKED = {".gz": "gzip", ".zst": "zstd"}
 SHARD = re.compile(r"^(?P<split>[A-Za-z][A-Za-z0-9_.]*?)-\d{4,}-of-\d{4,}")
 SPLIT_WORDS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
@@ -43,20 +37,23 @@ def locate(path: Path, split: str = "") -> tuple[DataFile, ...]:
     path = path.expanduser()
     _require(path)
     if path.is_dir():
-        return _folder(path, split)
+        return _shards(path, split)
     kind = kind_of(path)
     if kind is None:
         raise EnvironmentSetupError(
-            f"{path} is of no kind that is known by its name: .parquet, .jsonl (also .gz, .zst), .arrow or .csv"
+            f"{path} is of no kind that is known by its name, .parquet or .jsonl: unpack or convert it"
         )
-    _only_split(_split_of(path), split, path)
+    name = _split_of(path)
+    if split and split != name:  # it would change nothing but the environment's digest
+        raise EnvironmentSetupError(
+            f"{path} is {f'the split {name!r}' if name else 'not in splits'}, so it has no split {split!r}:"
+            " leave environment.options.split out, or give the folder that holds the splits"
+        )
     return (DataFile(path, kind),)
 
 
 def kind_of(path: Path) -> Kind | None:
-    packed = path.suffix in PACKED
-    kind = SUFFIXES.get(path.with_suffix("").suffix if packed else path.suffix)
-    return kind if not packed or kind == "jsonl" else None
+    return SUFFIXES.get(path.suffix)
 
 
 def _require(path: Path) -> None:
@@ -81,38 +78,6 @@ def _require(path: Path) -> None:
     raise EnvironmentSetupError(said)
 
 
-def _folder(path: Path, split: str) -> tuple[DataFile, ...]:
-    if (path / "dataset_dict.json").is_file():
-        return _folder(path / _one_split(_json(path / "dataset_dict.json").get("splits"), split, path), "")
-    if (path / "state.json").is_file():
-        return _saved(path, split)
-    if not (path / "snapshots").is_dir():
-        return _shards(path, split)
-    main = path / "refs" / "main"
-    if main.is_file():
-        return _folder(path / "snapshots" / main.read_text().strip(), split)
-    found = sorted(entry for entry in (path / "snapshots").iterdir() if entry.is_dir())
-    if len(found) != 1:
-        raise EnvironmentSetupError(f"{path} holds {len(found)} snapshots; give one of them: {path}/snapshots/REVISION")
-    return _folder(found[0], split)
-
-
-def _saved(path: Path, split: str) -> tuple[DataFile, ...]:
-    """What `save_to_disk` wrote: the Arrow files in the order that it names."""
-    state = _json(path / "state.json")
-    _only_split(str(state.get("_split") or ""), split, path)
-    if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise EnvironmentSetupError(f"{path} was saved with a table of indices; save it again after flatten_indices()")
-    listed = state.get("_data_files")
-    names = [entry.get("filename") for entry in listed] if isinstance(listed, list) else []
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise EnvironmentSetupError(f"{path / 'state.json'} names no files of its folder: save the data set again")
-    missing = next((path / name for name in names if not (path / name).exists()), None)
-    if missing:
-        raise EnvironmentSetupError(f"{missing} is missing, though state.json names it: copy the whole folder")
-    return tuple(DataFile(path / name, "arrow") for name in names)
-
-
 def _shards(path: Path, split: str) -> tuple[DataFile, ...]:
     """Data files below a folder. Folders that are links are not followed: no loop, nothing from elsewhere."""
     found: list[DataFile] = []
@@ -126,7 +91,7 @@ def _shards(path: Path, split: str) -> tuple[DataFile, ...]:
         if len(found) > MOST_FILES:
             raise EnvironmentSetupError(f"{path} holds more than {MOST_FILES:,} data files; give a folder of its own")
     if not found:
-        raise EnvironmentSetupError(f"{path} holds no Parquet, JSON lines or Arrow file; check environment.data")
+        raise EnvironmentSetupError(f"{path} holds no Parquet or JSON lines file; check environment.data")
     places = sorted({file.path.parent for file in found})
     if len(places) > 1:
         listed = ", ".join(str(folder.relative_to(path)) for folder in places[:10])
@@ -145,27 +110,9 @@ def _split_of(path: Path) -> str:
     return match["split"] if match else word if word in SPLIT_WORDS else ""
 
 
-def _only_split(name: str, wanted: str, path: Path) -> None:
-    """Refuse a split of what has none or another: it would change nothing but the environment's digest."""
-    if wanted and wanted != name:
-        raise EnvironmentSetupError(
-            f"{path} is {f'the split {name!r}' if name else 'not in splits'}, so it has no split {wanted!r}:"
-            " leave environment.options.split out, or give the folder that holds the splits"
-        )
-
-
-def _one_split(splits: object, wanted: str, path: Path) -> str:
-    names = [str(name) for name in splits] if isinstance(splits, list) else []
+def _one_split(names: list[str], wanted: str, path: Path) -> str:
     chosen = wanted if wanted in names else wanted or (names[0] if len(names) == 1 else "train")
     if chosen in names:
         return chosen
-    listed = ", ".join(name or "(no name)" for name in names) or "none"
+    listed = ", ".join(name or "(no name)" for name in names)
     raise EnvironmentSetupError(f"{path} has no split {chosen!r}; it has {listed}: set environment.options.split")
-
-
-def _json(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise EnvironmentSetupError(f"{path} cannot be read: {error}; save the data set again") from None
-    return content if isinstance(content, dict) else {}

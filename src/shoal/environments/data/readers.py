@@ -1,41 +1,37 @@
 """What reads the files of a data set: rows by number, and all rows in batches; only the columns that are asked for.
 
     Table       all files as one: rows are numbered through, in the order of the files
-    Parquet     its row groups are decoded when one of their rows is asked for, and kept within a bound in bytes; the
-                columns of one that is too large for that are unpacked into the cache folder once, as Arrow
-    Arrow       the stream that `save_to_disk` writes, or the file format: a batch is mapped while it is read only
-    CSV         read whole, every value as text, so only small ones
+    Parquet     its row groups are decoded when one of their rows is asked for, and kept within a bound in bytes; of one
+                that is too large for that, the batches up to the row are decoded each time
     JSON lines  where each line begins is found once, and a line is decoded when it is asked for: row n is line n + 1
 
 `pyarrow.dataset` decodes a whole row group before it gives the first batch of it (800 MB instead of 330 MB for one of
-400 MB), does not read Arrow streams, and does not say which line of JSON is bad.
+400 MB), and does not say which line of JSON is bad.
 """
 
 from __future__ import annotations
 
 import bisect
-import csv
-import io
 import logging
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.environments.data import cache
-from shoal.environments.data.locating import PACKED, DataFile
+from shoal.environments.data.locating import DataFile
 from shoal.errors import EnvironmentSetupError, UnusableTask
-from shoal.runtime.files import resource_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,11 +42,8 @@ ROW_LIMIT_BYTES = 16 * 2**20
 BATCH_ROWS, BATCH_BYTES = 8192, 16 * 2**20
 KEPT_BYTES, PIECE_BYTES = 96 * 2**20, 80 * 2**20
 """Of decoded row groups: all that are kept, and the largest."""
-CSV_BYTES = 64 * 2**20
 CHUNK_BYTES = 8 * 2**20
 LINES_AT_ONCE, LOOKED_AT = 1024, 100  # lines that tell which columns there are
-UNPACKS_TO, UNPACKS_TO_BYTES = 200, 2**30
-"""A packed file may become this many times as large, or this large: what becomes more is no text of people."""
 
 
 @dataclass(frozen=True)
@@ -84,48 +77,33 @@ def values_of(column: Any, name: str = "a value") -> list[Any]:
     return found
 
 
-class Source:
-    """One file in pieces of these `sizes`. `types` says what a column holds, if the file does: shards must agree."""
+class Source(ABC):
+    """One file. `types` says what a column holds, if the file does: shards must agree."""
 
-    kind: ClassVar[str]
-
-    def __init__(self, path: Path, columns: Sequence[str], types: Sequence[Any], sizes: Sequence[int]) -> None:
-        self.path, self.columns = path, tuple(columns)
+    def __init__(self, path: Path, columns: Sequence[str], types: Sequence[Any], rows: int) -> None:
+        self.path, self.columns, self.rows = path, tuple(columns), rows
         twice = [name for name, count in Counter(columns).items() if count > 1]
         if twice:  # nobody could say which is meant
             raise EnvironmentSetupError(f"{path} has more than one column named {twice[0]!r}: rename or drop one")
         self.types = dict(zip(columns, map(str, types), strict=False))
-        self._starts = [0, *accumulate(sizes)]
-        self.rows = self._starts[-1]
 
-    def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
-        with _reading(self.path, self.kind):
-            for piece in range(len(self._starts) - 1):
-                for batch in self._batches(piece, tuple(columns)):
-                    yield {name: batch.column(name) for name in columns}
+    @abstractmethod
+    def scan(self, columns: Sequence[str]) -> Iterator[Batch]: ...
 
-    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
-        piece = bisect.bisect_right(self._starts, index) - 1
-        with _reading(self.path, self.kind):
-            return self._row(piece, index - self._starts[piece], tuple(columns))
+    @abstractmethod
+    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]: ...
 
-    def _row(self, piece: int, offset: int, columns: tuple[str, ...]) -> dict[str, Any]:
-        return dict(next(self._batches(piece, columns)).slice(offset, 1).to_pylist()[0])
-
-    def _batches(self, piece: int, columns: tuple[str, ...]) -> Iterator[Any]:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Let go of what is open between calls, if anything is."""
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 @contextmanager
-def _reading(path: Path, kind: str) -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
     """Say what is wrong with a file that is not what its name says."""
     try:
         yield
-    except (pa.ArrowException, OSError, csv.Error) as error:
-        raise _unreadable(path, kind, error) from None
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, "Parquet", error) from None
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> EnvironmentSetupError:
@@ -153,7 +131,7 @@ class Pieces:
         self._kept: OrderedDict[tuple[object, ...], Any] = OrderedDict()
         self.size_bytes = 0
 
-    def get(self, key: tuple[object, ...]) -> Any | None:
+    def get(self, key: tuple[object, ...]) -> Any:
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
@@ -166,142 +144,73 @@ class Pieces:
 
 
 class ParquetSource(Source):
-    """Row groups are the pieces. Files are read, not mapped: mapped pages would count as this process's memory."""
-
-    kind = "Parquet"
+    """Files are read, not mapped: mapped pages would count as this process's memory."""
 
     def __init__(self, path: Path, pieces: Pieces) -> None:
-        self._pieces = pieces
-        self._unpacked: dict[tuple[object, ...], ArrowSource] = {}
+        self._pieces, self._warned = pieces, False
         self._size = lru_cache(maxsize=None)(self._unpacked_bytes)
-        with _reading(path, self.kind):
+        with _reading(path):
             self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema, found = self._file.schema_arrow, self._file.metadata
         sizes = [found.row_group(group).num_rows for group in range(found.num_row_groups)]
-        super().__init__(path, schema.names, schema.types, sizes)
+        self._starts = [0, *accumulate(sizes)]
+        super().__init__(path, schema.names, schema.types, self._starts[-1])
 
-    def _batches(self, piece: int, columns: tuple[str, ...]) -> Iterator[Any]:
-        rows = self._starts[piece + 1] - self._starts[piece]
-        row_bytes = max(1, self._size(piece, columns) // max(1, rows))
+    def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
+        with _reading(self.path):
+            for group in range(len(self._starts) - 1):
+                for batch in self._batches(group, tuple(columns)):
+                    yield {name: batch.column(name) for name in columns}
+
+    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
+        group = bisect.bisect_right(self._starts, index) - 1
+        key, offset = (self.path, group, tuple(columns)), index - self._starts[group]
+        with _reading(self.path):
+            decoded = self._pieces.get(key)
+            if decoded is None and self._size(group, tuple(columns)) > PIECE_BYTES:
+                for decoded in self._batches(group, tuple(columns)):
+                    if offset < decoded.num_rows:
+                        break
+                    offset -= decoded.num_rows
+            elif decoded is None:
+                decoded = self._file.read_row_group(group, columns=list(columns), use_threads=False)
+                self._pieces.put(key, decoded)
+            return dict(decoded.slice(offset, 1).to_pylist()[0])
+
+    def _batches(self, group: int, columns: tuple[str, ...]) -> Iterator[Any]:
+        rows = self._starts[group + 1] - self._starts[group]
+        row_bytes = max(1, self._size(group, columns) // max(1, rows))
         at_once = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
-        yield from self._file.iter_batches(batch_size=at_once, row_groups=[piece], columns=list(columns))
-
-    def _row(self, piece: int, offset: int, columns: tuple[str, ...]) -> dict[str, Any]:
-        if self._size(piece, columns) > PIECE_BYTES:
-            return self._large(piece, columns).row(offset, columns)
-        decoded = self._pieces.get((self.path, piece, columns))
-        if decoded is None:
-            decoded = self._file.read_row_group(piece, columns=list(columns), use_threads=False)
-            self._pieces.put((self.path, piece, columns), decoded)
-        return dict(decoded.slice(offset, 1).to_pylist()[0])
-
-    def _large(self, group: int, columns: tuple[str, ...]) -> Source:
-        """A row group that is too large to be decoded for one row, as an Arrow file in the cache folder."""
-        source = self._unpacked.get((group, columns))
-        if source is None or not cache.is_kept(source.path):
-            name = f"{cache.entry_name('rows', cache.identity(self.path), group, columns)}.arrow"
-            try:
-                path = cache.unpacked(name, lambda scratch: self._write(group, columns, scratch))
-            except OSError as error:
-                raise resource_error("unpack a large row group into", cache.cache_folder(), error) from None
-            source = self._unpacked[group, columns] = ArrowSource(path)
-        return source
-
-    def _write(self, group: int, columns: tuple[str, ...], scratch: Path) -> None:
-        log.warning(
-            "%s has row groups above %d MB: they are unpacked into %s once; row_group_size=1000 avoids it",
-            self.path, PIECE_BYTES // 2**20, scratch.parent,
-        )  # fmt: skip
-        schema = pa.schema([self._file.schema_arrow.field(name) for name in columns])
-        with pa.OSFile(str(scratch), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-            for batch in self._batches(group, columns):
-                cache.leave_room(scratch.parent)
-                writer.write_batch(batch.select(list(columns)))
+        yield from self._file.iter_batches(batch_size=at_once, row_groups=[group], columns=list(columns))
 
     def _unpacked_bytes(self, group: int, columns: tuple[str, ...]) -> int:
         found = self._file.metadata.row_group(group)
         chunks = (found.column(number) for number in range(found.num_columns))
-        return sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.partition(".")[0] in columns)
+        named = (one for one in chunks if one.path_in_schema.partition(".")[0] in columns)
+        size = sum(int(one.total_uncompressed_size) for one in named)
+        if size > PIECE_BYTES and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s has row groups above %d MB, too large to be kept decoded: reading one row takes long;"
+                " row_group_size=1000 avoids it", self.path, PIECE_BYTES // 2**20,
+            )  # fmt: skip
+        return size
 
     def close(self) -> None:
         self._file.close()
-
-
-# Arrow and CSV
-
-
-class ArrowSource(Source):
-    """Record batches are the pieces. Where each begins is found once; its columns are touched when asked for."""
-
-    kind = "Arrow"
-
-    def __init__(self, path: Path) -> None:
-        with _reading(path, self.kind), path.open("rb") as raw, pa.memory_map(str(path)) as file:
-            self._is_stream = raw.read(6) != b"ARROW1"
-            reader = pa.ipc.open_stream(file) if self._is_stream else pa.ipc.open_file(file)
-            batches = reader if self._is_stream else map(reader.get_batch, range(reader.num_record_batches))
-            self._places, sizes = [file.tell()], []
-            for batch in batches:
-                sizes.append(batch.num_rows)
-                self._places.append(file.tell())
-            self._schema = reader.schema
-        super().__init__(path, self._schema.names, self._schema.types, sizes)
-
-    def _batches(self, piece: int, columns: tuple[str, ...]) -> Iterator[Any]:
-        coded = next((name for name in columns if self.types.get(name, "").startswith("dictionary")), None)
-        if coded and self._is_stream:
-            raise EnvironmentSetupError(f"column {coded} of {self.path} is dictionary-encoded: save it as plain text")
-        with pa.memory_map(str(self.path)) as file:
-            if self._is_stream:
-                file.seek(self._places[piece])
-                batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), self._schema)
-            else:
-                batch = pa.ipc.open_file(file).get_batch(piece)
-            yield batch.select(list(columns))
-
-
-class CsvSource(Source):
-    """One piece. The first line names the columns; a value may hold line ends, between quotes."""
-
-    kind = "CSV"
-
-    def __init__(self, path: Path) -> None:
-        size = path.stat().st_size
-        if size > CSV_BYTES:
-            raise EnvironmentSetupError(f"{path} is CSV of {size // 2**20} MB: write it as Parquet or JSON lines")
-        with _reading(path, self.kind):
-            try:
-                text = path.read_text(encoding="utf-8-sig")
-                names, *rows = csv.reader(io.StringIO(text, newline=""), strict=True)
-            except ValueError as error:  # not UTF-8, or without a line
-                raise csv.Error(str(error)) from None
-        uneven = next((number for number, row in enumerate(rows) if len(row) != len(names)), None)
-        if uneven is not None:
-            raise EnvironmentSetupError(f"row {uneven} of {path} has {len(rows[uneven])} values, not {len(names)}")
-        super().__init__(path, names, ["string"] * len(names), [len(rows)])
-        self._values = {name: [row[place] for row in rows] for place, name in enumerate(names)}
-
-    def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
-        yield {name: self._values[name] for name in columns}
-
-    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
-        return {name: self._values[name][index] for name in columns}
 
 
 # JSON lines
 
 
 class JsonlSource(Source):
-    """A row is a line, also after a bad one. A packed file is unpacked into the cache folder: there is no other way to
-    reach a row in the middle of it."""
-
-    kind = "JSON lines"
+    """A row is a line, also after a bad one."""
 
     def __init__(self, path: Path) -> None:
-        self._file = (_plain(path) if path.suffix in PACKED else path).open("rb")
-        self._begins = _line_starts(Path(self._file.name))
+        self._file = path.open("rb")
+        self._begins = _line_starts(path)
         self._decoders: dict[tuple[str, ...], msgspec.json.Decoder[Any]] = {}
-        super().__init__(path, self._look(path), (), [len(self._begins) - 1])
+        super().__init__(path, self._look(path), (), len(self._begins) - 1)
 
     def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
         for start in range(0, self.rows, LINES_AT_ONCE):
@@ -348,7 +257,7 @@ class JsonlSource(Source):
                 raise EnvironmentSetupError(f"{path} is one JSON list: write one object per line instead")
             found |= dict.fromkeys(value) if isinstance(value, dict) else {}
         if not found:
-            raise _unreadable(path, self.kind, ValueError("none of its first lines is a JSON object"))
+            raise _unreadable(path, "JSON lines", ValueError("none of its first lines is a JSON object"))
         return tuple(found)
 
     def close(self) -> None:
@@ -377,28 +286,6 @@ def _line_starts(path: Path) -> np.ndarray[Any, Any]:
             begins = begins[:-1]
     cache.store_arrays(name, {"begins": begins}, None)
     return begins
-
-
-def _plain(path: Path) -> Path:
-    """The unpacked file in the cache folder, named by the digest of the packed one."""
-
-    def unpack(scratch: Path) -> None:
-        log.info("unpacking %s into %s", path, scratch.parent)
-        most_bytes = max(UNPACKS_TO_BYTES, UNPACKS_TO * path.stat().st_size)
-        with pa.CompressedInputStream(pa.OSFile(str(path)), PACKED[path.suffix]) as packed, scratch.open("wb") as out:
-            while chunk := packed.read(CHUNK_BYTES):
-                cache.leave_room(scratch.parent)
-                if out.tell() + len(chunk) > most_bytes:
-                    raise OSError(f"it unpacks to more than {most_bytes // 2**20:,} MB")
-                out.write(chunk)
-
-    try:
-        return cache.unpacked(f"unpacked-{cache.file_digest(path)[:32]}.jsonl", unpack)
-    except (pa.ArrowException, OSError) as error:
-        said = " ".join(str(error).split())[:160]
-        raise EnvironmentSetupError(
-            f"cannot unpack {path} into {cache.cache_folder()}: {said}; unpack it yourself"
-        ) from None
 
 
 # All files
@@ -473,9 +360,8 @@ class Table:
             if len(self._open) >= OPEN_AT_ONCE:
                 self._open.pop(next(iter(self._open))).close()
             path, kind = self.files[number].path, self.files[number].kind
-            kinds: dict[str, Callable[[Path], Source]] = {"arrow": ArrowSource, "csv": CsvSource, "jsonl": JsonlSource}
             try:
-                opened = ParquetSource(path, self._pieces) if kind == "parquet" else kinds[kind](path)
+                opened: Source = ParquetSource(path, self._pieces) if kind == "parquet" else JsonlSource(path)
             except OSError as error:
                 raise EnvironmentSetupError(f"cannot read {path}: {error.strerror or error}") from None
             self._open[number] = opened

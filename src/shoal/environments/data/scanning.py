@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import ROW_LIMIT_BYTES, Batch, Broken, Table, rows_of, values_of
 from shoal.environments.formats import DatasetOptions, Format, fit
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES, Grader
-from shoal.environments.questions import BLANK, DIGEST_BYTES, ascii_digest, prompt_digest, question_digest
+from shoal.environments.questions import DIGEST_BYTES, question_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -180,8 +180,11 @@ def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
     columns = dict.fromkeys([*layout.asks, *([layout.id] if layout.id else []), *([band.column] if band else [])])
     for batch in table.scan(tuple(columns)):
         size = len(batch[layout.asks[0]])
-        digests += _all_asked(batch, layout, graders) or _each_asked(batch, layout, graders, problems, first)
+        digests += _asked(batch, layout, problems, first)
         said = values_of(batch[layout.kinds]) if layout.kinds else [layout.grader] * size
+        for kind in {kind if isinstance(kind, str) else str(kind)[:100] for kind in said}:
+            with suppress(UnusableTask):  # of all rows, also of those that cannot be asked: the digest names them
+                graders.add(layout.grader or layout.judge(kind))
         for kind in (value[:100] if isinstance(value, str) else "" for value in said):
             known = kind if kind in kinds or len(kinds) < MOST_KINDS else ""  # what comes after very many is of none
             kind_of.append(kinds.setdefault(known, len(kinds)))
@@ -196,31 +199,7 @@ def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
     return Scan(matrix, usable, np.concatenate(kept), numbers, tuple(kinds), tuple(sorted(graders)), problems)
 
 
-def _all_asked(batch: Batch, layout: Format, graders: set[str]) -> bytes:
-    """The digests of prompts that are a column of text, the quick way; nothing if something is wrong with a row.
-
-    The graders of all rows count, also of those that turn out to be unusable: the environment's digest names them.
-    """
-    texts = _texts(batch[layout.plain]) if layout.plain else None
-    if texts is None:
-        return b""
-    kinds = values_of(batch[layout.kinds]) if layout.kinds else []
-    wrong = max(map(len, texts), default=0) > ROW_LIMIT_BYTES
-    for kind in {kind if isinstance(kind, str) else str(kind)[:100] for kind in kinds}:
-        try:
-            graders.add(layout.judge(kind))
-        except UnusableTask:
-            wrong = True
-    graders |= {layout.grader} - {""}
-    try:
-        asked = () if wrong else texts
-        digests = [ascii_digest(text) if text.isascii() else prompt_digest(text.decode()) for text in asked]
-    except UnicodeDecodeError:
-        return b""
-    return b"" if BLANK in digests else b"".join(digests)
-
-
-def _each_asked(batch: Batch, layout: Format, graders: set[str], problems: Problems, first: int) -> bytes:
+def _asked(batch: Batch, layout: Format, problems: Problems, first: int) -> bytes:
     """The digests row by row; one that cannot be asked has the digest of zeros and is a problem."""
     digests = bytearray()
     for number, row in enumerate(rows_of(batch), first):
@@ -230,7 +209,6 @@ def _each_asked(batch: Batch, layout: Format, graders: set[str], problems: Probl
             question = layout.question(row)
             if len(question.prompt) > ROW_LIMIT_BYTES:
                 raise UnusableTask(TOO_LARGE)
-            graders.add(question.kind)
             digests += question_digest(question.prompt, question.history)
         except UnusableTask as error:
             problems.add(number, str(error))
@@ -238,23 +216,9 @@ def _each_asked(batch: Batch, layout: Format, graders: set[str], problems: Probl
     return bytes(digests)
 
 
-def _texts(column: Any) -> list[bytes] | None:
-    """The bytes of every value of a column of text, without making strings of them; None if it is no such column."""
-    kind = "list" if isinstance(column, list) else str(column.type)
-    if kind not in ("string", "large_string"):
-        return None
-    _valid, offsets, data = column.buffers()
-    width = np.int64 if kind == "large_string" else np.int32
-    cuts = np.frombuffer(offsets, width)[column.offset : column.offset + len(column) + 1]
-    blob = b"" if data is None else data.slice(int(cuts[0]), int(cuts[-1] - cuts[0])).to_pybytes()
-    return [blob[begin:end] for begin, end in pairwise((cuts - cuts[0]).tolist())]
-
-
 def _hashes(column: Any, size: int) -> Numbers:
     """A number for each id; 0 where there is none, for the hash of nothing is 0."""
-    texts = _texts(column) or (
-        b"" if value is None else str(value).encode(errors="replace") for value in values_of(column)
-    )
+    texts = (b"" if value is None else str(value).encode(errors="replace") for value in values_of(column))
     return np.fromiter(map(hash, texts), np.int64, size)
 
 
@@ -286,7 +250,7 @@ class Splits:
     shared: int
 
 
-def split_one(found: Scan, held_out_size: int) -> Splits:
+def split(found: Scan, held_out_size: int) -> Splits:
     """Hold out the questions with the lowest digests, each by its first row; rows that repeat one are in no split."""
     rows = np.flatnonzero(found.usable & found.kept)
     keys = found.keys[rows]
@@ -294,17 +258,6 @@ def split_one(found: Scan, held_out_size: int) -> Splits:
     size = min(held_out_size, len(questions) // LARGEST_SHARE)
     aside = np.isin(keys, questions[:size])
     return Splits(train=rows[~aside], held_out=np.sort(rows[firsts[:size]]), shared=int(aside.sum()) - size)
-
-
-def split_two(found: Scan, held_out: Scan, held_out_size: int) -> Splits:
-    """Train on one data set and hold out another; rows of the first whose question the second has are left out.
-
-    All questions of the second count, also those beyond `held_out_size`: nobody can say later that they were clean.
-    """
-    rows = np.flatnonzero(found.usable & found.kept)
-    aside = np.isin(found.keys[rows], held_out.keys[held_out.usable])
-    others = np.flatnonzero(held_out.usable)[:held_out_size]
-    return Splits(train=rows[~aside], held_out=others, shared=int(aside.sum()))
 
 
 # Every answer

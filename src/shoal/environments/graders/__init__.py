@@ -5,5 +5,4 @@ thinking       after_thinking: the part of a completion that is the answer
 mathematics    MathematicsGrader: the final answer, by value; MathVerifyGrader: what math-verify says
 code           CodeGrader: a Python program against tests, in a sandbox; code_tests: the tests, and what equals what
 choice         ChoiceGrader: a letter among several (GPQA); ExactGrader: the very text
-instructions   InstructionsGrader: verifiable instructions (IFEval)
 """

@@ -46,7 +46,7 @@ class DemandingGrader(Grader, Protocol):
     def prepare(self) -> None: ...  # an `EnvironmentSetupError` says what is missing
 
 
-GRADERS = ("code", "exact", "mathematics", "math-verify", "choice", "instructions")
+GRADERS = ("code", "exact", "mathematics", "math-verify", "choice")
 
 TASK_TYPES = {"verifiable_math": "mathematics", "prime_rl_code": "code", "verifiable_code": "code"}
 """What INTELLECT-2's data set and SYNTHETIC-1 call those of their kinds of tasks that can be judged."""
@@ -67,10 +67,6 @@ def grader(name: str) -> Grader:
             from shoal.environments.graders.mathematics import MathVerifyGrader
 
             return MathVerifyGrader()
-        case "instructions":
-            from shoal.environments.graders.instructions import InstructionsGrader
-
-            return InstructionsGrader()
         case "choice" | "exact" as plain:
             from shoal.environments.graders.choice import ChoiceGrader, ExactGrader
 

@@ -1,4 +1,4 @@
-"""Demonstrations in files (JSON lines, Parquet, Arrow, CSV) as conversations, and as token ids.
+"""Demonstrations in files (JSON lines, Parquet) as conversations, and as token ids.
 
     messages             [{role, content}, …]   every turn of the assistant is trained on
     prompt, completion   text, or messages that end with the user's, and what the assistant says then
