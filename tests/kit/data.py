@@ -59,7 +59,9 @@ def refused(path: Path, **options: Any) -> str:
 
 
 def checked(environment: DatasetEnvironment, progress: Callable[[int, int], None] = lambda *_: None) -> Problems:
-    return environment.check(progress).problems
+    """Everything that is wrong with a data set that has no other beside it."""
+    (found,) = environment.check(progress)
+    return found.problems
 
 
 def tasks_of(environment: DatasetEnvironment) -> list[Task]:

@@ -134,7 +134,7 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
 
     with counted("checking answers", Console(stderr=True), unit="rows") as report:
         report(0, 0)  # it begins here; how many rows there are is told with the first of them
-        findings = [data.check(report)]
+        findings = data.check(report)
     for found in findings:
         for line in found.problems.lines(found.where):
             typer.echo(line)
@@ -147,7 +147,7 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     if not bad:
         typer.echo("every row can be used")
         return 0
-    kinds = list(data.useless_kinds())
+    kinds = [kind for _, unusable in data.useless_kinds() for kind in unusable]
     typer.echo(f"{count_of(bad, 'row')} cannot be used: {_outcome(kinds, bad_rows)}", err=True)
     return 0 if bad_rows == "skip" else UserError.exit_code
 

@@ -124,12 +124,16 @@ def run_filter(request: FilterRequest) -> int:
 
 
 def prepared(request: FilterRequest) -> EvaluationJob:
+    from shoal.evaluation.filter import data_of
     from shoal.evaluation.job import EvaluationJob, choose
     from shoal.evaluation.subject import open_subject
     from shoal.run.sources import model_source
 
     request.given.plan(request.source, None)  # mistakes on the command line, before anything is loaded
     environment = scorable(request.source)
+    data = data_of(environment)
+    if data is not None and data.options.held_out is not None and request.given.split != "train":
+        raise ConfigError("the held-out tasks are in a file of their own: filter that file, or give --split train")
     with model_source(request.model) as model:
         plan = request.given.plan(request.source, positions_of(model))
         chosen = choose(environment, plan)

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from shoal.environments.data import scanning
-from shoal.environments.data.scanning import Numbers, Problems, Splits
+from shoal.environments.data.scanning import Numbers, Opened, Problems, Splits
 from shoal.environments.formats import DatasetOptions
 from shoal.environments.graders.registry import DemandingGrader, grader
 from shoal.environments.protocol import LazyTasks, Score, Split, Task
@@ -30,6 +30,8 @@ log = logging.getLogger("shoal.environments.rows")
 LONGEST_ID = 100
 PROBED = 16
 """Rows of each kind whose answers are looked at when a data set is opened: one good one is enough."""
+ELSEWHERE = "held_out/"
+"""What begins the ids of tasks that come from a held-out file of their own."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +70,28 @@ class DatasetEnvironment:
     def __init__(self, options: DatasetOptions, path: Path, held_out_size: int) -> None:
         self.options = options
         self._grader = lru_cache(maxsize=None)(grader)
-        self._data = scanning.open_data(path, options)
-        self.problems: Problems = self._data.found.problems
+        self._main = scanning.open_data(path, options)
+        rest = options.model_copy(update={"split": "", "keep_solve_rate": None})
+        other = scanning.open_data(options.held_out, rest) if options.held_out else None
+        self._held_out = other or self._main
+        self._opened = (self._main, other) if other else (self._main,)
+        self.problems: Problems = self._main.found.problems
         self.splits = self._divide(held_out_size)
-        self.data_digest = self._data.digest
-        self._kinds = self._data.found.graders
+        self.data_digest = self._main.digest
+        if other is not None:
+            both = f"shoal/dataset/two/v1\n{self._main.digest}\n{other.digest}"
+            self.data_digest = hashlib.sha256(both.encode()).hexdigest()
+        self._kinds = sorted({kind for opened in self._opened for kind in opened.found.graders})
         content = {
             "name": self.name, "version": self.version, "data": self.data_digest, "held_out_size": held_out_size,
-            "options": options.model_dump(mode="json", exclude={"bad_rows"}), "layout": self._data.layout.signature,
+            "options": options.model_dump(mode="json", exclude={"held_out", "bad_rows"}),
+            "layouts": [opened.layout.signature for opened in self._opened],
             "graders": {kind: self._grader(kind).version for kind in self._kinds},
         }  # fmt: skip
         said = json.dumps(content, sort_keys=True).encode()
         self.digest = hashlib.sha256(b"shoal/dataset/v1\n" + said).hexdigest()
-        self._data.checked = scanning.known_check(self._data, self._grader)
+        for opened in self._opened:
+            opened.checked = scanning.known_check(opened, self._grader)
         self._refuse_or_tell()
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -94,52 +105,54 @@ class DatasetEnvironment:
 
     def _drawn(self, split: Split, position: int) -> Task:
         """`UnusableTask` if its answer is no good (which is looked up once)."""
-        row = self.row_at(split, position)
-        task = self._task(row)
-        if self._data.checked is None:
-            self._answer(row, task.kind)
+        row, opened = self.row_at(split, position), self._main if split == "train" else self._held_out
+        task = self._task(opened, row)
+        if opened.checked is None:
+            self._answer(opened, row, task.kind)
         return task
 
     def task(self, task_id: str) -> Task:
         """The task of that id. Its answer is not looked at: the hub has drawn it, and needs its prompt only."""
-        number = task_id.partition("/")[0]
+        elsewhere = len(self._opened) > 1 and task_id.startswith(ELSEWHERE)
+        opened, rest = (self._held_out, task_id.removeprefix(ELSEWHERE)) if elsewhere else (self._main, task_id)
+        number = rest.partition("/")[0]
         canonical = number.isascii() and number.isdecimal() and len(number) < 16 and str(int(number)) == number
-        if not canonical or int(number) >= self.row_count:
-            raise EnvironmentSetupError(f"the data {self._data.path} has no task {task_id!r}")
+        if not canonical or int(number) >= opened.table.rows:
+            raise EnvironmentSetupError(f"the data {self._main.path} has no task {task_id!r}")
         row = int(number)
-        if not self._data.found.usable[row]:
-            raise UnusableTask(self._named(row, "it has no proper prompt or id"))
-        task = self._task(row)
+        if not opened.found.usable[row]:
+            raise UnusableTask(_named(opened, row, "it has no proper prompt or id"))
+        task = self._task(opened, row)
         if task.id != task_id:
             raise EnvironmentSetupError(
-                f"the data {self._data.path} has no task {task_id!r}; its row {row} is {task.id}"
+                f"the data {self._main.path} has no task {task_id!r}; its row {row} is {task.id}"
             )
         return task
 
-    def _task(self, row: int) -> Task:
-        layout, checked = self._data.layout, self._data.checked
-        if checked is not None and row in checked.bad:
-            raise UnusableTask(self._named(row, checked.bad[row]))
+    def _task(self, opened: Opened, row: int) -> Task:
+        layout = opened.layout
+        if opened.checked is not None and row in opened.checked.bad:
+            raise UnusableTask(_named(opened, row, opened.checked.bad[row]))
         columns = tuple(dict.fromkeys([*([layout.id] if layout.id else []), *layout.asks]))
         try:
-            values = self._data.table.row(row, columns)
+            values = opened.table.row(row, columns)
             question = layout.question(values)
         except UnusableTask as error:
-            raise UnusableTask(self._named(row, str(error))) from None
-        own = values.get(layout.id)
+            raise UnusableTask(_named(opened, row, str(error))) from None
+        prefix, own = "" if opened is self._main else ELSEWHERE, values.get(layout.id)
         text = "" if own is None else str(own)
         fits = text.isprintable() and 0 < len(text) <= LONGEST_ID
         return StoredTask(
-            id=f"{row}/{text}" if fits else f"{row}", prompt=question.prompt, kind=question.kind,
-            history=question.history, load=lambda: self._answer(row, question.kind),
+            id=f"{prefix}{row}/{text}" if fits else f"{prefix}{row}", prompt=question.prompt, kind=question.kind,
+            history=question.history, load=lambda: self._answer(opened, row, question.kind),
         )  # fmt: skip
 
-    def _answer(self, row: int, kind: str) -> str:
+    def _answer(self, opened: Opened, row: int, kind: str) -> str:
         try:
-            values = self._data.table.row(row, self._data.layout.answers)
-            return scanning.usable_answer(self._data.layout, values, kind, self._grader)
+            values = opened.table.row(row, opened.layout.answers)
+            return scanning.usable_answer(opened.layout, values, kind, self._grader)
         except UnusableTask as error:
-            raise UnusableTask(self._named(row, str(error))) from None
+            raise UnusableTask(_named(opened, row, str(error))) from None
 
     def score(self, task: Task, completion: str) -> Score:
         """By the grader of the task's kind. An answer that cannot be used is no fault of the completion: unscored."""
@@ -157,70 +170,94 @@ class DatasetEnvironment:
 
     def prompt_digests(self, split: Split) -> Iterable[bytes]:
         """The digest of every prompt of a split, without reading the prompts again."""
-        return (self._data.found.digests[row].tobytes() for row in self._rows(split).tolist())
+        digests = (self._main if split == "train" else self._held_out).found.digests
+        return (digests[row].tobytes() for row in self._rows(split).tolist())
 
-    def check(self, progress: Callable[[int, int], None]) -> Finding:
-        """Look at every answer; `progress` is told how many rows are done, and how many there are."""
-        data = self._data
-        data.checked = data.checked or scanning.check(data, self._grader, progress)
-        return Finding(data.path, data.found.problems.joined(data.checked.problems), data.table.where)
+    def check(self, progress: Callable[[int, int], None]) -> tuple[Finding, ...]:
+        """Look at every answer of every row, of each data set (a held-out file is one of its own).
+
+        `progress` is told how many rows are done, and how many there are.
+        """
+        found = []
+        for opened in self._opened:
+            opened.checked = opened.checked or scanning.check(opened, self._grader, progress)
+            problems = opened.found.problems.joined(opened.checked.problems)
+            found.append(Finding(opened.path, problems, opened.table.where))
+        return tuple(found)
 
     @property
     def row_count(self) -> int:
-        return self._data.table.rows
+        return self._main.table.rows
 
     def where(self, row: int) -> str:
-        return self._data.table.where(row)
+        return self._main.table.where(row)
 
     @property
     def description(self) -> str:
-        """Which data it is and what became of its rows; the numbers add up, and rows known to be bad come first."""
-        data, good = self._data, self._data.good()
-        train, held_out = (int(good[rows].sum()) for rows in (self.splits.train, self.splits.held_out))
-        outside = int((good & ~data.found.kept).sum())
-        counts = {
-            "to train on": train, "held out": held_out, "outside the band of solve rates": outside,
-            "with a held-out question": int(good.sum()) - train - held_out - outside,
-            "that cannot be used": len(good) - int(good.sum()),
-        }  # fmt: skip
-        told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        main = self._main
         return (
-            f"{data.path}: {count_of(data.table.rows, 'row')} in {count_of(len(data.table.files), 'file')}, format"
-            f" {data.layout.name} ({', '.join(data.found.graders)}): {told}; data digest {self.data_digest}"
+            f"{main.path}: {count_of(main.table.rows, 'row')} in {count_of(len(main.table.files), 'file')}, format"
+            f" {main.layout.name} ({', '.join(main.found.graders)}): {'; '.join(self._counts())};"
+            f" data digest {self.data_digest}"
         )
+
+    def _counts(self) -> Iterator[str]:
+        """What became of the rows of each data set; the numbers add up. Rows that are known to be bad come first."""
+        for opened in self._opened:
+            good = opened.good()
+            train = int(good[self.splits.train].sum()) if opened is self._main else 0
+            held_out = int(good[self.splits.held_out].sum()) if opened is self._held_out else 0
+            outside = int((good & ~opened.found.kept).sum())
+            rest = int(good.sum()) - train - held_out - outside
+            counts = {
+                "to train on": train, "held out": held_out, "outside the band of solve rates": outside,
+                "with a held-out question" if opened is self._main else "beyond held_out_size": rest,
+                "that cannot be used": len(good) - int(good.sum()),
+            }  # fmt: skip
+            told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+            yield told if opened is self._main else f"{count_of(opened.table.rows, 'row')} in {opened.path}: {told}"
 
     def kinds(self) -> Iterator[str]:
         """A line for each kind of rows: how many there are, can be used, are trained on."""
-        found, good, trained = self._data.found, self._data.good(), np.zeros(self.row_count, bool)
-        trained[self.splits.train] = True
-        for number, kind in enumerate(found.kinds):
-            rows = found.kind_of == number
-            counts = f"{int((good & rows).sum()):,} can be used, {int((good & trained & rows).sum()):,} to train on"
-            yield f"{_kind_name(kind)}: {count_of(int(rows.sum()), 'row')}, {counts}"
+        for opened in self._opened:
+            good, trained = opened.good(), np.zeros(opened.table.rows, bool)
+            trained[self.splits.train if opened is self._main else []] = True
+            for number, kind in enumerate(opened.found.kinds):
+                rows = opened.found.kind_of == number
+                counts = f"{int((good & rows).sum()):,} can be used, {int((good & trained & rows).sum()):,} to train on"
+                yield f"{_kind_name(kind)}: {count_of(int(rows.sum()), 'row')}, {counts}"
 
-    def useless_kinds(self) -> Iterator[str]:
-        """Kinds of which no row can be used, which a run refuses unless it skips bad rows: each with its number of rows
-        and the reason of the first; of answers that nobody checked, a few are read."""
-        good, found = self._data.good(), self._data.found
-        for number, kind in enumerate(found.kinds):
-            rows = np.flatnonzero(found.kind_of == number)
+    def useless_kinds(self) -> Iterator[tuple[Opened, list[str]]]:
+        """The data sets with kinds of which no row can be used: a run refuses them unless it skips bad rows."""
+        for opened in self._opened:
+            if unusable := list(self._unusable_kinds(opened)):
+                yield opened, unusable
+
+    def _unusable_kinds(self, opened: Opened) -> Iterator[str]:
+        """Each with its number of rows and the reason of the first; of answers that nobody checked, a few are read."""
+        good = opened.good()
+        for number, kind in enumerate(opened.found.kinds):
+            rows = np.flatnonzero(opened.found.kind_of == number)
             usable = rows[good[rows]]
             spread = np.linspace(0, len(usable) - 1, min(PROBED, len(usable))).astype(int)
             looked = usable[spread].tolist()
-            if kind and not (looked and (self._data.checked or any(not self._wrong(row) for row in looked))):
-                why = self._wrong(looked[0] if looked else int(rows[0])) or "repeated ids"
+            if kind and not (looked and (opened.checked or any(not self._wrong(opened, row) for row in looked))):
+                why = self._wrong(opened, looked[0] if looked else int(rows[0])) or "repeated ids"
                 yield f"all {count_of(len(rows), 'row')} of {_kind_name(kind)} ({why})"
 
-    def _wrong(self, row: int) -> str:
+    def _wrong(self, opened: Opened, row: int) -> str:
         try:
-            self._answer(row, self._task(row).kind)
+            self._answer(opened, row, self._task(opened, row).kind)
         except UnusableTask as error:
             return str(error)
         return ""
 
     def _divide(self, held_out_size: int) -> Splits:
-        found = self._data.found
-        splits = scanning.split(found, held_out_size)
+        found = self._main.found
+        if len(self._opened) > 1:
+            splits = scanning.split_two(found, self._held_out.found, held_out_size)
+        else:
+            splits = scanning.split_one(found, held_out_size)
         if len(splits.train):
             return splits
         why = "all of its questions are held-out ones"
@@ -228,36 +265,37 @@ class DatasetEnvironment:
             why = found.problems.sentence(self.where)
         elif not found.kept.all():
             why = f"no row has a solve rate within {self.options.keep_solve_rate}"
-        raise EnvironmentSetupError(f"the data {self._data.path} leaves no task to train on: {why}")
+        raise EnvironmentSetupError(f"the data {self._main.path} leaves no task to train on: {why}")
 
     def _refuse_or_tell(self) -> None:
         """A kind of which no row can be used is dropped only by those who say so, and never silently."""
-        path, unusable = self._data.path, list(self.useless_kinds())
-        if unusable and self.options.bad_rows != "skip":
-            raise EnvironmentSetupError(
-                f"the data {path} has kinds of tasks of which no row can be used: {'; '.join(unusable)}"
-                ". To use the data without them, set environment.options.bad_rows to skip"
-            )
-        for kind in unusable:
-            log.warning("%s: EVERY row of a kind is left out: %s", path, kind)
-        problems = self.problems
-        if self.options.bad_rows == "refuse":
-            problems = self.check(lambda _done, _total: None).problems
-            if problems.count:
+        for opened, unusable in self.useless_kinds():
+            if self.options.bad_rows != "skip":
                 raise EnvironmentSetupError(
-                    f"{count_of(problems.count, 'row')} of the data {path} cannot be used:"
-                    f' {problems.sentence(self.where)} (options.bad_rows = "skip" leaves them out;'
-                    f" shoal data check {path} lists them)"
+                    f"the data {opened.path} has kinds of tasks of which no row can be used: {'; '.join(unusable)}"
+                    ". To use the data without them, set environment.options.bad_rows to skip"
                 )
-        if problems.count:
-            of, told = count_of(self.row_count, "row"), problems.sentence(self.where)
-            log.warning("%s: %d of %s left out, for they cannot be used: %s", path, problems.count, of, told)
+            for kind in unusable:
+                log.warning("%s: EVERY row of a kind is left out: %s", opened.path, kind)
+        for found in self.check(lambda _done, _total: None) if self.options.bad_rows == "refuse" else ():
+            if found.problems.count:
+                raise EnvironmentSetupError(
+                    f"{count_of(found.problems.count, 'row')} of the data {found.path} cannot be used:"
+                    f' {found.problems.sentence(found.where)} (options.bad_rows = "skip" leaves them out;'
+                    f" shoal data check {found.path} lists them)"
+                )
+        for opened in self._opened:
+            problems = opened.found.problems
+            if problems.count:
+                of, told = count_of(opened.table.rows, "row"), problems.sentence(opened.table.where)
+                log.warning("%s: %d of %s left out, for they cannot be used: %s", opened.path, problems.count, of, told)
         if self.splits.shared:
             rows = count_of(self.splits.shared, "row")
-            log.warning("%s: %s left out of training: a held-out question is repeated", path, rows)
+            log.warning("%s: %s left out of training: a held-out question is repeated", self._main.path, rows)
 
-    def _named(self, row: int, reason: str) -> str:
-        return f"row {row} ({self.where(row)}) cannot be used: {reason}"
+
+def _named(opened: Opened, row: int, reason: str) -> str:
+    return f"row {row} ({opened.table.where(row)}) cannot be used: {reason}"
 
 
 def _kind_name(kind: str) -> str:

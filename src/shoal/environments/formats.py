@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -452,6 +453,9 @@ class DatasetOptions(Wanted):
         default="",
         description="rows that cannot be used; empty: leave single rows out, refuse a kind of which none can be used;"
         " skip: leave both out; refuse: refuse both (checks every answer)",
+    )
+    held_out: Path | None = Field(
+        default=None, description="another file or folder with the held-out tasks; unset: some rows of this one"
     )
     solve_rate: str = Field(default="", description="the column of solve rates; empty: the one named solve_rate…")
     keep_solve_rate: tuple[float, float] | None = Field(

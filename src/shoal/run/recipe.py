@@ -29,8 +29,8 @@ from shoal.validator.settings import ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
 PATH_KEYS = (
-    "model.path", "environment.file", "environment.data", "environment.mix.*.file",
-    "environment.mix.*.data", "environment.judges.*.path", "validator.profiles",
+    "model.path", "environment.file", "environment.data", "environment.options.held_out", "environment.mix.*.file",
+    "environment.mix.*.data", "environment.mix.*.options.held_out", "environment.judges.*.path", "validator.profiles",
 )  # fmt: skip
 """Settings that are paths; `*` stands for a number."""
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
@@ -161,9 +161,12 @@ def _environment_from(settings: EnvironmentSettings, base: Path) -> EnvironmentS
 
 def _ingredient_from(given: Ingredient, base: Path) -> dict[str, Any]:
     """The paths of an ingredient, meant from `base`."""
+    held_out = given.options.get("held_out")
+    options = {"held_out": str(base / Path(held_out).expanduser())} if isinstance(held_out, str) and held_out else {}
     return {
         "file": None if given.file is None else base / given.file.expanduser(),
         "data": None if given.data is None else base / given.data.expanduser(),
+        "options": {**given.options, **options},
     }
 
 
@@ -171,7 +174,8 @@ def paths_of(settings: EnvironmentSettings) -> list[Path]:
     """Every file and folder that the [environment] section names."""
     named: list[Path | None] = [judge.path for judge in settings.judges]
     for given in (settings, *settings.mix):
-        named += [given.file, given.data]
+        held_out = given.options.get("held_out")
+        named += [given.file, given.data, Path(held_out) if isinstance(held_out, str) and held_out else None]
     return [path for path in named if path is not None]
 
 

@@ -90,13 +90,17 @@ def test_the_counts_add_up(tmp_path: Path, capsys: Capture) -> None:
     rows[3]["question"], rows[50]["question"] = "", "7+1?"
     rows[40]["answer"], rows[90]["answer"] = None, " "
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "keep_solve_rate=[0.0, 0.8]"]) == 2
+    other = write(tmp_path / "b.jsonl", 10, {2: ""})
+    with other.open("a") as file:
+        file.write('{"id": "last", "question": "?", "answer": null}\n')
+    arguments = [f"held_out={other}", "keep_solve_rate=[0.0, 0.8]"]
+    assert main(["data", "check", str(tmp_path / "a.jsonl"), *(part for a in arguments for part in ("--set", a))]) == 2
     caught = capsys.readouterr()
     assert (
-        "100 rows in 1 file, format columns (mathematics): 64 to train on, 15 held out, 18 outside the band of solve"
-        " rates, 3 that cannot be used; data digest"
+        "100 rows in 1 file, format columns (mathematics): 70 to train on, 18 outside the band of solve rates,"
+        f" 9 with a held-out question, 3 that cannot be used; 11 rows in {other}: 9 held out, 2 that cannot be used;"
     ) in caught.out
-    assert caught.err == "3 rows cannot be used: a run leaves them out\n"
+    assert caught.err == "5 rows cannot be used: a run leaves them out\n"
 
 
 def test_a_check_says_what_is_wrong_once_and_anything_else_warns_when_it_opens_the_data(

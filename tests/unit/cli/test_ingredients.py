@@ -254,7 +254,7 @@ EVERYTHING = """
 train_size = 500
 held_out_size = 16
 data = "rows"
-options = {columns = {question = "q"}, list = [1, 2.5, "x", true, [{deep = "er"}]]}
+options = {held_out = "other.jsonl", columns = {question = "q"}, list = [1, 2.5, "x", true, [{deep = "er"}]]}
 
 [[environment.mix]]
 name = "dataset"
@@ -262,7 +262,7 @@ label = "maths"
 weight = 2.5
 data = "maths.jsonl"
 [environment.mix.options]
-grader = "exact"
+held_out = "aime.jsonl"
 
 [[environment.mix]]
 file = "reward.py"
@@ -315,8 +315,9 @@ def test_everything_is_read_and_written_back_the_same(recipe: Path) -> None:
 def test_paths_are_meant_from_where_the_recipe_lies(recipe: Path) -> None:
     environment, base = load_recipe(recipe).environment, recipe.parent
     assert environment.data == base / "rows"
+    assert environment.options["held_out"] == str(base / "other.jsonl")
     assert environment.mix[0].data == base / "maths.jsonl"
-    assert environment.mix[0].options == {"grader": "exact"}
+    assert environment.mix[0].options == {"held_out": str(base / "aime.jsonl")}
     assert environment.mix[1].file == base / "reward.py"
     assert environment.judges[0].path == base / "judge"
     assert environment.judges[1].path is None
@@ -324,7 +325,7 @@ def test_paths_are_meant_from_where_the_recipe_lies(recipe: Path) -> None:
 
 def test_a_restored_run_is_told_what_it_lacks(recipe: Path) -> None:
     loaded, base = load_recipe(recipe), recipe.parent
-    names = ["judge", "rows", "maths.jsonl", "reward.py"]
+    names = ["judge", "rows", "other.jsonl", "maths.jsonl", "aime.jsonl", "reward.py"]
     assert paths_of(loaded.environment) == [base / name for name in names]
     (base / "rows").mkdir()
     assert missing_inputs(loaded) == [str(base / name) for name in names if name != "rows"]
@@ -335,12 +336,13 @@ def test_overrides_reach_into_tables_and_are_meant_from_here(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     changed = load_recipe(recipe, [
-        "environment.mix.0.weight=9", "environment.mix.0.data=mine.jsonl",
+        "environment.mix.0.weight=9", "environment.mix.0.data=mine.jsonl", "environment.options.held_out=aside.jsonl",
         "environment.mix.2.options.mix.1.generator=gcd", "environment.judges.0.path=other_judge",
         "environment.length.targets=[4]", "environment.options.depth.of.nesting=3",
     ]).environment  # fmt: skip
     assert changed.mix[0].weight == 9.0
     assert changed.mix[0].data == tmp_path / "mine.jsonl"
+    assert changed.options["held_out"] == str(tmp_path / "aside.jsonl")
     assert changed.mix[2].options["mix"][1] == {"generator": "gcd"}
     assert changed.judges[0].path == tmp_path / "other_judge"
     assert changed.length is not None

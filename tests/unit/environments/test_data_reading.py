@@ -93,7 +93,7 @@ def test_ids_are_row_numbers_and_unknown_ones_are_refused(tmp_path: Path) -> Non
     environment = open_data(write_jsonl(tmp_path / "a.jsonl", described(10, problem_id={4: "x" * 200, 5: None})))
     assert environment.task("4").prompt == "What is 4 + 4?"
     assert environment.task("5").prompt == "What is 5 + 5?"
-    for wrong in ("3", "3/p4", "03/p3", "11/p11", "-1/p1", "p3", "", "9" * 30):
+    for wrong in ("3", "3/p4", "03/p3", "11/p11", "-1/p1", "p3", "", "held_out/3/p3", "9" * 30):
         with pytest.raises(EnvironmentSetupError, match="has no task"):
             environment.task(wrong)
 
@@ -155,7 +155,7 @@ def test_many_shards_need_few_handles(tmp_path: Path, monkeypatch: pytest.Monkey
         write_parquet(tmp_path / f"part-{number}.parquet", [row])
     environment = open_data(tmp_path, held_out_size=1)
     assert [environment.task(f"{number}/p{number}").prompt for number in (8, 0, 5)]
-    assert len(environment._data.table._open) <= 2
+    assert len(environment._main.table._open) <= 2
 
 
 # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,6 +277,7 @@ def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None
     named = write_jsonl(tmp_path / "test-00000-of-00001.jsonl", described(10))
     for data, options, said in [
         (Path("a\0b.jsonl"), {}, "cannot open the data"),
+        (path, {"held_out": "a\0b.jsonl"}, "cannot open the data"),
         (Path("some-org/some-data"), {}, "download it first"),
         (tmp_path / "missing.parquet", {}, "there is no data at"),
         (path, {"split": "zz"}, "a.jsonl is not in splits, so it has no split 'zz'"),

@@ -230,6 +230,25 @@ def test_a_check_finds_everything_and_is_remembered(tmp_path: Path, monkeypatch:
         open_data(path, bad_rows="refuse")
 
 
+def test_bad_rows_of_a_held_out_file_have_its_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train = write_parquet(tmp_path / "train.parquet", described(20))
+    other = [
+        {**row, "prompt": f"Other {number}?"} for number, row in enumerate(described(6, verification_info={4: "{"}))
+    ]
+    other[2]["prompt"] = ""
+    path = write_jsonl(tmp_path / "test.jsonl", other)
+    environment = open_data(train, held_out=path)
+    assert "1 of 6 rows left out, for they cannot be used: row 2 (test.jsonl line 3): prompt is empty" in caplog.text
+    good, found = environment.check(lambda *_: None)
+    assert good.problems.count == 0
+    assert [(row, found.where(row)) for row, _ in found.problems.first] == [
+        (2, "test.jsonl line 3"),
+        (4, "test.jsonl line 5"),
+    ]
+    with pytest.raises(EnvironmentSetupError, match=r"2 rows of the data .*test\.jsonl cannot be used: row 2 "):
+        open_data(train, held_out=path, bad_rows="refuse")
+
+
 @pytest.mark.parametrize("value", [["verifiable_math"], {"name": "verifiable_math"}, 7, b"\xff"])
 def test_a_task_type_that_is_no_text_is_unknown(value: object, tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", described(10, task_type=dict.fromkeys(range(10), value)))
@@ -394,6 +413,30 @@ def test_at_most_a_fifth_is_held_out(tmp_path: Path) -> None:
     assert (len(environment.tasks("train")), len(environment.tasks("held_out"))) == (8, 2)
 
 
+def test_a_held_out_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train = write_parquet(tmp_path / "train.parquet", described(30))
+    shared = [{"question": "what is 3+3?", "answer": "6"}, {"question": "WHAT IS 8 + 8 ?", "answer": 16}]
+    path = write_jsonl(tmp_path / "test.jsonl", [*shared, {"question": "New?", "answer": "1"}])
+    environment = open_data(train, held_out_size=2, held_out=path)
+    assert [task.id for task in environment.tasks("held_out")] == ["held_out/0", "held_out/1"]
+    task = environment.tasks("held_out")[1]
+    assert environment.task(task.id) == task
+    assert environment.score(task, "\\boxed{16}").value == 1.0
+    ids = {task.id for task in environment.tasks("train")}
+    assert len(ids) == 28
+    assert not ids & {"3/p3", "8/p8"}
+    assert "2 rows left out of training: a held-out question is repeated" in caplog.text
+    alone = open_data(train)
+    assert environment.data_digest != alone.data_digest
+    write_jsonl(path, [*shared, {"question": "Newer?", "answer": "1"}])
+    assert open_data(train, held_out_size=2, held_out=path).digest != environment.digest
+
+
+def test_all_questions_of_a_held_out_file_count_as_held_out(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", described(10))
+    assert "all of its questions are held-out ones" in refused(path, held_out_size=1, held_out=path)
+
+
 def test_solve_rates_outside_the_band_are_left_out(tmp_path: Path) -> None:
     rows = described(27, solve_rate_tiny={1: None})
     for path in (write_parquet(tmp_path / "a.parquet", rows), write_jsonl(tmp_path / "a.jsonl", rows)):
@@ -422,3 +465,6 @@ def test_the_digests_of_a_split_are_those_of_its_prompts(tmp_path: Path) -> None
         assert list(environment.prompt_digests(split)) == [
             prompt_digest(task.prompt) for task in environment.tasks(split)
         ]
+    path = write_jsonl(tmp_path / "test.jsonl", [{"question": "New?", "answer": "1"}])
+    other = open_data(tmp_path / "a.parquet", held_out=path)
+    assert list(other.prompt_digests("held_out")) == [prompt_digest("new?")]

@@ -250,7 +250,7 @@ class Splits:
     shared: int
 
 
-def split(found: Scan, held_out_size: int) -> Splits:
+def split_one(found: Scan, held_out_size: int) -> Splits:
     """Hold out the questions with the lowest digests, each by its first row; rows that repeat one are in no split."""
     rows = np.flatnonzero(found.usable & found.kept)
     keys = found.keys[rows]
@@ -258,6 +258,17 @@ def split(found: Scan, held_out_size: int) -> Splits:
     size = min(held_out_size, len(questions) // LARGEST_SHARE)
     aside = np.isin(keys, questions[:size])
     return Splits(train=rows[~aside], held_out=np.sort(rows[firsts[:size]]), shared=int(aside.sum()) - size)
+
+
+def split_two(found: Scan, held_out: Scan, held_out_size: int) -> Splits:
+    """Train on one data set and hold out another; rows of the first whose question the second has are left out.
+
+    All questions of the second count, also those beyond `held_out_size`: nobody can say later that they were clean.
+    """
+    rows = np.flatnonzero(found.usable & found.kept)
+    aside = np.isin(found.keys[rows], held_out.keys[held_out.usable])
+    others = np.flatnonzero(held_out.usable)[:held_out_size]
+    return Splits(train=rows[~aside], held_out=others, shared=int(aside.sum()))
 
 
 # Every answer
