@@ -17,9 +17,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import httpx
 
@@ -152,10 +153,13 @@ class ChatJudge:
         address = self._settings.url.rstrip("/") + "/chat/completions"
         ends_s = min(until_s, self._clock.monotonic_s() + self._settings.timeout_s)
         answer, key = bytearray(), os.environ.get(KEY, "")
+        left_s = max(0.0, ends_s - self._clock.monotonic_s())
         headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
         own = is_own(httpx.URL(self._settings.url).host)  # a proxy could not reach this machine's own addresses
+        # A client for each question: closing it is what ends one whose headers come drop by drop.
         with (
             httpx.Client(headers=headers, timeout=self._settings.timeout_s, trust_env=not own) as client,
+            _ending(client, left_s),
             client.stream("POST", address, json=body) as response,
         ):
             response.raise_for_status()
@@ -173,6 +177,28 @@ class ChatJudge:
         if not isinstance(text, str):
             raise UnreadableAnswer("no text")
         return text
+
+
+@contextmanager
+def _ending(client: httpx.Client, within_s: float) -> Iterator[None]:
+    """Close the client when its time is up: whoever reads from it then gets an error, which becomes a time-out."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        client.close()
+
+    timer = threading.Timer(within_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, RuntimeError, httpx.TransportError, httpx.StreamError) as error:
+        if late.is_set():
+            raise httpx.ReadTimeout("the answer came too slowly") from error
+        raise
+    finally:
+        timer.cancel()
 
 
 def check_address(settings: JudgeSettings) -> None:

@@ -212,7 +212,7 @@ def test_an_answer_that_comes_drop_by_drop_is_unscored() -> None:
 
 def _drop_by_drop(connection: socket.socket, over: threading.Event) -> None:
     with connection, suppress(OSError):
-        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        connection.sendall(b"HTTP/1.1 200 OK\r\nx-long: ")
         while not over.wait(0.05):
             connection.sendall(b"a")
 

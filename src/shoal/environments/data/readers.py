@@ -1,8 +1,8 @@
 """What reads the files of a data set: rows by number, and all rows in batches; only the columns that are asked for.
 
     Table       all files as one: rows are numbered through, in the order of the files
-    Parquet     its row groups are decoded when one of their rows is asked for, and kept within a bound in bytes; of one
-                that is too large for that, the batches up to the row are decoded each time
+    Parquet     its row groups are decoded when one of their rows is asked for, and kept within a bound in bytes; one
+                that is too large for that is written anew into the cache folder once, in small row groups
     JSON lines  where each line begins is found once, and a line is decoded when it is asked for: row n is line n + 1
 
 `pyarrow.dataset` decodes a whole row group before it gives the first batch of it (800 MB instead of 330 MB for one of
@@ -32,6 +32,7 @@ import pyarrow.parquet as pq
 from shoal.environments.data import cache
 from shoal.environments.data.locating import DataFile
 from shoal.errors import EnvironmentSetupError, UnusableTask
+from shoal.runtime.files import resource_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,8 +147,9 @@ class Pieces:
 class ParquetSource(Source):
     """Files are read, not mapped: mapped pages would count as this process's memory."""
 
-    def __init__(self, path: Path, pieces: Pieces) -> None:
-        self._pieces, self._warned = pieces, False
+    def __init__(self, path: Path, pieces: Pieces, most_bytes: float | None = None) -> None:
+        self._most_bytes = PIECE_BYTES if most_bytes is None else most_bytes
+        self._pieces, self._small = pieces, dict[tuple[int, tuple[str, ...]], ParquetSource]()
         self._size = lru_cache(maxsize=None)(self._unpacked_bytes)
         with _reading(path):
             self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
@@ -167,12 +169,9 @@ class ParquetSource(Source):
         key, offset = (self.path, group, tuple(columns)), index - self._starts[group]
         with _reading(self.path):
             decoded = self._pieces.get(key)
-            if decoded is None and self._size(group, tuple(columns)) > PIECE_BYTES:
-                for decoded in self._batches(group, tuple(columns)):
-                    if offset < decoded.num_rows:
-                        break
-                    offset -= decoded.num_rows
-            elif decoded is None:
+            if decoded is None and self._size(group, tuple(columns)) > self._most_bytes:
+                return self._in_small_groups(group, tuple(columns)).row(offset, columns)
+            if decoded is None:
                 decoded = self._file.read_row_group(group, columns=list(columns), use_threads=False)
                 self._pieces.put(key, decoded)
             return dict(decoded.slice(offset, 1).to_pylist()[0])
@@ -187,17 +186,35 @@ class ParquetSource(Source):
         found = self._file.metadata.row_group(group)
         chunks = (found.column(number) for number in range(found.num_columns))
         named = (one for one in chunks if one.path_in_schema.partition(".")[0] in columns)
-        size = sum(int(one.total_uncompressed_size) for one in named)
-        if size > PIECE_BYTES and not self._warned:
-            self._warned = True
-            log.warning(
-                "%s has row groups above %d MB, too large to be kept decoded: reading one row takes long;"
-                " row_group_size=1000 avoids it", self.path, PIECE_BYTES // 2**20,
-            )  # fmt: skip
-        return size
+        return sum(int(one.total_uncompressed_size) for one in named)
+
+    def _in_small_groups(self, group: int, columns: tuple[str, ...]) -> ParquetSource:
+        """A row group that takes too long to be decoded for one row, as a file in the cache folder."""
+        path = cache.cache_folder() / f"{cache.entry_name('rows', cache.identity(self.path), group, columns)}.parquet"
+        if (group, columns) not in self._small or not path.exists():  # the cache may be deleted at any time
+            if not path.exists():
+                log.warning(
+                    "%s has row groups above %d MB: they are written into %s once; row_group_size=1000 avoids it",
+                    self.path, PIECE_BYTES // 2**20, path.parent,
+                )  # fmt: skip
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
+                try:
+                    schema = pa.schema([self._file.schema_arrow.field(name) for name in columns])
+                    with pq.ParquetWriter(scratch, schema) as writer:
+                        for batch in self._batches(group, columns):
+                            writer.write_batch(batch.select(list(columns)))
+                    scratch.replace(path)
+                except OSError as error:
+                    raise resource_error("write a large row group into", path.parent, error) from None
+                finally:
+                    scratch.unlink(missing_ok=True)
+            self._small[group, columns] = ParquetSource(path, self._pieces, float("inf"))
+        return self._small[group, columns]
 
     def close(self) -> None:
-        self._file.close()
+        for source in (*self._small.values(), self):
+            source._file.close()
 
 
 # JSON lines
