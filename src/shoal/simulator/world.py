@@ -16,10 +16,10 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from shoal.environments import Score, Split, Task
 from shoal.errors import ResourceError
@@ -94,14 +94,8 @@ class Scenario:
     down_s: float = 5.0
 
 
-if TYPE_CHECKING:
-    from shoal.hub.storage.s3 import S3Inbox
-
-
 class MemoryBlobs:
     """Implements `storage.blobs.Blobs`."""
-
-    inbox: S3Inbox | None = None
 
     def __init__(self) -> None:
         self._bodies: dict[str, bytes] = {}
@@ -118,9 +112,6 @@ class MemoryBlobs:
 
     def has(self, name: str) -> bool:
         return name in self._bodies
-
-    def names(self) -> Iterator[str]:
-        return iter(self._bodies)
 
 
 TICK_S = 1.0

@@ -221,29 +221,22 @@ def test_no_page_that_anyone_may_read_loads_every_node(bench: Bench, monkeypatch
     monkeypatch.setattr(Reader, "nodes", refuse)
     for actor in (bench.trainer, bench.validator, bench.alice, bench.bob):
         ok(actor.call("POST", "/heartbeat", {}))
-    ok(bench.http.get("/ready"))
     text = ok(bench.http.get("/metrics")).text
     assert 'shoal_hub_nodes{presence="here",role="trainer",state="active"} 1.0' in text
     assert 'shoal_hub_nodes{presence="here",role="worker",state="active"} 2.0' in text
 
 
-@pytest.mark.parametrize(
-    ("path", "service", "call"), [("/status", "reporting", "status"), ("/ready", "readiness", "check")]
-)
 @pytest.mark.usefixtures("outside")
-def test_strangers_share_an_answer(
-    bench: Bench, path: str, service: str, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_share_an_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     edge, clock = bench.app.state.edge, ManualClock()
     edge.answers = Answers(clock)
-    part = getattr(hub_of(bench), service)
-    counted = Counted(getattr(part, call))
-    monkeypatch.setattr(part, call, counted)
+    counted = Counted(hub_of(bench).reporting.status)
+    monkeypatch.setattr(hub_of(bench).reporting, "status", counted)
     for _ in range(5):
-        bench.http.get(path)
+        bench.http.get("/status")
     assert counted.count == 1
     clock.advance(1.01)
-    bench.http.get(path)
+    bench.http.get("/status")
     assert counted.count == 2
 
 

@@ -345,8 +345,8 @@ def test_a_defect_is_counted_and_named_by_its_number(bench: Bench, monkeypatch: 
     def broken() -> None:
         raise RuntimeError("of the test")
 
-    monkeypatch.setattr(bench.app.state.hub.readiness, "check", broken)
-    answer = bench.http.get("/ready")
+    monkeypatch.setattr(bench.app.state.hub.reporting, "status", broken)
+    answer = bench.http.get("/status")
     assert code_of(answer) == (500, "hub.defect")
     assert answer.headers["shoal-request"] in answer.json()["message"]
-    assert metrics_of(bench)['shoal_hub_requests_total{method="GET",route="/ready",status="500"}'] == 1
+    assert metrics_of(bench)['shoal_hub_requests_total{method="GET",route="/status",status="500"}'] == 1
