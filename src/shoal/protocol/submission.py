@@ -3,15 +3,11 @@
 Token ids travel as little-endian uint32, log-probabilities as little-endian float32: compact, and no list of a
 million Python integers is ever built while decoding.
 
-Spans (`pack_spans`) of a completion that the environment said: how they travel, and which tokens are left to the model.
-
-(start, length) pairs as little-endian uint32, in order, apart from each other. A span never begins a completion, for
-the model speaks first, and never ends one.
+Spans (`pack_spans`) of a completion that a tool said are (start, length) pairs as little-endian uint32, in order, apart
+from each other. A span never begins a completion, for the model speaks first, and never ends one.
 
 Progress that is shown (`ShownProgress`): the finished chunks of a lease that a node on probation is still generating.
-
-Anyone can say how many tokens are generated. Token ids with their proofs can be checked before the group is finished,
-and must be the first ones of what is submitted later. Bulk, like submissions: msgpack + zstd.
+Token ids with their proofs can be checked before the group is finished, and must be the first ones of what is submitted.
 """
 
 from __future__ import annotations

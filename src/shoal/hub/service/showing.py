@@ -5,12 +5,9 @@
                                                                        └ right, or unsure ─► nothing is said
     PUT /submissions ─► audit with what was shown
 
-Leases that are due to be looked at wait in this process, the one that ends first in front: to go through all that show
-something with each request of a validator would be most of the hub's work. A new hub, or one that shares its database
-with others, looks for them in the database.
-
-What validators are given is kept in this process until the verdict on it comes: a hub that was restarted meanwhile does
-not know it any more, and the lease is looked at again. Only what failed becomes a submission, of the bytes that failed.
+Leases that are due to be looked at, and what validators were given, are kept in this process. A new hub, or one that
+shares its database with others, looks for such leases in the database; what a validator was given before a restart is
+not known any more, and the lease is looked at again.
 """
 
 from __future__ import annotations

@@ -4,11 +4,8 @@
        ▲                   │                  rejected ─► strike, perhaps a ban; unit open again; the rest as below
        └── claim ran out ──┘                  unsure ─► nothing for anybody; unit open again (`units`)
 
-A statistical rejection is unsure if most machines of that kind fail the same check (`reputation`). A validator's own
-group earns nothing and costs nothing: if it cannot be used, that is an attempt of ours that came to nothing.
-
-The first verdict on a submission stands. The same outcome again, also from another validator, is harmless. What is to
-be audited fully cannot be accepted after a light audit; it can be rejected, for a failed check is a failed check.
+The first verdict on a submission stands. The same outcome again, also from another validator, is harmless. A
+statistical rejection is unsure if most machines of that kind fail the same check (`reputation`).
 
 What a failed audit does to the rest of its node's work: what nobody looked at closely is not believed any more.
 

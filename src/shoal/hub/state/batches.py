@@ -1,13 +1,10 @@
 """Policies announced by the trainer, and batches: which groups a step consists of.
 
-Within one incarnation a version is announced once, with one digest, and versions go up. A new incarnation means that
-the trainer could not reproduce a published digest: open leases and groups of the old one that are in no batch are void
-(a batch that is written down stays, and is trained on as it is).
-
-A batch is the lowest-numbered accepted groups within the staleness bound, in order of unit. With `max_staleness` 0 it
-is written down only when no lower-numbered unit can still come in, so it does not depend on who was fast. Once written
-it never changes. What is left over and too old for the following step is void, and so is what is still being generated
-or checked and will be too old: others get its place. Who generates it hands it in all the same, and its credit stays.
+A new incarnation means that the trainer could not reproduce a published digest: open leases and groups of the old one
+that are in no batch are void. A batch is the lowest-numbered accepted groups within the staleness bound, in order of
+unit; once written it never changes. With `max_staleness` 0 it is written down only when no lower-numbered unit can
+still come in, so it does not depend on who was fast. What is too old for the following step is void, also what is still
+being generated or checked: others get its place. Its worker submits it all the same, and its credit stays.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """Leases: who gets which unit, how long, and what happens when a lease ends without a submission.
 
 worker asks ─► open units, lowest number first ─► then new ones, while pacing leaves room ─► leases
-               (within its window and its pace; a newcomer: within newcomers' share, and new units only while
-               established nodes are asking)
-worker generates ─► its heartbeats say how many tokens (on probation, its chunks show them: `submissions`)
-               ─► more than before: `lease_s` from now, `lease_hard_s` in all
+worker generates ─► more tokens than before (on probation: shown, `submissions`) ─► `lease_s` from now, `lease_hard_s` in all
 deadline passes, the worker gives up or is gone ─► the unit is open again, task and seeds unchanged; a smaller window
 validator asks for audits ─► units that nobody could judge twice (`units`) ─► leases of its own, by the same deadlines
-
-A worker that says nothing, or always the same, has `lease_s`; one that lies about its progress `lease_hard_s`, which
-costs it as much of its window. Until its first group is accepted a worker has `FIRST_LEASE` × `lease_s` at most.
-Where a slow machine could show nothing within `lease_s`, it has longer at once (`at_first_ms`).
 """
 
 from __future__ import annotations

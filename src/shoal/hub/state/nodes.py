@@ -1,22 +1,17 @@
 """Nodes: registration, whether they are here, how many leases they may hold, and sanctions.
 
     window      at first a quarter of `leases_per_node`, at least one; one more for each accepted group; half when
-                leases lapse (ran out, lost by their node, or their node is gone) or are given back; one while too many
-                groups are unsure (`reputation`)
+                leases lapse or are given back; one while too many groups are unsure (`reputation`)
     sanction    active ─ a statistical strike, 8 lapses or 4 soft rejections in a row ─► suspended ─ time over ─► active
                    ▲                                                                         │
                    └────────────────── pardon by the owner ◄── banned ◄── one certain, or two statistical failures
 
-What lapses at one time halves the window once, however many leases it was: a machine that is switched off with eight
-leases has failed once. Giving back halves too, because nobody can tell a worker that stops from one that takes units to
-keep them from others. By itself it does not suspend: a worker that stops every evening must not be shut out for it. But
-a node whose window is one and that gives back again and again, with nothing delivered in between, only makes work for
-the hub: that counts as lapsed.
+What lapses at one time halves the window once: a machine that is switched off with eight leases has failed once. Giving
+back halves too, because nobody can tell a worker that stops from one that takes units to keep them from others; it
+counts as lapsed only for a node whose window is one.
 
-The first suspension lasts a minute, each further one twice as long, up to a day. Its end is decided when the node asks
-for work. A suspended node gets no leases; what it holds it may submit. A banned one gets none; those it holds are void
-and their units open again; what it had submitted before is still judged. Every sanction of a node that ever had work
-accepted is a row of the ledger; whoever makes keys for nothing does not fill the ledger.
+A suspended node gets no leases; what it holds it may submit. A banned one gets none; those it holds are void and their
+units open again; what it had submitted before is still judged.
 """
 
 from __future__ import annotations
