@@ -48,7 +48,7 @@ from shoal import ledger
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub import run_hub
 from shoal.hub.service import Hub
-from shoal.hub.state.commands import Refusal, SaveLease, SaveUnit
+from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.reputation import NEWER, Suspicion
 from shoal.hub.state.rows import LeaseRow, NodeRow, UnitRow
@@ -599,7 +599,7 @@ class TestTogether:
             assert alice is not None
             assert eve is not None
             lease = LeaseRow("u0a0", 0, alice.node, 0, "request", 0, 0, "d" * 64, issued_at_ms=1, deadline_ms=10**15)
-            transaction.apply([SaveUnit(UnitRow(0, "t", UnitState.LEASED), None), SaveLease(lease, None)])
+            transaction.apply([Save(UnitRow(0, "t", UnitState.LEASED), None), Save(lease, None)])
         with hub.context.storage.write() as transaction:
             assert transaction.holding("u0a0") is not None
             with pytest.raises(Refusal, match=r"lease\.not_yours"):

@@ -15,7 +15,7 @@ from kit.asgi import AsgiTransport
 from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
-from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.commands import Save
 from shoal.ledger.accounts import Accounts
 from shoal.protocol import (
     SUBMISSION_FORMAT,
@@ -211,7 +211,7 @@ class Bench:
             for worker in workers:
                 row = transaction.node(worker.key.node)
                 if row is not None and row.unproven:
-                    transaction.apply([SaveNode(replace(row, passed=1), row.state)])
+                    transaction.apply([Save(replace(row, passed=1), row.state)])
 
     def close(self) -> None:
         self.http.close()

@@ -7,7 +7,7 @@ Spans (`pack_spans`) of a completion that a tool said are (start, length) pairs 
 from each other. A span never begins a completion, for the model speaks first, and never ends one.
 
 Progress that is shown (`ShownProgress`): the finished chunks of a lease that a node on probation is still generating.
-Token ids with their proofs can be checked before the group is finished, and must be the first ones of what is submitted.
+Token ids with their proofs can be checked before the group is finished, and must begin what is submitted later.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from shoal.errors import ResourceError
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.hub.changes import Topic
 from shoal.hub.service import Hub
-from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
 from shoal.hub.storage import SqliteStorage
 from shoal.protocol import (
@@ -251,7 +251,7 @@ class World:
         with self.storage.write() as transaction:
             row = transaction.node(node)
             assert row is not None, "actors register first"
-            transaction.apply([SaveNode(replace(row, passed=PROBATION_AUDITS), row.state)])
+            transaction.apply([Save(replace(row, passed=PROBATION_AUDITS), row.state)])
 
     def key(self, name: str) -> SigningKey:
         return SigningKey.from_seed(hashlib.sha256(f"{self.scenario.seed}/{name}".encode()).digest())

@@ -13,7 +13,7 @@ from kit.state import NOW_MS, moment, policy
 from shoal import protocol
 from shoal.environments import Split, Task
 from shoal.hub.state import evaluations
-from shoal.hub.state.commands import Command, Refusal, SaveEvaluation
+from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.machines import EvaluationState, IllegalMove
 from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, Moment
 
@@ -229,8 +229,8 @@ def now(**changes: Any) -> Moment:
 
 
 def rows_of(commands: list[Command]) -> list[EvaluationRow]:
-    assert all(isinstance(command, SaveEvaluation) for command in commands)
-    return [command.row for command in commands if isinstance(command, SaveEvaluation)]
+    assert all(isinstance(command, Save) for command in commands)
+    return [command.row for command in commands if isinstance(command, Save)]
 
 
 def offered(version: int, under_way: list[EvaluationRow] | None = None, tasks: int = 100) -> list[EvaluationRow]:

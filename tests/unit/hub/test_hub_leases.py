@@ -10,7 +10,7 @@ import pytest
 
 from kit.hub import Actor, Bench, code_of, fresh_request, ok
 from shoal.hub.state import nodes
-from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow
 from shoal.protocol import HeartbeatReply, Lease, LeaseReply, NodeState, NodeView, Outcome, Severity
 
@@ -34,7 +34,7 @@ def row_of(bench: Bench, who: Actor) -> NodeRow:
 def change(bench: Bench, who: Actor, **changes: object) -> None:
     row = row_of(bench, who)
     with bench.app.state.hub.context.storage.write() as transaction:
-        transaction.apply([SaveNode(replace(row, **changes), row.state)])
+        transaction.apply([Save(replace(row, **changes), row.state)])
 
 
 def establish(bench: Bench, who: Actor) -> None:

@@ -13,7 +13,7 @@ from kit.hub import Actor, Bench, code_of, earned, fresh_request, make_config, o
 from kit.state import NOW_MS, moment, node, nodes_in, of_type, rules, submission, submissions_in, verdict
 from shoal import ledger, protocol
 from shoal.hub.state import credits, draws, reputation
-from shoal.hub.state.commands import Record, SaveNode
+from shoal.hub.state.commands import Record, Save
 from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.machines import SubmissionState
@@ -39,7 +39,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 def prove(bench: Bench, actor: Actor, streak: int = 200) -> None:
     with bench.app.state.hub.context.storage.write() as transaction:
         row = transaction.node(actor.key.node)
-        transaction.apply([SaveNode(replace(row, streak=streak, passed=streak, accepted=streak), row.state)])
+        transaction.apply([Save(replace(row, streak=streak, passed=streak, accepted=streak), row.state)])
 
 
 def node_of(bench: Bench, actor: Actor) -> NodeRow:

@@ -15,7 +15,7 @@ from shoal.hub.service.calibrating import SETTING
 from shoal.hub.service.reporting import read_figures
 from shoal.hub.state import calibrations
 from shoal.hub.state.calibrations import InForce
-from shoal.hub.state.commands import Refusal, SaveNode
+from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.reputation import NEWER, POOLED_AUDITS, Suspicion, evidence_groups
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Audit, AuditRequest, Batch, Lease, NodeState, Outcome, Severity
@@ -136,7 +136,7 @@ def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(
         with play.storage.write() as transaction:
             row = transaction.node(worker.node)
             assert row is not None
-            transaction.apply([SaveNode(replace(row, accepted=8), row.state)])
+            transaction.apply([Save(replace(row, accepted=8), row.state)])
         assert play.judge(audit, Outcome.REJECTED, (0.0, 1.0), Severity.STATISTICAL) is None
     rows = [play._node(worker.node) for worker in workers]
     assert [row.strikes for row in rows] == [1, 1, 0]
@@ -161,7 +161,7 @@ def test_the_kind_that_fails_is_that_of_the_lease_whatever_its_node_asks_for_sin
             play.release(lease)
         row = play._node(worker.node)
         with play.storage.write() as transaction:
-            transaction.apply([SaveNode(replace(row, accepted=8), row.state)])
+            transaction.apply([Save(replace(row, accepted=8), row.state)])
     for worker in keys:
         (lease,) = play.lease(worker, 1)
         play.submit(lease)
@@ -229,7 +229,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def change(bench: Bench, actor: Actor, **changes: Any) -> None:
     with bench.app.state.hub.context.storage.write() as transaction:
         row = transaction.node(actor.key.node)
-        transaction.apply([SaveNode(replace(row, **changes), row.state)])
+        transaction.apply([Save(replace(row, **changes), row.state)])
 
 
 def row_of(bench: Bench, actor: Actor) -> NodeRow:

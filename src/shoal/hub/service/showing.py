@@ -21,7 +21,7 @@ from shoal.errors import CodecError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
 from shoal.hub.state import draws, leases, submissions
-from shoal.hub.state.commands import AddShown, Refusal, SaveSubmission
+from shoal.hub.state.commands import AddShown, Refusal, Save
 from shoal.hub.state.machines import LeaseState
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
@@ -205,7 +205,7 @@ class Showing:
             raise Refusal(409, "verdict.late", f"lease {lease} has a submission, which is judged by itself")
         arrival = submissions.Arrival(verdict.node, lease, verdict.submission, len(body), depth="progress")
         row = submissions.new_row(held.lease, arrival, moment.now_ms)
-        transaction.apply([SaveSubmission(row, None)])
+        transaction.apply([Save(row, None)])
         return row
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.hub.state import draws, pacing
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, SaveLease, SaveUnit
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, Save
 from shoal.hub.state.machines import UNDECIDED_UNITS, LeaseState, UnitState
 from shoal.hub.state.rows import LeaseRow, Moment, Progress, Rules, SubmissionRow, TaskRow, UnitRow
 from shoal.hub.state.units import VOID_INCARNATION, VOID_STALE
@@ -54,10 +54,10 @@ def announce(
     if newest is not None and policy.incarnation > newest.incarnation:
         active = [lease for lease in leases if lease.state == LeaseState.ACTIVE]
         void = [unit for unit in alive if unit.alive]
-        commands += [SaveLease(lease.to(LeaseState.VOID, now_ms), lease.state) for lease in active]
-        commands += [SaveUnit(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in void]
+        commands += [Save(lease.to(LeaseState.VOID, now_ms), lease.state) for lease in active]
+        commands += [Save(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in void]
     trained = [unit for unit in batched if unit.step is not None and unit.step < policy.version]
-    return commands + [SaveUnit(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
+    return commands + [Save(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
 
 
 def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> tuple[list[UnitRow] | None, str]:
@@ -121,10 +121,10 @@ def write_down(
     )
     # The unit stays accepted until the next version is out; what changes is the step it belongs to.
     commands: list[Command] = [AddBatch(batch)]
-    commands += [SaveUnit(replace(unit, step=step), unit.state) for unit in chosen]
+    commands += [Save(replace(unit, step=step), unit.state) for unit in chosen]
     taken = {unit.unit for unit in chosen}
     stale = [unit for unit in too_old(rules, step + 1, alive, leases) if unit.unit not in taken]
-    commands += [SaveUnit(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state) for unit in stale]
+    commands += [Save(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state) for unit in stale]
     if len(chosen) < rules.groups_per_step:
         message = f"step {step} was written down with {len(chosen)} of {rules.groups_per_step} groups"
         commands.append(RaiseAlarm(step, "batch.short", message, now_ms))

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.hub.state import nodes, pacing
-from shoal.hub.state.commands import Command, Refusal, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, Rules, ShownRow, SubmissionRow
 from shoal.hub.state.units import is_entrusted
@@ -82,13 +82,13 @@ def receive(
 def received(node: NodeRow, holding: Holding, row: SubmissionRow, now_ms: int) -> list[Command]:
     lease, unit = holding.lease, holding.unit
     commands: list[Command] = [
-        SaveNode(nodes.delivered(node, lease, now_ms), node.state),
-        SaveSubmission(row, None),
-        SaveLease(lease.to(LeaseState.SUBMITTED, now_ms), lease.state),
+        Save(nodes.delivered(node, lease, now_ms), node.state),
+        Save(row, None),
+        Save(lease.to(LeaseState.SUBMITTED, now_ms), lease.state),
     ]
     if unit.state is not UnitState.VOID:  # void: too old to train on by now, but it was asked for, so it is judged
         filled = {"incarnation": lease.incarnation, "version": lease.version, "submission": row.submission}
-        commands.append(SaveUnit(unit.to(UnitState.SUBMITTED, **filled), unit.state))
+        commands.append(Save(unit.to(UnitState.SUBMITTED, **filled), unit.state))
     return commands
 
 
