@@ -22,25 +22,12 @@ from shoal.client import ClientOptions, HubClient
 from shoal.client.http import open_http
 from shoal.client.weights import downloader_of
 from shoal.errors import BroadcastError, CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
-from shoal.protocol import (
-    HeartbeatReply,
-    HubClock,
-    LeaseReply,
-    LeaseStory,
-    LedgerHead,
-    Message,
-    NodeState,
-    NodeView,
-    OwnerOrders,
-    PolicyRef,
-    Problem,
-    RecentVerdict,
-    RunStatus,
-    SigningKey,
-    UnitStory,
-    Wait,
-    sign_document,
-)
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.lease import LeaseReply
+from shoal.protocol.node import HeartbeatReply, HubClock, NodeState, NodeView
+from shoal.protocol.policy import LedgerHead, PolicyRef
+from shoal.protocol.signing import Message, sign_document
+from shoal.protocol.status import LeaseStory, OwnerOrders, Problem, RecentVerdict, RunStatus, UnitStory, Wait
 from shoal.protocol.submission import ProgressReply
 from shoal.run import watchdog as reporter
 from shoal.run.ledger.places import download

@@ -55,32 +55,24 @@ from shoal.hub.state.rows import LeaseRow, NodeRow, UnitRow
 from shoal.hub.storage import postgres as postgres_module
 from shoal.hub.storage import tables
 from shoal.hub.storage.postgres import PostgresStorage
-from shoal.protocol import (
+from shoal.protocol.batch import Batch
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.lease import Lease, LeaseRelease, LeaseReply, LeaseRequest
+from shoal.protocol.node import HeartbeatReply, NodeState, Registration
+from shoal.protocol.policy import PolicyAnnouncement
+from shoal.protocol.signing import SignedDocument, open_document, sign_document
+from shoal.protocol.status import LedgerEntry, LedgerPage
+from shoal.protocol.verdict import (
     Audit,
     AuditReply,
     AuditRequest,
-    Batch,
-    HeartbeatReply,
-    Lease,
-    LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    LedgerEntry,
-    LedgerPage,
-    NodeState,
+    Branches,
     Outcome,
-    PolicyAnnouncement,
-    Registration,
     Severity,
-    SignedDocument,
-    SigningKey,
     Verdict,
     VerdictReply,
     VerdictReport,
-    open_document,
-    sign_document,
 )
-from shoal.protocol.verdict import Branches
 from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import stop_on_signals
 

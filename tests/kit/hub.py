@@ -17,40 +17,16 @@ from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
 from shoal.hub.state.commands import Save
 from shoal.ledger.accounts import Accounts
-from shoal.protocol import (
-    SUBMISSION_FORMAT,
-    AdminAction,
-    AdminReply,
-    AdminRequest,
-    Audit,
-    AuditReply,
-    Batch,
-    Lease,
-    LeaseReply,
-    Message,
-    Outcome,
-    PolicyAnnouncement,
-    PolicyRef,
-    Registration,
-    Role,
-    RoleCertificate,
-    Rollout,
-    RolloutReward,
-    RunInfo,
-    RunStatus,
-    SignedDocument,
-    SigningKey,
-    Submission,
-    Verdict,
-    VerdictReport,
-    fingerprint,
-    open_document,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    sign_document,
-    sign_request,
-)
+from shoal.protocol.batch import Batch
+from shoal.protocol.codec import pack
+from shoal.protocol.identity import SigningKey, fingerprint
+from shoal.protocol.lease import Lease, LeaseReply
+from shoal.protocol.node import AdminAction, AdminReply, AdminRequest, Registration, Role, RoleCertificate, RunInfo
+from shoal.protocol.policy import PolicyAnnouncement, PolicyRef
+from shoal.protocol.signing import Message, SignedDocument, open_document, sign_document, sign_request
+from shoal.protocol.status import RunStatus
+from shoal.protocol.submission import SUBMISSION_FORMAT, Rollout, Submission, pack_logprobs, pack_tokens
+from shoal.protocol.verdict import Audit, AuditReply, Outcome, RolloutReward, Verdict, VerdictReport
 from shoal.runtime.clock import Clock, ManualClock
 
 TOKENS_PER_ROLLOUT = 3

@@ -23,17 +23,10 @@ from shoal.client.known import UNKNOWN_NODE, Introduction, KnownRun
 from shoal.client.transport import Call, ClientOptions, Hubs, HubTime, Transport
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, ProtocolError, SignatureError
-from shoal.protocol import (
-    SignedDocument,
-    SigningKey,
-    document_hash,
-    first_problem,
-    open_document,
-    pack,
-    submission_digest,
-    unpack,
-)
-from shoal.protocol.submission import ProgressReply, ShownProgress
+from shoal.protocol.codec import pack, unpack
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.signing import SignedDocument, document_hash, first_problem, open_document
+from shoal.protocol.submission import ProgressReply, ShownProgress, submission_digest
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 

@@ -43,20 +43,10 @@ from shoal.hub import HubConfig, create_app, run_hub
 from shoal.hub.http import server
 from shoal.hub.settings import MAX_INFLATED_BYTES, MAX_SUBMISSION_BYTES
 from shoal.hub.storage import SqliteStorage
-from shoal.protocol import (
-    LeaseRequest,
-    PolicyAnnouncement,
-    ProofParameters,
-    Receipt,
-    Rollout,
-    SignedDocument,
-    Submission,
-    open_document,
-    sign_document,
-    sign_request,
-    submission_digest,
-)
-from shoal.protocol.lease import MAX_PROMPT_TOKENS
+from shoal.protocol.lease import MAX_PROMPT_TOKENS, LeaseRequest, ProofParameters
+from shoal.protocol.policy import PolicyAnnouncement
+from shoal.protocol.signing import SignedDocument, open_document, sign_document, sign_request
+from shoal.protocol.submission import Receipt, Rollout, Submission, submission_digest
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 

@@ -19,24 +19,20 @@ from shoal.hub.state import submissions
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import Moment, ShownRow
 from shoal.ledger import Chain, Keys, Proofs
-from shoal.protocol import (
-    Audit,
-    BodyLimits,
-    Evidence,
-    Lease,
-    LedgerEntry,
-    NodeState,
-    Outcome,
-    ProofParameters,
-    Severity,
+from shoal.protocol.codec import BodyLimits, pack, unpack
+from shoal.protocol.lease import Lease, ProofParameters
+from shoal.protocol.node import NodeState
+from shoal.protocol.status import Evidence, LedgerEntry
+from shoal.protocol.submission import (
+    ProgressReply,
+    ShownChunks,
+    ShownProgress,
     Submission,
-    SubmissionBodies,
-    pack,
     pack_tokens,
+    shown_digest,
     submission_digest,
-    unpack,
 )
-from shoal.protocol.submission import ProgressReply, ShownChunks, ShownProgress, shown_digest
+from shoal.protocol.verdict import Audit, Outcome, Severity, SubmissionBodies
 
 ROWS = 32
 LEASE_S = 10.0

@@ -26,19 +26,17 @@ from shoal.hub.service import Context
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import (
-    HubClock,
+from shoal.protocol.identity import node_id
+from shoal.protocol.node import HubClock, Registration, Role
+from shoal.protocol.signing import (
+    MAX_SKEW_MS,
     Message,
-    Registration,
     RequestSignature,
-    Role,
     first_problem,
-    node_id,
     sign_document,
     verify_body,
     verify_request,
 )
-from shoal.protocol.signing import MAX_SKEW_MS
 
 M = TypeVar("M", bound=Message)
 

@@ -12,25 +12,12 @@ from shoal.hub.http.calls import HubDependency, poll, serve
 from shoal.hub.http.middleware import visit_of
 from shoal.hub.http.openapi import BULK, bulk_answer, describes
 from shoal.hub.limits import network_of
-from shoal.protocol import (
-    AuditReply,
-    AuditRequest,
-    BatchReply,
-    BatchRequest,
-    Heartbeat,
-    HeartbeatReply,
-    LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    NodeView,
-    Registration,
-    SignedDocument,
-    StepReport,
-    VerdictReply,
-    VerdictReport,
-)
+from shoal.protocol.batch import BatchReply, BatchRequest, StepReport
+from shoal.protocol.lease import LeaseRelease, LeaseReply, LeaseRequest
+from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeView, Registration
+from shoal.protocol.signing import SignedDocument
 from shoal.protocol.submission import SHOWN_BYTES, ProgressReply
-from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST
+from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, AuditReply, AuditRequest, VerdictReply, VerdictReport
 
 router = APIRouter()
 
