@@ -15,7 +15,9 @@ from kit.asgi import AsgiTransport
 from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
+from shoal.hub.service import Hub
 from shoal.hub.state.commands import Save
+from shoal.hub.state.rows import NodeRow
 from shoal.ledger.accounts import Accounts
 from shoal.protocol.batch import Batch
 from shoal.protocol.codec import pack
@@ -183,11 +185,26 @@ class Bench:
 
     def prove(self, *workers: Actor) -> None:
         """Let workers have passed an audit: others have one unit in hand until their first group is accepted."""
-        with self.app.state.hub.context.storage.write() as transaction:
-            for worker in workers:
-                row = transaction.node(worker.key.node)
-                if row is not None and row.unproven:
-                    transaction.apply([Save(replace(row, passed=1), row.state)])
+        for worker in workers:
+            if self.row(worker).unproven:
+                self.change(worker, passed=1)
+
+    @property
+    def hub(self) -> Hub:
+        hub: Hub = self.app.state.hub
+        return hub
+
+    def row(self, who: Actor) -> NodeRow:
+        with self.hub.context.storage.read() as reader:
+            row = reader.node(who.key.node)
+        assert row is not None
+        return row
+
+    def change(self, who: Actor, **changes: Any) -> None:
+        """Let the hub know other things of a node."""
+        row = self.row(who)
+        with self.hub.context.storage.write() as transaction:
+            transaction.apply([Save(replace(row, **changes), row.state)])
 
     def close(self) -> None:
         self.http.close()

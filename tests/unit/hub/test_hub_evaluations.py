@@ -131,8 +131,8 @@ def test_a_killed_validators_slice_is_taken_up_again(bench: Bench) -> None:
     assert slice_of(ask(bench, other)).first == 32, "nobody gets what somebody has"
     assert slice_of(ask(bench)).first == lost.first, "it was restarted, and asks again"
     bench.clock.advance(5 * 60 + 1)
-    bench.app.state.hub.upkeep.tick()
-    with bench.app.state.hub.context.storage.read() as reader:
+    bench.hub.upkeep.tick()
+    with bench.hub.context.storage.read() as reader:
         assert {row.state for row in reader.evaluations_under_way()} == {"open"}, "nobody has to ask for that"
     assert slice_of(ask(bench, other)).first == lost.first, "it is gone for good: its claim ran out"
 

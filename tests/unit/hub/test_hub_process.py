@@ -396,7 +396,7 @@ def test_what_cannot_be_stored_gets_no_receipt(tmp_path: Path, request: pytest.F
         answer = bench.alice.submit(lease)
         assert code_of(answer) == (503, "hub.resource")
         assert str(disk.path) not in answer.text, "that is for the log"
-        failure = bench.app.state.hub.context.failure
+        failure = bench.hub.context.failure
         assert isinstance(failure, DiskError), "the process ends with it"
         assert FULL in str(failure)
         assert str(disk.path) in str(failure)

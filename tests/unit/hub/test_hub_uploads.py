@@ -37,7 +37,7 @@ def test_submissions_are_kept_in_the_bucket_judged_and_trained_on(bench: Bench) 
         body = submission_body(lease)
         signed = SignedDocument.model_validate_json(ok(bench.alice.submit(lease, body)).content)
         receipt = open_document(signed, Receipt, HUB.public_key)
-        assert bench.app.state.hub.context.blobs.get(receipt.submission) == body
+        assert bench.hub.context.blobs.get(receipt.submission) == body
     assert not (bench.folder / "blobs").exists()
     for audit in bench.audits():
         ok(bench.judge(audit))
@@ -55,9 +55,9 @@ def test_a_store_that_is_gone_is_no_promise_and_no_end_of_the_hub(
         raise ResourceError("cannot write a submission in s3://…: connection refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.app.state.hub.context.blobs, "put", gone)
+        patch.setattr(bench.hub.context.blobs, "put", gone)
         assert code_of(bench.alice.submit(lease)) == (503, "hub.resource")
-    assert bench.app.state.hub.context.failure is None
+    assert bench.hub.context.failure is None
     assert bench.alice.submit(lease).status_code == 201
 
 
