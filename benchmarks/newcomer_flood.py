@@ -36,7 +36,7 @@ from shoal.engines.submission import submission_of
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.hub.service import Hub, retry
-from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow
 from shoal.protocol import (
     Audit,
@@ -190,7 +190,7 @@ class World:
         if honest and proven:
             row = replace(row, passed=PROBATION_AUDITS, streak=PROBATION_AUDITS, accepted=PROBATION_AUDITS)
             with self.hub.context.storage.write() as transaction:
-                transaction.apply([SaveNode(row, row.state)])
+                transaction.apply([Save(row, row.state)])
         return Worker(row, [], honest=honest, network=HOME if honest else self.scenario.network)
 
     @property

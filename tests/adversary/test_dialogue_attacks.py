@@ -22,26 +22,22 @@ from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
-from shoal.protocol import (
-    Audit,
-    DialogueTerms,
-    Lease,
-    Outcome,
-    PolicyRef,
-    ProofParameters,
+from shoal.protocol.codec import pack
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.lease import DialogueTerms, Lease, ProofParameters, SamplingParameters
+from shoal.protocol.policy import PolicyRef
+from shoal.protocol.signing import sign_document
+from shoal.protocol.submission import (
     Rollout,
-    SamplingParameters,
-    Severity,
-    SigningKey,
     Submission,
-    Verdict,
-    pack,
+    drawn_mask,
     pack_logprobs,
+    pack_spans,
     pack_tokens,
-    sign_document,
     submission_digest,
+    unpack_spans,
 )
-from shoal.protocol.submission import drawn_mask, pack_spans, unpack_spans
+from shoal.protocol.verdict import Audit, Outcome, Severity, Verdict
 from shoal.toploc import commit, split_proofs
 from shoal.validator import checks
 from shoal.validator.bands import Bands

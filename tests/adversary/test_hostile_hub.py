@@ -19,40 +19,16 @@ from pydantic import ValidationError
 from kit.hostile import Answer, Asked, HostileHub, hostile_hub
 from shoal.cli.main import main
 from shoal.client import ClientOptions, HubClient
-from shoal.client import delivery as delivering
-from shoal.client.delivery import Delivery
 from shoal.client.http import open_http
 from shoal.client.weights import downloader_of
-from shoal.errors import (
-    BroadcastError,
-    CodecError,
-    DeadlineExceeded,
-    HubRefused,
-    HubUnreachable,
-    ProtocolError,
-    SignatureError,
-)
-from shoal.protocol import (
-    HeartbeatReply,
-    HubClock,
-    LeaseReply,
-    LeaseStory,
-    LedgerHead,
-    Message,
-    NodeState,
-    NodeView,
-    OwnerOrders,
-    PolicyRef,
-    Problem,
-    RecentVerdict,
-    RunStatus,
-    SigningKey,
-    UnitStory,
-    Wait,
-    sign_document,
-    submission_digest,
-)
-from shoal.protocol.submission import ProgressReply, UploadTicket
+from shoal.errors import BroadcastError, CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.lease import LeaseReply
+from shoal.protocol.node import HeartbeatReply, HubClock, NodeState, NodeView
+from shoal.protocol.policy import LedgerHead, PolicyRef
+from shoal.protocol.signing import Message, sign_document
+from shoal.protocol.status import LeaseStory, OwnerOrders, Problem, RecentVerdict, RunStatus, UnitStory, Wait
+from shoal.protocol.submission import ProgressReply
 from shoal.run import watchdog as reporter
 from shoal.run.ledger.places import download
 from shoal.run.watchdog import fetch_status
@@ -204,50 +180,6 @@ def test_a_public_hub_cannot_have_loopback_asked_for_weights(
     ):
         downloader.fetch(POLICY, deadline_s=2.0)
     assert inside.requests == []
-
-
-def ticket(hub: HostileHub, client: HubClient, **changes: Any) -> Answer:
-    fields = {
-        "run": hub.run, "node": client.key.node, "lease": "lease-1", "submission": submission_digest(b"work"),
-        "url": f"{hub.url}/store", "headers": {"content-length": "4"}, "expires_at_ms": 1, "size_bytes": 4,
-        "needed": True, **changes,
-    }  # fmt: skip
-    return 200, {}, hub.sign(UploadTicket(**fields)).model_dump_json().encode()
-
-
-@pytest.mark.parametrize("how", ["named", "redirected", "headers", "userinfo"])
-def test_a_public_hub_cannot_have_work_put_anywhere_else_than_to_a_store(
-    public: HostileHub, inside: HostileHub, how: str
-) -> None:
-    public.become("demo", uploads="store")
-    with closing(client_of(public)) as client:
-        changes: dict[str, Any] = {
-            "named": {"url": f"{inside.url}/admin"},
-            "redirected": {},
-            "headers": {"headers": {"content-length": "4", "X-Forwarded-For": "127.0.0.1", "Cookie": "a=b"}},
-            "userinfo": {"url": f"{public.url}/store".replace("://", "://root:secret@")},
-        }[how]
-        public.answers["/store"] = redirecting(f"{inside.url}/admin")
-        public.answers["/submissions/lease-1/upload"] = ticket(public, client, **changes)
-        with closing(Delivery(client)) as delivery, pytest.raises(HubRefused, match="no such thing"):
-            delivery.hand_in("lease-1", b"work")  # by way of the hub after all, which has no such call
-    assert inside.requests == []
-    asked = [request.path for request in public.requests]
-    assert ("/store" in asked) == (how == "redirected")
-    assert asked[-1] == "/submissions/lease-1"
-
-
-@pytest.mark.parametrize(
-    "changes", [{"node": "0" * 32}, {"lease": "lease-2"}, {"run": "other-0"}, {"submission": "0" * 64}]
-)
-def test_a_ticket_for_something_else_is_not_used(hub: HostileHub, changes: dict[str, str]) -> None:
-    """The hub signed it once for another: whoever is on the way could have work put where that one may write."""
-    hub.become("demo", uploads="store")
-    with closing(client_of(hub)) as client, closing(Delivery(client)) as delivery:
-        hub.answers["/submissions/lease-1/upload"] = ticket(hub, client, **changes)
-        with pytest.raises(SignatureError, match=r"is for (something else|run)"):
-            delivery.hand_in("lease-1", b"work")
-    assert "/store" not in [asked.path for asked in hub.requests]
 
 
 def test_a_public_hub_cannot_name_a_hub_on_loopback(public: HostileHub, inside: HostileHub) -> None:
@@ -447,42 +379,6 @@ def test_an_answer_that_never_ends_is_left_after_a_stop(monkeypatch: pytest.Monk
         threading.Thread(target=lambda: (wait_for(lambda: taken), stop.set("asked")), daemon=True).start()
         with pytest.raises(DeadlineExceeded, match="asked"):
             client.trusted_run()
-
-
-@pytest.mark.parametrize("status", [200, 403])
-@pytest.mark.timeout(30)
-def test_the_answer_of_a_store_is_not_read_beyond_its_first_bytes(hub: HostileHub, status: int) -> None:
-    hub.become("demo", uploads="store")
-    head = f"HTTP/1.1 {status} OK\r\ncontent-length: 1000000000\r\n\r\n".encode()
-    with sending(head, b"x" * MIB) as (url, taken), closing(client_of(hub)) as client:
-        hub.answers["/submissions/lease-1/upload"] = ticket(hub, client, url=f"{url}/store")
-        with closing(Delivery(client)) as delivery, pytest.raises(HubRefused, match="no such thing"):
-            delivery.hand_in("lease-1", b"work")
-        assert taken[0] < 100 * MIB, "what fits into the buffers of two sockets, not all of it"
-    asked = [request.path for request in hub.requests]
-    assert asked[-1] == ("/submissions/lease-1/commit" if status == 200 else "/submissions/lease-1")
-
-
-@pytest.mark.timeout(30)
-def test_a_store_whose_answer_drips_is_left(hub: HostileHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivering, "PUT_S", 0.5)
-    hub.become("demo", uploads="store")
-    with sending(*DRIPS["a head that drips"]) as (url, _), closing(client_of(hub)) as client:
-        hub.answers["/submissions/lease-1/upload"] = ticket(hub, client, url=f"{url}/store")
-        with closing(Delivery(client)) as delivery, pytest.raises(HubRefused, match="no such thing"):
-            delivery.hand_in("lease-1", b"work")
-    assert hub.requests[-1].path == "/submissions/lease-1"
-
-
-def test_a_store_whose_answer_is_compressed_is_left(hub: HostileHub) -> None:
-    """Taken for a yes, it would be decompressed first."""
-    hub.become("demo", uploads="store")
-    hub.answers["/store"] = compressed(MIB)
-    with closing(client_of(hub)) as client:
-        hub.answers["/submissions/lease-1/upload"] = ticket(hub, client, url=f"{hub.url}/store")
-        with closing(Delivery(client)) as delivery, pytest.raises(HubRefused, match="no such thing"):
-            delivery.hand_in("lease-1", b"work")
-    assert [asked.path for asked in hub.requests][-2:] == ["/store", "/submissions/lease-1"]
 
 
 # ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────

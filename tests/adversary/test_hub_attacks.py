@@ -18,16 +18,11 @@ import zstandard
 from kit.door import Caller, Hub, establish, ok, packed, refusal, running_hub, submission
 from shoal.errors import LedgerError
 from shoal.ledger import verify
-from shoal.protocol import (
-    HubClock,
-    LedgerHead,
-    LedgerPage,
-    RunStatus,
-    Severity,
-    SignedDocument,
-    open_document,
-    sign_request,
-)
+from shoal.protocol.node import HubClock
+from shoal.protocol.policy import LedgerHead
+from shoal.protocol.signing import SignedDocument, open_document, sign_request
+from shoal.protocol.status import LedgerPage, RunStatus
+from shoal.protocol.verdict import Severity
 
 MIB = 2**20
 

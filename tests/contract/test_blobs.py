@@ -6,17 +6,15 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kit.s3 import KEYS, Shop, s3_server
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub.storage.blobs import LEFT_OVER_S, BlobFolder, Blobs, open_blobs
-from shoal.hub.storage.s3 import Bucket, S3Blobs, S3Inbox
+from shoal.hub.storage.s3 import Bucket, S3Blobs
 from shoal.protocol import submission_digest
 
 Spoil = Callable[[str, bytes], None]
-NOW_MS = 1_900_000_000_000
 
 
 @pytest.fixture(scope="module")
@@ -76,47 +74,8 @@ class TestFolder:
         assert young.exists()
         assert blobs.get(blobs.put(b"bytes")) == b"bytes"
 
-    def test_it_is_what_a_run_gets_that_names_no_bucket_and_has_no_inbox(self, tmp_path: Path) -> None:
-        blobs = open_blobs("", "", tmp_path)
-        assert isinstance(blobs, BlobFolder)
-        assert blobs.inbox is None
-
-
-def inbox_of(shop: Shop, url: str) -> S3Inbox:
-    inbox = S3Blobs(Bucket.at(url, shop.endpoint, KEYS), KEYS).inbox
-    assert isinstance(inbox, S3Inbox)
-    return inbox
-
-
-class TestInbox:
-    def test_a_worker_without_a_key_puts_its_bytes_and_the_hub_takes_them(self, shop: Shop) -> None:
-        inbox, body = inbox_of(shop, f"{shop.url}/inbox"), b"a submission"
-        assert inbox.take("u1a0", 1000) is None
-        leave = inbox.ticket("u1a0", submission_digest(body), len(body), NOW_MS)
-        assert leave.expires_at_ms > NOW_MS
-        assert httpx.put(leave.url, content=body, headers=leave.headers).status_code == 200
-        assert inbox.take("u1a0", 1000) == body
-        assert inbox.take("u1a0", len(body) - 1) is None
-        inbox.discard("u1a0")
-        inbox.discard("u1a0")
-        assert inbox.take("u1a0", 1000) is None
-
-    def test_what_nobody_comes_back_for_is_swept_by_age_and_blobs_are_not(self, shop: Shop) -> None:
-        url = f"{shop.url}/sweep"
-        blobs = S3Blobs(Bucket.at(url, shop.endpoint, KEYS), KEYS)
-        name = blobs.put(b"kept")
-        inbox = inbox_of(shop, url)
-        for lease in ("u1a0", "u2a0"):
-            shop.put(f"runs/one/sweep/uploads/{lease}", b"orphan")
-        assert inbox.sweep(older_than_s=3600) == 0
-        assert inbox.take("u1a0", 100) == b"orphan"
-        assert inbox.sweep(older_than_s=-3600) == 2
-        assert inbox.take("u1a0", 100) is None
-        assert blobs.get(name) == b"kept"
-
-    def test_without_a_key_that_can_be_passed_on_there_is_none(self, shop: Shop) -> None:
-        blobs = S3Blobs(Bucket.at(shop.url, shop.endpoint, {}), {})
-        assert blobs.inbox is None
+    def test_it_is_what_a_run_gets_that_names_no_bucket(self, tmp_path: Path) -> None:
+        assert isinstance(open_blobs("", "", tmp_path), BlobFolder)
 
 
 class TestMistakes:

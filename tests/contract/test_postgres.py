@@ -14,7 +14,7 @@ from sqlalchemy import text
 from kit.postgres import Cluster
 from kit.storage import apply, leased, node, on_postgres, submission
 from shoal.errors import ConfigError, ResourceError
-from shoal.hub.state.commands import Refusal, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.rows import UnitRow
 from shoal.hub.storage import StaleRow, Storage
@@ -32,14 +32,14 @@ class TestPostgres:
     def storage(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(postgres_module, "LIMITS", {**postgres_module.LIMITS, **SOON})
         storage = on_postgres(request, tmp_path)
-        apply(storage, SaveNode(node(1), None), SaveNode(node(2), None))
+        apply(storage, Save(node(1), None), Save(node(2), None))
         yield storage
         storage.close()
 
     def test_two_that_pick_get_different_ones(self, storage: Storage) -> None:
-        apply(storage, *(SaveUnit(UnitRow(number, "t"), None) for number in range(4)))
+        apply(storage, *(Save(UnitRow(number, "t"), None) for number in range(4)))
         apply(storage, *leased(4), *leased(5), *leased(6))
-        apply(storage, *(SaveSubmission(submission(number), None) for number in (4, 5, 6)))
+        apply(storage, *(Save(submission(number), None) for number in (4, 5, 6)))
         received = [SubmissionState.RECEIVED]
         with storage.write() as first, storage.write() as second:
             assert [row.unit for row in first.open_units(2)] == [0, 1]
@@ -65,7 +65,7 @@ class TestPostgres:
         ids=["node", "nodes", "lease", "leases", "unit", "submission", "of lease", "light", "frontier"],
     )
     def test_what_a_writer_read_nobody_else_decides_about(self, storage: Storage, read: Callable[[Any], Any]) -> None:
-        apply(storage, *leased(0), SaveSubmission(replace(submission(0), depth="light"), None))
+        apply(storage, *leased(0), Save(replace(submission(0), depth="light"), None))
 
         def beside() -> None:
             with storage.write() as second:
@@ -150,7 +150,7 @@ class TestPostgres:
 
     def test_a_value_that_no_column_takes_is_not_tried_again(self, storage: Storage) -> None:
         with pytest.raises(ResourceError, match="null value"):
-            apply(storage, SaveNode(replace(node(3), name=None), None))  # type: ignore[arg-type]
+            apply(storage, Save(replace(node(3), name=None), None))  # type: ignore[arg-type]
 
     def test_it_says_what_time_it_is(self, storage: Storage) -> None:
         first, second = storage.now_ms(), storage.now_ms()
@@ -160,7 +160,7 @@ class TestPostgres:
 
     def test_a_character_that_it_cannot_hold_is_the_callers_fault(self, storage: Storage) -> None:
         with pytest.raises(Refusal, match=r"request\.value"):
-            apply(storage, SaveNode(replace(node(3), name="a\x00b"), None))
+            apply(storage, Save(replace(node(3), name="a\x00b"), None))
 
     def test_a_lost_connection_is_said_and_made_anew(self, storage: Storage) -> None:
         def cut() -> None:

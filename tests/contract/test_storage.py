@@ -14,19 +14,7 @@ from sqlalchemy import create_engine, text
 from kit.storage import POLICY, apply, lease, leased, node, on_postgres, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
-from shoal.hub.state.commands import (
-    AddBatch,
-    AddPolicy,
-    AddShown,
-    AddVerdict,
-    Command,
-    RaiseAlarm,
-    Record,
-    SaveLease,
-    SaveNode,
-    SaveSubmission,
-    SaveUnit,
-)
+from shoal.hub.state.commands import AddBatch, AddPolicy, AddShown, AddVerdict, Command, RaiseAlarm, Record, Save
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import Progress, ShownRow, UnitRow
 from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
@@ -43,7 +31,7 @@ IMPLEMENTATIONS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     storage = IMPLEMENTATIONS[request.param](request, tmp_path)
     with storage.write() as transaction:
-        transaction.apply([SaveNode(node(1), None), SaveNode(node(2), None)])
+        transaction.apply([Save(node(1), None), Save(node(2), None)])
     yield storage
     storage.close()
 
@@ -63,7 +51,7 @@ def test_a_new_storage_is_at_the_beginning(storage: Storage) -> None:
 def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
     unit = UnitRow(3, "t", UnitState.LEASED, attempt=2, failures=1, reason="x")
     row = replace(submission(3), rewards=(0.5, -1.0), generated_tokens=7, message="m", decided_at_ms=9)
-    apply(storage, SaveUnit(unit, None), SaveLease(lease(3), None), SaveSubmission(row, None))
+    apply(storage, Save(unit, None), Save(lease(3), None), Save(row, None))
     with storage.read() as reader:
         assert reader.unit(3) == unit
         assert reader.submission(row.submission) == row
@@ -79,7 +67,7 @@ def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
 def test_a_nodes_record_comes_back_as_it_went_in(storage: Storage) -> None:
     tally = Tally(tokens=9, proofs=2, accidents=1, channels={"mantissa": Sums(seen=0.3, expected=0.1, shared=0.5)})
     row = replace(node(1), pending=5, streak=12, passed=40, record=tally)
-    apply(storage, SaveNode(row, NodeState.ACTIVE))
+    apply(storage, Save(row, NodeState.ACTIVE))
     with storage.read() as reader:
         assert reader.node(row.node) == row
 
@@ -88,10 +76,10 @@ def test_a_row_is_written_only_over_the_state_it_was_decided_on(storage: Storage
     apply(storage, *leased(0))
     row = UnitRow(0, "task-0", UnitState.SUBMITTED)
     with pytest.raises(StaleRow):
-        apply(storage, SaveUnit(row, UnitState.OPEN))
-    apply(storage, SaveUnit(row, UnitState.LEASED))
+        apply(storage, Save(row, UnitState.OPEN))
+    apply(storage, Save(row, UnitState.LEASED))
     with pytest.raises(StaleRow):
-        apply(storage, SaveUnit(row, UnitState.LEASED))
+        apply(storage, Save(row, UnitState.LEASED))
 
 
 def test_a_failed_transaction_leaves_nothing(storage: Storage) -> None:
@@ -113,33 +101,30 @@ BATCH = Batch(step=0, groups=(), written_at_ms=1)
 
 
 CONTRADICTIONS: dict[str, tuple[list[Command], Command]] = {
-    "the same unit twice": ([], SaveUnit(UnitRow(0, "t"), None)),
+    "the same unit twice": ([], Save(UnitRow(0, "t"), None)),
     "one submission in two units": (
-        [SaveUnit(UnitRow(1, "t", UnitState.SUBMITTED, submission="s"), None)],
-        SaveUnit(UnitRow(2, "t", UnitState.SUBMITTED, submission="s"), None),
+        [Save(UnitRow(1, "t", UnitState.SUBMITTED, submission="s"), None)],
+        Save(UnitRow(2, "t", UnitState.SUBMITTED, submission="s"), None),
     ),
-    "two leases of one attempt": ([], SaveLease(replace(lease(0, who=2), lease="other"), None)),
-    "one request, one unit, two leases": ([], SaveLease(lease(0, attempt=1), None)),
-    "a lease of no unit": ([], SaveLease(lease(7), None)),
-    "a second submission of a lease": (
-        [SaveSubmission(submission(0), None)],
-        SaveSubmission(submission(0, name="b"), None),
-    ),
+    "two leases of one attempt": ([], Save(replace(lease(0, who=2), lease="other"), None)),
+    "one request, one unit, two leases": ([], Save(lease(0, attempt=1), None)),
+    "a lease of no unit": ([], Save(lease(7), None)),
+    "a second submission of a lease": ([Save(submission(0), None)], Save(submission(0, name="b"), None)),
     "the same bytes for two leases": (
-        [SaveSubmission(submission(0), None), *leased(1)],
-        SaveSubmission(submission(1, name=submission(0).submission), None),
+        [Save(submission(0), None), *leased(1)],
+        Save(submission(1, name=submission(0).submission), None),
     ),
-    "a submission of no lease": ([], SaveSubmission(submission(7), None)),
+    "a submission of no lease": ([], Save(submission(7), None)),
     "two digests of one version": (
         [AddPolicy(POLICY, 1)],
         AddPolicy(POLICY.model_copy(update={"digest": "e" * 64}), 1),
     ),
     "two batches of a step": ([AddBatch(BATCH)], AddBatch(BATCH)),
     "two verdicts on a submission": (
-        [SaveSubmission(submission(0), None), AddVerdict(submission(0).submission, "{}")],
+        [Save(submission(0), None), AddVerdict(submission(0).submission, "{}")],
         AddVerdict(submission(0).submission, "{}"),
     ),
-    "a node registered twice": ([], SaveNode(node(1), None)),
+    "a node registered twice": ([], Save(node(1), None)),
 }
 
 
@@ -161,7 +146,7 @@ def test_progress_counts_what_pacing_needs(storage: Storage) -> None:
     ]  # fmt: skip
     newest = PolicyRef(incarnation=1, version=0, digest="f" * 64)
     older = PolicyRef(incarnation=0, version=7, digest="e" * 64)
-    apply(storage, *(SaveUnit(row, None) for row in rows), AddBatch(BATCH), AddPolicy(newest, 1), AddPolicy(older, 2))
+    apply(storage, *(Save(row, None) for row in rows), AddBatch(BATCH), AddPolicy(newest, 1), AddPolicy(older, 2))
     with storage.read() as reader:
         progress = reader.progress()
         assert progress == Progress(policy=newest, next_step=1, next_unit=10, alive=4, dropped=1, failed=1)
@@ -180,7 +165,7 @@ def test_dropped_groups_are_found_by_the_step_that_lost_them(storage: Storage) -
         lost_step = None if state == UnitState.ACCEPTED else 5
         row = UnitRow(number, "t", state, submission=submission(number).submission, lost_step=lost_step)
         stored = replace(submission(number), rewards=(0.1 * number,) * 2)
-        apply(storage, SaveUnit(row, None), SaveLease(lease(number), None), SaveSubmission(stored, None))
+        apply(storage, Save(row, None), Save(lease(number), None), Save(stored, None))
     with storage.read() as reader:
         found = reader.dropped_submissions(5)
         assert [(row.unit, row.rewards) for row in found] == [(1, (0.1, 0.1)), (3, (0.1 * 3, 0.1 * 3))]
@@ -188,9 +173,9 @@ def test_dropped_groups_are_found_by_the_step_that_lost_them(storage: Storage) -
 
 
 def test_queries_come_in_order_and_within_limits(storage: Storage) -> None:
-    units = [SaveUnit(UnitRow(number, "t"), None) for number in (5, 3, 4)]
+    units = [Save(UnitRow(number, "t"), None) for number in (5, 3, 4)]
     apply(storage, *units, *leased(2, deadline_ms=50), *leased(1, deadline_ms=60), *leased(0, deadline_ms=90))
-    apply(storage, *(SaveSubmission(submission(number), None) for number in (2, 0, 1)))
+    apply(storage, *(Save(submission(number), None) for number in (2, 0, 1)))
     with storage.read() as reader:
         assert [row.unit for row in reader.open_units(2)] == [3, 4]
         assert [held.lease.unit for held in reader.holdings()] == [0, 1, 2]
@@ -205,16 +190,16 @@ def test_queries_come_in_order_and_within_limits(storage: Storage) -> None:
 
 def test_units_that_were_unsure_twice_are_open_for_validators_only(storage: Storage) -> None:
     failures = {0: 0, 1: 2, 2: 1, 3: 5, 4: 2}
-    apply(storage, *(SaveUnit(UnitRow(unit, "t", failures=count), None) for unit, count in failures.items()))
+    apply(storage, *(Save(UnitRow(unit, "t", failures=count), None) for unit, count in failures.items()))
     with storage.write() as transaction:
         assert [row.unit for row in transaction.open_units(9)] == [0, 2]
         assert [row.unit for row in transaction.open_units(2, entrusted=True)] == [1, 3]
 
 
 def test_a_validators_own_work_is_no_newcomers(storage: Storage) -> None:
-    apply(storage, *leased(0), SaveSubmission(submission(0), None))
+    apply(storage, *leased(0), Save(submission(0), None))
     row = replace(node(1), role="validator", passed=0)
-    apply(storage, SaveNode(row, NodeState.ACTIVE))
+    apply(storage, Save(row, NodeState.ACTIVE))
     with storage.read() as reader:
         assert [each.unit for each in reader.waiting_audits(on_probation=False, limit=9)] == [0]
         assert reader.waiting_audits(on_probation=True, limit=9) == []
@@ -230,7 +215,7 @@ def test_kin_are_nodes_of_a_kind_that_are_here_and_failed_or_passed(storage: Sto
     }  # fmt: skip
     for number, fields in alike.items():
         row = replace(node(number), **{"passed": 0, "kind": "torch/cuda/bfloat16", "doubt": 0.5, **fields})
-        apply(storage, SaveNode(row, None))
+        apply(storage, Save(row, None))
         with storage.write() as transaction:
             transaction.put_presence(Presence(row.node, last_seen_ms=99 if number == 8 else 100))
     with storage.read() as reader:
@@ -243,9 +228,9 @@ def test_audits_and_decisions_by_time(storage: Storage) -> None:
     apply(storage, *leased(0), *leased(1), *leased(2))
     for unit, until_ms in ((0, 10), (1, 20)):
         row = replace(submission(unit), state=SubmissionState.AUDITING, claimed_until_ms=until_ms)
-        apply(storage, SaveSubmission(row, None))
+        apply(storage, Save(row, None))
     decided = replace(submission(2), state=SubmissionState.ACCEPTED, decided_at_ms=5)
-    apply(storage, SaveSubmission(decided, None))
+    apply(storage, Save(decided, None))
     with storage.read() as reader:
         assert [row.unit for row in reader.overdue_audits(15)] == [0]
         assert reader.decided_submissions(5) == [decided]
@@ -256,7 +241,7 @@ def test_refusals_among_the_newest_decisions(storage: Storage) -> None:
     states = (rejected, accepted, unsure, rejected)
     for unit, state in enumerate(states):
         row = replace(submission(unit), state=state, decided_at_ms=unit)
-        apply(storage, *leased(unit), SaveSubmission(row, None))
+        apply(storage, *leased(unit), Save(row, None))
     with storage.read() as reader:
         assert [row.unit for row in reader.refused_submissions(10)] == [3, 2, 0]
         assert [row.unit for row in reader.refused_submissions(3)] == [3, 2]
@@ -265,14 +250,14 @@ def test_refusals_among_the_newest_decisions(storage: Storage) -> None:
 
 def test_a_lease_that_ended_is_no_longer_held(storage: Storage) -> None:
     apply(storage, *leased(0))
-    apply(storage, SaveLease(replace(lease(0), state=LeaseState.EXPIRED), LeaseState.ACTIVE))
+    apply(storage, Save(replace(lease(0), state=LeaseState.EXPIRED), LeaseState.ACTIVE))
     with storage.read() as reader:
         assert reader.holdings() == []
         assert reader.overdue_holdings(10**9) == []
 
 
-def proven(number: int, **changes: Any) -> SaveNode:
-    return SaveNode(replace(node(number), passed=8, **changes), NodeState.ACTIVE)
+def proven(number: int, **changes: Any) -> Command:
+    return Save(replace(node(number), passed=8, **changes), NodeState.ACTIVE)
 
 
 def test_what_newcomers_have_in_hand(storage: Storage) -> None:
@@ -285,7 +270,7 @@ def test_what_newcomers_have_in_hand(storage: Storage) -> None:
     for unit, state in ((0, SubmissionState.RECEIVED), (1, SubmissionState.ACCEPTED)):
         ended = replace(lease(unit), state=LeaseState.SUBMITTED)
         handed_in = replace(submission(unit), state=state)
-        apply(storage, SaveLease(ended, LeaseState.ACTIVE), SaveSubmission(handed_in, None))
+        apply(storage, Save(ended, LeaseState.ACTIVE), Save(handed_in, None))
     assert in_hand() == 3, "handed in is in hand until it is judged"
     apply(storage, proven(1))
     assert in_hand() == 1
@@ -298,17 +283,17 @@ def test_what_newcomers_have_in_hand_by_node_and_network(storage: Storage) -> No
         return found.own, dict(found.networks), {name: units for name, units in found.unproven.items() if units}
 
     here, there = "192.0.2.0/24", "198.51.100.0/24"
-    apply(storage, *(SaveNode(replace(node(who), network=here), NodeState.ACTIVE) for who in (1, 2)))
+    apply(storage, *(Save(replace(node(who), network=here), NodeState.ACTIVE) for who in (1, 2)))
     apply(storage, *leased(0), *leased(1), *leased(2, who=2))
     assert in_hand(1) == (2, {here: 3}, {here: 3})
     assert in_hand(2)[0] == 1
     assert in_hand(9)[0] == 0
     passed = replace(node(1), network=here, passed=1)
-    apply(storage, SaveNode(passed, NodeState.ACTIVE))
+    apply(storage, Save(passed, NodeState.ACTIVE))
     assert in_hand(1) == (2, {here: 3}, {here: 1})
-    apply(storage, SaveNode(replace(passed, passed=0, network=there), NodeState.ACTIVE))
+    apply(storage, Save(replace(passed, passed=0, network=there), NodeState.ACTIVE))
     assert in_hand(1) == (2, {here: 1, there: 2}, {here: 1, there: 2})
-    apply(storage, SaveNode(replace(passed, passed=8), NodeState.ACTIVE))
+    apply(storage, Save(replace(passed, passed=8), NodeState.ACTIVE))
     assert in_hand(1) == (0, {here: 1}, {here: 1})
 
 
@@ -318,17 +303,17 @@ def test_leases_of_unproven_newcomers_that_last_longer_than_lease_s_by_network(s
             return {name: units for name, units in reader.newcomers_in_hand("").long.items() if units}
 
     here, there = "192.0.2.0/24", "198.51.100.0/24"
-    apply(storage, *(SaveNode(replace(node(who), network=here), NodeState.ACTIVE) for who in (1, 2)))
+    apply(storage, *(Save(replace(node(who), network=here), NodeState.ACTIVE) for who in (1, 2)))
     (*made, last) = leased(1)
-    assert isinstance(last, SaveLease)
-    apply(storage, *leased(0), *made, SaveLease(replace(last.row, brief=True), None), *leased(2, who=2))
+    assert isinstance(last, Save)
+    apply(storage, *leased(0), *made, Save(replace(last.row, brief=True), None), *leased(2, who=2))
     assert long() == {here: 2}
-    apply(storage, SaveNode(replace(node(2), network=there), NodeState.ACTIVE))
+    apply(storage, Save(replace(node(2), network=there), NodeState.ACTIVE))
     assert long() == {here: 1, there: 1}
-    apply(storage, SaveNode(replace(node(2), network=there, passed=1), NodeState.ACTIVE))
+    apply(storage, Save(replace(node(2), network=there, passed=1), NodeState.ACTIVE))
     assert long() == {here: 1}
     ended = replace(lease(0), state=LeaseState.SUBMITTED)
-    apply(storage, SaveLease(ended, LeaseState.ACTIVE), SaveSubmission(submission(0), None))
+    apply(storage, Save(ended, LeaseState.ACTIVE), Save(submission(0), None))
     assert long() == {}, "handed in"
 
 
@@ -340,7 +325,7 @@ def test_whether_an_established_worker_is_here(storage: Storage) -> None:
     with storage.write() as transaction:
         for number in (1, 2):
             transaction.touch_presence(node(number).node, 5)
-        transaction.apply([SaveNode(replace(node(3), role="validator", passed=99), None)])
+        transaction.apply([Save(replace(node(3), role="validator", passed=99), None)])
         transaction.touch_presence(node(3).node, 5)
     assert not here(), "newcomers and trusted roles do not count"
     apply(storage, proven(1))
@@ -353,9 +338,9 @@ def test_whether_an_established_worker_is_here(storage: Storage) -> None:
 def test_audits_that_wait_by_whom_they_are_of(storage: Storage) -> None:
     apply(storage, proven(1), *leased(2), *leased(0, who=2), *leased(1), *leased(3), *leased(4, who=2))
     for unit, who in ((2, 1), (0, 2), (1, 1), (4, 2)):
-        apply(storage, SaveSubmission(replace(submission(unit), node=node(who).node), None))
+        apply(storage, Save(replace(submission(unit), node=node(who).node), None))
     claimed = replace(submission(3), state=SubmissionState.AUDITING)
-    apply(storage, SaveSubmission(claimed, None))
+    apply(storage, Save(claimed, None))
     with storage.read() as reader:
         assert [row.unit for row in reader.waiting_audits(on_probation=False, limit=9)] == [1, 2]
         assert [row.unit for row in reader.waiting_audits(on_probation=True, limit=9)] == [0, 4]
@@ -374,9 +359,9 @@ def test_what_a_node_has_at_stake(storage: Storage) -> None:
     states = [UnitState.SUBMITTED] * 3 + [UnitState.ACCEPTED] * 4
     units = [UnitRow(n, "t", state, submission=rows[n].submission) for n, state in enumerate(states)]
     units[5] = replace(units[5], step=0)
-    apply(storage, *(SaveUnit(row, None) for row in units))
-    apply(storage, *(SaveLease(lease(n, who=2 if n == 6 else 1), None) for n in range(7)))
-    apply(storage, *(SaveSubmission(row, None) for row in rows))
+    apply(storage, *(Save(row, None) for row in units))
+    apply(storage, *(Save(lease(n, who=2 if n == 6 else 1), None) for n in range(7)))
+    apply(storage, *(Save(row, None) for row in rows))
     who = node(1).node
     with storage.read() as reader:
         assert reader.light_audits(who) == rows[:2]
@@ -404,7 +389,7 @@ def test_leases_of_nodes_that_are_gone(storage: Storage) -> None:
         transaction.touch_presence(node(1).node, 10)
     assert silent(10) == []
     assert silent(11) == [0, 1, 2]
-    apply(storage, SaveLease(replace(lease(1), state=LeaseState.SUBMITTED), LeaseState.ACTIVE))
+    apply(storage, Save(replace(lease(1), state=LeaseState.SUBMITTED), LeaseState.ACTIVE))
     assert silent(11) == [0, 2]
 
 
@@ -550,7 +535,7 @@ def test_a_reader_keeps_its_view_while_others_write(storage: Storage) -> None:
 class TestSqlite:
     def test_everything_is_there_after_reopening(self, tmp_path: Path) -> None:
         first = SqliteStorage(tmp_path / "hub.db")
-        apply(first, SaveNode(replace(node(1), state=NodeState.BANNED), None), Record("run", {}, 1))
+        apply(first, Save(replace(node(1), state=NodeState.BANNED), None), Record("run", {}, 1))
         first.close()
         second = SqliteStorage(tmp_path / "hub.db")
         with second.read() as reader:
@@ -606,13 +591,13 @@ def test_what_was_shown_is_dropped_after_the_lease_has_ended_and_its_submission_
     apply(storage, *leased(0), *leased(1), *leased(2))
     apply(storage, *(AddShown(ShownRow(f"u{number}a0", part, (1,), b"x")) for number in range(3) for part in range(2)))
     ended = [lease(0).to(LeaseState.EXPIRED, 100), lease(1).to(LeaseState.SUBMITTED, 100)]
-    apply(storage, *(SaveLease(row, LeaseState.ACTIVE) for row in ended), SaveSubmission(submission(1), None))
+    apply(storage, *(Save(row, LeaseState.ACTIVE) for row in ended), Save(submission(1), None))
     with storage.write() as transaction:
         assert transaction.forget_shown(100) == 0
         assert transaction.forget_shown(101) == 2, "not of the lease at work, nor of what is to be judged"
     judged = submission(1).to(SubmissionState.AUDITING).to(SubmissionState.UNSURE)
-    apply(storage, SaveSubmission(submission(1).to(SubmissionState.AUDITING), SubmissionState.RECEIVED))
-    apply(storage, SaveSubmission(judged, SubmissionState.AUDITING))
+    apply(storage, Save(submission(1).to(SubmissionState.AUDITING), SubmissionState.RECEIVED))
+    apply(storage, Save(judged, SubmissionState.AUDITING))
     with storage.write() as transaction:
         assert transaction.forget_shown(101) == 2
         assert len(transaction.shown("u2a0")) == 2

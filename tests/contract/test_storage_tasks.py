@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kit.storage import apply, leased, node, on_postgres, submission
-from shoal.hub.state.commands import Command, SaveEvaluation, SaveNode, SaveSubmission, SaveTask
+from shoal.hub.state.commands import Command, Save, SaveTask
 from shoal.hub.state.machines import EvaluationState
 from shoal.hub.state.rows import EvaluationRow, Pool, TaskRow
 from shoal.hub.storage import SqliteStorage, StaleRow, Storage
@@ -36,7 +36,7 @@ def evaluation(version: int, first: int = 0, **changes: Any) -> EvaluationRow:
 
 
 def new(*rows: EvaluationRow) -> list[Command]:
-    return [SaveEvaluation(row, None) for row in rows]
+    return [Save(row, None) for row in rows]
 
 
 def test_a_tasks_row_is_written_over(storage: Storage) -> None:
@@ -66,7 +66,7 @@ def test_a_failed_transaction_leaves_pools_as_they_were(storage: Storage) -> Non
 
 def test_units_by_number_and_what_their_groups_solved(storage: Storage) -> None:
     row = replace(submission(1), pass_rate=0.1 + 0.2)
-    apply(storage, SaveNode(node(1), None), *leased(1), *leased(2), SaveSubmission(row, None))
+    apply(storage, Save(node(1), None), *leased(1), *leased(2), Save(row, None))
     with storage.read() as reader:
         tasks = {number: unit.task for number, unit in reader.units_named([2, 1, 9]).items()}
         assert tasks == {1: "task-1", 2: "task-2"}
@@ -83,8 +83,8 @@ def test_slices_come_and_go(storage: Storage) -> None:
         assert reader.evaluation(1, 0, 0) is None
         assert [row.key for row in reader.evaluations_under_way()] == [(0, 0, 0), (0, 0, 16), (0, 2, 0)]
     claimed = evaluation(2, 0).to(EvaluationState.CLAIMED, validator="v", claimed_until_ms=9)
-    apply(storage, SaveEvaluation(claimed, EvaluationState.OPEN))
-    apply(storage, SaveEvaluation(evaluation(0, 16).to(EvaluationState.VOID), EvaluationState.OPEN))
+    apply(storage, Save(claimed, EvaluationState.OPEN))
+    apply(storage, Save(evaluation(0, 16).to(EvaluationState.VOID), EvaluationState.OPEN))
     with storage.write() as transaction:
         assert transaction.evaluation(0, 2, 0) == claimed
         assert transaction.evaluations_under_way() == [claimed], "nothing of version 0 is to come"
@@ -93,9 +93,9 @@ def test_slices_come_and_go(storage: Storage) -> None:
 def test_two_cannot_have_one_slice(storage: Storage) -> None:
     apply(storage, *new(evaluation(0)))
     claimed = evaluation(0).to(EvaluationState.CLAIMED, validator="v", claimed_until_ms=9)
-    apply(storage, SaveEvaluation(claimed, EvaluationState.OPEN))
+    apply(storage, Save(claimed, EvaluationState.OPEN))
     with pytest.raises(StaleRow):
-        apply(storage, SaveEvaluation(replace(claimed, validator="w"), EvaluationState.OPEN))
+        apply(storage, Save(replace(claimed, validator="w"), EvaluationState.OPEN))
     with pytest.raises(StaleRow):
         apply(storage, *new(evaluation(0)))
 

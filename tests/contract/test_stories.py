@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.hub.state.commands import AddVerdict, Command, Record, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.commands import AddVerdict, Command, Record, Save
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Presence, Reader, SqliteStorage, Storage
@@ -56,14 +56,14 @@ def post(storage: Storage) -> None:
 def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     maker = MAKERS[request.param]
     storage = maker(request, tmp_path_factory.mktemp("stories"))
-    commands: list[Command] = [SaveNode(node(number), None) for number in (1, 2)]
+    commands: list[Command] = [Save(node(number), None) for number in (1, 2)]
     commands += [
-        SaveNode(node(3, credit=5), None), SaveNode(node(4, state=NodeState.BANNED, credit=50), None),
-        SaveNode(node(5, role="trainer"), None), SaveUnit(UnitRow(7, "task-7", UnitState.LEASED, attempt=3), None),
-        SaveLease(replace(lease(7, 0, 1), state=LeaseState.SUBMITTED), None),
-        SaveLease(replace(lease(7, 1, 2), state=LeaseState.EXPIRED, ended_at_ms=50), None),
-        SaveLease(lease(7, 2, 1), None), SaveSubmission(submission(7, 0, 1, SubmissionState.REJECTED), None),
-        SaveSubmission(submission(7, 1, 2, SubmissionState.ACCEPTED), None),
+        Save(node(3, credit=5), None), Save(node(4, state=NodeState.BANNED, credit=50), None),
+        Save(node(5, role="trainer"), None), Save(UnitRow(7, "task-7", UnitState.LEASED, attempt=3), None),
+        Save(replace(lease(7, 0, 1), state=LeaseState.SUBMITTED), None),
+        Save(replace(lease(7, 1, 2), state=LeaseState.EXPIRED, ended_at_ms=50), None),
+        Save(lease(7, 2, 1), None), Save(submission(7, 0, 1, SubmissionState.REJECTED), None),
+        Save(submission(7, 1, 2, SubmissionState.ACCEPTED), None),
         AddVerdict(submission(7, 0, 1, SubmissionState.REJECTED).submission, '{"signed": 1}'),
         Record("node", {"node": node(1).node}, 1), Record("credit", {"node": node(1).node, "unit": 7}, 2),
         Record("rejected", {"node": node(1).node, "unit": 7}, 3),
@@ -93,8 +93,8 @@ def test_of_a_unit_that_was_passed_around_the_newest_leases_are_told(
     maker: Maker, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     storage = maker(request, tmp_path)
-    commands: list[Command] = [SaveNode(node(1), None), SaveUnit(UnitRow(7, "t"), None)]
-    commands += [SaveLease(lease(7, attempt, 1), None) for attempt in range(LEASES_TOLD + 5)]
+    commands: list[Command] = [Save(node(1), None), Save(UnitRow(7, "t"), None)]
+    commands += [Save(lease(7, attempt, 1), None) for attempt in range(LEASES_TOLD + 5)]
     with storage.write() as transaction:
         transaction.apply(commands)
     with storage.read() as reader:

@@ -16,8 +16,7 @@ from kit.postgres import Cluster, running_cluster
 from shoal.protocol import Message, SigningKey
 from shoal.runtime.crash import POINTS
 
-ELSEWHERE = ("hub.upload.after_commit",)  # in test_crash_moves.py
-HUB_POINTS = [name for name in POINTS if name.startswith("hub.") and name not in ELSEWHERE]
+HUB_POINTS = [name for name in POINTS if name.startswith("hub.")]
 CALLS_PER_CUT = 9
 ONCE = ("hub.start.after_secret", "hub.start.before_commit")  # reached in the first life only
 EACH = [(name, nth) for name in HUB_POINTS for nth in (1, 3) if nth == 1 or name not in ONCE]

@@ -1,5 +1,5 @@
-"""Processes killed while a run is saved, or restored elsewhere; and a hub whose submissions come through an object
-store. Whatever died when: the same command again does it, and nothing is lost.
+"""Processes killed while a run is saved, or restored elsewhere; and a hub whose submissions are in a bucket.
+Whatever died when: the same command again does it, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -9,27 +9,23 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
-from kit.crash import HUB, RUN_ID, Cast, HubLives, dies_of, submission_body
+from kit.crash import Cast, HubLives, dies_of
 from kit.crash import Place as HubPlace
 from kit.folder import Play
 from kit.s3 import KEYS, Shop, s3_server
 from shoal.errors import ConfigError
-from shoal.protocol import Lease, SignedDocument, SigningKey, open_document, submission_digest
-from shoal.protocol.submission import UploadCommit, UploadRequest, UploadTicket
 from shoal.run.backup import backup_run, restore_run, verify_backup
 from shoal.runtime.crash import POINTS
 
 RESTORE = ("restore.after_blobs", "restore.after_rows", "restore.before_rename")
-UPLOAD = ("hub.submit.after_blob", "hub.submit.after_commit", "hub.upload.after_commit")
-HERE = {*RESTORE, UPLOAD[-1], "backup.before_rename"}
+SUBMIT = ("hub.submit.after_blob", "hub.submit.after_commit")
+HERE = {*RESTORE, "backup.before_rename"}
 
 
 def test_every_point_of_these_is_tried_here() -> None:
-    prefixes = ("backup.", "restore.", "hub.upload.")
-    assert {name for name in POINTS if name.startswith(prefixes)} == HERE
+    assert {name for name in POINTS if name.startswith(("backup.", "restore."))} == HERE
 
 
 @pytest.fixture(scope="module")
@@ -110,24 +106,9 @@ def test_backup_and_restore_killed(path: Path, tmp_path: Path) -> None:
     assert step(folder) == 2
 
 
-class Uploading(Cast):
-    """A cast whose workers put their bytes into the store and have them committed."""
-
-    def hand_in(self, key: SigningKey, lease: Lease) -> SignedDocument:
-        body = submission_body(lease)
-        name, where = submission_digest(body), f"/submissions/{lease.lease}"
-        ask = UploadRequest(submission=name, size_bytes=len(body))
-        signed = self.ask(SignedDocument, key, "POST", f"{where}/upload", ask)
-        ticket = open_document(signed, UploadTicket, HUB.public_key)
-        assert (ticket.run, ticket.submission) == (RUN_ID, name)
-        if ticket.needed:
-            httpx.put(ticket.url, content=body, headers=ticket.headers).raise_for_status()
-        return self.ask(SignedDocument, key, "POST", f"{where}/commit", UploadCommit(submission=name))
-
-
-def test_a_hub_that_takes_submissions_from_a_store_killed(tmp_path: Path, shop: Shop) -> None:
+def test_a_hub_that_keeps_submissions_in_a_bucket_killed(tmp_path: Path, shop: Shop) -> None:
     place = HubPlace(tmp_path / "hub", {"storage": shop.url, "storage_endpoint": shop.endpoint}, KEYS)
-    with HubLives(place, UPLOAD) as hub, Uploading(hub) as cast:
+    with HubLives(place, SUBMIT) as hub, Cast(hub) as cast:
         entries = cast.play()
     cast.books.check(place, entries)
-    assert hub.struck == set(UPLOAD)
+    assert hub.struck == set(SUBMIT)

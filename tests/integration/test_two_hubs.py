@@ -48,39 +48,31 @@ from shoal import ledger
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub import run_hub
 from shoal.hub.service import Hub
-from shoal.hub.state.commands import Refusal, SaveLease, SaveUnit
+from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.reputation import NEWER, Suspicion
 from shoal.hub.state.rows import LeaseRow, NodeRow, UnitRow
 from shoal.hub.storage import postgres as postgres_module
 from shoal.hub.storage import tables
 from shoal.hub.storage.postgres import PostgresStorage
-from shoal.protocol import (
+from shoal.protocol.batch import Batch
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.lease import Lease, LeaseRelease, LeaseReply, LeaseRequest
+from shoal.protocol.node import HeartbeatReply, NodeState, Registration
+from shoal.protocol.policy import PolicyAnnouncement
+from shoal.protocol.signing import SignedDocument, open_document, sign_document
+from shoal.protocol.status import LedgerEntry, LedgerPage
+from shoal.protocol.verdict import (
     Audit,
     AuditReply,
     AuditRequest,
-    Batch,
-    HeartbeatReply,
-    Lease,
-    LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    LedgerEntry,
-    LedgerPage,
-    NodeState,
+    Branches,
     Outcome,
-    PolicyAnnouncement,
-    Registration,
     Severity,
-    SignedDocument,
-    SigningKey,
     Verdict,
     VerdictReply,
     VerdictReport,
-    open_document,
-    sign_document,
 )
-from shoal.protocol.verdict import Branches
 from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import stop_on_signals
 
@@ -599,7 +591,7 @@ class TestTogether:
             assert alice is not None
             assert eve is not None
             lease = LeaseRow("u0a0", 0, alice.node, 0, "request", 0, 0, "d" * 64, issued_at_ms=1, deadline_ms=10**15)
-            transaction.apply([SaveUnit(UnitRow(0, "t", UnitState.LEASED), None), SaveLease(lease, None)])
+            transaction.apply([Save(UnitRow(0, "t", UnitState.LEASED), None), Save(lease, None)])
         with hub.context.storage.write() as transaction:
             assert transaction.holding("u0a0") is not None
             with pytest.raises(Refusal, match=r"lease\.not_yours"):

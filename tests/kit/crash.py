@@ -46,32 +46,15 @@ from kit.hub import (
 from shoal import ledger
 from shoal.hub import run_hub
 from shoal.hub.service import Context
-from shoal.protocol import (
-    Audit,
-    AuditReply,
-    Batch,
-    BatchReply,
-    Lease,
-    LeaseReply,
-    LedgerEntry,
-    LedgerHead,
-    LedgerPage,
-    Message,
-    Outcome,
-    PolicyAnnouncement,
-    Receipt,
-    Registration,
-    Role,
-    Severity,
-    SignedDocument,
-    SigningKey,
-    Verdict,
-    VerdictReport,
-    open_document,
-    sign_document,
-    sign_request,
-    submission_digest,
-)
+from shoal.protocol.batch import Batch, BatchReply
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.lease import Lease, LeaseReply
+from shoal.protocol.node import Registration, Role
+from shoal.protocol.policy import LedgerHead, PolicyAnnouncement
+from shoal.protocol.signing import Message, SignedDocument, open_document, sign_document, sign_request
+from shoal.protocol.status import LedgerEntry, LedgerPage
+from shoal.protocol.submission import Receipt, submission_digest
+from shoal.protocol.verdict import Audit, AuditReply, Outcome, Severity, Verdict, VerdictReport
 from shoal.runtime import crash
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder

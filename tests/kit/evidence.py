@@ -7,25 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.ledger import Accounts, Chain, Keys, Proofs, append, head_of
-from shoal.protocol import (
-    AdminAction,
-    AdminRequest,
-    Evidence,
-    LedgerEntry,
-    Outcome,
-    Receipt,
-    Role,
-    RoleCertificate,
-    RolloutReward,
-    Severity,
-    SignedDocument,
-    SigningKey,
-    Verdict,
-    Vouch,
-    document_hash,
-    fingerprint,
-    sign_document,
-)
+from shoal.protocol.identity import SigningKey, fingerprint
+from shoal.protocol.node import AdminAction, AdminRequest, Role, RoleCertificate, Vouch
+from shoal.protocol.signing import SignedDocument, document_hash, sign_document
+from shoal.protocol.status import Evidence, LedgerEntry
+from shoal.protocol.submission import Receipt
+from shoal.protocol.verdict import Outcome, RolloutReward, Severity, Verdict
 
 ROOT, HUB, TRAINER, JUDGE, LATER_JUDGE, ALICE, BOB, OWNER, STRANGER = (
     SigningKey.from_seed(bytes([number]) * 32) for number in range(1, 10)

@@ -15,42 +15,20 @@ from kit.asgi import AsgiTransport
 from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
-from shoal.hub.state.commands import SaveNode
+from shoal.hub.service import Hub
+from shoal.hub.state.commands import Save
+from shoal.hub.state.rows import NodeRow
 from shoal.ledger.accounts import Accounts
-from shoal.protocol import (
-    SUBMISSION_FORMAT,
-    AdminAction,
-    AdminReply,
-    AdminRequest,
-    Audit,
-    AuditReply,
-    Batch,
-    Lease,
-    LeaseReply,
-    Message,
-    Outcome,
-    PolicyAnnouncement,
-    PolicyRef,
-    Registration,
-    Role,
-    RoleCertificate,
-    Rollout,
-    RolloutReward,
-    RunInfo,
-    RunStatus,
-    SignedDocument,
-    SigningKey,
-    Submission,
-    Verdict,
-    VerdictReport,
-    fingerprint,
-    open_document,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    sign_document,
-    sign_request,
-)
+from shoal.protocol.batch import Batch
+from shoal.protocol.codec import pack
+from shoal.protocol.identity import SigningKey, fingerprint
+from shoal.protocol.lease import Lease, LeaseReply
+from shoal.protocol.node import AdminAction, AdminReply, AdminRequest, Registration, Role, RoleCertificate, RunInfo
+from shoal.protocol.policy import PolicyAnnouncement, PolicyRef
+from shoal.protocol.signing import Message, SignedDocument, open_document, sign_document, sign_request
+from shoal.protocol.status import RunStatus
+from shoal.protocol.submission import SUBMISSION_FORMAT, Rollout, Submission, pack_logprobs, pack_tokens
+from shoal.protocol.verdict import Audit, AuditReply, Outcome, RolloutReward, Verdict, VerdictReport
 from shoal.runtime.clock import Clock, ManualClock
 
 TOKENS_PER_ROLLOUT = 3
@@ -207,11 +185,26 @@ class Bench:
 
     def prove(self, *workers: Actor) -> None:
         """Let workers have passed an audit: others have one unit in hand until their first group is accepted."""
-        with self.app.state.hub.context.storage.write() as transaction:
-            for worker in workers:
-                row = transaction.node(worker.key.node)
-                if row is not None and row.unproven:
-                    transaction.apply([SaveNode(replace(row, passed=1), row.state)])
+        for worker in workers:
+            if self.row(worker).unproven:
+                self.change(worker, passed=1)
+
+    @property
+    def hub(self) -> Hub:
+        hub: Hub = self.app.state.hub
+        return hub
+
+    def row(self, who: Actor) -> NodeRow:
+        with self.hub.context.storage.read() as reader:
+            row = reader.node(who.key.node)
+        assert row is not None
+        return row
+
+    def change(self, who: Actor, **changes: Any) -> None:
+        """Let the hub know other things of a node."""
+        row = self.row(who)
+        with self.hub.context.storage.write() as transaction:
+            transaction.apply([Save(replace(row, **changes), row.state)])
 
     def close(self) -> None:
         self.http.close()

@@ -21,7 +21,7 @@ from kit.hub import (
 )
 from shoal import protocol
 from shoal.hub.service import Hub, retry
-from shoal.hub.state.commands import Command, Refusal, SaveNode
+from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.rows import Holding, NodeRow
 from shoal.hub.storage import SqliteStorage
 from shoal.runtime.clock import ManualClock
@@ -79,7 +79,7 @@ class Play:
         key = worker_key(len(self.workers) + 1)
         row = self._node(self.hub.membership.register(protocol.Registration(public_key=key.public_key)).node)
         with self.storage.write() as transaction:
-            transaction.apply([SaveNode(replace(row, streak=streak, passed=max(streak, passed)), row.state)])
+            transaction.apply([Save(replace(row, streak=streak, passed=max(streak, passed)), row.state)])
         self.workers.append(self._node(row.node))
         return self.workers[-1]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.hub.state import leases
-from shoal.hub.state.commands import Command, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.commands import Command, Save
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, Progress, Rules, SubmissionRow, UnitRow
 from shoal.protocol import Outcome, PolicyRef, RolloutReward, Verdict
 
+T = TypeVar("T")
 NOW_MS = 1_000_000
 
 
@@ -92,20 +93,24 @@ def verdict(row: SubmissionRow, rewards: Iterable[float] = (0, 1), **changes: An
     return Verdict(**{**fields, **changes})
 
 
+def rows_in(commands: Iterable[Command], kind: type[T]) -> list[T]:
+    return [command.row for command in commands if isinstance(command, Save) and isinstance(command.row, kind)]
+
+
 def units_in(commands: Iterable[Command]) -> dict[int, UnitRow]:
-    return {command.row.unit: command.row for command in commands if isinstance(command, SaveUnit)}
+    return {row.unit: row for row in rows_in(commands, UnitRow)}
 
 
 def leases_in(commands: Iterable[Command]) -> dict[str, LeaseState]:
-    return {command.row.lease: command.row.state for command in commands if isinstance(command, SaveLease)}
+    return {row.lease: row.state for row in rows_in(commands, LeaseRow)}
 
 
 def submissions_in(commands: Iterable[Command]) -> list[SubmissionRow]:
-    return [command.row for command in commands if isinstance(command, SaveSubmission)]
+    return rows_in(commands, SubmissionRow)
 
 
 def nodes_in(commands: Iterable[Command]) -> list[NodeRow]:
-    return [command.row for command in commands if isinstance(command, SaveNode)]
+    return rows_in(commands, NodeRow)
 
 
 def of_type(commands: Iterable[Command], kind: type) -> list[Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from shoal.hub.state.commands import Command, SaveLease, SaveUnit
+from shoal.hub.state.commands import Command, Save
 from shoal.hub.state.machines import UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Storage, tables
@@ -36,7 +36,7 @@ def submission(unit: int, attempt: int = 0, name: str | None = None) -> Submissi
 
 
 def leased(unit: int, **changes: object) -> list[Command]:
-    return [SaveUnit(UnitRow(unit, f"task-{unit}", UnitState.LEASED), None), SaveLease(lease(unit, **changes), None)]
+    return [Save(UnitRow(unit, f"task-{unit}", UnitState.LEASED), None), Save(lease(unit, **changes), None)]
 
 
 def on_postgres(request: pytest.FixtureRequest, _folder: Path) -> Storage:

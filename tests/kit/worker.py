@@ -58,7 +58,6 @@ def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> Lease:
 
 
 class _Info:
-    uploads = "hub"
     run = RUN
     profiles: tuple[str, ...] = ("torch/cpu/float32",)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.hub.state.commands import AddPolicy, AddVerdict, SaveLease, SaveNode, SaveUnit
+from shoal.hub.state.commands import AddPolicy, AddVerdict, Save
 from shoal.hub.state.machines import LeaseState
 from shoal.hub.state.rows import InHand, Progress, UnitRow
 from shoal.hub.storage import SqliteStorage, StaleRow
@@ -77,12 +77,12 @@ def test_a_write_that_fails_leaves_the_kept_sums_as_they_were(tmp_path: Path) ->
     def change_everything_and_fail() -> None:
         with storage.write() as transaction:
             number = transaction.progress().next_unit
-            transaction.apply([SaveUnit(UnitRow(number, "t"), None)])
+            transaction.apply([Save(UnitRow(number, "t"), None)])
             row = transaction.node(node)
             assert row is not None
-            transaction.apply([SaveNode(row.to(NodeState.SUSPENDED, passed=99), row.state)])
+            transaction.apply([Save(row.to(NodeState.SUSPENDED, passed=99), row.state)])
             held = transaction.holdings()
-            transaction.apply([SaveLease(each.lease.to(LeaseState.EXPIRED, 1), each.lease.state) for each in held])
+            transaction.apply([Save(each.lease.to(LeaseState.EXPIRED, 1), each.lease.state) for each in held])
             transaction.apply([AddPolicy(PolicyRef(incarnation=9, version=9, digest="d" * 64), 1)])
             assert (transaction.progress(), transaction.newcomers_in_hand(node)) != before
             transaction.apply([AddVerdict("absent", "{}")])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.hub import HubSettings, RunSettings
-from shoal.hub.state.commands import SaveNode, SaveSubmission
+from shoal.hub.state.commands import Save
 from shoal.hub.state.machines import SubmissionState
 from shoal.protocol import NodeState
 from shoal.simulator import Scenario, Simulation, WorkerKind, problems
@@ -139,7 +139,7 @@ class TestTheInvariantsCanFail:
     def test_credit_from_nowhere(self, simulation: Simulation) -> None:
         with simulation.world.storage.write() as transaction:
             row = next(row for row in transaction.nodes() if row.credit)
-            transaction.apply([SaveNode(replace(row, credit=row.credit + 1), row.state)])
+            transaction.apply([Save(replace(row, credit=row.credit + 1), row.state)])
         found = problems(simulation.world)
         assert any("its verdicts give" in problem for problem in found)
         assert any("in the ledger" in problem for problem in found)
@@ -151,7 +151,7 @@ class TestTheInvariantsCanFail:
     def test_pending_credit_that_nobody_holds(self, simulation: Simulation) -> None:
         with simulation.world.storage.write() as transaction:
             row = transaction.submissions_in([SubmissionState.ACCEPTED], 1)[0]
-            transaction.apply([SaveSubmission(replace(row, matures_at_ms=1), row.state)])
+            transaction.apply([Save(replace(row, matures_at_ms=1), row.state)])
         assert any("pending" in problem for problem in problems(simulation.world))
 
 

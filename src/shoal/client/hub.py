@@ -23,24 +23,15 @@ from shoal.client.known import UNKNOWN_NODE, Introduction, KnownRun
 from shoal.client.transport import Call, ClientOptions, Hubs, HubTime, Transport
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, ProtocolError, SignatureError
-from shoal.protocol import (
-    SignedDocument,
-    SigningKey,
-    document_hash,
-    first_problem,
-    open_document,
-    pack,
-    submission_digest,
-    unpack,
-)
-from shoal.protocol.submission import ProgressReply, ShownProgress, UploadCommit, UploadRequest, UploadTicket
+from shoal.protocol.codec import pack, unpack
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.signing import SignedDocument, document_hash, first_problem, open_document
+from shoal.protocol.submission import ProgressReply, ShownProgress, submission_digest
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 M = TypeVar("M", bound=wire.Message)
-D = TypeVar(
-    "D", wire.Lease, wire.EvaluationSlice, wire.HubClock, wire.LedgerHead, wire.Receipt, UploadTicket
-)  # what a hub signs
+D = TypeVar("D", wire.Lease, wire.EvaluationSlice, wire.HubClock, wire.LedgerHead, wire.Receipt)  # what a hub signs
 
 BULK = "application/msgpack+zstd"
 SUBMISSION_BODIES_LIMITS = wire.BodyLimits(compressed_bytes=2**27, inflated_bytes=2**27)
@@ -189,21 +180,6 @@ class HubClient:
         path = f"/submissions/{quote(lease_id, safe='')}"
         answer = self._ask(Call("PUT", path, body, content_type=BULK))
         return self._receipt(self._parsed(path, answer, SignedDocument), lease_id, submission_digest(body))
-
-    def upload_ticket(self, lease_id: str, request: UploadRequest) -> UploadTicket:
-        """Leave to put a submission into the run's store, signed by the hub (`client.delivery` uses it)."""
-        signed = self._post(f"/submissions/{quote(lease_id, safe='')}/upload", request, SignedDocument)
-        ticket = self._from_hub(signed, UploadTicket)
-        given = (ticket.node, ticket.lease, ticket.submission)
-        if given != (self.key.node, lease_id, request.submission):
-            raise SignatureError(f"the hub's ticket for lease {lease_id} is for something else: {given}")
-        return ticket
-
-    def commit_upload(self, lease_id: str, submission: str) -> wire.Receipt:
-        """Have the hub take in what was uploaded; the receipt is verified like that of `submit`."""
-        path = f"/submissions/{quote(lease_id, safe='')}/commit"
-        signed = self._post(path, UploadCommit(submission=submission), SignedDocument)
-        return self._receipt(signed, lease_id, submission)
 
     # Validators
 

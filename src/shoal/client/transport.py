@@ -7,15 +7,12 @@
               │                                  └─ 429 ─────────────────────┤
               └──── back-off, or the hub's Retry-After ◄─────────────────────┘   past the patience: HubUnreachable
 
-A page is what a proxy, a load balancer or a hotel's network says in the hub's place, with whatever status: "not now".
-Before a hub is first sent something signed, or asked anything where the root key is known, it has to show that it
-belongs to the run (`admit`).
+A page is what a proxy, a load balancer or a hotel's network says in the hub's place, with whatever status. Before a hub
+is first sent something signed, or asked anything where the root key is known, it has to show that it belongs to the run
+(`admit`). Every call is idempotent on the hub's side, so sending it again after a lost answer is always right.
 
-Every call is idempotent on the hub's side, so sending it again after a lost answer is always right.
-
-A run may have several hubs. The present one is asked as long as it answers; one that does not rests, and the next that
-does not rest is the present one. A rest doubles with every failure in a row, so that a dead address costs little of a
-long outage; when all rest, there is a pause, and then the one that has rested longest is asked.
+A run may have several hubs. One that does not answer rests, twice as long with every failure in a row, and the next
+that does not rest is asked; when all rest, there is a pause, and then the one that has rested longest is asked.
 
 What time it is, only a certified hub may say, and only in answer to this very request (`HubClock`): otherwise whoever
 is on the way could collect requests that are dated for next week. No correction exceeds `MAX_CORRECTION_MS`.

@@ -1,13 +1,9 @@
 """Long polls: waiting for something to change, without asking the database over and over.
 
-    a service commits ─► notify(topic) ─► those who waited longest try once more ─┬─ answers ─► the next two try
-                                                     │                            └─ waits on, behind the others
-                                  deadline, client gone, or hub stopping ─► answers with what there is
-
-A thousand workers may wait for a unit while units come free one by one: were all of them woken for each, the hub would
-do nothing else. So a change wakes a few, and each who finds something wakes two more; who finds nothing goes to the end
-of the queue. Where fewer wait, all are woken. Who is kept from what there is by rules of its own (its window is full,
-newcomers have their share) waits behind all others: however many they are, they keep nothing from who may take it.
+A thousand workers may wait for a unit while units come free one by one. So a change wakes a few, those who waited
+longest, and each who finds something wakes two more; who finds nothing goes to the end of the queue. Who is kept from
+what there is by rules of its own (its window is full, newcomers have their share) waits behind all others: however many
+they are, they keep nothing from who may take it.
 
 Services run in threads, waiters on an event loop; `notify` may be called from anywhere.
 """

@@ -1,15 +1,8 @@
 """How much one caller may ask for: buckets by key and by address, and the bytes that are being received.
 
-    address ─► connections ─► requests ─┬─► key (once it is proven) ─► body: so many bytes held, in all and of one
-                                        └─► new keys
-                    │             │                  │                       │
-                    └─────────────┴──── 429 rate.* with Retry-After ─────────┘
-
-A bucket fills at its rate and holds ten seconds' worth, so nobody is refused for being lively now and then. All of it
-is forgotten in the order of last use: whoever comes with a million addresses costs no more memory than with a thousand.
-
-An address of IPv4 is one client; of IPv6 it is the /64 network (`shardcast.limits.client_of`). This machine's own
-processes (127.0.0.1, ::1) are nobody's flood, and count under no address.
+A bucket fills at its rate and holds ten seconds' worth. All of it is forgotten in the order of last use: whoever comes
+with a million addresses costs no more memory than with a thousand. An address of IPv4 is one client; of IPv6 it is the
+/64 network (`shardcast.limits.client_of`). This machine's own processes (127.0.0.1, ::1) count under no address.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
 """Accounts: who earned what, folded from the ledger and nothing else.
 
 The published formula: one credit per generated token of an accepted submission, as counted by the validator.
-Credit is a whole number, is given once per submission, and is never taken away.
-
-    accepted ─┬─────────────► credit
-              └─► pending ─┬► credit     in a run that audits by reputation: after a window,
-                           └► void       unless an audit of the same node failed in it
+Credit is a whole number, is given once per submission, and is never taken away. Where a run audits by reputation it is
+pending for a window, and void if an audit of the same node fails in it.
 
 A node earns for whoever vouched for it first (`vouch` rows), or else for itself: `holder` says for whom.
 
     share of X at step n  =  final credit of X  /  final credit of all,      both in rows 0 … b(n)
 
-b(n) is the row that wrote down the batch of step n: from then on what that step is trained on never changes. X is an
-owner (a public key) with all the machines that it had vouched for by that row, or a machine that nobody had vouched
-for. Pending credit is not counted: it is nobody's yet. The fraction is exact, two integers, and follows from a prefix
-of the ledger, so nothing that is written later can change it.
+b(n) is the row that wrote down the batch of step n. X is an owner (a public key) with all the machines that it had
+vouched for by that row, or a machine that nobody had vouched for. The fraction is exact, two integers, and follows from
+a prefix of the ledger, so nothing that is written later can change it.
 """
 
 from __future__ import annotations

@@ -20,26 +20,13 @@ from typing import Any
 
 from shoal.errors import LedgerError, LedgerForked, ProtocolError
 from shoal.ledger.chain import KINDS, Chain
-from shoal.protocol import (
-    AdminAction,
-    AdminRequest,
-    AdminVerb,
-    Document,
-    Evidence,
-    LedgerEntry,
-    Outcome,
-    Receipt,
-    Role,
-    RoleCertificate,
-    SignedDocument,
-    Verdict,
-    Vouch,
-    document_hash,
-    node_id,
-    open_admin,
-    open_document,
-)
+from shoal.protocol.identity import node_id
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
+from shoal.protocol.node import AdminAction, AdminRequest, AdminVerb, Role, RoleCertificate, Vouch, open_admin
+from shoal.protocol.signing import Document, SignedDocument, document_hash, open_document
+from shoal.protocol.status import Evidence, LedgerEntry
+from shoal.protocol.submission import Receipt
+from shoal.protocol.verdict import Outcome, Verdict
 
 _FIXED = ("node", "unit", "tokens", "validator", "receipt", "verdict")
 # Which depths of an audit a run pays for, by what its row 0 says is audited.

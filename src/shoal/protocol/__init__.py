@@ -5,7 +5,7 @@
     policy      PolicyRef, PolicyManifest, BroadcastHead, PolicyAnnouncement, LedgerHead
     lease       Lease, LeaseRequest, SamplingParameters, ProofParameters, DialogueTerms; Calibration: measured limits
     submission  Submission, Rollout, Receipt; ShownProgress: finished chunks of a lease at work (bulk, msgpack);
-                UploadTicket; pack_spans: what the environment said
+                pack_spans: what the environment said
     verdict     Verdict, VerdictReport, CheckResult, Tally, Audit; GainEvidence: does tolerance buy reward?;
                 EvaluationSlice, Evaluation: held-out scores while training
     batch       Batch, TrainingBatch, StepReport

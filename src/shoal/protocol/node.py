@@ -89,8 +89,8 @@ class ModelSize(Message):
 class RunInfo(Document):
     """What a node needs to take part; signed by the hub. The join URL pins the root key's fingerprint. Weights come
     from `sources` (relays); from `last_resort` (the origin) only what none of those can give. `hubs` are further
-    addresses of the same run; keys in `revoked` are trusted for nothing; `uploads` says where submissions go. `model`
-    says how large policies are: a node refuses a larger one before it takes memory or disk for it."""
+    addresses of the same run; keys in `revoked` are trusted for nothing; `model` says how
+    large policies are: a node refuses a larger one before it takes memory or disk for it."""
 
     kind: ClassVar[str] = "run-info"
     protocol_version: int = PROTOCOL_VERSION
@@ -110,7 +110,6 @@ class RunInfo(Document):
     steps: int
     hubs: tuple[Url, ...] = Field(default=(), max_length=MAX_URLS)
     revoked: tuple[Annotated[str, Field(max_length=64)], ...] = Field(default=(), max_length=1024)
-    uploads: Literal["hub", "store"] = Field(default="hub")
     model: ModelSize = ModelSize()
 
 

@@ -3,23 +3,11 @@
 Token ids travel as little-endian uint32, log-probabilities as little-endian float32: compact, and no list of a
 million Python integers is ever built while decoding.
 
-Spans (`pack_spans`) of a completion that the environment said: how they travel, and which tokens are left to the model.
-
-(start, length) pairs as little-endian uint32, in order, apart from each other. A span never begins a completion, for
-the model speaks first, and never ends one.
-
-Uploads (`UploadTicket`) past the hub: the bytes go to an object store, the promise still comes from the hub.
-
-worker ── UploadRequest (hash, size) ──► hub      would it be taken at all? refused here like any submission
-       ◄── signed UploadTicket ─────────          one URL for one object, of this size and this hash
-       ── PUT, these headers ─────────► store
-       ── UploadCommit (hash) ────────► hub       reads the object once, checks it like any submission
-       ◄── signed Receipt ──────────────          the same that `PUT /submissions/{lease}` gives
+Spans (`pack_spans`) of a completion that a tool said are (start, length) pairs as little-endian uint32, in order, apart
+from each other. A span never begins a completion, for the model speaks first, and never ends one.
 
 Progress that is shown (`ShownProgress`): the finished chunks of a lease that a node on probation is still generating.
-
-Anyone can say how many tokens are generated. Token ids with their proofs can be checked before the group is finished,
-and must be the first ones of what is submitted later. Bulk, like submissions: msgpack + zstd.
+Token ids with their proofs can be checked before the group is finished, and must begin what is submitted later.
 """
 
 from __future__ import annotations
@@ -177,38 +165,6 @@ def drawn_mask(data: bytes, tokens: int) -> npt.NDArray[np.bool_]:
     for start, length in unpack_spans(data, tokens):
         mask[start : start + length] = False
     return mask
-
-
-MAX_UPLOAD_BYTES = 2**40
-
-
-class UploadRequest(Message):
-    """I have a submission for this lease: these many bytes, of this SHA-256."""
-
-    submission: str = Field(pattern=HEX_256)
-    size_bytes: int = Field(ge=1, le=MAX_UPLOAD_BYTES)
-
-
-class UploadTicket(Document):
-    """Leave to put one object into the run's store: a PUT to `url` with exactly these `headers`, before it expires.
-    `needed` is false if the hub has these very bytes already: there is nothing to send, only to commit again."""
-
-    kind: ClassVar[str] = "upload-ticket"
-    run: str
-    node: str
-    lease: str
-    submission: str = Field(pattern=HEX_256)
-    size_bytes: int
-    needed: bool
-    url: str = Field(default="", max_length=8192)
-    headers: dict[str, str] = Field(default={}, max_length=16)
-    expires_at_ms: Milliseconds = 0
-
-
-class UploadCommit(Message):
-    """The bytes of this SHA-256 are in the store: take them in."""
-
-    submission: str = Field(pattern=HEX_256)
 
 
 SHOWN_BYTES = 1024 * 1024

@@ -44,7 +44,6 @@ POINTS: Mapping[str, str] = {
     "hub.submit.after_blob": "the bytes of a submission are on disk; no row names them",
     "hub.submit.before_commit": "a submission's row and receipt are written, uncommitted",
     "hub.submit.after_commit": "a submission is promised and its worker does not know it",
-    "hub.upload.after_commit": "a submission that came through the store is promised; its bytes are in the inbox, too",
     "hub.audit.before_commit": "submissions are claimed for a validator, uncommitted",
     "hub.audit.after_commit": "submissions are claimed and the validator does not know it",
     "hub.verdict.before_commit": "verdicts, what they cost and what they earned are written, uncommitted",

@@ -8,21 +8,11 @@ from pathlib import Path
 
 from shoal.hub.changes import Topic
 from shoal.hub.state.batches import batch_digest
-from shoal.protocol import (
-    Audit,
-    AuditRequest,
-    Heartbeat,
-    Lease,
-    Outcome,
-    PolicyAnnouncement,
-    PolicyRef,
-    RolloutReward,
-    Severity,
-    SignedDocument,
-    Verdict,
-    VerdictReport,
-    sign_document,
-)
+from shoal.protocol.lease import Lease
+from shoal.protocol.node import Heartbeat
+from shoal.protocol.policy import PolicyAnnouncement, PolicyRef
+from shoal.protocol.signing import SignedDocument, sign_document
+from shoal.protocol.verdict import Audit, AuditRequest, Outcome, RolloutReward, Severity, Verdict, VerdictReport
 from shoal.simulator.workers import RETRY_S, TOKENS, SimulatedWorker
 from shoal.simulator.world import RUN, HubDown, Scenario, SimulationResult, World
 

@@ -16,29 +16,24 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from shoal.environments import Score, Split, Task
 from shoal.errors import ResourceError
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.hub.changes import Topic
 from shoal.hub.service import Hub
-from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
 from shoal.hub.storage import SqliteStorage
-from shoal.protocol import (
-    Batch,
-    Receipt,
-    Registration,
-    Role,
-    RoleCertificate,
-    SigningKey,
-    sign_document,
-    submission_digest,
-)
+from shoal.protocol.batch import Batch
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.node import Registration, Role, RoleCertificate
+from shoal.protocol.signing import sign_document
+from shoal.protocol.submission import Receipt, submission_digest
 from shoal.runtime.clock import ManualClock
 
 
@@ -94,14 +89,8 @@ class Scenario:
     down_s: float = 5.0
 
 
-if TYPE_CHECKING:
-    from shoal.hub.storage.s3 import S3Inbox
-
-
 class MemoryBlobs:
     """Implements `storage.blobs.Blobs`."""
-
-    inbox: S3Inbox | None = None
 
     def __init__(self) -> None:
         self._bodies: dict[str, bytes] = {}
@@ -118,9 +107,6 @@ class MemoryBlobs:
 
     def has(self, name: str) -> bool:
         return name in self._bodies
-
-    def names(self) -> Iterator[str]:
-        return iter(self._bodies)
 
 
 TICK_S = 1.0
@@ -260,7 +246,7 @@ class World:
         with self.storage.write() as transaction:
             row = transaction.node(node)
             assert row is not None, "actors register first"
-            transaction.apply([SaveNode(replace(row, passed=PROBATION_AUDITS), row.state)])
+            transaction.apply([Save(replace(row, passed=PROBATION_AUDITS), row.state)])
 
     def key(self, name: str) -> SigningKey:
         return SigningKey.from_seed(hashlib.sha256(f"{self.scenario.seed}/{name}".encode()).digest())

@@ -230,7 +230,7 @@ class Validator:
     def run(self) -> None:
         """Claim, judge, report; until finished or stopped."""
         log.info("validator %s audits for run %s", self._client.key.node, self._client.run_info().run)
-        with self._heartbeat, closing(self._generating):
+        with self._heartbeat:
             try:
                 while not self._stop.is_set():
                     if self._heartbeat.refusal is not None:

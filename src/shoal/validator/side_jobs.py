@@ -33,7 +33,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shoal.client import Activity, HubClient
-from shoal.client.delivery import Delivery
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.dialogue import Talks, greedy_answers
 from shoal.engines.groups import generate, is_finite
@@ -208,12 +207,7 @@ class Generating:
         self._shelf = shelf
         self._activity = activity
         self._stop = stop
-        self._delivery: Delivery | None = None
         self.left: tuple[str, ...] = ()
-
-    def close(self) -> None:
-        if self._delivery is not None:
-            self._delivery.close()
 
     def generate(self, signed: Sequence[SignedDocument]) -> None:
         """Generate and hand in the groups of these leases."""
@@ -243,9 +237,8 @@ class Generating:
             self._hand_in(lease, pack(submission_of(lease, completions, loaded.engine.name)))
 
     def _hand_in(self, lease: Lease, body: bytes) -> None:
-        self._delivery = self._delivery or Delivery(self._client)
         try:
-            self._delivery.hand_in(lease.lease, body)
+            self._client.submit(lease.lease, body)
             self._activity.count("generated")
         except HubRefused as refusal:  # it came too late: another validator has it, or nobody needs it any more
             log.warning("unit %d, which this validator generated, was not taken: %s", lease.unit, refusal)

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.client import HubClient
-from shoal.client.delivery import Delivery
 from shoal.errors import CodecError, DeadlineExceeded, HubRefused, ShoalError, ShutOut
 from shoal.protocol import BodyLimits, SignedDocument, Submission, pack, submission_digest, unpack
 from shoal.runtime.clock import Clock, SystemClock
@@ -199,7 +198,7 @@ class Uploader:
     ) -> None:
         self._outbox = outbox
         self._run = client.run_info().run
-        self._delivery = Delivery(client, clock)
+        self._client = client
         self._on_sent = on_sent
         self._clock = clock
         self._end = StopToken()
@@ -218,7 +217,6 @@ class Uploader:
         end_s = self._clock.monotonic_s() + JOIN_S
         for thread in self._threads:
             thread.join(max(0.0, end_s - self._clock.monotonic_s()))
-        self._delivery.close()
 
     def flush(self, timeout_s: float, give_up: Callable[[], bool]) -> bool:
         """Whether everything was sent, at the latest after the time-out, a failure, or when `give_up` says so."""
@@ -238,7 +236,7 @@ class Uploader:
         try:
             point("worker.outbox.before_send")
             try:
-                receipt = self._delivery.hand_in(parcel.lease, parcel.path.read_bytes())
+                receipt = self._client.submit(parcel.lease, parcel.path.read_bytes())
             except HubRefused as refusal:
                 return self._refused(parcel, refusal)
             log.debug("unit %d: receipt for %s", parcel.unit, receipt.submission)

@@ -14,7 +14,7 @@ from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, run_hub
 from shoal.hub.service import Hub
 from shoal.hub.state import credits, nodes
-from shoal.hub.state.commands import AddVerdict, Record, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.commands import AddVerdict, Record, Save
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import LeaseRow, SubmissionRow, UnitRow
 from shoal.ledger import credit_for, head_of
@@ -102,7 +102,7 @@ def record(hub: Hub, *rows: tuple[str, dict[str, Any]]) -> None:
             transaction.apply([Record(kind, body, hub.context.clock.now_ms())])
             node = transaction.node(body.get("node", ""))
             if kind == "credit" and node is not None:
-                transaction.apply([SaveNode(replace(node, credit=node.credit + body["credit"]), node.state)])
+                transaction.apply([Save(replace(node, credit=node.credit + body["credit"]), node.state)])
     hub.posting.post()
 
 
@@ -140,8 +140,8 @@ def earn(hub: Hub, folder: RunFolder, node: str, unit: int, tokens: int) -> None
         after, record = credits.earn(replace(before, accepted=before.accepted + 1), submission, signed, now_ms)
         joined = [] if before.on_chain else nodes.joined(after, now_ms)
         transaction.apply([
-            SaveUnit(UnitRow(unit, "task", UnitState.TRAINED, submission=name), None), SaveLease(row, None),
-            SaveSubmission(submission, None), AddVerdict(name, signed), SaveNode(after, before.state), *joined, record,
+            Save(UnitRow(unit, "task", UnitState.TRAINED, submission=name), None), Save(row, None),
+            Save(submission, None), AddVerdict(name, signed), Save(after, before.state), *joined, record,
         ])  # fmt: skip
     hub.posting.post()
 

@@ -10,23 +10,20 @@ import httpx
 
 from shoal.client import ClientOptions, HubClient
 from shoal.client.trust import run_id
-from shoal.protocol import (
+from shoal.protocol.identity import SigningKey, fingerprint
+from shoal.protocol.lease import Lease, SamplingParameters
+from shoal.protocol.node import RoleCertificate, RunInfo
+from shoal.protocol.policy import PolicyRef
+from shoal.protocol.signing import (
     Document,
-    Lease,
     Message,
-    PolicyRef,
-    Problem,
     RequestSignature,
-    RoleCertificate,
-    RunInfo,
-    SamplingParameters,
     SignedDocument,
-    SigningKey,
-    fingerprint,
     sign_document,
     verify_body,
     verify_request,
 )
+from shoal.protocol.status import Problem
 from shoal.runtime.clock import Backoff, ManualClock
 from shoal.runtime.stop import StopToken
 

@@ -35,25 +35,14 @@ from shoal.errors import (
     ShutOut,
     SignatureError,
 )
-from shoal.protocol import (
-    PROTOCOL_VERSION,
-    Document,
-    Heartbeat,
-    HeartbeatReply,
-    HubClock,
-    LeaseReply,
-    LeaseRequest,
-    NodeView,
-    Problem,
-    Receipt,
-    SignedDocument,
-    SigningKey,
-    SubmissionBodies,
-    fingerprint,
-    pack,
-    submission_digest,
-)
-from shoal.protocol.signing import sign_values
+from shoal.protocol.codec import pack
+from shoal.protocol.identity import SigningKey, fingerprint
+from shoal.protocol.lease import LeaseReply, LeaseRequest
+from shoal.protocol.node import PROTOCOL_VERSION, Heartbeat, HeartbeatReply, HubClock, NodeView
+from shoal.protocol.signing import Document, SignedDocument, sign_values
+from shoal.protocol.status import Problem
+from shoal.protocol.submission import Receipt, submission_digest
+from shoal.protocol.verdict import SubmissionBodies
 
 VIEW = NodeView(node=NODE.node, name="n", role="worker", state=protocol.NodeState.ACTIVE)
 BODY = b"a packed submission"

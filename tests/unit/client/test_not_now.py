@@ -13,16 +13,9 @@ from fake_run import NODE, RUN, ScriptedHub, TickingStop, answer, refusal, run_i
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.transport import LEAST_ATTEMPT_S
 from shoal.errors import HubRefused, HubUnreachable
-from shoal.protocol import (
-    Heartbeat,
-    HeartbeatReply,
-    LeaseReply,
-    LeaseRequest,
-    NodeState,
-    NodeView,
-    Receipt,
-    submission_digest,
-)
+from shoal.protocol.lease import LeaseReply, LeaseRequest
+from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeState, NodeView
+from shoal.protocol.submission import Receipt, submission_digest
 from shoal.runtime.clock import Backoff, ManualClock
 
 A, B = "http://a:1", "http://b:1"

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kit.hub import Bench
+from kit.hub import Bench, ok
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    """A hub with the default settings, in this process."""
-    bench = Bench(tmp_path / "hub")
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """A hub in this process. With the mark `hub` it has those settings, and policy 0 is announced."""
+    mark = request.node.get_closest_marker("hub")
+    bench = Bench(tmp_path / "hub", **(mark.kwargs if mark else {}))
+    if mark:
+        ok(bench.announce(0))
     yield bench
     bench.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,12 +26,7 @@ LATE_S = LEASE_S * 1.1 + 1  # by a clock that follows the wall clock a tenth slo
 SPARED_S = 21
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    ok(bench.announce(0))
-    yield bench
-    bench.close()
+pytestmark = pytest.mark.hub()
 
 
 def on_time(bench: Bench, actor: Actor) -> Actor:
@@ -60,10 +54,10 @@ def test_claims_of_audits_too(bench: Bench, jump_s: float) -> None:
     (audit,) = bench.audits()
     bench.clock.jump(jump_s)
     bench.clock.advance(LEASE_S / 2)
-    bench.app.state.hub.upkeep.tick()
+    bench.hub.upkeep.tick()
     assert bench.status().submissions["auditing"] == 1
     bench.clock.advance(LATE_S - LEASE_S / 2)
-    bench.app.state.hub.upkeep.tick()
+    bench.hub.upkeep.tick()
     assert bench.status().submissions["received"] == 1
     assert audit.deadline_ms - audit.received_at_ms == round(LEASE_S * 1000)
 
@@ -94,7 +88,7 @@ def test_a_request_cannot_be_replayed_by_setting_the_clock_forth_and_back(bench:
     bench.alice.lease(fresh_request())
     bench.clock.jump(HOUR_S)
     bench.clock.advance(90)
-    bench.app.state.hub.upkeep.tick()
+    bench.hub.upkeep.tick()
     bench.clock.jump(-HOUR_S)
     assert code_of(bench.http.send(recorded[0])) == (401, "auth.replay")
 

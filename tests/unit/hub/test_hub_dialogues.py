@@ -12,18 +12,10 @@ import pytest
 from kit import hub as hubkit
 from kit.hub import Bench, FakeEnvironment, fresh_request, ok
 from shoal.environments import DialogueRule, Task
-from shoal.protocol import (
-    BodyLimits,
-    Lease,
-    Rollout,
-    Submission,
-    TrainingBatch,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    unpack,
-)
-from shoal.protocol.submission import pack_spans
+from shoal.protocol.batch import TrainingBatch
+from shoal.protocol.codec import BodyLimits, pack, unpack
+from shoal.protocol.lease import Lease
+from shoal.protocol.submission import Rollout, Submission, pack_logprobs, pack_spans, pack_tokens
 
 
 class Talking(FakeEnvironment):

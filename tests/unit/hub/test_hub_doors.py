@@ -19,11 +19,9 @@ from shoal.hub.http import auth
 from shoal.hub.http.auth import read_body
 from shoal.hub.http.middleware import Answers, Edge
 from shoal.hub.limits import Addresses
-from shoal.hub.service import Hub
 from shoal.hub.service.context import ORDERS, orders_of
 from shoal.hub.service.upkeep import READ_POSTS, Posting
 from shoal.hub.state.commands import Record, Refusal
-from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Reader, SqliteStorage
 from shoal.protocol import AuditRequest, PolicyAnnouncement, Registration, SigningKey, VerdictReport, sign_document
 from shoal.runtime.clock import ManualClock
@@ -34,18 +32,6 @@ SECOND = SigningKey.from_seed(b"w" * 32)
 @pytest.fixture
 def owner(bench: Bench) -> Owner:
     return Owner(bench)
-
-
-def hub_of(bench: Bench) -> Hub:
-    hub: Hub = bench.app.state.hub
-    return hub
-
-
-def row_of(bench: Bench, key: SigningKey) -> NodeRow:
-    with hub_of(bench).context.storage.read() as reader:
-        row = reader.node(key.node)
-    assert row is not None
-    return row
 
 
 def refusal_of(call: Callable[[], Any]) -> tuple[int, str]:
@@ -61,7 +47,7 @@ def refusal_of(call: Callable[[], Any]) -> tuple[int, str]:
 def test_nobody_is_pardoned_whose_key_was_revoked(bench: Bench, owner: Owner, by: SigningKey) -> None:
     assert owner.order("revoke", key=ROOT, target=VALIDATOR.public_key).changed
     assert code_of(owner.post(owner.request("pardon", key=by, target=VALIDATOR.node))) == (409, "admin.revoked")
-    assert row_of(bench, VALIDATOR).state.value == "banned"
+    assert bench.row(bench.actor(VALIDATOR)).state.value == "banned"
     story = ok(bench.http.get(f"/nodes/{VALIDATOR.node}")).json()
     assert story["sentence"] == "banned: its key was revoked by the run's owner, and that is for good"
     assert code_of(bench.validator.call("POST", "/audits", {"max_audits": 1})) == (403, "node.banned")
@@ -75,7 +61,7 @@ def test_a_revoked_key_does_not_come_back_as_a_worker(bench: Bench, owner: Owner
 def test_a_key_that_is_revoked_while_it_registers_is_not_taken_in(
     bench: Bench, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub, revoke = hub_of(bench), owner.request("revoke", key=ROOT, target=SECOND.public_key)
+    hub, revoke = bench.hub, owner.request("revoke", key=ROOT, target=SECOND.public_key)
     decide, orders = hub.context.decision, [revoke]
 
     def late(**options: bool) -> AbstractContextManager[Any]:
@@ -94,7 +80,7 @@ def test_a_key_that_is_revoked_while_it_registers_is_not_taken_in(
 
 def test_what_was_on_its_way_when_a_key_was_revoked_is_refused(bench: Bench) -> None:
     ok(bench.announce(0))
-    hub, validator, trainer = hub_of(bench), row_of(bench, VALIDATOR), row_of(bench, TRAINER)
+    hub, validator, trainer = bench.hub, bench.row(bench.actor(VALIDATOR)), bench.row(bench.actor(TRAINER))
     with hub.context.storage.write() as transaction:
         revoked = (VALIDATOR.public_key, TRAINER.public_key)
         orders = orders_of(transaction).model_copy(update={"revoked": revoked})
@@ -113,7 +99,7 @@ def test_who_is_shut_out_while_its_body_comes_in_is_refused(
     bench: Bench, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def slow(*args: Any) -> bytes:
-        hub_of(bench).administration.act(owner.request("revoke", target=VALIDATOR.public_key))
+        bench.hub.administration.act(owner.request("revoke", target=VALIDATOR.public_key))
         return await read_body(*args)
 
     monkeypatch.setattr(auth, "read_body", slow)
@@ -132,7 +118,7 @@ def test_an_order_that_is_old_or_was_given_before_stops_nobody(
     again = owner.request("resume", key=ROOT)
     ok(owner.post(again))
     assert owner.order("revoke", key=ROOT, target=ADMIN.public_key).changed
-    hub_of(bench).posting.post()  # so that the upkeep has nothing to write
+    bench.hub.posting.post()  # so that the upkeep has nothing to write
     made: list[bool] = []
     write = SqliteStorage.write
 
@@ -168,7 +154,7 @@ class Counted:
 
 
 def test_readers_make_the_hub_post_now_and_then_only(bench: Bench) -> None:
-    hub, clock = hub_of(bench), ManualClock()
+    hub, clock = bench.hub, ManualClock()
     posting = Posting(hub.context, clock)
     page = posting._post_page = Counted(posting._post_page)  # type: ignore[method-assign]
 
@@ -200,7 +186,7 @@ def test_who_asks_for_what_is_not_there_makes_nobody_post(
     bench: Bench, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     post = Counted(lambda: None)
-    monkeypatch.setattr(hub_of(bench).posting, "post_for_reader", post)
+    monkeypatch.setattr(bench.hub.posting, "post_for_reader", post)
     assert bench.http.get(path).status_code == 404
     assert post.count == 0
     ok(bench.http.get(f"/nodes/{VALIDATOR.node}"))
@@ -221,29 +207,22 @@ def test_no_page_that_anyone_may_read_loads_every_node(bench: Bench, monkeypatch
     monkeypatch.setattr(Reader, "nodes", refuse)
     for actor in (bench.trainer, bench.validator, bench.alice, bench.bob):
         ok(actor.call("POST", "/heartbeat", {}))
-    ok(bench.http.get("/ready"))
     text = ok(bench.http.get("/metrics")).text
     assert 'shoal_hub_nodes{presence="here",role="trainer",state="active"} 1.0' in text
     assert 'shoal_hub_nodes{presence="here",role="worker",state="active"} 2.0' in text
 
 
-@pytest.mark.parametrize(
-    ("path", "service", "call"), [("/status", "reporting", "status"), ("/ready", "readiness", "check")]
-)
 @pytest.mark.usefixtures("outside")
-def test_strangers_share_an_answer(
-    bench: Bench, path: str, service: str, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_share_an_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     edge, clock = bench.app.state.edge, ManualClock()
     edge.answers = Answers(clock)
-    part = getattr(hub_of(bench), service)
-    counted = Counted(getattr(part, call))
-    monkeypatch.setattr(part, call, counted)
+    counted = Counted(bench.hub.reporting.status)
+    monkeypatch.setattr(bench.hub.reporting, "status", counted)
     for _ in range(5):
-        bench.http.get(path)
+        bench.http.get("/status")
     assert counted.count == 1
     clock.advance(1.01)
-    bench.http.get(path)
+    bench.http.get("/status")
     assert counted.count == 2
 
 
@@ -377,7 +356,7 @@ def test_a_key_waits_on_one_connection_only(bench: Bench, monkeypatch: pytest.Mo
     asked = [{"request": f"request-seat-{number}", "wait_s": 20} for number in range(2)]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(bench.alice.call, "POST", "/leases", asked[0])
-        changes = hub_of(bench).context.changes
+        changes = bench.hub.context.changes
         deadline = time.monotonic() + 10
         while changes.polling == 0:
             assert time.monotonic() < deadline

@@ -13,7 +13,7 @@ from kit.state import NOW_MS, moment, policy
 from shoal import protocol
 from shoal.environments import Split, Task
 from shoal.hub.state import evaluations
-from shoal.hub.state.commands import Command, Refusal, SaveEvaluation
+from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.machines import EvaluationState, IllegalMove
 from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, Moment
 
@@ -131,8 +131,8 @@ def test_a_killed_validators_slice_is_taken_up_again(bench: Bench) -> None:
     assert slice_of(ask(bench, other)).first == 32, "nobody gets what somebody has"
     assert slice_of(ask(bench)).first == lost.first, "it was restarted, and asks again"
     bench.clock.advance(5 * 60 + 1)
-    bench.app.state.hub.upkeep.tick()
-    with bench.app.state.hub.context.storage.read() as reader:
+    bench.hub.upkeep.tick()
+    with bench.hub.context.storage.read() as reader:
         assert {row.state for row in reader.evaluations_under_way()} == {"open"}, "nobody has to ask for that"
     assert slice_of(ask(bench, other)).first == lost.first, "it is gone for good: its claim ran out"
 
@@ -229,8 +229,8 @@ def now(**changes: Any) -> Moment:
 
 
 def rows_of(commands: list[Command]) -> list[EvaluationRow]:
-    assert all(isinstance(command, SaveEvaluation) for command in commands)
-    return [command.row for command in commands if isinstance(command, SaveEvaluation)]
+    assert all(isinstance(command, Save) for command in commands)
+    return [command.row for command in commands if isinstance(command, Save)]
 
 
 def offered(version: int, under_way: list[EvaluationRow] | None = None, tasks: int = 100) -> list[EvaluationRow]:

@@ -21,17 +21,12 @@ from kit.hub import (
     submission_body,
     worker_key,
 )
-from shoal.protocol import (
-    Outcome,
-    PolicyAnnouncement,
-    Registration,
-    Severity,
-    SigningKey,
-    canonical_json,
-    sign_document,
-    sign_request,
-    submission_digest,
-)
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.node import Registration
+from shoal.protocol.policy import PolicyAnnouncement
+from shoal.protocol.signing import canonical_json, sign_document, sign_request
+from shoal.protocol.submission import submission_digest
+from shoal.protocol.verdict import Outcome, Severity
 
 
 @pytest.fixture
@@ -82,7 +77,7 @@ class TestIdentity:
         headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", sent_ms)
         ok(calm.http.post("/heartbeat", content=b"{}", headers=headers))
         calm.clock.advance(230)
-        calm.app.state.hub.upkeep.tick()
+        calm.hub.upkeep.tick()
         assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
         calm.clock.advance(60)
         assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.skew")
@@ -147,7 +142,7 @@ class TestNodes:
         stranger = calm.actor(worker_key(9))
         body = Registration(public_key=stranger.key.public_key, role="validator")
         assert code_of(stranger.call("POST", "/nodes", body)) == (403, "auth.certificate")
-        with calm.app.state.hub.context.storage.read() as reader:
+        with calm.hub.context.storage.read() as reader:
             assert reader.presence(stranger.key.node) is None
 
     @pytest.mark.parametrize("field", ["doing", "waiting_for"])

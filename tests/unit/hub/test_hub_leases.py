@@ -2,54 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
 from kit.hub import Actor, Bench, code_of, fresh_request, ok
 from shoal.hub.state import nodes
-from shoal.hub.state.commands import SaveNode
-from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow
+from shoal.hub.state.rows import PROBATION_AUDITS
 from shoal.protocol import HeartbeatReply, Lease, LeaseReply, NodeState, NodeView, Outcome, Severity
 
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    settings = {"lease_s": 10, "lease_hard_s": 25, "leases_per_node": 32, "newcomer_share": 0.25}
-    bench = Bench(tmp_path / "hub", {"groups_per_step": 16, "max_staleness": 1, "max_new_tokens": 8}, settings)
-    ok(bench.announce(0))
-    yield bench
-    bench.close()
-
-
-def row_of(bench: Bench, who: Actor) -> NodeRow:
-    with bench.app.state.hub.context.storage.read() as reader:
-        row = reader.node(who.key.node)
-    assert row is not None
-    return row
-
-
-def change(bench: Bench, who: Actor, **changes: object) -> None:
-    row = row_of(bench, who)
-    with bench.app.state.hub.context.storage.write() as transaction:
-        transaction.apply([SaveNode(replace(row, **changes), row.state)])
+pytestmark = pytest.mark.hub(
+    run={"groups_per_step": 16, "max_staleness": 1, "max_new_tokens": 8},
+    settings={"lease_s": 10, "lease_hard_s": 25, "leases_per_node": 32, "newcomer_share": 0.25},
+)
 
 
 def establish(bench: Bench, who: Actor) -> None:
-    change(bench, who, passed=PROBATION_AUDITS, accepted=PROBATION_AUDITS)
+    bench.change(who, passed=PROBATION_AUDITS, accepted=PROBATION_AUDITS)
 
 
 def pass_time(bench: Bench, seconds: int) -> None:
     """Seconds go by with a tick in each, so that the hub was there all the while."""
     for _ in range(seconds):
         bench.clock.advance(1)
-        bench.app.state.hub.upkeep.tick()
+        bench.hub.upkeep.tick()
 
 
 def beat(bench: Bench, who: Actor, **progress: int) -> HeartbeatReply:
-    bench.app.state.hub.upkeep.tick()
+    bench.hub.upkeep.tick()
     reply = who.call("POST", "/heartbeat", {"progress": progress})
     return HeartbeatReply.model_validate_json(ok(reply).content)
 
@@ -106,7 +84,7 @@ class TestHoarders:
         assert taken == [8, 4, 2]  # a window of one by now, and 14 in a row
         seen = view(bench, bench.alice)
         assert (seen.state, seen.window, seen.suspensions) == (NodeState.SUSPENDED, 1, 1)
-        assert seen.until_ms == bench.app.state.hub.context.clock.now_ms() + 60_000
+        assert seen.until_ms == bench.hub.context.clock.now_ms() + 60_000
         assert len(ask(bench.bob, 32).leases) == 8, "others are served"
 
 
@@ -141,7 +119,7 @@ class TestSuspension:
         seen = view(bench, bench.alice)
         assert (seen.state, seen.until_ms, seen.reason) == (NodeState.ACTIVE, None, "")
         assert (seen.on_probation, seen.strikes, seen.suspensions) == (True, 1, 1)
-        with bench.app.state.hub.context.storage.read() as reader:
+        with bench.hub.context.storage.read() as reader:
             rows = [entry for entry in reader.ledger_after(-1, 1000) if entry.body.get("node") == seen.node]
         assert rows == [], "nothing of it was ever accepted"
 
@@ -156,8 +134,8 @@ class TestSuspension:
         body = {"request": fresh_request()}
         assert code_of(bench.alice.call("POST", "/leases", body)) == (403, "node.banned")
         assert code_of(bench.alice.submit(suspended[2])) == (403, "node.banned")
-        banned = row_of(bench, bench.alice)
-        with bench.app.state.hub.context.decision() as (transaction, moment):
+        banned = bench.row(bench.alice)
+        with bench.hub.context.decision() as (transaction, moment):
             transaction.apply(nodes.pardon(banned, "a mistake", moment.now_ms))
         assert ask(bench.alice).leases
         seen = view(bench, bench.alice)
@@ -169,5 +147,5 @@ def test_what_came_too_late_is_counted(bench: Bench) -> None:
     bench.clock.advance(11)
     assert bench.bob.lease(fresh_request())[0].unit == lease.unit
     assert code_of(bench.alice.submit(lease)) == (410, "lease.late")
-    assert bench.app.state.hub.work.late == 1
-    assert row_of(bench, bench.alice).lapsed == 1
+    assert bench.hub.work.late == 1
+    assert bench.row(bench.alice).lapsed == 1

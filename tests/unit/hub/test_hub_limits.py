@@ -232,11 +232,11 @@ def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(tmp_path: 
         for address, network in noted.items():
             with away.http(address) as http:
                 Actor(bench.alice.key, http, bench.clock).lease(fresh_request())
-            with bench.app.state.hub.context.storage.read() as reader:
+            with bench.hub.context.storage.read() as reader:
                 assert reader.node(bench.alice.key.node).network == network
             if network:
                 pages = ["/status", "/ledger", f"/nodes/{bench.alice.key.node}", "/nodes", "/metrics"]
-                found = bench.app.state.hub.context.turns._networks.within[network].within
+                found = bench.hub.context.turns._networks.within[network].within
                 assert len(found) == 1, "the address is known while the hub runs"
                 assert not any(each in ok(bench.http.get(page)).text for page in pages for each in (network, *found))
     finally:
@@ -345,8 +345,8 @@ def test_a_defect_is_counted_and_named_by_its_number(bench: Bench, monkeypatch: 
     def broken() -> None:
         raise RuntimeError("of the test")
 
-    monkeypatch.setattr(bench.app.state.hub.readiness, "check", broken)
-    answer = bench.http.get("/ready")
+    monkeypatch.setattr(bench.hub.reporting, "status", broken)
+    answer = bench.http.get("/status")
     assert code_of(answer) == (500, "hub.defect")
     assert answer.headers["shoal-request"] in answer.json()["message"]
-    assert metrics_of(bench)['shoal_hub_requests_total{method="GET",route="/ready",status="500"}'] == 1
+    assert metrics_of(bench)['shoal_hub_requests_total{method="GET",route="/status",status="500"}'] == 1

@@ -82,7 +82,7 @@ def test_a_worker_gets_what_another_let_run_out(bench: Bench) -> None:
     until(waiting(bench, "a unit: all 2 units"))
     for _ in range(61):  # a tick in each second: the hub is there, and alice is not heard of
         bench.clock.advance(1)
-        bench.app.state.hub.upkeep.tick()
+        bench.hub.upkeep.tick()
     assert [lease.unit for lease in poll.result()] == [0, 1], "the upkeep noticed, nobody had to ask"
 
 
@@ -105,7 +105,7 @@ def test_a_poll_ends_at_its_deadline_with_a_reason(bench: Bench) -> None:
 def test_polls_end_when_the_hub_stops(bench: Bench) -> None:
     poll = Background(lambda: bench.alice.lease(fresh_request(), wait_s=30))
     until(waiting(bench, "a unit"))
-    bench.app.state.hub.context.changes.close()
+    bench.hub.context.changes.close()
     assert poll.result() == []
 
 
@@ -324,14 +324,14 @@ class TestRetry:
         assert len(made) == 1
 
     def test_routes_retry(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        register, failures = bench.app.state.hub.membership.register, [StaleRow("once")]
+        register, failures = bench.hub.membership.register, [StaleRow("once")]
 
         def overtaken(*arguments: object) -> object:
             if failures:
                 raise failures.pop()
             return register(*arguments)
 
-        monkeypatch.setattr(bench.app.state.hub.membership, "register", overtaken)
+        monkeypatch.setattr(bench.hub.membership, "register", overtaken)
         assert bench.alice.register(name="again").status_code == 200
         assert not failures
 

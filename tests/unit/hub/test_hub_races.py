@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,13 +15,7 @@ from shoal.errors import ResourceError
 from shoal.hub.http.middleware import HEADER_REQUEST
 from shoal.protocol import Outcome
 
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub", run={"groups_per_step": 12})
-    ok(bench.announce(0))
-    yield bench
-    bench.close()
+pytestmark = pytest.mark.hub(run={"groups_per_step": 12})
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -91,7 +84,7 @@ class TestFailures:
         def full(_body: bytes) -> str:
             raise ResourceError("cannot write blobs/x: the disk is full: free some space")
 
-        monkeypatch.setattr(bench.app.state.hub.context.blobs, "put", full)
+        monkeypatch.setattr(bench.hub.context.blobs, "put", full)
         answer = bench.alice.submit(lease)
         assert code_of(answer) == (503, "hub.resource")
         assert "blobs/x" not in answer.text, "where things are on the hub's machine is nothing for strangers"
@@ -103,7 +96,7 @@ class TestFailures:
         assert bench.alice.submit(lease).status_code == 201, "nothing was promised or taken before"
 
     def test_a_database_that_fails(self, bench: Bench) -> None:
-        storage = bench.app.state.hub.context.storage
+        storage = bench.hub.context.storage
 
         def broken() -> None:
             with storage.write():
@@ -117,14 +110,14 @@ class TestFailures:
         def defect() -> None:
             raise ZeroDivisionError("oops")
 
-        monkeypatch.setattr(bench.app.state.hub.reporting, "status", defect)
+        monkeypatch.setattr(bench.hub.reporting, "status", defect)
         answer = bench.http.get("/status")
         assert code_of(answer) == (500, "hub.defect")
         assert "oops" not in answer.text, "what went wrong is for the log"
 
     def test_upkeep_goes_on_after_a_failure(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         """The first tick after the patch fails, a later one still runs."""
-        upkeep, calls, went_on = bench.app.state.hub.upkeep, [], threading.Event()
+        upkeep, calls, went_on = bench.hub.upkeep, [], threading.Event()
 
         def tick() -> None:
             calls.append(1)

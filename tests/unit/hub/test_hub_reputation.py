@@ -13,7 +13,7 @@ from kit.hub import Actor, Bench, code_of, earned, fresh_request, make_config, o
 from kit.state import NOW_MS, moment, node, nodes_in, of_type, rules, submission, submissions_in, verdict
 from shoal import ledger, protocol
 from shoal.hub.state import credits, draws, reputation
-from shoal.hub.state.commands import Record, SaveNode
+from shoal.hub.state.commands import Record
 from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.machines import SubmissionState
@@ -31,32 +31,20 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(draws, "audit_fraction", lambda *_: 0.99)
     bench = Bench(tmp_path / "hub", {"groups_per_step": 8, "max_staleness": 1}, SETTINGS)
     ok(bench.announce(0))
-    prove(bench, bench.alice)
+    bench.change(bench.alice, streak=200, passed=200, accepted=200)
     yield bench
     bench.close()
 
 
-def prove(bench: Bench, actor: Actor, streak: int = 200) -> None:
-    with bench.app.state.hub.context.storage.write() as transaction:
-        row = transaction.node(actor.key.node)
-        transaction.apply([SaveNode(replace(row, streak=streak, passed=streak, accepted=streak), row.state)])
-
-
-def node_of(bench: Bench, actor: Actor) -> NodeRow:
-    with bench.app.state.hub.context.storage.read() as reader:
-        row: NodeRow = reader.node(actor.key.node)
-    return row
-
-
 def row_of(bench: Bench, audit: protocol.Audit) -> SubmissionRow:
-    with bench.app.state.hub.context.storage.read() as reader:
+    with bench.hub.context.storage.read() as reader:
         row: SubmissionRow = reader.submission(audit.submission)
     return row
 
 
 def entries_of(bench: Bench) -> list[protocol.LedgerEntry]:
-    bench.app.state.hub.posting.post()
-    with bench.app.state.hub.context.storage.read() as reader:
+    bench.hub.posting.post()
+    with bench.hub.context.storage.read() as reader:
         entries: list[protocol.LedgerEntry] = reader.ledger_after(-1, 10_000)
     return entries
 
@@ -92,14 +80,14 @@ class TestDepth:
         (audit,) = bench.audits()
         assert code_of(bench.judge(audit, depth="light")) == (422, "verdict.depth")
         ok(bench.judge(audit, depth="light", **CAUGHT))
-        assert node_of(bench, bench.bob).rejected == 1, "a failed check is a failed check"
+        assert bench.row(bench.bob).rejected == 1, "a failed check is a failed check"
 
     def test_a_full_verdict_on_a_light_one_counts_as_full(self, bench: Bench) -> None:
         hand_in(bench, bench.alice, 2)
         first, second = bench.audits()
         ok(bench.judge(first, depth="full", tally=protocol.Tally(tokens=4, channels=ABOVE)))
         ok(bench.judge(second, depth="light", tally=protocol.Tally(tokens=4)))
-        row = node_of(bench, bench.alice)
+        row = bench.row(bench.alice)
         assert (row.streak, row.record) == (201, protocol.Tally(tokens=4, channels=ABOVE))
         assert (row_of(bench, first).depth, row_of(bench, second).depth) == ("full", "light")
 
@@ -110,7 +98,7 @@ class TestDepth:
         (audit,) = bench.audits()
         assert audit.record == protocol.Tally(tokens=6, channels=ABOVE)
         ok(bench.judge(audit, tally=protocol.Tally(tokens=6), **CAUGHT))
-        assert node_of(bench, bench.bob).record == audit.record, "a rejection adds nothing"
+        assert bench.row(bench.bob).record == audit.record, "a rejection adds nothing"
 
     def test_what_was_unsure_is_remembered_so_that_accidents_are_not_for_the_asking(self, bench: Bench) -> None:
         hand_in(bench, bench.bob)
@@ -121,7 +109,7 @@ class TestDepth:
             "tally": protocol.Tally(tokens=6, proofs=3, accidents=1),
         }
         ok(bench.judge(audit, (), **seen))
-        node = node_of(bench, bench.bob)
+        node = bench.row(bench.bob)
         assert (node.record, node.strikes, node.unsure) == (protocol.Tally(tokens=6, proofs=3, accidents=1), 0, 1)
 
 
@@ -164,14 +152,14 @@ class TestPulls:
     def test_a_ban_pulls_what_was_audited_fully_too(self, bench: Bench) -> None:
         self.fail(bench, protocol.Severity.CERTAIN)
         assert self.states(bench) == {"pulled": 3, "rejected": 1, "received": 2}
-        assert node_of(bench, bench.alice).state == protocol.NodeState.BANNED
+        assert bench.row(bench.alice).state == protocol.NodeState.BANNED
         kinds = [entry.kind for entry in entries_of(bench)][-6:]
         assert kinds == ["rejected", "void", "void", "void", "sanction", "pulled"]
 
     def test_a_soft_rejection_costs_nothing_else(self, bench: Bench) -> None:
         self.fail(bench, None)
         assert self.states(bench) == {"accepted": 3, "rejected": 1, "received": 1, "auditing": 1}
-        assert node_of(bench, bench.alice).streak > 0
+        assert bench.row(bench.alice).streak > 0
         assert not [entry for entry in entries_of(bench) if entry.kind in ("void", "pulled", "sanction")]
 
     def test_what_is_in_a_batch_stays(self, bench: Bench) -> None:
@@ -210,7 +198,7 @@ class TestPendingCredit:
 
     def pass_time(self, bench: Bench, seconds: float) -> None:
         bench.clock.advance(seconds)
-        bench.app.state.hub.upkeep.tick()
+        bench.hub.upkeep.tick()
 
     def test_it_matures_once_also_over_restarts_and_after_the_end(self, bench: Bench) -> None:
         hand_in(bench, bench.bob)

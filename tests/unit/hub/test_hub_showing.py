@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,35 +18,26 @@ from shoal.hub.state import submissions
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import Moment, ShownRow
 from shoal.ledger import Chain, Keys, Proofs
-from shoal.protocol import (
-    Audit,
-    BodyLimits,
-    Evidence,
-    Lease,
-    LedgerEntry,
-    NodeState,
-    Outcome,
-    ProofParameters,
-    Severity,
+from shoal.protocol.codec import BodyLimits, pack, unpack
+from shoal.protocol.lease import Lease, ProofParameters
+from shoal.protocol.node import NodeState
+from shoal.protocol.status import Evidence, LedgerEntry
+from shoal.protocol.submission import (
+    ProgressReply,
+    ShownChunks,
+    ShownProgress,
     Submission,
-    SubmissionBodies,
-    pack,
     pack_tokens,
+    shown_digest,
     submission_digest,
-    unpack,
 )
-from shoal.protocol.submission import ProgressReply, ShownChunks, ShownProgress, shown_digest
+from shoal.protocol.verdict import Audit, Outcome, Severity, SubmissionBodies
 
 ROWS = 32
 LEASE_S = 10.0
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path, {"max_new_tokens": 128, "groups_per_step": 8}, {"lease_s": LEASE_S})
-    ok(bench.announce(0))
-    yield bench
-    bench.close()
+pytestmark = pytest.mark.hub(run={"max_new_tokens": 128, "groups_per_step": 8}, settings={"lease_s": LEASE_S})
 
 
 def chunks(rollout: int = 0, start: int = 0, count: int = 1, first: int = 5) -> ShownChunks:
@@ -139,7 +129,7 @@ def test_of_two_shown_leases_the_one_that_ends_first_is_looked_at_first_also_by_
     ok(bench.bob.call("POST", f"/leases/{other.lease}/progress", pack(ShownProgress([chunks()]))))
     bench.clock.advance(1)
     shown(bench, mine, chunks(start=32))  # so that it ends after the other
-    context = bench.app.state.hub.context
+    context = bench.hub.context
     new = Showing(context)
     with context.storage.read() as reader:
         moment = Moment(context.rules, reader.progress(), context.clock.now_ms())
@@ -282,7 +272,7 @@ def test_while_submissions_wait_shown_progress_gets_a_small_share_of_the_bytes(b
 def test_a_hub_that_has_lost_what_was_shown_says_so_and_gets_it_again(bench: Bench) -> None:
     lease = leased(bench)
     assert shown(bench, lease, chunks(0)).tokens == (32, 0)
-    with bench.app.state.hub.context.storage.write() as transaction:
+    with bench.hub.context.storage.write() as transaction:
         transaction._connection.exec_driver_sql("DELETE FROM shown")
     assert shown(bench, lease, chunks(0, start=32)).tokens == (0, 0)
     assert shown(bench, lease, chunks(0, count=2)).tokens == (64, 0)
@@ -290,11 +280,11 @@ def test_a_hub_that_has_lost_what_was_shown_says_so_and_gets_it_again(bench: Ben
 
 def test_what_an_established_node_shows_is_not_kept(bench: Bench) -> None:
     lease = leased(bench)
-    with bench.app.state.hub.context.storage.write() as transaction:
+    with bench.hub.context.storage.write() as transaction:
         transaction._connection.exec_driver_sql("UPDATE nodes SET passed = 8")
     reply = shown(bench, lease, chunks(0))
     assert reply.deadline_ms == lease.deadline_ms
-    with bench.app.state.hub.context.storage.read() as reader:
+    with bench.hub.context.storage.read() as reader:
         assert reader.shown(lease.lease) == []
 
 

@@ -14,31 +14,22 @@ from shoal.hub.service import reporting
 from shoal.hub.service.stories import node_sentence
 from shoal.hub.state.rows import NodeRow
 from shoal.ledger import fold
-from shoal.protocol import (
-    CheckResult,
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.lease import Lease
+from shoal.protocol.node import NodeState, Registration, Vouch
+from shoal.protocol.signing import SignedDocument, document_hash, open_document, sign_document, sign_values
+from shoal.protocol.status import (
     EvidencePage,
-    Lease,
     LedgerEntry,
     LedgerPage,
     NodePage,
-    NodeState,
     NodeStory,
-    Outcome,
-    Receipt,
-    Registration,
     RunStatus,
-    Severity,
-    SignedDocument,
-    SigningKey,
     UnitStory,
-    Verdict,
-    Vouch,
-    document_hash,
-    open_document,
-    sign_document,
+    behind,
 )
-from shoal.protocol.signing import sign_values
-from shoal.protocol.status import behind
+from shoal.protocol.submission import Receipt
+from shoal.protocol.verdict import CheckResult, Outcome, Severity, Verdict
 
 ALICE, BOB = worker_key(1).node, worker_key(2).node
 FAILED: dict[str, Any] = {

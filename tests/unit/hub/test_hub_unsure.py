@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from shoal.hub.service.calibrating import SETTING
 from shoal.hub.service.reporting import read_figures
 from shoal.hub.state import calibrations
 from shoal.hub.state.calibrations import InForce
-from shoal.hub.state.commands import Refusal, SaveNode
+from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.reputation import NEWER, POOLED_AUDITS, Suspicion, evidence_groups
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Audit, AuditRequest, Batch, Lease, NodeState, Outcome, Severity
@@ -136,7 +136,7 @@ def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(
         with play.storage.write() as transaction:
             row = transaction.node(worker.node)
             assert row is not None
-            transaction.apply([SaveNode(replace(row, accepted=8), row.state)])
+            transaction.apply([Save(replace(row, accepted=8), row.state)])
         assert play.judge(audit, Outcome.REJECTED, (0.0, 1.0), Severity.STATISTICAL) is None
     rows = [play._node(worker.node) for worker in workers]
     assert [row.strikes for row in rows] == [1, 1, 0]
@@ -161,7 +161,7 @@ def test_the_kind_that_fails_is_that_of_the_lease_whatever_its_node_asks_for_sin
             play.release(lease)
         row = play._node(worker.node)
         with play.storage.write() as transaction:
-            transaction.apply([SaveNode(replace(row, accepted=8), row.state)])
+            transaction.apply([Save(replace(row, accepted=8), row.state)])
     for worker in keys:
         (lease,) = play.lease(worker, 1)
         play.submit(lease)
@@ -217,29 +217,13 @@ STEERED = {"outcome": Outcome.REJECTED, "reason": "sampling.steered", "severity"
 SIXTEEN = (1.0,) * 16
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    run = {"groups_per_step": 40, "group_size": 16, "max_staleness": 2}
-    bench = Bench(tmp_path / "hub", run, {"newcomer_share": 1.0})
-    ok(bench.announce(0))
-    yield bench
-    bench.close()
-
-
-def change(bench: Bench, actor: Actor, **changes: Any) -> None:
-    with bench.app.state.hub.context.storage.write() as transaction:
-        row = transaction.node(actor.key.node)
-        transaction.apply([SaveNode(replace(row, **changes), row.state)])
-
-
-def row_of(bench: Bench, actor: Actor) -> NodeRow:
-    with bench.app.state.hub.context.storage.read() as reader:
-        row: NodeRow = reader.node(actor.key.node)
-    return row
+pytestmark = pytest.mark.hub(
+    run={"groups_per_step": 40, "group_size": 16, "max_staleness": 2}, settings={"newcomer_share": 1.0}
+)
 
 
 def newer(bench: Bench) -> Suspicion:
-    with bench.app.state.hub.context.storage.read() as reader:
+    with bench.hub.context.storage.read() as reader:
         stored = reader.setting(NEWER)
     return Suspicion() if stored is None else Suspicion.model_validate_json(stored)
 
@@ -263,15 +247,15 @@ def judged(bench: Bench, actor: Actor, differences: Sequence[float], **changes: 
 def test_a_nodes_evidence_grows_and_comes_with_its_next_audit(bench: Bench) -> None:
     first = judged(bench, bench.alice, [1.0, -0.5])
     assert first.gains == GainEvidence()
-    assert row_of(bench, bench.alice).gains == GainEvidence().after([1.0, -0.5])
+    assert bench.row(bench.alice).gains == GainEvidence().after([1.0, -0.5])
     assert judged(bench, bench.alice, []).gains == GainEvidence().after([1.0, -0.5])
-    assert row_of(bench, bench.bob).gains == GainEvidence()
+    assert bench.row(bench.bob).gains == GainEvidence()
 
 
 def test_it_is_there_after_a_restart(bench: Bench) -> None:
     judged(bench, bench.alice, [1.0])
     again = bench.restarted()
-    assert row_of(again, again.alice).gains.differing == 1
+    assert again.row(again.alice).gains.differing == 1
     assert newer(again).evidence.differing == 1
     again.close()
 
@@ -281,7 +265,7 @@ def test_the_same_verdict_again_counts_once(bench: Bench) -> None:
     verdict = bench.verdict(audit, [0.0, 1.0] * 8, branches=Branches(looked=1, differences=(1.0,)))
     for _ in range(2):
         ok(bench.report(verdict))
-    assert row_of(bench, bench.alice).gains.differing == 1
+    assert bench.row(bench.alice).gains.differing == 1
     assert newer(bench).evidence.differing == 1
 
 
@@ -294,10 +278,10 @@ def test_more_branches_than_rollouts_are_refused(bench: Bench) -> None:
 def test_a_strike_begins_the_nodes_evidence_anew_and_is_not_held_against_the_others(bench: Bench) -> None:
     for _ in range(2):
         judged(bench, bench.alice, SIXTEEN)
-    assert row_of(bench, bench.alice).gains.suffices
+    assert bench.row(bench.alice).gains.suffices
     before = newer(bench).evidence
     judged(bench, bench.alice, [], **STEERED)
-    row = row_of(bench, bench.alice)
+    row = bench.row(bench.alice)
     assert (row.gains, row.statistical) == (GainEvidence(), 1)
     assert newer(bench).evidence == before.without(ENOUGH)
     assert not newer(bench).distrusted
@@ -312,7 +296,7 @@ def test_newcomers_are_distrusted_together_with_an_alarm_until_the_evidence_is_f
     carol = bench.actor(worker_key(3))
     ok(carol.register(name="carol"))
     assert judged(bench, carol, [], outcome=Outcome.UNSURE, reason="sampling.distrusted").distrusted == "newcomers"
-    change(bench, bench.bob, passed=20)
+    bench.change(bench.bob, passed=20)
     assert judged(bench, bench.bob, []).distrusted == ""
     while newer(bench).distrusted:  # what is unsure is looked at, too
         unsure = {"outcome": Outcome.UNSURE, "reason": "sampling.distrusted", "rewards": ()}
@@ -323,11 +307,11 @@ def test_newcomers_are_distrusted_together_with_an_alarm_until_the_evidence_is_f
 
 def test_an_owner_answers_for_all_its_nodes(bench: Bench) -> None:
     for actor in (bench.alice, bench.bob):
-        change(bench, actor, owner="a" * 64, vouch="{}", passed=POOLED_AUDITS)
+        bench.change(actor, owner="a" * 64, vouch="{}", passed=POOLED_AUDITS)
     judged(bench, bench.alice, SIXTEEN)
     judged(bench, bench.bob, SIXTEEN)
     assert newer(bench) == Suspicion()
-    assert not row_of(bench, bench.alice).gains.suffices
+    assert not bench.row(bench.alice).gains.suffices
     assert judged(bench, bench.alice, []).distrusted == "its owner"
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from kit.hub import Bench, code_of, fresh_request, ok
@@ -15,12 +12,7 @@ SECONDS = 30
 LEASE_S = 600
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub", settings={"lease_s": LEASE_S})
-    ok(bench.announce(0))
-    yield bench
-    bench.close()
+pytestmark = pytest.mark.hub(settings={"lease_s": LEASE_S})
 
 
 def pass_time(bench: Bench, seconds: int = SECONDS, heard: bool = False) -> None:
@@ -29,7 +21,7 @@ def pass_time(bench: Bench, seconds: int = SECONDS, heard: bool = False) -> None
         bench.clock.advance(1)
         if heard:
             ok(bench.alice.call("POST", "/heartbeat", {}))
-        bench.app.state.hub.upkeep.tick()
+        bench.hub.upkeep.tick()
 
 
 def test_the_leases_of_a_worker_that_is_gone_end_long_before_their_deadline(bench: Bench) -> None:
@@ -79,7 +71,7 @@ def test_so_does_a_hub_that_was_just_started(bench: Bench) -> None:
 
 
 def alice_of(bench: Bench) -> NodeRow:
-    with bench.app.state.hub.context.storage.read() as reader:
+    with bench.hub.context.storage.read() as reader:
         row = reader.node(bench.alice.key.node)
     assert row is not None
     return row
@@ -122,11 +114,11 @@ def test_while_its_database_is_away_the_hub_is_away(bench: Bench, monkeypatch: p
         raise ResourceError("the database is away")
 
     with monkeypatch.context() as outage:
-        outage.setattr(bench.app.state.hub.context.storage, "lead", gone)
+        outage.setattr(bench.hub.context.storage, "lead", gone)
         for _ in range(LEASE_S + 60):
             bench.clock.advance(1)
             with pytest.raises(ResourceError, match="is away"):
-                bench.app.state.hub.upkeep.tick()
+                bench.hub.upkeep.tick()
     pass_time(bench, 15)
     assert bench.status().units["leased"] == 1
     pass_time(bench, 10)
@@ -151,13 +143,13 @@ def test_nonces_are_kept_until_no_hub_would_take_the_request_again(bench: Bench)
     bench.clock.advance(60)
     ok(bench.alice.call("POST", "/heartbeat", {}))
     bench.clock.advance(200)
-    bench.app.state.hub.upkeep.tick()
-    with bench.app.state.hub.context.storage.write() as transaction:
+    bench.hub.upkeep.tick()
+    with bench.hub.context.storage.write() as transaction:
         assert transaction.forget_nonces(10**15, 99) > 0
 
 
 def test_who_delivered_long_ago_is_not_remembered(bench: Bench) -> None:
-    work = bench.app.state.hub.work
+    work = bench.hub.work
     for actor in (bench.alice, bench.bob):
         (lease,) = actor.lease(fresh_request())
         assert actor.submit(lease).status_code == 201

@@ -15,15 +15,15 @@ from kit.state import (
     moment,
     node,
     nodes_in,
-    of_type,
     policy,
+    rows_in,
     submission,
     submissions_in,
     unit,
     units_in,
 )
 from shoal.hub.state import leases, nodes, submissions
-from shoal.hub.state.commands import Command, Refusal, SaveLease
+from shoal.hub.state.commands import Command, Refusal
 from shoal.hub.state.leases import Ask
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.pacing import Tempo
@@ -116,7 +116,7 @@ class TestExpiry:
         (after,) = units_in(commands).values()
         # No failure of the unit: whoever sits on leases cannot void work.
         assert (after.state, after.failures, after.task, after.attempt) == (UnitState.OPEN, 0, "task-0", 1)
-        assert of_type(commands, SaveLease)[0].row.ended_at_ms == NOW_MS
+        assert rows_in(commands, LeaseRow)[0].ended_at_ms == NOW_MS
 
     def test_each_node_pays_once_for_all_that_lapses_at_a_time(self) -> None:
         holdings = [held(0, who=2), held(1, who=1), held(2, who=2), held(3, who=2)]

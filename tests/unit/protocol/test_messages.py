@@ -17,33 +17,21 @@ from pydantic import ValidationError
 
 import shoal.protocol as protocol
 from shoal.errors import CodecError, ProtocolError
-from shoal.protocol import (
-    PROTOCOL_VERSION,
-    Batch,
-    BodyLimits,
-    Chunk,
-    Document,
-    Entry,
-    Heartbeat,
+from shoal.protocol.batch import Batch, TrainingBatch
+from shoal.protocol.codec import BodyLimits, TensorView, pack, unpack
+from shoal.protocol.lease import (
+    MAX_GROUP,
+    MAX_NEW_TOKENS,
+    MAX_PROMPT_TOKENS,
     Lease,
     LeaseRelease,
     LeaseRequest,
-    Message,
-    PolicyRef,
-    Registration,
-    Rollout,
     SamplingParameters,
-    Submission,
-    TensorView,
-    TrainingBatch,
-    content_digest,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    unpack,
 )
-from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
-from shoal.protocol.node import check_spoken
+from shoal.protocol.node import PROTOCOL_VERSION, Heartbeat, Registration, check_spoken
+from shoal.protocol.policy import Chunk, Entry, PolicyRef, content_digest
+from shoal.protocol.signing import Document, Message
+from shoal.protocol.submission import Rollout, Submission, pack_logprobs, pack_tokens
 
 MESSAGES = [kind for _, kind in inspect.getmembers(protocol, inspect.isclass) if issubclass(kind, Message)]
 

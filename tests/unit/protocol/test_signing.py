@@ -11,19 +11,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.errors import ProtocolError, SignatureError
-from shoal.protocol import (
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.lease import Lease, SamplingParameters
+from shoal.protocol.node import RoleCertificate
+from shoal.protocol.policy import LedgerHead, PolicyAnnouncement, PolicyRef
+from shoal.protocol.signing import (
+    MAX_SKEW_MS,
     Document,
-    Lease,
-    LedgerHead,
-    PolicyAnnouncement,
-    PolicyRef,
-    Receipt,
     RequestSignature,
-    RoleCertificate,
-    SamplingParameters,
     SignedDocument,
-    SigningKey,
-    Verdict,
     canonical_json,
     open_document,
     sign_document,
@@ -31,7 +27,8 @@ from shoal.protocol import (
     verify_body,
     verify_request,
 )
-from shoal.protocol.signing import MAX_SKEW_MS
+from shoal.protocol.submission import Receipt
+from shoal.protocol.verdict import Verdict
 
 KEY = SigningKey.from_seed(b"k" * 32)
 OTHER = SigningKey.from_seed(b"o" * 32)

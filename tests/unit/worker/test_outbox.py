@@ -207,7 +207,7 @@ class LateHub:
     """Refuses everything as too late."""
 
     def run_info(self) -> Any:
-        return SimpleNamespace(run=RUN, uploads="hub")
+        return SimpleNamespace(run=RUN)
 
     def submit(self, _lease: str, _body: bytes) -> Any:
         raise HubRefused(410, "lease.late", "lease lease-0 ran out and unit 0 is accepted meanwhile")

@@ -1,14 +1,11 @@
 """Who is asking: signed requests, checked from cheap to dear.
 
     headers ─► clock within 120 s ─► known node ─► role ─► signature ─► nonce ─► body, capped while it streams ─► hash
-                                                           key's bucket ┘
 
 The identity comes from the verified header only. A body is read only for who has proven to have signed for it, and
-never beyond the route's cap. A nonce is taken after the signature held, so that nobody can use up another node's
-nonces, and is kept for as long as the same request would still be within the allowed skew. For the same reason a key's
-bucket is looked at once the signature held, and taken from once the nonce was new: a replay costs the key nothing.
-
-    part of a body ─► within the route's cap ─► not slower than the floor ─► within what may be held at a time ─► next
+never beyond the route's cap. A nonce is taken after the signature held, so that nobody can use up another node's, and
+is kept for as long as the same request would still be within the allowed skew. For the same reason a key's bucket is
+looked at once the signature held, and taken from once the nonce was new: a replay costs the key nothing.
 """
 
 from __future__ import annotations
@@ -29,19 +26,17 @@ from shoal.hub.service import Context
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import (
-    HubClock,
+from shoal.protocol.identity import node_id
+from shoal.protocol.node import HubClock, Registration, Role
+from shoal.protocol.signing import (
+    MAX_SKEW_MS,
     Message,
-    Registration,
     RequestSignature,
-    Role,
     first_problem,
-    node_id,
     sign_document,
     verify_body,
     verify_request,
 )
-from shoal.protocol.signing import MAX_SKEW_MS
 
 M = TypeVar("M", bound=Message)
 

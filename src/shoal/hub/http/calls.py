@@ -2,17 +2,15 @@
 
 route ─► serve ─► service, in a thread, again if its decision was overtaken (`service.context.retry`) ─► answer
 
-PUT /submissions/…  ─┐                      ┌─► a slot is free ─► stored
-POST …/commit ─► one ┴─► wait, with an end ─┤
-             of a key                       └─► none in time ─► 503 hub.busy, Retry-After
+PUT /submissions/… ─► wait, with an end ─┬─► a slot is free ─► stored
+                                         └─► none in time ─► 503 hub.busy, Retry-After
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Annotated, ParamSpec, TypeAlias, TypeVar
 
 from fastapi import Depends, Request
@@ -20,7 +18,6 @@ from starlette.concurrency import run_in_threadpool
 
 from shoal.hub.changes import Topic, long_poll
 from shoal.hub.http.middleware import visit_of
-from shoal.hub.limits import too_much
 from shoal.hub.service import Hub, retry
 from shoal.hub.state.commands import Refusal
 
@@ -82,7 +79,6 @@ class UploadSlots:
     def __init__(self, count: int, wait_s: float = WAIT_S) -> None:
         self._free = asyncio.Semaphore(count)
         self._wait_s = wait_s
-        self._committing: set[str] = set()
 
     async def __aenter__(self) -> None:
         try:
@@ -94,14 +90,3 @@ class UploadSlots:
 
     async def __aexit__(self, *_error: object) -> None:
         self._free.release()
-
-    @contextmanager
-    def committing(self, key: str) -> Iterator[None]:
-        """One commit of a key at a time: each reads a whole upload from the store, whatever it turns out to be."""
-        if key in self._committing:
-            raise too_much("rate.uploads", "another commit of this key is being taken in: one after the other", 1.0)
-        self._committing.add(key)
-        try:
-            yield
-        finally:
-            self._committing.discard(key)

@@ -1,20 +1,18 @@
-"""Routes that need no signature: the run, its status, the ledger, why things happened, a page to start from; and the
-owner's orders, which are signed documents themselves."""
+"""Routes that need no signature: the run, its status, the ledger, why things happened; and the owner's
+orders, which are signed documents themselves."""
 
 from __future__ import annotations
 
-from html import escape
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import Response
 
 from shoal.hub.http.auth import parse_json, read_body
 from shoal.hub.http.calls import HubDependency, serve
 from shoal.hub.http.metrics import CONTENT_TYPE as METRICS_TYPE
 from shoal.hub.http.middleware import Edge, max_age_s
 from shoal.hub.http.openapi import describes
-from shoal.hub.service.readiness import Readiness
 from shoal.protocol import (
     AdminReply,
     AdminRequest,
@@ -26,16 +24,11 @@ from shoal.protocol import (
     RunStatus,
     SignedDocument,
     UnitStory,
-    fingerprint,
 )
 from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE, MAX_NODES_PER_PAGE
 
 router = APIRouter()
 
-_READY: dict[int, dict[str, Any]] = {
-    200: {"model": Readiness, "description": "ready"},
-    503: {"model": Readiness, "description": "not ready; `problems` says why"},
-}
 _TEXT = {200: {"description": "metrics as text", "content": {METRICS_TYPE: {"schema": {"type": "string"}}}}}
 NODE = "^[0-9a-f]{0,64}$"
 MAX_ORDER_BYTES = 64 * 1024
@@ -57,15 +50,6 @@ async def status(request: Request, hub: HubDependency) -> RunStatus:
 @router.get("/health", **describes("run"))
 async def health() -> dict[str, bool]:
     return {"ok": True}
-
-
-@router.get("/ready", **describes("run", answers=_READY))
-async def ready(request: Request, hub: HubDependency) -> JSONResponse:
-    """For load balancers and watchdogs: 200 while trainer and validators are here, audits catch the known-bad
-    submissions that are mixed in, and the disk takes what comes; else 503 with what is wrong, a sentence each."""
-    edge: Edge = request.app.state.edge
-    found = await edge.answers.get("ready", max_age_s(request.scope), lambda: serve(hub.readiness.check))
-    return JSONResponse(found.model_dump(mode="json"), status_code=200 if found.ready else 503)
 
 
 @router.get("/metrics", response_class=Response, **describes("run", answers=_TEXT))
@@ -154,32 +138,3 @@ async def admin(request: Request, hub: HubDependency) -> AdminReply:
     not signed: the action is, is dated, and is carried out once. The ledger keeps it, with what it changed."""
     body = await read_body(request, MAX_ORDER_BYTES)
     return await serve(hub.administration.act, parse_json(body, AdminRequest))
-
-
-@router.get("/", include_in_schema=False)
-async def home(request: Request, hub: HubDependency) -> HTMLResponse:
-    """A page without scripts or outside files: what this is, how to join, where to look."""
-    config = hub.context.config
-    join = f"shoal join {request.base_url}#{fingerprint(config.root_key)}"
-    page = _HOME.format(name=escape(config.run.name), run=escape(config.run_id), join=escape(join))
-    return HTMLResponse(page)
-
-
-_HOME = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>shoal: {name}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 42rem; margin: 3rem auto; padding: 0 1rem }}
-pre {{ background: #eee; color: #111; padding: 1rem; overflow-x: auto }}
-</style></head><body>
-<h1>{name}</h1>
-<p>The hub of the shoal run <code>{run}</code>. To take part with this machine:</p>
-<pre>{join}</pre>
-<ul>
-<li><a href="status">status</a>: progress, nodes, who waits for whom</li>
-<li><a href="ledger">ledger</a> and its signed <a href="ledger/head">head</a></li>
-<li><a href="ready">ready</a>: whether the run can go on by itself; <a href="metrics">metrics</a> for Prometheus</li>
-<li><a href="run">run</a>: what a node needs to take part</li>
-<li><a href="openapi.json">openapi.json</a>: every call</li>
-</ul>
-</body></html>
-"""

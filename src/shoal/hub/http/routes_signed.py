@@ -8,29 +8,16 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from shoal.hub.changes import Topic
 from shoal.hub.http.auth import authenticate, authenticate_newcomer, parse_json, read_body, signed
-from shoal.hub.http.calls import HubDependency, UploadSlots, poll, serve
+from shoal.hub.http.calls import HubDependency, poll, serve
 from shoal.hub.http.middleware import visit_of
 from shoal.hub.http.openapi import BULK, bulk_answer, describes
 from shoal.hub.limits import network_of
-from shoal.protocol import (
-    AuditReply,
-    AuditRequest,
-    BatchReply,
-    BatchRequest,
-    Heartbeat,
-    HeartbeatReply,
-    LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    NodeView,
-    Registration,
-    SignedDocument,
-    StepReport,
-    VerdictReply,
-    VerdictReport,
-)
-from shoal.protocol.submission import SHOWN_BYTES, ProgressReply, UploadCommit, UploadRequest
-from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST
+from shoal.protocol.batch import BatchReply, BatchRequest, StepReport
+from shoal.protocol.lease import LeaseRelease, LeaseReply, LeaseRequest
+from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeView, Registration
+from shoal.protocol.signing import SignedDocument
+from shoal.protocol.submission import SHOWN_BYTES, ProgressReply
+from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, AuditReply, AuditRequest, VerdictReply, VerdictReport
 
 router = APIRouter()
 
@@ -81,14 +68,13 @@ async def show(lease: str, request: Request, hub: HubDependency) -> ProgressRepl
     return await serve(hub.showing.show, caller.node, lease, caller.body)
 
 
-_UPLOADED = (404, 409, 410)
 _SAME: dict[int, dict[str, Any]] = {200: {"model": SignedDocument, "description": "the same again: the same receipt"}}
 
 
 @router.put(
     "/submissions/{lease}",
     status_code=201,
-    **describes("worker", "a `Submission`: msgpack in a zstd frame", answers=_SAME, refusals=_UPLOADED),
+    **describes("worker", "a `Submission`: msgpack in a zstd frame", answers=_SAME, refusals=(404, 409, 410)),
 )
 async def submit(lease: str, request: Request, response: Response, hub: HubDependency) -> SignedDocument:
     """Answers with a signed `Receipt`: from then on the submission is on the hub's disk and will be judged. 201 if it
@@ -97,30 +83,6 @@ async def submit(lease: str, request: Request, response: Response, hub: HubDepen
     caller = await authenticate(hub.context, request, roles=("worker", "validator"), max_bytes=max_bytes)
     async with request.app.state.uploads:  # around the work, never around a wait for somebody's bytes
         response.status_code, receipt = await serve(hub.work.submit, caller.node, lease, caller.body)
-    return receipt
-
-
-@router.post("/submissions/{lease}/upload", **describes("worker", UploadRequest, refusals=_UPLOADED))
-async def upload(lease: str, request: Request, hub: HubDependency) -> SignedDocument:
-    """Answers with a signed `UploadTicket`: one URL for one object of this size and hash, in the run's store. Refused
-    as the submission would be; 409 `upload.by_hub` if the run has no such store."""
-    node, ask = await signed(hub.context, request, UploadRequest, "worker", "validator")
-    return await serve(hub.uploads.ticket, node, lease, ask)
-
-
-@router.post(
-    "/submissions/{lease}/commit",
-    status_code=201,
-    **describes("worker", UploadCommit, answers=_SAME, refusals=_UPLOADED),
-)
-async def commit(lease: str, request: Request, response: Response, hub: HubDependency) -> SignedDocument:
-    """The hub reads what was uploaded, checks it, and answers with a signed `Receipt`, exactly as for a submission that
-    was put to the hub itself. 409 `upload.missing` if there is nothing (any more): upload it again."""
-    node, named = await signed(hub.context, request, UploadCommit, "worker", "validator")
-    slots: UploadSlots = request.app.state.uploads
-    with slots.committing(node.node):
-        async with slots:
-            response.status_code, receipt = await serve(hub.uploads.commit, node, lease, named)
     return receipt
 
 

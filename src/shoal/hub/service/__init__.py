@@ -5,7 +5,6 @@
     work        Work: lease, release, submit                     (workers)
     drawing     Drawing: which task a unit gets, and its prompt
     turns       Turns: whose turn it is among newcomers
-    uploads     Uploads: ticket, commit                          (workers, past the hub)
     showing     Showing: chunks of a lease at work               (workers on probation; looked at by validators)
     calibrating Calibrating: terms, publish, document           (validators, the owner; documents: anyone)
     checking    Checking: audits, verdicts, bodies               (validators)
@@ -14,7 +13,7 @@
     reporting   Reporting: run_info, status, figures, ledger     (anyone)
     stories     Stories: unit, node, nodes: why                  (anyone)
     admin       Administration: act                              (the owner)
-    readiness   Ready: check; standstill: who is missing         (anyone)
+    readiness   standstill: who is missing; validator_alarms
     upkeep      Upkeep: tick; Posting: the ledger's outbox
 
 Services are synchronous and know nothing of HTTP: a refusal is an exception (`state.commands.Refusal`).
@@ -31,13 +30,11 @@ from shoal.hub.service.checking import Checking
 from shoal.hub.service.context import Context, retry
 from shoal.hub.service.evaluating import Evaluating
 from shoal.hub.service.membership import Membership
-from shoal.hub.service.readiness import Ready
 from shoal.hub.service.reporting import Reporting
 from shoal.hub.service.showing import Showing
 from shoal.hub.service.stories import Stories
 from shoal.hub.service.training import Training
 from shoal.hub.service.upkeep import Posting, Upkeep
-from shoal.hub.service.uploads import Uploads
 from shoal.hub.service.work import Work
 from shoal.hub.settings import HubConfig
 from shoal.hub.storage import Storage
@@ -57,7 +54,6 @@ class Hub:
         self.membership = Membership(self.context)
         self.calibrating = Calibrating(self.context)
         self.work = Work(self.context, self.calibrating)
-        self.uploads = Uploads(self.context, self.work)
         self.evaluating = Evaluating(self.context, self.work.drawing)
         self.showing = Showing(self.context)
         self.checking = Checking(self.context, self.work, self.evaluating, self.showing)
@@ -65,7 +61,6 @@ class Hub:
         self.reporting = Reporting(self.context, self.posting)
         self.stories = Stories(self.context, self.posting)
         self.administration = Administration(self.context)
-        self.readiness = Ready(self.context)
         self.upkeep = Upkeep(self.context, self.posting, self.evaluating)
         self._closed = False
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from shoal.errors import ProtocolError
 from shoal.hub.service.context import Context, node_view, require_trusted
-from shoal.hub.service.readiness import MISSED, canary_problem
+from shoal.hub.service.readiness import validator_alarms
 from shoal.hub.state import leases, nodes, pacing
-from shoal.hub.state.commands import RaiseAlarm, Refusal
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import Moment, NodeRow
 from shoal.hub.storage import Presence, Writer
 from shoal.protocol.identity import node_id
@@ -53,7 +53,7 @@ class Membership:
             moment = Moment(self._context.rules, transaction.progress(counted=False), now_ms)
             if fresh.role == "validator":
                 said = transaction.presence(node.node)
-                transaction.apply(canary_alarm(fresh, said, presence, moment.progress.next_step))
+                transaction.apply(validator_alarms(fresh, said, presence, moment.progress.next_step))
             transaction.put_presence(presence)
             deadlines = self._renew(transaction, moment, fresh, heartbeat.progress)
         return HeartbeatReply(
@@ -107,11 +107,3 @@ def check_vouch(registration: Registration) -> None:
         raise Refusal(403, "vouch.signature", f"the vouch does not hold: {error}") from error
     if vouch.owner != signed.signed_by or vouch.node != node_id(registration.public_key):
         raise Refusal(403, "vouch.other", "the vouch is for another node, or signed by another key than its owner's")
-
-
-def canary_alarm(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:
-    """An alarm for each known-bad submission that a validator says it let pass; its further heartbeats add none."""
-    known = before.counters.get(MISSED, 0) if before is not None else 0
-    if now.counters.get(MISSED, 0) <= known:
-        return []
-    return [RaiseAlarm(step, f"canary.missed.{node.node[:8]}", canary_problem(node, now), now.last_seen_ms)]

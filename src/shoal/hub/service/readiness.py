@@ -1,117 +1,38 @@
-"""Whether the run can go on by itself: every role is here, audits can be relied on, and the disk takes what comes.
+"""Whether the run can continue by itself: every role is here, and audits can be relied on.
 
-A standstill, who is missing to train, check or work, what became of them and what to do, is told by `/status` and
-`/ready` at once when the last of a role is banned or suspended, and when it was not heard of for `nodes.HERE_MS`; of a
-role of which nobody was heard since the hub was started, after `STARTING_MS`. The watchdog repeats it.
+A standstill, who is missing to train, check or work, what became of them and what to do, is told by `/status` at once
+when the last of a role is banned or suspended, and when it was not heard of for `nodes.HERE_MS`; of a role of which
+nobody was heard since the hub was started, after `STARTING_MS`. The watchdog repeats it.
 
 A validator gives itself submissions that are known to be bad (canaries) among the real ones, and counts in its
-heartbeats how many it caught and missed. One that missed any, or that never meets one, says nothing about real work.
+heartbeats how many it caught and missed. One that missed any, or that never meets one, says nothing about real work:
+that is an alarm, and so is one that cannot score (`validator_alarms`).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 
-from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.service.calibrating import in_force_of
 from shoal.hub.service.context import Context, node_label, orders_of
 from shoal.hub.state import calibrations, nodes, pacing
+from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Presence, Reader
-from shoal.protocol import Conduct, Message, NodeState
+from shoal.protocol import NodeState
 
-HERE_MS = 60_000
 MAX_TRUSTED = 500
 """Those heard of last: no run has so many. Workers, of which there may be any number, are not looked at."""
 CANARY_WITHIN = 256
-PROBE_EVERY_MS = 5_000
 CAUGHT, MISSED = "canaries_caught", "canaries_missed"
 NO_SAMPLE, ABSTAINED = "no_sample", "abstained"
 MANY_UNSCORED, UNSCORED_SHARE = 8, 0.05
-log = logging.getLogger("shoal.hub")
 
 STARTING_MS = 60_000
 MEASURING_MS = 120_000  # a run's first calibration may take so long, and nothing is wrong
 NEWEST = 50
 DOING = {"trainer": "train", "validator": "check", "worker": "work"}
 AUDITED = ("accepted", "rejected", "unsure")
-
-
-class Readiness(Message):
-    """The answer of `GET /ready`: what is wrong, a sentence each; ready if nothing is. A run that its owner has paused,
-    or lets drain, is ready: `conduct` says so, and `halted` since when and why. So is one that nobody works for:
-    workers must reach it to join. `standstill` says that, and whoever else is missing."""
-
-    ready: bool
-    problems: tuple[str, ...] = ()
-    conduct: Conduct = "running"
-    halted: str = ""
-    standstill: tuple[str, ...] = ()
-
-
-class Ready:
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._probed_ms: int | None = None
-        self._probe = ""
-
-    def check(self) -> Readiness:
-        context = self._context
-        now_ms = context.clock.now_ms()
-        with context.storage.read() as reader:
-            problems, orders = self._of_roles(reader, now_ms), orders_of(reader)
-            nobody = tuple(standstill(context, reader, now_ms))
-        disk = self._of_disk(now_ms)
-        found = (*problems, disk) if disk else tuple(problems)
-        halted = orders.halted(now_ms)
-        return Readiness(ready=not found, problems=found, conduct=orders.conduct, halted=halted, standstill=nobody)
-
-    def _of_roles(self, reader: Reader, now_ms: int) -> list[str]:
-        trusted = reader.nodes_ranked("trusted", MAX_TRUSTED)
-        presences = reader.presences_named([node.node for node in trusted])
-        here = [
-            (node, presences[node.node])
-            for node in trusted
-            if node.node in presences and now_ms - presences[node.node].last_seen_ms <= HERE_MS
-        ]
-        filled = {node.role for node, _ in here if node.state is NodeState.ACTIVE}
-        finished = pacing.is_finished(self._context.rules, reader.progress())
-        missing = [
-            f"no {role} was heard of for {HERE_MS // 1000} s: start one with `shoal {role}`"
-            for role in ("trainer", "validator")
-            if role not in filled and not finished
-        ]
-        checks = [
-            problem(node, presence)
-            for node, presence in here
-            if node.role == "validator"
-            for problem in (canary_problem, scoring_problem)
-        ]
-        return [*missing, *(problem for problem in checks if problem)]
-
-    def _of_disk(self, now_ms: int) -> str:
-        """Whether something can be written. Asked by anyone, so it is tried once in a while only."""
-        if self._context.failure is not None:
-            return outage(self._context.failure)
-        if self._probed_ms is None or now_ms - self._probed_ms >= PROBE_EVERY_MS:
-            self._probed_ms, self._probe = now_ms, ""
-            try:
-                with self._context.storage.write(durable=False) as transaction:
-                    transaction.put_setting("probed_at_ms", str(now_ms))
-            except ResourceError as error:
-                log.error("/ready: %s", error)
-                self._probe = outage(error)
-        return self._probe
-
-
-def outage(error: ShoalError) -> str:
-    """What keeps the hub from working, for anyone who asks; where, on this machine or another, is in its log."""
-    if isinstance(error, DiskError):
-        return "the hub's disk takes nothing more (full, read-only or failing): its log says which, and what to do"
-    if isinstance(error, ResourceError):
-        return "the hub cannot write to its database: its log says why, and what to do"
-    return "the hub cannot go on, and ends: its log says why, and what to do"
 
 
 def canary_problem(node: NodeRow, presence: Presence) -> str:
@@ -141,6 +62,18 @@ def scoring_problem(node: NodeRow, presence: Presence) -> str:
     if failed >= MANY_UNSCORED and failed > UNSCORED_SHARE * audited:
         return f"{who} could not score {failed:.0f} of {audited:.0f} groups, which are no samples: its log says why"
     return ""
+
+
+def validator_alarms(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:
+    """An alarm for each known-bad submission that a validator says it let pass, and when its audits are untested or
+    its scoring fails; its further heartbeats add none."""
+    earlier = before or Presence(node.node)
+    missed_more = now.counters.get(MISSED, 0) > earlier.counters.get(MISSED, 0)
+    alarms = []
+    for code, problem, again in (("canary", canary_problem, missed_more), ("scoring", scoring_problem, False)):
+        if (said := problem(node, now)) and (again or not problem(node, earlier)):
+            alarms.append(RaiseAlarm(step, f"{code}.{node.node[:8]}", said, now.last_seen_ms))
+    return alarms
 
 
 def no_sample(nodes: Sequence[NodeRow], presences: Mapping[str, Presence]) -> int:

@@ -132,7 +132,7 @@ class Reporting:
             environment_digest=config.environment.digest, sampling=config.sampling, proof=config.proof,
             profiles=calibrations.taken(in_force, config.profiles, config.measurable), group_size=config.run.group_size,
             max_staleness=config.run.max_staleness, steps=config.run.steps, hubs=config.settings.advertise,
-            revoked=orders.revoked, uploads="hub" if self._context.blobs.inbox is None else "store", model=config.model,
+            revoked=orders.revoked, model=config.model,
         )  # fmt: skip
         return sign_document(info, config.key)
 

@@ -5,12 +5,9 @@
                                                                        └ right, or unsure ─► nothing is said
     PUT /submissions ─► audit with what was shown
 
-Leases that are due to be looked at wait in this process, the one that ends first in front: to go through all that show
-something with each request of a validator would be most of the hub's work. A new hub, or one that shares its database
-with others, looks for them in the database.
-
-What validators are given is kept in this process until the verdict on it comes: a hub that was restarted meanwhile does
-not know it any more, and the lease is looked at again. Only what failed becomes a submission, of the bytes that failed.
+Leases that are due to be looked at, and what validators were given, are kept in this process. A new hub, or one that
+shares its database with others, looks for such leases in the database; what a validator was given before a restart is
+not known any more, and the lease is looked at again.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from shoal.errors import CodecError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
 from shoal.hub.state import draws, leases, submissions
-from shoal.hub.state.commands import AddShown, Refusal, SaveSubmission
+from shoal.hub.state.commands import AddShown, Refusal, Save
 from shoal.hub.state.machines import LeaseState
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
@@ -208,7 +205,7 @@ class Showing:
             raise Refusal(409, "verdict.late", f"lease {lease} has a submission, which is judged by itself")
         arrival = submissions.Arrival(verdict.node, lease, verdict.submission, len(body), depth="progress")
         row = submissions.new_row(held.lease, arrival, moment.now_ms)
-        transaction.apply([SaveSubmission(row, None)])
+        transaction.apply([Save(row, None)])
         return row
 
 

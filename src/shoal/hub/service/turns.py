@@ -1,15 +1,10 @@
 """Whose turn it is among newcomers: networks take turns, in a network its addresses, at an address its keys.
 
-    a newcomer that could start at once asks in vain, only for want of a unit ──► its network waits, and it does
-    it is given units ────────► its network, its address and itself have had so many turns
-    a group is accepted ──────► they are before all others, and a place is kept for them until they ask again: who works
-                                well is never behind those who waste units, or whom nobody knows
-
 A unit that comes free goes to a waiting network that had fewer turns, if there is not enough for all who wait; inside
-the network in the same way to an address, and there to a key. So who takes units and delivers nothing yields to whoever
-delivers, and many keys of an address, or many addresses of a network, are not many turns. Nobody yields for longer than
-about `lease_s`: the others may wait for something that they do not take. Of this process, and forgotten when it ends:
-addresses are written nowhere, and hubs that share a database each go by those who ask there.
+the network in the same way to an address, and there to a key. Who has a group accepted is before all others, and a
+place is kept for it until it asks again. Nobody yields for longer than about `lease_s`: the others may wait for
+something that they do not take. Of this process, and forgotten when it ends: addresses are written nowhere, and hubs
+that share a database each go by those who ask there.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """What happens without being asked: leases and audits that ran out, workers that are gone, credit that is due, the
 ledger's outbox, nonces no longer needed, alarms for the log. Of several hubs on one database, one does it: the leader.
 
-    decisions, at any hub ─► outbox ─► post: one exclusive transaction, so that nobody is half-way through recording
-                                        └► entries hashed onto the last one ─► ledger; rows dropped from the outbox
-
-Accepting work thus never waits for the chain's last row. Nothing is lost or posted twice, whoever is killed when: the
-rows move from one table to the other in one transaction, and two that post at the same time do so one after the other.
-
-A lease lasts `lease_s`, but only while its worker is heard of: one that was switched off or cut off stops sending
-heartbeats, and nobody has to wait for its leases to run out. If it was merely slow, its work is taken while the unit is
-free, like any other work that comes late.
+Rows move from the outbox into the ledger in one exclusive transaction, so accepting work never waits for the chain's
+last row, and nothing is lost or posted twice, whoever is killed when.
 """
 
 from __future__ import annotations

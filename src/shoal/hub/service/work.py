@@ -18,7 +18,7 @@ from shoal.hub.service.context import Context, node_label, orders_of, shared
 from shoal.hub.service.drawing import Drawing, NotReady
 from shoal.hub.service.turns import Place
 from shoal.hub.state import draws, leases, newcomers, nodes, pacing, reputation, submissions
-from shoal.hub.state.commands import Command, Refusal, SaveNode
+from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
 from shoal.ledger import head_of
@@ -160,7 +160,7 @@ class Work:
         before, commands = nodes.lift(transaction.node(node.node) or node, moment.now_ms)
         fresh = replace(before if measured else reputation.unmeasured(before), network=network, kind=kind)
         if fresh != before:
-            commands.append(SaveNode(fresh, fresh.state))
+            commands.append(Save(fresh, fresh.state))
         transaction.apply(commands)
         return fresh
 

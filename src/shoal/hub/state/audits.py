@@ -4,11 +4,8 @@
        ▲                   │                  rejected ─► strike, perhaps a ban; unit open again; the rest as below
        └── claim ran out ──┘                  unsure ─► nothing for anybody; unit open again (`units`)
 
-A statistical rejection is unsure if most machines of that kind fail the same check (`reputation`). A validator's own
-group earns nothing and costs nothing: if it cannot be used, that is an attempt of ours that came to nothing.
-
-The first verdict on a submission stands. The same outcome again, also from another validator, is harmless. What is to
-be audited fully cannot be accepted after a light audit; it can be rejected, for a failed check is a failed check.
+The first verdict on a submission stands. The same outcome again, also from another validator, is harmless. A
+statistical rejection is unsure if most machines of that kind fail the same check (`reputation`).
 
 What a failed audit does to the rest of its node's work: what nobody looked at closely is not believed any more.
 
@@ -27,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.hub.state import credits, nodes, pacing, reputation
-from shoal.hub.state.commands import AddVerdict, Command, Record, Refusal, SaveNode, SaveSubmission, SaveUnit, alarm
+from shoal.hub.state.commands import AddVerdict, Command, Record, Refusal, Save, alarm
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
 from shoal.hub.state.rows import Filled, Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
@@ -54,16 +51,16 @@ def _claimed(submissions: Sequence[SubmissionRow]) -> list[SubmissionRow]:
     return [row for row in submissions if row.state == SubmissionState.AUDITING]
 
 
-def _put_back(row: SubmissionRow) -> SaveSubmission:
-    return SaveSubmission(row.to(SubmissionState.RECEIVED, validator=None, claimed_until_ms=None), row.state)
+def _put_back(row: SubmissionRow) -> Save[SubmissionRow]:
+    return Save(row.to(SubmissionState.RECEIVED, validator=None, claimed_until_ms=None), row.state)
 
 
-def claim(moment: Moment, waiting: Sequence[SubmissionRow], validator: str, count: int) -> list[SaveSubmission]:
+def claim(moment: Moment, waiting: Sequence[SubmissionRow], validator: str, count: int) -> list[Save[SubmissionRow]]:
     """Give up to `count` received submissions to a validator, lowest unit first: batches need those first."""
     free = sorted((row for row in waiting if row.state == SubmissionState.RECEIVED), key=lambda row: row.unit)
     until_ms = moment.now_ms + moment.rules.audit_ms
     return [
-        SaveSubmission(row.to(SubmissionState.AUDITING, validator=validator, claimed_until_ms=until_ms), row.state)
+        Save(row.to(SubmissionState.AUDITING, validator=validator, claimed_until_ms=until_ms), row.state)
         for row in free[:count]
     ]
 
@@ -125,10 +122,7 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
         matures_at_ms=credits.matures_at_ms(moment) if accepted and paid else None,
         pass_rate=pass_rate(verdict.rewards) if accepted else None,
     )  # fmt: skip
-    commands: list[Command] = [
-        SaveSubmission(decided, submission.state),
-        AddVerdict(submission.submission, ruling.document),
-    ]
+    commands: list[Command] = [Save(decided, submission.state), AddVerdict(submission.submission, ruling.document)]
     if accepted:
         return commands + _accept(moment, case, decided, ruling)
     if case.node.trusted:
@@ -141,7 +135,7 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     else:
         node = reputation.unsure(case.node, verdict, own_fault=verdict.reason not in NOT_THE_NODES)
         reason = verdict.reason
-    commands.append(SaveNode(node, case.node.state))
+    commands.append(Save(node, case.node.state))
     return commands + (fail(moment, [case.unit], reason) if case.is_current else [])
 
 
@@ -149,7 +143,7 @@ def _wasted(moment: Moment, case: VerdictCase, verdict: Verdict) -> list[Command
     """A group that a validator generated cannot be used: an attempt of ours, and no sanction."""
     rejected = verdict.outcome == Outcome.REJECTED
     node = replace(case.node, rejected=case.node.rejected + rejected, unsure=case.node.unsure + (not rejected))
-    commands: list[Command] = [SaveNode(node, case.node.state)]
+    commands: list[Command] = [Save(node, case.node.state)]
     if rejected:
         message = (
             f"a validator rejected a group that validator {node.name} had generated itself ({verdict.reason}): one of "
@@ -209,21 +203,21 @@ def _require_fitting(rules: Rules, case: VerdictCase, verdict: Verdict) -> None:
 def _accept(moment: Moment, case: VerdictCase, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
     progress, unit, commands = moment.progress, case.unit, list[Command]()
     if case.node.trusted:  # a validator's own group is neither credit nor trust
-        commands.append(SaveNode(replace(case.node, accepted=case.node.accepted + 1), case.node.state))
+        commands.append(Save(replace(case.node, accepted=case.node.accepted + 1), case.node.state))
     else:
         widened = nodes.widened(moment.rules, reputation.passed(case.node, ruling.verdict))
         node, record = credits.earn(widened, decided, ruling.document, moment.now_ms)
         joined = [] if case.node.on_chain else nodes.joined(node, moment.now_ms)
-        commands += [SaveNode(node, case.node.state), *joined, record]
+        commands += [Save(node, case.node.state), *joined, record]
     if not case.is_current:
         return commands  # the unit is void meanwhile; the work was done, so its credit stays
     if pacing.is_stale(moment.rules, progress.next_step, case.submission.version):
-        return [*commands, SaveUnit(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state)]
+        return [*commands, Save(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state)]
     if has_equal_rewards(ruling.verdict.rewards, moment.rules.drop_equal):
         dropped = unit.to(UnitState.DROPPED, lost_step=progress.next_step, reason="equal rewards")
         after = replace(progress, dropped=progress.dropped + 1)
-        return [*commands, SaveUnit(dropped, unit.state), *refill_alarm(replace(moment, progress=after))]
-    return [*commands, SaveUnit(unit.to(UnitState.ACCEPTED), unit.state)]
+        return [*commands, Save(dropped, unit.state), *refill_alarm(replace(moment, progress=after))]
+    return [*commands, Save(unit.to(UnitState.ACCEPTED), unit.state)]
 
 
 def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
@@ -250,7 +244,7 @@ def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
         commands += pull(case.untrained, verdict, banned, now_ms)
         commands += audit_fully(case.light, but=case.submission.submission)
     if case.is_current:  # the node failed, not the unit
-        commands.append(SaveUnit(case.unit.reopened(), case.unit.state))
+        commands.append(Save(case.unit.reopened(), case.unit.state))
     return commands
 
 
@@ -264,11 +258,11 @@ def pull(untrained: Sequence[Filled], verdict: Verdict, banned: bool, now_ms: in
         if not (banned or row.depth == "light"):
             continue
         if row.matures_at_ms is None:
-            commands.append(SaveUnit(unit.to(UnitState.VOID, reason=PULLED), unit.state))
+            commands.append(Save(unit.to(UnitState.VOID, reason=PULLED), unit.state))
             continue
         taken = {"reason": PULLED, "message": message, "decided_at_ms": now_ms, "matures_at_ms": None}
-        commands.append(SaveSubmission(row.to(SubmissionState.PULLED, **taken), row.state))
-        commands.append(SaveUnit(unit.reopened(), unit.state))
+        commands.append(Save(row.to(SubmissionState.PULLED, **taken), row.state))
+        commands.append(Save(unit.reopened(), unit.state))
         units.append(unit.unit)
     body = {"node": verdict.node, "units": units, "submission": verdict.submission, "reason": verdict.reason}
     return [*commands, Record("pulled", body, now_ms)] if units else commands
@@ -280,7 +274,7 @@ def audit_fully(waiting: Sequence[SubmissionRow], but: str) -> list[Command]:
     for row in waiting:
         if row.submission != but:
             after = row if row.state != SubmissionState.AUDITING else _put_back(row).row
-            commands.append(SaveSubmission(replace(after, depth="full"), row.state))
+            commands.append(Save(replace(after, depth="full"), row.state))
     return commands
 
 

@@ -1,13 +1,10 @@
 """Policies announced by the trainer, and batches: which groups a step consists of.
 
-Within one incarnation a version is announced once, with one digest, and versions go up. A new incarnation means that
-the trainer could not reproduce a published digest: open leases and groups of the old one that are in no batch are void
-(a batch that is written down stays, and is trained on as it is).
-
-A batch is the lowest-numbered accepted groups within the staleness bound, in order of unit. With `max_staleness` 0 it
-is written down only when no lower-numbered unit can still come in, so it does not depend on who was fast. Once written
-it never changes. What is left over and too old for the following step is void, and so is what is still being generated
-or checked and will be too old: others get its place. Who generates it hands it in all the same, and its credit stays.
+A new incarnation means that the trainer could not reproduce a published digest: open leases and groups of the old one
+that are in no batch are void. A batch is the lowest-numbered accepted groups within the staleness bound, in order of
+unit; once written it never changes. With `max_staleness` 0 it is written down only when no lower-numbered unit can
+still come in, so it does not depend on who was fast. What is too old for the following step is void, also what is still
+being generated or checked: others get its place. Its worker submits it all the same, and its credit stays.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.hub.state import draws, pacing
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, SaveLease, SaveUnit
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, Save
 from shoal.hub.state.machines import UNDECIDED_UNITS, LeaseState, UnitState
 from shoal.hub.state.rows import LeaseRow, Moment, Progress, Rules, SubmissionRow, TaskRow, UnitRow
 from shoal.hub.state.units import VOID_INCARNATION, VOID_STALE
@@ -57,10 +54,10 @@ def announce(
     if newest is not None and policy.incarnation > newest.incarnation:
         active = [lease for lease in leases if lease.state == LeaseState.ACTIVE]
         void = [unit for unit in alive if unit.alive]
-        commands += [SaveLease(lease.to(LeaseState.VOID, now_ms), lease.state) for lease in active]
-        commands += [SaveUnit(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in void]
+        commands += [Save(lease.to(LeaseState.VOID, now_ms), lease.state) for lease in active]
+        commands += [Save(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in void]
     trained = [unit for unit in batched if unit.step is not None and unit.step < policy.version]
-    return commands + [SaveUnit(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
+    return commands + [Save(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
 
 
 def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> tuple[list[UnitRow] | None, str]:
@@ -124,10 +121,10 @@ def write_down(
     )
     # The unit stays accepted until the next version is out; what changes is the step it belongs to.
     commands: list[Command] = [AddBatch(batch)]
-    commands += [SaveUnit(replace(unit, step=step), unit.state) for unit in chosen]
+    commands += [Save(replace(unit, step=step), unit.state) for unit in chosen]
     taken = {unit.unit for unit in chosen}
     stale = [unit for unit in too_old(rules, step + 1, alive, leases) if unit.unit not in taken]
-    commands += [SaveUnit(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state) for unit in stale]
+    commands += [Save(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state) for unit in stale]
     if len(chosen) < rules.groups_per_step:
         message = f"step {step} was written down with {len(chosen)} of {rules.groups_per_step} groups"
         commands.append(RaiseAlarm(step, "batch.short", message, now_ms))

@@ -1,18 +1,14 @@
-"""What a decision asks for: commands that are applied in the transaction its rows came from, or a refusal.
-
-A `Save…` carries the whole new row and the state the old one had (`was`; None means that the row is new). Storage
-writes only over a row that still is in that state, so that even two hubs on one database cannot both make a move.
-"""
+"""What a decision asks for: commands that are applied in the transaction its rows came from, or a refusal."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from enum import StrEnum
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from shoal.errors import HubRefused
-from shoal.hub.state.machines import EvaluationState, LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import EvaluationRow, LeaseRow, Moment, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
-from shoal.protocol import Batch, NodeState, PolicyRef, SignedDocument
+from shoal.protocol import Batch, PolicyRef, SignedDocument
 
 
 class Refusal(HubRefused):
@@ -27,34 +23,16 @@ class Refusal(HubRefused):
         self.sentence, self.retry_after_s, self.clock = sentence, retry_after_s, clock
 
 
-@dataclass(frozen=True)
-class SaveUnit:
-    row: UnitRow
-    was: UnitState | None
+R = TypeVar("R", UnitRow, LeaseRow, SubmissionRow, NodeRow, EvaluationRow)
 
 
 @dataclass(frozen=True)
-class SaveLease:
-    row: LeaseRow
-    was: LeaseState | None
+class Save(Generic[R]):
+    """The whole new row, and the state that the old one had (`was`; None means that the row is new). Storage writes
+    only over a row that still is in that state, so that even two hubs on one database cannot both make a move."""
 
-
-@dataclass(frozen=True)
-class SaveSubmission:
-    row: SubmissionRow
-    was: SubmissionState | None
-
-
-@dataclass(frozen=True)
-class SaveNode:
-    row: NodeRow
-    was: NodeState | None
-
-
-@dataclass(frozen=True)
-class SaveEvaluation:
-    row: EvaluationRow
-    was: EvaluationState | None
+    row: R
+    was: StrEnum | None
 
 
 @dataclass(frozen=True)
@@ -112,17 +90,4 @@ class Record:
     at_ms: int
 
 
-Command: TypeAlias = (
-    SaveUnit
-    | SaveLease
-    | SaveSubmission
-    | SaveNode
-    | SaveEvaluation
-    | SaveTask
-    | AddPolicy
-    | AddBatch
-    | AddVerdict
-    | AddShown
-    | RaiseAlarm
-    | Record
-)
+Command: TypeAlias = Save[Any] | SaveTask | AddPolicy | AddBatch | AddVerdict | AddShown | RaiseAlarm | Record

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.hub.state import pacing
-from shoal.hub.state.commands import Command, Record, SaveNode, SaveSubmission
+from shoal.hub.state.commands import Command, Record, Save
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
 from shoal.ledger import credit_for
 from shoal.protocol import document_hash
@@ -57,7 +57,7 @@ def mature(
         node, amount = after[row.node], credit_for(row.generated_tokens)
         after[row.node] = replace(node, pending=node.pending - amount, credit=node.credit + amount)
         commands += [_settled(row), Record("credit", _proven(row, verdicts[row.submission]), now_ms)]
-    return commands + [SaveNode(after[name], node.state) for name, node in nodes.items() if after[name] != node]
+    return commands + [Save(after[name], node.state) for name, node in nodes.items() if after[name] != node]
 
 
 def void(node: NodeRow, pending: Sequence[SubmissionRow], reason: str, now_ms: int) -> tuple[NodeRow, list[Command]]:
@@ -69,8 +69,8 @@ def void(node: NodeRow, pending: Sequence[SubmissionRow], reason: str, now_ms: i
     return replace(node, pending=node.pending - lost), commands
 
 
-def _settled(row: SubmissionRow) -> SaveSubmission:
-    return SaveSubmission(replace(row, matures_at_ms=None), row.state)
+def _settled(row: SubmissionRow) -> Save[SubmissionRow]:
+    return Save(replace(row, matures_at_ms=None), row.state)
 
 
 def _proven(row: SubmissionRow, verdict: str) -> dict[str, Any]:

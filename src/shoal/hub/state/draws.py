@@ -5,14 +5,9 @@ a unit that is issued again has the same ones. Tasks follow a keyed permutation 
 each epoch, so that every task occurs exactly once per epoch. The permutation is computed for one position at a time
 (a Feistel network over the next power of four, walked until it lands inside): no list of a million tasks is shuffled.
 
-    a new unit ─► candidates ─► the first that can be used, is not retired and is in the share of its pool that is taken
-    batch n is written ─► its groups, and those dropped since the batch before ─ in order of unit ─► rows of their tasks
-            pass rate ≥ easy ─► easy        ≤ hard ─► hard        wholly solved so many times in a row ─► retired
-
-Rows change in the transaction that writes a batch and in no other one. So with `max_staleness` 0, where a batch is
-written when all its units are decided and units of the next step are made only after it, the tasks of all units follow
-from the verdicts alone, in whatever order those came. Seed, data and rows are public: anyone can draw the tasks again.
-Should all candidates of a unit be retired, its own task of the epoch is taken; if that is not solved now, it is back.
+Rows of tasks change in the transaction that writes a batch and in no other one, so with `max_staleness` 0 the tasks of
+all units follow from the verdicts alone, in whatever order those came. Seed, data and rows are public: anyone can draw
+the tasks again. Should all candidates of a unit be retired, its own task of the epoch is taken.
 """
 
 from __future__ import annotations

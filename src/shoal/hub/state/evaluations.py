@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from shoal.hub.state.commands import Command, Refusal, SaveEvaluation
+from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.machines import EvaluationState
 from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, Moment
 from shoal.protocol import Evaluation, EvaluationReport, PolicyRef
@@ -43,28 +43,28 @@ def offer(moment: Moment, policy: PolicyRef, tasks: int, under_way: Sequence[Eva
     begun = {(row.incarnation, row.version) for row in under_way if row.state is not EvaluationState.OPEN}
     kept = {name for name in begun if name[0] == policy.incarnation}
     commands: list[Command] = [
-        SaveEvaluation(row.to(EvaluationState.VOID, validator=None, claimed_until_ms=None), row.state)
+        Save(row.to(EvaluationState.VOID, validator=None, claimed_until_ms=None), row.state)
         for row in under_way
         if row.state in OPEN and (row.incarnation, row.version) not in kept
     ]
     for first in range(0, min(plan.tasks, tasks), SLICE):
         count = min(SLICE, min(plan.tasks, tasks) - first)
         row = EvaluationRow(policy.incarnation, policy.version, first, policy.digest, count)
-        commands.append(SaveEvaluation(row, None))
+        commands.append(Save(row, None))
     return commands
 
 
-def claim(moment: Moment, under_way: Sequence[EvaluationRow], validator: str) -> SaveEvaluation | None:
+def claim(moment: Moment, under_way: Sequence[EvaluationRow], validator: str) -> Save[EvaluationRow] | None:
     """The next slice for a validator, of the oldest version first."""
     free = [row for row in under_way if row.state is EvaluationState.OPEN]
     if not free:
         return None
     row = min(free, key=lambda each: each.key)
     until_ms = moment.now_ms + CLAIM_AUDITS * moment.rules.audit_ms
-    return SaveEvaluation(row.to(EvaluationState.CLAIMED, validator=validator, claimed_until_ms=until_ms), row.state)
+    return Save(row.to(EvaluationState.CLAIMED, validator=validator, claimed_until_ms=until_ms), row.state)
 
 
-def put_back(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> list[SaveEvaluation]:
+def put_back(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> list[Save[EvaluationRow]]:
     """Open again what this validator had claimed, for it asks for more and so has lost it, and whatever ran out."""
     return [
         _failed(row)
@@ -81,10 +81,10 @@ def free(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> lis
     return [row for row in rows if row.state is EvaluationState.OPEN]
 
 
-def _failed(row: EvaluationRow) -> SaveEvaluation:
+def _failed(row: EvaluationRow) -> Save[EvaluationRow]:
     tries = row.tries + 1
     state = EvaluationState.VOID if tries >= MOST_TRIES else EvaluationState.OPEN
-    return SaveEvaluation(row.to(state, validator=None, claimed_until_ms=None, tries=tries), row.state)
+    return Save(row.to(state, validator=None, claimed_until_ms=None, tries=tries), row.state)
 
 
 def report(
@@ -103,7 +103,7 @@ def report(
         raise Refusal(422, "evaluation.scores", sentence)
     found = {"scores": said.scores, "document": document, "decided_at_ms": now_ms}
     done = row.to(EvaluationState.DONE, validator=validator, claimed_until_ms=None, **found)
-    return [SaveEvaluation(done, row.state)]
+    return [Save(done, row.state)]
 
 
 def results(rows: Iterable[EvaluationRow]) -> list[Evaluation]:

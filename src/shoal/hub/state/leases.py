@@ -1,16 +1,9 @@
 """Leases: who gets which unit, how long, and what happens when a lease ends without a submission.
 
 worker asks ─► open units, lowest number first ─► then new ones, while pacing leaves room ─► leases
-               (within its window and its pace; a newcomer: within newcomers' share, and new units only while
-               established nodes are asking)
-worker generates ─► its heartbeats say how many tokens (on probation, its chunks show them: `submissions`)
-               ─► more than before: `lease_s` from now, `lease_hard_s` in all
+worker generates ─► more tokens than before (on probation: shown) ─► `lease_s` from now, `lease_hard_s` in all
 deadline passes, the worker gives up or is gone ─► the unit is open again, task and seeds unchanged; a smaller window
 validator asks for audits ─► units that nobody could judge twice (`units`) ─► leases of its own, by the same deadlines
-
-A worker that says nothing, or always the same, has `lease_s`; one that lies about its progress `lease_hard_s`, which
-costs it as much of its window. Until its first group is accepted a worker has `FIRST_LEASE` × `lease_s` at most.
-Where a slow machine could show nothing within `lease_s`, it has longer at once (`at_first_ms`).
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shoal.hub.state import newcomers, nodes, pacing
-from shoal.hub.state.commands import Command, Refusal, SaveLease, SaveUnit
+from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.rows import PROBATION_AUDITS, Holding, LeaseRow, Moment, NodeRow, Rules, UnitRow
 from shoal.hub.state.units import fail
@@ -220,7 +213,7 @@ def issued(leases: Sequence[tuple[LeaseRow, UnitRow]], next_unit: int) -> list[C
     commands: list[Command] = []
     for lease, unit in leases:
         after = unit.to(UnitState.LEASED, attempt=unit.attempt + 1)
-        commands += [SaveUnit(after, None if unit.unit >= next_unit else unit.state), SaveLease(lease, None)]
+        commands += [Save(after, None if unit.unit >= next_unit else unit.state), Save(lease, None)]
     return commands
 
 
@@ -244,7 +237,7 @@ def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) ->
     return min(most_ms, max(rules.lease_ms, PACE_MARGIN * node.pace_ms * units))
 
 
-def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, int]) -> list[SaveLease]:
+def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, int]) -> list[Save[LeaseRow]]:
     """Give a node more time for the active leases on which it says to have gone on: `lease_s` from now. What it says is
     believed as far as a group has tokens, and never beyond the hard deadline."""
     most = moment.rules.group_size * moment.rules.max_new_tokens
@@ -254,7 +247,7 @@ def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, in
         if lease.state is LeaseState.ACTIVE and tokens > lease.progress:
             latest_ms = max(lease.deadline_ms, lease.hard_deadline_ms)
             deadline_ms = min(max(lease.deadline_ms, moment.now_ms + moment.rules.lease_ms), latest_ms)
-            renewed.append(SaveLease(replace(lease, progress=tokens, deadline_ms=deadline_ms), lease.state))
+            renewed.append(Save(replace(lease, progress=tokens, deadline_ms=deadline_ms), lease.state))
     return renewed
 
 
@@ -288,13 +281,13 @@ def end(
     commands = fail(moment, _still_leased(ours), trusted=True)
     for name, count in sorted(Counter(lapsed).items()):
         commands += nodes.lapse(moment.rules, holders[name], count, moment.now_ms)
-    commands += [SaveLease(held.lease.to(LeaseState.EXPIRED, moment.now_ms), held.lease.state) for held in holdings]
+    commands += [Save(held.lease.to(LeaseState.EXPIRED, moment.now_ms), held.lease.state) for held in holdings]
     return commands + reopened(theirs)
 
 
 def reopened(holdings: Sequence[Holding]) -> list[Command]:
     """The units of ended leases, open again: but for those that became too old to train on meanwhile."""
-    return [SaveUnit(unit.reopened(), unit.state) for unit in _still_leased(holdings)]
+    return [Save(unit.reopened(), unit.state) for unit in _still_leased(holdings)]
 
 
 def _still_leased(holdings: Sequence[Holding]) -> list[UnitRow]:
@@ -309,12 +302,12 @@ def release(moment: Moment, node: NodeRow, holdings: Sequence[Holding]) -> list[
     given = [held for held in holdings if held.lease.state is LeaseState.ACTIVE]
     if not given:
         return []
-    ended = [SaveLease(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
+    ended = [Save(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
     return [*nodes.give_back(moment.rules, node, len(given), moment.now_ms), *ended, *reopened(given)]
 
 
 def give_up(moment: Moment, holdings: Sequence[Holding], left: Container[str]) -> list[Command]:
     """End those of a validator's leases that it names: it could not generate their units."""
     given = [held for held in holdings if held.lease.lease in left and held.lease.state is LeaseState.ACTIVE]
-    ended = [SaveLease(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
+    ended = [Save(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
     return [*ended, *fail(moment, _still_leased(given), trusted=True)]

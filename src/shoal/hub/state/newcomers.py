@@ -1,24 +1,9 @@
 """Newcomers: nodes on probation share a bounded part of the run, so that a flood of fresh keys starves nobody.
 
-    units      together they may have `newcomer_share` of the units that may be alive in hand: leased, or submitted and
-               not judged yet. Who submits rubbish at once must not get the next unit before the first is judged.
-    first      a key that has passed no audit has one unit in hand until its first group is accepted. All such keys of
-               one network (/24, /48) together have half of what newcomers may have.
-    brief      half of what such keys may have, and half of what those of one network may, is lent for `lease_s` only,
-               whatever progress is shown: else a few networks could hold all of it for `FIRST_LEASE` × `lease_s`. Who
-               let its last lease lapse gets none of these: a slow machine waits for one that lasts longer.
-    turns      what comes free goes to the network that had fewest units since its last accepted group (`Turns`), while
-               there is not enough for all networks that wait, and for about `lease_s` at the most; inside a network in
-               the same way to an address, and there to a key.
-    again      a unit that was given out before goes to an established node while one is asking, and has delivered of
-               late: a newcomer can delay a unit once, not as often as there are keys.
-    audits     together they get `newcomer_share` of the tokens that are audited, and what established nodes leave: by
-               number, full-length rubbish would take most of a validator's time.
-
-Shares hold only while established nodes are here. At the start of a run, or when they are gone, newcomers take all.
-With `newcomer_share = 1` nothing of this holds: for runs whose workers are all known.
-A synchronous step needs every one of its units: a newcomer who sits on one can still delay it, by `lease_s`, or as long
-as the first lease lasts if it shows progress, or if groups have fewer than four chunks to show.
+ARCHITECTURE.md lists the rules and what each stops. They hold only while established nodes are here: at the start of a
+run, or when they are gone, newcomers take all. With `newcomer_share = 1` none holds: for runs whose workers are all
+known. A synchronous step needs every one of its units: a newcomer who sits on one can still delay it, by as long as its
+lease lasts.
 """
 
 from __future__ import annotations

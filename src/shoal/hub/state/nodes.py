@@ -1,22 +1,17 @@
 """Nodes: registration, whether they are here, how many leases they may hold, and sanctions.
 
     window      at first a quarter of `leases_per_node`, at least one; one more for each accepted group; half when
-                leases lapse (ran out, lost by their node, or their node is gone) or are given back; one while too many
-                groups are unsure (`reputation`)
+                leases lapse or are given back; one while too many groups are unsure (`reputation`)
     sanction    active ─ a statistical strike, 8 lapses or 4 soft rejections in a row ─► suspended ─ time over ─► active
                    ▲                                                                         │
                    └────────────────── pardon by the owner ◄── banned ◄── one certain, or two statistical failures
 
-What lapses at one time halves the window once, however many leases it was: a machine that is switched off with eight
-leases has failed once. Giving back halves too, because nobody can tell a worker that stops from one that takes units to
-keep them from others. By itself it does not suspend: a worker that stops every evening must not be shut out for it. But
-a node whose window is one and that gives back again and again, with nothing delivered in between, only makes work for
-the hub: that counts as lapsed.
+What lapses at one time halves the window once: a machine that is switched off with eight leases has failed once. Giving
+back halves too, because nobody can tell a worker that stops from one that takes units to keep them from others; it
+counts as lapsed only for a node whose window is one.
 
-The first suspension lasts a minute, each further one twice as long, up to a day. Its end is decided when the node asks
-for work. A suspended node gets no leases; what it holds it may submit. A banned one gets none; those it holds are void
-and their units open again; what it had submitted before is still judged. Every sanction of a node that ever had work
-accepted is a row of the ledger; whoever makes keys for nothing does not fill the ledger.
+A suspended node gets no leases; what it holds it may submit. A banned one gets none; those it holds are void and their
+units open again; what it had submitted before is still judged.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.hub.state import reputation
-from shoal.hub.state.commands import Command, Record, Refusal, SaveLease, SaveNode, SaveUnit
+from shoal.hub.state.commands import Command, Record, Refusal, Save
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, Rules
 from shoal.protocol import NodeState, Registration, Severity, SignedDocument, Tally, Verdict, node_id
@@ -60,7 +55,7 @@ def register(known: NodeRow | None, registration: Registration, now_ms: int) -> 
             node_id(registration.public_key), registration.public_key, registration.role, name, now_ms, software,
             owner=owner, vouch=document,
         )  # fmt: skip
-        return row, [SaveNode(row, None), *(joined(row, now_ms, registration.certificate) if row.on_chain else [])]
+        return row, [Save(row, None), *(joined(row, now_ms, registration.certificate) if row.on_chain else [])]
     if known.role != registration.role:
         sentence = f"this key is registered as {known.role}; use another key to take part as {registration.role}"
         raise Refusal(409, "node.role", sentence)
@@ -75,7 +70,7 @@ def register(known: NodeRow | None, registration: Registration, now_ms: int) -> 
     owner, document = known.owner or owner, known.vouch or document
     row = replace(known, name=name, software=software, owner=owner, vouch=document)
     vouched = _vouched(row, now_ms) if row.on_chain and not known.owner else []
-    return row, [] if row == known else [SaveNode(row, known.state), *vouched]
+    return row, [] if row == known else [Save(row, known.state), *vouched]
 
 
 def joined(row: NodeRow, now_ms: int, certificate: SignedDocument | None = None) -> list[Command]:
@@ -126,13 +121,13 @@ def lapse(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Command]
     after = replace(node, window=halved, lapsed=node.lapsed + count, lapses=node.lapses + count)
     if node.state is NodeState.ACTIVE and after.window == 1 and after.lapses >= LAPSES_TO_SUSPEND:
         return suspend(after, f"leases.lapsed: {after.lapses} leases in a row came to nothing", now_ms)
-    return [SaveNode(after, node.state)]
+    return [Save(after, node.state)]
 
 
 def give_back(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Command]:
     if window(rules, node) == 1:
         return lapse(rules, node, count, now_ms)
-    return [SaveNode(replace(node, window=window(rules, node) // 2), node.state)]
+    return [Save(replace(node, window=window(rules, node) // 2), node.state)]
 
 
 def delivered(node: NodeRow, lease: LeaseRow, now_ms: int) -> NodeRow:
@@ -153,7 +148,7 @@ def reject(
     """Count a rejected submission, as `severity` says; suspend or ban the node if that was one too many."""
     struck = reputation.failed(node, severity, verdict.reason, now_ms)
     if node.state is NodeState.BANNED:
-        return [SaveNode(struck, node.state)]
+        return [Save(struck, node.state)]
     reason = f"{verdict.reason}: {verdict.message}" if verdict.message else verdict.reason
     if severity is not None and is_over(struck):
         return ban(struck, reason, holdings, now_ms)
@@ -161,7 +156,7 @@ def reject(
         return suspend(struck, reason, now_ms)
     if node.state is NodeState.ACTIVE and struck.soft >= SOFT_TO_SUSPEND:
         return suspend(struck, f"{struck.soft} groups in a row were rejected, the last for {reason}", now_ms)
-    return [SaveNode(struck, node.state)]
+    return [Save(struck, node.state)]
 
 
 def suspension_ms(suspensions: int) -> int:
@@ -181,18 +176,18 @@ def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) 
     moved = node if node.state is NodeState.SUSPENDED else node.to(NodeState.SUSPENDED)
     until_ms = max(until_ms, node.until_ms or 0)
     row = replace(moved, reason=reason, until_ms=until_ms, suspensions=node.suspensions + 1)
-    return [SaveNode(row, node.state), *_recorded(row, now_ms, until_ms=until_ms)]
+    return [Save(row, node.state), *_recorded(row, now_ms, until_ms=until_ms)]
 
 
 def ban(node: NodeRow, reason: str, holdings: Sequence[Holding], now_ms: int) -> list[Command]:
     """Ban a node; its active leases are void and their units open again, without counting as failures of the unit."""
     banned = node.to(NodeState.BANNED, reason=reason, until_ms=None)
-    commands: list[Command] = [SaveNode(banned, node.state), *_recorded(banned, now_ms)]
+    commands: list[Command] = [Save(banned, node.state), *_recorded(banned, now_ms)]
     for held in holdings:
         if held.lease.node == node.node and held.lease.state == LeaseState.ACTIVE:
-            commands.append(SaveLease(held.lease.to(LeaseState.VOID, now_ms), held.lease.state))
+            commands.append(Save(held.lease.to(LeaseState.VOID, now_ms), held.lease.state))
             if held.unit.state is UnitState.LEASED:  # not too old meanwhile
-                commands.append(SaveUnit(held.unit.reopened(), held.unit.state))
+                commands.append(Save(held.unit.reopened(), held.unit.state))
     return commands
 
 
@@ -205,7 +200,7 @@ def pardon(node: NodeRow, reason: str, now_ms: int) -> list[Command]:
         certain=0, statistical=0, streak=0, passed=0, soft=0, lapses=0, suspensions=0, record=Tally(), doubt=0.0,
         failed_check="",
     )  # fmt: skip
-    return [SaveNode(row, node.state), *_recorded(row, now_ms, reason=reason)]
+    return [Save(row, node.state), *_recorded(row, now_ms, reason=reason)]
 
 
 def lift(node: NodeRow, now_ms: int) -> tuple[NodeRow, list[Command]]:
@@ -213,7 +208,7 @@ def lift(node: NodeRow, now_ms: int) -> tuple[NodeRow, list[Command]]:
     if node.state is not NodeState.SUSPENDED or node.until_ms is None or node.until_ms > now_ms:
         return node, []
     row = node.to(NodeState.ACTIVE, reason="", until_ms=None)
-    return row, [SaveNode(row, node.state), *_recorded(row, now_ms, reason=OVER)]
+    return row, [Save(row, node.state), *_recorded(row, now_ms, reason=OVER)]
 
 
 def suspended_for(node: NodeRow, now_ms: int) -> str:

@@ -1,16 +1,11 @@
 """How many units may be alive, and how many of them one node gets: generation stays ahead of training, never too far.
 
     policy v ─► may serve steps v … v + max_staleness ─► those without a batch yet × groups_per_step = cap
-                                                                      │
-    alive = open + leased + submitted + accepted and not in a batch ──┴─ never above the cap
+    alive = open + leased + submitted + accepted and not in a batch, never above the cap
 
 A lost unit (equal rewards, or too many attempts) leaves room for another one, its refill. Once a step has lost more
 than `refill_cap × groups_per_step`, every further loss lowers the cap instead, and by as much what the step waits
-for: the step takes what there is. Counting it this way, and not by who came first, keeps staleness 0 deterministic.
-
-A node gets no more units at a time than it can return before their leases end for good, and while their policy may
-still be trained on (`lease_size`), by its own pace and that of the last steps. It always gets one if it has none: a
-slow node still earns and is measured again. A synchronous step waits for all its units: there nothing comes too late.
+for. Counting it this way, and not by who came first, keeps staleness 0 deterministic.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Submissions arriving, and the progress that nodes on probation show before.
 
     submission   new (201), the same again (200), another body (409), late or void (410), not yours (403)
-    progress     node on probation ─ chunks ─► form checked ─► appended as a part ─► the lease is renewed
-                 validator asks ─► a lease that showed twice as much as when it was last looked at ─► one rollout
-                 submission ─► its audit carries what was shown of each rollout: it must be how the rollout begins
 
-A submission after its deadline is still taken while its unit is free: work that is done is not thrown away for being
-a second late. It is refused once the unit has gone to somebody else, is finished, or would be too stale to train on.
+A submission after its deadline is still taken while its unit is free. It is refused once the unit has gone to somebody
+else, is finished, or would be too stale to train on.
 
-A part that does not begin where the hub's copy ends is left out, and the reply says where to begin: so messages may be
-lost, come twice or out of order. A lease is looked at when it shows its first chunk and then after each doubling, one
-rollout each time, drawn by a secret in proportion to what was shown of it: about `2 / group_size` of the cost of an
-audit of the group, and whoever made up a part of the tokens is found with that probability or more.
+A part of shown progress that does not begin where the hub's copy ends is left out, and the reply says where to begin:
+so messages may be lost, come twice or out of order. A lease is looked at when it shows its first chunk and then after
+each doubling, one rollout each time, drawn by a secret in proportion to what was shown of it: about `2 / group_size` of
+the cost of an audit of the group, and whoever made up a part of the tokens is found with that probability or more.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.hub.state import nodes, pacing
-from shoal.hub.state.commands import Command, Refusal, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, Rules, ShownRow, SubmissionRow
 from shoal.hub.state.units import is_entrusted
@@ -85,13 +82,13 @@ def receive(
 def received(node: NodeRow, holding: Holding, row: SubmissionRow, now_ms: int) -> list[Command]:
     lease, unit = holding.lease, holding.unit
     commands: list[Command] = [
-        SaveNode(nodes.delivered(node, lease, now_ms), node.state),
-        SaveSubmission(row, None),
-        SaveLease(lease.to(LeaseState.SUBMITTED, now_ms), lease.state),
+        Save(nodes.delivered(node, lease, now_ms), node.state),
+        Save(row, None),
+        Save(lease.to(LeaseState.SUBMITTED, now_ms), lease.state),
     ]
     if unit.state is not UnitState.VOID:  # void: too old to train on by now, but it was asked for, so it is judged
         filled = {"incarnation": lease.incarnation, "version": lease.version, "submission": row.submission}
-        commands.append(SaveUnit(unit.to(UnitState.SUBMITTED, **filled), unit.state))
+        commands.append(Save(unit.to(UnitState.SUBMITTED, **filled), unit.state))
     return commands
 
 

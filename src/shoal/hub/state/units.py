@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.hub.state.commands import Command, RaiseAlarm, SaveUnit, alarm
+from shoal.hub.state.commands import Command, RaiseAlarm, Save, alarm
 from shoal.hub.state.machines import UnitState
 from shoal.hub.state.pacing import overdraw
 from shoal.hub.state.rows import Moment, UnitRow
@@ -69,7 +69,7 @@ def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "", trusted: bo
             given_up += 1
         else:
             after = replace(unit.reopened(), failures=failures)
-        commands.append(SaveUnit(after, unit.state))
+        commands.append(Save(after, unit.state))
     if given_up:  # no unit's number: the same words are said once
         message = (
             f"units were given up, each after {TRUSTED_TRIES} attempts of the validators themselves that came to "

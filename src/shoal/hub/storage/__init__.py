@@ -9,7 +9,7 @@ postgres   PostgresStorage: the database of several
 opening    Storage, open_storage: whichever the settings name
 copying    a run's rows and submissions, for backups and restores
 blobs      Blobs, open_blobs; BlobFolder: submissions by hash
-s3         S3Blobs: the same in a bucket, with signed leave to upload
+s3         S3Blobs: the same in a bucket
 
 A decision is one write transaction: rows are read, the pure core decides, its commands are applied, all or nothing.
 What it read stays true until its commit: in SQLite, because writers exclude each other from their first statement on;

@@ -11,36 +11,20 @@ In a folder, `blobs/<SHA-256>`: temporary file ─► fsync ─► rename ─►
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from shoal.errors import ResourceError
 from shoal.protocol import submission_digest
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 
-if TYPE_CHECKING:
-    from shoal.hub.storage.s3 import S3Inbox
-
 LEFT_OVER_S = 3600.0
 """A hidden file that is younger may be one that another hub, which shares this folder, is just writing."""
 
 
-@dataclass(frozen=True)
-class Presigned:
-    """How somebody without a key to the store may put one object there: this URL, these headers, until then."""
-
-    url: str
-    headers: dict[str, str]
-    expires_at_ms: int
-
-
 class Blobs(Protocol):
-    """A store of immutable bytes by hash. `inbox` is there if workers may upload past the hub."""
-
-    @property
-    def inbox(self) -> S3Inbox | None: ...
+    """A store of immutable bytes by hash."""
 
     def put(self, body: bytes) -> str:
         """Store `body` and return its name. On return it survives a crash of the machine."""
@@ -54,8 +38,6 @@ class Blobs(Protocol):
 
 class BlobFolder:
     """Implements `Blobs` in a folder."""
-
-    inbox: S3Inbox | None = None
 
     def __init__(self, folder: Path) -> None:
         self._folder = ensure_folder(folder)

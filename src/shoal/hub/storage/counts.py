@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TypeGuard
+from enum import StrEnum
+from typing import Any
 
 from sqlalchemy import Connection
 
-from shoal.hub.state.commands import AddBatch, AddPolicy, Command, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Save
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UNDECIDED_UNITS, LeaseState, UnitState
-from shoal.hub.state.rows import InHand, Progress
+from shoal.hub.state.rows import InHand, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
 from shoal.hub.storage.reader import IN_HAND, NEWCOMER, UNJUDGED
 from shoal.hub.storage.writer import Writer
 
@@ -108,14 +109,14 @@ class CountingWriter(Writer):
 
     def _apply(self, command: Command) -> None:
         super()._apply(command)
-        if isinstance(command, SaveUnit):
-            self._counts.progress = _after(self._counts.progress, command)
-            self._counts.alive = _alive_after(self._counts.alive, command)
-            self._is_moved = True
-        elif isinstance(command, AddBatch | AddPolicy):
+        if isinstance(command, AddBatch | AddPolicy):
             self._counts.progress = None
             self._is_moved = True
-        elif _moves_units(command):
+        elif isinstance(command, Save) and isinstance(command.row, UnitRow):
+            self._counts.progress = _after(self._counts.progress, command.row, command.was)
+            self._counts.alive = _alive_after(self._counts.alive, command.row, command.was)
+            self._is_moved = True
+        elif isinstance(command, Save) and _moves_units(command):
             self._changed.add(command.row.node)
             if self._counts.hands is not None:
                 self._counts.hands.changed.add(command.row.node)
@@ -128,9 +129,8 @@ _HAND = f"""SELECT nodes.network, nodes.passed, ({_LEASED}), ({_LEASED} AND leas
     FROM nodes WHERE nodes.node = :node AND {NEWCOMER}"""
 
 
-def _after(progress: Progress | None, command: SaveUnit) -> Progress | None:
+def _after(progress: Progress | None, row: UnitRow, was: StrEnum | None) -> Progress | None:
     """Where the run stands with this unit; None if that is to be read again."""
-    row, was = command.row, command.was
     if progress is None or not row.alive:
         return None
     if was is None and row.unit == progress.next_unit:
@@ -138,21 +138,21 @@ def _after(progress: Progress | None, command: SaveUnit) -> Progress | None:
     return progress if was in UNDECIDED_UNITS else None
 
 
-def _alive_after(alive: Counter[UnitState] | None, command: SaveUnit) -> Counter[UnitState] | None:
+def _alive_after(alive: Counter[UnitState] | None, row: UnitRow, was: StrEnum | None) -> Counter[UnitState] | None:
     """The units alive with this one; None if they are to be counted again."""
-    row, was = command.row, command.was
     if alive is None or not (was is None or was in UNDECIDED_UNITS):
         return None
     if was is not None:
-        alive[was] -= 1
+        alive[UnitState(was)] -= 1
     alive[row.state] += row.alive
     return alive
 
 
-def _moves_units(command: Command) -> TypeGuard[SaveLease | SaveSubmission | SaveNode]:
+def _moves_units(command: Save[Any]) -> bool:
     """Whether a node may have more or fewer units in hand than before, or count otherwise."""
-    if isinstance(command, SaveLease):
-        return command.was is not command.row.state
-    if isinstance(command, SaveSubmission):
-        return (command.was in UNDECIDED_SUBMISSIONS) != (command.row.state in UNDECIDED_SUBMISSIONS)
-    return isinstance(command, SaveNode)
+    row, was = command.row, command.was
+    if isinstance(row, LeaseRow):
+        return was is not row.state
+    if isinstance(row, SubmissionRow):
+        return (was in UNDECIDED_SUBMISSIONS) != (row.state in UNDECIDED_SUBMISSIONS)
+    return isinstance(row, NodeRow)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from sqlalchemy.exc import IntegrityError
 
 from shoal import ledger
 from shoal.errors import ShoalError
-from shoal.hub.state import commands
+from shoal.hub.state import commands, rows
 from shoal.hub.state.commands import Command
 from shoal.hub.state.rows import Progress
 from shoal.hub.storage import mapping, tables
@@ -20,13 +20,9 @@ from shoal.hub.storage.reader import UNJUDGED, Reader
 from shoal.hub.storage.tables import Presence
 from shoal.protocol import LedgerEntry, StepReport
 
-Save: TypeAlias = (
-    commands.SaveUnit | commands.SaveLease | commands.SaveSubmission | commands.SaveNode | commands.SaveEvaluation
-)
-
-_SAVED: dict[type[Save], Mapped[Any]] = {
-    commands.SaveUnit: mapping.UNITS, commands.SaveLease: mapping.LEASES, commands.SaveNode: mapping.NODES,
-    commands.SaveSubmission: mapping.SUBMISSIONS, commands.SaveEvaluation: mapping.EVALUATIONS,
+_SAVED: dict[type, Mapped[Any]] = {
+    rows.UnitRow: mapping.UNITS, rows.LeaseRow: mapping.LEASES, rows.NodeRow: mapping.NODES,
+    rows.SubmissionRow: mapping.SUBMISSIONS, rows.EvaluationRow: mapping.EVALUATIONS,
 }  # fmt: skip
 _SEEN = """last_seen_ms = CASE WHEN excluded.last_seen_ms > presence.last_seen_ms
     THEN excluded.last_seen_ms ELSE presence.last_seen_ms END"""  # databases do not agree on a name for the greater one
@@ -78,18 +74,14 @@ class Writer(Reader):
             case commands.Record(kind, body, at_ms):
                 ledger.append(None, kind, body, at_ms)  # what cannot be chained fails here
                 self._execute(_INSERT_OUTGOING, {**vars(command), "body": json.dumps(body)})
-            case _:
-                self._save(_SAVED[type(command)], command)
-
-    def _save(self, mapped: Mapped[Any], command: Save) -> None:
-        values = mapped.write(command.row)
-        if command.was is None:
-            self._execute(mapped.insert, values)
-            return
-        values["was"] = command.was.value
-        if self._execute(mapped.update, values).rowcount != 1:
-            named = " ".join(str(values[key]) for key in mapped.keys)
-            raise StaleRow(f"{mapped.name} {named} is no longer {command.was.value}")
+            case commands.Save(row, was):
+                mapped = _SAVED[type(row)]
+                values = mapped.write(row)
+                if was is None:
+                    self._execute(mapped.insert, values)
+                elif self._execute(mapped.update, {**values, "was": was.value}).rowcount != 1:
+                    named = " ".join(str(values[key]) for key in mapped.keys)
+                    raise StaleRow(f"{mapped.name} {named} is no longer {was.value}")
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
         """Let nobody else decide about these nodes until the end. Whoever touches several locks them first, at once:
