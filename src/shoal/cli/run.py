@@ -66,7 +66,7 @@ def _start(source: Path | None, directory: Path | None, overrides: tuple[str, ..
 
     recipe = resolve(source, directory, overrides)
     missing = mode == "dry-run" and recipe.model.path not in BUILTIN and not Path(recipe.model.path).exists()
-    environment = check_ingredients(recipe, without_model=missing)
+    environment = check_ingredients(recipe, missing, lambda line: _warn([line] if mode == "dry-run" else ()))
     _warn(advice(recipe, environment, missing))
     if mode == "dry-run":
         if directory is not None:
