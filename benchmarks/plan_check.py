@@ -4,13 +4,14 @@
     .venv/bin/python benchmarks/plan_check.py --publish bfloat16
 
 A real `shoal run` of a random model with the reward of recipes/sums.py. Its processes' peaks of resident memory
-(VmHWM) are read twice a second, the sizes of its folders ten times, and once when it has ended. Its held-out scores are all
-equal, so that no checkpoint is the best: none is kept for that (`keep_best`).
+(VmHWM) are read twice a second, the sizes of its folders ten times, and once when it has ended. Its held-out scores
+are all equal, so that the newest checkpoint is the best one, too: `keep_best` is 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -26,9 +27,7 @@ from shoal.runtime.sizing import Speeds
 
 ROOT = Path(__file__).parents[1]
 EVERY_S, LOOKS = 0.1, 5
-RANDOM_DELTA_SHARE = (
-    0.03  # measured: random weights are small, and one step changes more of them than of a trained model's
-)
+RANDOM_DELTA_SHARE = 0.03  # measured: one step changes more of random weights, which are small, than of trained ones
 FOLDERS = {
     "trainer: checkpoints": "trainer/checkpoints", "trainer: export": "trainer/export", "origin": "origin",
     "each relay": "relay-0", "each validator": "validator-0", "each worker": "worker-0", "hub": "hub",
@@ -110,11 +109,10 @@ def folders(run: Path) -> Sizes:
     found = {}
     for name, folder in FOLDERS.items():
         size = 0
-        for path in (run / folder).rglob("*"):
-            try:
-                size += path.lstat().st_size if path.is_file() else 0
-            except OSError:
-                continue  # it was removed just now
+        for place, _folders, names in os.walk(run / folder):  # passes over folders that were removed just now
+            for file in names:
+                with contextlib.suppress(OSError):
+                    size += Path(place, file).lstat().st_size
         found[name] = float(size)
     return found
 

@@ -27,7 +27,8 @@ ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
 def plan(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting (KEY= unsets it); may be repeated."),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Trainer processes.  [default: trainer.processes]")

@@ -41,7 +41,8 @@ def run(
         Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.  [default: runs/NAME]")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting (KEY= unsets it); may be repeated."),
     ] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="Workers to start here.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
