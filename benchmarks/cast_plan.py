@@ -62,7 +62,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--per-relay", type=int, default=10, help="workers behind a relay, and relays behind a relay")
     parser.add_argument("--delta-share", type=float, default=0.0010, help="delta_codec.py, one step at 1e-6")
     parser.add_argument(
-        "--publish-mb-s", type=float, default=750, help="swap_in_place.py, 16 cores: compare, hash, write"
+        "--publish-mb-s", type=float, default=2050, help="publish_speed.py, 16 cores, 16 GB: compare, hash"
     )
     parser.add_argument("--apply-mb-s", type=float, default=1000, help="swap_in_place.py: read, apply, hash, write")
     parser.add_argument("--overhead", type=float, default=1.2, help="transfer above the ideal, cast_links.py")

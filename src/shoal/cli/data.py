@@ -131,6 +131,7 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     from rich.console import Console
 
     from shoal.cli.printing import counted
+    from shoal.environments.data.scanning import SHOWN
 
     with counted("checking answers", Console(stderr=True), unit="rows") as report:
         report(0, 0)  # it begins here; how many rows there are is told with the first of them
@@ -138,8 +139,10 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     for found in findings:
         for line in found.problems.lines(found.where):
             typer.echo(line)
+        repeated = found.problems.count > SHOWN  # else rows whose reason is theirs alone have just been shown
         for reason, count in found.problems.reasons.most_common(10):
-            typer.echo(f"{count:>10,} {'row' if count == 1 else 'rows'}: {reason}")
+            if repeated or count > 1:
+                typer.echo(f"{count_of(count, 'row'):>15}: {reason}")
     for line in data.kinds():
         typer.echo(line)
     typer.echo(data.description)
@@ -147,18 +150,19 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     if not bad:
         typer.echo("every row can be used")
         return 0
-    kinds = [kind for _, unusable in data.useless_kinds() for kind in unusable]
-    typer.echo(f"{count_of(bad, 'row')} cannot be used: {_outcome(kinds, bad_rows)}", err=True)
+    kinds = "; ".join(unusable for _, unusable in data.useless_kinds())
+    outcome = _outcome(kinds, bad_rows).replace("them", "it" if bad == 1 else "them")
+    typer.echo(f"{count_of(bad, 'row')} cannot be used: {outcome}", err=True)
     return 0 if bad_rows == "skip" else UserError.exit_code
 
 
-def _outcome(kinds: Sequence[str], bad_rows: str) -> str:
+def _outcome(kinds: str, bad_rows: str) -> str:
     """What a run with this `bad_rows` does with data that has bad rows; `kinds` are those without a good one."""
     without = "; to run without them, set environment.options.bad_rows to skip"
     if bad_rows == "refuse":
         return f'a run refuses this data, as bad_rows = "refuse" says{without}'
     if kinds and not bad_rows:
-        return f"a run REFUSES this data because of {'; '.join(kinds)}{without}"
+        return f"a run REFUSES this data because of {kinds}{without}"
     return "a run leaves them out"
 
 

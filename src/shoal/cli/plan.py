@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.errors import ConfigError
+from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
     from shoal.run.estimate import Planning
@@ -19,28 +20,32 @@ if TYPE_CHECKING:
     from shoal.runtime.sizing import Speeds
 
 GIB = 2**30
+GUESSED = "its layers, width and vocabulary are guessed from --parameters; with the model's config.json they are known"
 ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
 
 
 def plan(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting (KEY= unsets it); may be repeated."),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Trainer processes.  [default: trainer.processes]")
     ] = None,
     memory_gb: Annotated[
-        float | None, typer.Option("--memory", min=0.001, help="GiB of each device.  [default: what is here]")
+        float | None, typer.Option("--memory", min=0.001, max=1e6, help="GiB of each device.  [default: what is here]")
     ] = None,
     parameters: Annotated[
-        float | None, typer.Option(min=1e7, help="Plan for a model of so many weights instead of model.path.")
+        float | None, typer.Option(min=1e7, max=1e13, help="Plan for a model of so many weights instead of model.path.")
     ] = None,
     assumptions: Annotated[
         list[str] | None,
         typer.Option("--assume", metavar="NAME=NUMBER", help="Change an assumption that is printed; may be repeated."),
     ] = None,
-    gpu_hour_price: Annotated[float | None, typer.Option(min=0, help="Print what the run costs at this price.")] = None,
+    gpu_hour_price: Annotated[
+        float | None, typer.Option(min=0, max=1e6, help="Print what the run costs at this price.")
+    ] = None,
 ) -> None:
     """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
     machines, money. Exit code 3: training does not fit."""
@@ -49,6 +54,8 @@ def plan(
     resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())
     found = _planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
     lines = [*training_lines(found), "", *run_lines(found, gpu_hour_price)]
+    if parameters is not None:
+        lines.insert(1, GUESSED)
     typer.echo("\n".join(lines))
     raise typer.Exit(0 if found.trainer.total <= found.memory_bytes else 3)
 
@@ -113,8 +120,7 @@ def training_lines(found: Planning) -> Iterator[str]:
     fits = planned.total <= found.memory_bytes
     trained = "" if shape.trained == shape.weights else f", {shape.trained / 1e6:,.1f} M of them trained"
     yield f"{shape.kind}, {shape.weights / 1e6:,.1f} M weights{trained}, {shape.layers} layers"
-    plural = "es" if processes > 1 else ""
-    yield f"training in {settings.memory.precision} by {processes} process{plural} on {found.kind}"
+    yield f"training in {settings.memory.precision} by {processes} process{'es'[: 2 * (processes > 1)]} on {found.kind}"
     yield "on each device, GiB:"
     tokens = f"{max(settings.micro_batch_tokens, longest):,} tokens"
     tokens += ", recomputed" if settings.memory.recompute else ""
@@ -156,9 +162,9 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     yield f"time of a step of {found.tokens:,.0f} tokens, s, on GPUs of the speeds assumed below, not on this machine:"
     for stage in found.stages():
         yield f"  {stage.name:<32}{_cell(stage.seconds)}   {stage.what}"
-    yield f"  {'a step':<32}{_cell(found.step_s)}   training, or saving and publishing if longer; times {run.steps}"
-    machines = f"{found.processes} to train, {found.workers:,} workers, {found.validators:,} validators"
-    yield f"machines needed: {machines}"
+    yield f"  {'a step':<32}{_cell(found.step_s)}   training, or what takes longer; times {run.steps}"
+    machines = f"{count_of(found.workers, 'worker')}, {count_of(found.validators, 'validator')}"
+    yield f"machines needed: {found.processes} to train, {machines}"
     if found.validators > (started := found.recipe.validator.count):
         yield f"  the recipe starts {started} of the validators: raise validator.count, or every step waits for audits"
     if gpu_hour_price is not None:

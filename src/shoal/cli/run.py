@@ -41,7 +41,8 @@ def run(
         Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.  [default: runs/NAME]")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting (KEY= unsets it); may be repeated."),
     ] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="Workers to start here.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
@@ -66,7 +67,7 @@ def _start(source: Path | None, directory: Path | None, overrides: tuple[str, ..
 
     recipe = resolve(source, directory, overrides)
     missing = mode == "dry-run" and recipe.model.path not in BUILTIN and not Path(recipe.model.path).exists()
-    environment = check_ingredients(recipe, without_model=missing)
+    environment = check_ingredients(recipe, missing, lambda line: _warn([line] if mode == "dry-run" else ()))
     _warn(advice(recipe, environment, missing))
     if mode == "dry-run":
         if directory is not None:

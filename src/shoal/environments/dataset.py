@@ -21,7 +21,7 @@ import numpy as np
 from shoal.environments.data import scanning
 from shoal.environments.data.scanning import Numbers, Opened, Problems, Splits
 from shoal.environments.formats import DatasetOptions
-from shoal.environments.graders.registry import DemandingGrader, grader
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES, DemandingGrader, grader
 from shoal.environments.protocol import LazyTasks, Score, Split, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.runtime.text import count_of
@@ -227,11 +227,12 @@ class DatasetEnvironment:
                 counts = f"{int((good & rows).sum()):,} can be used, {int((good & trained & rows).sum()):,} to train on"
                 yield f"{_kind_name(kind)}: {count_of(int(rows.sum()), 'row')}, {counts}"
 
-    def useless_kinds(self) -> Iterator[tuple[Opened, list[str]]]:
+    def useless_kinds(self) -> Iterator[tuple[Opened, str]]:
         """The data sets with kinds of which no row can be used: a run refuses them unless it skips bad rows."""
         for opened in self._opened:
-            if unusable := list(self._unusable_kinds(opened)):
-                yield opened, unusable
+            if unusable := "; ".join(self._unusable_kinds(opened)):
+                types = opened.layout.kinds and "task_type" in unusable
+                yield opened, unusable + (f" (known are {', '.join([*TASK_TYPES, *GRADERS])})" if types else "")
 
     def _unusable_kinds(self, opened: Opened) -> Iterator[str]:
         """Each with its number of rows and the reason of the first; of answers that nobody checked, a few are read."""
@@ -243,7 +244,7 @@ class DatasetEnvironment:
             looked = usable[spread].tolist()
             if kind and not (looked and (opened.checked or any(not self._wrong(opened, row) for row in looked))):
                 why = self._wrong(opened, looked[0] if looked else int(rows[0])) or "repeated ids"
-                yield f"all {count_of(len(rows), 'row')} of {_kind_name(kind)} ({why})"
+                yield f"{_kind_name(kind)}, {count_of(len(rows), 'row')} ({why})"
 
     def _wrong(self, opened: Opened, row: int) -> str:
         try:
@@ -272,11 +273,10 @@ class DatasetEnvironment:
         for opened, unusable in self.useless_kinds():
             if self.options.bad_rows != "skip":
                 raise EnvironmentSetupError(
-                    f"the data {opened.path} has kinds of tasks of which no row can be used: {'; '.join(unusable)}"
+                    f"the data {opened.path} has kinds of tasks of which no row can be used: {unusable}"
                     ". To use the data without them, set environment.options.bad_rows to skip"
                 )
-            for kind in unusable:
-                log.warning("%s: EVERY row of a kind is left out: %s", opened.path, kind)
+            log.warning("%s: EVERY row of a kind is left out: %s", opened.path, unusable)
         for found in self.check(lambda _done, _total: None) if self.options.bad_rows == "refuse" else ():
             if found.problems.count:
                 raise EnvironmentSetupError(

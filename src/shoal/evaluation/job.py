@@ -429,7 +429,9 @@ def _as_now(environment: Environment, plan: SamplingPlan, record: TaskRecord) ->
         task = environment.task(record.task)
         asked = prompt_digest(as_asked(environment, plan, record.index, task).prompt).hex()
     except EnvironmentSetupError as error:
-        raise ConfigError(f"the environment has no task {record.task} any more ({error}): evaluate again") from error
+        raise ConfigError(
+            f"the environment has no task {record.task} ({error}): give --env what it was drawn from, or evaluate again"
+        ) from error
     if asked != record.prompt_digest:
         raise ConfigError(
             f"task {record.task} has another prompt now than its completions were drawn for: undo that change, or "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil
+from math import ceil, log2
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,10 @@ from shoal.runtime.sizing import (
     policies_loaded,
     settle,
 )
-from shoal.shardcast.origin import DELTA_STRIDES, OriginSettings
+from shoal.runtime.text import count_of
+from shoal.shardcast.origin import DELTA_PAYS, DELTA_STRIDES, OriginSettings
+from shoal.trainer.folder import AWAITED
+from shoal.trainer.guards import LOOKBACK
 
 if TYPE_CHECKING:
     from shoal.trainer.memory import Plan, Shape
@@ -40,7 +43,8 @@ BATCH_SHARE = 0.8  # of free GPU memory that a batch takes (engines/memory.py)
 CACHED = 2  # policies on a worker's disk (worker/loop.py)
 PROOF_BYTES = 8  # of a token as submitted; what is trained on has none
 DATABASE_BYTES, DATABASE_LOG_BYTES = 300_000, 4_000_000  # empty, and what SQLite writes ahead: plan_check.md
-AWAITED, FROM_BEFORE = 2, 2  # checkpoints kept beside the newest and the best (trainer/folder.py)
+FROM_BEFORE = 2  # checkpoints kept beside the newest and the best (trainer/folder.py), once there are so many
+ANCHORED = 1.7  # payloads of deltas in a row after which a version is whole: shorter ways skip some (plan_check.md)
 WIDTHS = {"float32": 4, "bfloat16": 2, "auto": 2}
 
 
@@ -96,15 +100,19 @@ class Planning:
         return self.shape.weights * WIDTHS[self.recipe.trainer.publish_dtype] + adapters
 
     @property
-    def is_told_by_deltas(self) -> bool:
-        return self.recipe.trainer.publish_dtype == "bfloat16" or self.recipe.trainer.lora is not None
+    def _beside(self) -> float:
+        """The delta that lies beside a version on a disk; none where versions are whole."""
+        return self.delta if self.delta < self.payload else 0.0
 
     @property
     def delta(self) -> float:
-        """What most versions travel as."""
-        if self.recipe.trainer.lora is not None:
+        """What most versions travel as: in float32 nearly every value changes, a step twice as long in one more bit."""
+        trainer, share = self.recipe.trainer, self.speeds.delta_share
+        if trainer.lora is not None:
             return 4.0 * self.shape.trained
-        return self.payload * (self.speeds.delta_share if self.is_told_by_deltas else 1.0)
+        if trainer.publish_dtype == "float32":
+            share = max(share, self.speeds.float32_delta_share + log2(trainer.learning_rate / 1e-6) / 32)
+        return self.payload * (share if share <= DELTA_PAYS else 1.0)
 
     @property
     def checkpoint(self) -> int:
@@ -117,40 +125,44 @@ class Planning:
         return run.groups_per_step * run.group_size * run.max_new_tokens * self.speeds.length_share
 
     def disk(self) -> Iterator[Disk]:
-        """At most. An origin keeps the versions that leases may name, back to an anchor: where versions are deltas, two
-        whole ones."""
+        """At most. An origin keeps the versions that leases may name, back to a whole one."""
         run, payload, versions = self.recipe.run, self.payload, self.recipe.run.steps + 1
         yield self._checkpoints()
         yield Disk("trainer: export", payload, payload, "the last version")
         rollouts = self.tokens * run.steps * (self.speeds.submission_bytes - PROOF_BYTES)
         yield Disk("trainer: rollouts", rollouts, rollouts, "what each step was trained on")
-        every = OriginSettings().anchor_every
-        anchors = min(2, 1 + run.steps // every)
-        kept = min(versions, max(OriginSettings().kept_versions, run.max_staleness + 2) + 1)
-        whole = anchors if self.is_told_by_deltas else kept
-        ended = anchors if self.is_told_by_deltas else min(versions, kept_when_finished(run.max_staleness))
-        told = _deltas(min(run.steps, anchors * every)) * self.delta
-        told = min(told, anchors * payload) if self.is_told_by_deltas else 0.0  # together less than what they save
-        yield Disk("origin", whole * payload + told, ended * payload + told,
-                   f"{whole} whole versions" + (", deltas" if self.is_told_by_deltas else ""))  # fmt: skip
-        mirrored = anchors if self.is_told_by_deltas else min(versions, self.recipe.relay.keep_versions)
-        counts = {"relay": mirrored, "validator": self.chosen.keep_versions + 1, "worker": CACHED + 1}
-        for role, count in counts.items():
+        kept = max(OriginSettings().kept_versions, run.max_staleness + 2) + 1
+        yield Disk("origin", self._offered(kept), self._offered(kept_when_finished(run.max_staleness)),
+                   f"{min(kept, versions)} versions, with the one that is being published")  # fmt: skip
+        mirrored = self.recipe.relay.keep_versions
+        yield Disk("each relay", self._offered(mirrored), 0, f"{min(mirrored, versions)} versions")
+        for role, count in {"validator": self.chosen.keep_versions + 1, "worker": CACHED + 1}.items():
             held = min(versions, count)
-            deltas = told if role == "relay" else held * self.delta if self.is_told_by_deltas else 0.0
-            yield Disk(f"each {role}", held * payload + deltas, 0, f"{held} versions; with the one that is being made")
+            size = held * (payload + self._beside)
+            yield Disk(f"each {role}", size, 0, f"{held} versions, with the one that is being made")
         submitted = self.tokens * run.steps * self.speeds.submission_bytes
         hub = DATABASE_BYTES + submitted + run.groups_per_step * run.steps * self.speeds.group_row_bytes
         yield Disk("hub", hub + DATABASE_LOG_BYTES, hub, "of all steps; groups that are dropped or refused come on top")
 
+    def _offered(self, count: int) -> float:
+        """So many versions back to a whole one, and the deltas to each: from the one before, some from further back."""
+        every = min(OriginSettings().anchor_every, int(ANCHORED * self.payload / self.delta))
+        span = min(self.recipe.run.steps + 1, count + every - 1)
+        deltas = sum((span - 1) // stride for stride in (1, *DELTA_STRIDES) if stride <= every)
+        return ceil(span / every) * self.payload + deltas * self._beside
+
     def _checkpoints(self) -> Disk:
-        trainer, versions, newest = self.recipe.trainer, self.recipe.run.steps + 1, self.chosen.keep_checkpoints
+        """A version in the making counts, and the first of all, which has no moments, as long as there is none older
+        than guards look back."""
+        trainer, steps, newest = self.recipe.trainer, self.recipe.run.steps, self.chosen.keep_checkpoints
         best = trainer.keep_best if trainer.evaluate_every else 0
-        most = min(versions, newest + best + (AWAITED if best else 0) + FROM_BEFORE + 1)  # and the one being written
-        ended = min(versions, newest + best)
-        first = 8 * self.shape.trained if most == versions else 0  # version 0 has no moments
+        saved = 1 + ceil(steps / self.chosen.checkpoint_every)
+        most = min(saved, newest + best + 1 + (FROM_BEFORE if steps > LOOKBACK else 1))
+        ended = min(saved, newest + best)
+        first = 8 * self.shape.trained if steps <= LOOKBACK or most == saved else 0
+        awaited = f" (up to {AWAITED} more while their scores are awaited)" if best and most < saved else ""
         return Disk("trainer: checkpoints", most * self.checkpoint - first, ended * self.checkpoint,
-                    f"{most} at most, {ended} in the end; {self.checkpoint / 1e9:,.3g} GB each")  # fmt: skip
+                    f"{most}{awaited}, {ended} in the end; {self.checkpoint / 1e9:,.3g} GB each")  # fmt: skip
 
     def memory(self) -> Iterator[tuple[str, float, float, str]]:
         """Role, bytes on its device, bytes of its host, and what they are. On a CPU all of it is in the first."""
@@ -200,7 +212,12 @@ class Planning:
         row = max(1, self.shape.cached_bytes * run.max_new_tokens)
         fit = int(BATCH_SHARE * max(0, self.memory_bytes - weights) / row)
         rows = max(1, min(fit, run.group_size * self.recipe.worker.units_per_lease))
-        return rows / max(self.speeds.token_s, weights / 1e9 / self.speeds.generate_gb_s)
+        return rows / self._token_s
+
+    @property
+    def _token_s(self) -> float:
+        weights = self.shape.weights * WIDTHS[self.worker_dtype]
+        return max(self.speeds.token_s, weights / 1e9 / self.speeds.generate_gb_s)
 
     @property
     def audit_tokens_s(self) -> float:
@@ -222,8 +239,11 @@ class Planning:
 
     @property
     def step_s(self) -> float:
-        """The trainer decides how long a step takes, where there are as many machines as are needed."""
-        return max(self.train_s, self.publish_s + self._saving_s)
+        """The trainer decides how long a step takes, where there are as many machines as are needed; but a completion
+        must not take longer than the steps that it may be old."""
+        run = self.recipe.run
+        completion_s = run.max_new_tokens * self.speeds.length_share * self._token_s
+        return max(self.train_s, self.publish_s + self._saving_s, completion_s / (run.max_staleness + 1))
 
     @property
     def _saving_s(self) -> float:
@@ -241,16 +261,17 @@ class Planning:
         speeds, gb = self.speeds, self.payload / 1e9
         copies = speeds.workers_per_relay + 1
         yield Stage("generate", self.tokens / self.worker_tokens_s / self.workers,
-                    f"{self.workers:,} workers of {self.worker_tokens_s:,.0f} tokens/s")  # fmt: skip
+                    f"{count_of(self.workers, 'worker')} of {self.worker_tokens_s:,.0f} tokens/s")  # fmt: skip
         yield Stage("audit", self.tokens / self.audit_tokens_s / self.validators,
-                    f"{self.validators:,} validators of {self.audit_tokens_s:,.0f} tokens/s")  # fmt: skip
-        yield Stage("train", self.train_s, f"{self.processes} devices of {speeds.train_tflops:g} TFLOP/s")
-        yield Stage("save", self._saving_s, f"a checkpoint every {self.chosen.checkpoint_every} steps, per step")
+                    f"{count_of(self.validators, 'validator')} of {self.audit_tokens_s:,.0f} tokens/s")  # fmt: skip
+        yield Stage("train", self.train_s, f"{count_of(self.processes, 'device')} of {speeds.train_tflops:g} TFLOP/s")
+        every = count_of(self.chosen.checkpoint_every, "step")
+        yield Stage("save", self._saving_s, f"a checkpoint every {every}, per step")
         yield Stage("publish", self.publish_s, f"{gb:,.3g} GB at {speeds.publish_gb_s:g} GB/s")
         yield Stage("transfer", copies * self.delta / speeds.link_bytes_s,
                     f"out of a relay with {speeds.workers_per_relay:g} workers; a whole version: "
                     f"{copies * self.payload / speeds.link_bytes_s:,.0f} s")  # fmt: skip
-        applied = gb / speeds.apply_gb_s if self.is_told_by_deltas else 0.0
+        applied = gb / speeds.apply_gb_s if self._beside else 0.0
         yield Stage(
             "apply",
             applied,
@@ -261,15 +282,6 @@ class Planning:
         """Of the whole run: every trainer process, worker and validator has one GPU."""
         machines = self.processes + self.workers + self.validators
         return machines * gpu_hour * self.step_s * self.recipe.run.steps / 3600
-
-
-def _deltas(versions: int) -> int:
-    """How many deltas so many versions in a row have: each to the one before, and some to one further back.
-
-    >>> _deltas(3), _deltas(16)
-    (4, 30)
-    """
-    return sum(versions // stride for stride in (1, *DELTA_STRIDES))
 
 
 def announced_size(recipe: Recipe) -> ModelSize:

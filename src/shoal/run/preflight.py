@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.sizing import RunSize, Speeds, open_settings, validators_needed
+from shoal.runtime.text import count_of
 from shoal.validator.settings import measurable_kinds, profile_keys
 
 log = logging.getLogger(__name__)
@@ -41,8 +43,12 @@ GPU_FILES = ("nvidiactl", "nvidia0", "dxg", "kfd")
 """What a driver leaves in /dev: NVIDIA's, that of a Windows host, AMD's."""
 
 
-def check_ingredients(recipe: Recipe, *, without_model: bool = False) -> Environment:
-    """Raise a `UserError` for the first thing that would end the run; returns the environment, built."""
+Say = Callable[[str], None]
+
+
+def check_ingredients(recipe: Recipe, without_model: bool = False, say: Say = log.debug) -> Environment:
+    """Raise a `UserError` for the first thing that would end the run; returns the environment, built. `say` is told
+    which tasks were looked at."""
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
     files = None if without_model else _check_model(recipe)
@@ -57,7 +63,7 @@ def check_ingredients(recipe: Recipe, *, without_model: bool = False) -> Environ
             OPENING,
             f"{OPENING}\n",
         )
-    _try_scores(recipe.environment, environment, _check_tasks(environment, asking))
+    _try_scores(recipe.environment, environment, _check_tasks(environment, asking, say))
     return environment
 
 
@@ -147,7 +153,7 @@ def _check_vocabulary(folder: Path, tokenizer: TextTokenizer, embedded: object) 
         )
 
 
-def _check_tasks(environment: Environment, asking: Asking | None) -> list[Task]:
+def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log.debug) -> list[Task]:
     """Ask some tasks of each split (without a model: read them); returns one of each kind.
 
     A row of data that cannot be asked is passed over when it is drawn, so that only many of them are a mistake; in an
@@ -156,7 +162,7 @@ def _check_tasks(environment: Environment, asking: Asking | None) -> list[Task]:
     trials: dict[str, Task] = {}
     for split in SPLITS:
         tasks, tried = environment.tasks(split), 0
-        problems: list[UnusableTask] = []
+        problems, kinds = list[UnusableTask](), Counter[str]()
         for index in _first(len(tasks)):
             tried += 1
             try:
@@ -166,7 +172,12 @@ def _check_tasks(environment: Environment, asking: Asking | None) -> list[Task]:
             except UnusableTask as error:
                 problems.append(error)
             else:
-                trials.setdefault(f"{part_of(environment, task.id)}/{task.kind}", task)
+                kind = f"{part_of(environment, task.id)}/{task.kind}".strip("/")
+                kinds[kind] += 1
+                trials.setdefault(kind, task)
+        how = "read" if asking is None else "asked"
+        of_kinds = ", ".join(f"{count:,} of {kind or environment.name}" for kind, count in kinds.most_common())
+        say(f"{split.replace('_', ' ')}: {count_of(len(tasks), 'task')}, {tried:,} {how} now: {of_kinds or 'none'}")
         if problems and (not getattr(environment, "data_digest", "") or len(problems) > tried * MOST_UNUSABLE):
             raise problems[0]
         if problems:

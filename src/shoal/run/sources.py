@@ -157,11 +157,12 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
         return TaskSource(_settings(f"name = {json.dumps(spec)}", overrides))
     if path.suffix == ".py":
         return TaskSource(_settings(f"file = {_quoted(path)}", overrides))
-    if kind_of(path) is not None or path.is_dir():
+    if path.is_dir() or (kind_of(path) is not None and (path.is_file() or not colon)):
         return TaskSource(_of_file("dataset", path, overrides), whole=True)
     close = get_close_matches(name, [*ENVIRONMENTS, *FORMATS], n=1)
+    what = f"format {name!r}" if colon else f"environment {spec!r}"
     raise EnvironmentSetupError(
-        f"there is no environment {spec!r}{f' (did you mean {close[0]!r}?)' if close else ''}; give one of "
+        f"there is no {what}{f' (did you mean {close[0]!r}?)' if close else ''}; give one of "
         f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), a run's folder, a reward file (.py), a data file, or "
         f"FORMAT:FILE with {', '.join(FORMATS)}"
     )

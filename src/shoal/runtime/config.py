@@ -82,7 +82,7 @@ def _read(path: Path) -> str:
 
 
 def _apply(tables: Tables, override: str) -> Keys:
-    """Put one `section.key=value` into the tables; returns the keys it set."""
+    """Put one `section.key=value` into the tables, or take a key out of them (`section.key=`); returns its keys."""
     name, equals, text = override.partition("=")
     keys = tuple(part.strip() for part in name.split("."))
     if not equals or len(keys) < 2 or not all(keys):
@@ -92,6 +92,10 @@ def _apply(tables: Tables, override: str) -> Keys:
         table = _within(table, key, override)
     if isinstance(table, list):
         raise ConfigError(f"--set {override}: {keys[-1]} would be a whole table; name one of its keys")
+    if not text.strip():
+        if table.pop(keys[-1], None) is None:
+            raise ConfigError(f'--set {override}: nothing sets it, so it cannot be unset (an empty text is "")')
+        return keys
     value = text.strip()  # what is no TOML value is the string itself, so that quotes may be left out
     with contextlib.suppress(tomllib.TOMLDecodeError):
         parsed = tomllib.loads(f"value = {value}")

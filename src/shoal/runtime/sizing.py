@@ -32,11 +32,13 @@ def _assumed(value: float, source: str) -> Any:
 @dataclass(frozen=True)
 class Speeds:
     """What is assumed of machines and links, each with where it is from (files are in benchmarks/results). GPU speeds
-    are of one H200. `delta_share` is of a policy in bfloat16; in float32 nearly every value changes, and a version is
-    offered whole."""
+    are of one H200. `delta_share` is of a policy in bfloat16."""
 
     delta_share: float = _assumed(0.001, "delta_codec.md: one step at a learning rate of 1e-6; 1e-5: 0.0072")
-    publish_gb_s: float = _assumed(0.75, "swap_in_place.md: 0.54 to 0.81 GB/s of the whole policy")
+    float32_delta_share: float = _assumed(
+        0.41, "plan_check.md: at 1e-6; ten times that rate adds 0.1, above 0.6: whole"
+    )
+    publish_gb_s: float = _assumed(2.05, "large_shape.md: 16 GB, the first version whole")
     apply_gb_s: float = _assumed(1.0, "swap_in_place.md: fetch, apply on disk, verify; 0.9 to 1.0")
     load_gb_s: float = _assumed(2.7, "swap_in_place.md: a full load into the engine")
     disk_gb_s: float = _assumed(1.0, "assumed: a checkpoint written and hashed (two cores: 0.2, publish_hidden.md)")

@@ -67,14 +67,17 @@ def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: Capture) -> N
     assert main(["data", "check", str(tmp_path / "a.jsonl")]) == 2
     caught = capsys.readouterr()
     said = caught.out.splitlines()
-    reason = "a run REFUSES this data because of all 2 rows of kind 'proof' (row 3 (a.jsonl line 4) cannot be used: "
+    reason = "a run REFUSES this data because of kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot be used: "
     assert caught.err.startswith(f"2 rows cannot be used: {reason}")
     without = "to run without them, set environment.options.bad_rows to skip\n"
     assert caught.err.endswith(without)
     assert "kind 'MCQ': 3 rows, 3 can be used, 3 to train on" in said
     assert "kind 'proof': 2 rows, 0 can be used, 0 to train on" in said
+    assert [line for line in said if "no grader" in line][2:] == [
+        "         2 rows: question_type is 'proof': no grader judges proofs"
+    ]
     assert main(["data", "order", str(tmp_path / "a.jsonl")]) == 2
-    assert "all 2 rows of kind 'proof' (row 3 (a.jsonl line 4) cannot be used" in capsys.readouterr().err
+    assert "kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot be used" in capsys.readouterr().err
     assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "bad_rows=skip"]) == 0
     assert capsys.readouterr().err == "2 rows cannot be used: a run leaves them out\n"
     assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "bad_rows=refuse"]) == 2
@@ -108,7 +111,7 @@ def test_a_check_says_what_is_wrong_once_and_anything_else_warns_when_it_opens_t
 ) -> None:
     path = write(tmp_path / "a.jsonl", 20, {7: ""})
     main(["data", "check", str(path)])
-    assert capsys.readouterr().err == "1 row cannot be used: a run leaves them out\n"
+    assert capsys.readouterr().err == "1 row cannot be used: a run leaves it out\n"
     assert caplog.text == ""
     assert main(["data", "order", str(path), "--count", "1"]) == 0
     assert "1 of 20 rows left out, for they cannot be used: row 7 (a.jsonl line 8)" in caplog.text
@@ -179,6 +182,7 @@ def test_a_format_can_be_named_as_for_an_evaluation(tmp_path: Path, capsys: Capt
         (["check", "{tmp}/a.jsonl", "--set", "gradr=exact"], "did you mean 'grader'"),
         (["check", "{tmp}/a.jsonl", "--set", "format=amie"], "there is no format 'amie'; there are described, columns"),
         (["check", "srot"], "there is no environment 'srot' (did you mean 'sort'?)"),
+        (["check", "amie:a.jsonl"], "there is no format 'amie' (did you mean 'aime'?)"),
         (["check", "{tmp}/sort.toml"], "trains on no data set: its environment is sort"),
         (["order", "{tmp}/a.jsonl", "--set", "question=text"], "there is no column 'text' for the question"),
     ],

@@ -122,6 +122,17 @@ def test_the_command_says_that_it_fits(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out
     assert "Qwen3ForCausalLM, 0.2 M weights, 3 layers" in said
     assert "of 4.00: fits (activations are an estimate" in said
+    assert "guessed" not in said
+    assert "1 to train" in said
+    assert ", 1 validator\n" in said
+    assert main(["plan", str(TINY), "--memory", "8", "--parameters", "1e7"]) == 0
+    assert "guessed from --parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--parameters", "--memory", "--gpu-hour-price"])
+def test_no_figure_is_infinite(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(TINY), option, "inf"]) == 2
+    assert option in capsys.readouterr().err
 
 
 def test_the_command_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,23 +236,45 @@ def test_a_validator_loads_one_policy_of_64_gb() -> None:
 
 
 def test_disk_of_every_role() -> None:
-    """Checkpoints have 384 GB. Kept: 1 newest, 1 best, 2 that wait for scores, 2 from before, 1 being written."""
+    """Checkpoints have 384 GB. Kept: 1 newest, 1 best, 2 from before, 1 being written."""
     found = {one.name: (one.running / 1e9, one.finished / 1e9) for one in planning().disk()}
-    assert found["trainer: checkpoints"] == (7 * 384, 2 * 384)
+    assert found["trainer: checkpoints"] == (5 * 384, 2 * 384)
     assert found["trainer: export"] == (64, 64)
-    deltas = (32 + 16 + 8 + 4) * 0.064  # of 32 versions, to one 1, 2, 4 and 8 back
-    assert found["origin"] == pytest.approx((2 * 64 + deltas, 2 * 64 + deltas))
-    assert found["each relay"] == pytest.approx((2 * 64 + deltas, 0))
+    # 6, 4 and 3 versions, back to a whole one of every 16; deltas from the version 1, 2, 4 and 8 before
+    deltas = [(n + n // 2 + n // 4 + n // 8) * 0.064 for n in (20, 18, 17)]
+    assert found["origin"] == pytest.approx((2 * 64 + deltas[0], 2 * 64 + deltas[1]))
+    assert found["each relay"] == pytest.approx((2 * 64 + deltas[2], 0))
     assert found["each validator"] == pytest.approx((4 * 64 + 4 * 0.064, 0))
     assert found["each worker"] == pytest.approx((3 * 64 + 3 * 0.064, 0))
     tokens = 256 * 16 * 8192 * 400
     assert found["hub"][1] == pytest.approx((tokens * 14 + 256 * 400 * 10_000 + 300_000) / 1e9)
 
 
-def test_in_float32_versions_are_whole() -> None:
-    found = planning(LARGE.replace('"bfloat16"\n[trainer.memory]', '"float32"\n[trainer.memory]'))
-    assert {name: delta for name, delta, _ in found.links()}["origin to each relay"] == 128e9
-    assert {one.name: one.running / 1e9 for one in found.disk()}["origin"] == 6 * 128
+@pytest.mark.parametrize(
+    ("rate", "share", "origin"),
+    [
+        pytest.param(1e-6, 0.41, 3 + (8 + 4 + 2) * 0.41, id="a delta pays, and four follow a whole version"),
+        pytest.param(1e-5, 0.514, 3 + (7 + 3) * 0.514, id="ten times the rate changes 3.3 bits more"),
+        pytest.param(1e-3, 1.0, 6, id="no delta pays"),
+    ],
+)
+def test_in_float32_deltas_are_large_or_none(rate: float, share: float, origin: float) -> None:
+    text = LARGE.replace('"bfloat16"\n[trainer.memory]', f'"float32"\nlearning_rate = {rate}\n[trainer.memory]')
+    found = planning(text)
+    assert {name: delta for name, delta, _ in found.links()}["origin to each relay"] == pytest.approx(
+        share * 128e9, 0.01
+    )
+    disk = {one.name: one.running / 128e9 for one in found.disk()}
+    assert disk["origin"] == pytest.approx(origin, 0.01)
+    assert disk["each worker"] == pytest.approx(3 * (1 + share if share < 1 else 1), 0.01)
+
+
+def test_a_short_run_keeps_its_first_checkpoint_which_has_no_moments() -> None:
+    """14 steps, 384 GB each: 1 newest, 1 best, 1 being written, and version 0."""
+    (first, *_) = planning(
+        LARGE.replace("steps = 400", "steps = 14").replace("[trainer]", "[trainer]\ncheckpoint_every = 1")
+    ).disk()
+    assert first.running == 3 * 12 * WEIGHTS + 4 * WEIGHTS
 
 
 def test_time_machines_and_money() -> None:
@@ -254,11 +287,13 @@ def test_time_machines_and_money() -> None:
     stages = {one.name: one.seconds for one in found.stages()}
     assert stages["train"] == found.step_s == pytest.approx(3027.5, abs=0.1)
     assert (found.workers, found.validators) == (158, 5)
-    assert stages["publish"] == pytest.approx(64 / 0.75)
+    assert stages["publish"] == pytest.approx(64 / 2.05)
     assert stages["transfer"] == pytest.approx(11 * 64e6 * 1.2 / 125e6)
     assert stages["apply"] == 64
     assert stages["save"] == pytest.approx(384 / 7)
     assert found.cost(2.0) == pytest.approx(171 * 2 * 400 * found.step_s / 3600)
+    patient = planning(speeds=Speeds(token_s=2.0))
+    assert patient.step_s == pytest.approx(8192 * 2.0 / 3), "no step is shorter than a completion may be old"
 
 
 def test_a_speed_that_is_given_changes_what_follows_from_it() -> None:

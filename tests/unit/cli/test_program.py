@@ -191,6 +191,8 @@ def test_the_dry_run_says_it(tmp_path: Path, capsys: Capture) -> None:
     assert main(["run", str(tmp_path / "one.toml"), "--dry-run"]) == 0
     said = capsys.readouterr()
     assert "no task is held out" in said.err
+    assert "shoal: train: 1 task, 1 asked now: 1 of " in said.err
+    assert "shoal: held out: 0 tasks, 0 asked now: none" in said.err
     assert "held out" not in said.out, "what it prints is a recipe"
 
 
@@ -201,6 +203,7 @@ def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path
     said = capsys.readouterr()
     assert f"there is no model folder {tmp_path / 'large'}: what needs it was not checked" in said.err
     assert "was not checked" not in said.out, "what it prints is a recipe"
+    assert "1,000 read now: 1,000 of sort" in said.err
     recipe.write_text('[model]\npath = "large"\n[environment]\nname = "sorting"\n')
     assert main(["run", str(recipe), "--dry-run"]) == 2, "all else is checked"
     recipe.write_text('[model]\npath = "large"\n')

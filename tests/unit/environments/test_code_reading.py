@@ -125,7 +125,7 @@ BAD: list[tuple[Any, str]] = [
     ({"test_cases": [PRINTED], "limits": {"cpu_s": -1}}, "limits: cpu_s"),
     ({"test_cases": [PRINTED], "limits": {"files": 1}}, "limits: files"),
     ({"test_cases": [PRINTED] * 10_001}, "10001 tests"),
-    ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+    ({"inputs": ["1"], "outputs": []}, "not as many outputs"),
     ({"inputs": ["1"]}, "outputs is no list"),
     ({"public_test_cases": [{"input": 1, "output": "2"}]}, "no text"),
     ({"public_test_cases": [{"input": "x", "output": "2", "testtype": "functional"}], "metadata": {"func_name": "f"}},

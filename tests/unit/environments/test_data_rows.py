@@ -120,9 +120,9 @@ def can_be_used(line: str) -> int:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("synthetic1", ("all 2 rows of kind 'llm_judgeable_groundtruth_similarity' (row 5 ",
-                        "all 1 row of kind 'code_output_prediction' (row 7 ")),
-        ("numinamath15", ("all 2 rows of kind 'proof' (row 3 ", "no grader judges proofs")),
+        ("synthetic1", ("kind 'llm_judgeable_groundtruth_similarity', 2 rows (row 5 ",
+                        "kind 'code_output_prediction', 1 row (row 7 ", "(known are verifiable_math, ")),
+        ("numinamath15", ("kind 'proof', 2 rows (row 3 ", "no grader judges proofs")),
     ],
 )  # fmt: skip
 @both_kinds
@@ -142,7 +142,7 @@ def test_a_kind_whose_answers_cannot_be_read_is_refused_at_opening(tmp_path: Pat
     """Answers are not read at opening, but some of each kind: a run must not train on the other kinds alone."""
     rows = described(60, task_type=dict.fromkeys(range(20, 60), "prime_rl_code"))
     path = write_parquet(tmp_path / "a.parquet", rows)
-    with pytest.raises(EnvironmentSetupError, match=r"all 40 rows of kind 'prime_rl_code' .*there are no tests"):
+    with pytest.raises(EnvironmentSetupError, match=r"kind 'prime_rl_code', 40 rows .*there are no tests"):
         open_data(path)
     assert len(open_data(path, bad_rows="skip").tasks("train")) == 58
     rows[59]["verification_info"] = json.dumps({"inputs": ["1"], "outputs": ["1"]})
@@ -190,7 +190,7 @@ def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
     assert environment.task("8/p8").prompt == "What is 8 + 8?"
     with pytest.raises(UnusableTask):
         environment.task("7/p7")
-    with pytest.raises(EnvironmentSetupError, match=r"1 row of .*row 7 "):
+    with pytest.raises(EnvironmentSetupError, match=r"1 row .*row 7 "):
         open_data(path, bad_rows="refuse")
 
 

@@ -75,6 +75,8 @@ def refused(text: str, *overrides: str) -> str:
         ("", ("trainer.minibatches=many",), '[trainer] minibatches = "many": input should be'),
         ("", ("trainer.minibatch=2",), "[trainer] has no key 'minibatch'; did you mean 'minibatches'?"),
         ("[trainer]\nminibatches = 4", ("trainer.minibatches.x=1",), "minibatches is a value, not a section"),
+        ("", ("trainer.minibatches=",), "nothing sets it"),
+        ("[trainer]\nminibatches = 2", ("trainer.minibatchs=",), "nothing sets it"),
         *(("", (bad,), "expected section.key=value") for bad in ("", "steps", "steps=3", "run.=3", ".s=3", "a..s=1")),
     ],
 )
@@ -92,6 +94,10 @@ def test_values_and_overrides_are_read_with_their_types() -> None:
     )
     assert recipe.trainer == Trainer(learning_rate=3e-4, betas=(0.5, 1.0), resume=Path("a/b"), minibatches=3)
     assert recipe.environment.options == {"digits": 8, "easy": True}
+    unset = ["environment.options.digits=", "trainer.betas= ", "environment.name=''"]
+    recipe = parse_config(text, Recipe, "recipe.toml", unset)
+    assert (recipe.environment.options, recipe.trainer.betas, recipe.environment.name) == ({}, Trainer().betas, "")
+    assert parse_config(text, Recipe, "recipe.toml", ["environment.options="]).environment == Environment()
 
 
 def test_an_override_that_is_not_toml_is_a_string() -> None:

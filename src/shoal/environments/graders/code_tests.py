@@ -164,7 +164,7 @@ def _case(case: Any, function: Any, field: str) -> Test:
 def _apps(info: dict[str, Any]) -> list[Test]:
     inputs, outputs = _list(info["inputs"], "inputs"), _list(info.get("outputs"), "outputs")
     if len(inputs) != len(outputs):
-        raise BadTests(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
+        raise BadTests(f"there are not as many outputs ({len(outputs)}) as inputs ({len(inputs)})")
     pairs = list(zip(inputs, outputs, strict=True))
     if info.get("fn_name"):
         return [_returned(_name(info["fn_name"]), given, wanted, or_alone=True) for given, wanted in pairs]
