@@ -356,27 +356,6 @@ def test_a_fetch_that_gets_nowhere_gives_up_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_following_brings_every_new_version(tmp_path: Path) -> None:
-    data = random_file(tmp_path / "a.bin")
-    with ExitStack() as stack:
-        origin = stack.enter_context(publisher(tmp_path, "a.bin"))
-        command = ("cast", "fetch", url_of(origin), "-o", "out.bin", "--follow", "--wait", "1")
-        follower = stack.enter_context(Process(tmp_path, *command))
-        follower.until(r"out\.bin version 1: ")
-        for version in (2, 3):
-            data = changed(data, version)
-            (tmp_path / "a.bin").write_bytes(data)
-            assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
-            line = follower.until(rf"out\.bin version {version}: .*\n")[0]
-            assert megabytes_fetched(line) < 0.1, line
-            assert (tmp_path / "out.bin").read_bytes() == data
-        assert origin.end() == 0
-        follower.until("trying again")
-        assert follower.end() == 0
-        assert "Traceback" not in follower.said()
-
-
-@pytest.mark.slow
 def test_an_old_tree_is_refused_also_by_a_fetch_that_starts_anew(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 1, 50_000)
     assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0

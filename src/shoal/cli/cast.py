@@ -95,7 +95,6 @@ def fetch(
         list[str], typer.Argument(metavar="URL#KEY [URL…]", help="Publisher or relays, with the publisher's key.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
-    follow: Annotated[bool, typer.Option("--follow", help="Keep fetching new versions.")] = False,
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach a source.")] = 10,
     patience_s: Annotated[
         float, typer.Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
@@ -105,7 +104,7 @@ def fetch(
     """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
     from shoal.shardcast.cast.fetch import FetchRequest, run_fetch
 
-    request = FetchRequest(tuple(sources), output, follow, wait_s, patience_s, force)
+    request = FetchRequest(tuple(sources), output, wait_s, patience_s, force)
     raise typer.Exit(run_fetch(request, lambda: _begin("fetch"), _terminal()))
 
 

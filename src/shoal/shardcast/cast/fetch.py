@@ -35,7 +35,6 @@ from shoal.shardcast.payload import copy_or_link
 log = logging.getLogger(__name__)
 
 STOPPED_CODE = 130
-FOLLOW_S = 1.0
 DEADLINE_S = 30 * 86_400.0  # in all; a fetch that gets nowhere ends after `patience_s`
 LONG_NAME_BYTES = 240  # a name may have 255
 
@@ -46,7 +45,6 @@ Stamp = tuple[int, int]  # size, time of the last change
 class FetchRequest:
     sources: tuple[str, ...]
     output: str
-    follow: bool
     wait_s: float
     patience_s: float
     force: bool = False
@@ -76,8 +74,18 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
         with FolderLock(request.cache).acquire(stop):
             delivery = Delivery(request.output, request.cache, request.force)
             delivery.check()
-            fetch = Fetch(request, sources, stop, delivery, terminal)
-            return fetch.follow() if request.follow else fetch.once()
+            settings = DownloadSettings(kept_payloads=1, remember_changes=False, patience_s=request.patience_s)
+            downloader = Downloader(sources.urls, None, sources.key, request.cache, stop, settings)
+            with closing(downloader):
+                while True:
+                    ref = downloader.newest(request.wait_s)
+                    try:
+                        _bring(ref, downloader, delivery, terminal)
+                        return 0
+                    except VersionNotFound:
+                        if downloader.newest(request.wait_s) == ref:
+                            raise
+                        log.warning("version %d is no longer offered; the newest is fetched instead", ref.version)
     except BroadcastError:
         if not stop.is_set():
             raise
@@ -85,66 +93,20 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
         return STOPPED_CODE
 
 
-@dataclass
-class Fetch:
-    """One output and where it comes from."""
+def _bring(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal: Terminal) -> None:
+    last: Progress | None = None
+    started_s = time.monotonic()
+    with terminal.metered(f"fetching version {ref.version}") as report:
 
-    request: FetchRequest
-    sources: Sources
-    stop: StopToken
-    delivery: Delivery
-    terminal: Terminal
-    held: PolicyRef | None = None
+        def on_progress(progress: Progress) -> None:
+            nonlocal last
+            last = progress
+            report(progress.done_bytes, progress.total_bytes)
 
-    def once(self) -> int:
-        with closing(self._downloader()) as downloader:
-            while True:
-                ref = downloader.newest(self.request.wait_s)
-                try:
-                    self._bring(ref, downloader)
-                    return 0
-                except VersionNotFound:
-                    if downloader.newest(self.request.wait_s) == ref:
-                        raise
-                    log.warning("version %d is no longer offered; the newest is fetched instead", ref.version)
-
-    def follow(self) -> int:
-        """Every new version, until stopped. Sources that are away, or lie, are waited out."""
-        said = ""
-        while not self.stop.is_set():
-            try:
-                with closing(self._downloader()) as downloader:
-                    while not self.stop.wait(FOLLOW_S if self.held is not None else 0):
-                        newest = downloader.newest(self.request.wait_s)
-                        if newest != self.held:
-                            self._bring(newest, downloader)
-                            self.held = newest
-                        said = ""
-            except BroadcastError as error:
-                if str(error) != said and not self.stop.is_set():
-                    log.warning("%s; trying again", error)
-                said = str(error)
-                self.stop.wait(FOLLOW_S)
-        return 0
-
-    def _downloader(self) -> Downloader:
-        settings = DownloadSettings(kept_payloads=1, remember_changes=False, patience_s=self.request.patience_s)
-        return Downloader(self.sources.urls, None, self.sources.key, self.request.cache, self.stop, settings)
-
-    def _bring(self, ref: PolicyRef, downloader: Downloader) -> None:
-        last: Progress | None = None
-        started_s = time.monotonic()
-        with self.terminal.metered(f"fetching version {ref.version}") as report:
-
-            def on_progress(progress: Progress) -> None:
-                nonlocal last
-                last = progress
-                report(progress.done_bytes, progress.total_bytes)
-
-            payload = downloader.fetch(ref, DEADLINE_S, on_progress)
-        seconds = time.monotonic() - started_s
-        target = self.delivery.deliver(payload)
-        self.terminal.say(visible(_summary(target, payload.manifest, last, seconds)))
+        payload = downloader.fetch(ref, DEADLINE_S, on_progress)
+    seconds = time.monotonic() - started_s
+    target = delivery.deliver(payload)
+    terminal.say(visible(_summary(target, payload.manifest, last, seconds)))
 
 
 def _summary(target: Path, manifest: PolicyManifest, last: Progress | None, seconds: float) -> str:
