@@ -61,7 +61,7 @@ def _start(source: Path | None, directory: Path | None, overrides: tuple[str, ..
     from shoal.models import BUILTIN
     from shoal.run.estimate import settled
     from shoal.run.folder import RunFolder, resolve, without_passwords
-    from shoal.run.preflight import advice, check_ingredients, check_machine, derived_lines, refuse_changed
+    from shoal.run.preflight import advice, check_ingredients, check_machine, refuse_changed
     from shoal.runtime.config import dump_config
 
     recipe = resolve(source, directory, overrides)
@@ -71,7 +71,6 @@ def _start(source: Path | None, directory: Path | None, overrides: tuple[str, ..
     if mode == "dry-run":
         if directory is not None:
             RunFolder.refuse_other(directory.absolute(), recipe)
-        _warn(derived_lines(recipe))
         typer.echo(dump_config(without_passwords(settled(recipe))), nl=False)
         return 0
     if mode != "prepare":
