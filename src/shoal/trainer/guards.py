@@ -15,6 +15,7 @@ import itertools
 import logging
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -366,6 +367,7 @@ class Watch:
         beyond = value is not None and (react or (value < own.limit if guard.below else value > own.limit))
         if value is None or not beyond or own.react == "off":
             return None
+        value = min(value, sys.float_info.max)  # a quotient of huge numbers may be infinite, which no row holds
         is_new = not any(f"{ALARM}{name}" in row for row in self.rows[-CALM:])
         said = f"{when or f'step {self._step}'}: {guard.seen.format(value)} (trainer.guards.{name}.limit = "
         said += f"{own.limit:g}). {guard.advice}"
