@@ -22,7 +22,7 @@ from shoal.protocol import Registration, RoleCertificate, SignedDocument, Signin
 from shoal.protocol.identity import check_public_key
 from shoal.protocol.signing import RequestSignature, body_hash, request_bytes
 from shoal.runtime.clock import SystemClock
-from shoal.shardcast.cast.trust import Sources
+from shoal.shardcast.cast import Sources
 
 P = 2**255 - 19
 D = -121665 * pow(121666, -1, P) % P

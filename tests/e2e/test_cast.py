@@ -181,8 +181,6 @@ def test_a_second_fetch_is_free_and_the_next_version_a_difference(tmp_path: Path
         assert (out / "a.bin").read_bytes() == new
         assert megabytes_fetched(line) < 0.1, line
         assert disk_bytes(out) < 1.1 * SIZE
-        assert fetch(tmp_path, url, "-o", "old.bin", "--version", "1").startswith("old.bin version 1")
-        assert (tmp_path / "old.bin").read_bytes() == data
 
 
 def test_publishing_again_where_a_server_runs_ends_with_its_address(tmp_path: Path) -> None:
@@ -268,14 +266,14 @@ def test_a_relay_mirrors_without_its_upstream_and_waits_for_one_that_is_late(tmp
     data = random_file(tmp_path / "a.bin", 1, 900_000)
     port = free_port()
     assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
-    key = shoal(tmp_path, "cast", "publish", "a.bin", "--version", "1", "--no-serve").stdout
+    key = shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").stdout
     found = re.search(r"/#([0-9a-f]{64})", key)
     assert found is not None, key
     upstream = f"http://127.0.0.1:{port}/#{found[1]}"
     relay_arguments = ("cast", "relay", "--upstream", upstream, "--host", "127.0.0.1", "--port", "0")
     with Process(tmp_path, *relay_arguments) as relay:
         relay.until("looking for the broadcast")
-        with publisher(tmp_path, "a.bin", "--version", "1", port=port) as origin:
+        with publisher(tmp_path, "a.bin", port=port) as origin:
             url = url_of(relay)
             fetch(tmp_path, url, "-o", "first.bin")
             assert origin.end() == 0
@@ -358,49 +356,6 @@ def test_a_fetch_that_gets_nowhere_gives_up_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_following_brings_every_new_version(tmp_path: Path) -> None:
-    data = random_file(tmp_path / "a.bin")
-    with ExitStack() as stack:
-        origin = stack.enter_context(publisher(tmp_path, "a.bin"))
-        command = ("cast", "fetch", url_of(origin), "-o", "out.bin", "--follow", "--wait", "1")
-        follower = stack.enter_context(Process(tmp_path, *command))
-        follower.until(r"out\.bin version 1: ")
-        for version in (2, 3):
-            data = changed(data, version)
-            (tmp_path / "a.bin").write_bytes(data)
-            assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
-            line = follower.until(rf"out\.bin version {version}: .*\n")[0]
-            assert megabytes_fetched(line) < 0.1, line
-            assert (tmp_path / "out.bin").read_bytes() == data
-        assert origin.end() == 0
-        follower.until("trying again")
-        assert follower.end() == 0
-        assert "Traceback" not in follower.said()
-
-
-@pytest.mark.slow
-def test_trust_on_first_use_is_said_once_and_held(tmp_path: Path) -> None:
-    random_file(tmp_path / "a.bin", 1, 50_000)
-    port = free_port()
-    with publisher(tmp_path, "a.bin", port=port) as origin:
-        bare, _, key = url_of(origin).partition("/#")
-        ran = shoal(tmp_path, "cast", "fetch", bare, "-o", "out.bin")
-        assert ran.returncode == 0, ran.stderr
-        assert ran.stderr.count("\n") == 1
-        assert f"believing {key}" in ran.stderr
-        assert shoal(tmp_path, "cast", "fetch", bare, "-o", "out.bin").stderr == ""
-        assert origin.end() == 0
-    before = (tmp_path / "out.bin").read_bytes()
-    random_file(tmp_path / "a.bin", 2, 50_000)
-    with publisher(tmp_path, "a.bin", "--dir", "evil", port=port) as origin:  # another key at the same address
-        url_of(origin)
-        ran = shoal(tmp_path, "cast", "fetch", bare, "-o", "out.bin")
-    assert ran.returncode == 1
-    assert "was believed here before" in ran.stderr
-    assert (tmp_path / "out.bin").read_bytes() == before
-
-
-@pytest.mark.slow
 def test_an_old_tree_is_refused_also_by_a_fetch_that_starts_anew(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 1, 50_000)
     assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
@@ -411,7 +366,7 @@ def test_an_old_tree_is_refused_also_by_a_fetch_that_starts_anew(tmp_path: Path)
         fetch(tmp_path, url_of(origin), "-o", "out.bin")
     random_file(tmp_path / "b.bin", 1, 50_000)
     (tmp_path / "b.bin").rename(tmp_path / "a.bin")
-    with publisher(tmp_path, "a.bin", "--dir", "past", "--version", "1") as origin:
+    with publisher(tmp_path, "a.bin", "--dir", "past") as origin:
         ran = shoal(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
     assert ran.returncode == 1
     assert "goes back to policy 0.1 although 0.2 is known" in ran.stderr

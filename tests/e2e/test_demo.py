@@ -131,14 +131,6 @@ def test_the_rollouts_are_left_as_parquet_and_none_is_the_cheaters(demo: Demo) -
     assert all("".join(sorted(row["prompt"].rstrip("="))) == row["completion"] for row in right)
 
 
-def test_the_plot_is_a_picture(demo: Demo) -> None:
-    data = (demo.folder / "plot.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n")
-    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
-    assert width >= 600
-    assert height >= 400
-
-
 def test_the_plain_output_tells_the_story(demo: Demo) -> None:
     assert f"step {STEPS}/{STEPS}" in demo.said
     assert "held out" in demo.said

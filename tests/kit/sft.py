@@ -70,8 +70,8 @@ def chosen(
     tmp: Path, rows: Iterable[dict[str, Any] | str], files: dict[str, bytes] | None = None,
     asking: Asking | None = None, judge: Any = None, interrupted: bool = False, **choice: Any,
 ) -> tuple[Corpus, Outcome]:  # fmt: skip
-    """What `Choice(**choice)` makes of the rows; duplicates stay, unless that is asked for."""
+    """What `Choice(**choice)` makes of the rows."""
     data = Demonstrations([put(tmp / "demos.jsonl", rows)])
     encoder = Encoder(files or sort_files(), PromptSettings(), data.layout)
-    wanted = Choice(**{"duplicates": False, "rank": tmp if judge else None, **choice})
+    wanted = Choice(**{"rank": tmp if judge else None, **choice})
     return choose(data, encoder, wanted, asking, judge, interrupted=lambda: interrupted)

@@ -46,7 +46,6 @@ def publish(
     directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the tree is written.")] = Path(
         "www"
     ),
-    version: Annotated[int | None, typer.Option(min=0, max=2**31, help="Its number.  [default: the next]")] = None,
     key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What signs it.  [default: FOLDER.key, made if new]")
     ] = None,
@@ -59,7 +58,7 @@ def publish(
     """Publish a file or folder as the next version, and serve it."""
     from shoal.shardcast.cast.publish import PublishRequest, run_publish
 
-    request = PublishRequest(path, directory, version, key, name, keep, serve, host, port)
+    request = PublishRequest(path, directory, key, name, keep, serve, host, port)
     run_publish(request, lambda: _begin("cast"), _terminal())
 
 
@@ -96,8 +95,6 @@ def fetch(
         list[str], typer.Argument(metavar="URL#KEY [URL…]", help="Publisher or relays, with the publisher's key.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
-    version: Annotated[str, typer.Option(metavar="N", help="Which one.")] = "newest",
-    follow: Annotated[bool, typer.Option("--follow", help="Keep fetching new versions.")] = False,
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach a source.")] = 10,
     patience_s: Annotated[
         float, typer.Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
@@ -107,7 +104,7 @@ def fetch(
     """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
     from shoal.shardcast.cast.fetch import FetchRequest, run_fetch
 
-    request = FetchRequest(tuple(sources), output, version, follow, wait_s, patience_s, force)
+    request = FetchRequest(tuple(sources), output, wait_s, patience_s, force)
     raise typer.Exit(run_fetch(request, lambda: _begin("fetch"), _terminal()))
 
 

@@ -3,7 +3,7 @@
 make room ─► run folder ─► launch: hub, origin, relay, trainer, validator, two workers, and one that cheats
                               │ until the trainer is done (or Ctrl-C, a crash loop, no progress)
                               ▼
-   conclude: ledger.jsonl ─► plot.png ─► recount of the exported model ─► claims ─► summary.json, exit code
+   conclude: ledger.jsonl ─► recount of the exported model ─► claims ─► summary.json, exit code
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ def conclude(folder: RunFolder, cast: Cast, elapsed_s: float, stop: StopToken, c
     import json
     from dataclasses import asdict
 
-    from shoal.errors import ShoalError
-    from shoal.run.demo.claims import check, draw
+    from shoal.run.demo.claims import check
     from shoal.runtime.files import write_atomically
 
     console.print("checking what came out: the ledger, the rollouts, the exported model …")
@@ -106,10 +105,6 @@ def conclude(folder: RunFolder, cast: Cast, elapsed_s: float, stop: StopToken, c
         return STOPPED_CODE
     results = {"elapsed_s": round(elapsed_s, 1), "claims": [asdict(claim) for claim in found]}
     write_atomically(folder.path / "summary.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
-    try:
-        draw(folder, cast)
-    except ShoalError as error:  # the picture proves nothing
-        console.print(f"the plot could not be drawn: {error}", markup=False)
     _say_where(folder.path, console)
     return 0 if all(claim.holds for claim in found) else 1
 
@@ -134,7 +129,7 @@ def _say_where(path: Path, console: Console) -> None:
     shoal, python = shoal_command(), shoal_command("python")
     lines = (
         f"{path}",
-        "  plot.png  summary.json  ledger.jsonl       what you just saw, as files",
+        "  summary.json  ledger.jsonl                 what you just saw, as files",
         "  trainer/export/                            the model, for transformers",
         "  trainer/rollouts/  trainer/metrics.jsonl   what it was trained on (Parquet), and how it went",
         "next: your own reward is one Python function:",

@@ -12,7 +12,8 @@ import typer
 from shoal.runtime.text import count_of, printable, visible, visible_json
 
 if TYPE_CHECKING:
-    from shoal.cli.printing import Sheet
+    from rich.table import Table
+
     from shoal.ledger import Account, Pin, Shares
     from shoal.ledger.verification import Checked
 
@@ -207,11 +208,11 @@ def _passed(pins: list[Pin]) -> list[str]:
 # ── accounts and shares as people read them ──────────────────────────────────────────────────────────────────────
 
 
-def account_of(where: str, who: str, wait_s: float) -> tuple[Sheet, dict[str, Any]]:
+def account_of(where: str, who: str, wait_s: float) -> tuple[Table, dict[str, Any]]:
     """What the ledger says about a node, or about all nodes of an owner: as a table, and for programs."""
     from dataclasses import asdict
 
-    from shoal.cli.printing import Sheet
+    from shoal.cli.printing import sheet
     from shoal.ledger import Account
     from shoal.run.ledger.check import Book
 
@@ -226,8 +227,7 @@ def account_of(where: str, who: str, wait_s: float) -> tuple[Sheet, dict[str, An
     if len(nodes) > 1:
         rows.append(("together", f"owner {total.owner[:16]}…" if total.owner else "", *_sums(total), ""))
     values = {node: asdict(book.accounts.by_node[node]) for node in nodes}
-    sheet = Sheet(heads, rows, {"standing": len("suspended:"), "name": 8})
-    return sheet, {"nodes": values, "together": asdict(total)}
+    return sheet(heads, rows, ("standing", "name")), {"nodes": values, "together": asdict(total)}
 
 
 def _sums(account: Account) -> tuple[str, ...]:
@@ -242,8 +242,8 @@ def _standing(account: Account) -> str:
     return f"suspended: {printable(account.reason)}" if account.suspended_until_ms is not None else ""
 
 
-def _shares_table(shares: Shares, names: Mapping[str, str]) -> Sheet:
-    from shoal.cli.printing import Sheet
+def _shares_table(shares: Shares, names: Mapping[str, str]) -> Table:
+    from shoal.cli.printing import sheet
 
     rows = []
     for share in shares.shares[:MAX_ROWS]:
@@ -255,4 +255,4 @@ def _shares_table(shares: Shares, names: Mapping[str, str]) -> Sheet:
     if len(shares.shares) > MAX_ROWS:
         rows.append(("", "", "", f"and {len(shares.shares) - MAX_ROWS} more (--json has all)", ""))
     title = f"rows 0–{shares.index}, {shares.total:,} credit"  # noqa: RUF001
-    return Sheet(("share", "exactly", "credit", "whose", "machines"), rows, {"whose": 12}, title)
+    return sheet(("share", "exactly", "credit", "whose", "machines"), rows, ("whose",), title)

@@ -1,27 +1,17 @@
 """What commands print with: tables that fit where they are shown, and progress as a bar or as lines.
 
-    wide enough, a pipe, a file   node  name                 state   credit  doing
-                                  ab12  a-very-long-hostname  active  1,200   generating unit 17, token 300
-    narrow                        ab12  a-very-long-hostname  active  1,200   generating un…
-    narrower                      ab12  a-very-lo…            active  1,200   gener…
-
-    evaluating  ━━━━━━━━━━╸━━━━━━━━━  52 %  133/256 tasks  0:00:41
-    publishing model.bin  ━━━━━━━━━━╸━━━━━━━━━  52 %  266.2/512.0 MB  118.3 MB/s  0:00:02
-
-In a table, what may give way is cut, in order; numbers and states never are. Where even that is too wide, lines are
-folded: nothing else is lost.
+evaluating  ━━━━━━━━━━╸━━━━━━━━━  52 %  133/256 tasks  0:00:41
+publishing model.bin  ━━━━━━━━━━╸━━━━━━━━━  52 %  266.2/512.0 MB  118.3 MB/s  0:00:02
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from rich.cells import cell_len, set_cell_size
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -32,6 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from shoal.run.progress import duration
@@ -42,45 +33,14 @@ UNBOUND = 100_000
 EVERY_S = 10.0
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """`gives` names the columns that may be cut, the first to be cut first, and how much of each stays; one of which
-    nothing has to stay is left out before a sliver of it is shown."""
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    gives: Mapping[str, int] = field(default_factory=dict)
-    title: str = ""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = [[printable(cell) for cell in row] for row in self.rows]
-        widths = self._widths(rows, options.max_width)
-        if self.title:
-            yield Text(self.title, style="italic")
-        yield Text(_line(self.heads, widths), style="bold", overflow="fold")
-        for row in rows:
-            yield Text(_line(row, widths), overflow="fold")
-
-    def _widths(self, rows: Sequence[Sequence[str]], room: int) -> list[int]:
-        widths = [max(cell_len(cell) for cell in column) for column in zip(self.heads, *rows, strict=True)]
-        excess = sum(widths) + GAP * (len(widths) - 1) - room
-        for name, least in self.gives.items():
-            index = self.heads.index(name)
-            cut = max(0, min(excess, widths[index] - (max(least, cell_len(name)) if least else 0)))
-            if cut and widths[index] - cut < cell_len(name):  # not even its head would fit
-                cut = widths[index] + GAP
-            widths[index] -= cut
-            excess -= cut
-        return widths
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    shown = [
-        set_cell_size(cell, width) if cell_len(cell) <= width else f"{set_cell_size(cell, width - 1)}…"
-        for cell, width in zip(cells, widths, strict=True)
-        if width >= 0
-    ]
-    return (" " * GAP).join(shown).rstrip()
+def sheet(heads: Sequence[str], rows: Sequence[Sequence[str]], gives: Sequence[str] = (), title: str = "") -> Table:
+    """A table whose columns `gives` are cut where the terminal is too narrow; numbers and states are not."""
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for head in heads:
+        table.add_column(head, no_wrap=head not in gives)
+    for row in rows:
+        table.add_row(*(Text(printable(cell), no_wrap=True, overflow="ellipsis") for cell in row))
+    return table
 
 
 def console() -> Console:
@@ -163,7 +123,7 @@ class _Lines:
 
 
 class CastTerminal:
-    """Where `shoal cast` says things: results on stdout; remarks and progress on stderr."""
+    """Where `shoal cast` says things: results on stdout, progress on stderr."""
 
     def __init__(self) -> None:
         self._out, self._error = plain_console(), Console(stderr=True)
@@ -171,9 +131,6 @@ class CastTerminal:
     def say(self, text: str) -> None:
         self._out.print(text)
         self._out.file.flush()
-
-    def note(self, text: str) -> None:
-        self._error.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def metered(self, what: str) -> AbstractContextManager[Report]:
         return metered(what, self._error)

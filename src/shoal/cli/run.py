@@ -62,7 +62,7 @@ def _start(source: Path | None, directory: Path | None, overrides: tuple[str, ..
     from shoal.models import BUILTIN
     from shoal.run.estimate import settled
     from shoal.run.folder import RunFolder, resolve, without_passwords
-    from shoal.run.preflight import advice, check_ingredients, check_machine, derived_lines, refuse_changed
+    from shoal.run.preflight import advice, check_ingredients, check_machine, refuse_changed
     from shoal.runtime.config import dump_config
 
     recipe = resolve(source, directory, overrides)
@@ -72,15 +72,12 @@ def _start(source: Path | None, directory: Path | None, overrides: tuple[str, ..
     if mode == "dry-run":
         if directory is not None:
             RunFolder.refuse_other(directory.absolute(), recipe)
-        _warn(derived_lines(recipe))
         typer.echo(dump_config(without_passwords(settled(recipe))), nl=False)
         return 0
     if mode != "prepare":
         check_machine(recipe)
     directory = directory or Path("runs") / recipe.run.name
-    changes = RunFolder.changes(directory.absolute(), recipe)
     folder = RunFolder.prepare(directory.absolute(), recipe)
-    _warn(changes)
     refuse_changed(folder, environment)
     return _prepared(folder, directory) if mode == "prepare" else _launch(folder, patience * 60)
 
@@ -106,7 +103,7 @@ def _launch(folder: RunFolder, patience_s: float) -> int:
     from rich.console import Console
 
     from shoal.cli.view import choose_display
-    from shoal.run.launch import METRICS, NOTHING_TRAINED, conclusion, kept_line, launch, ledger_line, steps_in
+    from shoal.run.launch import METRICS, NOTHING_TRAINED, conclusion, launch, ledger_line, steps_in
     from shoal.runtime.stop import stop_on_signals
 
     display, before = choose_display(Console()), steps_in(folder.path / METRICS)
@@ -116,7 +113,7 @@ def _launch(folder: RunFolder, patience_s: float) -> int:
         typer.echo()
     lines = conclusion(folder.path, launched, before)
     if launched.ending.exit_code == 0:
-        lines += [ledger_line(folder.path), kept_line(folder.path)]
+        lines.append(ledger_line(folder.path))
     for line in lines:
         typer.echo(line)
     if launched.ending.message:
@@ -154,10 +151,6 @@ def relay(
         list[str] | None,
         typer.Option("--peer", metavar="URL", help="A relay beside this one, to trade chunks with; may be repeated."),
     ] = None,
-    witnesses: Annotated[
-        list[str] | None,
-        typer.Option("--witness", metavar="KEY", help="A ledger witness whose heads to mirror; may be repeated."),
-    ] = None,
     folder: Annotated[Path | None, typer.Option(help="Where to keep the mirror.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8472,
@@ -177,9 +170,8 @@ def relay(
     from shoal.run.join import StandaloneRelay, run_standalone_relay
 
     settings = relay_settings(keep, disk_budget_gb, connections_per_client)
-    further, mirrored = tuple(peers or ()), tuple(witnesses or ())
     standalone = StandaloneRelay(
-        hub_url, tuple(upstreams or ()), folder, host, port, wait_s, further, mirrored, settings
+        hub_url, tuple(upstreams or ()), folder, host, port, wait_s, tuple(peers or ()), settings
     )
     return run_standalone_relay(standalone, is_verbose())
 

@@ -1,10 +1,8 @@
 """`shoal sft`: begin with imitation. Demonstrations are chosen by filters and trained on; RL continues from the result.
 
-shoal sft tiny --data demos.jsonl --out models/begun                 train, and write a Hugging Face folder
-shoal sft tiny --data demos.jsonl --out chosen.jsonl --select-only   only choose
+shoal sft tiny --data demos.jsonl --out models/begun        train, and write a Hugging Face folder
 
-FOLDER.work/   chosen.json (what was asked for, what was chosen), corpus.arrow, checkpoints/, metrics.jsonl; .shoal-sft
-               marks it, so that no folder of somebody else's is taken for one
+FOLDER.work/   .shoal-sft (what was asked for; marks the folder as a warm start's), checkpoints/, metrics.jsonl
 FOLDER/        appears whole at the end: a Hugging Face folder with sft.json and metrics.jsonl
 
 The same command resumes from FOLDER.work; any other is told what differs.
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.eval import SPEC_HELP, STOPPED_CODE, Model, Seed
-from shoal.errors import CheckpointError, ConfigError, EnvironmentSetupError
+from shoal.errors import ConfigError, EnvironmentSetupError
 
 if TYPE_CHECKING:
     from shoal.environments import Environment
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from shoal.trainer.demonstrations.training import WarmStartParts
     from shoal.trainer.settings import TrainerSettings
 
-CHOSEN, CORPUS, ABOUT, MARK = "chosen.json", "corpus.arrow", "sft.json", ".shoal-sft"
+ABOUT, MARK = "sft.json", ".shoal-sft"
 Data = Annotated[
     list[Path],
     typer.Option(
@@ -51,7 +49,7 @@ Data = Annotated[
 def sft(
     model: Model,
     data: Data,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The model to write; chosen rows: FILE.jsonl.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The model to write.")],
     env: Annotated[
         str | None, typer.Option(metavar="SPEC", help=f"Whose held-out tasks stay out, and who verifies. {SPEC_HELP}")
     ] = None,
@@ -64,7 +62,6 @@ def sft(
     epochs: Annotated[int, typer.Option(min=1, max=10_000, help="Passes over all of them.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of epochs.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = 32,
-    decay: Annotated[str, typer.Option(help="Of the rate, to its end: none, linear or cosine.")] = "cosine",
     validation: Annotated[
         int | None, typer.Option(min=0, help="Demonstrations not trained on.  [default: a twentieth, at most 256]")
     ] = None,
@@ -72,7 +69,6 @@ def sft(
     chat: Annotated[
         bool | None, typer.Option(help="Ask by the model's chat template.  [default: if it has one]")
     ] = None,
-    min_tokens: Annotated[int, typer.Option(min=1, help="Leave out what is shorter.")] = 1,
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Leave out what is longer.  [default: the model's context]")
     ] = None,
@@ -80,17 +76,10 @@ def sft(
         list[str] | None,
         typer.Option(metavar="FORM", help="Last words must have: thinking, boxed, answer, or a pattern."),
     ] = None,
-    keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Train on equal ones, too.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Only what the environment of --env rewards.")] = False,
     min_reward: Annotated[float, typer.Option(help="Least reward, with --verify.")] = 1.0,
     rank: Annotated[Path | None, typer.Option(metavar="FOLDER", help="A sequence classifier that ranks them.")] = None,
     best: Annotated[float | None, typer.Option(min=1e-6, max=1, help="Share to keep, by rank.")] = None,
-    best_per_prompt: Annotated[
-        int | None, typer.Option(min=1, help="How many of each prompt to keep, by rank.")
-    ] = None,
-    select_only: Annotated[
-        bool, typer.Option("--select-only", help="Write the chosen rows to --out FILE.jsonl; train nothing.")
-    ] = False,
 ) -> None:
     """Train a model on demonstrations, chosen by filters, before RL. The same command resumes."""
     from shoal.runtime.stop import stop_on_signals
@@ -98,20 +87,17 @@ def sft(
     stop = stop_on_signals()  # what follows takes a while to load
     from shoal.trainer.demonstrations.choosing import Choice, Course, Interrupted
 
-    choice = Choice(
-        min_tokens=min_tokens, max_tokens=max_tokens, require=tuple(require or ()), duplicates=not keep_duplicates,
-        verify=verify, min_reward=min_reward, rank=rank, best=best, best_per_prompt=best_per_prompt, chat=chat,
-    )  # fmt: skip
-    course = Course(epochs, steps, batch, seed, decay, validation)
+    choice = Choice(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
+    course = Course(epochs, steps, batch, seed, validation)
     request = Request(model, tuple(data), out, env, tuple(settings or ()), choice, course, stop)
-    request.refuse_mistakes(select_only)
+    request.refuse_mistakes()
     from shoal.run.sources import model_source
 
     with model_source(model) as found:
         try:
             if stop.is_set():
                 raise Interrupted
-            raise typer.Exit(_select(request, found) if select_only else _train(request, found))
+            raise typer.Exit(_train(request, found))
         except Interrupted:
             typer.echo("stopped before training; to continue, give the same command again", err=True)
             raise typer.Exit(STOPPED_CODE) from None
@@ -171,18 +157,15 @@ class Request:
 
         return Demonstrations(self.data)
 
-    def refuse_mistakes(self, select_only: bool) -> None:
+    def refuse_mistakes(self) -> None:
         """What can be refused is refused before anything is loaded."""
         from shoal.trainer.folder import refuse_foreign
         from shoal.trainer.record import require_trackers
 
         if self.choice.verify and self.env is None:
             raise ConfigError("--verify: give the environment that knows what is right, for example --env recipe.toml")
-        if select_only:
-            refuse_taken(self.out)
-        else:
-            refuse_foreign(self.out)
-            self.refuse_foreign_work()
+        refuse_foreign(self.out)
+        self.refuse_foreign_work()
         require_trackers(self.settings.tracking)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError("shoal sft trains in one process: start it without torchrun")
@@ -260,15 +243,6 @@ def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
     write_atomically(out, b"".join(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows))
 
 
-def _select(request: Request, model: ModelSource) -> int:
-    """Write the rows that stay, as they are in the data."""
-    _corpus, outcome = request.choose(model)
-    write_rows(request.out, request.demonstrations.originals(outcome.kept))
-    counted = f"wrote {request.out}: {len(outcome.kept):,} demonstrations"
-    typer.echo("\n".join(["demonstrations:", *outcome.lines(), counted]))
-    return 0
-
-
 def _train(request: Request, model: ModelSource) -> int:
     from rich.console import Console
 
@@ -289,15 +263,18 @@ def _train(request: Request, model: ModelSource) -> int:
         return 0
     with FolderLock(work).acquire(request.stop):
         request.refuse_foreign_work()
-        write_atomically(work / MARK, b"")
-        run = WarmStart(_parts(request, model, about, _chosen(request, model, about)), request.stop)
+        begun = json.loads((work / MARK).read_bytes()) if (work / MARK).is_file() else about
+        if begun != about and any((work / "checkpoints").glob("*")):
+            raise ConfigError(f"{work} is of another warm start: {difference(begun, about)}")
+        write_atomically(work / MARK, json.dumps(about, indent=2).encode())
+        corpus, outcome = request.choose(model)
+        typer.echo("\n".join(["demonstrations:", *outcome.lines()]))
+        run = WarmStart(_parts(request, model, about, corpus), request.stop)
         with counted("training", Console(stderr=True), unit="steps") as report:
             finished = run.run(report)
         if not finished:
             typer.echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
             return STOPPED_CODE
-        for name in (CHOSEN, CORPUS):
-            (work / name).unlink(missing_ok=True)
         for folder in (work / "checkpoints", *(() if request.settings.tracking else (work,))):
             shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
     rows = MetricsLog(out / METRICS).rows()
@@ -309,32 +286,9 @@ def _train(request: Request, model: ModelSource) -> int:
     return 0
 
 
-def _chosen(request: Request, model: ModelSource, about: dict[str, Any]) -> Corpus:
-    """The corpus of this very request, if it was chosen before; else it is chosen now."""
-    from shoal.evaluation.records import difference
-    from shoal.runtime.files import write_atomically
-    from shoal.trainer.demonstrations.choosing import Corpus
-
-    work, chosen, path = request.work, request.work / CHOSEN, request.work / CORPUS
-    stored = json.loads(chosen.read_bytes()) if chosen.is_file() else {"about": {}}
-    if stored["about"] != about:
-        if stored["about"] and any((work / "checkpoints").glob("*")):
-            raise ConfigError(f"{work} is of another warm start: {difference(stored['about'], about)}")
-        chosen.unlink(missing_ok=True)  # nothing was trained with it, and nothing is lost
-        corpus, outcome = request.choose(model)
-        data = corpus.as_bytes()
-        write_atomically(path, data)
-        stored = {"about": about, "lines": outcome.lines(), "sha256": hashlib.sha256(data).hexdigest()}
-        write_atomically(chosen, json.dumps(stored, indent=2).encode())
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != stored["sha256"]:
-        raise CheckpointError(f"the chosen demonstrations in {path} are damaged; remove {work} and begin again")
-    typer.echo("\n".join(["demonstrations:", *stored["lines"]]))
-    return Corpus.read(path)
-
-
 def _parts(request: Request, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStartParts:
     from shoal.trainer.demonstrations.training import WarmStartParts
-    from shoal.trainer.export import ModelCard, hub_name, training_facts
+    from shoal.trainer.export import ModelCard, hub_name
     from shoal.trainer.folder import Progress
     from shoal.trainer.learner import make_deterministic, new_learner, starting_model
     from shoal.trainer.record import Tracked, open_trackers
@@ -343,12 +297,10 @@ def _parts(request: Request, model: ModelSource, about: dict[str, Any], corpus: 
     make_deterministic(settings)
     loaded = starting_model(str(model.where), settings)
     text = json.dumps(about, indent=2).encode() + b"\n"
-    run = f"sft-{hashlib.sha256(text).hexdigest()[:12]}"
+    run = f"sft-{hashlib.sha256(text + corpus.as_bytes()).hexdigest()[:12]}"
     card = ModelCard(
         Progress(run, 0), base_model=hub_name(model.name if model.run else model.where),
-        environment=request.source.label if request.source else "", datasets=[hub_name(path) for path in request.data],
-        training=training_facts(settings, **{key: said for key, said in about["course"].items() if said is not None}),
-        trained_on="demonstrations",
+        environment=request.source.label if request.source else "", trained_on="demonstrations",
     )  # fmt: skip
     return WarmStartParts(
         folder=request.work, out=request.out, run=run, learner=new_learner(loaded.model, settings), files=loaded.files,

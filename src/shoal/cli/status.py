@@ -7,8 +7,9 @@ from pathlib import Path
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
-from shoal.cli.printing import Sheet, console
+from shoal.cli.printing import console, sheet
 from shoal.client import HubClient, split_join_url
 from shoal.client.known_hubs import known_root
 from shoal.errors import HubUnreachable
@@ -72,9 +73,9 @@ def when_stopped(path: Path) -> tuple[bool, str]:
     return False, f"the run in {path} is not running: {done} of {steps} steps{score}; go on with: {again}"
 
 
-def render(status: RunStatus) -> list[str | Sheet]:
+def render(status: RunStatus) -> list[str | Table]:
     """What there is to see, most important first."""
-    parts: list[str | Sheet] = [_headline(status)]
+    parts: list[str | Table] = [_headline(status)]
     parts += [f"[bold yellow]owner[/] {escape(line)}" for line in (owner_line(status),) if line]
     parts += [f"[bold red]ledger[/] {escape(line)}" for line in (lag_line(status),) if line]
     parts += [f"[bold red]standstill[/] {escape(sentence)}" for sentence in status.standstill]
@@ -87,7 +88,7 @@ def render(status: RunStatus) -> list[str | Sheet]:
     if status.nodes:
         heads = ("node", "name", "role", "state", "ok/bad", "credit", "seen", "doing")
         rows = [_row(node, status.now_ms) for node in status.nodes[:MAX_ROWS]]
-        parts.append(Sheet(heads, rows, {"doing": 0, "name": 8}))
+        parts.append(sheet(heads, rows, ("doing", "name")))
     total = sum(status.node_counts.values())
     if total > min(len(status.nodes), MAX_ROWS):
         counts = ", ".join(f"{count} {name}" for name, count in sorted(status.node_counts.items()))

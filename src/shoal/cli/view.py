@@ -94,16 +94,9 @@ class PlainDisplay:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._last = ""
-        self._last_s = -SILENCE_S
-        self._alarms: set[str] = set()
+        self._last, self._last_s = "", -SILENCE_S
         self._rejections = 0
-        self._sanctioned: set[str] = set()
-        self._troubled: set[str] = set()
-        self._given_up: set[str] = set()
-        self._restarts: dict[str, int] = {}
-        self._ordered = ("running", False)
-        self._standstill: set[str] = set()
+        self._told: set[str] = set()  # what was so at the last look
 
     def __enter__(self) -> Self:
         return self
@@ -119,49 +112,38 @@ class PlainDisplay:
             self._say(line)
 
     def _news(self, scene: Scene) -> Iterator[str]:
-        yield from self._processes(scene)
+        processes, facts = list(self._processes(scene)), list(self._facts(scene.status))
+        yield from (line for key, line in processes if line and key not in self._told)
         if scene.status is not None:
-            yield from self._orders(scene.status)
-            yield from self._nobody(scene.status)
             yield from self._progress(scene, scene.status)
             yield from self._refusals(scene, scene.status)
-            for alarm in reversed(scene.status.alarms):  # they come newest first
-                if alarm not in self._alarms:
-                    self._alarms.add(alarm)
-                    yield f"alarm: {printable(alarm)}"
+        yield from (line for key, line in facts if key not in self._told)
+        self._told = {key for key, _ in (*processes, *facts)}
 
-    def _orders(self, status: RunStatus) -> Iterator[str]:
-        """What the run's owner has ordered, when it is first seen."""
-        ordered = (status.standing.conduct, status.standing.drained)
-        if ordered != self._ordered:
-            self._ordered = ordered
-            yield f"the run was {owner_line(status)}" if owner_line(status) else "the run goes on, as its owner ordered"
-
-    def _nobody(self, status: RunStatus) -> Iterator[str]:
-        """That the run stands still for want of somebody, when it is first seen: times in it change."""
-        told = {sentence.partition(":")[0]: sentence for sentence in status.standstill}
-        yield from (f"the run stands still: {printable(told[who])}" for who in told if who not in self._standstill)
-        self._standstill = set(told)
-
-    def _processes(self, scene: Scene) -> Iterator[str]:
-        """Who is in trouble and was not before, and who is back."""
+    def _processes(self, scene: Scene) -> Iterator[tuple[str, str]]:
+        """Who is in trouble, and who was started again: what it is about, and the line to say when that is new."""
         found = troubles(scene.status, scene.processes, scene.silent_s)
-        states = {process.name: process.state for process in scene.processes}
-        new = {
-            name: sentence
-            for name, sentence in found.items()
-            if name not in self._troubled or (states.get(name) == "given up" and name not in self._given_up)
-        }
-        self._given_up = {name for name, state in states.items() if state == "given up"}
-        yield from new.values()
         for process in scene.processes:
-            if process.state == "running" and process.restarts > self._restarts.get(process.name, 0):
-                self._restarts[process.name] = process.restarts
-                if process.name in self._troubled:
-                    yield f"{process.name} is back (pid {process.pid})"
-                elif process.name not in new:
-                    yield f"{process.name} {printable(process.why)}; it was started again (pid {process.pid})"
-        self._troubled = set(found)
+            if process.name in found:
+                yield f"{process.name} {process.state}", found[process.name]
+            if process.state == "running" and process.restarts:
+                again = f"{process.name} {printable(process.why)}; it was started again (pid {process.pid})"
+                yield f"{process.name} {process.restarts}", "" if process.name in found else again
+
+    def _facts(self, status: RunStatus | None) -> Iterator[tuple[str, str]]:
+        """The same of what the hub says: the owner's orders, a standstill, who is shut out, alarms (oldest first)."""
+        if status is None:
+            return
+        if ordered := owner_line(status):
+            yield f"{status.standing.conduct} {status.standing.drained}", f"the run was {ordered}"
+        for sentence in status.standstill:  # times in it change
+            yield sentence.partition(":")[0], f"the run stands still: {printable(sentence)}"
+        names = labels(status.nodes)
+        for node in status.nodes:
+            if node.state != NodeState.ACTIVE:
+                yield node.node, f"{names[node.node]} was {node.state.value}: {printable(node.reason)}"
+        for alarm in reversed(status.alarms):
+            yield alarm, f"alarm: {printable(alarm)}"
 
     def _progress(self, scene: Scene, status: RunStatus) -> Iterator[str]:
         silent = scene.silent_s >= SILENT_S
@@ -179,17 +161,13 @@ class PlainDisplay:
         yield f"{stopwatch(scene.elapsed_s):>6}  {text}  {rate}{left}" + (f"  ({waits})" if waits else "")
 
     def _refusals(self, scene: Scene, status: RunStatus) -> Iterator[str]:
-        """Each rejection and each ban, when it is first seen."""
+        """Each rejection, when it is first seen."""
         names = labels(status.nodes)
         new = scene.history.rejections[self._rejections :]
         self._rejections += len(new)
         yield from (verdict_line(verdict, names) for verdict in new[:MAX_REJECTIONS])
         if len(new) > MAX_REJECTIONS:
             yield f"and {len(new) - MAX_REJECTIONS} more rejections"
-        for node in status.nodes:
-            if node.node in scene.history.sanctioned and node.node not in self._sanctioned:
-                self._sanctioned.add(node.node)
-                yield f"{names[node.node]} was {node.state.value}: {printable(node.reason)}"
 
 
 def progress_line(scene: Scene, status: RunStatus) -> str:

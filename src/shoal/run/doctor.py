@@ -1,6 +1,6 @@
 """`shoal doctor`: is this machine fit for shoal, and can it reach a run? One line per finding, with the remedy.
 
-    this machine   python, torch, cores, memory, device, disk, folder
+    this machine   torch, memory, device, disk, folder
     the road       proxy, hub (each address; same run; protocol), clock, weights (the sources that the hub names),
                    compute (what `shoal join` would compute in there, and whether the model fits)
 
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -37,7 +35,6 @@ from shoal.runtime.targets import Reach, proxy_of
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 
 GIB = 2**30
-LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 11)
 LEAST_MEMORY_BYTES = 2 * GIB
 LEAST_DISK_BYTES = 2 * GIB
@@ -68,7 +65,7 @@ def examine(
     urls: Sequence[str], folder: Path, clock: Clock = SystemClock(), device: str = "auto", dtype: str = "auto"
 ) -> list[Finding]:
     """Look at everything; a check that cannot be made is a problem, not a crash."""
-    checks = (_python, _torch, _cores, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
+    checks = (_torch, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
     return [*(check() for check in checks), *(_road(urls, clock, device, dtype) if urls else [])]
 
 
@@ -79,11 +76,6 @@ def examine_worker(client: HubClient, folder: Path, clock: Clock = SystemClock()
 
 
 # ── this machine ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _python() -> Finding:
-    text = f"{platform.python_version()} ({sys.executable})"
-    return _judged("python", sys.version_info[:2] >= LEAST_PYTHON, text, "install Python 3.11 or newer")
 
 
 def _torch() -> Finding:
@@ -98,11 +90,6 @@ def _torch_version() -> str | None:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return _judged("cores", cores >= 2, str(cores), "a whole run on one core is slow: start fewer roles here")
 
 
 def _memory() -> Finding:

@@ -32,7 +32,7 @@ from shoal.protocol import (
     open_document,
     sign_document,
 )
-from shoal.run.recipe import Recipe, consequences, load_recipe, refuse_other_recipe
+from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.config import dump_config, load_config
 from shoal.runtime.files import ensure_folder, write_atomically
@@ -114,14 +114,6 @@ class RunFolder:
         if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
             refuse_other_recipe(path, _stored_recipe(stored), recipe)
             _refuse_what_is_moved_otherwise(path, _stored_recipe(stored), recipe)
-
-    @staticmethod
-    def changes(path: Path, recipe: Recipe) -> tuple[str, ...]:
-        """What there is to say if the run in this folder, should there be one, goes on with this recipe."""
-        stored = path / "recipe.toml"
-        if not stored.is_file() or not (path / "hub").exists():
-            return ()
-        return tuple(consequences(_stored_recipe(stored), recipe))
 
     # Keys
 

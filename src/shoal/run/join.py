@@ -55,7 +55,6 @@ class StandaloneRelay:
     port: int
     wait_s: float
     peers: tuple[str, ...] = ()
-    witnesses: tuple[str, ...] = ()
     settings: Mapping[str, float | None] = field(default_factory=dict)  # of `RelaySettings`; the others as usual
 
 
@@ -127,7 +126,6 @@ def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
         port=request.port,
         settings=settings,
         peers=request.peers,
-        witnesses=request.witnesses,
         reach=replace(trusted.reach, given=frozenset(map(endpoint_of, (*request.upstreams, *request.peers)))),
     )
     run_relay(config, stop, lambda _url: None)

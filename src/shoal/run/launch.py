@@ -24,7 +24,6 @@ from shoal.run.progress import Display, History, reward_of, tokens_credited
 from shoal.run.roles import command_of, role_names
 from shoal.run.watchdog import Reporter, StatusPoller, Watchdog
 from shoal.runtime import logs
-from shoal.runtime.limits import folder_bytes, show_bytes
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.sizing import kept_when_finished
@@ -132,7 +131,6 @@ def process_spec(path: Path, name: str, cheat: str | None = None) -> ProcessSpec
 
 
 METRICS = Path("trainer") / "metrics.jsonl"
-KEPT_NAMED = 3
 NOTHING_TRAINED = "nothing was trained on"
 
 
@@ -146,14 +144,6 @@ def ledger_line(path: Path) -> str:
         return f"the ledger could not be written out: {error}"
     check = f"{shoal_command()} ledger verify {path}"
     return f"the ledger is in {path / 'ledger.jsonl'}: {rows:,} entries; to check it: {check}"
-
-
-def kept_line(path: Path) -> str:
-    """What a finished run keeps on this disk: caches of its own workers, validators and relays are removed by now."""
-    sizes = {one.name: folder_bytes(one) for one in sorted(path.iterdir()) if one.is_dir()}
-    parts = sorted(sizes.items(), key=lambda item: -item[1])[:KEPT_NAMED]
-    named = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts)
-    return f"{path} keeps {show_bytes(sum(sizes.values()))}: {named}"
 
 
 def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:

@@ -26,7 +26,7 @@ from shoal.run.estimate import announced_size
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 from shoal.runtime.clock import SystemClock
-from shoal.runtime.sizing import RunSize, Speeds, open_settings, validators_needed
+from shoal.runtime.sizing import RunSize, Speeds, validators_needed
 from shoal.runtime.text import count_of
 from shoal.validator.settings import measurable_kinds, profile_keys
 
@@ -274,19 +274,6 @@ def validator_lines(recipe: Recipe) -> Iterator[str]:
             f"validator.count is {recipe.validator.count}, and about {needed} validators keep up with the trainer "
             f"(trainer.processes is {recipe.trainer.processes}): raise it, start others (shoal validator), or "
             "every step waits for audits (`shoal plan` says how this is computed)"
-        )
-
-
-def derived_lines(recipe: Recipe) -> Iterator[str]:
-    """Which of the settings that are shown follow from the size of the model."""
-    sections = {"hub": recipe.hub, "validator": recipe.validator, "trainer": recipe.trainer}
-    names = [f"{section}.{name}" for section, settings in sections.items() for name in open_settings(settings)]
-    if names and announced_size(recipe).parameters:
-        yield f"not set, so derived from the size of the model (`shoal plan` says how): {', '.join(names)}"
-    elif names:
-        yield (
-            f"not set, and the model is not here, so that these are a small model's: {', '.join(names)}; "
-            "`shoal plan RECIPE --parameters 32e9` says what they are for a model of 32 billion weights"
         )
 
 

@@ -1,7 +1,7 @@
 """How a run has gone so far, gathered from one status after another: `History`; and words for what a status says.
 
     hub /status ──every second──► History ─► reward and held-out score by step, tokens per second, time left,
-                                              every rejection, who was shut out and when
+                                              every rejection
 
 A status shows the newest reports and verdicts only; a history keeps what mattered. Nothing waits or is drawn here.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from shoal.protocol import NodeState, NodeView, RecentVerdict, RunStatus, StepReport
+from shoal.protocol import NodeView, RecentVerdict, RunStatus, StepReport
 from shoal.runtime.supervise import ProcessView
 from shoal.runtime.text import printable
 
@@ -29,7 +29,6 @@ class History:
     rewards: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, float] = field(default_factory=dict)
     rejections: list[RecentVerdict] = field(default_factory=list)
-    sanctioned: dict[str, tuple[float, str]] = field(default_factory=dict)
     answered_s: float = 0.0
     _rejected: set[tuple[int, str, int]] = field(default_factory=set)
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
@@ -50,9 +49,6 @@ class History:
             if verdict.outcome == "rejected" and known not in self._rejected:
                 self._rejected.add(known)
                 self.rejections.append(verdict)
-        for node in status.nodes:
-            if node.state != NodeState.ACTIVE:
-                self.sanctioned.setdefault(node.node, (elapsed_s, node.reason))
         self._keep_pace(status, elapsed_s)
 
     def tokens_per_s(self) -> float:

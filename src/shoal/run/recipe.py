@@ -23,7 +23,7 @@ from shoal.errors import ConfigError
 from shoal.hub.settings import HubSettings, RunSettings
 from shoal.runtime.config import load_config
 from shoal.shardcast import RelaySettings
-from shoal.trainer.settings import GUARDS, ROUNDING, TrainerSettings, is_changeable
+from shoal.trainer.settings import TrainerSettings, is_changeable
 from shoal.validator.profiles import ON_REQUEST
 from shoal.validator.settings import ValidatorSettings
 from shoal.worker.settings import WorkerSettings
@@ -35,7 +35,6 @@ PATH_KEYS = (
 """Settings that are paths; `*` stands for a number."""
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
 CHANGEABLE_KEYS = ("run.steps",)
-DECIDING = ("skip", "slow")
 
 
 class ModelSettings(BaseModel):
@@ -202,22 +201,6 @@ def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
                           f"{path}")  # fmt: skip
 
 
-def consequences(stored: Recipe, given: Recipe) -> Iterator[str]:
-    """What a run that goes on with the given recipe should be told about its changes."""
-    before, now = dict(settings_of(stored)), dict(settings_of(given))
-    changed = _changed(before, now)
-    if deciding := [key for key in changed if _decides(key, before, now)]:
-        yield (
-            f"{_changes(deciding, before, now)}: a guard that skips or slows decides what is learnt; it does so from "
-            "the newest checkpoint on"
-        )
-    if rounding := [key for key in changed if key.removeprefix("trainer.") in ROUNDING]:
-        yield (
-            f"{_changes(rounding, before, now)}: sums may be rounded otherwise, so that the run does not go on bit for "
-            "bit; if a version that is out does not come out the same, a new incarnation begins"
-        )
-
-
 def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     return [key for key in dict.fromkeys((*now, *before)) if before.get(key) != now.get(key)]
 
@@ -225,15 +208,6 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[st
 def _changeable(key: str) -> bool:
     section, _, name = key.partition(".")
     return key in CHANGEABLE_KEYS or section in CHANGEABLE_SECTIONS or (section == "trainer" and is_changeable(name))
-
-
-def _decides(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> bool:
-    """Whether the setting is of a guard that skips or slows, or did."""
-    prefix = f"trainer.{GUARDS}."
-    if not key.startswith(prefix):
-        return False
-    guard = key.removeprefix(prefix).partition(".")[0]
-    return any(values.get(f"{prefix}{guard}.react") in DECIDING for values in (before, now))
 
 
 def _shown(value: object) -> str:

@@ -151,7 +151,6 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
         from shoal.trainer.elastic import run_group
 
         return run_group(command_of(folder.path, "trainer"), recipe.trainer.processes, stop)
-    from shoal.environments import build
     from shoal.trainer.process import run_trainer
     from shoal.trainer.settings import TrainerConfig
 
@@ -165,7 +164,6 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
         key=folder.key("trainer"),
         certificate=folder.certificate("trainer"),
         seed=recipe.run.seed,
-        held_out_tasks=len(build(recipe.environment).tasks("held_out")),
     )
     return run_trainer(config, stop)
 

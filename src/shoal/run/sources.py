@@ -40,19 +40,12 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
     refuse_foreign(out)
     place = out.resolve()
     ensure_folder(place if place.is_dir() else place.parent)
-    from shoal.trainer.export import ModelCard, Which, export_checkpoint, hub_name, training_facts
+    from shoal.trainer.export import ModelCard, Which, export_checkpoint, hub_name
     from shoal.trainer.folder import Progress
 
     recipe = folder.recipe
     unknown = Progress(folder.run_id, 0, 0)  # which version it is, the checkpoint says
-    run = recipe.run.model_dump(include={"group_size", "groups_per_step", "max_staleness", "temperature"})
-    card = ModelCard(
-        unknown,
-        base_model=hub_name(recipe.model.path),
-        environment=recipe.environment.name,
-        datasets=tuple(hub_name(data) for data in (recipe.environment.data,) if data is not None),
-        training=training_facts(recipe.trainer, **run),
-    )
+    card = ModelCard(unknown, base_model=hub_name(recipe.model.path), environment=recipe.environment.name)
 
     def manifest_of(progress: Progress) -> PolicyManifest | None:
         data = Tree(folder.path / "origin").read(manifest_key((progress.incarnation, progress.version)))

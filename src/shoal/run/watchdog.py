@@ -1,7 +1,7 @@
 """Naming who waits for whom, and ending a run in which nothing happens.
 
     waits as the hub tells them: trainer ─► 3 more groups ─► validator-0 …
-    what the supervisor knows:   died, is being restarted, given up, shut out, stopped by a signal
+    what the supervisor knows:   died, is being restarted, given up, shut out
     what the hub has not heard:  nodes without a heartbeat; and the hub itself, when it does not answer
     what the owner ordered:      a paused run, and one that has drained, waits for its owner and is left alone
     who is missing:              nobody is left to train, check or work, as the hub tells it (`standstill`)
@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Self
 
 import httpx
@@ -130,13 +129,11 @@ def _trouble(process: ProcessView) -> str:
     said = f": {printable(said)}" if said else ""
     if process.state == "restarting" and process.why:
         ago = f"{',' if exit_[-1].isdigit() else ''} {duration(process.since_s)} ago"
-        return f"{name} {exit_}{ago} and is being restarted ({_ordinal(process.restarts + 1)} time){said}"
+        return f"{name} {exit_}{ago} and is being restarted (#{process.restarts + 1}){said}"
     if process.state == "given up":
         return f"{name} was given up after it {exit_}{said}"
     if process.state == "resting" and process.why != "is done":
         return f"{name} {exit_} and is not started again{said}"
-    if process.pid is not None and is_stopped(process.pid):
-        return f"{_who(process)} was halted by a signal and does nothing; to let it go on: kill -CONT {process.pid}"
     if process.state == "running" and process.restarts > 1 and process.since_s < QUIET_S:
         return f"{name} was restarted {process.restarts} times, {duration(process.since_s)} ago after it {exit_}{said}"
     return ""
@@ -165,21 +162,8 @@ def _quiet(process: ProcessView, status: RunStatus, heard_s: float) -> str:
     return f"{_who(process)} has said nothing for {duration(quiet_s)}: is it stuck?" if quiet_s >= QUIET_S else ""
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process was halted by SIGSTOP or a debugger (where the system tells: Linux)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
-
-
 def _who(process: ProcessView) -> str:
     return process.name if process.pid is None else f"{process.name} (pid {process.pid})"
-
-
-def _ordinal(number: int) -> str:
-    suffix = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
-    return f"{number}{suffix}"
 
 
 POLL_S = 1.0

@@ -107,7 +107,6 @@ class RelayConfig:
     port: int = 8472
     settings: RelaySettings = field(default_factory=RelaySettings)
     peers: tuple[str, ...] = ()
-    witnesses: tuple[str, ...] = ()  # public keys of those whose signed ledger heads are mirrored, too
     reach: Reach | None = None
     long_poll_s: float = 20.0
     poll_s: float = 1.0

@@ -30,7 +30,6 @@ from shoal.shardcast.connection import Connection, Connections, Deadline, Timeou
 from shoal.shardcast.manifest import (
     MAX_HEAD_BYTES,
     MAX_MANIFEST_BYTES,
-    Place,
     check_not_rolled_back,
     place_of,
     read_head,
@@ -114,11 +113,11 @@ class Lookup:
             raise BroadcastError(f"no source could be asked for policy {ref.label}: {self._scores.describe()}")
         raise VersionNotFound(f"no source had policy {ref.label} before the deadline: {self._scores.describe()}")
 
-    def manifest_now(self, which: PolicyRef | Place, deadline: Deadline) -> PolicyManifest | None:
-        """The manifest of exactly that, or of that version, every source asked at most once: None if none has it."""
+    def manifest_now(self, ref: PolicyRef, deadline: Deadline) -> PolicyManifest | None:
+        """The manifest of exactly that, every source asked at most once: None if none has it."""
         for source in sorted(self._scores.usable()):
             try:
-                found = self._ask_manifest(source, which, deadline)
+                found = self._ask_manifest(source, ref, deadline)
             except BroadcastError as error:
                 self._scores.note(source, str(error))
                 continue
@@ -185,19 +184,15 @@ class Lookup:
     def close(self) -> None:
         self._connections.close()
 
-    def _ask_manifest(
-        self, source: str, which: PolicyRef | Place, deadline: Deadline
-    ) -> tuple[PolicyManifest, bytes] | None:
-        place = (which.incarnation, which.version) if isinstance(which, PolicyRef) else which
-        target, connection = manifest_key(place), self._connections.to(source)
+    def _ask_manifest(self, source: str, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes] | None:
+        target, connection = manifest_key((ref.incarnation, ref.version)), self._connections.to(source)
         data = get_document(connection, target, MAX_MANIFEST_BYTES, deadline.tighter(MANIFEST_S))
         if data is None:
             return None
         manifest = read_manifest(data, self.run, self._trusted_key)
-        if which not in (manifest.policy, place_of(manifest)):
-            asked = f"{which.label} with {which.digest[:16]}…" if isinstance(which, PolicyRef) else f"{place}"
+        if manifest.policy != ref:
             found = f"policy {manifest.policy.label} with digest {manifest.policy.digest[:16]}…"
-            raise ManifestRefused(f"the manifest is for {found}, not {asked}")
+            raise ManifestRefused(f"the manifest is for {found}, not {ref.label} with {ref.digest[:16]}…")
         return manifest, data
 
     def _read_head(self, data: bytes) -> SignedHead:

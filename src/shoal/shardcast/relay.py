@@ -30,8 +30,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from shoal.errors import BroadcastError, ConfigError, ManifestRefused, ProtocolError
-from shoal.protocol import BroadcastHead, Chunk, PolicyManifest, SignedDocument, WitnessedHead, open_document
+from shoal.errors import BroadcastError, ConfigError, ManifestRefused
+from shoal.protocol import BroadcastHead, Chunk, PolicyManifest
 from shoal.runtime.clock import Backoff
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
@@ -42,7 +42,6 @@ from shoal.shardcast.lookup import MANIFEST_S, get_document
 from shoal.shardcast.manifest import (
     MAX_HEAD_BYTES,
     MAX_MANIFEST_BYTES,
-    MAX_WITNESS_BYTES,
     Place,
     Selection,
     check_not_rolled_back,
@@ -57,7 +56,7 @@ from shoal.shardcast.manifest import (
 from shoal.shardcast.pool import ChunkPool, PoolSettings, show_shares
 from shoal.shardcast.server import TreeServer, serve
 from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, Tree, chunk_key, have_key, manifest_key, parse_label, witness_key
+from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, Tree, chunk_key, have_key, manifest_key, parse_label
 
 log = logging.getLogger(__name__)
 
@@ -215,10 +214,6 @@ class Follower:
             news = self._mirror.adopt_head(head, data, manifest)
             if news:
                 self._say(f"policy {head.policy.label} from {self._upstream}")
-        for key in self._config.witnesses:
-            signed = get_document(self._connection, witness_key(key), MAX_WITNESS_BYTES, Deadline(MANIFEST_S))
-            if signed is not None:
-                self._mirror.adopt_witness(key, signed)
         return self._take_older() or news
 
     def _take_older(self) -> bool:
@@ -388,23 +383,6 @@ class Mirror(Catalogue):
             self._manifests = self._manifests | {place: manifest}
             self._settle()
         self.arrivals.notify(manifest_key(place))
-
-    def adopt_witness(self, key: str, data: bytes) -> None:
-        """Take what a witness signed about this run's ledger, unless what is here is as new."""
-        try:
-            index = self._witnessed(data, key)
-            known = self._tree.read(witness_key(key))
-            if known is None or index > self._witnessed(known, key):
-                self._tree.write(witness_key(key), data)
-        except (ValueError, ProtocolError) as error:
-            raise ManifestRefused(f"what was offered as signed by witness {key[:16]}… is not: {error}") from error
-
-    def _witnessed(self, data: bytes, key: str) -> int:
-        """The ledger row that a witness signed for."""
-        head = open_document(SignedDocument.model_validate_json(data), WitnessedHead, key)
-        if head.run != self._run:
-            raise ProtocolError(f"it is about run {head.run[:80]}")
-        return head.index
 
     def missing_places(self) -> list[Place]:
         """The older versions whose manifests should be here besides the head's, newest first."""

@@ -6,8 +6,7 @@
 that is an export already, or empty, files take the places of the older ones, the weights last; whatever else is there
 (LICENSE, .git) stays. A kill in between leaves a folder without weights, which nobody takes for a model.
 
-The card is README.md for people and for the Hugging Face hub: front matter, facts, the recipe as far as it decides what
-was learnt, results.
+The card is README.md for people and for the Hugging Face hub: front matter, facts, last measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -37,22 +36,16 @@ from shoal.trainer.checkpoint import CheckpointStore, StoredCheckpoint
 from shoal.trainer.folder import HIDDEN, MARK, Progress, ranked, refuse_foreign, scores_of, written_files
 from shoal.trainer.publisher import cast
 from shoal.trainer.record import latest_metrics
-from shoal.trainer.settings import HARMLESS, TrainerSettings
 
 log = logging.getLogger(__name__)
 
 
-SHOWN_SCORES = 24
-ALWAYS = ("loss", "advantage", "learning_rate", "minibatches", "grad_clip")
-CLIPPED = ("two_sided_clip", "ppo_clip", "decoupled", "gspo")
-NOT_LEARNT_FROM = {*HARMLESS, "device", "threads", "processes", "micro_batch_tokens", "publish_dtype"}
-CACHED = re.compile(r"(?:models|datasets)--([\w.\-]+?)--([\w.\-]+)", re.ASCII)
+CACHED = re.compile(r"models--([\w.\-]+?)--([\w.\-]+)", re.ASCII)
 ON_THE_HUB = re.compile(r"[\w.\-]+/[\w.\-]+", re.ASCII)
 KINDS = {
     "rollouts": "Trained by reinforcement learning with shoal on rollouts that were each verified before training.",
     "demonstrations": "Trained with shoal to imitate demonstrations.",
 }
-UNTRAINED = "The model that the run began with: version 0, before any training."
 USAGE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,14 +53,13 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 """
-IMITATION = "cross_entropy"  # the loss of demonstrations, which have no advantages
 
 
 @dataclass(frozen=True)
 class ModelCard:
     """What a reader of the exported model wants to know. `metrics` is the last row that measured each number, `scores`
-    the held-out score by version, `chosen` says which of the run's versions this is, `training` what it was trained
-    with, `files` which files the export consists of."""
+    the held-out score by version, `chosen` says which of the run's versions this is, `files` which files the export
+    consists of."""
 
     progress: Progress
     base_model: str = ""
@@ -75,16 +67,10 @@ class ModelCard:
     digest: str | None = None
     ledger_head: LedgerHead | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    datasets: Sequence[str] = ()
     scores: Mapping[int, float] = field(default_factory=dict)
     chosen: str = ""
-    training: Mapping[str, str] = field(default_factory=dict)
     trained_on: Literal["rollouts", "demonstrations"] = "rollouts"
     files: Sequence[str] = ()
-
-    @property
-    def is_trained(self) -> bool:
-        return self.progress.version > 0
 
     def as_json(self) -> bytes:
         head = self.ledger_head
@@ -93,18 +79,18 @@ class ModelCard:
 
     def as_readme(self, dtype: str) -> str:
         progress = self.progress
-        kind = KINDS[self.trained_on] if self.is_trained else UNTRAINED
-        recipe = f"## Training\n\n{_table(('setting', 'value'), self.training)}\n"
+        measured = {name: f"{value:.6g}" for name, value in sorted(self.metrics.items())}
+        kind = KINDS[self.trained_on] if progress.version else "The model that the run began with: not trained yet."
         return (
             f"{_front_matter(self)}\n# {progress.run}, version {progress.version}\n\n{kind}\n\n"
             f"{_table(('fact', 'value'), _facts(self, dtype))}\n{USAGE}\n"
-            f"{recipe if self.training and self.is_trained else ''}{_results(self)}"
+            f"## Last measured\n\n{_table(('metric', 'value'), measured)}\n"
             "## Licence\n\nThat of the model it was trained from, where nothing else was agreed.\n"
         )
 
 
 def hub_name(path: str | Path) -> str:
-    """What to call a model or data set: as the Hugging Face hub does where the path tells, else as its folder.
+    """What to call a model: as the Hugging Face hub does where the path tells, else as its folder.
 
     >>> hub_name("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899d")
     'Qwen/Qwen3-0.6B'
@@ -115,45 +101,10 @@ def hub_name(path: str | Path) -> str:
     return f"{cached[1]}/{cached[2]}" if cached else Path(path).name
 
 
-def training_facts(settings: TrainerSettings, **run: object) -> dict[str, str]:
-    """What decides what was learnt: what the recipe changes, and a few numbers that one always wants to know.
-
-    >>> training_facts(TrainerSettings(learning_rate=1e-5), group_size=16)["learning_rate"]
-    '1e-05'
-    """
-    changed = _flat(settings.model_dump(mode="json", exclude_defaults=True, exclude=NOT_LEARNT_FROM))
-    always = {name: getattr(settings, name) for name in ALWAYS if (name, settings.loss) != ("advantage", IMITATION)}
-    always["objective.normalisation"] = settings.objective.normalisation
-    if settings.loss in CLIPPED:
-        always["clip_epsilon"] = settings.clip_epsilon
-    return {name: str(value) for name, value in {**run, **always, **changed}.items()}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
-
-
 def _front_matter(card: ModelCard) -> str:
-    """What the Hugging Face hub reads. It refuses names that it does not know, so only those that look like its own."""
-    method = {"rollouts": "reinforcement-learning", "demonstrations": "sft"}[card.trained_on]
-    tags = [method, "shoal"] if card.is_trained else ["shoal"]
-    lines = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [{', '.join(tags)}]"]
-    if ON_THE_HUB.fullmatch(card.base_model):
-        lines.append(f"base_model: {card.base_model}")
-    if datasets := [name for name in card.datasets if ON_THE_HUB.fullmatch(name)]:
-        lines.append(f"datasets: [{', '.join(datasets)}]")
-    score = card.scores.get(card.progress.version)
-    if score is not None:
-        name, environment = json.dumps(card.progress.run), json.dumps(card.environment or "held-out tasks")
-        lines += [
-            "model-index:", f"- name: {name}", "  results:", "  - task: {type: text-generation}",
-            f"    dataset: {{name: {environment}, type: {environment}, split: held_out}}",
-            f"    metrics: [{{type: held_out, name: greedy held-out score, value: {score:.6g}}}]",
-        ]  # fmt: skip
-    return "---\n" + "\n".join(lines) + "\n---\n"
+    """What the Hugging Face hub reads. It refuses names that it does not know, so only one that looks like its own."""
+    base = f"base_model: {card.base_model}\n" if ON_THE_HUB.fullmatch(card.base_model) else ""
+    return f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [shoal]\n{base}---\n"
 
 
 def _facts(card: ModelCard, dtype: str) -> dict[str, str]:
@@ -169,20 +120,9 @@ def _facts(card: ModelCard, dtype: str) -> dict[str, str]:
         **({"this version is": card.chosen} if card.chosen else {}),
         "trained from": base,
         "environment": card.environment or "not recorded",
-        **({"data": ", ".join(card.datasets)} if card.datasets else {}),
         "weights": dtype,
         **published,
     }
-
-
-def _results(card: ModelCard) -> str:
-    """Of many scores so many that one sees how it went; the first and the last always."""
-    measured = {name: f"{value:.6g}" for name, value in sorted(card.metrics.items())}
-    versions, last = sorted(card.scores), min(len(card.scores), SHOWN_SCORES) - 1
-    some = versions[:1] + [versions[round(place * (len(versions) - 1) / last)] for place in range(1, last + 1)]
-    shown = {str(version): f"{card.scores[version]:.6g}" for version in some}
-    curve = f"## Held-out score by version\n\n{_table(('version', 'score'), shown)}\n" if shown else ""
-    return f"{curve}## Last measured\n\n{_table(('metric', 'value'), measured)}\n"
 
 
 def _table(header: tuple[str, str], rows: Mapping[str, str]) -> str:

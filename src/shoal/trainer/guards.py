@@ -1,9 +1,8 @@
 """Guards: a run that goes wrong says so early, and ends as a failure, not as a model.
 
-    rows so far ──► rate_factor ─► the step's learning rate
-         ├──► veto ◄─ each update's numbers, before it is made          skip, stop: it is not made
-         ├──► judge ◄─ the step's numbers ──► alarm_NAME in the row, sentences for log and hub; stop: TrainingDiverged
-         └──► at the end: conclude ◄─ how the last version sees its own batch; conclude_scores ◄─ held-out scores
+    rows so far ─┬► veto ◄─ each update's numbers, before it is made          skip, stop: it is not made
+                 ├► judge ◄─ the step's numbers ─► alarm_NAME in the row, sentences for log and hub; stop: the run ends
+                 └► at the end: conclude ◄─ how the last version sees its own batch
 
 One table has all guards: name, limit, measure, action, words; the [trainer.guards] settings are made of it. A measure
 is a function of the rows in metrics.jsonl (never `held_out`, which may come later) and of the numbers at hand: a
@@ -16,6 +15,7 @@ import itertools
 import logging
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +36,6 @@ HISTORY = 2000  # rows that are looked back upon
 LEAST_LOSS = 0.05  # of reward: what is smaller is noise, whatever its share
 NOISE = 4.0  # times the mean difference of two rows: small batches reach and lose an extreme by chance
 CALM = 5  # rows without it end an episode: what comes back after that is said again
-SETTLE = 10  # rows between two reductions of the rate: the effect of one shows after a while
-SLOW = 0.5  # what `slow` multiplies the rate by
 LOOKBACK = 20  # versions: more than any guard needs to notice; a checkpoint from before that is kept
 ALARM = "alarm_"
 RUN_OF_NOT_FINITE = "not_finite_updates"  # how many there were in a row when the step ended
@@ -129,16 +127,6 @@ def lost(rows: Sequence[Row], row: Row) -> float | None:
     return share if math.isfinite(share) else None
 
 
-def lost_score(scores: Mapping[int, float], version: int, tasks: int) -> float | None:
-    """Which share of the best held-out score a version has lost; 0 where the number of tasks leaves it to chance."""
-    if version not in scores or min(scores.values()) < 0:  # negative scores have no zero to count from
-        return None
-    best, last = max(scores.values()), scores[version]
-    spread = math.sqrt(best * (1 - best)) if best <= 1 else best / 2
-    noise = max(LEAST_LOSS, 3 * spread / math.sqrt(max(1, tasks)))  # three standard errors, at most
-    return (best - last) / best if best - last > noise else 0.0
-
-
 def _waver(values: Sequence[float]) -> float:
     """How far one value is from the next on average: noise, but hardly any trend."""
     return _mean([abs(after - before) for before, after in itertools.pairwise(values)] or [0.0])
@@ -161,7 +149,7 @@ class Guard:
     of_step: Measure
     of_update: Measure | None = None
     react: str = "warn"
-    reactions: tuple[str, ...] = ("off", "warn", "slow", "stop")
+    reactions: tuple[str, ...] = ("off", "warn", "stop")
     seen: str = field(kw_only=True)
     advice: str = field(kw_only=True)
     below: bool = False
@@ -204,24 +192,14 @@ GUARDS = (
         seen="{:.0f} steps in a row had no token to train on",
         advice="Rewards were equal in each group. What to do: other tasks (shoal filter), raise run.group_size or "
         "run.max_new_tokens"),
-    Guard("staleness", 4.0, recent("staleness_mean"),
-        seen="groups are {:.2g} versions old on average, over 5 steps",
-        advice="Old groups teach less. What to do: lower run.max_staleness, or raise run.groups_per_step"),
-    Guard("reward_fall", 0.5, lost, most=1.0,
-        seen="{:.0%} of the best mean reward of 5 steps was lost",
-        advice=f"The policy unlearns, unless the tasks became harder. {LOWER}, look at the rollouts"),
     Guard("reward_collapse", 0.9, lost, None, "stop", most=1.0,
         seen="{:.0%} of the best mean reward of 5 steps was lost",
         advice=f"Hardly any rollout earns anything. {LOWER}, and begin again from an earlier version"),
 )  # fmt: skip
-ENDINGS = (  # a warm start has no recorded log-probabilities: at its end, the loss of its last batch is judged
-    Guard("divergence", 3.0, latest("rise_by_step"), rows=1,
-        seen="the loss of its batch is {:.3g} nats per token higher than before it",
-        advice=f"The step has destroyed what the model knew. {LOWER} or trainer.grad_clip"),
-    Guard("divergence", 3.0, latest("rise_by_run"), rows=SLOPE_ROWS,
-        seen="the loss of its batch is {:.3g} nats per token higher than at the beginning",
-        advice=f"Earlier steps have destroyed what the model knew. {LOWER} or trainer.grad_clip"),
-)  # fmt: skip
+ENDING = Guard(  # a warm start has no recorded log-probabilities: at its end, the loss of its last batch is judged
+    "divergence", 3.0, latest("rise"), rows=SLOPE_ROWS,
+    seen="the loss of its batch is {:.3g} nats per token higher than that of the first step",
+    advice=f"The training has destroyed what the model knew. {LOWER} or trainer.grad_clip")  # fmt: skip
 RULES = {guard.name: guard for guard in GUARDS}
 
 
@@ -231,7 +209,7 @@ class GuardRule(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     limit: Real | None = Field(default=None, description="what the guard fires beyond")
-    react: Literal["off", "warn", "skip", "slow", "stop"] | None = Field(default=None, description="what is done then")
+    react: Literal["off", "warn", "skip", "stop"] | None = Field(default=None, description="what is done then")
 
 
 class GuardSettings(BaseModel):
@@ -272,7 +250,6 @@ class Alarm:
     is_new: bool
     message: str
     rows: int = 1
-    way_back: str = ""
 
 
 @dataclass(frozen=True)
@@ -302,8 +279,6 @@ class Judged:
         alarm = next((alarm for alarm in self.alarms if alarm.react == "stop"), None)
         if alarm is None:
             return
-        if alarm.way_back:
-            raise TrainingDiverged(f"{alarm.message}. {alarm.way_back}")
         # Which checkpoint to go back to: the newest from before whatever the guard looked at.
         kept = sorted(versions)
         good = max((version for version in kept if version <= max(0, alarm.step - alarm.rows + 1)), default=None)
@@ -312,23 +287,11 @@ class Judged:
         if good is None:
             said = f"There is no checkpoint from before it began in {folder}; there are versions {kept}"
         else:
-            take = _to_take(folder, f"--version {good}")
+            run = folder.parent  # of a run, if it is a trainer's
+            take = f"; to take it out: {shoal_command()} export {run.parent} OUT --version {good}"
+            take = take if run.name == "trainer" else ""
             said = f"The last good checkpoint, from before it began, is version {good} in {folder}{take}"
         raise TrainingDiverged(f"{ended}. {said}")
-
-
-def _to_take(folder: Path, which: str) -> str:
-    """The command that takes a checkpoint out, if the folder of checkpoints is that of a run."""
-    run = folder.parent
-    return f"; to take it out: {shoal_command()} export {run.parent} OUT {which}" if run.name == "trainer" else ""
-
-
-def rate_factor(settings: GuardSettings, rows: Sequence[Row]) -> float:
-    """What the next step's learning rate is multiplied by: the last one's factor, less if a guard slows; never more."""
-    factor = float(rows[-1].get("rate_factor", 1.0)) if rows else 1.0
-    slows = rows and any(f"{ALARM}{name}" in rows[-1] for name in RULES if settings.rule(name).react == "slow")
-    settled = all(row.get("rate_factor", 1.0) == factor for row in rows[-SETTLE:])
-    return factor * SLOW if slows and settled else factor
 
 
 def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
@@ -355,16 +318,12 @@ class Watch:
     settings: GuardSettings
     rows: list[Row] = field(default_factory=list)
     _step: int = 0
-    _factor: float = 1.0
     _not_finite: int = 0
     _refused: dict[str, Alarm] = field(default_factory=dict)
 
-    def begin(self, step: int) -> float:
-        """A step comes: what its learning rate is multiplied by."""
+    def begin(self, step: int) -> None:
         self._step, self._refused = step, {}
         self._not_finite = int(self.rows[-1].get(RUN_OF_NOT_FINITE, 0)) if self.rows else 0
-        self._factor = rate_factor(self.settings, self.rows)
-        return self._factor
 
     def veto(self, numbers: Row) -> str | None:
         """Why this update must not be made; None if it may. A stop, or `of_beginning`, refuses the whole step."""
@@ -389,7 +348,7 @@ class Watch:
         measured = (self._alarm(guard, guard.of_step(self.rows, metrics)) for guard in GUARDS)
         alarms = {alarm.name: alarm for alarm in measured if alarm} | self._refused
         count = {RUN_OF_NOT_FINITE: float(self._not_finite)} if self._not_finite else {}
-        return Judged.of(*alarms.values(), rate_factor=self._factor, **count)
+        return Judged.of(*alarms.values(), **count)
 
     def conclude(self, step: int, seen: Row) -> Judged:
         """What is wrong with the version that the last step made. `seen`: how it sees the batch that it was made of."""
@@ -398,22 +357,9 @@ class Watch:
             said = f"{when}: weights, or the log-probabilities that they give, are NaN, infinite or huge. "
             said += f"The step has destroyed the policy. {LOWER} or trainer.grad_clip"
             return Judged.of(Alarm("not_finite", step, 1.0, "stop", True, said))
-        judging = (*ENDINGS[::-1], *(guard for guard in GUARDS if guard.of_beginning))
+        judging = (ENDING, *(guard for guard in GUARDS if guard.of_beginning))
         found = (self._alarm(guard, guard.of_step(self.rows, seen), when) for guard in judging)
         return Judged.of(*{alarm.name: alarm for alarm in found if alarm}.values())
-
-    def conclude_scores(self, scores: Mapping[int, float], version: int, tasks: int, folder: Path) -> Judged:
-        """Whether the last version has lost what an earlier one could, by held-out score; `folder` has checkpoints."""
-        name, share = "reward_collapse", lost_score(scores, version, tasks)
-        own = self.settings.rule(name)
-        if own.react == "off" or share is None or not share > own.limit:
-            return Judged.of()
-        best = max(scores, key=lambda each: (scores[each], each))
-        said = f"{share:.0%} of the best held-out score was lost, from {scores[best]:.3g} of version {best} to "
-        said += f"{scores[version]:.3g} of version {version}, the last, above trainer.guards.{name}.limit = "
-        said += f"{own.limit:g}. The last steps have unlearnt what was there. {LOWER}, and take the best version"
-        kept = f"Version {version} is not exported, its checkpoint is in {folder}{_to_take(folder, '--best')}"
-        return Judged.of(Alarm(name, version, share, own.react, True, said, way_back=kept))
 
     def _alarm(self, guard: Guard, value: float | None, when: str = "", react: str = "") -> Alarm | None:
         """The alarm of a guard that is not off and has measured something beyond its limit. `react`: it surely has."""
@@ -421,6 +367,7 @@ class Watch:
         beyond = value is not None and (react or (value < own.limit if guard.below else value > own.limit))
         if value is None or not beyond or own.react == "off":
             return None
+        value = min(value, sys.float_info.max)  # a quotient of huge numbers may be infinite, which no row holds
         is_new = not any(f"{ALARM}{name}" in row for row in self.rows[-CALM:])
         said = f"{when or f'step {self._step}'}: {guard.seen.format(value)} (trainer.guards.{name}.limit = "
         said += f"{own.limit:g}). {guard.advice}"

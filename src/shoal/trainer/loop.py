@@ -33,7 +33,6 @@ nearly all of the best one, the export is taken back.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -49,7 +48,7 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
 from shoal.trainer.archive import RolloutArchive
 from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start
-from shoal.trainer.export import ModelCard, beside_the_best, export_policy, training_facts, write_card
+from shoal.trainer.export import ModelCard, beside_the_best, export_policy, write_card
 from shoal.trainer.folder import Progress, Retention, refuse_foreign
 from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
 from shoal.trainer.held_out import HeldOut
@@ -80,8 +79,6 @@ class TrainingParts:
     clock: Clock = field(default_factory=SystemClock)
     actions: Actions = field(default_factory=Actions)
     trackers: Trackers = field(default_factory=Trackers)
-    # How many held-out tasks there are; None: as many as are asked for.
-    held_out_tasks: int | None = None
     # Tells the weights that the run begins with from others.
     start: Callable[[], str] = lambda: ""
 
@@ -254,16 +251,17 @@ class TrainingRun:
             )
         return batch, rollouts
 
-    def _work(self, batch: Batch, rollouts: TrainingBatch, rate_factor: float = 1.0) -> StepWork:
+    def _work(self, batch: Batch, rollouts: TrainingBatch) -> StepWork:
         info = self._info
         return StepWork(
-            batch.step, rollouts.groups, info.sampling.temperature, info.max_staleness, self._parts.seed, rate_factor,
+            batch.step, rollouts.groups, info.sampling.temperature, info.max_staleness, self._parts.seed,
             info.sampling.max_new_tokens,
         )  # fmt: skip
 
     def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
         """Train on a batch. It is archived meanwhile, also if training fails: one will want to look at it then."""
-        work = self._work(batch, rollouts, self._watch.begin(batch.step))
+        self._watch.begin(batch.step)
+        work = self._work(batch, rollouts)
         self._last = work if batch.step == self._info.steps - 1 else None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive") as beside:
             archived = beside.submit(self._archive.write, batch, rollouts)
@@ -286,30 +284,16 @@ class TrainingRun:
             with self.activity.waiting(f"the score of version {self.version}"):
                 score = self._held_out.last(self.version)
             self._record.add(self.version, named(score), self._held_out.known(self.version))
-            self._judge_scores(folder)
             self._record.report(self._record.take())
             write_card(folder, self._card(manifest), dtype)
         self._store.prune_finished(self._record.scores)
         log.info("the run is complete: version %d is exported to %s", self.version, folder)
 
-    def _judge_scores(self, export: Path) -> None:
-        """A last version that has lost nearly all of the best score is not handed out: its checkpoint is enough."""
-        asked, there = self._settings.evaluate_tasks, self._parts.held_out_tasks
-        tasks = asked if there is None else min(asked, there)
-        judged = self._watch.conclude_scores(self._record.scores, self.version, tasks, self._store.folder)
-        self._record.amend(self.version, judged.numbers)
-        if judged.stops:
-            self._store.prune(self._record.scores)
-            shutil.rmtree(export)
-        self._heed(judged)
-
     def _card(self, manifest: PolicyManifest) -> ModelCard:
         info, scores = self._info, self._record.scores
-        facts = {"steps": info.steps, "group_size": info.group_size, "max_staleness": info.max_staleness}
         return ModelCard(
             progress=Progress(info.run, self.version, manifest.policy.incarnation), base_model=self._parts.base_model,
             environment=info.environment, digest=manifest.policy.digest, ledger_head=manifest.ledger_head,
             metrics=self._record.latest(self.version), scores=scores,
             chosen="the last of the run" + beside_the_best(self.version, scores),
-            training=training_facts(self._settings, **facts, temperature=info.sampling.temperature),
         )  # fmt: skip

@@ -86,5 +86,5 @@ def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, ranks: RankGrou
         folder=config.folder, hub=hub, origin=Origin(config.origin_folder, info.run, config.key, settings=kept),
         learner=learner, files=loaded.files, key=config.key, base_model=hub_name(config.model), seed=config.seed,
         actions=actions, trackers=open_trackers(settings.tracking, Tracked(config.folder, info.run, shown)),
-        held_out_tasks=config.held_out_tasks, start=lambda: weights_digest(config.model),
+        start=lambda: weights_digest(config.model),
     )  # fmt: skip

@@ -200,12 +200,11 @@ class TrainerSettings(BaseModel):
 
 
 # Harmless: nothing of what is learnt depends on it. Rounding: the same is computed in another order or place, so learnt
-# alike, not bit for bit. Guards: "skip" and "slow" decide what is learnt from then on: the owner's decision, and it is
-# said. Everything else is what the run is: `publish_dtype`, too, since workers generate with what was published, and
-# `evaluate_tasks`, since scores of other tasks could not be compared.
+# alike, not bit for bit. Guards: "skip" decides what is learnt from then on: the owner's decision. Everything else is
+# what the run is: `publish_dtype`, too, since workers generate with what was published, and `evaluate_tasks`, since
+# scores of other tasks could not be compared.
 ROUNDING = ("device", "threads", "processes", "micro_batch_tokens", "memory.compile", "memory.recompute")
 HARMLESS = ("tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoints", "keep_best", "evaluate_every")
-GUARDS = "guards"
 
 
 def is_changeable(key: str) -> bool:
@@ -214,13 +213,12 @@ def is_changeable(key: str) -> bool:
     >>> [is_changeable(key) for key in ("keep_best", "guards.clip_fraction.react", "objective.kl")]
     [True, True, False]
     """
-    return key in HARMLESS or key in ROUNDING or key.split(".")[0] == GUARDS
+    return key in HARMLESS or key in ROUNDING or key.split(".")[0] == "guards"
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """`folder` is the trainer's own (checkpoints, metrics, export); `seed` is the run's and orders minibatches;
-    `held_out_tasks` is how many the environment has."""
+    """`folder` is the trainer's own (checkpoints, metrics, export); `seed` is the run's and orders minibatches."""
 
     folder: Path
     settings: TrainerSettings
@@ -231,7 +229,6 @@ class TrainerConfig:
     key: SigningKey
     certificate: SignedDocument
     seed: int = 0
-    held_out_tasks: int | None = None
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -45,12 +45,11 @@ class StepWork:
     temperature: float
     max_staleness: int
     seed: int = 0
-    rate_factor: float = 1.0  # what the guards make of the learning rate
     max_new_tokens: int | None = None  # the run's limit, for `normalisation = "constant"`
 
     @property
     def plan(self) -> StepPlan:
-        return StepPlan(self.step, self.temperature, self.seed, self.rate_factor, self.max_new_tokens)
+        return StepPlan(self.step, self.temperature, self.seed, max_new_tokens=self.max_new_tokens)
 
 
 def train_step(

@@ -133,7 +133,7 @@ class StepPlan:
     step: int
     temperature: float
     seed: int = 0
-    rate_factor: float = 1.0  # what the guards make of the learning rate
+    rate_factor: float = 1.0  # of the learning rate: its decay in a warm start
     max_new_tokens: int | None = None  # the run's limit, for `normalisation = "constant"`
     recorded: bool = True  # whether samples bring the log-probabilities that they were drawn with
 

@@ -22,20 +22,20 @@ import shoal.run.join
 import shoal.shardcast
 from shoal.cli.main import main
 from shoal.cli.printing import CastTerminal, metered
-from shoal.errors import BroadcastError, ManifestRefused, UserError
+from shoal.errors import UserError
 from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 from shoal.shardcast import Content, Downloader, Origin, Payload, RelayConfig, RelaySettings
-from shoal.shardcast.cast import megabytes, public_url, say_commands
+from shoal.shardcast.cast import Sources, megabytes, public_url, say_commands
 from shoal.shardcast.cast.fetch import Delivery, shares
-from shoal.shardcast.cast.trust import Sources, Trust, meet
 from shoal.shardcast.server import local_url
 
 Capture = pytest.CaptureFixture[str]
 
 KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
 NOWHERE = "http://127.0.0.1:9"
+KEYED = f"{NOWHERE}/#{KEY.public_key}"
 Serve = Callable[[Path], str]
 
 
@@ -55,10 +55,14 @@ def serve() -> Iterator[Serve]:
         def log_message(self, *_: object) -> None:
             pass
 
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: object) -> None:
+            """A client that has hung up is none of this test's business."""
+
     servers: list[ThreadingHTTPServer] = []
 
     def start(folder: Path) -> str:
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))))
+        servers.append(Server(("127.0.0.1", 0), partial(Quiet, directory=str(folder))))
         threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         return f"http://127.0.0.1:{servers[-1].server_address[1]}"
 
@@ -82,7 +86,7 @@ def test_a_key_may_stand_behind_any_of_the_urls() -> None:
     key = "AB" * 32
     assert Sources.parse([f"http://a:1/#{key}", "http://b:1/"]) == Sources(("http://a:1", "http://b:1"), key.lower())
     assert Sources.parse(["http://a:1", f"http://b:1#{key}"]).key == key.lower()
-    assert Sources.parse(["http://a:1/", "http://a:1"]) == Sources(("http://a:1",), None)
+    assert Sources.parse(["http://a:1/", f"http://a:1#{key}"]).urls == ("http://a:1",)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +100,7 @@ def test_a_key_may_stand_behind_any_of_the_urls() -> None:
         (["http://host:1/#"], "does not end in a key"),
         (["http://host:1/#" + "xy" * 32], "does not end in a key"),
         (["http://a:1/#" + "ab" * 32, "http://b:1/#" + "cd" * 32], "different keys"),
+        (["http://a:1/", "http://b:1"], "no URL names the publisher's key"),
     ],
 )
 def test_urls_that_cannot_be(urls: list[str], sentence: str) -> None:
@@ -103,61 +108,21 @@ def test_urls_that_cannot_be(urls: list[str], sentence: str) -> None:
         Sources.parse(urls)
 
 
-def meet_at(path: Path, *urls: str) -> tuple[Trust, bool]:
-    return meet(Sources.parse(urls), path / "trust.json", StopToken(), 0.2)
+def test_what_another_key_signed_and_another_broadcast_are_refused(here: Path, serve: Serve, capsys: Capture) -> None:
+    url, sibling = serve(published(here / "www")), serve(published(here / "sibling", run="others"))
+    code, said = complaint(capsys, "fetch", f"{url}/#{OTHER.public_key}", "-o", "out", "--wait", "1")
+    assert (code, "not trusted" in said) == (1, True), said
+    assert not (here / "out").exists()
+    assert main(["cast", "fetch", f"{url}/#{KEY.public_key}", "-o", "out"]) == 0
+    capsys.readouterr()
+    code, said = complaint(capsys, "fetch", f"{sibling}/#{KEY.public_key}", "-o", "out", "--wait", "1")
+    assert (code, "belongs to run others" in said) == (1, True), said
 
 
-def test_a_pinned_key_is_believed_and_remembered(tmp_path: Path, serve: Serve) -> None:
-    url = serve(published(tmp_path / "www"))
-    assert meet_at(tmp_path, f"{url}/#{KEY.public_key}") == (Trust(key=KEY.public_key, run="files"), False)
-    assert Trust.load(tmp_path / "trust.json") == Trust(key=KEY.public_key, run="files")
-
-
-def test_the_first_key_is_believed_if_none_is_given_and_no_other_later(tmp_path: Path, serve: Serve) -> None:
-    url, other = serve(published(tmp_path / "www")), serve(published(tmp_path / "evil", key=OTHER))
-    assert meet_at(tmp_path, url) == (Trust(key=KEY.public_key, run="files"), True)
-    assert meet_at(tmp_path, url) == (Trust(key=KEY.public_key, run="files"), False)
-    with pytest.raises(ManifestRefused, match=r"was believed here before.*remove .*trust\.json"):
-        meet_at(tmp_path, other)
-    assert meet_at(tmp_path, other, url)[0].key == KEY.public_key
-    with pytest.raises(UserError, match="came from key"):
-        meet_at(tmp_path, f"{other}/#{OTHER.public_key}")
-
-
-def test_sources_that_differ_are_not_believed_without_a_key(tmp_path: Path, serve: Serve) -> None:
-    url, other = serve(published(tmp_path / "www")), serve(published(tmp_path / "evil", key=OTHER))
-    with pytest.raises(ManifestRefused, match="different keys"):
-        meet_at(tmp_path, url, other)
-    assert not (tmp_path / "trust.json").exists()
-    assert meet_at(tmp_path, f"{url}/#{KEY.public_key}", other)[0].run == "files"
-
-
-def test_a_wrong_key_and_another_broadcast_of_the_right_one_are_refused(tmp_path: Path, serve: Serve) -> None:
-    url, sibling = serve(published(tmp_path / "www")), serve(published(tmp_path / "sibling", run="others"))
-    with pytest.raises(ManifestRefused, match="not trusted"):
-        meet_at(tmp_path, f"{url}/#{OTHER.public_key}")
-    meet_at(tmp_path, f"{url}/#{KEY.public_key}")
-    with pytest.raises(ManifestRefused, match=r"another broadcast \(others\)"):
-        meet_at(tmp_path, f"{sibling}/#{KEY.public_key}")
-
-
-def test_nobody_there_is_said_with_the_reason(tmp_path: Path, serve: Serve) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(BroadcastError, match=r"127\.0\.0\.1:9 cannot be reached.*has nothing published"):
-        meet_at(tmp_path, NOWHERE, serve(tmp_path / "empty"))
-
-
-def test_a_head_that_is_none_is_refused(tmp_path: Path, serve: Serve) -> None:
-    (tmp_path / "www").mkdir()
-    (tmp_path / "www" / "head.json").write_text("{}")
-    with pytest.raises(ManifestRefused, match="not a signed document"):
-        meet_at(tmp_path, serve(tmp_path / "www"))
-
-
-def test_a_memory_that_cannot_be_read_is_not_forgotten(tmp_path: Path) -> None:
-    (tmp_path / "trust.json").write_text("{")
-    with pytest.raises(UserError, match="remembers whom to believe"):
-        meet_at(tmp_path, NOWHERE)
+def test_a_mirror_of_another_publisher_is_not_continued(here: Path, capsys: Capture) -> None:
+    published(here / "mirror", key=OTHER)
+    code, said = complaint(capsys, "relay", "--upstream", f"{NOWHERE}/#{KEY.public_key}")
+    assert (code, "mirrors another publisher" in said) == (2, True), said
 
 
 # ── where it puts things ─────────────────────────────────────────────────────────────────────────────────────────
@@ -306,7 +271,6 @@ def odd_things(here: Path) -> None:
         (["mine", "--dir", "mine/www", "--key", "key"], 2, "lies in mine, which is to be published"),
         (["file", "--name", "a/b"], 2, "a broadcast cannot be called 'a/b': it has a slash"),
         (["file", "--dir", "empty/www"], 3, "a part of the path is a file, not a folder"),
-        (["file", "--version", "-1"], 2, "should be greater than"),
         ([], 2, "Missing argument"),
     ],
 )
@@ -330,19 +294,6 @@ def test_a_folder_of_another_key_or_name_is_not_published_into(here: Path, capsy
     assert (code, "is the broadcast 'mine'" in said) == (2, True)
 
 
-def test_versions_only_grow_and_one_is_one_content(here: Path, capsys: Capture) -> None:
-    (here / "file").write_bytes(b"content")
-    for version in ("4", "4"):
-        assert main(["cast", "publish", "file", "--version", version, "--no-serve"]) == 0
-    assert capsys.readouterr().out.count("published file version 4: 7 bytes") == 2
-    (here / "file").write_bytes(b"other")
-    for version, sentence in (("3", "versions only grow"), ("4", "is already published with other content")):
-        code, said = complaint(capsys, "publish", "file", "--version", version, "--no-serve")
-        assert (code, sentence in said) == (2, True), said
-    assert main(["cast", "publish", "file", "--no-serve"]) == 0
-    assert "published file version 5: 5 bytes" in capsys.readouterr().out
-
-
 def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
     for _ in range(2):
@@ -362,12 +313,10 @@ def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Ca
         (["host:8471", "-o", "out"], 2, "is not a URL such as http://host:8471"),
         (["http://host:1/#12", "-o", "out"], 2, "does not end in a key"),
         ([NOWHERE], 2, "Missing option"),
-        ([NOWHERE, "-o", "out", "--version", "last"], 2, "--version is a number or 'newest', not 'last'"),
-        ([NOWHERE, "-o", "out", "--version", "2", "--follow"], 2, "leave --version out"),
-        ([NOWHERE, "-o", "pipe"], 2, "neither a file nor a folder"),
-        ([NOWHERE, "-o", "/"], 2, "cannot be the output"),
-        ([NOWHERE, "-o", "file/out"], 3, "a part of the path is a file, not a folder"),
-        ([NOWHERE, "-o", "out", "--wait", "0"], 1, "127.0.0.1:9 cannot be reached"),
+        ([KEYED, "-o", "pipe"], 2, "neither a file nor a folder"),
+        ([KEYED, "-o", "/"], 2, "cannot be the output"),
+        ([KEYED, "-o", "file/out"], 3, "a part of the path is a file, not a folder"),
+        ([KEYED, "-o", "out", "--wait", "0"], 1, "127.0.0.1:9 cannot be reached"),
     ],
 )
 def test_what_cannot_be_fetched(here: Path, capsys: Capture, arguments: list[str], code: int, sentence: str) -> None:
@@ -379,35 +328,13 @@ def test_what_cannot_be_fetched(here: Path, capsys: Capture, arguments: list[str
     assert not (here / "out").exists()
 
 
-def test_a_version_that_is_not_offered(here: Path, serve: Serve, capsys: Capture) -> None:
-    url = serve(published(here / "www"))
-    code, said = complaint(capsys, "fetch", f"{url}/#{KEY.public_key}", "-o", "out", "--version", "7")
-    assert (code, "version 7 is not offered; there is 0" in said) == (1, True), said
-
-
-def test_a_wrong_key_ends_at_once(here: Path, serve: Serve, capsys: Capture) -> None:
-    url = serve(published(here / "www"))
-    code, said = complaint(capsys, "fetch", f"{url}/#{OTHER.public_key}", "-o", "out")
-    assert (code, "not trusted" in said) == (1, True), said
-    assert not (here / "out").exists()
-
-
-def test_fetching_any_version_by_number(here: Path, serve: Serve, capsys: Capture) -> None:
-    for content in (b"zero", b"one", b"two"):
-        published(here / "www", files={"a": content})
-    url = f"{serve(here / 'www')}/#{KEY.public_key}"
-    for version, content in (("1", b"one"), ("newest", b"two"), ("0", b"zero")):
-        assert main(["cast", "fetch", url, "-o", "out", "--version", version]) == 0, capsys.readouterr().err
-        assert (here / "out").read_bytes() == content
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ([], "Missing option"),
         (["--upstream", "host"], "is not a URL such as"),
-        (["--upstream", NOWHERE, "--peer", "host"], "is not a URL such as"),
-        (["--upstream", NOWHERE, "--keep", "0"], "should be greater than"),
+        (["--upstream", KEYED, "--peer", "host"], "is not a URL such as"),
+        (["--upstream", KEYED, "--keep", "0"], "should be greater than"),
     ],
 )
 def test_what_cannot_be_relayed(here: Path, capsys: Capture, arguments: list[str], sentence: str) -> None:

@@ -217,15 +217,13 @@ def said(capsys: Capture, *arguments: object) -> str:
     ("options", "message"),
     [
         (["--verify"], "--verify: give the environment that knows what is right"),
-        (["--best", "0.5"], "--best and --best-per-prompt are by rank: give the classifier's folder with --rank"),
-        (["--rank", "there"], "--rank: say how many to keep, with --best SHARE or --best-per-prompt K"),
+        (["--best", "0.5"], "belong together"),
+        (["--rank", "there"], "belong together"),
         (["--set", "trainer.loss=plain"], "trainer.loss means nothing to a warm start"),
         (["--set", "trainer.processes=2"], "trainer.processes means nothing to a warm start, which is one process"),
         (["--set", "trainer.learning_rat=1"], "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
         (["--set", "run.steps=3"], "only settings of [trainer] and [environment] matter here"),
         (["--set", "environment.options.max_digits=9"], "there is no environment here; give one with --env"),
-        (["--decay", "fast"], "--decay fast: there are none, linear, cosine"),
-        (["--select-only"], "rows are written as JSON lines; let its name end in .jsonl"),
         (["--require", "("], "--require (: no regular expression"),
         (
             ["--max-tokens", "2"],
@@ -294,19 +292,6 @@ def test_told_to_stop_while_it_starts(demos: Path, tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.glob("out*"))
 
 
-def test_choosing_only(demos: Path, tmp_path: Path, capsys: Capture) -> None:
-    out = tmp_path / "chosen.jsonl"
-    command = ["sft", "tiny", "--data", demos, "--out", out, "--select-only", "--max-tokens", "7"]
-    assert main([str(each) for each in command]) == 0
-    told = capsys.readouterr().out
-    assert "- length              2   e.g. row 0 (demos.jsonl line 1): more than 7 tokens" in told
-    assert "- duplicates          1   e.g. row 2 (demos.jsonl line 3): the same as row 1" in told
-    assert f"wrote {out}: 1 demonstrations" in told
-    assert [json.loads(line) for line in out.read_text().splitlines()] == [{"prompt": "54=", "completion": "45"}]
-    assert not list(tmp_path.glob("*.work"))
-    assert "is there already" in said(capsys, *command[1:])
-
-
 def test_right_answers_as_demonstrations(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "demos.jsonl"
     assert main(["data", "demos", "sort", "--out", str(out), "--count", "5"]) == 0
@@ -327,12 +312,13 @@ def test_right_answers_as_demonstrations(tmp_path: Path, capsys: Capture) -> Non
 
 
 def test_demonstrations_are_verified_by_the_task_they_name(tmp_path: Path, capsys: Capture) -> None:
-    demos, chosen = tmp_path / "demos.jsonl", tmp_path / "chosen.jsonl"
+    demos = tmp_path / "demos.jsonl"
     assert main(["data", "demos", "sort", "--out", str(demos), "--count", "3"]) == 0
     rows = [json.loads(line) for line in demos.read_text().splitlines()]
     rows[1]["completion"] = "7"
     demos.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["sft", "tiny", "--data", str(demos), "--env", "sort", "--verify", "--out", str(chosen), "--select-only"]
-    assert main(command) == 0
-    assert "- verified            1   e.g. row 1 (demos.jsonl line 2): its reward is below 1" in capsys.readouterr().out
-    assert [json.loads(line)["task"] for line in chosen.read_text().splitlines()] == ["sort/train/0", "sort/train/2"]
+    out = ["--out", str(tmp_path / "out"), "--steps", "1", "--validation", "0"]
+    assert main(["sft", "tiny", "--data", str(demos), "--env", "sort", "--verify", *out]) == 0
+    told = capsys.readouterr().out
+    assert "- verified            1   e.g. row 1 (demos.jsonl line 2): its reward is below 1" in told
+    assert "kept                  2" in told

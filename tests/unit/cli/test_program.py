@@ -239,14 +239,3 @@ def test_a_changed_environment_is_refused_before_anything_is_started(tmp_path: P
     tasks.digest = "f" * 64
     with pytest.raises(ConfigError, match=r"has changed since the run in .*run began: put it back, or start a new run"):
         refuse_changed(folder, tasks)
-
-
-def test_a_change_that_has_consequences_is_said(tmp_path: Path, capsys: Capture) -> None:
-    command = ["run", str(TINY), "--dir", str(tmp_path / "run"), "--prepare", "--set", "hub.port=0"]
-    assert main(command) == 0
-    (tmp_path / "run" / "hub").mkdir()
-    capsys.readouterr()
-    assert main([*command, "--set", "trainer.guards.clip_fraction.react=skip", "--set", "trainer.keep_best=3"]) == 0
-    said = capsys.readouterr().err
-    assert said.startswith("shoal: trainer.guards.clip_fraction.react was 'warn', is 'skip': a guard that skips")
-    assert "keep_best" not in said

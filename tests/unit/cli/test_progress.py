@@ -16,17 +16,7 @@ from kit.cli import NODE, report, status, wait
 from kit.scene import Memory, at_step, process, verdict, worker
 from shoal.protocol import NodeState, NodeView, RunStatus
 from shoal.run.launch import steps_in, summary
-from shoal.run.progress import (
-    History,
-    duration,
-    labels,
-    latest,
-    printable,
-    sparkline,
-    stopwatch,
-    verdict_line,
-    waits_line,
-)
+from shoal.run.progress import History, labels, sparkline, verdict_line, waits_line
 from shoal.run.watchdog import Reporter, StatusPoller, Watchdog, fetch_status
 from shoal.runtime.clock import ManualClock
 
@@ -57,15 +47,6 @@ def test_a_unit_rejected_twice_of_one_node_counts_twice() -> None:
     assert [kept.decided_at_ms for kept in history.rejections] == [5, 9]
 
 
-def test_the_first_moment_at_which_a_node_was_shut_out_is_kept() -> None:
-    history, honest = History(), worker(0)
-    banned = worker(2, state=NodeState.BANNED, reason="sampling.seed")
-    history.add(status(nodes=(honest, worker(2))), 10.0)
-    history.add(status(nodes=(honest, banned)), 20.0)
-    history.add(status(nodes=(honest, banned)), 30.0)
-    assert history.sanctioned == {banned.node: (20.0, "sampling.seed")}
-
-
 def credited(tokens: int) -> tuple[NodeView, ...]:
     return (NODE.model_copy(update={"credit": tokens}),)
 
@@ -79,13 +60,6 @@ def test_the_rate_is_over_the_last_seconds_and_does_not_jump_with_a_lump() -> No
             assert 90 <= history.tokens_per_s() <= 150
     for second in range(100, 130):
         history.add(status(nodes=credited(9000)), float(second))
-    assert history.tokens_per_s() == 0.0
-
-
-def test_credit_that_is_taken_back_is_no_negative_rate() -> None:
-    history = History()
-    history.add(status(nodes=credited(1000)), 0.0)
-    history.add(status(nodes=credited(0)), 1.0)
     assert history.tokens_per_s() == 0.0
 
 
@@ -128,29 +102,12 @@ def test_a_run_that_was_set_back_forgets_its_pace() -> None:
 # ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (63, "63 s"), (119, "119 s"), (120, "2 min"), (150, "2.5 min"), (7199, "120 min"), (7200, "2 h")],
-)
-def test_durations_in_the_unit_that_people_would_use(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
-
-
-def test_a_stopwatch() -> None:
-    assert [stopwatch(seconds) for seconds in (0, 65.9, 3600)] == ["0:00", "1:05", "60:00"]
-
-
 def test_a_sparkline_spans_what_it_shows() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([5.0, 5.0]) == "▁▁"
     assert sparkline([]) == ""
     assert sparkline([9.0, *([0.0] * 3), 1.0], width=4) == "▁▁▁█"
     assert sparkline([1.0], width=0) == ""
-
-
-def test_nothing_that_others_wrote_controls_the_terminal() -> None:
-    assert printable("a\x1b[2Jb\r\nc\u202ed") == "a�[2Jb c�d"
-    assert printable("Fischschwärme → 魚") == "Fischschwärme → 魚"
 
 
 def test_nodes_of_one_name_are_told_apart() -> None:
@@ -180,12 +137,6 @@ def test_waits_are_told_longest_first_and_not_without_end() -> None:
     several = (wait("units 3-18 (16)", "worker-0", 2), wait("unit 19", "worker-1", 1))
     told = "units 3-18 (16) wait for worker-0 (2 s); unit 19 waits for worker-1 (1 s)"
     assert waits_line(status(waits=several)) == told
-
-
-def test_the_newest_value_counts_and_missing_ones_are_none() -> None:
-    reports = [report(0, held_out=0.1), report(1, held_out=0.2), report(2)]
-    assert latest(reports, "held_out") == 0.2
-    assert latest(reports, "loss") is None
 
 
 # ── what it came to ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -309,11 +260,6 @@ def test_the_poller_gives_each_answer_once_and_no_answer_for_none() -> None:
         assert taken(poller).step == 2, "an answer is not lost because the next one did not come"
         answers.put(httpx.ConnectError("for a question that may be on its way"))
     assert not polling()
-
-
-def test_the_poller_can_be_asked_directly() -> None:
-    poller = StatusPoller("http://hub", transport([httpx.ConnectError("away"), answer(at_step(3))]))
-    assert [poller.ask(), poller.ask()] == [None, at_step(3)]
 
 
 def polling() -> bool:

@@ -24,7 +24,6 @@ from shoal.trainer.demonstrations.choosing import Corpus, Course
 from shoal.trainer.demonstrations.training import LAST_BATCH, VALIDATION, WarmStart, WarmStartParts
 from shoal.trainer.export import ModelCard
 from shoal.trainer.folder import Progress
-from shoal.trainer.guards import GuardSettings, Watch
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.settings import TrainerSettings
 
@@ -87,8 +86,6 @@ def test_nothing_left_to_train_on() -> None:
 
 
 def test_decay_by_hand() -> None:
-    assert [Course(decay="none").rate_factor(step, 4, 0) for step in range(4)] == [1, 1, 1, 1]
-    assert [Course(decay="linear").rate_factor(step, 4, 0) for step in range(4)] == [1, 0.75, 0.5, 0.25]
     assert [round(Course().rate_factor(step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
     assert Course().rate_factor(0, 1, 5) == 1
 
@@ -226,7 +223,7 @@ def warm_start(tmp: Path, corpus: Corpus, with_: TrainerSettings, **course: Any)
     (tmp / "work").mkdir(exist_ok=True)
     parts = WarmStartParts(
         folder=tmp / "work", out=tmp / "out", run="sft-test", learner=new_learner(tiny_model(), with_),
-        files=sort_files(), corpus=corpus, course=Course(**{"batch": 8, "validation": 0, "decay": "none", **course}),
+        files=sort_files(), corpus=corpus, course=Course(**{"batch": 8, "validation": 0, **course}),
         card=ModelCard(Progress("sft-test", 0)),
     )  # fmt: skip
     return WarmStart(parts, StopToken())
@@ -255,14 +252,14 @@ def ruin_at(run: WarmStart, monkeypatch: pytest.MonkeyPatch, step: int, rate: fl
 
     def training(at: int) -> dict[str, float]:
         with monkeypatch.context() as patch:
-            patch.setattr(run._watch, "begin", lambda _step: factor if at == step else 1.0)
+            patch.setattr(Course, "rate_factor", lambda *_: factor if at == step else 1.0)
             return train(at)
 
     monkeypatch.setattr(run, "_train", training)
 
 
 @pytest.mark.parametrize(
-    ("rate", "said"), [(10.0, "nats per token higher than before it"), (1e30, "are NaN, infinite or huge")]
+    ("rate", "said"), [(10.0, "nats per token higher than that of the first step"), (1e30, "are NaN, infinite or huge")]
 )
 def test_an_only_step_that_destroys_the_model_is_no_success(
     tmp_path: Path, corpus: Corpus, rate: float, said: str
@@ -282,9 +279,7 @@ def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_
 ) -> None:
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-3), steps=3)
     ruin_at(run, monkeypatch, 2, 10.0)
-    message = diverges(tmp_path, run)
-    assert "after step 2, the last: " in message
-    assert f"from before it began, is version 2 in {tmp_path / 'work' / 'checkpoints'}" in message
+    assert "after step 2, the last: " in diverges(tmp_path, run)
     assert saved(tmp_path) == [1, 2]
     assert written(tmp_path)[2]["alarm_divergence"] > 3
 
@@ -295,10 +290,7 @@ def test_what_an_earlier_step_destroyed_is_seen_as_well(
     """The last step did no harm: only the model that it began with tells."""
     run = warm_start(tmp_path, corpus, settings(learning_rate=1e-6), steps=3)
     ruin_at(run, monkeypatch, 0, 10.0)
-    message = diverges(tmp_path, run)
-    assert "higher than at the beginning" in message
-    assert "Earlier steps have destroyed" in message
-    assert "There is no checkpoint from before it began" in message, "nobody knows which checkpoint is good"
+    assert "There is no checkpoint from before it began" in diverges(tmp_path, run), "nobody knows which one is good"
 
 
 @pytest.mark.parametrize("react", ["warn", "off"])
@@ -318,7 +310,7 @@ def test_a_version_that_was_saved_unjudged_is_judged_by_a_resume(tmp_path: Path,
     assert not stopped.run()
     assert saved(tmp_path) == [1]
     message = diverges(tmp_path, warm_start(tmp_path, corpus, settings(learning_rate=10.0), steps=1))
-    assert "higher than before it" in message
+    assert "higher than that of the first step" in message
     assert "There is no checkpoint from before it began" in message, "version 1 is the one that is refused"
 
 
@@ -326,17 +318,6 @@ def test_a_sound_end_is_in_the_rows_and_in_a_checkpoint(tmp_path: Path, corpus: 
     assert warm_start(tmp_path, corpus, settings(learning_rate=1e-3), steps=2).run()
     first, last_step, end = written(tmp_path)
     assert end["step"] == 2
-    assert end[LAST_BATCH] < last_step["loss"] < first[LAST_BATCH]
+    assert end[LAST_BATCH] < last_step["loss"] < first["loss"]
     assert not any(name.startswith("alarm_") for name in end)
     assert saved(tmp_path) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("by_step", "by_run", "value"),
-    [(2.9, 2.9, None), (3.1, 1.6, 3.1), (0.6, 3.1, 3.1), (5.0, 9.0, 5.0), (-6.0, -7.0, None), (None, 3.1, 3.1)],
-)
-def test_what_is_judged(by_step: float | None, by_run: float, value: float | None) -> None:
-    seen = {"rise_by_run": by_run, **({} if by_step is None else {"rise_by_step": by_step})}
-    judged = Watch(GuardSettings()).conclude(7, seen)
-    assert judged.stops == (value is not None)
-    assert judged.numbers == ({} if value is None else {"alarm_divergence": value})

@@ -3,8 +3,8 @@
     hub ── rows since last time ─► chain ─► state (durable) ─► signed head ─► witness/KEY.json, in one folder or several
                                      └ they do not follow: exit 5, with the proof if there is one
 
-The folders are those that relays or any web server serve (`shoal relay --witness KEY` mirrors the file from its
-upstream). Neither hub nor relay can change it: readers give the witness's key themselves (`verify --witness KEY`).
+The folders are those that relays or any web server serve. Neither hub nor relay can change the document: readers give
+the witness's key themselves (`verify --witness KEY`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """What `shoal cast` does: broadcast any file or folder, without a run, a hub or torch.
 
-trust      which key and which broadcast a URL stands for, and what was believed before
 publish    write the next version into a folder and serve it
 fetch      bring a version here, resumable, and put it where it belongs
 relay      mirror a broadcast
@@ -9,24 +8,60 @@ relay      mirror a broadcast
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
+from shoal.errors import UserError
+from shoal.protocol.identity import PUBLIC_KEY_HEX, check_public_key
 from shoal.runtime.targets import own_address
+from shoal.shardcast.connection import Address
 from shoal.shardcast.server import EVERYWHERE, local_url
 
 
 class Terminal(Protocol):
-    """Where results are said, remarks are noted beside them, and progress is shown."""
+    """Where results are said, and progress is shown."""
 
     def say(self, text: str) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
     def metered(self, what: str) -> AbstractContextManager[Callable[[int, int], None]]:
         """A function to be told how many bytes are done, of how many."""
         ...
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where to fetch from, and the publisher's key. A relay has no key of its own: it passes on what was signed."""
+
+    urls: tuple[str, ...]
+    key: str
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> Sources:
+        """`http://host:8471/#KEY`; of several URLs one at least carries the key, and none another one.
+
+        >>> Sources.parse(["http://a:8471/#" + "ab" * 32, "http://b:8471"]).urls
+        ('http://a:8471', 'http://b:8471')
+        """
+        urls: dict[str, None] = {}
+        keys: set[str] = set()
+        for text in texts:
+            url, mark, key = text.partition("#")
+            Address.parse(url.rstrip("/"))
+            urls[url.rstrip("/")] = None
+            if mark:
+                try:
+                    keys.add(check_public_key(key.strip().lower()))
+                except ValueError as error:
+                    raise UserError(
+                        f"{text!r} does not end in a key: after # come the {PUBLIC_KEY_HEX} digits that "
+                        f"`shoal cast publish` prints ({error})"
+                    ) from error
+        if len(keys) != 1:
+            wrong = "no URL names the publisher's key" if not keys else "the URLs name different keys"
+            raise UserError(f"{wrong}: give the URL as `shoal cast publish` prints it, http://host:port/#KEY")
+        return cls(tuple(urls), keys.pop())
 
 
 def say_commands(terminal: Terminal, url: str, host: str, key: str, output: str) -> None:

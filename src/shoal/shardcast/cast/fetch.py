@@ -1,7 +1,7 @@
 """`shoal cast fetch`: bring a version here, and put it where it was asked for.
 
     sources ─► .model.bin.cast/<digest>.part ─► .bin ─► model.bin   a link: the disk holds the bytes once
-               trust.json       whom to believe
+               head.json        the newest version seen: what is older, or of another broadcast, is refused
                delivered.json   name → size and time of every file that a fetch has written here
 
 The hidden folder beside the output is what makes a fetch resumable, a second one free, and the next version a small
@@ -29,19 +29,12 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import visible
 from shoal.shardcast import Downloader, DownloadSettings, Payload, Progress
-from shoal.shardcast.cast import Terminal, megabytes
-from shoal.shardcast.cast.trust import Sources, Trust, meet
-from shoal.shardcast.connection import Deadline, Timeouts
-from shoal.shardcast.lookup import MANIFEST_S, Lookup
+from shoal.shardcast.cast import Sources, Terminal, megabytes
 from shoal.shardcast.payload import copy_or_link
-from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.tree import parse_label
 
 log = logging.getLogger(__name__)
 
 STOPPED_CODE = 130
-NEWEST = "newest"
-FOLLOW_S = 1.0
 DEADLINE_S = 30 * 86_400.0  # in all; a fetch that gets nowhere ends after `patience_s`
 LONG_NAME_BYTES = 240  # a name may have 255
 
@@ -52,8 +45,6 @@ Stamp = tuple[int, int]  # size, time of the last change
 class FetchRequest:
     sources: tuple[str, ...]
     output: str
-    version: str
-    follow: bool
     wait_s: float
     patience_s: float
     force: bool = False
@@ -73,7 +64,6 @@ class FetchRequest:
 def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: Terminal) -> int:
     """Fetch, say what came from whom; the exit code. `begin` is called when what was asked for makes sense."""
     sources = Sources.parse(request.sources)
-    version = _wanted(request)
     if not request.path.name:
         raise UserError(f"{request.path} cannot be the output; give a file or folder with -o")
     if request.path.exists() and not (request.path.is_file() or request.path.is_dir()):
@@ -84,16 +74,18 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
         with FolderLock(request.cache).acquire(stop):
             delivery = Delivery(request.output, request.cache, request.force)
             delivery.check()
-            trust, first_use = meet(sources, request.cache / "trust.json", stop, request.wait_s)
-            if first_use:
-                terminal.note(
-                    visible(
-                        f"no key was given: believing {trust.key} (broadcast {trust.run}) from now on, remembered in "
-                        f"{request.cache}; to be sure, compare it with what `shoal cast publish` printed"
-                    )
-                )
-            fetch = Fetch(request, sources, trust, stop, delivery, terminal)
-            return fetch.follow() if request.follow else fetch.once(version)
+            settings = DownloadSettings(kept_payloads=1, remember_changes=False, patience_s=request.patience_s)
+            downloader = Downloader(sources.urls, None, sources.key, request.cache, stop, settings)
+            with closing(downloader):
+                while True:
+                    ref = downloader.newest(request.wait_s)
+                    try:
+                        _bring(ref, downloader, delivery, terminal)
+                        return 0
+                    except VersionNotFound:
+                        if downloader.newest(request.wait_s) == ref:
+                            raise
+                        log.warning("version %d is no longer offered; the newest is fetched instead", ref.version)
     except BroadcastError:
         if not stop.is_set():
             raise
@@ -101,83 +93,20 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
         return STOPPED_CODE
 
 
-@dataclass
-class Fetch:
-    """One output and where it comes from."""
+def _bring(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal: Terminal) -> None:
+    last: Progress | None = None
+    started_s = time.monotonic()
+    with terminal.metered(f"fetching version {ref.version}") as report:
 
-    request: FetchRequest
-    sources: Sources
-    trust: Trust
-    stop: StopToken
-    delivery: Delivery
-    terminal: Terminal
-    held: PolicyRef | None = None
+        def on_progress(progress: Progress) -> None:
+            nonlocal last
+            last = progress
+            report(progress.done_bytes, progress.total_bytes)
 
-    def once(self, version: int | None) -> int:
-        with closing(self._downloader()) as downloader:
-            while True:
-                ref = downloader.newest(self.request.wait_s) if version is None else self._find(version)
-                try:
-                    self._bring(ref, downloader)
-                    return 0
-                except VersionNotFound:
-                    if version is not None or downloader.newest(self.request.wait_s) == ref:
-                        raise
-                    log.warning("version %d is no longer offered; the newest is fetched instead", ref.version)
-
-    def follow(self) -> int:
-        """Every new version, until stopped. Sources that are away, or lie, are waited out."""
-        said = ""
-        while not self.stop.is_set():
-            try:
-                with closing(self._downloader()) as downloader:
-                    while not self.stop.wait(FOLLOW_S if self.held is not None else 0):
-                        newest = downloader.newest(self.request.wait_s)
-                        if newest != self.held:
-                            self._bring(newest, downloader)
-                            self.held = newest
-                        said = ""
-            except BroadcastError as error:
-                if str(error) != said and not self.stop.is_set():
-                    log.warning("%s; trying again", error)
-                said = str(error)
-                self.stop.wait(FOLLOW_S)
-        return 0
-
-    def _downloader(self) -> Downloader:
-        settings = DownloadSettings(kept_payloads=1, remember_changes=False, patience_s=self.request.patience_s)
-        trust = self.trust
-        return Downloader(self.sources.urls, trust.run, trust.key, self.request.cache, self.stop, settings)
-
-    def _bring(self, ref: PolicyRef, downloader: Downloader) -> None:
-        last: Progress | None = None
-        started_s = time.monotonic()
-        with self.terminal.metered(f"fetching version {ref.version}") as report:
-
-            def on_progress(progress: Progress) -> None:
-                nonlocal last
-                last = progress
-                report(progress.done_bytes, progress.total_bytes)
-
-            payload = downloader.fetch(ref, DEADLINE_S, on_progress)
-        seconds = time.monotonic() - started_s
-        target = self.delivery.deliver(payload)
-        self.terminal.say(visible(_summary(target, payload.manifest, last, seconds)))
-
-    def _find(self, version: int) -> PolicyRef:
-        """Which content a version number stands for, by the publisher's signature."""
-        deadline, trust = Deadline(self.request.wait_s), self.trust
-        with closing(Lookup(SourceScores(self.sources.urls), trust.run, trust.key, self.stop, Timeouts())) as lookup:
-            labels = {label for found in lookup.heads(deadline).values() for label in found.head.kept_versions}
-            places = sorted(place for place in map(parse_label, labels) if place is not None)
-            wanted = [place for place in places if place[1] == version]
-            if not wanted:
-                offered = ", ".join(str(place[1]) for place in places)
-                raise VersionNotFound(f"version {version} is not offered; there is {offered or 'nothing'}")
-            found = lookup.manifest_now(wanted[-1], Deadline(MANIFEST_S))
-        if found is None:
-            raise VersionNotFound(f"version {version} is announced, but no source has its manifest (yet)")
-        return found.policy
+        payload = downloader.fetch(ref, DEADLINE_S, on_progress)
+    seconds = time.monotonic() - started_s
+    target = delivery.deliver(payload)
+    terminal.say(visible(_summary(target, payload.manifest, last, seconds)))
 
 
 def _summary(target: Path, manifest: PolicyManifest, last: Progress | None, seconds: float) -> str:
@@ -196,16 +125,6 @@ def shares(by_source: Mapping[str, int]) -> str:
     total = sum(by_source.values())
     ranked = sorted(by_source.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{source} {100 * size / total:.0f} %" for source, size in ranked if size)
-
-
-def _wanted(request: FetchRequest) -> int | None:
-    if request.version == NEWEST:
-        return None
-    if request.follow:
-        raise UserError("--follow fetches the newest version, whatever it is: leave --version out")
-    if not (request.version.isascii() and request.version.isdigit() and len(request.version) <= 10):
-        raise UserError(f"--version is a number or {NEWEST!r}, not {request.version!r}")
-    return int(request.version)
 
 
 class Delivery:

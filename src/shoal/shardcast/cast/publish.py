@@ -20,20 +20,17 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from shoal.errors import BroadcastError, ManifestRefused, PolicyMismatch, ProtocolError, ResourceError, UserError
+from shoal.errors import BroadcastError, ManifestRefused, PolicyMismatch, ResourceError, UserError
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef, SigningKey, load_or_create_key
 from shoal.protocol.policy import name_problem
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Origin, OriginSettings, run_origin
 from shoal.shardcast.cast import Terminal, megabytes, say_commands
-from shoal.shardcast.cast.trust import open_head
 from shoal.shardcast.connection import Connection, Deadline
 from shoal.shardcast.content import chunk_of
 from shoal.shardcast.lookup import get_document
-from shoal.shardcast.manifest import MAX_HEAD_BYTES, place_of, read_manifest
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, place_of, read_head, read_manifest
 from shoal.shardcast.server import local_url
 from shoal.shardcast.tree import HEAD, manifest_key
 
@@ -45,7 +42,6 @@ PROBE_S = 2.0
 class PublishRequest:
     path: Path
     directory: Path
-    version: int | None
     key: Path | None
     name: str | None
     keep: int
@@ -67,17 +63,11 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what is half written counts for nothing
     content = _content(request)
     ensure_folder(request.directory.absolute().parent)
-    had_key = request.key_path.exists()
     key = load_or_create_key(request.key_path)
     head = _head(request.directory, key)
     if request.serve and _port_is_taken(request) and (head is None or _served(request, key) != head.policy):
         raise ResourceError(
             f"port {request.port} on {request.host} is taken: nothing was published; choose another with --port"
-        )
-    if had_key and head is None and request.version is None:
-        terminal.note(
-            f"note: {request.key_path} has been used before, but {request.directory} is empty. Whoever fetched from it "
-            "takes only versions above the last one: if that is so, stop and give --version."
         )
     manifest = _publish(request, content, key, head, terminal)
 
@@ -134,22 +124,14 @@ def _publish(
     if unchanged is not None:
         terminal.say(f"{name} version {newest} is published already, and nothing has changed since")
         return unchanged
-    version = request.version
-    if version is None:
-        version = FIRST_VERSION if newest is None else newest + 1
-    if newest is not None and version < newest:
-        raise UserError(f"version {version} lies before version {newest}, which is published: versions only grow")
+    version = FIRST_VERSION if newest is None else newest + 1
     origin = Origin(request.directory, name, key, settings=OriginSettings(kept_versions=request.keep))
     started_s = time.monotonic()
     try:
         with terminal.metered(f"publishing {request.path.name}") as report:
             manifest = origin.publish(version, content, on_progress=report)
-    except PolicyMismatch as error:
-        if request.version is None:  # somebody else has just published it: this one is the next
-            return _publish(request, content, key, _head(request.directory, key), terminal)
-        raise UserError(
-            f"version {version} is already published with other content; leave --version out to publish the next one"
-        ) from error
+    except PolicyMismatch:  # somebody else has just published it: this one is the next
+        return _publish(request, content, key, _head(request.directory, key), terminal)
     told = (
         f"published {name} version {version}: {megabytes(manifest.size_bytes)} in {time.monotonic() - started_s:.1f} s"
     )
@@ -165,7 +147,7 @@ def _unchanged(
     request: PublishRequest, content: Content, key: SigningKey, head: BroadcastHead | None
 ) -> PolicyManifest | None:
     """The newest version, if this is it once more: starting the server again makes no new one."""
-    if head is None or request.version is not None:
+    if head is None:
         return None
     try:
         data = (request.directory / manifest_key(place_of(head))).read_bytes()
@@ -181,12 +163,12 @@ def _unchanged(
 def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
     """What the folder offers now. A folder that another key signs is not ours to publish into."""
     try:
-        return open_head((directory / HEAD).read_bytes(), key.public_key)[0]
+        return read_head((directory / HEAD).read_bytes(), None, key.public_key)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"{directory} cannot be published into: {error.strerror}") from error
-    except (ValidationError, ProtocolError) as error:
+    except ManifestRefused as error:
         raise UserError(
             f"what {directory} offers is not signed by this key: give the right one with --key, or another --dir"
         ) from error
@@ -223,6 +205,6 @@ def _served(request: PublishRequest, key: SigningKey) -> PolicyRef | None:
     with closing(Connection(local_url(request.host, request.port), StopToken())) as connection:
         try:
             data = get_document(connection, HEAD, MAX_HEAD_BYTES, Deadline(PROBE_S))
-            return open_head(data or b"", key.public_key)[0].policy
-        except (BroadcastError, ValidationError, ProtocolError):  # whatever answers there, or does not, is not ours
+            return read_head(data or b"", None, key.public_key).policy
+        except BroadcastError:  # whatever answers there, or does not, is not ours
             return None

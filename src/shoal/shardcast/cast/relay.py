@@ -1,21 +1,23 @@
-"""`shoal cast relay`: mirror a broadcast and serve it on. Needs a disk and an upstream, nothing else.
-
-What it believes is remembered beside its folder (`mirror.trust.json`), so that it starts again without its upstream.
-"""
+"""`shoal cast relay`: mirror a broadcast and serve it on. Needs a disk and an upstream, nothing else."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import BroadcastError, ManifestRefused
+from shoal.errors import ManifestRefused, UserError, VersionNotFound
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import RelayConfig, RelaySettings, run_relay
-from shoal.shardcast.cast import Terminal, say_commands
-from shoal.shardcast.cast.trust import Sources, Trust, agree, meet
+from shoal.shardcast.cast import Sources, Terminal, say_commands
+from shoal.shardcast.connection import Address, Deadline, Timeouts
+from shoal.shardcast.lookup import Lookup
+from shoal.shardcast.manifest import read_head
+from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.tree import HEAD, Tree
 
 log = logging.getLogger(__name__)
 
@@ -31,45 +33,36 @@ class RelayRequest:
     port: int
     settings: Mapping[str, float | None]
 
-    @property
-    def trust_path(self) -> Path:
-        folder = self.directory.absolute()
-        return folder.with_name(f"{folder.name}.trust.json")
-
 
 def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
     """Mirror until told to stop; `begin` is called when what was asked for is known to make sense."""
-    sources, peers = Sources.parse(request.upstreams), Sources.parse(request.peers)
+    sources, peers = Sources.parse(request.upstreams), tuple(peer.partition("#")[0] for peer in request.peers)
+    for peer in peers:
+        Address.parse(peer)
     settings = RelaySettings.model_validate(request.settings)
     ensure_folder(request.directory)
     stop = begin()
-    trust = _trust(sources, request.trust_path, stop)
-    if trust is None:
+    run = _run_of(sources, request.directory, stop)
+    if run is None:
         return
     folder, host, port = request.directory, request.host, request.port
-    config = RelayConfig(folder, sources.urls, trust.run, trust.key, host, port, settings, peers.urls)
-    run_relay(config, stop, lambda url: say_commands(terminal, url, host, trust.key, trust.run))
+    config = RelayConfig(folder, sources.urls, run, sources.key, host, port, settings, peers)
+    run_relay(config, stop, lambda url: say_commands(terminal, url, host, sources.key, run))
 
 
-def _trust(sources: Sources, path: Path, stop: StopToken) -> Trust | None:
-    """Whom to mirror; None if stopped while nobody was there yet."""
-    _, remembered = agree(sources, path)
-    if remembered is not None:
-        return remembered
-    log.info("looking for the broadcast at %s", ", ".join(sources.urls))
-    said = ""
-    while True:
+def _run_of(sources: Sources, folder: Path, stop: StopToken) -> str | None:
+    """Which broadcast to mirror, by the mirror itself or by its upstreams; None if stopped while nobody was there."""
+    data = Tree(folder).read(HEAD)
+    if data is not None:
         try:
-            trust, first_use = meet(sources, path, stop, ATTEMPT_S)
-            break
-        except BroadcastError as error:
-            if stop.is_set():
-                return None
-            if isinstance(error, ManifestRefused):
-                raise
-            if str(error) != said:
+            return read_head(data, None, sources.key).run
+        except ManifestRefused as error:
+            raise UserError(f"{folder} mirrors another publisher: {error}; give another --dir") from error
+    log.info("looking for the broadcast at %s", ", ".join(sources.urls))
+    with closing(Lookup(SourceScores(sources.urls), None, sources.key, stop, Timeouts())) as lookup:
+        while not stop.is_set():
+            try:
+                return lookup.newest(None, Deadline(ATTEMPT_S)).head.run
+            except VersionNotFound as error:
                 log.warning("%s; still trying", error)
-            said = str(error)
-    if first_use:
-        log.warning("no key was given: from now on key %s is believed (remembered in %s)", trust.key, path)
-    return trust
+    return None

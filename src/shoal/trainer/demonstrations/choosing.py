@@ -61,23 +61,17 @@ class Interrupted(Exception):
 class Choice:
     """Which demonstrations are wanted, as the command line says it."""
 
-    min_tokens: int = 1
     max_tokens: int | None = None
     require: tuple[str, ...] = ()
-    duplicates: bool = True
     verify: bool = False
     min_reward: float = 1.0
     rank: Path | None = None
     best: float | None = None
-    best_per_prompt: int | None = None
     chat: bool | None = None
 
     def __post_init__(self) -> None:
-        wants_rank = self.best is not None or self.best_per_prompt is not None
-        if wants_rank and self.rank is None:
-            raise ConfigError("--best and --best-per-prompt are by rank: give the classifier's folder with --rank")
-        if self.rank is not None and not wants_rank:
-            raise ConfigError("--rank: say how many to keep, with --best SHARE or --best-per-prompt K")
+        if (self.best is None) != (self.rank is None):
+            raise ConfigError("--rank FOLDER and --best SHARE belong together: give both, or none of them")
         for wanted in self.require:
             try:
                 re.compile(FORMS.get(wanted, wanted))
@@ -126,9 +120,7 @@ def cheap_filters(choice: Choice, most: int | None, unknown: int | None) -> dict
         tokens = max((len(sequence.ids) for sequence in each.sequences), default=0)
         if not each.sequences:
             return "no token of it would be trained on"
-        if most is not None and tokens > most:
-            return f"more than {most} tokens"
-        return f"less than {choice.min_tokens} tokens" if tokens < choice.min_tokens else ""
+        return f"more than {most} tokens" if most is not None and tokens > most else ""
 
     def characters(each: Candidate) -> str:
         found = unknown is not None and any(unknown in sequence.ids for sequence in each.sequences)
@@ -138,7 +130,7 @@ def cheap_filters(choice: Choice, most: int | None, unknown: int | None) -> dict
         row = first.setdefault(each.digest, each.said.row)
         return "" if row == each.said.row else f"the same as row {row}"
 
-    asked = [form, length, characters, duplicates][not patterns : 4 if choice.duplicates else 3]
+    asked = [*([form] if patterns else []), length, characters, duplicates]
     return {reason.__name__: each_by(reason) for reason in asked}
 
 
@@ -221,12 +213,11 @@ class Asking:
 
 @dataclass(frozen=True)
 class Ranked:
-    """The best by a reward model: a share of all, or so many of each question. What is best is known at the end."""
+    """The best by a reward model: a share of all. What is best is known at the end."""
 
     judge: PartJudge
-    share: float | None
-    per_question: int | None
-    _values: list[tuple[float, int, bytes]] = field(default_factory=list)
+    share: float
+    _values: list[tuple[float, int]] = field(default_factory=list)
 
     def reasons(self, candidates: Sequence[Candidate]) -> list[str]:
         """Leaves out only what could not be judged."""
@@ -239,17 +230,13 @@ class Ranked:
             failed = isinstance(value, ScoringFailure) or not math.isfinite(value)
             reasons.append(f"could not be judged: {value}" if failed else "")
             if not failed:
-                self._values.append((float(value), each.said.row, each.question))  # type: ignore[arg-type]
+                self._values.append((float(value), each.said.row))  # type: ignore[arg-type]
         return reasons
 
     def worst(self) -> Iterator[int]:
         """Rows that are not among the best; of equal ones the earlier row is the better."""
         ordered = sorted(self._values, key=lambda each: (-each[0], each[1]))
-        kept, taken = math.ceil((self.share or 1.0) * len(ordered)), Counter[bytes]()
-        for place, (_value, row, question) in enumerate(ordered):
-            taken[question] += 1
-            if place >= kept or (self.per_question is not None and taken[question] > self.per_question):
-                yield row
+        return (row for _value, row in ordered[math.ceil(self.share * len(ordered)) :])
 
 
 SCHEMA = pa.schema({"ids": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_()), "question": pa.int64()})
@@ -261,11 +248,6 @@ class Corpus:
     def __init__(self, table: pa.Table) -> None:
         self.table = table
         self.questions: npt.NDArray[np.int64] = table["question"].to_numpy()
-
-    @classmethod
-    def read(cls, path: Path) -> Corpus:
-        """The file is mapped: memory goes with a step."""
-        return cls(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
 
     def as_bytes(self) -> bytes:
         sink = pa.BufferOutputStream()
@@ -327,7 +309,7 @@ def choose(
     filters = cheap_filters(choice, most, encoder.tokenizer.unknown_token_id)
     filters |= {"held out": each_by(asking.held_out)} if asking else {}
     filters |= {"verified": asking.verified} if asking and choice.verify else {}
-    ranked = Ranked(judge, choice.best, choice.best_per_prompt) if judge else None
+    ranked = Ranked(judge, choice.best) if judge and choice.best else None
     filters |= {RANK: ranked.reasons} if ranked else {}
     outcome = Outcome(data, (READABLE, *filters))
 
@@ -368,7 +350,6 @@ def choose(
 
 
 Numbers = npt.NDArray[np.int64]
-DECAYS = ("none", "linear", "cosine")
 VALIDATION_SHARE, MOST_VALIDATION = 20, 256
 LOSS: LossName = "cross_entropy"
 DEFAULTS = """
@@ -411,12 +392,7 @@ class Course:
     steps: int | None = None
     batch: int = 32
     seed: int = 0
-    decay: str = "cosine"
     validation: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.decay not in DECAYS:
-            raise ConfigError(f"--decay {self.decay}: there are {', '.join(DECAYS)}")
 
     def timetable(self, questions: Numbers) -> tuple[tuple[Numbers, ...], Numbers]:
         """The sequences of every step, and those that are kept for validation; `questions` are those of all."""
@@ -449,12 +425,6 @@ class Course:
         return others[np.argsort(shuffle, kind="stable")]
 
     def rate_factor(self, step: int, steps: int, warmup: int) -> float:
-        """What the rate of a step is multiplied by: 1 while it warms up, then less, to almost 0.
-
-        >>> [round(Course(decay="linear").rate_factor(step, 6, 2), 2) for step in range(6)]
-        [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
-        """
-        if self.decay == "none" or step < warmup:
-            return 1.0
-        done = (step - warmup) / max(1, steps - warmup)
-        return 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        """What the rate of a step is multiplied by: 1 while it warms up, then a cosine to almost 0."""
+        done = max(0, step - warmup) / max(1, steps - warmup)
+        return 0.5 * (1.0 + math.cos(math.pi * done))

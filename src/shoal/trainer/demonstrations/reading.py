@@ -103,12 +103,6 @@ class Demonstrations:
             except UnusableTask as error:
                 yield error
 
-    def originals(self, rows: Sequence[int]) -> Iterator[Any]:
-        """Rows as they are in the files, with all their columns."""
-        wanted = frozenset(rows)
-        scanned = (row for batch in self._table.scan(self._table.columns) for row in rows_of(batch))
-        return (row for number, row in enumerate(scanned) if number in wanted)
-
     def _demonstration(self, number: int, row: Mapping[str, Any]) -> Demonstration:
         task = "" if self._task is None or row[self._task] is None else str(row[self._task])
         if self.layout == "text":

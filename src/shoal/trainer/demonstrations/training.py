@@ -7,7 +7,7 @@
 Crash anywhere: the newest checkpoint is loaded and the steps since then are trained again; batches, order and rate
 follow from the number of the step, so that on a CPU the weights are the same bit for bit. Told to stop, it saves where
 it stands. Divergence ends it before anything is saved: guards judge what a step begins with, and at the end the loss of
-the last batch is compared with what it was before the last step, and at the beginning.
+the last batch is compared with that of the first step.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class WarmStart:
         """One step; what to say about it."""
         step, clock, every = self.version, self._parts.clock, self._settings.evaluate_every
         measured = self._validated() if every and step % every == 0 else {}
-        measured |= {LAST_BATCH: self._loss(self.batches[-1])} if step == 0 else {}
         began_s = clock.monotonic_s()
         metrics = self._train(step)
         step_s = clock.monotonic_s() - began_s
@@ -122,7 +121,8 @@ class WarmStart:
 
     def _train(self, step: int) -> dict[str, float]:
         course = self._parts.course
-        factor = course.rate_factor(step, self.steps, self._settings.warmup_steps) * self._watch.begin(step)
+        self._watch.begin(step)
+        factor = course.rate_factor(step, self.steps, self._settings.warmup_steps)
         plan = StepPlan(step=step, temperature=1.0, seed=course.seed, rate_factor=factor, recorded=False)
         samples = [self._parts.corpus.sample(int(number)) for number in self.batches[step]]
         batch = Prepared([[sample] for sample in samples], without_signal=0, rollouts=len(samples), truncated=0)
@@ -131,12 +131,10 @@ class WarmStart:
 
     def _look_back(self) -> dict[str, float]:
         """The last version is judged by the batch that it was made of, forward only, before it is saved."""
-        step, rows = self.steps - 1, {int(row["step"]): row for row in self._watch.rows}
-        loss = self._loss(self.batches[step])
-        known = {"rise_by_step": rows.get(step, {}).get("loss"), "rise_by_run": rows.get(0, {}).get(LAST_BATCH)}
-        rises = {name: loss - before for name, before in known.items() if before is not None}
+        step, loss = self.steps - 1, self._loss(self.batches[-1])
+        first = next((row["loss"] for row in self._watch.rows if "loss" in row), loss)
         weights = look_back(self._learner, StepWork(step, (), temperature=1.0, max_staleness=0))
-        judged = self._watch.conclude(step, {**weights, LAST_BATCH: loss, **rises})
+        judged = self._watch.conclude(step, {**weights, LAST_BATCH: loss, "rise": loss - first})
         self._record.amend(step, judged.numbers)
         self._refuse(judged)
         return {LAST_BATCH: loss}
