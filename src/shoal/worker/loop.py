@@ -241,14 +241,9 @@ class Worker:
         policy = self._newest.loaded
         profile = self._conduct.profile(self._newest.kind, self._client.run_info().profiles)
         request = LeaseRequest(
-            request=uuid.uuid4().hex,
-            max_units=self._units,
-            wait_s=self._pace.poll_s,
-            held=self._known_leases(),
-            profile=profile,
-            policy=policy,
-            behind=self._newest.behind,
-        )
+            request=uuid.uuid4().hex, max_units=self._units, wait_s=self._pace.poll_s, held=self._known_leases(),
+            profile=profile, policy=policy, behind=self._newest.behind,
+        )  # fmt: skip
         try:
             with self.activity.waiting("work from the hub"):
                 reply = self._client.lease(request)
