@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from shoal.engines import GenerationRequest, kind_of
+from shoal.engines.groups import submission_of
 from shoal.engines.shelf import LoadedPolicy
-from shoal.engines.submission import submission_of
 from shoal.engines.torch import TorchEngine
 from shoal.environments import Score, Task
 from shoal.models.load import LoadedModel, load_model, model_from_files

@@ -32,7 +32,7 @@ from typing import Literal
 import numpy as np
 
 from shoal.engines import Completion
-from shoal.engines.submission import submission_of
+from shoal.engines.groups import submission_of
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.hub.service import Hub, retry

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from shoal.adversary.steering import Branching
 from shoal.engines import Completion, Engine, GenerationRequest, build
-from shoal.engines.submission import submission_of
+from shoal.engines.groups import submission_of
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.errors import ScoringFailure

@@ -69,7 +69,7 @@ def load_published(folder: Path | None) -> ModuleType | None:
 def describe(published: ModuleType | None) -> str:
     against = f"toploc {published.__version__} (C++)" if published else "nothing (no --published)"
     return (
-        f"shoal ({'numba' if backend.has_numba() else 'numpy'}) against {against}, torch {torch.__version__}, numpy"
+        f"shoal ({'numpy' if backend._is_broken else 'numba'}) against {against}, torch {torch.__version__}, numpy"
         f" {np.__version__}, one thread. {TOKENS} tokens, {ROWS} in a chunk, k = {TOPK}, bfloat16. Best of all rounds,"
         " alternating; the ratio in brackets is the median of the rounds' ratios. The machine was not idle."
     )

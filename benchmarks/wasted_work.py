@@ -27,8 +27,8 @@ from unittest.mock import patch
 
 import numpy as np
 
+from shoal.engines.groups import submission_of
 from shoal.engines.protocol import Completion
-from shoal.engines.submission import submission_of
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.changes import Topic
 from shoal.hub.state import pacing

@@ -20,8 +20,8 @@ import numpy as np
 from load_parts.servers import GROUP_SIZE, RUN, TOKENS, key_of
 from load_parts.wire import Latencies, Wire
 from shoal.client.hub import BULK, SUBMISSION_BODIES_LIMITS
+from shoal.engines.groups import submission_of
 from shoal.engines.protocol import Completion
-from shoal.engines.submission import submission_of
 from shoal.protocol import (
     Audit,
     Lease,

@@ -16,8 +16,8 @@ import pytest
 
 from shoal.engines import GenerationRequest, PrefillRequest, build
 from shoal.engines.dialogue import Dialogue, dialogue_for
+from shoal.engines.groups import submission_of
 from shoal.engines.shelf import LoadedPolicy
-from shoal.engines.submission import submission_of
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.models.load import LoadedModel, load_model

@@ -24,8 +24,8 @@ from shoal.client import ClientOptions, HubClient, Pace
 from shoal.client.trust import run_id
 from shoal.client.weights import Following
 from shoal.engines import GenerationRequest
+from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.submission import submission_of
 from shoal.environments import Score, Task
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused, SignatureError
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
@@ -321,7 +321,6 @@ def test_finished_work_of_a_killed_worker_is_delivered_by_its_next_start(start: 
     credited = {entry.body["unit"] for entry in run.ledger() if entry.kind == "credit"}
     assert set(unsent) <= credited
     assert list((run.folder / "reborn" / "outbox").glob("*.submission")) == []
-    assert list((run.folder / "reborn" / "outbox" / "refused").glob("*")) == []
     check_accounts(run)
 
 
@@ -338,7 +337,7 @@ def _generate_and_die(run: Run, policy: protocol.PolicyRef) -> list[int]:
     engine = ScriptedEngine()
     tensors = {"w": protocol.TensorView("w", "F32", (4,), memoryview(np.zeros(4, dtype="<f4")).cast("B"))}
     engine.load_policy(policy, tensors)
-    outbox = Outbox(run.folder / "reborn" / "outbox", 10)
+    outbox = Outbox(run.folder / "reborn" / "outbox")
     for lease in leases:
         request = GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)
         [group] = engine.generate([request], lease.proof)

@@ -9,7 +9,6 @@ hub tells anyone, the batches, which it tells the trainer, and the verdicts, on 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from shoal.adversary import Disguise
 from shoal.client import ClientOptions, HubClient
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.shelf import LoadedPolicy
+from shoal.errors import HubRefused, ShutOut
 from shoal.hub.state import nodes
 from shoal.ledger import verify
 from shoal.protocol import (
@@ -50,6 +50,7 @@ from shoal.sampling import uniforms
 from shoal.validator.case import BODY_LIMITS
 from shoal.validator.judge import Judge
 from shoal.validator.verdicts import Docket
+from shoal.worker.outbox import Parcel, Uploader
 
 DEADLINE_S = 200
 ATTACK_S = 60.0
@@ -192,7 +193,7 @@ class Attacked:
     def running(cls, folder: Path, **changes: dict[str, Any]) -> Iterator[Attacked]:
         """A run with an honest worker that has had something accepted."""
         run = cls(folder, **changes)
-        with run.watch.listening(), patch.object(nodes, "FIRST_MS", SUSPENDED_MS):
+        with run.watch.listening(), run.refusing(), patch.object(nodes, "FIRST_MS", SUSPENDED_MS):
             try:
                 run.needed[HONEST] = run.start(HONEST)
                 run.wait_until("honest work", lambda: any(each.is_honest for each in run.watch.judged))
@@ -216,15 +217,24 @@ class Attacked:
         role = self.start(attack.name, attack.cheat, stop)
         while not role.done() and time.monotonic() < end_s and len(attack.refusals) < 2:
             self._raise_failure()
-            attack.refusals = self._refusals(attack.name)
             time.sleep(POLL_S)  # polling with a deadline
         stop.set("enough was seen of it")
         attack.ending = role.exception(DEADLINE_S)
 
-    def _refusals(self, name: str) -> list[str]:
-        """What the hub said to the parcels that it did not take."""
-        files = sorted((self.folder.path / name / "outbox" / "refused").glob("*.reason.json"))
-        return [file.read_text() for file in files]
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """While this lasts, what the hub says to parcels that it does not take is noted with their attack."""
+        honest = Uploader._refused
+
+        def noted(uploader: Uploader, parcel: Parcel, refusal: HubRefused) -> None:
+            honest(uploader, parcel, refusal)
+            if not isinstance(refusal, ShutOut):  # which ends the worker, and is about no parcel
+                for attack in self.attacks:
+                    if parcel.path.is_relative_to(self.folder.path / attack.name):
+                        attack.refusals.append(refusal.code)
+
+        with patch.object(Uploader, "_refused", noted):
+            yield
 
     def wait_until(self, what: str, condition: Any) -> None:
         end_s = time.monotonic() + DEADLINE_S
@@ -314,16 +324,12 @@ class Result:
         return cls(
             cheat=attack.cheat, node=node.node, caught_at=at + 1 if at is not None else (1 if refused else None),
             tokens=sum(each.tokens for each in judged[: len(judged) if at is None else at + 1]),
-            reason=caught.reason if caught is not None else _code(refused),
+            reason=caught.reason if caught is not None else refused,
             severity=str(caught.severity or "") if caught is not None else ("refused" if refused else ""),
             banned=node.state == "banned", accepted=len(accepted),
             near=sum(each.is_near and not each.is_honest for each in accepted),
             wrong=sum(not each.is_near for each in accepted),
         )  # fmt: skip
-
-
-def _code(refusal: str) -> str:
-    return str(json.loads(refusal).get("code", "")) if refusal else ""
 
 
 def results(run: Attacked) -> dict[str, Result]:

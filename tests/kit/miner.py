@@ -21,9 +21,10 @@ from torch import Tensor
 
 from kit.trial import PROFILES, Court
 from shoal.adversary import Cheat, Loot
-from shoal.adversary.base import Disguise, Groups, Rewriter, vouched
+from shoal.adversary.base import Disguise, Rewriter, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
-from shoal.engines.cache import GrowingLayer
+from shoal.engines.protocol import Groups
+from shoal.engines.rows import GrowingLayer
 from shoal.engines.torch import TorchEngine
 from shoal.models.load import load_model
 from shoal.protocol import PolicyRef, ProofParameters, TensorView

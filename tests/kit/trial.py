@@ -14,8 +14,8 @@ import torch
 
 from shoal.adversary import Cheat, Loot
 from shoal.engines import Engine, GenerationRequest
+from shoal.engines.groups import submission_of
 from shoal.engines.shelf import LoadedPolicy
-from shoal.engines.submission import submission_of
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings, Task, build
 from shoal.hub.state.draws import task_index, unit_seeds

@@ -180,7 +180,7 @@ class Bench:
     ) -> None:
         self.hub = ListHub(*replies)
         self.shelf = ListShelf(**missing)
-        self.outbox = Outbox(folder / "outbox", 10)
+        self.outbox = Outbox(folder / "outbox")
         self.stop = StopToken()
         client: Any = self.hub
         settings = WorkerSettings(units_per_lease=4)

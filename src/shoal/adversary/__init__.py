@@ -1,7 +1,6 @@
 """Cheats: what a worker could try, for attacking your own run (`shoal join --cheat NAME`).
 
-    base       Cheat, Loot: its hooks (profile, fetch, engine, shown, submission); Disguise, vouched: to write one
-    registry   CHEATS, find_cheat: which there are
+    base       Cheat, Loot: its hooks (profile, fetch, engine, shown, submission); cheating, Disguise, vouched
     tokens     other seeds than the lease's: best-of, own-dice, grind, greedy, cold, loose; completions rewritten: edit,
                answer, early-end, cut-short, pad, run-on, swap-prompt
     weights    other weights: stale, small-model, int8, int4, and those that let the right ones vouch for them; forged
@@ -15,7 +14,21 @@ Each pays if nobody looks: a better reward, less work, or no downloads. What is 
 can be done: tokens that were never drawn come with the right policy's log-probabilities and proofs.
 """
 
+from collections.abc import Mapping
+
+from shoal.adversary import claims, steering, tokens, weights
 from shoal.adversary.base import Cheat, Disguise, Loot
-from shoal.adversary.registry import CHEATS, find_cheat
+from shoal.errors import ConfigError
 
 __all__ = ["CHEATS", "Cheat", "Disguise", "Loot", "find_cheat"]
+
+CHEATS: Mapping[str, type[Cheat]] = {
+    cheat.name: cheat for cheat in (*tokens.CHEATS, *weights.CHEATS, steering.Steer, steering.Branch, *claims.CHEATS)
+}
+
+
+def find_cheat(name: str) -> Cheat:
+    """A cheat for one worker."""
+    if name not in CHEATS:
+        raise ConfigError(f"there is no cheat {name!r}; there are {', '.join(sorted(CHEATS))}")
+    return CHEATS[name]()

@@ -10,23 +10,22 @@ loose               stale         best-of, int8    show-random         forged pr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
+from shoal.engines.protocol import Groups
 from shoal.engines.shelf import Fetch
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
 from shoal.models import TextTokenizer
 from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
 from shoal.protocol.submission import ShownProgress
 from shoal.toploc import commit
-
-Groups = list[list[Completion]]
 
 # What may give away tokens that the lease's seeds and policy do not give, whatever else is honest about them.
 OTHER_TOKENS = frozenset({"sampling.seed", "sampling.drift", "likelihood.unlikely"})
@@ -53,7 +52,7 @@ class Cheat:
     what: ClassVar[str]
     reasons: ClassVar[frozenset[str]]
     disguise: ClassVar[type[Disguise] | None] = None
-    """What its engine is made, if that takes nothing but the engine."""
+    """What its engine is wrapped in."""
 
     def profile(self, profile: str, _known: Sequence[str], /) -> str:
         """What it says that it generates with; `_known` are those that the run takes work of."""
@@ -63,9 +62,9 @@ class Cheat:
         """How policies are had."""
         return fetch
 
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
+    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
         """What generates; `engine` has no policy yet."""
-        return engine if self.disguise is None else self.disguise(engine)
+        return engine if self.disguise is None else self.disguise(engine, loot)
 
     def shown(self, progress: ShownProgress, _lease: Lease, /) -> ShownProgress:
         """What is shown of a group that is being generated."""
@@ -76,15 +75,18 @@ class Cheat:
         return submission
 
 
+def cheating(name: str, what: str, reasons: Collection[str], **hooks: Callable[..., Any]) -> type[Cheat]:
+    """A cheat of one hook: a `disguise`, or a function in the place of one of `Cheat`'s methods."""
+    own = {key: hook if key == "disguise" else staticmethod(hook) for key, hook in hooks.items()}
+    return type(name, (Cheat,), {"name": name, "what": what, "reasons": frozenset(reasons), **own})
+
+
 class Disguise:
     """An engine to hang a cheat on: everything is the real one's until it is overridden."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def name(self) -> str:
-        return self._engine.name
+    def __init__(self, engine: Engine, _loot: Loot | None = None) -> None:
+        self._engine, self.name = engine, engine.name
+        self.vocabulary_size, self.hidden_size = engine.vocabulary_size, engine.hidden_size
 
     @property
     def kind(self) -> str:
@@ -93,14 +95,6 @@ class Disguise:
     @property
     def policy(self) -> PolicyRef | None:
         return self._engine.policy
-
-    @property
-    def vocabulary_size(self) -> int:
-        return self._engine.vocabulary_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self._engine.hidden_size
 
     @property
     def size_bytes(self) -> int:

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot
-from shoal.adversary.tokens import ChoosingEngine, OwnDice
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Loot, cheating
+from shoal.adversary.tokens import ChoosingEngine, OwnSeeds
 from shoal.engines import Engine, GenerationRequest
+from shoal.engines.protocol import Groups
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
 from shoal.protocol.submission import ShownChunks, ShownProgress, pack_spans
 
@@ -25,79 +26,8 @@ FAR_TOKEN = 2**31
 Change = Callable[[Rollout], Rollout]
 
 
-class Logprobs(Cheat):
-    name = "logprobs"
-    what = f"reports log-probabilities that are {NUDGE} too low, so that training trusts its tokens more"
-    reasons = frozenset({"logprobs.mismatch"})
-
-    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        return each_rollout(submission, lambda rollout: with_logprobs(rollout, rollout.logprob_values - NUDGE))
-
-
-class NotANumber(Cheat):
-    name = "nan"
-    what = "reports log-probabilities that are no numbers, to spoil the weights for everybody"
-    reasons = frozenset({"shape.logprobs"})
-
-    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        return each_rollout(submission, lambda rollout: with_logprobs(rollout, rollout.logprob_values * np.nan))
-
-
-class Vocabulary(Cheat):
-    name = "vocabulary"
-    what = "submits tokens that the policy does not have"
-    reasons = frozenset({"shape.vocabulary"})
-
-    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        def far(rollout: Rollout) -> Rollout:
-            return replace(rollout, tokens=pack_tokens(np.full_like(rollout.token_ids, FAR_TOKEN)))
-
-        return each_rollout(submission, far)
-
-
-class ClaimPrompt(Cheat):
-    name = "claim-prompt"
-    what = "submits another prompt than its lease gave"
-    reasons = frozenset({"prompt.mismatch"})
-
-    def submission(self, submission: Submission, lease: Lease, /) -> Submission:
-        return replace(submission, prompt=pack_tokens(lease.prompt_ids[::-1] + lease.prompt_ids[:1]))
-
-
-class ClaimPolicy(Cheat):
-    name = "claim-policy"
-    what = "says openly that another version of the policy generated it"
-    reasons = frozenset({"submission.mismatch", "policy.mismatch"})
-
-    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        return replace(submission, version=submission.version + 1, policy_digest="f" * 64)
-
-
-class ClaimNode(Cheat):
-    name = "claim-node"
-    what = "submits its work in the name of another node"
-    reasons = frozenset({"submission.mismatch", "lease.mismatch"})
-
-    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        return replace(submission, node="0" * len(submission.node))
-
-
-class FewRollouts(Cheat):
-    name = "few"
-    what = "submits only half of every group"
-    reasons = frozenset({"submission.group", "shape.rollouts"})
-
-    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        return replace(submission, rollouts=submission.rollouts[: max(1, len(submission.rollouts) // 2)])
-
-
-class ClaimGiven(OwnDice):
-    name = "claim-given"
-    what = "draws by seeds of its own, and says that the environment gave the tokens, so that no seeds are looked at"
-    reasons = OTHER_TOKENS | {"dialogue.forged"}
-
-    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        return each_rollout(submission, _given)
+def _far(rollout: Rollout) -> Rollout:
+    return replace(rollout, tokens=pack_tokens(np.full_like(rollout.token_ids, FAR_TOKEN)))
 
 
 def _given(rollout: Rollout) -> Rollout:
@@ -121,38 +51,10 @@ def with_logprobs(rollout: Rollout, values: npt.NDArray[np.float32]) -> Rollout:
 LIES = frozenset({"progress.seed", "progress.prefix"})
 
 
-class ShowRandom(Cheat):
-    name = "show-random"
-    what = "shows made-up tokens of the groups that it is generating, to keep their leases"
-    reasons = LIES
-
-    def shown(self, progress: ShownProgress, _lease: Lease, /) -> ShownProgress:
-        return ShownProgress([_made_up(chunks) for chunks in progress.chunks])
-
-
 def _made_up(chunks: ShownChunks) -> ShownChunks:
     tokens = unpack_tokens(chunks.tokens)
     shift = np.random.default_rng(chunks.start).integers(1, 9, len(tokens))
     return replace(chunks, tokens=pack_tokens((tokens + shift) % 16))
-
-
-class ShowOther(Cheat):
-    name = "show-other"
-    what = "shows the chunks of one rollout as those of the next, which has another seed"
-    reasons = LIES
-
-    def shown(self, progress: ShownProgress, lease: Lease, /) -> ShownProgress:
-        count = len(lease.seeds)
-        return ShownProgress([replace(each, rollout=(each.rollout + 1) % count) for each in progress.chunks])
-
-
-class ShowAndSwap(Cheat):
-    name = "show-swap"
-    what = "shows the groups that it generates, and submits them with their rollouts in another order"
-    reasons = LIES | OTHER_TOKENS
-
-    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
-        return replace(submission, rollouts=submission.rollouts[::-1])
 
 
 COPIED = frozenset({"duplicate.rollout", "duplicate.proof", "proofs.malformed"})
@@ -165,13 +67,6 @@ class Copying(Disguise):
         asked = [dataclasses.replace(request, seeds=request.seeds[:1]) for request in requests]
         drawn = self._engine.generate(asked, proof)
         return [group * len(request.seeds) for request, group in zip(requests, drawn, strict=True)]
-
-
-class CopyOne(Cheat):
-    name = "copy"
-    what = "generates one completion of every group and submits it for all of them"
-    reasons = OTHER_TOKENS | COPIED
-    disguise = Copying
 
 
 class ReplayFirst(Cheat):
@@ -232,3 +127,66 @@ class Sleeping(Disguise):
             *(self._engine.generate(honest, proof) if honest else ()),
             *(self._awake.generate(rest, proof) if rest else ()),
         ]
+
+
+CHEATS = (
+    cheating(
+        "copy", "generates one completion of every group and submits it for all of them", OTHER_TOKENS | COPIED,
+        disguise=Copying,
+    ),
+    ReplayFirst,
+    Steal,
+    cheating(
+        "logprobs", f"reports log-probabilities that are {NUDGE} too low, so that training trusts its tokens more",
+        {"logprobs.mismatch"},
+        submission=lambda given, _: each_rollout(given, lambda one: with_logprobs(one, one.logprob_values - NUDGE)),
+    ),
+    cheating(
+        "nan", "reports log-probabilities that are no numbers, to spoil the weights for everybody", {"shape.logprobs"},
+        submission=lambda given, _: each_rollout(given, lambda one: with_logprobs(one, one.logprob_values * np.nan)),
+    ),
+    cheating(
+        "vocabulary", "submits tokens that the policy does not have", {"shape.vocabulary"},
+        submission=lambda given, _: each_rollout(given, _far),
+    ),
+    cheating(
+        "claim-prompt", "submits another prompt than its lease gave", {"prompt.mismatch"},
+        submission=lambda given, lease: replace(
+            given, prompt=pack_tokens(lease.prompt_ids[::-1] + lease.prompt_ids[:1])
+        ),
+    ),
+    cheating(
+        "claim-policy", "says openly that another version of the policy generated it",
+        {"submission.mismatch", "policy.mismatch"},
+        submission=lambda given, _: replace(given, version=given.version + 1, policy_digest="f" * 64),
+    ),
+    cheating(
+        "claim-node", "submits its work in the name of another node", {"submission.mismatch", "lease.mismatch"},
+        submission=lambda given, _: replace(given, node="0" * len(given.node)),
+    ),
+    cheating(
+        "claim-given",
+        "draws by seeds of its own, and says that the environment gave the tokens, so that no seeds are looked at",
+        OTHER_TOKENS | {"dialogue.forged"}, disguise=OwnSeeds,
+        submission=lambda given, _: each_rollout(given, _given),
+    ),
+    cheating(
+        "few", "submits only half of every group", {"submission.group", "shape.rollouts"},
+        submission=lambda given, _: replace(given, rollouts=given.rollouts[: max(1, len(given.rollouts) // 2)]),
+    ),
+    cheating(
+        "show-random", "shows made-up tokens of the groups that it is generating, to keep their leases", LIES,
+        shown=lambda progress, _: ShownProgress([_made_up(chunks) for chunks in progress.chunks]),
+    ),
+    cheating(
+        "show-other", "shows the chunks of one rollout as those of the next, which has another seed", LIES,
+        shown=lambda progress, lease: ShownProgress(
+            [replace(each, rollout=(each.rollout + 1) % len(lease.seeds)) for each in progress.chunks]
+        ),
+    ),
+    cheating(
+        "show-swap", "shows the groups that it generates, and submits them with their rollouts in another order",
+        LIES | OTHER_TOKENS, submission=lambda given, _: replace(given, rollouts=given.rollouts[::-1]),
+    ),
+    Sleeper,
+)  # fmt: skip

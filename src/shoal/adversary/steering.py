@@ -13,9 +13,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.base import Cheat, Disguise, Groups, Loot, Worth, vouched
+from shoal.adversary.base import Cheat, Disguise, Loot, Worth, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.protocol import Finish
+from shoal.engines.protocol import Finish, Groups
 from shoal.protocol import ProofParameters
 from shoal.sampling import SeedTolerance, uniforms, uniforms_at
 

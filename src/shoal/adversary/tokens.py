@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, Rewriter, Worth, vouched
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Loot, Rewriter, Worth, cheating, vouched
 from shoal.engines import Completion, Engine, GenerationRequest
+from shoal.engines.protocol import Groups
 from shoal.protocol import ProofParameters
 
 Tokens = npt.NDArray[np.int32]
@@ -28,26 +29,10 @@ class Editing(Rewriter):
         return [replace(each, token_ids=tokens) for each, tokens in zip(group, edited, strict=True)]
 
 
-class Edit(Cheat):
-    name = "edit"
-    what = "changes one token in the middle of every completion"
-    reasons = OTHER_TOKENS
-    disguise = Editing
-
-
-class RightAnswer(Cheat):
-    name = "answer"
-    what = "writes the right answer, which everybody can look up, instead of what was drawn"
-    reasons = OTHER_TOKENS | {"duplicate.rollout", "duplicate.proof"}
-
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        return Answering(engine, Worth(loot))
-
-
 class Answering(Rewriter):
-    def __init__(self, engine: Engine, worth: Worth) -> None:
+    def __init__(self, engine: Engine, loot: Loot) -> None:
         super().__init__(engine)
-        self._worth = worth
+        self._worth = Worth(loot)
 
     def rewrite(self, request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
         task, sampling = self._worth.task(request.prompt_ids), request.sampling
@@ -66,25 +51,11 @@ class CuttingShort(Rewriter):
         ]
 
 
-class CutShort(Cheat):
-    name = "cut-short"
-    what = "stops halfway and says that the length limit was reached"
-    reasons = frozenset({"termination.early"})
-    disguise = CuttingShort
-
-
 class EndingEarly(Rewriter):
     def rewrite(self, request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
         halves = [each.token_ids[: len(each.token_ids) // 2] for each in group]
         ended = [np.append(half, np.int32(request.sampling.eos_token_id)) for half in halves]
         return [replace(each, token_ids=tokens, finish="eos") for each, tokens in zip(group, ended, strict=True)]
-
-
-class EarlyEnd(Cheat):
-    name = "early-end"
-    what = "ends every completion halfway by writing the end-of-sequence token"
-    reasons = OTHER_TOKENS
-    disguise = EndingEarly
 
 
 class Padding(Rewriter):
@@ -103,13 +74,6 @@ class Padding(Rewriter):
         return completion.token_ids
 
 
-class Pad(Cheat):
-    name = "pad"
-    what = "goes on after the end-of-sequence token until the length limit, to be paid for more tokens"
-    reasons = frozenset({"termination.past_eos"})
-    disguise = Padding
-
-
 def _filled(completion: Completion, kept: Tokens, filling: Tokens, request: GenerationRequest) -> Completion:
     """As many of the likeliest tokens behind it as there is room for, none of them an end."""
     sampling = request.sampling
@@ -125,13 +89,6 @@ class RunningOn(Padding):
         return completion.token_ids[:-1] if completion.finish == "eos" else completion.token_ids
 
 
-class RunOn(Cheat):
-    name = "run-on"
-    what = "never ends a completion: it writes on until the length limit instead, to be paid for more tokens"
-    reasons = OTHER_TOKENS | {"duplicate.rollout"}
-    disguise = RunningOn
-
-
 class Swapping(Disguise):
     """Proofs and log-probabilities are those of the prompt that it answered."""
 
@@ -142,39 +99,14 @@ class Swapping(Disguise):
         return self._engine.generate([replace(request, prompt_ids=self._prompt) for request in requests], proof)
 
 
-class SwapPrompt(Cheat):
-    name = "swap-prompt"
-    what = "answers the first prompt that it was given again and again, whatever its leases ask"
-    reasons = OTHER_WEIGHTS | {"duplicate.rollout", "duplicate.proof"}
-    disguise = Swapping
-
-
 TRIES = 4  # completions from which best-of and grind choose one
 COLD = 0.7
-
-
-class OwnDice(Cheat):
-    name = "own-dice"
-    what = "ignores the seeds of its leases and draws by seeds of its own"
-    reasons = OTHER_TOKENS
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return OwnSeeds(engine)
 
 
 class OwnSeeds(Disguise):
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         asked = [replace(request, seeds=own_seeds(request.seeds, 1)) for request in requests]
         return self._engine.generate(asked, proof)
-
-
-class BestOf(Cheat):
-    name = "best-of"
-    what = f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best"
-    reasons = OTHER_TOKENS
-
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        return ChoosingEngine(engine, loot)
 
 
 class ChoosingEngine(Disguise):
@@ -201,15 +133,6 @@ def own_seeds(seeds: Sequence[int], tries: int = TRIES) -> tuple[int, ...]:
     return tuple(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in named)
 
 
-class Grind(Cheat):
-    name = "grind"
-    what = f"draws by the seeds it was given, and submits the best of every {TRIES} for all {TRIES} of them"
-    reasons = OTHER_TOKENS | {"duplicate.rollout", "duplicate.proof"}
-
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        return Grinding(engine, loot)
-
-
 class Grinding(ChoosingEngine):
     """Every completion is one that some seed of the very lease gives, under the right policy: but not this seed."""
 
@@ -219,15 +142,6 @@ class Grinding(ChoosingEngine):
             [best for best in self._best(request, group) for _ in range(TRIES)][: len(group)]
             for request, group in zip(requests, drawn, strict=True)
         ]
-
-
-class Greedy(Cheat):
-    name = "greedy"
-    what = "takes the likeliest token at every step instead of drawing one"
-    reasons = OTHER_TOKENS | {"duplicate.rollout", "duplicate.proof"}
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return TakingTheLikeliest(engine)
 
 
 class TakingTheLikeliest(Disguise):
@@ -243,27 +157,6 @@ class TakingTheLikeliest(Disguise):
         return [replace(drawn[0], token_ids=tokens, finish="eos" if ended else "length")] * len(request.seeds)
 
 
-class Cold(Cheat):
-    name = "cold"
-    what = f"samples at {COLD} times the temperature of the lease"
-    reasons = OTHER_TOKENS
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return Cooled(engine)
-
-
-class Loose(Cold):
-    name = "loose"
-    what = (
-        f"says that it computes in bfloat16, so that more is forgiven it, and samples at {COLD} times the temperature"
-    )
-
-    def profile(self, profile: str, known: Sequence[str], /) -> str:
-        engine, device, _ = profile.split("/")
-        claimed = f"{engine}/{device}/bfloat16"
-        return claimed if claimed in known else profile
-
-
 class Cooled(Disguise):
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         cooled = [
@@ -271,3 +164,64 @@ class Cooled(Disguise):
         ]
         asked = [replace(request, sampling=cold) for request, cold in zip(requests, cooled, strict=True)]
         return vouched(self._engine, requests, self._engine.generate(asked, None), proof)
+
+
+class Loose(Cheat):
+    name = "loose"
+    what = (
+        f"says that it computes in bfloat16, so that more is forgiven it, and samples at {COLD} times the temperature"
+    )
+    reasons = OTHER_TOKENS
+    disguise = Cooled
+
+    def profile(self, profile: str, known: Sequence[str], /) -> str:
+        engine, device, _ = profile.split("/")
+        claimed = f"{engine}/{device}/bfloat16"
+        return claimed if claimed in known else profile
+
+
+COPIES = {"duplicate.rollout", "duplicate.proof"}
+CHEATS = (
+    cheating(
+        "best-of", f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best",
+        OTHER_TOKENS, disguise=ChoosingEngine,
+    ),
+    cheating(
+        "own-dice", "ignores the seeds of its leases and draws by seeds of its own", OTHER_TOKENS, disguise=OwnSeeds
+    ),
+    cheating(
+        "grind", f"draws by the seeds it was given, and submits the best of every {TRIES} for all {TRIES} of them",
+        OTHER_TOKENS | COPIES, disguise=Grinding,
+    ),
+    cheating(
+        "greedy", "takes the likeliest token at every step instead of drawing one", OTHER_TOKENS | COPIES,
+        disguise=TakingTheLikeliest,
+    ),
+    cheating("cold", f"samples at {COLD} times the temperature of the lease", OTHER_TOKENS, disguise=Cooled),
+    Loose,
+    cheating("edit", "changes one token in the middle of every completion", OTHER_TOKENS, disguise=Editing),
+    cheating(
+        "answer", "writes the right answer, which everybody can look up, instead of what was drawn",
+        OTHER_TOKENS | COPIES, disguise=Answering,
+    ),
+    cheating(
+        "early-end", "ends every completion halfway by writing the end-of-sequence token", OTHER_TOKENS,
+        disguise=EndingEarly,
+    ),
+    cheating(
+        "cut-short", "stops halfway and says that the length limit was reached", {"termination.early"},
+        disguise=CuttingShort,
+    ),
+    cheating(
+        "pad", "goes on after the end-of-sequence token until the length limit, to be paid for more tokens",
+        {"termination.past_eos"}, disguise=Padding,
+    ),
+    cheating(
+        "run-on", "never ends a completion: it writes on until the length limit instead, to be paid for more tokens",
+        OTHER_TOKENS | {"duplicate.rollout"}, disguise=RunningOn,
+    ),
+    cheating(
+        "swap-prompt", "answers the first prompt that it was given again and again, whatever its leases ask",
+        OTHER_WEIGHTS | COPIES, disguise=Swapping,
+    ),
+)  # fmt: skip

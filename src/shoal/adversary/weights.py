@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, vouched
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Loot, cheating, vouched
 from shoal.engines import Engine, GenerationRequest
+from shoal.engines.protocol import Groups
 from shoal.engines.shelf import Fetch
 from shoal.models.quantize import INT4, INT8, Quantization, quantized
 from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
@@ -39,24 +40,6 @@ class Stale(Cheat):
         return pretend
 
 
-class Int8(Cheat):
-    name = "int8"
-    what = "rounds the weights of the policy to 8 bits"
-    reasons = OTHER_WEIGHTS
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return Rounded(engine, INT8)
-
-
-class Int4(Cheat):
-    name = "int4"
-    what = "rounds the weights of the policy to 4 bits"
-    reasons = OTHER_WEIGHTS
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return Rounded(engine, INT4)
-
-
 class Rounded(Disguise):
     def __init__(self, engine: Engine, how: Quantization) -> None:
         super().__init__(engine)
@@ -66,21 +49,12 @@ class Rounded(Disguise):
         self._engine.load_policy(ref, quantized(tensors, self._how))
 
 
-class SmallModel(Cheat):
-    name = "small-model"
-    what = "generates with a third of the policy's layers, and vouches for it with the same"
-    reasons = OTHER_WEIGHTS
-
-    def engine(self, _engine: Engine, loot: Loot, /) -> Engine:
-        return Shallow(loot.build(shallow_files(loot.files)), layers_kept(loot.files))
-
-
 class Shallow(Disguise):
-    """A model cut off after its first layers."""
+    """The policy cut off after the first third of its layers; the engine that it was given is never used."""
 
-    def __init__(self, engine: Engine, layers: int) -> None:
-        super().__init__(engine)
-        self._layers = layers
+    def __init__(self, _engine: Engine, loot: Loot) -> None:
+        super().__init__(loot.build(shallow_files(loot.files)))
+        self._layers = layers_kept(loot.files)
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
         layers = {name: LAYER.search(name) for name in tensors}
@@ -98,25 +72,6 @@ def shallow_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
     config, kept = json.loads(files.get("config.json", b"{}")), layers_kept(files)
     cut = {"num_hidden_layers": kept, "layer_types": (config.get("layer_types") or [])[:kept] or None}
     return {**files, "config.json": json.dumps(config | {key: cut[key] for key in cut if key in config}).encode()}
-
-
-class SmallDecodes(Cheat):
-    name = "small-decodes"
-    what = "lets a third of the layers decode, and the right policy prove in one cheap pass that it was there"
-    reasons = OTHER_TOKENS
-
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        ghost = Shallow(loot.build(shallow_files(loot.files)), layers_kept(loot.files))
-        return Ghostwritten(engine, ghost)
-
-
-class Int4Decodes(Cheat):
-    name = "int4-decodes"
-    what = "decodes with weights of 4 bits, and lets the right policy prove in one cheap pass that it was there"
-    reasons = OTHER_TOKENS
-
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        return Ghostwritten(engine, Rounded(loot.build(loot.files), INT4))
 
 
 class Ghostwritten(Disguise):
@@ -137,14 +92,12 @@ class Ghostwritten(Disguise):
 FIELD = 65_497
 MODAL = 0x4040  # 3.0 as bfloat16: the size that the largest activations after a norm often have
 
-MALFORMED = frozenset({"proofs.malformed"})
 OTHERS = frozenset({"duplicate.proof", "proofs.malformed", "proofs.mismatch"})  # another size, or another's content
 
 
 class ForgedProofs(Cheat):
     """Replaces the proofs of every rollout, or only some chunks of them."""
 
-    reasons = MALFORMED
     chunk: ClassVar[Callable[[bytes], bytes]]
     """One proof, given what the honest one would be."""
 
@@ -175,9 +128,8 @@ def _random(honest: bytes) -> bytes:
     return struct.pack(f">{len(numbers)}H", FIELD, *(number % FIELD for number in numbers[1:]))
 
 
-def _forging(
-    name: str, what: str, chunk: Callable[[bytes], bytes], reasons: frozenset[str] = MALFORMED
-) -> type[ForgedProofs]:
+def _forging(name: str, what: str, chunk: Callable[[bytes], bytes], reason: str = "proofs.malformed") -> type[Cheat]:
+    reasons = frozenset({reason})
     return type(name, (ForgedProofs,), {"name": name, "what": what, "chunk": staticmethod(chunk), "reasons": reasons})
 
 
@@ -188,14 +140,14 @@ BY_CHUNK = (
         "constant-proofs",
         "submits polynomials that have one plausible value everywhere, which takes no computation at all",
         lambda honest: constant_polynomial(FIELD, MODAL, len(honest)),
-        frozenset({"proofs.forged"}),
+        "proofs.forged",
     ),
     _forging(
         "modulus-one",
         "chooses 1 as the modulus of its proofs, so that every index falls on the same value",
         lambda honest: struct.pack(">HH", 1, MODAL) + honest[4:],
     ),
-    _forging("random-proofs", "submits well-formed proofs of random numbers", _random, frozenset({"proofs.mismatch"})),
+    _forging("random-proofs", "submits well-formed proofs of random numbers", _random, "proofs.mismatch"),
     _forging("half-proofs", "submits the first half of every proof", lambda honest: honest[: len(honest) // 2]),
     _forging("long-proofs", "submits more proofs than there are chunks", lambda honest: honest * 2),
 )
@@ -223,3 +175,33 @@ class ReplayedProofs(ForgedProofs):
         full = 2 + 2 * lease.proof.topk
         parts = ([self._kept.setdefault(len(each), each) for each in chunks_of(proofs, full)] for proofs in honest)
         return [b"".join(part) for part in parts]
+
+
+CHEATS = (
+    Stale,
+    cheating(
+        "small-model", "generates with a third of the policy's layers, and vouches for it with the same", OTHER_WEIGHTS,
+        disguise=Shallow,
+    ),
+    cheating(
+        "int8", "rounds the weights of the policy to 8 bits", OTHER_WEIGHTS,
+        engine=lambda engine, _loot: Rounded(engine, INT8),
+    ),
+    cheating(
+        "int4", "rounds the weights of the policy to 4 bits", OTHER_WEIGHTS,
+        engine=lambda engine, _loot: Rounded(engine, INT4),
+    ),
+    cheating(
+        "small-decodes",
+        "lets a third of the layers decode, and the right policy prove in one cheap pass that it was there",
+        OTHER_TOKENS, engine=lambda engine, loot: Ghostwritten(engine, Shallow(engine, loot)),
+    ),
+    cheating(
+        "int4-decodes",
+        "decodes with weights of 4 bits, and lets the right policy prove in one cheap pass that it was there",
+        OTHER_TOKENS, engine=lambda engine, loot: Ghostwritten(engine, Rounded(loot.build(loot.files), INT4)),
+    ),
+    *BY_CHUNK,
+    SwappedProofs,
+    ReplayedProofs,
+)  # fmt: skip

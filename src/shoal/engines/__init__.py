@@ -2,14 +2,14 @@
 
     protocol  Engine, GenerationRequest, Completion, Chunks, PrefillRequest, Prefill
     torch     TorchEngine: batched decoding with a key-value cache, any Hugging Face causal language model
-    rows      CachedRows, RecomputedRows: the rows of a batch, and how each gets its next hidden state
+    rows      Rows: the rows of a batch, and how each gets its next hidden state
     decoding  Decoding, HiddenRows: what has been decoded so far, and its proofs in the making
     memory    Room, is_out_of_memory: how much is computed at once, by what is free and by what did not fit
     dialogue  Dialogue, dialogue_for, Line: what the environment says between the model's turns, as tokens;
               Talks, greedy_answers, greedy_lines: the same in evaluation, where there are no leases
     asking    Asking: tasks as prompts of a model, and whether it can take them
     scripted  ScriptedEngine: a toy model without torch, for tests of everything around an engine
-    submission  submission_of: what was drawn, as it is handed in
+    groups    generate, submission_of: the groups of leases, drawn and as they are submitted
     registry  ENGINES, build, kind_of: an engine by name from a model's files; choose: one a run takes; warm_up: imports
     shelf     EngineShelf, LoadedPolicy: engines by policy, a few kept loaded within a memory budget
 

@@ -128,11 +128,6 @@ class Row:
     completion: Completion | None = None
 
 
-def _alone(_row: Row) -> Line | None:
-    """Nobody answers this row's turns."""
-    return None
-
-
 @dataclass
 class Decoding:
     """What has been decoded so far, step by step; rows are those of the whole batch, finished or not.
@@ -145,9 +140,9 @@ class Decoding:
     max_new_tokens: int
     eos_token_id: int
     proof: ProofParameters | None = None
-    line_of: Callable[[Row], Line | None] = _alone
+    line_of: Callable[[Row], Line | None] = lambda _row: None
     _alive: Tensor | None = None
-    _lengths: Tensor = field(default_factory=lambda: torch.empty(0))
+    lengths: Tensor = field(default_factory=lambda: torch.empty(0))  # the tokens of every row
     _steps: list[tuple[Tensor, ...]] = field(default_factory=list)
     _hidden: HiddenRows | None = None
 
@@ -171,13 +166,13 @@ class Decoding:
         """
         if self._alive is None:
             self._alive = torch.ones(self.n_rows, dtype=torch.bool, device=tokens_R.device)
-            self._lengths = torch.full((self.n_rows,), self.begun, dtype=torch.long, device=tokens_R.device)
+            self.lengths = torch.full((self.n_rows,), self.begun, dtype=torch.long, device=tokens_R.device)
             self._hidden = None if self.proof is None else HiddenRows(self.n_rows, self.proof, self.begun)
         live_R = self._alive[state.rows]
         self._steps.append(tuple(column[live_R] for column in (state.rows, tokens_R, logprobs_R)))
-        self._lengths += self._alive
+        self.lengths += self._alive
         if self._hidden is not None:
-            self._hidden.keep(state, self._lengths)
+            self._hidden.keep(state, self.lengths)
         self.step += 1
         keep_R = live_R & (tokens_R != self.eos_token_id)
         if self.lines:
@@ -207,11 +202,6 @@ class Decoding:
         places_G, values_G = (torch.tensor(column, device=tokens_R.device) for column in zip(*given, strict=True))
         return tokens_R.index_copy(0, places_G, values_G.to(tokens_R.dtype)), logprobs_R.index_fill(0, places_G, 0.0)
 
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """How many tokens every row has so far."""
-        found: npt.NDArray[np.int64] = self._lengths.cpu().numpy()
-        return found
-
     def _columns(self) -> list[list[npt.NDArray[Any]]]:
         """Tokens and log-probabilities, with those that the rows began with: for each, one array per row."""
         kept: list[list[npt.NDArray[Any]]] = [[row.tokens for row in self.rows], [row.logprobs for row in self.rows]]
@@ -239,7 +229,7 @@ class Decoding:
     def finish(self) -> None:
         """Every row is drawn: give each its completion."""
         if self._hidden is not None:
-            self._hidden.fold(self._lengths)
+            self._hidden.fold(self.lengths)
         for place, (tokens, logprobs, proofs) in enumerate(zip(*self._columns(), self._proofs(), strict=True)):
             self._complete(place, tokens, logprobs, proofs)
 
@@ -276,10 +266,6 @@ class Decoding:
                 self.lines[place] = line
             self._complete(place, tokens, logprobs, proofs)
         return left
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""
 
 
 @dataclass(frozen=True)
@@ -326,33 +312,30 @@ class GenerationCall:
             places.setdefault(row.group, []).append(place)
         told = [self.requests[group] for group in places]
         if all(request.on_tokens is None and request.on_chunks is None for request in told):
-            return _nothing
+            return lambda: None
         here = set(map(id, decoding.rows))
         others = {group: [row for row in self.groups[group] if id(row) not in here] for group in places}
 
         def tell() -> None:
             if decoding.step % TELL_EVERY == 0:
-                lengths_R = decoding.lengths()
+                lengths_R = decoding.lengths.cpu().numpy()
                 for group, own in places.items():
                     on_tokens = self.requests[group].on_tokens
                     if on_tokens is not None:
                         on_tokens(int(lengths_R[own].sum()) + sum(len(row.tokens) for row in others[group]))
             if self.proof is not None and decoding.step % self.proof.rows == 0:
                 chunks = cache(decoding.chunks)  # computed once, for the first group that asks
-                for group, own in places.items():
+                for group in places:
                     on_chunks = self.requests[group].on_chunks
                     if on_chunks is not None:
-                        on_chunks(partial(_chunks_of, decoding.rows, own, others[group], chunks))
+                        on_chunks(partial(finished, group, chunks))
+
+        def finished(group: int, chunks: Callable[[], list[Chunks]]) -> dict[int, Chunks]:
+            """The finished chunks of one group, by seed."""
+            found = {row.seed: Chunks(row.tokens, tuple(row.proofs)) for row in others[group] if row.proofs}
+            return found | {decoding.rows[place].seed: chunks()[place] for place in places[group]}
 
         return tell
-
-
-def _chunks_of(
-    rows: Sequence[Row], places: Sequence[int], others: Sequence[Row], chunks: Callable[[], list[Chunks]]
-) -> dict[int, Chunks]:
-    """The finished chunks of one group, by seed."""
-    found = {row.seed: Chunks(row.tokens, tuple(row.proofs)) for row in others if row.proofs}
-    return found | {rows[place].seed: chunks()[place] for place in places}
 
 
 def _most_probable(logits_RV: Tensor, _step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:

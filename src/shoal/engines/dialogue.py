@@ -170,12 +170,6 @@ class Line:
         return True
 
 
-def unknown_tool(lease: Lease) -> str:
-    """The tool that the lease names and this shoal does not have, made printable; empty if there is none such."""
-    tool = "" if lease.dialogue is None else lease.dialogue.tool
-    return "" if tool in TOOLS else ascii(tool)[1:-1]
-
-
 def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
     """The dialogue of a lease, by the tokenizer among its policy's files; None if it has none.
 
@@ -183,12 +177,12 @@ def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
     """
     if lease.dialogue is None:
         return None
-    if unknown := unknown_tool(lease):
+    sampling, tool = lease.sampling, TOOLS.get(lease.dialogue.tool)
+    if tool is None:
         raise ConfigError(
-            f"the run's environment answers with the tool {unknown}, which this shoal does not have (it has "
-            f"{', '.join(sorted(TOOLS))}): upgrade it with: pip install -U shoal"
+            f"the run's environment answers with the tool {lease.dialogue.tool!a}, which this shoal does not have "
+            f"(it has {', '.join(sorted(TOOLS))}): upgrade it with: pip install -U shoal"
         )
-    sampling, tool = lease.sampling, TOOLS[lease.dialogue.tool]
     return Dialogue(lease.dialogue, sampling.eos_token_id, sampling.max_new_tokens, tool, texts_of(files))
 
 

@@ -1,4 +1,4 @@
-"""The groups of leases: what an engine draws under their prompts, seeds and terms."""
+"""The groups of leases: what an engine draws under their prompts, seeds and terms, and how it is submitted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from shoal.engines.dialogue import dialogue_for
 from shoal.engines.protocol import Completion, GenerationRequest, OnChunks
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ProtocolError, ResourceError
-from shoal.protocol import Lease
+from shoal.protocol import SUBMISSION_FORMAT, Lease, Rollout, Submission, pack_logprobs, pack_tokens
+from shoal.protocol.submission import pack_spans
 
 
 def is_finite(group: Sequence[Completion]) -> bool:
@@ -60,3 +61,23 @@ def generate(
         ) from error
     except ValueError as error:
         raise ProtocolError(f"the leased prompts do not fit policy {loaded.ref.label}: {error}") from error
+
+
+def submission_of(lease: Lease, completions: Sequence[Completion], engine: str) -> Submission:
+    """A finished group, framed by the lease that it was drawn for."""
+    return Submission(
+        format=SUBMISSION_FORMAT, run=lease.run, node=lease.node, lease=lease.lease, unit=lease.unit,
+        incarnation=lease.policy.incarnation, version=lease.policy.version, policy_digest=lease.policy.digest,
+        prompt=pack_tokens(lease.prompt_ids), rollouts=[rollout_of(completion) for completion in completions],
+        engine=engine,
+    )  # fmt: skip
+
+
+def rollout_of(completion: Completion) -> Rollout:
+    return Rollout(
+        tokens=pack_tokens(completion.token_ids),
+        logprobs=pack_logprobs(completion.logprobs),
+        finish=completion.finish,
+        proofs=completion.proofs,
+        given=pack_spans(completion.given),
+    )

@@ -49,17 +49,15 @@ def free_bytes(device: str) -> int:
     return int(max(0, min(free, _share * total - reserved)) + idle)
 
 
-def keep_to_share(kind: str, share: float) -> int:
+def keep_to_share(kind: str, share: float) -> None:
     """Let this process take at most `share` of the GPU's memory, if its `kind` says that it computes there. More is
-    refused as if memory had run out, so that batches shrink and other processes keep theirs. The bytes; 0: no limit."""
+    refused as if memory had run out, so that batches shrink and other processes keep theirs."""
     global _share
-    if share == 1 or kind.split("/")[1] != "cuda":
-        return 0
-    import torch
+    if share < 1 and kind.split("/")[1] == "cuda":
+        import torch
 
-    _share = share
-    torch.cuda.set_per_process_memory_fraction(share)
-    return int(share * torch.cuda.mem_get_info()[1])
+        _share = share
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def usable_bytes(device: str, most: int | None = None) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.engines.protocol import Engine
@@ -15,42 +13,70 @@ from shoal.protocol import Entry
 
 log = logging.getLogger(__name__)
 
-SAY_EVERY_S = 10.0
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 
 Files = Mapping[str, bytes]
 
 
-def _start_torch(device: str) -> None:
-    with _loading("torch"):
+@dataclass(frozen=True)
+class EngineEntry:
+    """How an engine is made, and what it computes in. `profile` is the name in its `kind`: an engine that computes as
+    another does may go by the other's."""
+
+    profile: str
+    make: Callable[[Files, str, str], Engine]
+    dtypes: tuple[str, ...] = ("float32",)
+
+    def device(self, device: str) -> str:
+        """The device that it takes when asked for one, or for "auto"."""
+        if device == "cuda":
+            raise ConfigError(f'the {self.profile} engine has no device but "cpu"')
+        return "cpu"
+
+    def formats(self, _device: str) -> tuple[str, ...]:
+        """Those of `dtypes` that a device of this machine computes in, the fastest first."""
+        return self.dtypes
+
+    def start(self, _device: str) -> None:
+        """Load what it needs."""
+
+    def check(self, _files: Files, _entries: Sequence[Entry], _dtype: str, _memory_bytes: int) -> None:
+        """Compare a policy's files with its weights, and with the memory that it may take."""
+
+
+class TorchEntry(EngineEntry):
+    def device(self, device: str) -> str:
+        import torch
+
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError('the device is "cuda", but torch finds no GPU here; set it to "cpu" or "auto"')
+        return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+    def formats(self, device: str) -> tuple[str, ...]:
+        """An emulated bfloat16 is slower than float32."""
+        import torch
+
+        if device == "cpu":
+            return ("float32", "bfloat16")
+        return ("bfloat16", "float32") if torch.cuda.is_bf16_supported(including_emulation=False) else ("float32",)
+
+    def start(self, device: str) -> None:
+        began_s = time.monotonic()
+        log.info("loading torch, which may take a minute")
         import torch
         import transformers.modeling_utils  # noqa: F401  what every model of theirs is built on
 
         import shoal.engines.torch  # noqa: F401
 
-    if device != "cpu" and torch.cuda.is_available():
-        torch.ones(1, device="cuda")  # the first use of a GPU takes seconds
+        log.info("torch is loaded, after %.1f s", time.monotonic() - began_s)
+        if device != "cpu" and torch.cuda.is_available():
+            torch.ones(1, device="cuda")  # the first use of a GPU takes seconds
 
+    def check(self, files: Files, entries: Sequence[Entry], dtype: str, memory_bytes: int) -> None:
+        from shoal.models.load import check_policy
 
-@contextmanager
-def _loading(what: str) -> Iterator[None]:
-    """Say that it is being loaded, and every few seconds for how long: it may take a minute."""
-    began_s, done = time.monotonic(), threading.Event()
-
-    def tell() -> None:
-        while not done.wait(SAY_EVERY_S):
-            log.info("still loading %s, for %.0f s now", what, time.monotonic() - began_s)
-
-    log.info("loading %s", what)
-    teller = threading.Thread(target=tell, name="loading", daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        done.set()
-        teller.join()
-    log.info("%s is loaded, after %.1f s", what, time.monotonic() - began_s)
+        check_policy(files, entries, dtype, memory_bytes)
 
 
 def _torch(files: Files, device: str, dtype: str) -> Engine:
@@ -59,66 +85,15 @@ def _torch(files: Files, device: str, dtype: str) -> Engine:
     return TorchEngine(files, dtype, device)
 
 
-def _check_torch(files: Files, entries: Sequence[Entry], dtype: str, memory_bytes: int) -> None:
-    from shoal.models.load import check_policy
-
-    check_policy(files, entries, dtype, memory_bytes)
-
-
-def _torch_device(device: str) -> str:
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('the device is "cuda", but torch finds no GPU here; set it to "cpu" or "auto"')
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
-
-
-def _torch_formats(device: str) -> tuple[str, ...]:
-    """What the device computes in by itself, the fastest first. (An emulated bfloat16 is slower than float32.)"""
-    import torch
-
-    if device == "cpu":
-        return ("float32", "bfloat16")
-    return ("bfloat16", "float32") if torch.cuda.is_bf16_supported(including_emulation=False) else ("float32",)
-
-
 def _scripted(files: Files, _device: str, _dtype: str) -> Engine:
     from shoal.engines.scripted import ScriptedEngine
 
     return ScriptedEngine(files)
 
 
-def _only_cpu(device: str) -> str:
-    if device == "cuda":
-        raise ConfigError('the scripted engine has no device but "cpu"')
-    return "cpu"
-
-
-@dataclass(frozen=True)
-class EngineEntry:
-    """How an engine is made, which device it takes when asked for one (or for "auto"), and its number formats.
-
-    `profile` is the name in its `kind`: an engine that computes as another does may go by the other's. `formats` are
-    those of `dtypes` that a device of this machine computes in, the fastest first. `check` compares a policy's files
-    with its weights, and with the memory that it may take, before an engine is made for it.
-    """
-
-    profile: str
-    make: Callable[[Files, str, str], Engine]
-    device: Callable[[str], str]
-    dtypes: tuple[str, ...] = DTYPES
-    formats: Callable[[str], tuple[str, ...]] = lambda _device: ("float32",)
-    start: Callable[[str], None] = lambda _device: None
-    check: Callable[[Files, Sequence[Entry], str, int], None] = lambda *_policy: None
-
-
 ENGINES: dict[str, EngineEntry] = {
-    "torch": EngineEntry(
-        "torch", _torch, _torch_device, formats=_torch_formats, start=_start_torch, check=_check_torch
-    ),
-    "scripted": EngineEntry("scripted", _scripted, _only_cpu, ("float32",)),
+    "torch": TorchEntry("torch", _torch, DTYPES),
+    "scripted": EngineEntry("scripted", _scripted),
 }
 
 
@@ -200,7 +175,11 @@ def _named(device: str) -> str:
     import torch
 
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    old = "" if "bfloat16" in _torch_formats(device) else f" (compute capability {capability}; bfloat16 needs 8.0)"
+    old = (
+        ""
+        if "bfloat16" in ENGINES["torch"].formats(device)
+        else f" (compute capability {capability}; bfloat16 needs 8.0)"
+    )
     return f"the GPU {torch.cuda.get_device_name()}{old}"
 
 

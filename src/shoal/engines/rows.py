@@ -1,12 +1,9 @@
 """The rows of a batch that is being decoded: which are still in it, and how each gets its next hidden state.
 
-    CachedRows      one forward pass over one token per row, keys and values of what came before in a cache
-    RecomputedRows  one forward pass over everything so far; for models whose cache does not do for such a batch
-
 Attention has a cache that rows can be repeated in, dropped from and padded on the left. What recurrent layers keep
-instead (a state, the last inputs of a convolution) does not always bear that, so such a model is tried first
-(`decodes_with_cache`), and computed anew for every token if it does not agree with itself: slow, but right. Some such
-layers go on from what they keep by one token, and forget it where several come at once (`follows_with_cache`).
+instead (a state, the last inputs of a convolution) does not always bear that, so such a model is tried first, and
+refused if it does not agree with itself (`check_cache`). Some such layers continue from what they keep by one token,
+and forget it where several come at once (`follows_with_cache`).
 
 B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: hidden size.
 """
@@ -16,40 +13,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from shoal.engines.cache import growing_cache
 from shoal.engines.memory import is_out_of_memory, kept_bytes
+from shoal.errors import ModelError
 from shoal.models.logprobs import hidden_states
 from shoal.models.packed import PROBE_ERRORS, PROBE_TOLERANCE
 
 log = logging.getLogger(__name__)
 
 _known: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
+ROOM_TOKENS = 16
 AT_ONCE = 5  # more than the convolutions of recurrent layers look back
 
 
-class Rows(Protocol):
-    """The rows still in the batch: their indices, and the states that their next tokens are drawn from."""
-
-    rows: Tensor
-    hidden: Tensor
-
-    def select(self, kept: Tensor) -> None: ...
-
-    def advance(self, model: Any, tokens_R: Tensor) -> None:
-        """Feed each row its own token; afterwards `hidden` is what the next token is drawn from."""
-        ...
-
-
 @dataclass
-class CachedRows:
-    """Implements `Rows`: positions, masks and cache of what came before."""
+class Rows:
+    """The rows still in the batch: their indices, the states that their next tokens are drawn from, and positions,
+    masks and cache of what came before."""
 
     rows: Tensor
     hidden: Tensor
@@ -60,7 +48,7 @@ class CachedRows:
     @classmethod
     def after(
         cls, model: Any, prompts: Sequence[tuple[int, ...]], source_R: Tensor, max_tokens: int | None = None
-    ) -> CachedRows:
+    ) -> Rows:
         """Each prompt computed once, padded on the left; row r begins after prompt `source_R[r]`.
 
         Prompts of more than `max_tokens` together are computed in pieces; layers with a state take no padded pieces.
@@ -101,6 +89,7 @@ class CachedRows:
         self.cache.reorder_cache(kept)
 
     def advance(self, model: Any, tokens_R: Tensor) -> None:
+        """Feed each row its own token; afterwards `hidden` is what the next token is drawn from."""
         self.hidden = self.follow(model, tokens_R[:, None])[:, -1]
 
     def follow(self, model: Any, ids_RT: Tensor) -> Tensor:
@@ -120,45 +109,10 @@ class CachedRows:
         return states_RTH
 
 
-@dataclass
-class RecomputedRows:
-    """Implements `Rows`: all tokens so far, padded on the right, which a causal model never looks at."""
-
-    rows: Tensor
-    hidden: Tensor
-    ids: Tensor
-    lengths: Tensor
-    max_tokens: int  # of one forward pass
-
-    @classmethod
-    def after(cls, model: Any, prompts: Sequence[tuple[int, ...]], source_R: Tensor, max_tokens: int) -> RecomputedRows:
-        """Each prompt computed once; row r begins after prompt `source_R[r]`."""
-        device, source_R = model.device, source_R.to(model.device)
-        lengths_B = torch.tensor([len(prompt) for prompt in prompts])
-        ids_BL = torch.zeros(len(prompts), int(lengths_B.max()), dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids_BL[row, : len(prompt)] = torch.tensor(prompt)
-        ids_BL, lengths_B = ids_BL.to(device), lengths_B.to(device)
-        hidden_BH = _last_states(model, ids_BL, lengths_B, max_tokens)
-        rows = torch.arange(len(source_R), device=device)
-        return cls(rows, hidden_BH[source_R], ids_BL[source_R], lengths_B[source_R], max_tokens)
-
-    def select(self, kept: Tensor) -> None:
-        self.rows, self.hidden = self.rows[kept], self.hidden[kept]
-        self.ids, self.lengths = self.ids[kept], self.lengths[kept]
-
-    def advance(self, model: Any, tokens_R: Tensor) -> None:
-        if int(self.lengths.max()) == self.ids.shape[1]:
-            self.ids = torch.nn.functional.pad(self.ids, (0, 1))
-        self.ids[torch.arange(len(tokens_R), device=self.ids.device), self.lengths] = tokens_R
-        self.lengths = self.lengths + 1
-        self.hidden = _last_states(model, self.ids, self.lengths, self.max_tokens)
-
-
 def bytes_kept(model: Any) -> tuple[int, int, int]:
     """Measured: what a model's cache takes for each token of a row, what for the row itself, and by how much the
     tensor that grows fastest grows with each token in the cache (some models expand it at every step)."""
-    state = CachedRows.after(model, [(0,)], torch.tensor([0]))
+    state = Rows.after(model, [(0,)], torch.tensor([0]))
     kept, made = [], []
     for _ in range(2):
         with _Sizes() as sizes:
@@ -183,9 +137,13 @@ class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         return result
 
 
-def decodes_with_cache(model: Any) -> bool:
-    """Whether a model computes rows with a cache, token by token, as it computes each sequence alone."""
-    return _tried(model, at_once=1)
+def check_cache(model: Any) -> None:
+    """Raise `ModelError` unless a model computes rows with a cache, token by token, as it computes each one alone."""
+    if not _tried(model, at_once=1):
+        raise ModelError(
+            f"{type(model).__name__} cannot be decoded in batches: what its recurrent layers keep does not agree with "
+            "the whole sequence; choose another model"
+        )
 
 
 def follows_with_cache(model: Any) -> bool:
@@ -201,20 +159,13 @@ def _tried(model: Any, at_once: int) -> bool:
     answer is kept."""
     known = _known.setdefault(model, {})
     if at_once not in known:
-        name = type(model).__name__
         try:
             known[at_once] = not _is_recurrent(model) or _agrees(model, at_once)
         except PROBE_ERRORS as error:
             if is_out_of_memory(error):  # says nothing about the model
                 raise
-            log.debug("%s is not computed with a cache: %s", name, error)
+            log.debug("%s is not computed with a cache: %s", type(model).__name__, error)
             known[at_once] = False
-        if at_once == 1 and not known[at_once]:
-            log.warning(
-                "%s is decoded without a cache, every token from the beginning, which is slow: what its layers keep "
-                "does not do for batches",
-                name,
-            )
     return known[at_once]
 
 
@@ -228,7 +179,7 @@ def _agrees(model: Any, at_once: int) -> bool:
     """Two prompts of unlike length, one of them continued twice, one row dropped, against the sequences alone."""
     size = model.config.get_text_config().vocab_size
     prompts = [tuple(number % size for number in range(3, 9)), tuple(number % size for number in range(20, 23))]
-    rows = CachedRows.after(model, prompts, torch.tensor([0, 1, 1]))
+    rows = Rows.after(model, prompts, torch.tensor([0, 1, 1]))
     said = torch.arange(11, 11 + 3 * (1 + AT_ONCE), device=model.device).view(3, -1) % size
     rows.advance(model, said[:, 0])
     rows.select(torch.tensor([0, 2], device=model.device))
@@ -242,11 +193,51 @@ def _agrees(model: Any, at_once: int) -> bool:
     return True
 
 
-def _last_states(model: Any, ids_RL: Tensor, lengths_R: Tensor, max_tokens: int) -> Tensor:
-    """The state after the last token of each row [R, H], so many rows at a time as `max_tokens` allows."""
-    size = max(1, max_tokens // ids_RL.shape[1])
-    states = []
-    for ids, lengths in zip(torch.split(ids_RL, size), torch.split(lengths_R, size), strict=True):
-        states_RLH = hidden_states(model, ids)
-        states.append(states_RLH[torch.arange(len(ids), device=ids.device), lengths - 1])
-    return torch.cat(states)
+def growing_cache(config: Any) -> Any:
+    """The library's cache for a model, its plain layers replaced by growing ones (sliding windows stay theirs)."""
+    cache = DynamicCache(config=config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # the library is untyped
+    """Keys and values [rows, heads, tokens, size], views of the filled part of two buffers that have room for more: the
+    library's own layer concatenates, and so copies all that was decoded so far, at every token."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._buffers = (key_states[..., :0, :], value_states[..., :0, :])
+        self.keys, self.values = self._buffers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_arguments: Any, **_options: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        used = self.keys.shape[-2]
+        end = used + key_states.shape[-2]
+        if end > self._buffers[0].shape[-2]:
+            self._move(self.keys, self.values, capacity=end + max(ROOM_TOKENS, used))
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[..., used:end, :] = states
+        self._show(end)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Only these rows, in this order; a row may come several times."""
+        capacity = self._buffers[0].shape[-2]
+        self._move(self.keys[beam_idx], self.values[beam_idx], capacity)
+
+    def _move(self, keys: Tensor, values: Tensor, capacity: int) -> None:
+        """New buffers of that capacity, holding these keys and values."""
+        used = keys.shape[-2]
+        buffers = []
+        for filled in (keys, values):
+            buffer = filled.new_empty((*filled.shape[:-2], capacity, filled.shape[-1]))
+            buffer[..., :used, :] = filled
+            buffers.append(buffer)
+        self._buffers = (buffers[0], buffers[1])
+        self._show(used)
+
+    def _show(self, used: int) -> None:
+        self.keys, self.values = (buffer[..., :used, :] for buffer in self._buffers)

@@ -5,9 +5,8 @@
                                                                └─► only what changed, where the one given up is
                                                                    the policy that the new one was made from
 
-Each is a whole copy of the weights, so there are two budgets: how many, and how many bytes in all. What is asked for is
-always loaded; a policy larger than the byte budget is then alone. The first policy of a model is checked before an
-engine is made for it: `check` compares its files with its manifest.
+Each is a whole copy of the weights. The first policy of a model is checked before an engine is made for it: `check`
+compares its files with its manifest.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class LoadedPolicy:
 
 
 class EngineShelf:
-    """At most `held` loaded policies, of `memory_bytes` together (0: as many as it takes). One caller at a time.
+    """At most `held` loaded policies, fewer where memory does not suffice. One caller at a time.
 
     >>> shelf = EngineShelf(downloader.fetch, lambda files: build("torch", files), held=2)   # doctest: +SKIP
     >>> shelf.get(lease.policy, deadline_s=30).engine.generate(requests)                     # doctest: +SKIP
@@ -50,16 +49,10 @@ class EngineShelf:
     wait_s = 30.0
     """How long a caller that can do something else meanwhile waits for a policy."""
 
-    def __init__(
-        self, fetch: Fetch, build: Build, held: int, memory_bytes: int = 0, check: Check = lambda _files, _entries: None
-    ) -> None:
+    def __init__(self, fetch: Fetch, build: Build, held: int, check: Check = lambda _files, _entries: None) -> None:
         if held < 1:
             raise ValueError(f"a shelf holds at least one policy, not {held}")
-        self._fetch = fetch
-        self._build = build
-        self._held = held
-        self._memory_bytes = memory_bytes
-        self._check = check
+        self._fetch, self._build, self._held, self._check = fetch, build, held, check
         self._loaded: OrderedDict[PolicyRef, LoadedPolicy] = OrderedDict()
 
     def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
@@ -78,14 +71,13 @@ class EngineShelf:
         if all(loaded.files != files for loaded in self._loaded.values()):
             self._check(files, payload.manifest.entries)
         self._loaded[ref] = LoadedPolicy(ref, self._load(files, payload), files)
-        self._make_room(0)
         return self._loaded[ref]
 
     def _load(self, files: Mapping[str, bytes], payload: Payload) -> Engine:
         """An engine with the payload in place. Where memory does not suffice, fewer are held from now on."""
         while True:
             try:
-                return _put_in_place(self._engine_for(files, payload.manifest.size_bytes), payload)
+                return _put_in_place(self._engine_for(files), payload)
             except MEMORY_ERRORS as error:
                 if not is_out_of_memory(error):
                     raise
@@ -99,27 +91,10 @@ class EngineShelf:
             log.warning("memory does not suffice for %d policies: %d are held now", self._held + 1, self._held)
             release_memory()
 
-    def _engine_for(self, files: Mapping[str, bytes], payload_bytes: int) -> Engine:
-        """An engine to load into: one that has to go anyway, if it is of the same model.
-
-        What a policy will take is known from another of the same model; for the first, the payload is a guess.
-        """
-        alike = [loaded.engine.size_bytes for loaded in self._loaded.values() if loaded.files == files]
-        spare = self._make_room(max(alike, default=payload_bytes), places=1)
+    def _engine_for(self, files: Mapping[str, bytes]) -> Engine:
+        """An engine to load into: the least lately used, if one has to go anyway and is of the same model."""
+        spare = self._loaded.popitem(last=False)[1] if len(self._loaded) == self._held else None
         return spare.engine if spare is not None and spare.files == files else self._build(files)
-
-    def _make_room(self, size_bytes: int, places: int = 0) -> LoadedPolicy | None:
-        """Give up the least lately used until that many more fit (the last one stays); returns the last given up."""
-        spare = None
-        while len(self._loaded) > 1 - places and self._is_over(size_bytes, places):
-            _, spare = self._loaded.popitem(last=False)
-        return spare
-
-    def _is_over(self, size_bytes: int, places: int) -> bool:
-        if len(self._loaded) + places > self._held:
-            return True
-        used = sum(loaded.engine.size_bytes for loaded in self._loaded.values())
-        return 0 < self._memory_bytes < used + size_bytes
 
 
 def _put_in_place(engine: Engine, payload: Payload) -> Engine:

@@ -31,24 +31,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shoal.engines import memory
 from shoal.engines.batching import RowBatch, paged_decoder, pages_for
 from shoal.engines.decoding import Decoding, GenerationCall, Row, choose_tiled
 from shoal.engines.dialogue import Line
-from shoal.engines.memory import (
-    ALLOWANCE,
-    MEMORY_ERRORS,
-    Room,
-    cached_token_bytes,
-    computed_token_bytes,
-    is_out_of_memory,
-    release_memory,
-    scores_bytes,
-    usable_bytes,
-    width,
-)
+from shoal.engines.memory import MEMORY_ERRORS, Room, is_out_of_memory, release_memory
 from shoal.engines.paged import POOL_SHARE, PagedDecoder
-from shoal.engines.protocol import PLAIN, Completion, GenerationRequest, Prefill, PrefillRequest, Respond
-from shoal.engines.rows import CachedRows, RecomputedRows, Rows, bytes_kept, decodes_with_cache, follows_with_cache
+from shoal.engines.protocol import PLAIN, Completion, GenerationRequest, Prefill, PrefillRequest
+from shoal.engines.rows import Rows, bytes_kept, check_cache, follows_with_cache
 from shoal.errors import ModelError, PolicyMismatch, ResourceError
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
@@ -150,7 +140,7 @@ class TorchEngine:
         self._max_prefill_tokens = max_prefill_tokens or default
         self._room, self._prefill_room = Room(1), Room(1)  # until they are measured
         self._most_tile, self._tile_divisor = LEAST_TILE, 1
-        self._usable, self._width = 0, width(model)
+        self._usable, self._width = 0, memory.width(model)
         self._kept: tuple[int, int, int] | None = None  # `bytes_kept`, once measured
         self._loaded = self._shared = self._may_page = False
         self._pages: PagedDecoder | None = None
@@ -233,7 +223,7 @@ class TorchEngine:
     def _measure_room(self) -> None:
         """How much may be computed at once, by the memory that is free now."""
         left = None if self.memory_bytes is None else self.memory_bytes - self.size_bytes
-        usable = usable_bytes(self._model.device.type, left)
+        usable = memory.usable_bytes(self._model.device.type, left)
         self._usable = usable
         self._room.most = max(1, usable // self._token_bytes())
         self._most_tile = max(LEAST_TILE, usable // (TILE_SHARE * 4))
@@ -245,7 +235,8 @@ class TorchEngine:
             return
         with self._inference():
             try:
-                self._kept = bytes_kept(self._model) if decodes_with_cache(self._model) else (0, 0, 0)
+                check_cache(self._model)
+                self._kept = bytes_kept(self._model)
             except MEMORY_ERRORS as error:
                 if not is_out_of_memory(error):
                     raise
@@ -253,13 +244,16 @@ class TorchEngine:
     def _token_bytes(self) -> int:
         """What a token of a row takes in the cache, by the configuration or as measured, whichever is more."""
         kept, _, expanded = self._kept or (0, 0, 0)
-        said = cached_token_bytes(self._model.config.get_text_config(), self._model.dtype.itemsize)
-        return max(said, ALLOWANCE * kept, EXPANDED * expanded)
+        said = memory.cached_token_bytes(self._model.config.get_text_config(), self._model.dtype.itemsize)
+        return max(said, memory.ALLOWANCE * kept, EXPANDED * expanded)
 
     def _computable(self, longest: int) -> int:
         """How many tokens of rows of up to so many fit into memory while a layer is computed of them; at least one."""
         config = self._model.config.get_text_config()
-        each = computed_token_bytes(config, self._model.dtype.itemsize, self._width) + scores_bytes(config) * longest
+        each = (
+            memory.computed_token_bytes(config, self._model.dtype.itemsize, self._width)
+            + memory.scores_bytes(config) * longest
+        )
         return max(1, self._usable // each)
 
     def _drawn(self, drawing: GenerationCall) -> list[list[Completion]]:
@@ -288,7 +282,7 @@ class TorchEngine:
         """Rows of which there are `begun` tokens, and that can be decoded together: equal sampling, similar length, as
         many as fit. Groups stay whole if they fit; each next batch goes by what the last one showed."""
         requests = drawing.requests
-        order = sorted(range(len(requests)), key=lambda i: (_key(requests[i].sampling), len(requests[i].prompt_ids)))
+        order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].sampling), len(requests[i].prompt_ids)))
         batch: list[Row] = []
         for index in order:
             request = requests[index]
@@ -320,7 +314,9 @@ class TorchEngine:
 
     def _try_draw(self, drawing: GenerationCall, batch: list[Row]) -> list[Row]:
         """Draw the rows of a batch; returns those for which memory did not suffice."""
-        decoding = self._decoding(drawing, batch)
+        sampling = drawing.requests[batch[0].group].sampling
+        line_of = partial(self._line, drawing)
+        decoding = Decoding(batch, sampling.max_new_tokens, sampling.eos_token_id, drawing.proof, line_of)
         size = len(batch) * max(drawing.tokens_each(row.group) for row in batch)
         try:
             self._decode(drawing, decoding)
@@ -345,25 +341,19 @@ class TorchEngine:
         )  # fmt: skip
         return left
 
-    def _decoding(self, drawing: GenerationCall, batch: list[Row]) -> Decoding:
-        sampling = drawing.requests[batch[0].group].sampling
-        return Decoding(
-            batch, sampling.max_new_tokens, sampling.eos_token_id, drawing.proof, partial(self._line, drawing)
-        )
-
     def _line(self, drawing: GenerationCall, row: Row) -> Line | None:
         """For a row of a request whose turns are answered."""
-        request = drawing.requests[row.group]
-        if request.respond is None:
+        respond, sampling = drawing.requests[row.group].respond, drawing.requests[row.group].sampling
+        if respond is None:
             return None
-        sampling = request.sampling
-        return Line(partial(self._known, request.respond), sampling.eos_token_id, sampling.max_new_tokens)
 
-    def _known(self, respond: Respond, token_ids: list[int]) -> tuple[int, ...] | None:
-        given = respond(token_ids)
-        if given:
-            self._refuse_unknown(min(given), max(given))
-        return given
+        def known(token_ids: list[int]) -> tuple[int, ...] | None:
+            given = respond(token_ids)
+            if given:
+                self._refuse_unknown(min(given), max(given))
+            return given
+
+        return Line(known, sampling.eos_token_id, sampling.max_new_tokens)
 
     def _decode(self, drawing: GenerationCall, decoding: Decoding) -> None:
         """Prefill each prompt once, repeat it for its rows, and decode until every row has finished."""
@@ -388,14 +378,10 @@ class TorchEngine:
         prompts = [drawing.requests[group].prompt_ids for group in groups]
         self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
         longest = max(drawing.tokens_each(row.group) for row in rows)
-        if not decodes_with_cache(self._model):
-            if longest > self._computable(longest):
-                raise MemoryError(f"{longest} tokens computed at once do not fit into memory")
-            prompts = [(*drawing.requests[row.group].prompt_ids, *row.tokens.tolist()) for row in rows]
-            return RecomputedRows.after(self._model, prompts, torch.arange(len(rows)), self._prefill_room.tokens)
+        check_cache(self._model)
         place = {group: index for index, group in enumerate(groups)}
         most = self._computable(longest)
-        state = CachedRows.after(self._model, prompts, torch.tensor([place[row.group] for row in rows]), most)
+        state = Rows.after(self._model, prompts, torch.tensor([place[row.group] for row in rows]), most)
         kept_RT = torch.from_numpy(np.stack([row.tokens for row in rows]).astype(np.int64)).to(self._model.device)
         at_once = max(1, min(CATCH_UP, most // len(rows))) if follows_with_cache(self._model) else 1
         for ids_RT in torch.split(kept_RT, at_once, dim=1) if kept_RT.numel() else ():
@@ -475,7 +461,7 @@ class TorchEngine:
         sources = [place[request.prompt_ids] for request in batch]
         self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
         longest = max(map(len, prompts))
-        state = CachedRows.after(self._model, prompts, torch.tensor(sources), self._computable(longest))
+        state = Rows.after(self._model, prompts, torch.tensor(sources), self._computable(longest))
         ids_BT, ends_B1 = self._laid_out([request.token_ids for request in batch], np.array(lengths))
         device, n_more = self._model.device, ids_BT.shape[1] - 1
         states_BTH = state.hidden[:, None]
@@ -524,10 +510,6 @@ class TorchEngine:
 def _length(request: PrefillRequest) -> int:
     """How many tokens are computed."""
     return len(request.prompt_ids) + len(request.token_ids) - 1
-
-
-def _key(sampling: SamplingParameters) -> tuple[float, int, int]:
-    return sampling.temperature, sampling.max_new_tokens, sampling.eos_token_id
 
 
 def _points(hidden_NH: Tensor, lengths: Sequence[int], proof: ProofParameters | None) -> Sequence[PointBatch | None]:

@@ -22,30 +22,20 @@ UNTOUCHED = ("embed", "lm_head", "norm")
 
 @dataclass(frozen=True)
 class Quantization:
-    """`bits` per weight; one scale per `group` weights of a row (0: per row), `offset` if the zero point is free."""
+    """`bits` per weight; one scale per `group` weights of a row (0: per row)."""
 
     bits: int
     group: int = 0
-    offset: bool = False
 
     def round(self, matrix: Any) -> Any:
         """The nearest matrix that such weights can hold; of float32, a numpy array or a tensor of any device."""
         rows, columns = matrix.shape
         group = self.group if self.group and columns % self.group == 0 else columns
         grouped, most = matrix.reshape(rows, columns // group, group), 2 ** (self.bits - 1) - 1
-        least = -_largest(-grouped)
-        scale = (_largest(grouped) - least) / (2**self.bits - 1) if self.offset else _largest(abs(grouped)) / most
+        size = abs(grouped)
+        scale = (size.amax(-1, keepdim=True) if hasattr(size, "amax") else size.max(axis=-1, keepdims=True)) / most
         scale[scale == 0] = 1
-        if self.offset:
-            rounded = ((grouped - least) / scale).round() * scale + least
-        else:
-            rounded = (grouped / scale).round().clip(-most, most) * scale
-        return rounded.reshape(rows, columns)
-
-
-def _largest(values: Any) -> Any:
-    """Along the last axis, which stays."""
-    return values.amax(-1, keepdim=True) if hasattr(values, "amax") else values.max(axis=-1, keepdims=True)
+        return ((grouped / scale).round().clip(-most, most) * scale).reshape(rows, columns)
 
 
 INT8 = Quantization(bits=8)

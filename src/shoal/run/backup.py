@@ -63,7 +63,7 @@ CHECKPOINTS_KEPT, TRIES = 2, 5
 """The newest, and one before it should the disk have damaged that. Beside them: the best that the run keeps."""
 REST = (
     "endpoints.json", "keys/*", "hub/secret", "trainer/metrics.jsonl", "trainer/rollouts/*",
-    "worker-*/node.key", "worker-*/outbox/*", "worker-*/outbox/refused/*",
+    "worker-*/node.key", "worker-*/outbox/*",
 )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ SETTINGS = (
 )  # fmt: skip
 """Of /etc; not all of /etc/ssl, where a machine's private keys are too."""
 GPUS = ("nvidia*", "dri", "kfd", "dxg")
-KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "LD_LIBRARY_PATH", "SHOAL_DEBUG", "SHOAL_LOG_FORMAT", "SSL_CERT_FILE")
+KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "LD_LIBRARY_PATH", "SHOAL_DEBUG", "SSL_CERT_FILE")
 KEPT_FAMILIES = ("CUDA_", "NVIDIA_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ROCM_", "HIP_")
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 # Root could change these without a capability. All of /proc cannot be read only: CUDA writes to its threads' own files.

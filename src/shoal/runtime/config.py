@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -172,27 +173,17 @@ def _table_lines(path: Keys, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _inline(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
-    if isinstance(value, int):
-        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
     if isinstance(value, list | tuple):
         return f"[{', '.join(_inline(item) for item in value)}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in value.items()) + "}"
-    return _quoted(str(value))
+    plain = value if isinstance(value, bool | int | float) else str(value)
+    return json.dumps(plain, ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # JSON's strings and numbers are TOML's, too
 
 
 def _key(key: str) -> str:
-    bare = key and all(char.isascii() and (char.isalnum() or char in "-_") for char in key)
-    return key if bare else _quoted(key)
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-
-
-def _quoted(text: str) -> str:
-    """A TOML basic string: control characters escaped, everything else as it is."""
-    return '"' + "".join(_ESCAPES.get(c, f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c) for c in text) + '"'
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _inline(key)

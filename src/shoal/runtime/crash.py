@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.runtime.files import resource_error
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +118,6 @@ class _CrashPlan:
             (self._folder / name).open("x").close()
         except FileExistsError:
             return False
-        except OSError as error:
-            raise resource_error("note a crash in", self._folder, error) from error
         return True
 
 

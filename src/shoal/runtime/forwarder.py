@@ -19,20 +19,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from shoal.runtime.targets import (
-    Proxy,
-    Reach,
-    TargetRefused,
-    addresses,
-    check_behind_proxy,
-    check_url,
-    connect_to,
-    endpoint_of,
-    first_answer,
-    open_tunnel,
-    proxy_of,
-    socket_name,
-)
+from shoal.runtime import targets
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +48,16 @@ class Forwarder:
         self._thread = threading.Thread(target=self._serve, name="forwarder", daemon=True)
         self._thread.start()
 
-    def allow(self, given: Iterable[str], named: Iterable[str], reach: Reach) -> None:
+    def allow(self, given: Iterable[str], named: Iterable[str], reach: targets.Reach) -> None:
         """From now on these URLs can be reached, and no others: those that the user gave, and those that a hub names.
         An address that was allowed before keeps the numbers that it was looked up with."""
-        wanted: dict[Endpoint, tuple[str, Reach | None]] = {}
+        wanted: dict[Endpoint, tuple[str, targets.Reach | None]] = {}
         for url in given:  # a name may lead elsewhere by now than to the hub that was met; numbers cannot
-            wanted[endpoint_of(url)] = (url, None if _is_numeric(endpoint_of(url)[0]) else reach)
+            wanted[targets.endpoint_of(url)] = (url, None if _is_numeric(targets.endpoint_of(url)[0]) else reach)
         for url in named:
-            with contextlib.suppress(TargetRefused):
-                check_url(url)
-                wanted.setdefault(endpoint_of(url), (url, reach))
+            with contextlib.suppress(targets.TargetRefused):
+                targets.check_url(url)
+                wanted.setdefault(targets.endpoint_of(url), (url, reach))
         if len(wanted) > MAX_ENDPOINTS:
             log.warning("the run has %d addresses; the sandbox reaches the first %d", len(wanted), MAX_ENDPOINTS)
             wanted = dict(islice(wanted.items(), MAX_ENDPOINTS))
@@ -92,11 +79,13 @@ class Forwarder:
         for each in (self._wake, self._wakened):
             each.close()
 
-    def _start(self, endpoint: Endpoint, url: str, reach: Reach | None) -> None:
-        proxy, listener = proxy_of(url), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def _start(self, endpoint: Endpoint, url: str, reach: targets.Reach | None) -> None:
+        proxy, listener = targets.proxy_of(url), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:  # addresses are looked up once; a proxy looks them up itself
-            found = addresses(*endpoint, reach) if proxy is None else check_behind_proxy(*endpoint, reach)
-            listener.bind(str(self.folder / socket_name(*endpoint)))
+            found = (
+                targets.addresses(*endpoint, reach) if proxy is None else targets.check_behind_proxy(*endpoint, reach)
+            )
+            listener.bind(str(self.folder / targets.socket_name(*endpoint)))
             listener.listen(64)
             listener.setblocking(False)
         except (OSError, UnicodeError) as error:  # UnicodeError: of a name that no lookup takes
@@ -111,7 +100,7 @@ class Forwarder:
         listener = self._listeners.pop(endpoint)
         self._selector.unregister(listener)
         listener.close()
-        (self.folder / socket_name(*endpoint)).unlink(missing_ok=True)
+        (self.folder / targets.socket_name(*endpoint)).unlink(missing_ok=True)
 
     def _serve(self) -> None:
         while not self._closed:
@@ -126,7 +115,7 @@ class Forwarder:
                     else:
                         inside.close()
 
-    def _carry(self, inside: socket.socket, endpoint: Endpoint, proxy: Proxy | None, found: list[str]) -> None:
+    def _carry(self, inside: socket.socket, endpoint: Endpoint, proxy: targets.Proxy | None, found: list[str]) -> None:
         try:
             with contextlib.closing(inside), contextlib.closing(_reached(endpoint, proxy, found)) as outside:
                 back = threading.Thread(target=_pump, args=(outside, inside), daemon=True)
@@ -147,12 +136,12 @@ def _is_numeric(host: str) -> bool:
     return True
 
 
-def _reached(endpoint: Endpoint, proxy: Proxy | None, found: list[str]) -> socket.socket:
+def _reached(endpoint: Endpoint, proxy: targets.Proxy | None, found: list[str]) -> socket.socket:
     if proxy is None:
-        return first_answer(found, endpoint[1], CONNECT_S)
-    connection, (host, port) = connect_to(proxy, CONNECT_S), endpoint
+        return targets.first_answer(found, endpoint[1], CONNECT_S)
+    connection, (host, port) = targets.connect_to(proxy, CONNECT_S), endpoint
     try:
-        open_tunnel(connection, proxy, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", CONNECT_S)
+        targets.open_tunnel(connection, proxy, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", CONNECT_S)
     except OSError:
         connection.close()
         raise

@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
+from shoal.engines.groups import submission_of
 from shoal.engines.protocol import Completion
-from shoal.engines.submission import submission_of
 from shoal.hub.changes import Topic
 from shoal.hub.service import retry
 from shoal.hub.state.commands import Refusal

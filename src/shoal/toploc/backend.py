@@ -1,4 +1,4 @@
-"""Which arithmetic runs: the compiled one for large work if numba is installed, else numpy. The numbers are the same.
+"""Which arithmetic runs: the compiled one for large work if numba works here, else numpy. The numbers are the same.
 
 Small work is not worth the import of numba (a second) or, the first time ever, its compilation (some ten seconds; the
 result is kept on disk). Nothing is imported before it is needed.
@@ -7,10 +7,8 @@ result is kept on disk). Nothing is imported before it is needed.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import warnings
-from functools import cache
 from typing import Any
 
 import numpy.typing as npt
@@ -21,14 +19,7 @@ from shoal.toploc.plain import Bits, Ints
 LARGE_VALUES = 2**21  # activations in one call: 16 chunks of 32 rows of 4096
 LARGE_POINTS = 2**11  # 16 chunks of 128
 KERNELS = "shoal.toploc.kernels"  # once imported, for large work, it is the faster one for small work too
-
-
 _is_broken = False
-
-
-@cache
-def has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
 
 
 def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
@@ -51,7 +42,7 @@ def _run(name: str, is_large: bool, *arguments: Any) -> Any:
     (an installation that is broken, a folder that cannot be written, a damaged cache): then numpy does the work, here
     and from now on."""
     global _is_broken
-    if _is_broken or not (is_large or KERNELS in sys.modules) or not has_numba():
+    if _is_broken or not (is_large or KERNELS in sys.modules):
         return getattr(plain, name)(*arguments)
     try:
         return getattr(importlib.import_module(KERNELS), name)(*arguments)

@@ -78,17 +78,13 @@ def check_proofs(comparisons: Comparisons, tolerance: ProofTolerance | None = No
     reason, detail, chunk = _verdict(comparisons, limits)
     matches = int(comparisons.matches.sum())
     return ProofCheck(
-        reason=reason,
-        detail=detail,
-        chunks=len(comparisons),
-        values=int(comparisons.k.sum()),
+        reason=reason, detail=detail, chunks=len(comparisons), values=int(comparisons.k.sum()),
         exponent_mismatches=int(comparisons.exp_mismatches.sum()),
         mantissa_mean=int(comparisons.mant_err_sum.sum()) / matches if matches else 2.0**64,
         mantissa_median=float(comparisons.mant_err_median.max(initial=0.0)),
         sign_mismatches=int(comparisons.sign_mismatches.sum()),
-        outside_hits=int(comparisons.outside_hits.max(initial=0)),
-        chunk=chunk,
-    )
+        outside_hits=int(comparisons.outside_hits.max(initial=0)), chunk=chunk,
+    )  # fmt: skip
 
 
 def _verdict(comparisons: Comparisons, limits: ProofTolerance) -> tuple[Reason | None, str, int | None]:

@@ -75,16 +75,11 @@ def compare(points: PointBatch, proofs: Sequence[bytes], outside: int = OUTSIDE)
     higher = polynomials.coefficients != 0
     higher[firsts] = False  # of one point every polynomial is constant
     return Comparisons(
-        k=points.counts,
-        exp_mismatches=table[:, 0],
-        mant_err_sum=table[:, 1],
-        mant_err_median=np.where(matched, table[:, 2].astype(np.float64), NO_MATCH),
-        sign_mismatches=table[:, 3],
-        outside_hits=table[:, 4],
-        outside_count=table[:, 5],
-        constant=~bad & _none_of(higher, points.counts) & ~equal,
+        k=points.counts, exp_mismatches=table[:, 0], mant_err_sum=table[:, 1],
+        mant_err_median=np.where(matched, table[:, 2].astype(np.float64), NO_MATCH), sign_mismatches=table[:, 3],
+        outside_hits=table[:, 4], outside_count=table[:, 5], constant=~bad & _none_of(higher, points.counts) & ~equal,
         malformed=malformed,
-    )
+    )  # fmt: skip
 
 
 def _small_moduli(points: PointBatch, polynomials: Polynomials) -> list[str | None]:

@@ -7,6 +7,7 @@ not on their order. There is no room for anything else: another length or a numb
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,13 +33,14 @@ def proof_size(k: int) -> int:
 
 
 def compile_kernels() -> None:
-    """Compile now what large work will need, if numba is installed: the first time ever it takes some ten seconds."""
-    if backend.has_numba():
-        import shoal.toploc.kernels  # noqa: F401  from now on it does small work, too
-        from shoal.toploc.compare import compare
+    """Compile now what large work will need: the first time ever it takes some ten seconds."""
+    from shoal.toploc.compare import compare
 
-        points = top_points(np.arange(1.0, 4097.0, dtype=np.float32).reshape(64, 64), [64], 8, 32)
-        compare(points, commit(points))
+    with contextlib.suppress(ImportError):  # of numba: then numpy does the work
+        import shoal.toploc.kernels  # noqa: F401  from now on it does small work, too
+
+    points = top_points(np.arange(1.0, 4097.0, dtype=np.float32).reshape(64, 64), [64], 8, 32)
+    compare(points, commit(points))
 
 
 def commit(points: PointBatch) -> list[bytes]:

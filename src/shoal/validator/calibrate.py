@@ -25,7 +25,7 @@ import numpy as np
 
 from shoal.engines import PLAIN, Completion, Engine, GenerationRequest
 from shoal.engines.asking import Asking
-from shoal.engines.submission import submission_of
+from shoal.engines.groups import submission_of
 from shoal.environments import Environment
 from shoal.errors import ConfigError, UnusableTask
 from shoal.models import TextTokenizer

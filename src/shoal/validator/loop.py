@@ -110,7 +110,7 @@ def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> 
 def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: StopToken) -> None:
     settings = config.settings
     kind = kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
-    memory_bytes = keep_to_share(kind, settings.memory_share)
+    keep_to_share(kind, settings.memory_share)
     _check_profiles(client.run_info().profiles, settings, config.engine)
     chosen = settle(settings, RunSize.of(client.run_info()))
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, chosen.keep_versions)
@@ -123,7 +123,6 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
             fetch,
             lambda files: build(config.engine, files, settings.device, settings.dtype),
             loaded,
-            memory_bytes // 2,
             lambda files, entries: check_policy(
                 config.engine, files, entries, settings.device, settings.dtype, UNLIMITED_BYTES
             ),

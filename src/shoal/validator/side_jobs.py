@@ -35,9 +35,8 @@ from dataclasses import dataclass
 from shoal.client import Activity, HubClient
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.dialogue import Talks, greedy_answers
-from shoal.engines.groups import generate, is_finite
+from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
-from shoal.engines.submission import submission_of
 from shoal.environments import Environment
 from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ResourceError, ScoringFailure
 from shoal.protocol import (

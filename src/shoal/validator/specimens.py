@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.engines import Completion, Engine
-from shoal.engines.submission import submission_of
+from shoal.engines.groups import submission_of
 from shoal.errors import ConfigError
 from shoal.protocol import (
     Audit,

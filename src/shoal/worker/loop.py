@@ -24,12 +24,10 @@ from shoal.adversary import Cheat, Loot, find_cheat
 from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import Completion, Engine, build, check_policy, kind_of, warm_up
-from shoal.engines.dialogue import unknown_tool
-from shoal.engines.groups import generate, is_finite
+from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.memory import keep_to_share
 from shoal.engines.protocol import BoundedEngine
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
-from shoal.engines.submission import submission_of
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
 from shoal.protocol import Entry, HeartbeatReply, Lease, LeaseRelease, LeaseRequest, PolicyRef
 from shoal.protocol.lease import MAX_HELD, MAX_LEASES_PER_REQUEST
@@ -174,20 +172,12 @@ class Worker:
         pace: Pace = Pace(),
     ) -> None:
         """`chosen`: the number format was chosen, so that another may be chosen before the first lease."""
-        self._client = client
-        self._may_choose = chosen
-        self._shelf = shelf
-        self._outbox = outbox
-        self._settings = settings
-        self._pace = pace
-        self._stop = stop
-        self._clock = clock
-        self._conduct = conduct
-        self._run = client.run_info().run
+        self._client, self._shelf, self._outbox, self._settings = client, shelf, outbox, settings
+        self._stop, self._clock, self._conduct, self._pace = stop, clock, conduct, pace
+        self._may_choose, self._run = chosen, client.run_info().run
         self._hand: dict[str, Held] = {}
         self._deadlines_ms: dict[str, int] = {}
-        self._broken_calls = 0
-        self._submitted = 0
+        self._broken_calls = self._submitted = 0
         self._units = 1  # to be asked for next: one, until it is known how long that takes
         self.finished = False
         self._earnings = Earnings(client, clock)
@@ -251,14 +241,9 @@ class Worker:
         policy = self._newest.loaded
         profile = self._conduct.profile(self._newest.kind, self._client.run_info().profiles)
         request = LeaseRequest(
-            request=uuid.uuid4().hex,
-            max_units=self._units,
-            wait_s=self._pace.poll_s,
-            held=self._known_leases(),
-            profile=profile,
-            policy=policy,
-            behind=self._newest.behind,
-        )
+            request=uuid.uuid4().hex, max_units=self._units, wait_s=self._pace.poll_s, held=self._known_leases(),
+            profile=profile, policy=policy, behind=self._newest.behind,
+        )  # fmt: skip
         try:
             with self.activity.waiting("work from the hub"):
                 reply = self._client.lease(request)
@@ -323,7 +308,6 @@ class Worker:
         now_s = self._clock.monotonic_s()
         late = [held.lease.lease for held in self._of(loaded.ref) if self._ends_at_s(held) <= now_s]
         self._release(late, "the lease ran out before it was begun")
-        self._give_back_unanswerable(loaded)
         leases = [held.lease for held in self._of(loaded.ref)]
         if not leases:
             return
@@ -348,15 +332,6 @@ class Worker:
         allowed_ms = min(max(lease.deadline_ms, lease.hard_deadline_ms) - lease.issued_at_ms for lease in leases)
         doable = int(SURE * allowed_ms / 1000 * len(leases) / max(took_s, 0.001))
         self._units = max(1, min(doable, most, self._settings.units_per_lease))
-
-    def _give_back_unanswerable(self, loaded: LoadedPolicy) -> None:
-        """Leases that name a tool which this shoal does not have are for others to do."""
-        for tool in sorted({tool for held in self._of(loaded.ref) if (tool := unknown_tool(held.lease))}):
-            names = [held.lease.lease for held in self._of(loaded.ref) if unknown_tool(held.lease) == tool]
-            reason = f"this shoal has no tool {tool}; upgrade it with: pip install -U shoal"
-            log.warning("%s cannot be done: %s", count_of(len(names), "lease"), reason)
-            self._release(names, reason)
-            self._stop.wait(POLICY_PAUSE_S)  # the next leases will hardly be others
 
     def _give_back_broken(self, loaded: LoadedPolicy, groups: Sequence[Sequence[Completion]]) -> None:
         """What this machine computed is no number: that is its failure, not the policy's, and nothing to be judged."""

@@ -30,10 +30,7 @@ class NewestPolicy:
     """Which policy is loaded, and which is the newest. `hear` may be called by another thread than the rest."""
 
     def __init__(self, client: HubClient, shelf: EngineShelf, activity: Activity, stop: StopToken) -> None:
-        self._client = client
-        self._shelf = shelf
-        self._activity = activity
-        self._stop = stop
+        self._client, self._shelf, self._activity, self._stop = client, shelf, activity, stop
         self._newest: PolicyRef | None = None
         self._outdated = True
         self.loaded: PolicyRef | None = None

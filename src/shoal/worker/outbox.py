@@ -1,7 +1,7 @@
 """Finished work on its way to the hub, as files: what was generated is never lost, whatever dies.
 
     generate ─► put (fsync) ─► waiting ─┬─ verified receipt ──► file removed
-                   │                    └─ final refusal ─────► outbox/refused/, with the hub's reason
+                   │                    └─ final refusal ─────► file removed, the hub's reason in the log
                    └─ kill -9 anywhere: the next start finds the file and sends it
 
 A file appears whole or not at all (written beside, fsynced, renamed, folder fsynced). Sending twice is harmless: the
@@ -14,7 +14,6 @@ verify --head FILE`.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -27,14 +26,12 @@ from shoal.errors import CodecError, DeadlineExceeded, HubRefused, ShoalError, S
 from shoal.protocol import BodyLimits, SignedDocument, Submission, pack, submission_digest, unpack
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
-from shoal.runtime.files import ensure_folder, open_in_place, resource_error, sync_folder, write_atomically
+from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".submission"
-REASON_SUFFIX = ".reason.json"
-REFUSED_KEPT = 100  # the newest of those that the hub would not have
 OWN_LIMITS = BodyLimits(compressed_bytes=2**30, inflated_bytes=2**32)  # files that this worker wrote itself
 
 
@@ -51,10 +48,8 @@ class Parcel:
 class Outbox:
     """The parcels in one folder, oldest first. For threads to share, not processes (the worker locks its folder)."""
 
-    def __init__(self, folder: Path, refused_kept: int = REFUSED_KEPT, clock: Clock = SystemClock()) -> None:
+    def __init__(self, folder: Path, clock: Clock = SystemClock()) -> None:
         self._folder = ensure_folder(folder, private=True)
-        self._refused = ensure_folder(folder / "refused")
-        self._refused_kept = refused_kept
         self._clock = clock
         self._changed = threading.Condition()
         self._parcels: dict[Path, Parcel] = {}
@@ -89,7 +84,7 @@ class Outbox:
     def take(self, run: str, timeout_s: float) -> Parcel | None:
         """The oldest parcel of a run that nobody has taken, waiting for one to be put.
 
-        Whoever takes it ends with `delivered`, `refuse` or `put_back`; a crash puts everything back.
+        Whoever takes it ends with `remove` or `put_back`; a crash puts everything back.
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._free(run)), timeout_s)
@@ -110,15 +105,13 @@ class Outbox:
         with self._changed:
             return self._changed.wait_for(lambda: len(self._of(run)) < limit, timeout_s)
 
-    def delivered(self, parcel: Parcel) -> None:
-        """The hub has promised: the file may go."""
+    def remove(self, parcel: Parcel) -> None:
+        """The hub has promised, or will never take it: the file may go."""
         parcel.path.unlink(missing_ok=True)
-        self._forget(parcel)
-
-    def refuse(self, parcel: Parcel, code: str, message: str) -> None:
-        """The hub will never take it: keep it aside with the reason, and keep only the last few of those."""
-        self._set_aside(parcel.path, {"code": code, "message": message, "lease": parcel.lease, "unit": parcel.unit})
-        self._forget(parcel)
+        with self._changed:
+            self._parcels.pop(parcel.path, None)
+            self._taken.discard(parcel.path)
+            self._changed.notify_all()
 
     def _of(self, run: str) -> list[Parcel]:
         return sorted((p for p in self._parcels.values() if p.run == run), key=lambda parcel: parcel.path.name)
@@ -126,30 +119,14 @@ class Outbox:
     def _free(self, run: str) -> list[Parcel]:
         return [parcel for parcel in self._of(run) if parcel.path not in self._taken]
 
-    def _forget(self, parcel: Parcel) -> None:
-        with self._changed:
-            self._parcels.pop(parcel.path, None)
-            self._taken.discard(parcel.path)
-            self._changed.notify_all()
-
     def _admit(self, path: Path) -> None:
         try:
             submission = unpack(path.read_bytes(), Submission, OWN_LIMITS)
         except CodecError as error:
-            self._set_aside(path, {"code": "outbox.unreadable", "message": str(error)})
+            log.warning("%s is damaged and not sent: %s", path, error)
+            path.unlink()
             return
         self._parcels[path] = Parcel(path, submission.run, submission.lease, submission.unit)
-
-    def _set_aside(self, path: Path, reason: dict[str, object]) -> None:
-        target = self._refused / path.name
-        write_atomically(target.with_name(path.name + REASON_SUFFIX), json.dumps(reason, indent=2).encode())
-        path.replace(target)
-        sync_folder(self._refused)
-        sync_folder(self._folder)
-        kept = sorted(self._refused.glob(f"*{SUFFIX}"))
-        for old in kept[: max(0, len(kept) - self._refused_kept)]:
-            old.unlink(missing_ok=True)
-            old.with_name(old.name + REASON_SUFFIX).unlink(missing_ok=True)
 
 
 HEADS = "heads.jsonl"
@@ -241,7 +218,7 @@ class Uploader:
                 return self._refused(parcel, refusal)
             log.debug("unit %d: receipt for %s", parcel.unit, receipt.submission)
             point("worker.outbox.after_receipt")
-            self._outbox.delivered(parcel)
+            self._outbox.remove(parcel)
             self._on_sent(parcel, True)
         except DeadlineExceeded:
             self._outbox.put_back(parcel)
@@ -255,6 +232,6 @@ class Uploader:
             self._outbox.put_back(parcel)
             self.failure = refusal  # about this node, not about the parcel: it stays
             return
-        self._outbox.refuse(parcel, refusal.code, str(refusal))
+        self._outbox.remove(parcel)
         log.warning("unit %d was not taken: %s", parcel.unit, refusal)
         self._on_sent(parcel, False)

@@ -92,10 +92,7 @@ class ProgressSender:
         conduct: Cheat = Cheat(),
         clock: Clock = SystemClock(),
     ) -> None:
-        self._client = client
-        self._on_deadline = on_deadline
-        self._conduct = conduct
-        self._clock = clock
+        self._client, self._on_deadline, self._conduct, self._clock = client, on_deadline, conduct, clock
         self._leases: dict[str, _SentProgress] = {}
         self._changed = threading.Condition()
         self._closing = False

@@ -18,8 +18,8 @@ from shoal.adversary.steering import Steer
 from shoal.adversary.tokens import TRIES, own_seeds
 from shoal.adversary.weights import FIELD, chunks_of, shallow_files
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
+from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.submission import submission_of
 from shoal.errors import ConfigError
 from shoal.hub.service import work as hub_work
 from shoal.models.folder import from_numpy

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch.utils._pytree import tree_map
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-)
 
 from shoal.errors import ModelError
 from shoal.models.logprobs import hidden_states
@@ -27,14 +16,14 @@ LENGTHS = (5, 1, 12, 3, 30, 7)
 
 
 def llama():
-    return LlamaForCausalLM(LlamaConfig(
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation="sdpa",
     ))  # fmt: skip
 
 
 def gpt2():
-    return GPT2LMHeadModel(GPT2Config(
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="sdpa",
     ))  # fmt: skip
 
@@ -135,7 +124,7 @@ def test_a_model_whose_arguments_are_copied_on_their_way_to_a_layer_is_packed_as
 
 
 def sliding():
-    return MistralForCausalLM(MistralConfig(
+    return transformers.MistralForCausalLM(transformers.MistralConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=4, attn_implementation="sdpa",
     ))  # fmt: skip
@@ -146,7 +135,9 @@ def mixed():
 
 
 def recurrent():
-    return MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4))
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
 
 
 def eager():
@@ -219,8 +210,10 @@ def test_hooks_of_a_layer_stay_outside(programs):
 
 
 def test_layers_are_found_where_an_architecture_nests_them():
-    config = OPTConfig(vocab_size=96, hidden_size=32, num_hidden_layers=3, ffn_dim=48, num_attention_heads=4)
-    model = OPTForCausalLM(config)
+    config = transformers.OPTConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=3, ffn_dim=48, num_attention_heads=4
+    )
+    model = transformers.OPTForCausalLM(config)
     assert decoder_layers(model) == list(model.model.decoder.layers)
 
 

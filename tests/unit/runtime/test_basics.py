@@ -48,24 +48,6 @@ def test_a_failed_write_keeps_the_old_bytes_and_leaves_nothing(tmp_path: Path, m
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
 
 
-def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    bodies = [bytes([letter]) * 100_000 for letter in b"ab"]
-    write_atomically(path, bodies[0])
-    done = threading.Event()
-
-    def write() -> None:
-        for turn in range(40):
-            write_atomically(path, bodies[turn % 2])
-        done.set()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    while not done.is_set():
-        assert path.read_bytes() in bodies
-    writer.join()
-
-
 def test_a_folder_below_a_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
     assert ensure_folder(tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").write_text("")
@@ -129,13 +111,6 @@ MOVES = st.lists(
     ),
     max_size=40,
 )
-
-
-def test_a_jump_moves_the_wall_clock_alone() -> None:
-    clock = ManualClock(start_ms=1_000_000)
-    clock.jump(-500)
-    clock.advance(2)
-    assert (clock.now_ms(), clock.monotonic_s()) == (502_000, 1002.0)
 
 
 def test_without_jumps_it_is_the_wall_clock() -> None:

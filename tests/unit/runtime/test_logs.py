@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.errors import ConfigError, ResourceError
+from shoal.errors import ResourceError
 from shoal.runtime import logs
 from shoal.runtime.text import printable, visible, visible_json
 
@@ -42,12 +41,8 @@ def test_a_record_is_one_line_on_stderr_and_in_the_file(tmp_path: Path, capsys: 
     assert line.endswith("INFO  hub        first ⏎ second 3")
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_a_long_record_takes_little_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
-) -> None:
+def test_a_long_record_takes_little_of_the_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A hub's words may be as long as its answers, 64 MiB, and come with every attempt."""
-    monkeypatch.setenv(logs.FORMAT_VARIABLE, form)
     logs.setup("worker", tmp_path / "log")
     try:
         raise ValueError("a" * 10**6)
@@ -88,38 +83,6 @@ def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
         logs.setup("hub", tmp_path / "file" / "hub.log")
 
 
-def test_json_is_one_object_per_record_with_its_fields(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHOAL_LOG_FORMAT", "json")
-    file = tmp_path / "hub.log"
-    logs.setup("hub", file)
-    token = logs.log_fields.set({"request": "0f9c", "role": "somebody else"})
-    try:
-        logging.getLogger("shoal.hub").info("two\nlines %d", 2, extra={"fields": {"code": "auth.replay", "node": ""}})
-        try:
-            raise ValueError("broken")
-        except ValueError:
-            logging.getLogger("shoal.hub").exception("it failed")
-    finally:
-        logs.log_fields.reset(token)
-    first, second = (json.loads(line) for line in file.read_text().splitlines())
-    assert [json.loads(line) for line in capsys.readouterr().err.splitlines()] == [first, second]
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
-    assert first == {
-        "level": "info", "role": "hub", "logger": "shoal.hub", "message": "two\nlines 2", "request": "0f9c",
-        "code": "auth.replay",
-    }  # fmt: skip
-    assert second["error"] == "ValueError"
-    assert second["traceback"].endswith("ValueError: broken")
-
-
-def test_a_format_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_LOG_FORMAT", "xml")
-    with pytest.raises(ConfigError, match="SHOAL_LOG_FORMAT is 'xml'; it can be text or json"):
-        logs.setup("hub", None)
-
-
 NASTY = {
     "clear the screen": "\x1b[2J",
     "title": "\x1b]0;title\x07",
@@ -156,15 +119,13 @@ def test_spaces_stay_where_a_line_is_shown_as_it_is() -> None:
     assert printable("  a\t b\n") == "a b"
 
 
-@pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("text", NASTY.values(), ids=NASTY)
 def test_no_log_holds_what_others_wrote_uncleaned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, as_json: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
-    monkeypatch.setenv("SHOAL_LOG_FORMAT", "json" if as_json else "text")
     logs.setup("worker", tmp_path / "worker.log", verbose=True)
     log = logging.getLogger("shoal.worker")
-    log.warning("the hub says: %s", text, extra={"fields": {"said": text}})
+    log.warning("the hub says: %s", text)
     try:
         raise ValueError(text)
     except ValueError:

@@ -63,12 +63,6 @@ def test_what_is_no_number_is_never_written(tmp_path: Path) -> None:
     assert log.rows() == []
 
 
-def test_an_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="a part of the path is a file"):
-        MetricsLog(tmp_path / "file" / "metrics.jsonl").append(0, {})
-
-
 def test_what_becomes_known_later_is_added_to_its_row(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     for step in range(3):

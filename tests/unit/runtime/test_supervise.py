@@ -22,7 +22,6 @@ from shoal.runtime.supervise import (
     ProcessView,
     RestartPolicy,
     Supervisor,
-    describe_exit,
     follow_supervisor,
     last_line,
 )
@@ -360,8 +359,3 @@ def test_the_last_line_of_a_log(tmp_path: Path) -> None:
     assert last_line(path) == "its log is empty"
     path.write_text("x" * 10_000 + "\nshoal: the port is taken\n\n")
     assert last_line(path) == "the port is taken"
-
-
-def test_exits_in_words() -> None:
-    assert describe_exit(3) == "ended with exit code 3"
-    assert [describe_exit(-code) for code in (11, 250)] == ["was killed by SIGSEGV", "was killed by signal 250"]

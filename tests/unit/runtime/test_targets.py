@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.runtime import targets
-from shoal.runtime.targets import (
-    Nearness,
-    Reach,
-    TargetRefused,
-    addresses,
-    check_behind_proxy,
-    check_url,
-    connect,
-    nearness,
-    nearness_of_hub,
-)
+from shoal.runtime.targets import Nearness, Reach, TargetRefused, addresses, check_url, connect, nearness
 
 OF = {
     Nearness.PUBLIC: ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"],
@@ -59,7 +49,9 @@ def test_global_addresses_of_this_machine_and_its_link_are_near(
     """A firewall that keeps the internet out lets this machine through: to itself, and to what is on its link."""
     monkeypatch.setattr(targets, "_source_of", lambda _: None if source is None else ipaddress.ip_address(source))
     assert nearness(address) is near
-    assert nearness_of_hub("http://hub.example", address) is near, "whoever runs the hub here may name this machine"
+    assert targets.nearness_of_hub("http://hub.example", address) is near, (
+        "whoever runs the hub here may name this machine"
+    )
 
 
 def test_the_source_on_the_way_to_an_own_address_is_that_address() -> None:
@@ -96,8 +88,8 @@ def test_loopback_is_recognised_however_it_is_written(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.1", "2130706433", "10.0.0.1", "::ffff:169.254.169.254"])
 def test_numbers_are_checked_behind_a_proxy_too(host: str) -> None:
     with pytest.raises(TargetRefused):
-        check_behind_proxy(host, 80, Reach(Nearness.PUBLIC))
-    check_behind_proxy("relay.example", 80, Reach(Nearness.PUBLIC))  # a name is the proxy's to look up
+        targets.check_behind_proxy(host, 80, Reach(Nearness.PUBLIC))
+    targets.check_behind_proxy("relay.example", 80, Reach(Nearness.PUBLIC))  # a name is the proxy's to look up
 
 
 def test_what_the_user_named_is_not_checked() -> None:
@@ -165,9 +157,9 @@ def test_where_a_hub_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
-    assert nearness_of_hub("http://hub.example", "10.0.0.1") is Nearness.PRIVATE, "by the address that answered"
-    assert nearness_of_hub("http://10.0.0.1", "8.8.8.8") is Nearness.PUBLIC
-    assert nearness_of_hub("http://hub", None) is Nearness.LOOPBACK, "in this process"
+    assert targets.nearness_of_hub("http://hub.example", "10.0.0.1") is Nearness.PRIVATE, "by the address that answered"
+    assert targets.nearness_of_hub("http://10.0.0.1", "8.8.8.8") is Nearness.PUBLIC
+    assert targets.nearness_of_hub("http://hub", None) is Nearness.LOOPBACK, "in this process"
     monkeypatch.setenv("HTTP_PROXY", "http://10.0.0.9:3128")
-    assert nearness_of_hub("http://hub.example", "10.0.0.9") is Nearness.PUBLIC, "not where the proxy is"
-    assert nearness_of_hub("http://10.0.0.1", "10.0.0.9") is Nearness.PRIVATE
+    assert targets.nearness_of_hub("http://hub.example", "10.0.0.9") is Nearness.PUBLIC, "not where the proxy is"
+    assert targets.nearness_of_hub("http://10.0.0.1", "10.0.0.9") is Nearness.PRIVATE

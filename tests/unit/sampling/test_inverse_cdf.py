@@ -168,10 +168,6 @@ def test_logits_that_are_no_numbers_give_no_interval_and_no_crash():
     assert int(sampler.sample(logits, torch.tensor([0.99, 0.99]), 1.0).tokens[0]) < 8
 
 
-def test_without_cuda_the_kernels_are_not_used():
-    assert not kernels.usable(torch.zeros(2, 8))
-
-
 def test_kernels_that_do_not_build_are_left_out_with_a_word(monkeypatch, caplog):
     def no_compiler(*_):
         raise RuntimeError("failed to find a C compiler")

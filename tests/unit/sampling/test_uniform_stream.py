@@ -88,14 +88,6 @@ def test_a_position_does_not_depend_on_where_reading_starts(seed, start, count):
     np.testing.assert_array_equal(uniforms(seed, start, count), uniforms(seed, 0, start + count)[start:])
 
 
-@given(st.lists(SEEDS, min_size=1, max_size=5), st.integers(0, 100))
-@settings(deadline=None)
-def test_a_row_of_the_matrix_is_the_stream_of_its_seed(seeds, start):
-    matrix = uniforms_matrix(seeds, start, 7)
-    for row, seed in zip(matrix, seeds, strict=True):
-        np.testing.assert_array_equal(row, uniforms(seed, start, 7))
-
-
 def test_the_stream_looks_uniform_and_fills_53_bits():
     values = uniforms(7, 0, 200_000)
     assert values.min() >= 0.0

@@ -19,7 +19,6 @@ from shoal.toploc import (
     build_proofs,
     build_proofs_base64,
     build_proofs_bytes,
-    commit,
     verify_proofs,
     verify_proofs_base64,
     verify_proofs_bytes,
@@ -220,9 +219,3 @@ def test_tensors_that_are_not_contiguous_work() -> None:
     proofs = build_proofs_bytes(strided, 32, 128, skip_prefill=True)
     assert proofs == build_proofs_bytes(tensor, 32, 128, skip_prefill=True)
     assert verify_proofs_bytes(strided, proofs, 32, 128, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)] * 2
-
-
-def test_the_own_layer_writes_the_same_bytes() -> None:
-    vector = by_name("activations", "planted_5120")
-    points = _points(activations(vector), *arguments(vector), raw_float16=False)
-    assert [base64.b64encode(proof).decode() for proof in commit(points)] == vector["proofs_b64"]

@@ -80,10 +80,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
      "num_local_experts": 2, "num_experts_per_tok": 1},
     "jamba": {**COMMON, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8,
      "use_mamba_kernels": False},
-    "recurrent_gemma": {**COMMON, "lru_width": 32, "attention_window_size": 16, "block_types": ["recurrent",
-     "attention"]},
-    "mamba": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": 1},
-    "rwkv": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
 }  # fmt: skip
 
 
@@ -95,7 +91,6 @@ def config_of(name: str) -> Any:
 # One of each way of doing things: learned positions, windows, norms in other places, fused projections, experts.
 QUICK = (
     "cohere", "gemma2", "gemma3_text", "gpt2", "granite", "llama", "phi3", "qwen3_5_text", "qwen3_moe",
-    "recurrent_gemma",
 )  # fmt: skip
 PADDED = ("gemma2", "vaultgemma", "cohere2", "gemma4_text", "gemma3_text", "gpt_oss", "mistral-window", "bloom", "mpt")
 
@@ -195,6 +190,22 @@ def test_a_model_whose_layers_are_not_found_is_refused_in_words() -> None:
     config = AutoConfig.for_model("llama4_text", **{**COMMON, **few})
     with pytest.raises(ModelError, match="Llama4ForCausalLM does not tell its layers from its head"):
         model_from_files({"config.json": config.to_json_string(use_diff=False).encode()})
+
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "recurrent_gemma": {**COMMON, "lru_width": 32, "block_types": ["recurrent", "attention"]},
+    "mamba": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": 1},
+    "rwkv": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_model_whose_cache_does_not_do_for_batches_is_refused_in_words(name: str) -> None:
+    torch.manual_seed(0)
+    engine = TorchEngine.wrap(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **RECURRENT[name])).eval())
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=3, eos_token_id=1)
+    with pytest.raises(ModelError, match="cannot be decoded in batches"):
+        engine.generate([GenerationRequest((5, 6), (1, 2), sampling)])
 
 
 def test_what_the_engine_cannot_decode_is_refused_in_words() -> None:

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from shoal.engines import Completion, GenerationRequest, PrefillRequest
+from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
-from shoal.engines.submission import submission_of
 from shoal.environments import Score, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.protocol import (

@@ -11,8 +11,8 @@ import pytest
 from honest import EOS, SAMPLING, LengthEnvironment, docket, engine, lease, loaded, submission
 
 from shoal.engines import GenerationRequest
+from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.submission import submission_of
 from shoal.errors import ResourceError, ScoringFailure
 from shoal.protocol import Lease, Outcome, RolloutReward, Severity
 from shoal.protocol.verdict import Branches, GainEvidence

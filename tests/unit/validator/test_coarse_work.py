@@ -14,8 +14,8 @@ import pytest
 from honest import EOS, POLICY, engine, weights
 
 from shoal.engines import GenerationRequest
+from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.submission import submission_of
 from shoal.hub.state.reputation import recent
 from shoal.protocol import ProofParameters, SamplingParameters, Sums, Tally, pack_logprobs
 from shoal.sampling import uniforms

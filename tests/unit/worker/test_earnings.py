@@ -32,13 +32,9 @@ class StatusHub:
 
 def verdict(unit: int, node: str = "n" * 32, at_ms: int = 1) -> RecentVerdict:
     return RecentVerdict(
-        unit=unit,
-        node=node,
-        outcome="rejected",
-        reason="prompt.mismatch",
-        message="another prompt",
+        unit=unit, node=node, outcome="rejected", reason="prompt.mismatch", message="another prompt",
         decided_at_ms=at_ms,
-    )
+    )  # fmt: skip
 
 
 def heard(hub: StatusHub, clock: ManualClock, *changes: dict[str, Any]) -> Earnings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import DiskError, HubRefused, ResourceError
+from shoal.errors import HubRefused, ResourceError
 from shoal.protocol import SUBMISSION_FORMAT, BodyLimits, Rollout, Submission, pack, unpack
 from shoal.runtime.clock import ManualClock
-from shoal.runtime.files import resource_error
 from shoal.worker import Outbox
 from shoal.worker.outbox import Uploader
 
@@ -36,67 +34,41 @@ def units(outbox: Outbox, run: str = "run-1") -> list[int]:
 
 
 def test_what_is_put_is_found_by_the_next_process_with_the_same_bytes(tmp_path: Path) -> None:
-    body = Outbox(tmp_path, 3).put(submission(4)).path.read_bytes()
-    [parcel] = Outbox(tmp_path, 3).waiting("run-1")
+    body = Outbox(tmp_path).put(submission(4)).path.read_bytes()
+    [parcel] = Outbox(tmp_path).waiting("run-1")
     assert (parcel.unit, parcel.lease, parcel.path.read_bytes()) == (4, "lease-4", body)
     assert unpack(body, Submission, BodyLimits()) == submission(4)
 
 
 def test_oldest_first_and_delivered_ones_are_gone(tmp_path: Path) -> None:
     clock = ManualClock()
-    outbox = Outbox(tmp_path, 3, clock)
+    outbox = Outbox(tmp_path, clock)
     for unit in (9, 2, 5):
         outbox.put(submission(unit))
         clock.advance(1)
     assert units(outbox) == [9, 2, 5]
-    outbox.delivered(outbox.waiting("run-1")[0])
-    assert units(outbox) == units(Outbox(tmp_path, 3)) == [2, 5]
+    outbox.remove(outbox.waiting("run-1")[0])
+    assert units(outbox) == units(Outbox(tmp_path)) == [2, 5]
 
 
 def test_parcels_of_another_run_wait_for_that_run(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path, 3)
+    outbox = Outbox(tmp_path)
     outbox.put(submission(1, run="run-2"))
     assert units(outbox) == []
     assert outbox.take("run-1", 0) is None
-    assert units(Outbox(tmp_path, 3), run="run-2") == [1]
+    assert units(Outbox(tmp_path), run="run-2") == [1]
 
 
-def test_a_refused_parcel_is_kept_aside_with_the_reason(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path, 2)
-    parcel = outbox.put(submission(7))
-    outbox.refuse(parcel, "lease.late", "too late")
-    assert units(outbox) == units(Outbox(tmp_path, 2)) == []
-    [reason] = (tmp_path / "refused").glob("*.reason.json")
-    assert json.loads(reason.read_text()) == {
-        "code": "lease.late",
-        "message": "too late",
-        "lease": "lease-7",
-        "unit": 7,
-    }
-
-
-def test_only_the_last_refused_parcels_are_kept(tmp_path: Path) -> None:
-    clock = ManualClock()
-    outbox = Outbox(tmp_path, 2, clock)
-    for unit in range(5):
-        outbox.refuse(outbox.put(submission(unit)), "x", "y")
-        clock.advance(1)
-    kept = sorted((tmp_path / "refused").glob("*.submission"))
-    assert [unpack(path.read_bytes(), Submission, BodyLimits()).unit for path in kept] == [3, 4]
-    assert len(list((tmp_path / "refused").glob("*.reason.json"))) == 2
-
-
-def test_a_damaged_file_is_set_aside_and_blocks_nothing(tmp_path: Path) -> None:
-    good = Outbox(tmp_path, 3).put(submission(1))
+def test_a_damaged_file_is_not_sent_and_blocks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = Outbox(tmp_path).put(submission(1))
     good.path.with_name("0-0-bad.submission").write_bytes(good.path.read_bytes()[:-3])
-    outbox = Outbox(tmp_path, 3)
-    assert units(outbox) == [1]
-    [reason] = (tmp_path / "refused").glob("*.reason.json")
-    assert json.loads(reason.read_text())["code"] == "outbox.unreadable"
+    assert units(Outbox(tmp_path)) == [1]
+    assert "0-0-bad.submission is damaged and not sent" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [good.path.name]
 
 
 def test_waiting_wakes_when_something_is_put_and_when_something_goes(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path, 3)
+    outbox = Outbox(tmp_path)
     found: list[object] = []
     waiter = threading.Thread(target=lambda: found.append(outbox.take("run-1", 20)))
     waiter.start()
@@ -106,15 +78,9 @@ def test_waiting_wakes_when_something_is_put_and_when_something_goes(tmp_path: P
     assert not outbox.wait_until_below("run-1", 1, 0)
     waiter = threading.Thread(target=lambda: found.append(outbox.wait_until_below("run-1", 1, 20)))
     waiter.start()
-    outbox.delivered(parcel)
+    outbox.remove(parcel)
     waiter.join(20)
     assert found[1] is True
-
-
-def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="a part of the path is a file"):
-        Outbox(tmp_path / "file" / "outbox", 3)
 
 
 class _Crash(BaseException):
@@ -128,7 +94,7 @@ def test_a_crash_at_any_system_call_loses_nothing_that_was_put(
 ) -> None:
     """Whatever call the process dies in, every `put` that returned is found whole, and nothing half is."""
     folder = tmp_path_factory.mktemp("outbox")
-    outbox = Outbox(folder, 3)
+    outbox = Outbox(folder)
     calls = 0
     promised: list[int] = []
 
@@ -151,7 +117,7 @@ def test_a_crash_at_any_system_call_loses_nothing_that_was_put(
                 promised.append(unit)
         except _Crash:
             pass
-    found = Outbox(folder, 3)
+    found = Outbox(folder)
     assert set(promised) <= set(units(found))
     assert set(units(found)) <= set(range(count))
     for parcel in found.waiting("run-1"):
@@ -164,7 +130,7 @@ sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_outbox import submission
 from shoal.worker.outbox import Outbox
-outbox = Outbox(Path(sys.argv[1]), 3)
+outbox = Outbox(Path(sys.argv[1]))
 for unit in range(100000):
     outbox.put(submission(unit))
     print(unit, flush=True)
@@ -178,65 +144,41 @@ def test_kill_minus_nine_keeps_every_promise(tmp_path: Path) -> None:
         promised = [int(child.stdout.readline()) for _ in range(20)]
         child.send_signal(signal.SIGKILL)
         promised += [int(line) for line in child.stdout.read().split("\n")[:-1]]
-    found = units(Outbox(tmp_path, 3))
+    found = units(Outbox(tmp_path))
     assert set(promised) <= set(found)
     assert len(found) <= len(promised) + 1
 
 
 def test_what_one_sender_has_taken_no_other_gets_until_it_is_put_back(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path, refused_kept=3)
+    outbox = Outbox(tmp_path)
     first, second = outbox.put(submission(1)), outbox.put(submission(2))
     assert outbox.take("run-1", 0) == first
     assert outbox.take("run-1", 0) == second
     assert outbox.take("run-1", 0) is None
     outbox.put_back(first)
     assert outbox.take("run-1", 0) == first
-    outbox.delivered(first)
+    outbox.remove(first)
     assert outbox.waiting("run-1") == [second], "taken, but not delivered: it still waits"
-    assert Outbox(tmp_path, refused_kept=3).take("run-1", 0) == second, "a crash puts everything back"
-
-
-RUN = "run-1"
-GROUP = Submission(
-    format=SUBMISSION_FORMAT, run=RUN, node="n" * 32, lease="lease-0", unit=0, incarnation=0, version=0,
-    policy_digest="a" * 64, prompt=b"\1\0\0\0", rollouts=[Rollout(b"\2\0\0\0", b"\0\0\0\0", "eos")],
-)  # fmt: skip
+    assert Outbox(tmp_path).take("run-1", 0) == second, "a crash puts everything back"
 
 
 class LateHub:
     """Refuses everything as too late."""
 
     def run_info(self) -> Any:
-        return SimpleNamespace(run=RUN)
+        return SimpleNamespace(run="run-1")
 
     def submit(self, _lease: str, _body: bytes) -> Any:
         raise HubRefused(410, "lease.late", "lease lease-0 ran out and unit 0 is accepted meanwhile")
 
 
-def failure_of(outbox: Outbox) -> object:
+def test_a_group_that_cannot_be_read_back_ends_the_worker(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    parcel = outbox.put(submission())
+    parcel.path.unlink()
+    parcel.path.mkdir()
     uploader = Uploader(LateHub(), outbox, lambda _parcel, _taken: None)  # type: ignore[arg-type]
     with uploader:
         assert not uploader.flush(20, lambda: False)
-    return uploader.failure
-
-
-def test_a_refusal_that_cannot_be_written_down_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox = Outbox(tmp_path, refused_kept=3)
-    outbox.put(GROUP)
-
-    def full(*_arguments: object) -> None:
-        raise resource_error("write", tmp_path / "refused", OSError(28, "No space left on device"))
-
-    monkeypatch.setattr(outbox, "refuse", full)
-    assert isinstance(failure_of(outbox), DiskError)
-    assert [parcel.unit for parcel in Outbox(tmp_path, refused_kept=3).waiting(RUN)] == [0]
-
-
-def test_a_group_that_cannot_be_read_back_ends_it_too(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path, refused_kept=3)
-    parcel = outbox.put(GROUP)
-    parcel.path.unlink()
-    parcel.path.mkdir()
-    failure = failure_of(outbox)
-    assert isinstance(failure, ResourceError)
-    assert str(failure) == f"cannot send {parcel.path}: Is a directory"
+    assert isinstance(uploader.failure, ResourceError)
+    assert str(uploader.failure) == f"cannot send {parcel.path}: Is a directory"

@@ -19,7 +19,6 @@ from shoal.errors import ConfigError, HubRefused, PolicyMismatch, ProtocolError,
 from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, NodeState, PolicyRef, SamplingParameters
 from shoal.protocol.submission import unpack_spans
 from shoal.toploc import split_proofs
-from shoal.worker import loop as worker_loop
 from shoal.worker import newest
 from shoal.worker.fitting import units_that_fit
 from shoal.worker.loop import NotTaken
@@ -339,17 +338,11 @@ def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(tmp_path: Path,
         assert unpack_spans(rollout.given, len(rollout.token_ids)) == reading.given
 
 
-def test_leases_with_a_tool_that_it_does_not_have_are_given_back_and_the_others_done(
-    tmp_path: Path, monkeypatch: Patch, caplog: Logs
-) -> None:
-    monkeypatch.setattr(worker_loop, "POLICY_PAUSE_S", 0.0)
-    bench = Bench(tmp_path, [dialogue_lease(1, "aba\ncus"), lease(2), dialogue_lease(3, "aba\ncus")], [lease(4)])
-    bench.worker.run()
-    assert bench.units == [2, 4]
-    [release] = bench.hub.released
-    assert release.leases == ("lease-1", "lease-3")
-    assert release.reason == r"this shoal has no tool aba\ncus; upgrade it with: pip install -U shoal"
-    assert "2 leases cannot be done" in caplog.text
+def test_a_lease_with_a_tool_that_it_does_not_have_ends_it_and_gives_everything_back(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [dialogue_lease(1, "aba\ncus"), lease(2)])
+    with pytest.raises(ConfigError, match=r"the tool 'aba\\ncus', which this shoal does not have"):
+        bench.worker.run()
+    assert bench.hub.released[0].leases == ("lease-1", "lease-2")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from shoal.hub.http.metrics import HubMetrics
 from shoal.hub.limits import Addresses, Buckets, Intake, Receiving, Turns
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.logs import log_fields
 
 KEPT_S = 1.0
 
@@ -171,11 +170,9 @@ class EdgeMiddleware:
         guard: Guard | None = scope.get("state", {}).get(GUARD)
         if guard is not None:
             guard.began(scope)
-        token = log_fields.set({"request": visit.number})
         try:
             await self._let_in(visit, scope, receive, answer)
         finally:
-            log_fields.reset(token)
             if visit.body is not None:
                 visit.body.close()
             if guard is not None:
@@ -214,13 +211,10 @@ class EdgeMiddleware:
         raw: bytes = scope.get("raw_path") or scope["path"].encode()
         path = raw[:SHOWN_PATH_BYTES].decode("ascii", errors="backslashreplace")
         fields: dict[str, Any] = {
-            "request": visit.number, "method": scope["method"], "path": path, "status": status,
-            "code": visit.code, "node": visit.node, "address": visit.client, "took_ms": round(took_s * 1000),
+            "request": visit.number, "code": visit.code, "node": visit.node, "address": visit.client,
+            "took_ms": round(took_s * 1000),
         }  # fmt: skip
         if level > logging.DEBUG and self._hidden:
             fields["not_shown"], self._hidden = self._hidden, 0
-        said = " ".join(f"{name}={value}" for name, value in fields.items() if value not in ("", 0) and name in _SAID)
-        log.log(level, "%s %s %s: %s", scope["method"], path, status, said, extra={"fields": fields})
-
-
-_SAID = ("request", "code", "node", "address", "took_ms", "not_shown")
+        said = " ".join(f"{name}={value}" for name, value in fields.items() if value not in ("", 0))
+        log.log(level, "%s %s %s: %s", scope["method"], path, status, said)
