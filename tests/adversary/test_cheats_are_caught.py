@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kit import TempPaths
 from kit.attack import HONEST, Attack, Attacked, Result, results, table
 from shoal.adversary import CHEATS
 from shoal.adversary.claims import HONEST_UNITS, Steal
@@ -38,7 +39,7 @@ WITHIN = dict.fromkeys(HERE, 4) | {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+def run(tmp_path_factory: TempPaths) -> Iterator[Attacked]:
     with Attacked.running(tmp_path_factory.mktemp("adversary") / "run") as attacked:
         honest = attacked.nodes()[HONEST].node
         Steal.library[:] = attacked.watch.bodies_of(honest)
@@ -86,7 +87,7 @@ def test_what_is_refused_at_the_door_is_never_judged(run: Attacked, found: dict[
 
 
 @pytest.mark.parametrize("cheat", sorted(set(HERE) - AT_THE_DOOR))
-def test_it_is_banned_by_the_first_certain_or_the_second_statistical_failure(
+def test_banned_by_first_certain_or_second_statistical_failure(
     run: Attacked, found: dict[str, Result], cheat: str
 ) -> None:
     story = run.story(found[cheat].node)
@@ -106,7 +107,7 @@ def severity_of(submission: SubmissionStory) -> str | None:
 
 
 @pytest.mark.parametrize("cheat", HERE)
-def test_what_was_rejected_earned_nothing(
+def test_rejected_earned_nothing(
     run: Attacked, ledger: list[LedgerEntry], found: dict[str, Result], cheat: str
 ) -> None:
     node = run.nodes()[attack_of(run, cheat).name]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
+from kit import Request
 from kit.storage import POLICY, apply, lease, leased, node, on_postgres, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
@@ -33,14 +34,14 @@ from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
 from shoal.hub.storage.tables import Outgoing
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Sums, Tally
 
-IMPLEMENTATIONS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Request, Path], Storage]] = {
     "sqlite": lambda _request, folder: SqliteStorage(folder / "hub.db"),
     "postgres": on_postgres,
 }
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+def storage(request: Request, tmp_path: Path) -> Iterator[Storage]:
     storage = IMPLEMENTATIONS[request.param](request, tmp_path)
     with storage.write() as transaction:
         transaction.apply([SaveNode(node(1), None), SaveNode(node(2), None)])

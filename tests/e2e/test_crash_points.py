@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from replay import announced_digests, batches, replayed_digests
 
+from kit import Request, TempPaths
 from kit.run import ledger, metrics, processes_of, receipts, rows, start_run
 from shoal.ledger import fold, verify
 from shoal.protocol import submission_digest
@@ -81,7 +82,7 @@ class Survived:
 
 
 @pytest.fixture(scope="module", params=list(RUNS))
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Survived:
+def run(request: Request, tmp_path_factory: TempPaths) -> Survived:
     folder = tmp_path_factory.mktemp("crash")
     struck = folder / "struck"
     struck.mkdir()

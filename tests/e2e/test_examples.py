@@ -24,6 +24,7 @@ def run_python(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # tests/unit/rewards/test_scoring.py scores with the same file; test_kills runs all processes
 def test_a_reward_of_ones_own_is_one_file(tmp_path: Path) -> None:
     settings = [
         f"environment.file={EXAMPLES / 'custom_reward.py'}", "run.steps=2", "run.groups_per_step=8",

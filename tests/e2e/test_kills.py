@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 from replay import announced_digests, batches, replayed_digests
 
+from kit import Request, TempPaths
 from kit.run import (
     Run,
     checkpoints,
@@ -203,7 +204,7 @@ def finish(run: Run) -> None:
         pytest.param(random_run, id="random", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def run(request: Request, tmp_path_factory: TempPaths) -> Outcome:
     outcome: Outcome = request.param(tmp_path_factory.mktemp("e2e") / "tiny")
     return outcome
 

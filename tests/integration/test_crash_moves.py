@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kit import Patch, TempPaths
 from kit.crash import HUB, RUN_ID, Cast, HubLives, dies_of, submission_body
 from kit.crash import Place as HubPlace
 from kit.folder import Play
@@ -39,13 +40,13 @@ def shop() -> Iterator[Shop]:
 
 
 @pytest.fixture(autouse=True)
-def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def keys(monkeypatch: Patch) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(tmp_path_factory: TempPaths) -> Path:
     play = Play(tmp_path_factory.mktemp("begun") / "run")
     play.step()
     play.close()

@@ -20,6 +20,7 @@ import httpx
 import pytest
 from test_loop_scripted import DEADLINE_S, Run, check_accounts
 
+from kit import Logs, Patch
 from kit.s3 import KEYS, Shop, s3_server
 from shoal.hub import HubConfig, RunSettings
 from shoal.hub.storage.s3 import TICKET_S, Bucket, S3Blobs, checksum
@@ -49,7 +50,7 @@ class StoreRun(Run):
 
 
 @pytest.fixture
-def run(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRun]:
+def run(shop: Shop, tmp_path: Path, monkeypatch: Patch) -> Iterator[StoreRun]:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     own = replace(shop, bucket=f"shoal-{secrets.token_hex(4)}")
@@ -70,9 +71,7 @@ def finish(run: StoreRun) -> None:
     check_accounts(run)
 
 
-def test_workers_upload_past_the_hub_and_nothing_is_left_in_the_inbox(
-    run: StoreRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_upload_past_the_hub_and_nothing_is_left_in_the_inbox(run: StoreRun, monkeypatch: Patch) -> None:
     put: list[str] = []
     stream = httpx.Client.stream
 
@@ -93,9 +92,7 @@ def test_workers_upload_past_the_hub_and_nothing_is_left_in_the_inbox(
 
 
 @pytest.mark.slow
-def test_a_store_that_workers_cannot_reach_is_said_once_and_gone_around(
-    run: StoreRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreachable_store_is_said_once_and_bypassed(run: StoreRun, monkeypatch: Patch, caplog: Logs) -> None:
     def unreachable(*_arguments: object, **_more: object) -> httpx.Response:
         raise httpx.ConnectError("no route to host")
 

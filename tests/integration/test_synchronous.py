@@ -14,6 +14,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from kit import TempPaths
 from shoal.cli.view import PlainDisplay
 from shoal.engines import GenerationRequest
 from shoal.engines.torch import TorchEngine
@@ -34,7 +35,7 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def run(tmp_path_factory: TempPaths) -> RunFolder:
     recipe = Recipe.model_validate(
         {
             "run": {"steps": STEPS, "groups_per_step": 4, "group_size": 8, "max_staleness": 0, "max_new_tokens": 10},

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from kit import Patch, TempPaths
 from shoal.environments import EnvironmentSettings, Task, build
 from shoal.environments.data.scanning import Problems
 from shoal.environments.dataset import DatasetEnvironment
@@ -25,7 +26,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path_factory: TempPaths, monkeypatch: Patch) -> Path:
     """A cache folder of the test's own."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

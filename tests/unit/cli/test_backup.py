@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import fork
+from kit import Capture, Patch, TempPaths, fork
 from kit.folder import Play
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ProtocolError, ResourceError
@@ -28,7 +28,7 @@ def quiet(_line: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def taken(tmp_path_factory: TempPaths) -> Path:
     """A backup of a run that stands at version 1; the run's folder lies beside it."""
     folder = tmp_path_factory.mktemp("taken")
     play = Play(folder / "run")
@@ -114,9 +114,7 @@ class TestContents:
         backup._hold_checkpoints(tmp_path / "run", tmp_path / "scratch", keep_best)
         assert {path.name for path in (tmp_path / "scratch" / "trainer" / "checkpoints").iterdir()} == held
 
-    def test_a_checkpoint_that_goes_while_it_is_held_is_not_taken_in_part(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_checkpoint_that_goes_while_held_is_not_taken_in_part(self, tmp_path: Path, monkeypatch: Patch) -> None:
         source = tmp_path / "run" / "trainer" / "checkpoints"
         for version in (1, 2):
             (source / f"{version}.0").mkdir(parents=True)
@@ -137,9 +135,7 @@ class TestContents:
         held = sorted(str(path.relative_to(tmp_path / "scratch")) for path in (tmp_path / "scratch").rglob("[ab]"))
         assert held == ["trainer/checkpoints/2.0/a", "trainer/checkpoints/2.0/b"]
 
-    def test_a_manifest_that_goes_while_its_chunks_are_held_is_left_out(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_manifest_that_goes_while_chunks_are_held_is_left_out(self, tmp_path: Path, monkeypatch: Patch) -> None:
         source = tmp_path / "run" / "origin"
         for name in ("head.json", "manifests/0.1.json", "manifests/0.2.json", "chunks/ab/abcd"):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -270,9 +266,7 @@ class TestPlaces:
         read_bundle(tmp_path / "out.tar", tmp_path / "one", only="empty")
         assert [path.name for path in (tmp_path / "one").iterdir()] == ["empty"]
 
-    def test_the_commands_say_what_to_do_next(
-        self, taken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_commands_say_what_to_do_next(self, taken: Path, tmp_path: Path, capsys: Capture) -> None:
         assert main(["backup", str(taken.parent / "run"), str(tmp_path / "again.tar")]) == 0
         assert "private keys" in capsys.readouterr().out
         assert main(["backup", "--verify", str(tmp_path / "again.tar")]) == 0

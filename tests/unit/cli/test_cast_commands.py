@@ -20,6 +20,7 @@ from rich.console import Console
 
 import shoal.run.join
 import shoal.shardcast
+from kit import Capture, Patch
 from shoal.cli.main import main
 from shoal.cli.printing import CastTerminal, metered
 from shoal.errors import BroadcastError, ManifestRefused, UserError
@@ -31,8 +32,6 @@ from shoal.shardcast.cast import megabytes, public_url, say_commands
 from shoal.shardcast.cast.fetch import Delivery, shares
 from shoal.shardcast.cast.trust import Sources, Trust, meet
 from shoal.shardcast.server import local_url
-
-Capture = pytest.CaptureFixture[str]
 
 KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
 NOWHERE = "http://127.0.0.1:9"
@@ -267,7 +266,7 @@ def complaint(capsys: Capture, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -419,7 +418,7 @@ HUB = "http://127.0.0.1:9"
 
 
 @pytest.fixture
-def configs(monkeypatch: pytest.MonkeyPatch) -> list[RelayConfig]:
+def configs(monkeypatch: Patch) -> list[RelayConfig]:
     """The set-ups of the relays that were started; none of them runs."""
     found: list[RelayConfig] = []
     info = SimpleNamespace(sources=("http://relay:1",), last_resort=("http://origin:1",))

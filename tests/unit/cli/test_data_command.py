@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kit import Capture, Logs, Patch, TempPaths
 from shoal.cli.main import main
 from shoal.engines.asking import Asking
 from shoal.environments import EnvironmentSettings, Task, build, identity_of
@@ -18,12 +19,9 @@ from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.run.preflight import check_ingredients
 from shoal.run.recipe import Recipe
 
-Capture = pytest.CaptureFixture[str]
-Logs = pytest.LogCaptureFixture
-
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path_factory: TempPaths, monkeypatch: Patch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -103,9 +101,7 @@ def test_the_counts_add_up(tmp_path: Path, capsys: Capture) -> None:
     assert caught.err == "5 rows cannot be used: a run leaves them out\n"
 
 
-def test_a_check_says_what_is_wrong_once_and_anything_else_warns_when_it_opens_the_data(
-    tmp_path: Path, capsys: Capture, caplog: Logs
-) -> None:
+def test_check_says_what_is_wrong_once_and_others_warn(tmp_path: Path, capsys: Capture, caplog: Logs) -> None:
     path = write(tmp_path / "a.jsonl", 20, {7: ""})
     main(["data", "check", str(path)])
     assert capsys.readouterr().err == "1 row cannot be used: a run leaves them out\n"

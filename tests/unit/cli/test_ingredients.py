@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Capture, Patch
 from kit.cli import TINY
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
@@ -77,7 +78,7 @@ class Anything:
         ({"path": "/nowhere"}, "is no folder"),
     ],
 )
-def test_a_judge_that_could_never_judge(judge: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_could_never_judge(judge: dict[str, str], sentence: str, monkeypatch: Patch) -> None:
     monkeypatch.setenv("SHOAL_JUDGE_KEY", "schlüssel")
     recipe = Recipe.model_validate({"environment": {"judges": [{"label": "taste", **judge}]}})
     with pytest.raises(UserError, match=sentence):
@@ -241,7 +242,7 @@ def test_adapters_on_layers_of_several_files(model: Path) -> None:
         check_targets(model, ["other"])
 
 
-def test_nothing_is_made_for_a_run_that_could_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_made_for_a_run_that_could_not_start(tmp_path: Path, capsys: Capture) -> None:
     asked = ["run", str(TINY), "--dir", str(tmp_path / "run"), "--set", 'trainer.lora.targets=["qproj"]']
     for mode in ([], ["--dry-run"], ["--prepare"]):
         assert main([*asked, *mode]) == 2
@@ -331,9 +332,7 @@ def test_a_restored_run_is_told_what_it_lacks(recipe: Path) -> None:
     assert missing_inputs(loaded) == [str(base / name) for name in names if name != "rows"]
 
 
-def test_overrides_reach_into_tables_and_are_meant_from_here(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overrides_reach_into_tables_and_are_meant_from_here(recipe: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     changed = load_recipe(recipe, [
         "environment.mix.0.weight=9", "environment.mix.0.data=mine.jsonl", "environment.options.held_out=aside.jsonl",

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from kit import fork
+from kit import Capture, Patch, fork
 from kit.cli import one_line
 from kit.scene import Memory
 from shoal.errors import ConfigError, ResourceError
@@ -32,9 +32,6 @@ from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec
 from shoal.runtime.text import shoal_command
 from shoal.shardcast import Origin
-
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 SERVE = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nwhile True: signal.pause()"
 
@@ -193,9 +190,7 @@ def test_how_a_run_ended_decides_what_to_do_next(folder: RunFolder) -> None:
         ({0: 0.9, 2: 0.9, 5: 0.75}, "version 2 has the best held-out score, 0.900 (the last 0.750); to take it: "),
     ],
 )
-def test_a_better_version_than_the_last_is_pointed_at(
-    folder: RunFolder, scores: dict[int, float], said: str | None
-) -> None:
+def test_better_version_than_the_last_is_named(folder: RunFolder, scores: dict[int, float], said: str | None) -> None:
     rows = [{"step": step, "held_out": score} for step, score in scores.items()]
     (folder.path / "trainer").mkdir()
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

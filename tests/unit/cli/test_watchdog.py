@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kit import Patch
 from kit.cli import report, status, wait
 from kit.scene import at_step, process, worker
 from shoal.protocol import LedgerHead, NodeView, OwnerOrders, RunStatus
@@ -21,7 +22,7 @@ HUB = process("hub", pid=None)
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_halted(monkeypatch: pytest.MonkeyPatch) -> None:
+def nobody_is_halted(monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.run.watchdog.is_stopped", lambda pid: pid == 666)
 
 
