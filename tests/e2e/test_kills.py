@@ -49,7 +49,7 @@ from shoal.run.folder import RunFolder
 
 STALENESS = 2
 WORKERS = 2
-GROUPS = 32
+GROUPS = 16
 OVERRIDES = (
     f"run.max_staleness={STALENESS}",
     f"run.groups_per_step={GROUPS}",
