@@ -216,7 +216,6 @@ def test_bands_are_of_drawn_tokens_only() -> None:
 
 def test_a_validator_without_the_tool_cannot_tell() -> None:
     of = lease(1)
-    assert of.dialogue is not None
     other = of.model_copy(update={"dialogue": of.dialogue.model_copy(update={"tool": "abacus"})})
     verdict = judged(other, honest(of))
     assert (verdict.outcome, verdict.reason) == (protocol.Outcome.UNSURE, "machinery.environment")

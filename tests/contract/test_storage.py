@@ -71,7 +71,6 @@ def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
         assert reader.submission_of_lease("u3a0") == row
         assert reader.submissions_named([row.submission, "absent"]) == {row.submission: row}
         holding = reader.holding("u3a0")
-        assert holding is not None
         assert (holding.lease, holding.unit) == (lease(3), unit)
         assert reader.node(node(1).node) == node(1)
         assert reader.nodes() == [node(1), node(2)]
@@ -433,7 +432,6 @@ def test_what_is_recorded_waits_in_the_outbox_until_it_is_posted(storage: Storag
         assert reader.outbox(9)[0].id > first[-1].id, "a number is never used again"
         last = reader.ledger_last()
         assert (reader.outbox_length(), reader.written_ms()) == (1, 8)
-        assert last is not None
         assert (last.index, last.body) == (1, {"node": "n"})
 
 

@@ -44,7 +44,6 @@ class StoreRun(Run):
 
     def hub_config(self) -> HubConfig:
         config, shop = super().hub_config(), self.shop
-        assert shop is not None
         changes = {"storage": shop.url, "storage_endpoint": shop.endpoint}
         return replace(config, settings=config.settings.model_copy(update=changes))
 
@@ -82,7 +81,6 @@ def test_workers_upload_past_the_hub_and_nothing_is_left_in_the_inbox(run: Store
 
     monkeypatch.setattr(httpx.Client, "stream", noted)
     finish(run)
-    assert run.shop is not None
     keys = run.shop.keys()
     judged = sum(node.accepted + node.rejected for node in run.nodes().values())
     assert len(put) >= judged >= 6
@@ -119,7 +117,6 @@ def test_a_server_that_checks_signatures_takes_these_bytes_and_no_others() -> No
     bucket, body, now_ms = f"shoal-{secrets.token_hex(4)}", b"a submission", SystemClock().now_ms()
     client.create_bucket(Bucket=bucket)
     inbox = S3Blobs(Bucket.at(f"s3://{bucket}/runs/one", endpoint, keys), keys).inbox
-    assert inbox is not None
     leave = inbox.ticket("u1a0", submission_digest(body), len(body), now_ms)
     late = inbox.ticket("u1a0", submission_digest(body), len(body), now_ms - 1000 * (TICKET_S + 60))
     other_hash = {**leave.headers, "x-amz-checksum-sha256": checksum("ab" * 32)}

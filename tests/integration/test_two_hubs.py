@@ -84,7 +84,6 @@ class Scale:
 def serve(folder: Path, database: str, scale: Scale, ready: Connection) -> None:
     """One hub, in a process of its own; it does not outlive its test."""
     parent = multiprocessing.parent_process()
-    assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     config = make_config(folder, run=scale.run, settings={**SETTINGS, "database": database})
     run_hub(config, stop_on_signals(), ready.send)
@@ -582,7 +581,6 @@ class TestTogether:
             hub.membership.register(protocol.Registration(public_key=worker_key(number).public_key))
         with hub.context.storage.write() as transaction:
             alice, eve = (transaction.node(worker_key(number).node) for number in (1, 2))
-            assert alice is not None
             assert eve is not None
             lease = LeaseRow("u0a0", 0, alice.node, 0, "request", 0, 0, "d" * 64, issued_at_ms=1, deadline_ms=10**15)
             transaction.apply([SaveUnit(UnitRow(0, "t", UnitState.LEASED), None), SaveLease(lease, None)])

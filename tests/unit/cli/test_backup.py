@@ -164,7 +164,6 @@ def rewritten(source: Path, target: Path, change: Callable[[str, bytes], bytes |
     with tarfile.open(source) as old, tarfile.open(target, "w") as new:
         for info in old:
             file = old.extractfile(info)
-            assert file is not None
             data = change(info.name, file.read())
             if data is not None:
                 info.size = len(data)

@@ -169,7 +169,6 @@ def fetched(tmp_path: Path, serve: Serve, files: dict[str, bytes]) -> Payload:
 
 
 def deliver(payload: Payload, output: str, force: bool = False) -> Path:
-    assert payload.path is not None
     return Delivery(output, payload.path.parent, force).deliver(payload)
 
 

@@ -383,7 +383,6 @@ def test_a_supervised_role_that_a_signal_ends_does_not_look_done(tmp_path: Path)
     with subprocess.Popen(
         command, env={**os.environ, SUPERVISED: "1"}, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stderr is not None
         assert any("listens at" in line for line in iter(process.stderr.readline, ""))
         process.terminate()
         assert process.wait(30) == TOLD_TO_STOP_CODE

@@ -44,7 +44,6 @@ class TestSpecs:
     def test_a_recipe_brings_its_sampling(self, tmp_path: Path) -> None:
         (tmp_path / "my.toml").write_text(RECIPE)
         source = task_source(str(tmp_path / "my.toml"))
-        assert source.recipe is not None
         assert (source.settings.name, source.recipe.run.max_new_tokens) == ("addition", 9)
 
     def test_a_reward_file(self, tmp_path: Path) -> None:

@@ -119,7 +119,6 @@ def test_only_a_finished_run_loses_its_caches_and_older_versions(monkeypatch: Pa
     assert not any(path.exists() for path in caches)
     assert all((path / "file").exists() for path in kept)
     head = origin.head()
-    assert head is not None
     assert head.kept_versions == ("0.2", "0.3", "0.4"), "the last, and two that its groups may be of"
 
 
@@ -274,7 +273,6 @@ def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, t
         command = [sys.executable, "-m", "shoal.cli", "relay", "--run-info", endpoints.join, "--host", "127.0.0.1"]
         options = ["--port", "0", "--folder", str(tmp_path / "mirror")]
         with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as relay:
-            assert relay.stderr is not None
             line = next(line for line in relay.stderr if "serving at" in line)
             assert answers(line.split()[-1])
             relay.terminate()
@@ -304,6 +302,5 @@ def test_a_role_writes_its_log_unless_a_supervisor_keeps_it(tmp_path: Path, supe
     environment = {**os.environ, **({SUPERVISED: "1"} if supervised else {})}
     command = [sys.executable, "-c", BEGIN, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
-        assert process.stderr is not None
         assert b"hello" in process.stderr.readline()
     assert (tmp_path / "logs" / "hub.log").exists() is not supervised
