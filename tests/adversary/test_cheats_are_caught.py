@@ -25,6 +25,8 @@ HERE = [name for name in CHEATS if name not in ELSEWHERE]
 AT_THE_DOOR = {"claim-node", "few"}  # refused by the hub: never judged, so nobody is banned
 HONEST_AT_FIRST = {"stale", "sleeper", "replay", "swap-prompt"}  # right until the policy, or the unit, is another
 
+HONEST_LEAST = 20
+
 # How many of its own groups a cheater may hand in until the first is rejected. A group in which the policy is sure of
 # every token comes out the same by any dice, and such a group is honest work: hence more than 1.
 WITHIN = dict.fromkeys(HERE, 4) | {
@@ -45,6 +47,8 @@ def run(tmp_path_factory: TempPaths) -> Iterator[Attacked]:
         Steal.library[:] = attacked.watch.bodies_of(honest)
         attacked.attack(sorted(HERE, key=WITHIN.__getitem__, reverse=True))  # those that take longest first
         Steal.library.clear()
+        attacked.wait_until("honest work beside them", lambda: attacked.nodes()[HONEST].accepted >= HONEST_LEAST)
+        attacked.rest()
         yield attacked
 
 
@@ -148,7 +152,7 @@ def test_the_honest_worker_beside_them_is_unpunished(run: Attacked) -> None:
     assert node.state is NodeState.ACTIVE
     assert (node.rejected, node.strikes) == (0, 0)
     assert node.unsure <= 0.01 * node.accepted
-    assert node.accepted >= 20
+    assert node.accepted >= HONEST_LEAST
     assert node.node in {group.node for group in run.trained()}
 
 

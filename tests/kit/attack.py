@@ -47,6 +47,7 @@ NEAR = 1e-4
 AT_ONCE = 6
 HONEST = "worker-0"
 NEEDED = ("hub", "origin", "trainer", "validator-0")
+WORKING = ("trainer", "validator-0", HONEST)
 RECIPE: dict[str, dict[str, Any]] = {
     "run": {"steps": 10_000, "groups_per_step": 8, "group_size": 8, "max_staleness": 2, "max_new_tokens": 10},
     "trainer": {"learning_rate": 1e-4, "grad_clip": 1.0, "weight_decay": 0, "minibatches": 2, "evaluate_every": 0},
@@ -169,7 +170,7 @@ class Attacked:
         recipe = {section: {**RECIPE.get(section, {}), **changes.get(section, {})} for section in {*RECIPE, *changes}}
         self.folder = RunFolder.prepare(folder, Recipe.model_validate(recipe))
         self.url = self.folder.assign_endpoints().hub
-        self.stop = StopToken()
+        self.stop, self.enough = StopToken(), StopToken()
         self.watch = Watch()
         self.attacks: list[Attack] = []
         self.threads = ThreadPoolExecutor(max_workers=16)
@@ -189,7 +190,14 @@ class Attacked:
                 run.close()
 
     def start(self, name: str, cheat: str | None = None, stop: StopToken | None = None) -> Future[None]:
-        return self.threads.submit(run_role, self.folder, name, stop or self.stop, cheat)
+        default = self.enough if name in WORKING else self.stop
+        return self.threads.submit(run_role, self.folder, name, stop or default, cheat)
+
+    def rest(self) -> None:
+        """Nobody works any more; the hub still answers. Else the run would take the time of those who look at it."""
+        self.enough.set("enough was seen")
+        for name in WORKING:
+            self.needed.pop(name).exception(DEADLINE_S)
 
     def attack(self, cheats: Sequence[str]) -> None:
         """Let cheaters come, a few at a time, and each go on until it is shut out or refused."""
@@ -227,7 +235,8 @@ class Attacked:
             assert not role.done(), f"{name} ended: {role.exception()!r}"
 
     def close(self) -> None:
-        self.stop.set("the test ends")
+        for stop in (self.enough, self.stop):
+            stop.set("the test ends")
         for role in self.needed.values():
             role.exception(DEADLINE_S)
         self.threads.shutdown()

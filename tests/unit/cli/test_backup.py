@@ -302,30 +302,25 @@ def test_a_run_that_has_no_checkpoint_yet(run: Path, tmp_path: Path) -> None:
     assert "there is no checkpoint in" in said
 
 
-def test_a_target_that_is_somebody_elses(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    code, said = export(run, tmp_path / "out")
-    assert code == 2
-    assert "exists and is not an export of shoal; choose another folder" in said
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.txt"]
-
-
-def test_a_file_called_shoal_json_makes_no_export(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "shoal.json").write_text("hi")
-    (tmp_path / "out" / "precious.txt").write_text("mine")
-    code, said = export(run, tmp_path / "out")
-    assert code == 2
-    assert "exists and is not an export of shoal; choose another folder" in said
-    assert (tmp_path / "out" / "precious.txt").read_text() == "mine"
-
-
-def test_a_target_below_a_file(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    code, said = export(run, tmp_path / "file" / "out")
-    assert code == 3
-    assert "a part of the path is a file, not a folder" in said
+@pytest.mark.parametrize(
+    ("there", "target", "code", "sentence"),
+    [
+        ({"out/thesis.txt": "years of work"}, "out", 2, "exists and is not an export of shoal; choose another folder"),
+        ({"out/shoal.json": "hi", "out/precious.txt": "mine"}, "out", 2, "exists and is not an export of shoal"),
+        ({"file": ""}, "file/out", 3, "a part of the path is a file, not a folder"),
+    ],
+    ids=["somebody-elses", "called-shoal.json", "below-a-file"],
+)
+def test_a_target_that_is_no_export_is_left_alone(
+    run: Path, tmp_path: Path, there: dict[str, str], target: str, code: int, sentence: str
+) -> None:
+    for name, text in there.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    ended, said = export(run, tmp_path / target)
+    assert (ended, sentence in said) == (code, True), said
+    assert {name: (tmp_path / name).read_text() for name in there} == there
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_two_checkpoints_at_once(run: Path, tmp_path: Path) -> None:

@@ -281,9 +281,3 @@ def test_a_few_rows_that_cannot_be_asked_are_passed_over_and_many_are_a_mistake(
     assert "1 of all 25 train tasks cannot be asked" in caplog.text
     with pytest.raises(UserError, match="does not know"):
         check_ingredients(recipe(**rows(tmp_path, *good[:4], *("é" * n for n in range(1, 30)))))
-
-
-def test_a_judge_that_is_not_there_is_said(tmp_path: Path) -> None:
-    judge = {"label": "taste", "path": str(tmp_path / "none")}
-    with pytest.raises(UserError, match="the path of taste is no folder"):
-        check_ingredients(recipe(environment={"judges": [judge]}))

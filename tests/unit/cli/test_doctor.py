@@ -136,7 +136,8 @@ def test_limits_under_which_cheaper_weights_pass_are_told_and_not_written(tmp_pa
     """The tiny model in bfloat16: its rounding hides int8 weights."""
     out = tmp_path / "mine.toml"
     arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--dtype", "bfloat16"]
-    assert main([*arguments, "--tokens", "10", "--against", "cpu/bfloat16", "--out", str(out)]) == 1
+    arguments += ["--sequences", "32", "--tokens", "10"]
+    assert main([*arguments, "--against", "cpu/bfloat16", "--out", str(out)]) == 1
     assert "refused: int8 weights would be caught in" in capsys.readouterr().out
     assert not out.exists()
 

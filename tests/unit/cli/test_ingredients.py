@@ -21,6 +21,7 @@ from shoal.run.preflight import check_engines, check_ingredients, check_machine
 from shoal.run.recipe import Recipe, load_recipe, missing_inputs, paths_of
 from shoal.runtime.config import dump_config, parse_config
 
+SCORE_TWO = "tasks = [('1=', '1'), ('2=', '2')]\ndef score(task, completion):\n    return "
 SCORE = "\ndef score(prompt, completion, answer):\n    return 1.0\n"
 
 
@@ -40,9 +41,10 @@ def test_the_defaults_are_fine() -> None:
         ("tasks = [('', '1'), ('1=', '1')]" + SCORE, "has no tokens"),
         ("tasks = [('héllo', '1'), ('1=', '1')]" + SCORE, "does not know"),
         ("tasks = [('1' * 100000, '1'), ('1=', '1')]" + SCORE, "the model has room for"),
-        ("tasks = [('1=', '1'), ('2=', '2')]\ndef score(task, completion):\n    return task['answer']", "TypeError"),
-        ("tasks = [('1=', '1'), ('2=', '2')]\ndef score(task, completion):\n    raise SystemExit(7)", "SystemExit"),
+        (SCORE_TWO + "task['answer']", "TypeError"),
+        (SCORE_TWO + "__import__('sys').exit(7)", "SystemExit"),
         ("import sys\nsys.exit(7)" + SCORE, "does not load"),
+        (SCORE_TWO + "{'value': 1, 'parts': {'task': 1.0}}", "call the part 'task' something else"),
     ],
 )
 def test_an_environment_that_cannot_work(tmp_path: Path, source: str, sentence: str) -> None:
@@ -83,18 +85,6 @@ def test_a_judge_that_could_never_judge(judge: dict[str, str], sentence: str, mo
     recipe = Recipe.model_validate({"environment": {"judges": [{"label": "taste", **judge}]}})
     with pytest.raises(UserError, match=sentence):
         check_ingredients(recipe)
-
-
-def test_a_reward_with_a_part_that_means_something_else(tmp_path: Path) -> None:
-    source = "tasks = [('1=', '1'), ('2=', '2')]\ndef score(task, completion):\n"
-    recipe = reward_file(tmp_path, source + "    return {'value': 1, 'parts': {'task': 1.0}}")
-    with pytest.raises(UserError, match="call the part 'task' something else"):
-        check_ingredients(recipe)
-
-
-def test_an_engine_that_does_not_exist() -> None:
-    with pytest.raises(UserError, match="there is no such engine; there are scripted, torch"):
-        check_ingredients(Recipe.model_validate({"worker": {"engine": "torhc"}}))
 
 
 def test_a_model_folder_without_weights(tmp_path: Path) -> None:
@@ -182,8 +172,9 @@ def test_an_end_of_sequence_token_that_the_model_cannot_say(model: Path) -> None
         ({"worker": {"engine": "scripted"}, "validator": {"dtype": "bfloat16"}}, "can judge that: compute as one of"),
         ({"validator": {"profiles": ["nowhere.toml"]}}, r"cannot read the profile .*nowhere\.toml"),
         ({"hub": {"trusted_proxies": ["my-proxy"]}}, "hub.trusted_proxies: 'my-proxy' is neither an address"),
+        ({"worker": {"engine": "torhc"}}, "there is no such engine; there are scripted, torch"),
     ],
-    ids=["worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy"],
+    ids=["worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy", "no-engine"],
 )
 def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):

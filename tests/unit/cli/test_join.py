@@ -146,31 +146,21 @@ def test_policy_above_a_limit_names_the_option(
     assert not list((tmp_path / "node").rglob("*.bin")) + list((tmp_path / "node").rglob("*.part"))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--engine", "there is no engine 'foo'; there are scripted, torch"),
-        ("--cheat", f"there is no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
-    ],
-)
-def test_unknown_name_is_refused_before_anybody_is_asked(
-    served: Served, tmp_path: Path, option: str, message: str
-) -> None:
-    code, error = finished(start_join(tmp_path, served.endpoints.join, option, "foo"), tmp_path)
-    assert (code, error) == (2, f"shoal: {message}\n")
-    assert served.workers() == []
-    assert not (tmp_path / "node").exists()
-
-
-def test_a_joined_worker_works_and_says_at_the_end_what_it_earned(served: Served, tmp_path: Path) -> None:
+def test_a_joined_worker_works_is_vouched_for_and_says_what_it_earned(served: Served, tmp_path: Path) -> None:
+    """Of several hubs one that answers will do."""
     served.publish(0)
-    process = start_join_anew(tmp_path, served.endpoints.join, "--engine", "scripted", "--name", "guest")
+    owner = load_or_create_key(tmp_path / "owner.key")
+    arguments = [NOWHERE, served.endpoints.join, "--engine", "scripted", "--name", "guest"]
+    process = start_join_anew(tmp_path, *arguments, "--owner", str(tmp_path / "owner.key"))
     try:
         served.train()
     finally:
         code, error = finished(process, tmp_path)
-    assert code == 0
+    assert code == 0, error
+    assert f"the hub at {NOWHERE} does not answer" in error
+    assert f"going on with {served.endpoints.hub}" in error
     [guest] = [node for node in served.client.status().nodes if node.name == "guest"]
+    assert guest.owner == owner.public_key
     assert guest.accepted > 0
     earned = f"{guest.accepted} group{'' if guest.accepted == 1 else 's'} accepted, credit +{guest.credit}"
     assert f"the run is finished: {earned}; in all" in error.splitlines()[-1]
@@ -225,23 +215,6 @@ def command_line(pid: int) -> bytes:
     return b""
 
 
-def test_of_several_hubs_one_that_answers_will_do_and_vouches_count(served: Served, tmp_path: Path) -> None:
-    served.publish(0)
-    owner = load_or_create_key(tmp_path / "owner.key")
-    arguments = [NOWHERE, served.endpoints.join, "--engine", "scripted", "--name", "guest"]
-    process = start_join(tmp_path, *arguments, "--owner", str(tmp_path / "owner.key"))
-    try:
-        served.train()
-    finally:
-        code, error = finished(process, tmp_path)
-    assert code == 0, error
-    assert f"the hub at {NOWHERE} does not answer" in error
-    assert f"going on with {served.endpoints.hub}" in error
-    [guest] = [node for node in served.client.status().nodes if node.name == "guest"]
-    assert guest.owner == owner.public_key
-    assert guest.accepted > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -249,15 +222,20 @@ def test_of_several_hubs_one_that_answers_will_do_and_vouches_count(served: Serv
         ([NOWHERE, "--owner", "a", "--vouch", "b"], "--owner and --vouch say the same thing"),
         ([NOWHERE, "--dtype", "foo"], "foo"),
         (["--dir", "runs/x", "--cheat", "foo"], "there is no cheat 'foo'"),
+        ([NOWHERE, "--cheat", "foo"], f"there is no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
+        ([NOWHERE, "--engine", "foo"], "there is no engine 'foo'; there are scripted, torch"),
         (
             [NOWHERE, "--dir", "runs/x"],
             "--dir name two ways to work: leave --dir out to join that run (--folder runs/x",
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused_at_once(arguments: list[str], complaint: str, capsys: Capture) -> None:
-    assert main(["join", *arguments, "--engine", "scripted"]) == 2
+def test_what_cannot_be_meant_is_refused_before_anybody_is_asked(
+    arguments: list[str], complaint: str, own_home: Path, capsys: Capture
+) -> None:
+    assert main(["join", "--engine", "scripted", *arguments]) == 2, "4 would be: nobody answers there"
     assert complaint in capsys.readouterr().err
+    assert not own_home.exists()
 
 
 def test_machine_that_cannot_work_never_registers(
