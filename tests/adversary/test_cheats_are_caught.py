@@ -26,6 +26,7 @@ AT_THE_DOOR = {"claim-node", "few"}  # refused by the hub: never judged, so nobo
 HONEST_AT_FIRST = {"stale", "sleeper", "replay", "swap-prompt"}  # right until the policy, or the unit, is another
 
 HONEST_LEAST = 20
+pytestmark = pytest.mark.timeout(900)  # setting up the run counts as part of the first test, on a busy machine too
 
 # How many of its own groups a cheater may hand in until the first is rejected. A group in which the policy is sure of
 # every token comes out the same by any dice, and such a group is honest work: hence more than 1.

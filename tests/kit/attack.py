@@ -39,8 +39,8 @@ from shoal.validator.case import BODY_LIMITS
 from shoal.validator.judge import Judge
 from shoal.validator.verdicts import Docket
 
-DEADLINE_S = 200
-ATTACK_S = 60.0
+DEADLINE_S = 400
+ATTACK_S = 240.0  # of a busy machine; otherwise seconds
 SUSPENDED_MS = 500  # the first time; nobody here waits a minute for a cheater to come back
 POLL_S = 0.05
 NEAR = 1e-4
