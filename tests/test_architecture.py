@@ -32,19 +32,9 @@ LAYERS = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 TORCH_FREE = (
-    "cli",
-    "run",
-    "hub",
-    "dashboard",
-    "client",
-    "ledger",
-    "shardcast",
-    "environments",
-    "rewards",
-    "runtime",
-    "protocol",
+    "cli", "run", "hub", "dashboard", "client", "ledger", "shardcast", "environments", "rewards", "runtime", "protocol",
     "errors",
-)
+)  # fmt: skip
 HEAVY = {"torch", "transformers"}
 PURE = ("shoal.hub.state", "shoal.ledger")
 PURE_SHOAL = ("shoal.errors", "shoal.protocol", "shoal.ledger", "shoal.hub.state")
@@ -232,14 +222,9 @@ def size_violations(sources: Sources) -> list[str]:
 
 
 RULES = [
-    layer_violations,
-    mutual_import_violations,
-    purity_violations,
-    torch_violations,
-    printing_violations,
-    unsafe_violations,
-    size_violations,
-]
+    layer_violations, mutual_import_violations, purity_violations, torch_violations, printing_violations,
+    unsafe_violations, size_violations,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

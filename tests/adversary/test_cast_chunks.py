@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import TempPaths
 from kit.liar import (
     CHUNK,
     WITHIN_S,
@@ -127,7 +128,7 @@ def fetch_from_a_liar(lab: Lab, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BroadcastError]:
+def alone(tmp_path_factory: TempPaths) -> dict[str, BroadcastError]:
     """How a fetch ends that has nobody but a liar."""
     return endings(tmp_path_factory.mktemp("alone"), NAMES, fetch_from_a_liar)
 
@@ -182,7 +183,7 @@ def fetch_from_a_relay_that_is_lied_to(lab: Lab, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def from_a_relay(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BroadcastError]:
+def from_a_relay(tmp_path_factory: TempPaths) -> dict[str, BroadcastError]:
     return endings(tmp_path_factory.mktemp("relays"), LIES, fetch_from_a_relay_that_is_lied_to)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import TempPaths
 from kit.liar import (
     KEY,
     OTHER_KEY,
@@ -113,7 +114,7 @@ def ask_a_head_forger(lab: Lab, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def forged_heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BroadcastError]:
+def forged_heads(tmp_path_factory: TempPaths) -> dict[str, BroadcastError]:
     """How asking for the newest version ends where nobody but a forger answers."""
     return endings(tmp_path_factory.mktemp("forged"), FORGERIES, ask_a_head_forger)
 
@@ -161,7 +162,7 @@ def ask_one_without_end(lab: Lab, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def without_end(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BroadcastError]:
+def without_end(tmp_path_factory: TempPaths) -> dict[str, BroadcastError]:
     """How it ends where nobody but such a source is asked."""
     names = [f"{document}: {kind}" for document in DOCUMENTS for kind in ENDLESS]
     return endings(tmp_path_factory.mktemp("endless"), names, ask_one_without_end)

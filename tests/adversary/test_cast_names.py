@@ -4,20 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kit.liar import (
-    WITHIN_S,
-    Lab,
-    eventually,
-    get,
-    head_of,
-    health,
-    manifest_of,
-    pieces_of,
-    sign,
-    tree,
-    write,
-    write_tree,
-)
+from kit import liar
 from shoal.errors import BroadcastError, ManifestRefused, ShoalError
 from shoal.shardcast import Payload
 from shoal.shardcast.tree import HEAD, manifest_key
@@ -29,25 +16,25 @@ EVIL_NAMES = [
 
 
 @pytest.mark.parametrize("name", EVIL_NAMES)
-def test_a_manifest_with_a_name_that_leads_out_is_refused(lab: Lab, name: str) -> None:
-    manifest, payload = manifest_of(1, [("fine", b"a" * 1500), (name, b"b" * 700)])
-    write_tree(lab.www, manifest, pieces_of(payload))
-    source = lab.source(tree(lab.www))
+def test_a_manifest_with_a_name_that_leads_out_is_refused(lab: liar.Lab, name: str) -> None:
+    manifest, payload = liar.manifest_of(1, [("fine", b"a" * 1500), (name, b"b" * 700)])
+    liar.write_tree(lab.www, manifest, liar.pieces_of(payload))
+    source = lab.source(liar.tree(lab.www))
     with pytest.raises(ManifestRefused, match=r"name|entry"):
         lab.client(source.url).fetch(manifest.policy, 5)
     assert source.asked("/chunks/") == []
     relay = lab.relay("relay", source.url)
-    eventually(lambda: len(source.asked("/manifests/")) >= 3)
-    assert get(relay.url, f"/{manifest_key((0, 1))}")[0] != 200
+    liar.eventually(lambda: len(source.asked("/manifests/")) >= 3)
+    assert liar.get(relay.url, f"/{manifest_key((0, 1))}")[0] != 200
 
 
-def fetched(lab: Lab, *names: str) -> Payload:
-    manifest, payload = manifest_of(1, [(name, name.encode() * 50) for name in names])
-    write_tree(lab.www, manifest, pieces_of(payload))
-    return lab.client(lab.source(tree(lab.www)).url).fetch(manifest.policy, WITHIN_S)
+def fetched(lab: liar.Lab, *names: str) -> Payload:
+    manifest, payload = liar.manifest_of(1, [(name, name.encode() * 50) for name in names])
+    liar.write_tree(lab.www, manifest, liar.pieces_of(payload))
+    return lab.client(lab.source(liar.tree(lab.www)).url).fetch(manifest.policy, liar.WITHIN_S)
 
 
-def test_honest_names_are_unpacked_into_their_folders(lab: Lab) -> None:
+def test_honest_names_are_unpacked_into_their_folders(lab: liar.Lab) -> None:
     """Or the refusals here would prove nothing."""
     names = ["a", "sub/b", "sub/deeper/c", "ä ö.txt", "...", ".hidden"]
     fetched(lab, *names).export(lab.folder / "out")
@@ -56,7 +43,7 @@ def test_honest_names_are_unpacked_into_their_folders(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("name", ["sub/x", "sub/deeper/x"])
-def test_a_link_in_the_target_folder_is_not_followed(lab: Lab, name: str) -> None:
+def test_a_link_in_the_target_folder_is_not_followed(lab: liar.Lab, name: str) -> None:
     outside = lab.folder / "outside"
     (outside / "deeper").mkdir(parents=True)
     (lab.folder / "out").mkdir()
@@ -67,9 +54,9 @@ def test_a_link_in_the_target_folder_is_not_followed(lab: Lab, name: str) -> Non
     assert [path for path in outside.rglob("*") if path.is_file()] == []
 
 
-def test_a_file_that_is_a_link_is_replaced_not_written_through(lab: Lab) -> None:
+def test_a_file_that_is_a_link_is_replaced_not_written_through(lab: liar.Lab) -> None:
     secret = lab.folder / "secret"
-    write(secret, b"keep me")
+    liar.write(secret, b"keep me")
     (lab.folder / "out").mkdir()
     (lab.folder / "out" / "x").symlink_to(secret)
     fetched(lab, "x").export(lab.folder / "out")
@@ -78,29 +65,29 @@ def test_a_file_that_is_a_link_is_replaced_not_written_through(lab: Lab) -> None
     assert not (lab.folder / "out" / "x").is_symlink()
 
 
-def test_a_name_that_is_both_file_and_folder_ends_in_words(lab: Lab) -> None:
+def test_a_name_that_is_both_file_and_folder_ends_in_words(lab: liar.Lab) -> None:
     """`a` and `a/b` cannot both be unpacked. Whoever notices says so; nobody falls over."""
-    manifest, payload = manifest_of(1, [("a", b"1" * 50), ("a/b", b"2" * 50)])
-    write_tree(lab.www, manifest, pieces_of(payload))
-    client = lab.client(lab.source(tree(lab.www)).url)
+    manifest, payload = liar.manifest_of(1, [("a", b"1" * 50), ("a/b", b"2" * 50)])
+    liar.write_tree(lab.www, manifest, liar.pieces_of(payload))
+    client = lab.client(lab.source(liar.tree(lab.www)).url)
 
     def fetch_and_export() -> None:
-        client.fetch(manifest.policy, WITHIN_S).export(lab.folder / "out")
+        client.fetch(manifest.policy, liar.WITHIN_S).export(lab.folder / "out")
 
     with pytest.raises(ShoalError, match=r"a part of the path is a file|entry|name"):
         fetch_and_export()
 
 
-def test_a_head_that_names_odd_versions_leads_nowhere(lab: Lab) -> None:
+def test_a_head_that_names_odd_versions_leads_nowhere(lab: liar.Lab) -> None:
     """`kept_versions` become names of files on a relay."""
     manifest = lab.publish(1)
     data = (lab.www / manifest_key((0, 1))).read_bytes()
     odd = ("0.1", "../../etc/passwd", "0.1/../../x", "-1.0", "0.99999999999", "0.٣")
-    write(lab.www / HEAD, sign(head_of(manifest, data, kept_versions=odd)))
-    source = lab.source(tree(lab.www))
+    liar.write(lab.www / HEAD, liar.sign(liar.head_of(manifest, data, kept_versions=odd)))
+    source = lab.source(liar.tree(lab.www))
     relay = lab.relay("relay", source.url)
-    eventually(lambda: health(relay.url).get("versions") == ["0.1"])
-    eventually(lambda: health(relay.url)["missing_chunks"] == 0)
+    liar.eventually(lambda: liar.health(relay.url).get("versions") == ["0.1"])
+    liar.eventually(lambda: liar.health(relay.url)["missing_chunks"] == 0)
     assert {target.partition("?")[0] for target in source.asked("/manifests/")} == {f"/{manifest_key((0, 1))}"}
     assert {path.name for path in lab.folder.iterdir()} >= {"relay", "www"}
     assert not (lab.folder / "etc").exists()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kit import TempPaths
 from kit.attack import HONEST, Attack, Attacked, Result, results, table
 from shoal.adversary import CHEATS
 from shoal.adversary.claims import HONEST_UNITS, Steal
@@ -23,6 +24,9 @@ ELSEWHERE |= {"show-random", "show-other"}  # only of slow groups is anything sh
 HERE = [name for name in CHEATS if name not in ELSEWHERE]
 AT_THE_DOOR = {"claim-node", "few"}  # refused by the hub: never judged, so nobody is banned
 HONEST_AT_FIRST = {"stale", "sleeper", "replay", "swap-prompt"}  # right until the policy, or the unit, is another
+
+HONEST_LEAST = 20
+pytestmark = pytest.mark.timeout(900)  # setting up the run counts as part of the first test, on a busy machine too
 
 # How many of its own groups a cheater may hand in until the first is rejected. A group in which the policy is sure of
 # every token comes out the same by any dice, and such a group is honest work: hence more than 1.
@@ -38,12 +42,14 @@ WITHIN = dict.fromkeys(HERE, 4) | {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+def run(tmp_path_factory: TempPaths) -> Iterator[Attacked]:
     with Attacked.running(tmp_path_factory.mktemp("adversary") / "run") as attacked:
         honest = attacked.nodes()[HONEST].node
         Steal.library[:] = attacked.watch.bodies_of(honest)
         attacked.attack(sorted(HERE, key=WITHIN.__getitem__, reverse=True))  # those that take longest first
         Steal.library.clear()
+        attacked.wait_until("honest work beside them", lambda: attacked.nodes()[HONEST].accepted >= HONEST_LEAST)
+        attacked.rest()
         yield attacked
 
 
@@ -86,7 +92,7 @@ def test_what_is_refused_at_the_door_is_never_judged(run: Attacked, found: dict[
 
 
 @pytest.mark.parametrize("cheat", sorted(set(HERE) - AT_THE_DOOR))
-def test_it_is_banned_by_the_first_certain_or_the_second_statistical_failure(
+def test_banned_by_first_certain_or_second_statistical_failure(
     run: Attacked, found: dict[str, Result], cheat: str
 ) -> None:
     story = run.story(found[cheat].node)
@@ -100,13 +106,12 @@ def test_it_is_banned_by_the_first_certain_or_the_second_statistical_failure(
 
 
 def severity_of(submission: SubmissionStory) -> str | None:
-    assert submission.verdict is not None
     severity: str | None = submission.verdict.document["severity"]
     return severity
 
 
 @pytest.mark.parametrize("cheat", HERE)
-def test_what_was_rejected_earned_nothing(
+def test_rejected_earned_nothing(
     run: Attacked, ledger: list[LedgerEntry], found: dict[str, Result], cheat: str
 ) -> None:
     node = run.nodes()[attack_of(run, cheat).name]
@@ -148,7 +153,7 @@ def test_the_honest_worker_beside_them_is_unpunished(run: Attacked) -> None:
     assert node.state is NodeState.ACTIVE
     assert (node.rejected, node.strikes) == (0, 0)
     assert node.unsure <= 0.01 * node.accepted
-    assert node.accepted >= 20
+    assert node.accepted >= HONEST_LEAST
     assert node.node in {group.node for group in run.trained()}
 
 

@@ -71,9 +71,7 @@ def test_best_of_reports_the_log_probabilities_of_the_policy(policy: LoadedModel
         assert each.logprobs == pytest.approx(prefill.logprobs, abs=1e-4)
 
 
-def test_best_of_without_the_answers_chooses_what_the_policy_finds_likely(
-    policy: LoadedModel, counting: Counting
-) -> None:
+def test_best_of_without_the_answers_chooses_what_is_likely(policy: LoadedModel, counting: Counting) -> None:
     honest = TorchEngine.wrap(policy.model).generate(requests(policy))
     chosen = cheating("best-of", counting, policy, environment="my-own").generate(requests(policy))
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal import protocol
 from shoal.engines import GenerationRequest, PrefillRequest, build
 from shoal.engines.dialogue import Dialogue, dialogue_for
 from shoal.engines.groups import submission_of
@@ -22,22 +23,7 @@ from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
-from shoal.protocol.codec import pack
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.lease import DialogueTerms, Lease, ProofParameters, SamplingParameters
-from shoal.protocol.policy import PolicyRef
-from shoal.protocol.signing import sign_document
-from shoal.protocol.submission import (
-    Rollout,
-    Submission,
-    drawn_mask,
-    pack_logprobs,
-    pack_spans,
-    pack_tokens,
-    submission_digest,
-    unpack_spans,
-)
-from shoal.protocol.verdict import Audit, Outcome, Severity, Verdict
+from shoal.protocol.submission import drawn_mask, pack_spans, unpack_spans
 from shoal.toploc import commit, split_proofs
 from shoal.validator import checks
 from shoal.validator.bands import Bands
@@ -48,8 +34,8 @@ from shoal.validator.verdicts import Docket
 from shoal.worker.loop import generate
 
 EOS = 1
-HUB = SigningKey.from_seed(b"h" * 32)
-REF = PolicyRef(incarnation=0, version=3, digest="d" * 64)
+HUB = protocol.SigningKey.from_seed(b"h" * 32)
+REF = protocol.PolicyRef(incarnation=0, version=3, digest="d" * 64)
 ENVIRONMENT = build_environment(EnvironmentSettings(name="calculator", options={"number_credit": 0.1}))
 LIMIT = 28
 
@@ -66,42 +52,44 @@ def loaded() -> LoadedPolicy:
     return LoadedPolicy(REF, engine, tiny().files)
 
 
-def lease(unit: int = 0, seeds: int = 12, tool: bool = True, limit: int = LIMIT, max_turns: int = 3) -> Lease:
+def lease(unit: int = 0, seeds: int = 12, tool: bool = True, limit: int = LIMIT, max_turns: int = 3) -> protocol.Lease:
     newline = tiny().tokenizer.encode("\n")
-    terms = DialogueTerms(tool="calculator", max_turns=max_turns, before=newline, after=newline)
+    terms = protocol.DialogueTerms(tool="calculator", max_turns=max_turns, before=newline, after=newline)
     task = ENVIRONMENT.tasks("train")[unit]
-    return Lease(
+    return protocol.Lease(
         run="demo", lease=f"lease-{unit}", node="n" * 32, unit=unit, attempt=0, policy=REF, task=task.id,
         prompt_ids=tiny().tokenizer.encode(task.prompt), seeds=tuple(f"{100 * unit + i:016x}" for i in range(seeds)),
-        sampling=SamplingParameters(temperature=1.0, max_new_tokens=limit, eos_token_id=EOS),
+        sampling=protocol.SamplingParameters(temperature=1.0, max_new_tokens=limit, eos_token_id=EOS),
         environment_digest=ENVIRONMENT.digest, issued_at_ms=0, deadline_ms=1, dialogue=terms if tool else None,
     )  # fmt: skip
 
 
 @cache
-def honest(of: Lease) -> Submission:
+def honest(of: protocol.Lease) -> protocol.Submission:
     [group] = generate(loaded(), [of])
     return submission_of(of, group, "torch")
 
 
-def talk(of: Lease) -> Dialogue:
+def talk(of: protocol.Lease) -> Dialogue:
     found = dialogue_for(of, tiny().files)
     assert found is not None
     return found
 
 
-def judged(of: Lease, what: Submission, judge: Judge | None = None, depth: Any = "full") -> Verdict:
-    body = pack(what)
-    audit = Audit(
-        submission=submission_digest(body), size_bytes=len(body), lease=sign_document(of, HUB), received_at_ms=1,
-        deadline_ms=2, depth=depth,
+def judged(
+    of: protocol.Lease, what: protocol.Submission, judge: Judge | None = None, depth: Any = "full"
+) -> protocol.Verdict:
+    body = protocol.pack(what)
+    audit = protocol.Audit(
+        submission=protocol.submission_digest(body), size_bytes=len(body), lease=protocol.sign_document(of, HUB),
+        received_at_ms=1, deadline_ms=2, depth=depth,
     )  # fmt: skip
     judge = judge or Judge(ENVIRONMENT, load_profiles())
     [verdict] = judge.verdicts([Docket(audit, of, body)], loaded())
     return verdict
 
 
-def vouched(of: Lease, ids: Sequence[int], spans: Sequence[tuple[int, int]], finish: Any) -> Rollout:
+def vouched(of: protocol.Lease, ids: Sequence[int], spans: Sequence[tuple[int, int]], finish: Any) -> protocol.Rollout:
     """A rollout of these tokens with the right policy's log-probabilities and proofs, as a cheater would make it."""
     request = PrefillRequest(of.prompt_ids, np.array(ids, np.int32), 1.0)
     [seen] = loaded().engine.prefill([request], of.proof)
@@ -109,8 +97,8 @@ def vouched(of: Lease, ids: Sequence[int], spans: Sequence[tuple[int, int]], fin
     logprobs = np.array(seen.logprobs)
     for start, length in spans:
         logprobs[start : start + length] = 0.0
-    return Rollout(
-        tokens=pack_tokens(ids), logprobs=pack_logprobs(logprobs), finish=finish,
+    return protocol.Rollout(
+        tokens=protocol.pack_tokens(ids), logprobs=protocol.pack_logprobs(logprobs), finish=finish,
         proofs=b"".join(commit(seen.points)), given=pack_spans(spans),
     )  # fmt: skip
 
@@ -118,7 +106,7 @@ def vouched(of: Lease, ids: Sequence[int], spans: Sequence[tuple[int, int]], fin
 Change = Callable[[list[int], list[tuple[int, int]]], tuple[Sequence[int], Sequence[tuple[int, int]]]]
 
 
-def changed(of: Lease, change: Change, finish: Any = None) -> Submission:
+def changed(of: protocol.Lease, change: Change, finish: Any = None) -> protocol.Submission:
     """The honest group with its first rollout that has a dialogue made another one."""
     group = honest(of)
     index = next(i for i, rollout in enumerate(group.rollouts) if rollout.given and rollout.finish == "eos")
@@ -129,9 +117,13 @@ def changed(of: Lease, change: Change, finish: Any = None) -> Submission:
     return msgspec.structs.replace(group, rollouts=rollouts)
 
 
-def rejected(of: Lease, what: Submission, reason: str) -> Verdict:
+def rejected(of: protocol.Lease, what: protocol.Submission, reason: str) -> protocol.Verdict:
     verdict = judged(of, what)
-    assert (verdict.outcome, verdict.reason, verdict.severity) == (Outcome.REJECTED, reason, Severity.CERTAIN)
+    assert (verdict.outcome, verdict.reason, verdict.severity) == (
+        protocol.Outcome.REJECTED,
+        reason,
+        protocol.Severity.CERTAIN,
+    )
     light = judged(of, what, depth="light")
     assert light.reason == reason, "it costs no prefill to see"
     return verdict
@@ -145,7 +137,7 @@ def test_an_honest_dialogue_passes_every_check(limit: int, max_turns: int) -> No
     of = lease(1, limit=limit, max_turns=max_turns)
     group = honest(of)
     verdict = judged(of, group)
-    assert (verdict.outcome, verdict.reason) == (Outcome.ACCEPTED, "")
+    assert (verdict.outcome, verdict.reason) == (protocol.Outcome.ACCEPTED, "")
     if (limit, max_turns) == (LIMIT, 3):
         assert sum(bool(rollout.given) for rollout in group.rollouts) > 6
         assert next(check for check in verdict.checks if check.check == "dialogue").evidence["given"] > 20
@@ -175,7 +167,7 @@ def test_the_last_turn_is_what_is_scored() -> None:
     assert len({reward.value for reward in verdict.rewards}) > 1, "else this test would hold of anything"
 
 
-def replayed(of: Lease, **profile: Any) -> Case:
+def replayed(of: protocol.Lease, **profile: Any) -> Case:
     limits = load_profiles()[of.profile].model_copy(update=profile)
     case = Case(of, honest(of), "", 96, 64, limits, dialogue=talk(of))
     [replay] = replay_all(loaded().engine, [case])
@@ -197,7 +189,7 @@ def test_dice_are_held_against_drawn_tokens_only() -> None:
         case.replayed.uniforms[at] = 0.0 if case.replayed.low[at] > 0.5 else 1.0 - 1e-9
     found = checks.sampling(odd)
     assert (found.reason, found.result.evidence["far_outside"]) == ("sampling.seed", 1)
-    assert found.severity is Severity.STATISTICAL, "it takes several to be certain"
+    assert found.severity is protocol.Severity.STATISTICAL, "it takes several to be certain"
     assert (found.result.evidence["tokens"], found.result.evidence["outside"]) == (odd.generated, 1)
     assert np.flatnonzero(coarse.odd.seeds).tolist() == [coarse.chunk_of[at]]
 
@@ -224,10 +216,9 @@ def test_bands_are_of_drawn_tokens_only() -> None:
 
 def test_a_validator_without_the_tool_cannot_tell() -> None:
     of = lease(1)
-    assert of.dialogue is not None
     other = of.model_copy(update={"dialogue": of.dialogue.model_copy(update={"tool": "abacus"})})
     verdict = judged(other, honest(of))
-    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.environment")
+    assert (verdict.outcome, verdict.reason) == (protocol.Outcome.UNSURE, "machinery.environment")
     assert "abacus" in verdict.message
     assert "upgrade" in verdict.message
 
@@ -243,7 +234,7 @@ def test_tokens_that_were_drawn_are_called_given() -> None:
     submission = submission_of(of, group, "torch")
     assert judged(of, submission).reason == "sampling.seed", "without the claim the dice tell"
 
-    def claim(rollout: Rollout) -> Rollout:
+    def claim(rollout: protocol.Rollout) -> protocol.Rollout:
         ids = rollout.token_ids.tolist()
         spans = [(1, len(ids) - 2)] if len(ids) > 2 else []
         return vouched(of, ids, spans, rollout.finish)
@@ -360,7 +351,7 @@ def test_words_that_nobody_says_in_a_run_without_a_tool() -> None:
     of = lease(1, tool=False)
     [group] = loaded().engine.generate([GenerationRequest(of.prompt_ids, of.seed_numbers, of.sampling)], of.proof)
     plain = submission_of(of, group, "torch")
-    assert judged(of, plain).outcome is Outcome.ACCEPTED
+    assert judged(of, plain).outcome is protocol.Outcome.ACCEPTED
     long = next(i for i, rollout in enumerate(plain.rollouts) if len(rollout.token_ids) > 3)
     rollouts = list(plain.rollouts)
     rollouts[long] = msgspec.structs.replace(rollouts[long], given=pack_spans([(1, 1)]))
@@ -377,7 +368,7 @@ def test_a_log_probability_for_what_nobody_drew() -> None:
     logprobs = rollout.logprob_values
     logprobs[unpack_spans(rollout.given, len(logprobs))[0][0]] = -3.0
     rollouts = list(group.rollouts)
-    rollouts[index] = msgspec.structs.replace(rollout, logprobs=pack_logprobs(logprobs))
+    rollouts[index] = msgspec.structs.replace(rollout, logprobs=protocol.pack_logprobs(logprobs))
     rejected(of, msgspec.structs.replace(group, rollouts=rollouts), "dialogue.logprobs")
 
 
@@ -394,21 +385,21 @@ def test_it_says_that_it_ended_otherwise() -> None:
 # ── dialogues that are shown before they are finished ────────────────────────────────────────────────────────────
 
 
-def shown_verdicts(of: Lease, index: int, ids: Sequence[int], proofs: bytes) -> list[Verdict]:
+def shown_verdicts(of: protocol.Lease, index: int, ids: Sequence[int], proofs: bytes) -> list[protocol.Verdict]:
     """What a validator says of a lease at work of which these tokens were shown."""
-    nothing = Rollout(tokens=b"", logprobs=b"", finish="length")
+    nothing = protocol.Rollout(tokens=b"", logprobs=b"", finish="length")
     rollouts = [nothing] * len(of.seeds)
-    rollouts[index] = msgspec.structs.replace(nothing, tokens=pack_tokens(ids), proofs=proofs)
-    body = pack(msgspec.structs.replace(honest(of), rollouts=rollouts))
-    audit = Audit(
-        submission=submission_digest(body), size_bytes=len(body), lease=sign_document(of, HUB), received_at_ms=1,
-        deadline_ms=2, depth="progress",
+    rollouts[index] = msgspec.structs.replace(nothing, tokens=protocol.pack_tokens(ids), proofs=proofs)
+    body = protocol.pack(msgspec.structs.replace(honest(of), rollouts=rollouts))
+    audit = protocol.Audit(
+        submission=protocol.submission_digest(body), size_bytes=len(body), lease=protocol.sign_document(of, HUB),
+        received_at_ms=1, deadline_ms=2, depth="progress",
     )  # fmt: skip
     return Judge(ENVIRONMENT, load_profiles()).verdicts([Docket(audit, of, body)], loaded())
 
 
 def test_a_dialogue_may_be_shown_up_to_any_chunk_and_not_with_other_words() -> None:
-    of = lease(1).model_copy(update={"proof": ProofParameters(topk=16, rows=4)})
+    of = lease(1).model_copy(update={"proof": protocol.ProofParameters(topk=16, rows=4)})
     caught = 0
     for index, rollout in enumerate(honest(of).rollouts):
         ids = rollout.token_ids.tolist()
@@ -420,6 +411,6 @@ def test_a_dialogue_may_be_shown_up_to_any_chunk_and_not_with_other_words() -> N
             if chunks < len(proofs):
                 forged = [*ids[:start], ids[start] + 1, *ids[start + 1 :]]
                 [verdict] = shown_verdicts(of, index, forged[: 4 * chunks], b"".join(proofs[:chunks]))
-                assert (verdict.reason, verdict.severity) == ("progress.dialogue", Severity.CERTAIN)
+                assert (verdict.reason, verdict.severity) == ("progress.dialogue", protocol.Severity.CERTAIN)
                 caught += 1
     assert caught > 3

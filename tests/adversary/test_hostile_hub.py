@@ -16,18 +16,14 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from kit import Capture, Patch
 from kit.hostile import Answer, Asked, HostileHub, hostile_hub
+from shoal import protocol
 from shoal.cli.main import main
 from shoal.client import ClientOptions, HubClient
 from shoal.client.http import open_http
 from shoal.client.weights import downloader_of
 from shoal.errors import BroadcastError, CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.lease import LeaseReply
-from shoal.protocol.node import HeartbeatReply, HubClock, NodeState, NodeView
-from shoal.protocol.policy import LedgerHead, PolicyRef
-from shoal.protocol.signing import Message, sign_document
-from shoal.protocol.status import LeaseStory, OwnerOrders, Problem, RecentVerdict, RunStatus, UnitStory, Wait
 from shoal.protocol.submission import ProgressReply
 from shoal.run import watchdog as reporter
 from shoal.run.ledger.places import download
@@ -56,8 +52,8 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_known_address_with_another_root_key_is_refused_by_every_command(
-    hub: HostileHub, command: list[str], own_home: Path, capsys: pytest.CaptureFixture[str]
+def test_other_root_key_refused_by_every_command(
+    hub: HostileHub, command: list[str], own_home: Path, capsys: Capture
 ) -> None:
     """The name of the new run decides nothing: the address is what is remembered."""
     assert main(["join", hub.url, "--engine", "scripted", "--no-check"]) == 4  # met, remembered; it gives no work
@@ -89,23 +85,25 @@ def test_the_fingerprint_in_a_new_join_url_replaces_what_is_remembered(hub: Host
 DAY_MS = 24 * 3_600_000
 
 
-def clock_of(hub: HostileHub, asked: Asked, by_ms: int, signer: SigningKey | None = None) -> Answer:
+def clock_of(hub: HostileHub, asked: Asked, by_ms: int, signer: protocol.SigningKey | None = None) -> Answer:
     """A refusal that says that it is `by_ms` later than the request says; unsigned if nobody signs it."""
     now_ms = int(asked.headers["shoal-time"]) + by_ms
-    document = HubClock(
+    document = protocol.HubClock(
         run=hub.run, node=asked.headers["shoal-node"], nonce=asked.headers["shoal-nonce"], now_ms=now_ms
     )
-    clock = sign_document(document, signer) if signer is not None else None
-    problem = Problem(code="auth.skew", message="your clock is wrong", clock=clock)
+    clock = protocol.sign_document(document, signer) if signer is not None else None
+    problem = protocol.Problem(code="auth.skew", message="your clock is wrong", clock=clock)
     return 401, {"shoal-time": str(now_ms)}, problem.model_dump_json().encode()
 
 
 @pytest.mark.parametrize("who", ["nobody", "a stranger", "the hub"])
 def test_no_request_is_signed_for_next_week(hub: HostileHub, who: str) -> None:
     """The hub, or whoever answers in its place, says that it is next week, and waits for requests of that date."""
-    signer = {"nobody": None, "a stranger": SigningKey.generate(), "the hub": hub.key}[who]
+    signer = {"nobody": None, "a stranger": protocol.SigningKey.generate(), "the hub": hub.key}[who]
     hub.answers["/nodes"] = lambda asked: clock_of(hub, asked, 7 * DAY_MS, signer)
-    with closing(HubClient(hub.url, SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=5))) as client:
+    with closing(
+        HubClient(hub.url, protocol.SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=5))
+    ) as client:
         before_ms = SystemClock().now_ms()
         with pytest.raises(HubRefused):
             client.register("n", "worker", None)
@@ -123,7 +121,7 @@ def test_an_old_answer_about_the_time_is_not_believed_again(hub: HostileHub) -> 
         return recorded[-1]
 
     hub.answers["/nodes"] = answered
-    key = SigningKey.generate()
+    key = protocol.SigningKey.generate()
     for _ in range(2):
         hub.requests.clear()
         client = HubClient(hub.url, key, StopToken(), options=ClientOptions(patience_s=5))
@@ -137,7 +135,7 @@ def test_an_old_answer_about_the_time_is_not_believed_again(hub: HostileHub) -> 
 
 
 @pytest.fixture
-def public(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileHub]:
+def public(monkeypatch: Patch) -> Iterator[HostileHub]:
     """A hub at a public address, which 127.0.0.2 stands for; 127.0.0.1 is this machine's own."""
     monkeypatch.setattr(targets, "nearness", lambda text: Nearness.PUBLIC if text == "127.0.0.2" else nearness(text))
     with hostile_hub("127.0.0.2") as served:
@@ -152,7 +150,7 @@ def inside() -> Iterator[HostileHub]:
 
 
 def client_of(hub: HostileHub, patience_s: float = 2) -> HubClient:
-    return HubClient(hub.url, SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=patience_s))
+    return HubClient(hub.url, protocol.SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=patience_s))
 
 
 def wait_for(happened: Callable[[], object]) -> None:
@@ -164,11 +162,11 @@ def redirecting(to: str) -> Answer:
     return 307, {"location": to}, b""
 
 
-POLICY = PolicyRef(incarnation=0, version=0, digest="d" * 64)
+POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="d" * 64)
 
 
 @pytest.mark.parametrize("how", ["named", "redirected"])
-def test_a_public_hub_cannot_have_loopback_asked_for_weights(
+def test_public_hub_cannot_name_loopback_sources(
     public: HostileHub, inside: HostileHub, tmp_path: Path, how: str
 ) -> None:
     public.become("demo", sources=(inside.url if how == "named" else public.url,), last_resort=(inside.url,))
@@ -190,9 +188,7 @@ def test_a_public_hub_cannot_name_a_hub_on_loopback(public: HostileHub, inside: 
     assert inside.requests == []
 
 
-def test_a_hub_that_moves_to_loopback_is_not_followed_there(
-    public: HostileHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_moves_to_loopback_is_not_followed_there(public: HostileHub, monkeypatch: Patch) -> None:
     """Its name resolves to a public address at first, and to this machine from then on."""
     known, found = socket.getaddrinfo, ["127.0.0.2"]
 
@@ -202,7 +198,9 @@ def test_a_hub_that_moves_to_loopback_is_not_followed_there(
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     url = public.url.replace("127.0.0.2", "hub.example")
-    with closing(HubClient(url, SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=1))) as client:
+    with closing(
+        HubClient(url, protocol.SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=1))
+    ) as client:
         client.trusted_run()
         found[0] = "127.0.0.1"
         with pytest.raises(HubUnreachable, match="it may not send this machine there"):
@@ -225,31 +223,35 @@ def test_a_hub_on_loopback_may_name_its_own_machine(hub: HostileHub, inside: Hos
 NASTY = "\x1b]52;c;cm0=\x07\x1b]0;title\x07\x9b2J\u202e\r\nroot@host# "
 
 
-def nasty_status(hub: HostileHub) -> RunStatus:
-    node = NodeView(
-        node=NASTY, name=NASTY, role="worker", state=NodeState.BANNED, reason=NASTY, doing=NASTY, owner=NASTY
+def nasty_status(hub: HostileHub) -> protocol.RunStatus:
+    node = protocol.NodeView(
+        node=NASTY, name=NASTY, role="worker", state=protocol.NodeState.BANNED, reason=NASTY, doing=NASTY, owner=NASTY
     )
-    return RunStatus(
+    words = {"node": NASTY, "outcome": NASTY, "reason": NASTY, "message": NASTY}
+    verdict = protocol.RecentVerdict(unit=0, decided_at_ms=0, **words)
+    return protocol.RunStatus(
         run=NASTY, name=NASTY, now_ms=1, finished=False, steps=1, step=0, policy=None, max_staleness=0,
-        units={NASTY: 1}, submissions={NASTY: 1}, nodes=(node,), waits=(Wait(who=NASTY, what=NASTY, since_ms=0),),
-        verdicts=(RecentVerdict(unit=0, node=NASTY, outcome=NASTY, reason=NASTY, message=NASTY, decided_at_ms=0),),
-        reports=(), alarms=(NASTY,), ledger=LedgerHead(run=hub.run, index=0, hash="0" * 64),
-        standing=OwnerOrders(conduct="paused", reason=NASTY), node_counts={NASTY: 9}, pools={NASTY: 1},
+        units={NASTY: 1}, submissions={NASTY: 1}, nodes=(node,),
+        waits=(protocol.Wait(who=NASTY, what=NASTY, since_ms=0),),
+        verdicts=(verdict,), reports=(), alarms=(NASTY,),
+        ledger=protocol.LedgerHead(run=hub.run, index=0, hash="0" * 64),
+        standing=protocol.OwnerOrders(conduct="paused", reason=NASTY), node_counts={NASTY: 9}, pools={NASTY: 1},
     )  # fmt: skip
 
 
-def nasty_unit() -> UnitStory:
-    lease = LeaseStory(
+def nasty_unit() -> protocol.UnitStory:
+    lease = protocol.LeaseStory(
         lease=NASTY, unit=0, attempt=0, node=NASTY, state=NASTY, sentence=NASTY, issued_at_ms=0, deadline_ms=0,
-        hard_deadline_ms=0, ended_at_ms=0, policy=PolicyRef(incarnation=0, version=0, digest="d" * 64), progress=1,
+        hard_deadline_ms=0, ended_at_ms=0, policy=protocol.PolicyRef(incarnation=0, version=0, digest="d" * 64),
+        progress=1,
     )  # fmt: skip
-    return UnitStory(
+    return protocol.UnitStory(
         run=NASTY, unit=0, state=NASTY, sentence=NASTY, task=NASTY, failures=0, version=None, step=None, lost_step=None,
         leases=(lease,), submissions=(), ledger=(), seeds=(),
     )  # fmt: skip
 
 
-PROBLEM = Problem(code="auth.role", message=NASTY).model_dump_json().encode()
+PROBLEM = protocol.Problem(code="auth.role", message=NASTY).model_dump_json().encode()
 SAYINGS: dict[str, tuple[list[str], str, int]] = {
     "status": (["status", "URL"], "/status", 0),
     "status json": (["status", "URL", "--json"], "/status", 0),
@@ -263,8 +265,8 @@ SAYINGS: dict[str, tuple[list[str], str, int]] = {
 
 
 @pytest.mark.parametrize("saying", SAYINGS)
-def test_nothing_that_a_hub_says_does_anything_to_a_terminal(
-    hub: HostileHub, saying: str, capsys: pytest.CaptureFixture[str], own_home: Path
+def test_terminal_sequences_of_a_hub_are_harmless(
+    hub: HostileHub, saying: str, capsys: Capture, own_home: Path
 ) -> None:
     words, path, code = SAYINGS[saying]
     hub.answers["/status"] = (200, {}, nasty_status(hub).model_dump_json().encode())
@@ -312,7 +314,7 @@ def test_a_compressed_answer_is_not_decompressed(hub: HostileHub, tmp_path: Path
     assert {asked.headers["accept-encoding"] for asked in hub.requests} == {"identity"}
 
 
-def test_a_status_without_end_is_not_read(hub: HostileHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_without_end_is_not_read(hub: HostileHub, monkeypatch: Patch) -> None:
     monkeypatch.setattr(reporter, "MAX_STATUS_BYTES", 1000)
     hub.answers["/status"] = (200, {}, nasty_status(hub).model_dump_json().encode() + b" " * 1000)
     with closing(open_http()) as http:
@@ -361,20 +363,20 @@ SHORT = ClientOptions(patience_s=0.2, connect_timeout_s=0.5, answer_timeout_s=0.
 def test_an_answer_that_never_ends_is_left_when_its_time_is_over(drip: str) -> None:
     with (
         sending(*DRIPS[drip]) as (url, _),
-        closing(HubClient(url, SigningKey.generate(), StopToken(), options=SHORT)) as client,
+        closing(HubClient(url, protocol.SigningKey.generate(), StopToken(), options=SHORT)) as client,
         pytest.raises(HubUnreachable, match="too long in all"),
     ):
         client.trusted_run()
 
 
 @pytest.mark.timeout(30)
-def test_an_answer_that_never_ends_is_left_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_never_ends_is_left_after_a_stop(monkeypatch: Patch) -> None:
     monkeypatch.setattr(exchange, "STOP_GRACE_S", 0.1)
     stop = StopToken()
     options = ClientOptions(patience_s=600, answer_timeout_s=600)
     with (
         sending(*DRIPS["a head that drips"]) as (url, taken),
-        closing(HubClient(url, SigningKey.generate(), stop, options=options)) as client,
+        closing(HubClient(url, protocol.SigningKey.generate(), stop, options=options)) as client,
     ):
         threading.Thread(target=lambda: (wait_for(lambda: taken), stop.set("asked")), daemon=True).start()
         with pytest.raises(DeadlineExceeded, match="asked"):
@@ -391,7 +393,7 @@ def test_a_description_of_a_run_that_is_too_large_is_refused(hub: HostileHub, fi
         "certificates": hub.info.certificates * 2000, "revoked": ("0" * 64,) * 2000, "profiles": ("a/b/c",) * 2000,
         "name": "n" * 2000,
     }.get(field, tuple(f"http://8.8.8.8:{number + 1}" for number in range(2000)))  # fmt: skip
-    signed = sign_document(hub.info.model_copy(update={field: many}), hub.key)
+    signed = protocol.sign_document(hub.info.model_copy(update={field: many}), hub.key)
     hub.answers["/run"] = (200, {}, signed.model_dump_json().encode())
     with closing(client_of(hub)) as client, pytest.raises(ProtocolError, match=field):
         client.trusted_run()
@@ -403,13 +405,13 @@ def test_a_description_of_a_run_is_not_read_beyond_its_cap(hub: HostileHub) -> N
         client.trusted_run()
 
 
-@pytest.mark.parametrize("reply", [HeartbeatReply, LeaseReply, ProgressReply])
-def test_a_reply_that_names_too_many_is_refused(hub: HostileHub, reply: type[Message]) -> None:
-    node = NodeView(node="n", name="n", role="worker", state=NodeState.ACTIVE).model_dump()
+@pytest.mark.parametrize("reply", [protocol.HeartbeatReply, protocol.LeaseReply, ProgressReply])
+def test_a_reply_that_names_too_many_is_refused(hub: HostileHub, reply: type[protocol.Message]) -> None:
+    node = protocol.NodeView(node="n", name="n", role="worker", state=protocol.NodeState.ACTIVE).model_dump()
     lease = hub.sign(hub.info).model_dump()
-    content: dict[type[Message], dict[str, Any]] = {
-        HeartbeatReply: {"node": node, "deadlines": {str(number): 1 for number in range(4097)}},
-        LeaseReply: {"leases": [lease] * 257},
+    content: dict[type[protocol.Message], dict[str, Any]] = {
+        protocol.HeartbeatReply: {"node": node, "deadlines": {str(number): 1 for number in range(4097)}},
+        protocol.LeaseReply: {"leases": [lease] * 257},
         ProgressReply: {"tokens": [0] * 1025, "deadline_ms": 1},
     }
     with pytest.raises(ValidationError, match="too_long"):

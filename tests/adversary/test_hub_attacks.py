@@ -15,20 +15,17 @@ import httpx
 import pytest
 import zstandard
 
+from kit import TempPaths
 from kit.door import Caller, Hub, establish, ok, packed, refusal, running_hub, submission
+from shoal import protocol
 from shoal.errors import LedgerError
 from shoal.ledger import verify
-from shoal.protocol.node import HubClock
-from shoal.protocol.policy import LedgerHead
-from shoal.protocol.signing import SignedDocument, open_document, sign_request
-from shoal.protocol.status import LedgerPage, RunStatus
-from shoal.protocol.verdict import Severity
 
 MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+def hub(tmp_path_factory: TempPaths) -> Iterator[Hub]:
     with running_hub(tmp_path_factory.mktemp("door") / "run") as hub:
         yield hub
 
@@ -38,8 +35,8 @@ def worker(hub: Hub) -> Caller:
     return hub.worker()
 
 
-def status(hub: Hub) -> RunStatus:
-    return RunStatus.model_validate_json(ok(hub.http.get("/status")).content)
+def status(hub: Hub) -> protocol.RunStatus:
+    return protocol.RunStatus.model_validate_json(ok(hub.http.get("/status")).content)
 
 
 # ── who asks ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -55,14 +52,14 @@ def test_a_replayed_request(hub: Hub, worker: Caller) -> None:
 def test_a_request_of_another_time(hub: Hub, worker: Caller, minutes: int) -> None:
     """Kept for later, or dated ahead: refused, and told what time it is here, by which the next one is fine."""
     now_ms = time.time_ns() // 1_000_000
-    headers = sign_request(worker.key, hub.run, "POST", "/heartbeat", b"{}", now_ms + minutes * 60_000)
+    headers = protocol.sign_request(worker.key, hub.run, "POST", "/heartbeat", b"{}", now_ms + minutes * 60_000)
     answer = hub.http.post("/heartbeat", content=b"{}", headers=headers)
     assert refusal(answer) == (401, "auth.skew")
-    signed = SignedDocument.model_validate(answer.json()["clock"])
-    clock = open_document(signed, HubClock, hub.folder.key("hub").public_key)
+    signed = protocol.SignedDocument.model_validate(answer.json()["clock"])
+    clock = protocol.open_document(signed, protocol.HubClock, hub.folder.key("hub").public_key)
     assert (clock.node, clock.nonce) == (headers["shoal-node"], headers["shoal-nonce"])
     told_ms = clock.now_ms
-    headers = sign_request(worker.key, hub.run, "POST", "/heartbeat", b"{}", told_ms)
+    headers = protocol.sign_request(worker.key, hub.run, "POST", "/heartbeat", b"{}", told_ms)
     ok(hub.http.post("/heartbeat", content=b"{}", headers=headers))
 
 
@@ -155,7 +152,7 @@ def test_a_profile_that_nobody_has_measured(worker: Caller) -> None:
         assert refusal(worker.call("POST", "/leases", asked)) == (403, "profile.unknown")
 
 
-def test_hoarding_leases(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_hoarding_leases(tmp_path_factory: TempPaths) -> None:
     """A new key has one unit until its first group is accepted, and loses it when the time is over."""
     with running_hub(tmp_path_factory.mktemp("hoard") / "run", hub={"lease_s": 2, "requests_per_key_s": 0}) as hub:
         hoarder = hub.worker()
@@ -172,7 +169,7 @@ def test_hoarding_leases(tmp_path_factory: pytest.TempPathFactory) -> None:
         assert units >= {lease.unit for lease in held}
 
 
-def test_progress_that_is_only_said(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_progress_that_is_only_said(tmp_path_factory: TempPaths) -> None:
     """A newcomer that says more tokens with every heartbeat, and shows none, holds a unit no longer than `lease_s`."""
     with running_hub(tmp_path_factory.mktemp("said") / "run", hub={"lease_s": 2, "requests_per_key_s": 0}) as hub:
         liar = hub.worker()
@@ -185,7 +182,7 @@ def test_progress_that_is_only_said(tmp_path_factory: pytest.TempPathFactory) ->
         assert [each.unit for each in hub.worker().lease(1)] == [lease.unit]
 
 
-def test_sybil_keys_after_a_ban(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_sybil_keys_after_a_ban(tmp_path_factory: TempPaths) -> None:
     """The banned key stays out. New ones are free, but all together they get a share, and the others the rest."""
     with running_hub(tmp_path_factory.mktemp("sybil") / "run") as hub:
         cheat, honest = hub.worker(), hub.worker()
@@ -195,7 +192,7 @@ def test_sybil_keys_after_a_ban(tmp_path_factory: pytest.TempPathFactory) -> Non
         ok(cheat.submit(lease))
         [audit] = validator.audits()
         validator.judge(
-            audit, outcome="rejected", rewards=(), generated_tokens=0, reason="x.y", severity=Severity.CERTAIN
+            audit, outcome="rejected", rewards=(), generated_tokens=0, reason="x.y", severity=protocol.Severity.CERTAIN
         )
         assert refusal(cheat.call("POST", "/leases", {"request": "request-again"})) == (403, "node.banned")
         sybils = [hub.worker() for _ in range(20)]
@@ -246,7 +243,7 @@ def test_throwaway_keys_that_register_and_cheat_leave_nothing_in_the_ledger(tmp_
         for cheat in sybils[:3]:
             ok(cheat.submit(cheat.lease()[0]))
             [audit] = validator.audits()
-            failed = {"outcome": "rejected", "reason": "x.y", "severity": Severity.CERTAIN}
+            failed = {"outcome": "rejected", "reason": "x.y", "severity": protocol.Severity.CERTAIN}
             validator.judge(audit, rewards=(), generated_tokens=0, **failed)
         assert ok(hub.http.get("/ledger/head")).json()["document"] == before
         story = ok(hub.http.get(f"/nodes/{sybils[0].key.node}")).json()
@@ -259,9 +256,9 @@ def test_a_ledger_that_is_rolled_back_or_changed(hub: Hub) -> None:
     """Whoever has seen a head can tell that rows behind it are gone, or are others."""
     for _ in range(3):
         hub.worker()
-    signed = SignedDocument.model_validate_json(ok(hub.http.get("/ledger/head")).content)
-    head = open_document(signed, LedgerHead, hub.folder.key("hub").public_key)
-    entries = list(LedgerPage.model_validate_json(ok(hub.http.get("/ledger")).content).entries)
+    signed = protocol.SignedDocument.model_validate_json(ok(hub.http.get("/ledger/head")).content)
+    head = protocol.open_document(signed, protocol.LedgerHead, hub.folder.key("hub").public_key)
+    entries = list(protocol.LedgerPage.model_validate_json(ok(hub.http.get("/ledger")).content).entries)
     entries = entries[: head.index + 1]
     verify(entries, head)
     with pytest.raises(LedgerError):

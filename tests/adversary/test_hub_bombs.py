@@ -18,6 +18,7 @@ import httpx
 import pytest
 import zstandard
 
+from kit import TempPaths
 from kit.door import POLICY, RECIPE, START_S, Caller, Hub, ok, packed, refusal, submission
 from shoal.protocol import PolicyAnnouncement, sign_document
 from shoal.run.folder import RunFolder
@@ -46,7 +47,7 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(tmp_path_factory: TempPaths) -> Iterator[Watched]:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("this system does not say how much memory a process has had")
     recipe = {**RECIPE, "hub": {**RECIPE["hub"], "requests_per_key_s": 0}}
@@ -135,9 +136,7 @@ JSON_BOMBS: dict[str, bytes] = {
 }
 
 
-def test_bombs_are_refused_within_bounded_memory(
-    watched: Watched, record_property: Callable[[str, object], None]
-) -> None:
+def test_bombs_refused_in_bounded_memory(watched: Watched, record_property: Callable[[str, object], None]) -> None:
     hub, lines = watched.hub, []
     worker = hub.worker()
     [lease] = worker.lease()

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from kit import Patch, TempPaths
 from kit.door import Caller, Hub, ok, refusal, running_hub
 from shoal.protocol import Registration
 
@@ -30,13 +31,13 @@ SETTINGS = {"requests_per_address_s": 20, "connections_per_address": 40}
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+def hub(tmp_path_factory: TempPaths) -> Iterator[Hub]:
     with running_hub(tmp_path_factory.mktemp("flood") / "run", hub=SETTINGS) as hub:
         yield hub
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def fresh(tmp_path: Path, monkeypatch: Patch) -> Iterator[Hub]:
     """A hub of its own, for who counts what one address has had: five requests a second, six new keys a minute."""
     monkeypatch.setattr("shoal.hub.http.middleware.REGISTRATIONS", 6 / 60 / 5)
     with running_hub(tmp_path / "run", hub={**SETTINGS, "requests_per_address_s": 5}) as hub:
@@ -102,7 +103,7 @@ class Heart:
 # ── slow ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_slow_heads(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_heads(hub: Hub, monkeypatch: Patch) -> None:
     """Slow loris: a byte of the head now and then, on as many connections as one may have. They are cut off in time,
     those that say nothing at all too, and a worker is answered meanwhile."""
     monkeypatch.setattr("shoal.hub.http.connections.HEAD_S", 1.0)
@@ -125,7 +126,7 @@ def test_slow_heads(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(heart.waits_s) > 1
 
 
-def test_a_slow_head_on_a_connection_that_was_good(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_head_on_a_connection_that_was_good(hub: Hub, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.hub.http.connections.HEAD_S", 1.0)
     with plug(hub, ALICE) as plugged:
         plugged.sendall(b"GET /health HTTP/1.1\r\nhost: hub\r\n\r\n")
@@ -136,7 +137,7 @@ def test_a_slow_head_on_a_connection_that_was_good(hub: Hub, monkeypatch: pytest
         eventually("a second head may take for ever", lambda: is_cut(plugged))
 
 
-def test_a_slow_body(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_body(hub: Hub, monkeypatch: Patch) -> None:
     """Only who has signed for a body is listened to for long, and not below a floor."""
     monkeypatch.setattr("shoal.hub.http.auth.BODY_PAUSE_S", 1.0)
     caller, heart = hub.worker(), Heart(hub)
@@ -156,7 +157,7 @@ def test_a_slow_body(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"body.slow" in answer
 
 
-def test_a_reader_that_does_not_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_does_not_read(hub: Hub, monkeypatch: Patch) -> None:
     """It asks for much and takes nothing: what is kept for it is bounded, and so is the time."""
     monkeypatch.setattr("shoal.hub.http.connections.READ_CHECK_S", 0.5)
     heart, ask = Heart(hub), b"GET /openapi.json HTTP/1.1\r\nhost: hub\r\n\r\n"
@@ -296,7 +297,7 @@ def test_a_flood_of_one_address(fresh: Hub, record_property: Callable[[str, obje
     )
 
 
-def test_a_proxy_that_is_trusted_speaks_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_is_trusted_speaks_for_others(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.hub.http.middleware.HOLD_S", 0.0)
     proxy, settings = "127.0.0.9", {**SETTINGS, "requests_per_address_s": 0.1, "trusted_proxies": ["127.0.0.9"]}
     with running_hub(tmp_path / "run", hub=settings) as hub, calling_from(hub, proxy) as seen:

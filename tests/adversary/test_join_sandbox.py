@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from kit import Capture, Logs, Patch, TempPaths
 from kit.hostile import HostileHub, hostile_hub
 from kit.sandbox import needs_bubblewrap
 from shoal.cli.main import main
@@ -118,8 +119,8 @@ def keyring_of(mark: str) -> Callable[[], None]:
 
 
 @needs_bubblewrap
-def test_nothing_inside_reaches_more_than_the_run_and_its_own_folder(
-    hub: HostileHub, other: HostileHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_inside_reaches_the_run_and_own_folder(
+    hub: HostileHub, other: HostileHub, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     for name in ("AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "TORCH_HUB_TOKEN"):
         monkeypatch.setenv(name, "secret")
@@ -170,22 +171,22 @@ def test_nothing_inside_reaches_more_than_the_run_and_its_own_folder(
     assert other.requests == []
 
 
-def without_bubblewrap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_bubblewrap(folder: Path, monkeypatch: Patch) -> None:
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
 
 
-def with_one_that_may_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_one_that_may_not(folder: Path, monkeypatch: Patch) -> None:
     without_bubblewrap(folder, monkeypatch)
     (folder / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     (folder / "bwrap").chmod(0o755)
 
 
-def with_an_old_one(option: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+def with_an_old_one(option: str) -> Callable[[Path, Patch], None]:
     """It makes every sandbox but one with this option."""
     refusal = f"{option}) echo 'bwrap: Unknown option {option}' >&2; exit 1"
 
-    def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(folder: Path, monkeypatch: Patch) -> None:
         with_one_that_may_not(folder, monkeypatch)
         (folder / "bwrap").write_text(f"#!/bin/sh\nfor word; do case $word in {refusal};; esac; done\n")
 
@@ -202,12 +203,7 @@ def with_an_old_one(option: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
     ],
 )
 def test_without_a_sandbox_there_is_no_work(
-    hub: HostileHub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    prepare: Any,
-    complaint: str,
+    hub: HostileHub, tmp_path: Path, monkeypatch: Patch, capsys: Capture, prepare: Any, complaint: str
 ) -> None:
     prepare(tmp_path / "bin", monkeypatch)
     words = ["join", hub.url, "--engine", "scripted", "--no-check", "--sandbox", "--folder", str(tmp_path / "node")]
@@ -216,7 +212,7 @@ def test_without_a_sandbox_there_is_no_work(
     assert {asked.path for asked in hub.requests} == {"/run"}, "nobody registered"
 
 
-def test_a_home_inside_what_the_worker_needs_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_inside_what_the_worker_needs_is_not_shown(tmp_path: Path, monkeypatch: Patch) -> None:
     """As where shoal is installed into the system's own Python, in a container whose home is below it."""
     home = tmp_path / "python" / "home"
     home.mkdir(parents=True)
@@ -229,9 +225,7 @@ def test_a_home_inside_what_the_worker_needs_is_not_shown(tmp_path: Path, monkey
 
 
 @needs_bubblewrap
-def test_the_exit_code_of_the_worker_is_passed_on(
-    hub: HostileHub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_code_of_the_worker_is_passed_on(hub: HostileHub, tmp_path: Path, capfd: Capture) -> None:
     hub.answers["/nodes"] = (403, {}, b'{"code": "node.banned", "message": "go away"}')
     words = ["join", hub.url, "--engine", "scripted", "--no-check", "--sandbox", "--folder", str(tmp_path / "node")]
     assert main(words) == 6
@@ -249,9 +243,7 @@ while True:
 """
 
 
-def test_a_worker_that_misses_the_first_signal_while_it_starts_is_stopped_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_misses_the_first_signal_is_stopped_by_the_next(tmp_path: Path, monkeypatch: Patch) -> None:
     """The first process of a sandbox hears no signal before it listens."""
     program = tmp_path / "bwrap"
     program.write_text(f"#!{sys.executable}\n{DEAF_AT_FIRST}")
@@ -300,7 +292,7 @@ def test_the_worker_has_no_key_of_its_users_session(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def forwarder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forwarder]:
+def forwarder(tmp_path_factory: TempPaths, monkeypatch: Patch) -> Iterator[Forwarder]:
     """With a client beside it that believes to be inside a sandbox."""
     with tempfile.TemporaryDirectory(prefix="shoal-") as sockets, closing(Forwarder(Path(sockets))) as forwarder:
         monkeypatch.setenv(targets.SANDBOX, str(forwarder.folder))
@@ -320,9 +312,7 @@ def port_of(hub: HostileHub) -> int:
     return int(hub.url.rpartition(":")[2])
 
 
-def test_it_leads_to_what_is_allowed_for_as_long_as_it_is(
-    forwarder: Forwarder, hub: HostileHub, other: HostileHub
-) -> None:
+def test_leads_to_what_is_allowed_while_it_is(forwarder: Forwarder, hub: HostileHub, other: HostileHub) -> None:
     reach = Reach(Nearness.LOOPBACK)
     forwarder.allow([hub.url], [other.url], reach)
     assert asked("127.0.0.1", port_of(hub)).startswith(b"HTTP/1.1 200")
@@ -334,8 +324,8 @@ def test_it_leads_to_what_is_allowed_for_as_long_as_it_is(
 
 
 @pytest.mark.parametrize("host", ["b\u00fccher.example", "xn--bcher-kva.example", "B\u00dcCHER.example"])
-def test_a_name_in_another_script_has_one_way_out_however_it_is_written(
-    forwarder: Forwarder, hub: HostileHub, monkeypatch: pytest.MonkeyPatch, host: str
+def test_name_in_another_script_has_one_way_out(
+    forwarder: Forwarder, hub: HostileHub, monkeypatch: Patch, host: str
 ) -> None:
     known = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **options: known("127.0.0.1", *rest, **options))
@@ -345,7 +335,7 @@ def test_a_name_in_another_script_has_one_way_out_however_it_is_written(
         assert http.get(f"{url}/run").status_code == 200
 
 
-def test_what_a_public_hub_may_not_name_has_no_way_out(
+def test_what_a_public_hub_may_not_name_is_unreachable(
     forwarder: Forwarder, hub: HostileHub, other: HostileHub
 ) -> None:
     named = [other.url, "http://169.254.169.254/", "ftp://8.8.8.8", "http://a:b@8.8.8.8:80"]
@@ -353,9 +343,7 @@ def test_what_a_public_hub_may_not_name_has_no_way_out(
     assert [path.name for path in forwarder.folder.iterdir()] == [socket_name("127.0.0.1", port_of(hub))]
 
 
-def test_a_name_keeps_the_address_that_it_had(
-    forwarder: Forwarder, hub: HostileHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_keeps_the_address_that_it_had(forwarder: Forwarder, hub: HostileHub, monkeypatch: Patch) -> None:
     known, found = socket.getaddrinfo, ["127.0.0.1", "127.0.0.9"]
 
     def resolved(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
@@ -370,9 +358,7 @@ def test_a_name_keeps_the_address_that_it_had(
     assert found == ["127.0.0.9"], "looked up once"
 
 
-def test_a_hub_that_the_user_named_and_that_moves_to_loopback_has_no_way_out(
-    forwarder: Forwarder, hub: HostileHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_hub_moved_to_loopback_has_no_way_out(forwarder: Forwarder, hub: HostileHub, monkeypatch: Patch) -> None:
     """It was met at a public address; by the time of the forwarder's lookup its name leads to this machine."""
     known = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **options: known(_moved(host), *rest, **options))
@@ -388,9 +374,7 @@ def _moved(host: Any) -> Any:
     return "127.0.0.1" if host == "hub.example" else host
 
 
-def test_long_and_many_names_neither_end_it_nor_take_all_descriptors(
-    forwarder: Forwarder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_and_many_names_neither_end_it_nor_take_all_descriptors(forwarder: Forwarder, monkeypatch: Patch) -> None:
     known = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **options: known("8.8.8.8", *rest, **options))
     monkeypatch.setattr(forwarding, "MAX_ENDPOINTS", 3)
@@ -401,9 +385,7 @@ def test_long_and_many_names_neither_end_it_nor_take_all_descriptors(
     assert len(list(forwarder.folder.iterdir())) == 3
 
 
-def test_a_socket_that_cannot_be_made_is_a_warning(
-    hub: HostileHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_socket_that_cannot_be_made_is_a_warning(hub: HostileHub, tmp_path: Path, caplog: Logs) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     with closing(Forwarder(folder)) as forwarder:

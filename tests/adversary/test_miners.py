@@ -72,7 +72,6 @@ def test_a_miner_is_banned_and_what_passes_before_is_what_the_seeds_give(name: s
     make, groups, reasons = BANNED_BY[name]
     trial = tried(mine, make)
     banned = trial.until_banned()
-    assert banned is not None
     assert banned[0] <= groups
     assert {each.verdict.reason for each in trial.rejected} <= reasons
     for mined, asked in zip(trial.judged, honest.judged, strict=False):
@@ -80,9 +79,7 @@ def test_a_miner_is_banned_and_what_passes_before_is_what_the_seeds_give(name: s
 
 
 @pytest.mark.parametrize("accepts", [exact, above(0.9)])
-def test_speculative_decoding_that_takes_only_the_seeds_tokens_is_accepted(
-    accepts: Any, mine: Mine, honest: Trial
-) -> None:
+def test_speculative_decoding_of_the_seeds_tokens_is_accepted(accepts: Any, mine: Mine, honest: Trial) -> None:
     """Drafts are not forbidden: whoever ends with the tokens that the seeds give has done what was asked, faster."""
     made: list[Speculative] = []
 
@@ -164,9 +161,7 @@ def test_every_field_that_a_worker_declares_is_checked_or_read_by_nobody(mine: M
         (spans(1, 1, 0, 1), "dialogue.malformed"),
     ],
 )
-def test_a_loss_mask_by_spans_of_tool_tokens_is_refused_where_no_tool_spoke(
-    given: bytes, reason: str, mine: Mine, honest: Trial
-) -> None:
+def test_loss_mask_by_tool_spans_without_tool_refused(given: bytes, reason: str, mine: Mine, honest: Trial) -> None:
     each = honest.judged[1]
     verdict = judged(mine, each, with_first(each.submission, given=given))
     assert (verdict.reason, verdict.severity) == (reason, Severity.CERTAIN)

@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoTokenizer, TrOCRConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kit import Patch
 from shoal.errors import ModelError
 from shoal.models import PromptEncoder, TextTokenizer, model_folder
 from shoal.models.load import _first_line, model_from_files
@@ -31,7 +32,7 @@ from transformers import TrOCRForCausalLM as Evil
 
 
 @pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def planted(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A folder with code that leaves a mark when it is imported; a question to the person fails the test."""
 
     def asked(*_arguments: object) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Patch
 from kit.sandbox import SHORT, children, gone, needs_bubblewrap, said
 from shoal.environments.graders.code import CodeGrader
 from shoal.environments.sandbox import Limits, Sandbox
@@ -37,7 +38,7 @@ CALL = json.dumps({
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_stays_behind(monkeypatch: Patch) -> Iterator[None]:
     """Whatever a program does: when it is over there is no process of it, and no descriptor open here."""
     monkeypatch.setattr(process_module, "WALL_GRACE_S", 120.0)  # other tests may keep the processors busy
     before = {path.name for path in Path("/proc/self/fd").iterdir()}
@@ -119,7 +120,7 @@ SLEEPERS = [
 
 
 @pytest.mark.parametrize("code", SLEEPERS)
-def test_a_program_that_only_waits_is_ended_by_the_clock(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_only_waits_is_ended_by_the_clock(code: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(process_module, "WALL_FACTOR", 0)
     monkeypatch.setattr(process_module, "WALL_GRACE_S", 1.0)
 
@@ -232,7 +233,7 @@ print(found, os.environ.get("SHOAL_SECRET"), sys.argv)
 """
 
 
-def test_the_expected_output_is_nowhere_in_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_expected_output_is_nowhere_in_there(monkeypatch: Patch) -> None:
     monkeypatch.setenv("SHOAL_SECRET", SECRET)
     kept = os.memfd_create("secret", 0)
     os.write(kept, SECRET.encode())

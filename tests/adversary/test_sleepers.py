@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kit import TempPaths
 from kit.door import Hub, ok, refusal, running_hub
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.reputation import depth_for, full_audit_probability
@@ -79,7 +80,7 @@ class Sleeping:
 
 
 @pytest.fixture(scope="module")
-def caught(tmp_path_factory: pytest.TempPathFactory) -> Caught:
+def caught(tmp_path_factory: TempPaths) -> Caught:
     """A node that was honest until it was trusted, and then cheated until it was caught."""
     wide = {"groups_per_step": 128, "max_staleness": 1}
     with running_hub(tmp_path_factory.mktemp("sleeper") / "run", run=wide, hub={"audit": "reputation"}) as hub:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pytest
 
 from kit.door import Caller, Hub, ok, running_hub
+from shoal import protocol
 from shoal.adversary.steering import Branching
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
@@ -26,20 +27,6 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Score, Task
 from shoal.hub.state.reputation import NEWER, Suspicion, evidence_groups
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import (
-    Audit,
-    Lease,
-    NodeState,
-    NodeView,
-    Outcome,
-    ProofParameters,
-    RolloutReward,
-    RunStatus,
-    SamplingParameters,
-    Severity,
-    SigningKey,
-    Verdict,
-)
 from shoal.protocol.verdict import ENOUGH, Branches, GainEvidence, look_share
 from shoal.sampling import uniforms
 from shoal.validator.bands import Bands, limits_from
@@ -50,7 +37,7 @@ from shoal.validator.profiles import Profile
 from shoal.validator.specimens import POLICY, Terms, docket_of
 from shoal.validator.verdicts import Docket
 
-KEY = SigningKey.from_seed(b"k" * 32)
+KEY = protocol.SigningKey.from_seed(b"k" * 32)
 EOS, TOKENS, GROUP = 1, 16, 16
 KIND = "scripted/cpu/float32"
 ROUNDING = 0.1
@@ -95,13 +82,13 @@ def ready(engine: ScriptedEngine) -> ScriptedEngine:
     return engine
 
 
-def leases(first: int, count: int) -> list[Lease]:
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=TOKENS, eos_token_id=EOS)
-    terms = Terms("steered", GROUP, sampling, ProofParameters(), KIND, Half.digest)
+def leases(first: int, count: int) -> list[protocol.Lease]:
+    sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=TOKENS, eos_token_id=EOS)
+    terms = Terms("steered", GROUP, sampling, protocol.ProofParameters(), KIND, Half.digest)
     return [terms.lease(n, (10 + n % 80, 20 + n // 80, 30), f"t/{n}") for n in range(first, first + count)]
 
 
-def handed_in(engine: Engine, asked: Sequence[Lease]) -> list[Docket]:
+def handed_in(engine: Engine, asked: Sequence[protocol.Lease]) -> list[Docket]:
     requests = [GenerationRequest(each.prompt_ids, each.seed_numbers, each.sampling) for each in asked]
     groups: list[list[Completion]] = engine.generate(requests, asked[0].proof)
     return [docket_of(lease, group, engine, KEY) for lease, group in zip(asked, groups, strict=True)]
@@ -125,7 +112,7 @@ def profile() -> Profile:
 class Node:
     """A node as the hub keeps it, as far as branches go."""
 
-    verdicts: list[Verdict]
+    verdicts: list[protocol.Verdict]
     gains: GainEvidence
 
     @property
@@ -134,7 +121,7 @@ class Node:
 
     @property
     def first_strike(self) -> int | None:
-        struck = [n for n, verdict in enumerate(self.verdicts, 1) if verdict.outcome is Outcome.REJECTED]
+        struck = [n for n, verdict in enumerate(self.verdicts, 1) if verdict.outcome is protocol.Outcome.REJECTED]
         return struck[0] if struck else None
 
 
@@ -177,20 +164,20 @@ def honest() -> Node:
 def test_every_group_of_it_passes_where_nobody_looks_at_branches(honest: Node) -> None:
     """And its rewards are much better than honest ones of the same leases: this is what is sold."""
     unseen = node_of(steering(), None, groups=16)
-    assert {(verdict.outcome, verdict.reason) for verdict in unseen.verdicts} == {(Outcome.ACCEPTED, "")}
+    assert {(verdict.outcome, verdict.reason) for verdict in unseen.verdicts} == {(protocol.Outcome.ACCEPTED, "")}
     assert unseen.rewards > honest.rewards + 0.2
 
 
 def test_it_is_struck_once_the_seeds_branches_are_looked_at(steered: Node) -> None:
     strike = steered.verdicts[-1] if steered.first_strike is None else steered.verdicts[steered.first_strike - 1]
-    assert (strike.outcome, strike.reason) == (Outcome.REJECTED, "sampling.steered")
-    assert strike.severity is Severity.STATISTICAL
+    assert (strike.outcome, strike.reason) == (protocol.Outcome.REJECTED, "sampling.steered")
+    assert strike.severity is protocol.Severity.STATISTICAL
     differences = [value for verdict in steered.verdicts for value in verdict.branches.differences]
     assert sum(value > 0 for value in differences) > 0.8 * len(differences)
 
 
 def test_honest_work_under_the_same_looks_shows_nothing(honest: Node) -> None:
-    assert {verdict.outcome for verdict in honest.verdicts} == {Outcome.ACCEPTED}
+    assert {verdict.outcome for verdict in honest.verdicts} == {protocol.Outcome.ACCEPTED}
     assert honest.gains.differing > 30
     assert honest.gains.value < 100
 
@@ -210,9 +197,9 @@ def test_fresh_keys_do_not_begin_anew(steered: Node) -> None:
     assert max(alone) < ENOUGH
 
 
-def as_accepted(verdict: Verdict) -> Verdict:
+def as_accepted(verdict: protocol.Verdict) -> protocol.Verdict:
     """What the same group shows of a key that nobody knows yet."""
-    return verdict.model_copy(update={"outcome": Outcome.ACCEPTED, "reason": "", "severity": None})
+    return verdict.model_copy(update={"outcome": protocol.Outcome.ACCEPTED, "reason": "", "severity": None})
 
 
 @contextmanager
@@ -222,17 +209,21 @@ def wide_hub(folder: Path) -> Iterator[Hub]:
         yield hub
 
 
-def handed_over(worker: Caller, validator: Caller, seen: Iterator[Branches]) -> Audit:
+def handed_over(worker: Caller, validator: Caller, seen: Iterator[Branches]) -> protocol.Audit:
     """One group at a real hub: the validator has seen of its branches what the judge above saw of a steered one."""
     [lease] = worker.lease()
     ok(worker.submit(lease))
     [audit] = validator.audits()
     shown = next(seen)
     if audit.gains.after(shown.differences).suffices:
-        struck = {"outcome": Outcome.REJECTED, "reason": "sampling.steered", "severity": Severity.STATISTICAL}
+        struck = {
+            "outcome": protocol.Outcome.REJECTED,
+            "reason": "sampling.steered",
+            "severity": protocol.Severity.STATISTICAL,
+        }
         validator.judge(audit, branches=shown, rewards=(), generated_tokens=0, **struck)
     else:
-        rewards = tuple(RolloutReward(value=float(number % 2)) for number in range(GROUP))
+        rewards = tuple(protocol.RolloutReward(value=float(number % 2)) for number in range(GROUP))
         validator.judge(audit, branches=shown, rewards=rewards)
     return audit
 
@@ -242,17 +233,17 @@ def test_the_hub_suspends_it_by_evidence_that_it_kept(steered: Node, tmp_path: P
     with wide_hub(tmp_path) as hub:
         worker, validator = hub.worker("steered"), hub.trusted("validator-0", "validator")
         shares = list[float]()
-        while node_view(hub).state is NodeState.ACTIVE:
+        while node_view(hub).state is protocol.NodeState.ACTIVE:
             shares.append(handed_over(worker, validator, seen).look_share)
         view = node_view(hub)
     assert (shares[0], shares[-1]) == (0.08, 1.0), "more is looked at as the evidence grows"
-    assert view.state is NodeState.SUSPENDED
+    assert view.state is protocol.NodeState.SUSPENDED
     assert view.reason.startswith("sampling.steered")
     assert (view.rejected, view.strikes) == (1, 1)
 
 
-def node_view(hub: Hub) -> NodeView:
-    status = RunStatus.model_validate_json(ok(hub.http.get("/status")).content)
+def node_view(hub: Hub) -> protocol.NodeView:
+    status = protocol.RunStatus.model_validate_json(ok(hub.http.get("/status")).content)
     return next(node for node in status.nodes if node.name == "steered")
 
 
@@ -266,6 +257,6 @@ def test_the_hub_distrusts_newcomers_when_keys_are_changed_every_four_groups(ste
                 audit = handed_over(worker, validator, seen)
                 assert not audit.gains.suffices
             assert keys < 40
-        alarms = RunStatus.model_validate_json(ok(hub.http.get("/status")).content).alarms
+        alarms = protocol.RunStatus.model_validate_json(ok(hub.http.get("/status")).content).alarms
     assert audit.distrusted == "newcomers"
     assert [alarm for alarm in alarms if "chosen for their reward" in alarm]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Patch
 from kit.attack import HONEST, Attacked, results
 from kit.trial import PROFILES, Court, Judged, Trial
 from shoal.adversary import CHEATS, Cheat, find_cheat
@@ -72,7 +73,7 @@ def test_honest_work_is_never_rejected(profile: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_sleeper_in_a_real_run_that_audits_by_reputation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleeper_in_a_real_run_that_audits_by_reputation(tmp_path: Path, monkeypatch: Patch) -> None:
     """Honest for 40 groups, so that only every second or so is looked at closely by then."""
 
     class Patient(Sleeper):

@@ -14,6 +14,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import ValidationError
 
+from kit import TempPaths
 from kit.door import Hub, refusal, running_hub
 from shoal.client.trust import open_run_info
 from shoal.errors import SignatureError, UserError
@@ -129,7 +130,7 @@ def test_ordinary_keys_are_accepted(number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+def hub(tmp_path_factory: TempPaths) -> Iterator[Hub]:
     with running_hub(tmp_path_factory.mktemp("weak") / "run") as hub:
         yield hub
 

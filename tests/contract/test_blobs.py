@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Request
 from kit.s3 import KEYS, Shop, s3_server
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub.storage.blobs import LEFT_OVER_S, BlobFolder, Blobs, open_blobs
@@ -24,7 +25,7 @@ def shop() -> Iterator[Shop]:
 
 
 @pytest.fixture(params=["folder", "bucket"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Blobs, Spoil]:
+def place(request: Request, tmp_path: Path) -> tuple[Blobs, Spoil]:
     """A store, and a way to put something else in the place of a blob behind its back."""
     if request.param == "folder":
         return BlobFolder(tmp_path / "blobs"), lambda name, body: _write(tmp_path / "blobs" / name, body)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, select, text
 
+from kit import Patch
 from shoal.errors import ConfigError
 from shoal.hub.storage import StaleRow, opening, postgres, tables
 from shoal.hub.storage.copying import connection_of, copy_rows, extents, snapshot
@@ -71,9 +72,7 @@ def test_rows_after_a_copy_get_later_numbers_than_those_copied(database_url: str
             assert connection_of(writer).execute(select(outbox.c.id).order_by(outbox.c.id)).scalars().all() == [5, 6]
 
 
-def test_a_database_that_is_busy_is_tried_again(
-    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_database_that_is_busy_is_tried_again(database_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
     real, tries = postgres.PostgresStorage, iter(range(100))
 
     def busy(url: str, create: bool) -> postgres.PostgresStorage:

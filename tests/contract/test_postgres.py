@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from kit import Logs, Patch, Request
 from kit.postgres import Cluster
 from kit.storage import apply, leased, node, on_postgres, submission
 from shoal.errors import ConfigError, ResourceError
@@ -29,7 +30,7 @@ class TestPostgres:
     """What is only so where several write at the same time."""
 
     @pytest.fixture
-    def storage(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def storage(self, request: Request, tmp_path: Path, monkeypatch: Patch) -> Any:
         monkeypatch.setattr(postgres_module, "LIMITS", {**postgres_module.LIMITS, **SOON})
         storage = on_postgres(request, tmp_path)
         apply(storage, Save(node(1), None), Save(node(2), None))
@@ -98,7 +99,7 @@ class TestPostgres:
         beside(exclusive=True)
 
     def test_who_waits_for_each_other_is_told_to_try_again(
-        self, request: pytest.FixtureRequest, tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+        self, request: Request, tmp_path: Path, storage: Storage, monkeypatch: Patch
     ) -> None:
         monkeypatch.undo()  # time enough for the database to see the deadlock
         patient = PostgresStorage(request.getfixturevalue("prepared_url"))
@@ -139,7 +140,7 @@ class TestPostgres:
             with storage.write(durable=durable) as transaction:
                 assert transaction._connection.execute(text("SHOW synchronous_commit")).scalar() == said
 
-    def test_whatever_the_database_was_told(self, postgres: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    def test_whatever_the_database_was_told(self, postgres: Cluster, caplog: Logs) -> None:
         url = postgres.create()
         postgres.execute(f"ALTER DATABASE {url.rpartition('/')[2]} SET synchronous_commit TO off")
         careless = PostgresStorage(url)

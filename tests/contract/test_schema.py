@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, create_engine, inspect, text
 
+from kit import Request
 from shoal.errors import ConfigError
 from shoal.hub.storage import Storage, open_storage, tables
 from shoal.hub.storage.postgres import parsed
@@ -34,7 +35,7 @@ class Place:
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: Request, tmp_path: Path) -> Place:
     return Place(tmp_path, request.getfixturevalue("database_url") if request.param == "postgres" else "")
 
 

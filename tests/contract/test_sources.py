@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kit import Request
 from shoal.errors import VersionNotFound
 from shoal.protocol import PolicyManifest, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
@@ -133,7 +134,7 @@ class Published:
 
 
 @pytest.fixture(params=SOURCES)
-def published(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Published]:
+def published(request: Request, tmp_path: Path) -> Iterator[Published]:
     folder = tmp_path / "origin"
     folder.mkdir()
     with SOURCES[request.param](folder) as url:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
+from kit import Request
 from kit.storage import POLICY, apply, lease, leased, node, on_postgres, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
@@ -21,14 +22,14 @@ from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
 from shoal.hub.storage.tables import Outgoing
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Sums, Tally
 
-IMPLEMENTATIONS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Request, Path], Storage]] = {
     "sqlite": lambda _request, folder: SqliteStorage(folder / "hub.db"),
     "postgres": on_postgres,
 }
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+def storage(request: Request, tmp_path: Path) -> Iterator[Storage]:
     storage = IMPLEMENTATIONS[request.param](request, tmp_path)
     with storage.write() as transaction:
         transaction.apply([Save(node(1), None), Save(node(2), None)])
@@ -58,7 +59,6 @@ def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
         assert reader.submission_of_lease("u3a0") == row
         assert reader.submissions_named([row.submission, "absent"]) == {row.submission: row}
         holding = reader.holding("u3a0")
-        assert holding is not None
         assert (holding.lease, holding.unit) == (lease(3), unit)
         assert reader.node(node(1).node) == node(1)
         assert reader.nodes() == [node(1), node(2)]
@@ -417,7 +417,6 @@ def test_what_is_recorded_waits_in_the_outbox_until_it_is_posted(storage: Storag
         assert reader.outbox(9)[0].id > first[-1].id, "a number is never used again"
         last = reader.ledger_last()
         assert (reader.outbox_length(), reader.written_ms()) == (1, 8)
-        assert last is not None
         assert (last.index, last.body) == (1, {"node": "n"})
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from kit import Request
 from kit.storage import apply, leased, node, on_postgres, submission
 from shoal.hub.state.commands import Command, Save, SaveTask
 from shoal.hub.state.machines import EvaluationState
 from shoal.hub.state.rows import EvaluationRow, Pool, TaskRow
 from shoal.hub.storage import SqliteStorage, StaleRow, Storage
 
-IMPLEMENTATIONS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Request, Path], Storage]] = {
     "sqlite": lambda _request, folder: SqliteStorage(folder / "hub.db"),
     "postgres": on_postgres,
 }
@@ -24,7 +25,7 @@ EASY = TaskRow("math/1", groups=3, rate=0.95, solved=1, pool=Pool.EASY, last_uni
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+def storage(request: Request, tmp_path: Path) -> Iterator[Storage]:
     storage = IMPLEMENTATIONS[request.param](request, tmp_path)
     yield storage
     storage.close()
@@ -71,7 +72,6 @@ def test_units_by_number_and_what_their_groups_solved(storage: Storage) -> None:
         tasks = {number: unit.task for number, unit in reader.units_named([2, 1, 9]).items()}
         assert tasks == {1: "task-1", 2: "task-2"}
         found = reader.submission(row.submission)
-        assert found is not None
         assert found.pass_rate == 0.1 + 0.2
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Request, TempPaths
 from shoal.hub.state.commands import AddVerdict, Command, Record, Save
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
@@ -17,7 +18,7 @@ from shoal.hub.storage.reader import LEASES_TOLD, NodeGroup
 from shoal.ledger import append, node_subject, unit_subject
 from shoal.protocol import NodeState
 
-Maker = Callable[[pytest.FixtureRequest, Path], Storage]
+Maker = Callable[[Request, Path], Storage]
 MAKERS: dict[str, Maker] = {
     "sqlite": lambda _request, path: SqliteStorage(path / "hub.db"),
     "postgres": lambda request, _path: PostgresStorage(request.getfixturevalue("postgres").create()),
@@ -53,7 +54,7 @@ def post(storage: Storage) -> None:
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
-def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+def reader(request: Request, tmp_path_factory: TempPaths) -> Iterator[Reader]:
     maker = MAKERS[request.param]
     storage = maker(request, tmp_path_factory.mktemp("stories"))
     commands: list[Command] = [Save(node(number), None) for number in (1, 2)]
@@ -89,9 +90,7 @@ def test_all_leases_of_a_unit_and_the_newest_of_a_node(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
-def test_of_a_unit_that_was_passed_around_the_newest_leases_are_told(
-    maker: Maker, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_unit_passed_around_tells_the_newest_leases(maker: Maker, request: Request, tmp_path: Path) -> None:
     storage = maker(request, tmp_path)
     commands: list[Command] = [Save(node(1), None), Save(UnitRow(7, "t"), None)]
     commands += [Save(lease(7, attempt, 1), None) for attempt in range(LEASES_TOLD + 5)]

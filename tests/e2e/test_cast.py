@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import fork
+from kit import Request, fork
 from kit.smalldisk import in_own_namespace, small_disk
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection, Deadline
@@ -402,9 +402,7 @@ def test_a_port_that_is_taken_by_somebody_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_is_one_sentence_and_continues_later(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_disk_that_is_full_is_one_sentence_and_continues_later(request: Request, tmp_path: Path) -> None:
     if in_own_namespace(request):
         return
     data = random_file(tmp_path / "a.bin")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Capture, TempPaths
 from kit.run import Run, end, ledger, metrics, processes_of
 from shoal.cli.main import main
 from shoal.errors import LedgerError
@@ -51,7 +52,7 @@ def start(folder: Path, *arguments: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+def interrupted(tmp_path_factory: TempPaths) -> Demo:
     """A demo that got Ctrl-C once all of its processes ran."""
     folder = tmp_path_factory.mktemp("demo") / "demo"
     run = start(folder)
@@ -164,7 +165,7 @@ def test_records_that_were_tampered_with_fail_the_demo(demo: Demo, tmp_path: Pat
         inspect()
 
 
-def test_units_are_rechecked_from_what_the_folder_keeps(demo: Demo, capsys: pytest.CaptureFixture[str]) -> None:
+def test_units_are_rechecked_from_what_the_folder_keeps(demo: Demo, capsys: Capture) -> None:
     assert main(["ledger", "recheck", str(demo.folder), "--sample", "40", "--seed", "1"]) == 0
     said = capsys.readouterr().out
     assert ": same: accepted" in said

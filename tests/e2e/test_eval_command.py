@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from kit import Capture
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings
 from shoal.evaluation.job import SUMMARY, TASKS
@@ -33,7 +34,7 @@ def summary_of(out: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_same_command_gives_the_same_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_gives_the_same_results(tmp_path: Path, capsys: Capture) -> None:
     command = [*EVAL, "--env", "sort", "--tasks", "24", "--samples", "4", "--batch-rows", "32"]
     assert main([*command, "--out", str(tmp_path / "a")]) == 0
     said = capsys.readouterr().out
@@ -66,7 +67,7 @@ def score(prompt, completion, answer):
 """
 
 
-def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "flaky.py").write_text(FLAKY)
     out = tmp_path / "out"
     assert main([*EVAL, "--env", str(tmp_path / "flaky.py"), "--out", str(out)]) == 1
@@ -81,9 +82,7 @@ def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: pyt
     assert (summary_of(out)["scored_tasks"], summary_of(out)["unscored"]["samples"]) == (7, 0)
 
 
-def test_rows_that_cannot_be_used_are_skipped_where_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_cannot_be_used_are_skipped_where_that_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     rows = [{"question": f"{n}1=", "answer": None if n < 3 else f"1{n}"} for n in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,7 +108,7 @@ def a_run(path: Path) -> RunFolder:
     return folder
 
 
-def test_a_run_is_held_against_what_it_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_held_against_what_it_trained_on(tmp_path: Path, capsys: Capture) -> None:
     run, leaky = a_run(tmp_path / "run"), tmp_path / "leaky.py"
     command = ["eval", str(run.path), "--device", "cpu", "--max-new-tokens", "16"]
     assert main([*command, "--env", str(run.path), "--out", str(tmp_path / "clean")]) == 0

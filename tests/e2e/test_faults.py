@@ -26,6 +26,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Request
 from kit.run import Run, glimpse, ledger, metrics, processes_of, rows, start_run
 from kit.smalldisk import in_own_namespace, small_disk
 from shoal.ledger import verify
@@ -104,8 +105,8 @@ def require_sound(folder: Path, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_ends_the_run_and_with_room_again_it_goes_on(
-    tmp_path: Path, request: pytest.FixtureRequest, overrides: list[str]
+def test_full_disk_ends_the_run_and_with_room_it_resumes(
+    tmp_path: Path, request: Request, overrides: list[str]
 ) -> None:
     if in_own_namespace(request):
         return
@@ -147,9 +148,7 @@ def require_contributor_to_fail_alone(run: Run, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["hub", "hub/blobs", "origin", "relay-0", "trainer", "validator-0", "worker-0"])
-def test_whoever_meets_the_full_disk_first(
-    tmp_path: Path, request: pytest.FixtureRequest, overrides: list[str], part: str
-) -> None:
+def test_whoever_meets_the_full_disk_first(tmp_path: Path, request: Request, overrides: list[str], part: str) -> None:
     if in_own_namespace(request):
         return
     folder = tmp_path / "run"
@@ -169,7 +168,7 @@ def test_whoever_meets_the_full_disk_first(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_its_logs(tmp_path: Path, request: pytest.FixtureRequest, overrides: list[str]) -> None:
+def test_a_run_goes_on_without_its_logs(tmp_path: Path, request: Request, overrides: list[str]) -> None:
     if in_own_namespace(request):
         return
     folder = tmp_path / "run"
@@ -194,7 +193,7 @@ def refusal(folder: Path, overrides: list[str], code: int = 3) -> str:
         return complaint(run)
 
 
-def test_a_read_only_file_system(tmp_path: Path, request: pytest.FixtureRequest, overrides: list[str]) -> None:
+def test_a_read_only_file_system(tmp_path: Path, request: Request, overrides: list[str]) -> None:
     if in_own_namespace(request):
         return
     with small_disk(tmp_path / "run") as disk:
@@ -341,9 +340,7 @@ def stop_with_leases(run: Run, worker: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_who_stops_answering_for_a_while_holds_nobody_up_and_is_not_punished(
-    tmp_path: Path, overrides: list[str]
-) -> None:
+def test_pausing_holds_nobody_up_and_is_not_punished(tmp_path: Path, overrides: list[str]) -> None:
     """At staleness 0 every unit is needed: those of a stopped worker have to be done by the other one."""
     folder = tmp_path / "run"
     settings = [*overrides, "run.steps=200", "run.max_staleness=0", "worker.count=2", "hub.lease_s=3"]
@@ -388,9 +385,7 @@ def test_a_hub_that_is_silent_for_long_is_waited_for_and_spoken_of(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["validator-0", "hub"])
-def test_when_nothing_goes_on_the_run_ends_and_names_who_is_stuck(
-    tmp_path: Path, overrides: list[str], name: str
-) -> None:
+def test_a_run_without_progress_ends_and_names_who_is_stuck(tmp_path: Path, overrides: list[str], name: str) -> None:
     folder = tmp_path / "run"
     with start_run(folder, [*overrides, "run.steps=2000"], ["--patience-min", "0.5"]) as run:
         run.wait_until("the first batch", batch_written(folder, 0))

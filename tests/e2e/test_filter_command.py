@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from kit import Capture
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
 from shoal.evaluation.records import PROGRESS
@@ -35,7 +36,7 @@ def rows(count: int) -> list[dict[str, object]]:
     return found
 
 
-def test_rows_of_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_data_set(tmp_path: Path, capsys: Capture) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "kept.parquet"
     lines = [json.dumps(row) for row in rows(40)]
     data.write_text("\n".join([*lines[:20], "{nonsense", *lines[20:]]) + "\n")
@@ -71,9 +72,7 @@ def test_rows_of_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "band is 0.125:0.875, here it would be 0:1" in capsys.readouterr().err
 
 
-def test_rows_that_cannot_be_used_are_skipped_where_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_cannot_be_used_are_skipped_where_that_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "kept.parquet"
     some = [{**row, "answer": None} if place < 2 else row for place, row in enumerate(rows(12))]
     data.write_text("".join(json.dumps(row) + "\n" for row in some))
@@ -87,7 +86,7 @@ def test_rows_that_cannot_be_used_are_skipped_where_that_is_asked_for(
     assert "2 of 12 rows cannot be used, more than 5%" in capsys.readouterr().err
 
 
-def test_all_rows_of_parquet_shards_and_of_an_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_rows_of_parquet_shards_and_of_an_environment(tmp_path: Path, capsys: Capture) -> None:
     shards, out = tmp_path / "shards", tmp_path / "all.parquet"
     shards.mkdir()
     table = pa.Table.from_pylist([{key: row[key] for key in ("question", "answer")} for row in rows(12)])

@@ -8,8 +8,10 @@ process is stopped, the moment is looked at once more, and only then is it kille
     relay       the origin has a version that it lacks       hub       a submission is on disk, its row is not
     origin      while a relay lacks its newest version       hub       a batch was written, its step is not saved
 
-Two slower runs: one in which the supervisor is killed, too (its children end by themselves, and `shoal run --dir` goes
-on), and one that kills anyone at any time. The same must hold.
+Slower runs: one in which the supervisor is killed, too (its children end by themselves, and `shoal run --dir` resumes),
+one that kills anyone at any time, and two in which trainer, workers and validator die at every named point of theirs,
+each once (`SHOAL_CRASH_FOLDER`). The hub's points, one by one, are in tests/integration/test_crash_hub.py. The same
+must hold. Nobody dies more than four times in one run: five short lives in a row would be a crash loop and end it.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 from replay import announced_digests, batches, replayed_digests
 
+from kit import Request, TempPaths
 from kit.run import (
     Run,
     checkpoints,
@@ -45,32 +49,55 @@ from shoal.cli.main import main
 from shoal.ledger import fold, verify
 from shoal.protocol import submission_digest
 from shoal.run.folder import RunFolder
+from shoal.runtime.crash import CRASH_AT, CRASH_FOLDER, POINTS
 
 STALENESS = 2
 WORKERS = 2
-GROUPS = 32
+GROUPS = 16
 OVERRIDES = (
-    f"run.max_staleness={STALENESS}",
-    f"run.groups_per_step={GROUPS}",
-    f"worker.count={WORKERS}",
-    "trainer.evaluate_every=3",
-)
+    f"run.max_staleness={STALENESS}", f"run.groups_per_step={GROUPS}", f"worker.count={WORKERS}",
+    "trainer.evaluate_every=5",
+)  # fmt: skip
+POINTS_STEPS, POINTS_GROUPS = 8, 8
+POINTS_OVERRIDES = (
+    f"run.steps={POINTS_STEPS}", f"run.groups_per_step={POINTS_GROUPS}", f"run.max_staleness={STALENESS}",
+    f"worker.count={WORKERS}", "worker.units_per_lease=4", "trainer.evaluate_every=4", "trainer.evaluate_tasks=16",
+)  # fmt: skip
+POINTS_OF = {
+    "first": (
+        "trainer.step.recorded:2", "trainer.checkpoint.before_rename:2", "trainer.publish.before_manifest:2",
+        "trainer.publish.before_announce:2", "worker.lease.received:2", "worker.outbox.written:3",
+        "validator.verdict.before_report:2", "hub.submit.after_blob:5", "hub.batch.before_commit:2",
+    ),
+    "second": (
+        "trainer.checkpoint.after_rename:2", "trainer.publish.before_head:2", "trainer.publish.after_announce:2",
+        "worker.outbox.before_send:3", "worker.outbox.after_receipt:3", "validator.verdict.after_report:2",
+        "hub.verdict.after_commit:3", "hub.ledger.after_commit:3",
+    ),
+}  # fmt: skip
 LOG_RECEIPTS = {"SHOAL_DEBUG": "1"}
 FINAL = {"accepted", "rejected", "unsure"}
 ROLES = {"hub", "origin", "relay-0", "trainer", "validator-0", "worker-0"}
 RANDOM_KILLS = 28
-MOST_PER_ROLE = 4  # one more short life in a row would be a crash loop, and would rightly end the run
+MOST_PER_ROLE = 4
 
 pytestmark = pytest.mark.timeout(600)  # setting up the run counts as part of the first test, on a busy machine too
 
 
 @dataclass
 class Outcome:
-    """A finished run, and who was killed in it how often."""
+    """A finished run, and who was killed in it how often, or at which points it was to die and did."""
 
     path: Path
     steps: int
+    groups: int = GROUPS
     killed: Counter[str] = field(default_factory=Counter)
+    asked: set[str] = field(default_factory=set)
+    struck: set[str] = field(default_factory=set)
+
+    def skip_if_too_short(self) -> None:
+        if self.asked:
+            pytest.skip("a run of few groups")
 
 
 # ── moments ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -124,7 +151,7 @@ def newest(path: Path, column: str, table: str) -> int:
 
 def awkward_run(path: Path) -> Outcome:
     """Every role killed at its worst moment."""
-    outcome = Outcome(path, steps=6)  # the kills are over by the third; the rest is for the score to rise
+    outcome = Outcome(path, steps=5)  # the kills are over by the third; the rest is for the score to rise
     with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
         kill_everyone(run, outcome.killed)
         finish(run)
@@ -190,8 +217,24 @@ def kill_at_random(run: Run, killed: Counter[str], dice: random.Random) -> None:
             killed[name] += 1
 
 
+def run_to_points(which: str, path: Path) -> Outcome:
+    """A run that dies at named points, once at each."""
+    asked, struck = POINTS_OF[which], path.with_name("struck")
+    struck.mkdir()
+    env = {**LOG_RECEIPTS, CRASH_AT: ",".join(asked), CRASH_FOLDER: str(struck)}
+    with start_run(path, POINTS_OVERRIDES, env=env) as run:
+        finish(run)
+    return Outcome(
+        path, POINTS_STEPS, POINTS_GROUPS, asked=names_of(asked), struck={mark.name for mark in struck.iterdir()}
+    )
+
+
+def names_of(asked: tuple[str, ...]) -> set[str]:
+    return {point.partition(":")[0] for point in asked}
+
+
 def finish(run: Run) -> None:
-    assert run.wait(600) == 0, run.said()
+    assert run.wait(800) == 0, run.said()
     assert processes_of(run.path) == {}, "a run that is over leaves no process"
 
 
@@ -201,9 +244,13 @@ def finish(run: Run) -> None:
         pytest.param(awkward_run, id="awkward"),
         pytest.param(orphaned_run, id="orphaned", marks=pytest.mark.slow),
         pytest.param(random_run, id="random", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        *(
+            pytest.param(partial(run_to_points, which), id=which, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+            for which in POINTS_OF
+        ),
     ],
 )
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def run(request: Request, tmp_path_factory: TempPaths) -> Outcome:
     outcome: Outcome = request.param(tmp_path_factory.mktemp("e2e") / "tiny")
     return outcome
 
@@ -211,13 +258,21 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 # ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_role_was_killed(run: Outcome) -> None:
-    assert set(run.killed) >= ROLES, run.killed
+def test_every_point_of_theirs_is_in_a_run_and_nobody_dies_too_often() -> None:
+    asked = [name for points in POINTS_OF.values() for name in names_of(points)]
+    assert {name for name in POINTS if name.startswith(("trainer.", "worker.", "validator."))} <= set(asked)
+    for points in POINTS_OF.values():
+        assert max(Counter(name.partition(".")[0] for name in points).values()) <= MOST_PER_ROLE
+
+
+def test_every_role_was_killed_or_every_point_struck(run: Outcome) -> None:
+    assert run.struck == run.asked
+    assert run.asked or set(run.killed) >= ROLES, run.killed
 
 
 def test_nothing_with_a_receipt_is_lost(run: Outcome) -> None:
     promised = receipts(run.path)
-    assert len(set(promised)) > run.steps * GROUPS
+    assert len(set(promised)) >= run.steps * run.groups
     states = dict(rows(run.path, "SELECT submission, state FROM submissions"))
     assert {states.get(digest) for digest in promised} <= FINAL
     blobs = run.path / "hub" / "blobs"
@@ -242,7 +297,8 @@ def test_the_ledger_verifies_and_gives_the_accounts_that_the_hub_shows(run: Outc
     assert len(nodes) == WORKERS
     for node, credit, accepted in nodes:
         assert (accounts.by_node[node].credit, accounts.by_node[node].accepted) == (credit, accepted)
-        assert credit > 0, "both workers took part"
+        assert credit > 0 or run.asked, "both workers took part"
+    assert rows(run.path, "SELECT count(*) FROM ledger_outbox") == [(0,)]
 
 
 def test_no_honest_worker_is_punished(run: Outcome) -> None:
@@ -255,9 +311,10 @@ def test_no_honest_worker_is_punished(run: Outcome) -> None:
 def test_no_group_is_trained_twice_or_too_late(run: Outcome) -> None:
     written = batches(run.path)
     units = [group.unit for batch in written for group in batch.groups]
-    assert len(units) == len(set(units)) == run.steps * GROUPS
+    assert len(units) == len(set(units)) == run.steps * run.groups
     ages = [batch.step - group.policy.version for batch in written for group in batch.groups]
-    assert 0 < max(ages) <= STALENESS
+    assert max(ages) <= STALENESS
+    assert max(ages) > 0 or run.asked
 
 
 def test_every_step_is_recorded_once(run: Outcome) -> None:
@@ -272,6 +329,7 @@ def test_the_killed_trainer_has_the_weights_of_one_never_killed(run: Outcome) ->
 
 
 def test_the_held_out_score_rises(run: Outcome) -> None:
+    run.skip_if_too_short()
     scores = [row["held_out"] for row in metrics(run.path) if "held_out" in row]
     assert scores[-1] > scores[0] + 0.1, scores
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from kit import Capture
 from shoal.cli.main import main
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ def score(model: Path | str, out: Path) -> float:
     return found
 
 
-def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path, capsys: Capture) -> None:
     ran = run(command(demos, tmp_path / "begun"))
     assert ran.returncode == 0, ran.stderr
     assert "wrote " in ran.stdout

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kit import Request
 from shoal.protocol import PolicyManifest, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import (
@@ -197,7 +198,7 @@ SITES = {"nginx": nginx, "bucket": bucket}
 
 
 @pytest.fixture(params=SITES)
-def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
+def site(request: Request, tmp_path: Path) -> Iterator[Site]:
     with SITES[request.param](tmp_path) as found:
         yield found
 

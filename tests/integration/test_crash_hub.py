@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Request
 from kit.crash import Cast, HubLives, Place
 from kit.postgres import Cluster, running_cluster
 from shoal.protocol import Message, SigningKey
@@ -23,7 +24,7 @@ EACH = [(name, nth) for name in HUB_POINTS for nth in (1, 3) if nth == 1 or name
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: Request, tmp_path: Path) -> Place:
     if request.param == "sqlite":
         return Place(tmp_path / "hub")
     return Place(tmp_path / "hub", {"database": request.getfixturevalue("database_url")})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Patch, TempPaths
 from kit.crash import Cast, HubLives, dies_of
 from kit.crash import Place as HubPlace
 from kit.folder import Play
@@ -35,13 +36,13 @@ def shop() -> Iterator[Shop]:
 
 
 @pytest.fixture(autouse=True)
-def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def keys(monkeypatch: Patch) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(tmp_path_factory: TempPaths) -> Path:
     play = Play(tmp_path_factory.mktemp("begun") / "run")
     play.step()
     play.close()

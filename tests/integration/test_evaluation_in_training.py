@@ -70,7 +70,6 @@ def test_versions_are_measured_while_the_run_goes_on(start: Callable[..., Evalua
         role.result(DEADLINE_S)  # the validator goes home when the last version is measured, not before
     for version in (0, 2):
         found = run.evaluation(version)
-        assert found is not None
         assert (found.complete, found.scored, found.tasks) == (True, PLAN.tasks, PLAN.tasks)
         assert found.mean == pytest.approx(greedy_score(version), abs=1e-12)
     assert run.evaluation(1) is None, "it was not due"
@@ -89,7 +88,6 @@ def test_what_a_killed_validator_had_in_hand_is_measured_all_the_same(start: Cal
     run.validator()
     eventually(lambda: run.is_measured(0), run.status)
     found = run.evaluation(0)
-    assert found is not None
     assert found.mean == pytest.approx(greedy_score(0), abs=1e-12)
 
 

@@ -32,6 +32,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from kit import Patch
 from kit.hub import RUN_ID, Actor, Bench, fresh_request, ok, submission_body, worker_key
 from shoal.hub.http.openapi import BULK
 from shoal.ledger import fold, verify
@@ -49,7 +50,7 @@ def _as_bulk(_context: Any, value: Any) -> bytes:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: Patch) -> Iterator[Bench]:
     """A hub in the middle of a run: units open, leased, handed in, accepted; one batch written down."""
     monkeypatch.setattr("shoal.hub.changes.MAX_WAIT_S", 0.0)
     bench = Bench(tmp_path / "hub", run={"steps": 50, "max_staleness": 1}, settings={"requests_per_key_s": 0})

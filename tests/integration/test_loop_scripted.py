@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
+from kit import Patch
 from kit.asgi import AsgiTransport
 from shoal import protocol
 from shoal.client import ClientOptions, HubClient, Pace
@@ -265,9 +266,7 @@ def test_several_steps_with_honest_workers(start: Callable[..., Run], staleness:
     check_accounts(run)
 
 
-def test_a_worker_whose_link_takes_longer_for_the_weights_than_a_lease_lasts_is_paid_and_not_suspended(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run], monkeypatch: Patch) -> None:
     takes_s, fetch = 3.0, Following.__call__
 
     def slow(self: Following, policy: protocol.PolicyRef, deadline_s: float) -> Payload:
@@ -357,7 +356,7 @@ def test_a_stopped_worker_gives_its_leases_back_and_ends(start: Callable[..., Ru
     assert units.get("leased", 0) == 0, units
 
 
-def test_a_validator_of_another_environment_says_so(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validator_of_another_environment_says_so(start: Callable[..., Run], monkeypatch: Patch) -> None:
     run = start()
     monkeypatch.setattr(ParityEnvironment, "digest", "f" * 64)
     with pytest.raises(EnvironmentSetupError, match="is not the run's parity"):
@@ -373,9 +372,7 @@ def test_a_validator_that_can_judge_nothing_that_the_run_takes_says_so(start: Ca
         run.validator().result(DEADLINE_S)
 
 
-def test_a_worker_that_the_run_has_no_profile_for_says_so_before_it_downloads_anything(
-    start: Callable[..., Run],
-) -> None:
+def test_worker_without_a_profile_says_so_before_it_downloads(start: Callable[..., Run]) -> None:
     run = start()
     settings = WorkerSettings()
     config = WorkerConfig(run.folder / "w", settings, "torch", URL, run.fingerprint, "w", run.http, pace=PACE)
@@ -411,9 +408,7 @@ def nobody_can_tell(case: Case) -> Finding:
     return unsure("sampling.accident", "nobody can tell")
 
 
-def test_workers_that_are_always_unsure_stop_no_step_and_void_no_unit(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_always_unsure_workers_stop_no_step_and_void_no_unit(start: Callable[..., Run], monkeypatch: Patch) -> None:
     """Before, four such audits voided a unit, and steps took what was left. Now the validator generates each unit after
     two of them; its groups are those that an honest worker would have drawn."""
     monkeypatch.setattr(judge, "AFTER_PREFILL", (nobody_can_tell,))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from test_loop_scripted import DEADLINE_S, Run, check_accounts
 
+from kit import Patch
 from kit.s3 import KEYS, Shop, s3_server
 from shoal.hub import HubConfig, RunSettings
 
@@ -30,13 +31,12 @@ class StoreRun(Run):
 
     def hub_config(self) -> HubConfig:
         config, shop = super().hub_config(), self.shop
-        assert shop is not None
         changes = {"storage": shop.url, "storage_endpoint": shop.endpoint}
         return replace(config, settings=config.settings.model_copy(update=changes))
 
 
 @pytest.fixture
-def run(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRun]:
+def run(shop: Shop, tmp_path: Path, monkeypatch: Patch) -> Iterator[StoreRun]:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     own = replace(shop, bucket=f"shoal-{secrets.token_hex(4)}")

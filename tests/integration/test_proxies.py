@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from kit import Patch
 from kit.fork import clean_environment
 from shoal.client import ClientOptions, HubClient
 from shoal.client.http import REACH, open_http
@@ -143,7 +144,7 @@ class ForwardProxy:
 
 
 @pytest.fixture
-def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForwardProxy]:
+def proxy(monkeypatch: Patch) -> Iterator[ForwardProxy]:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
@@ -201,9 +202,7 @@ def elsewhere(tmp_path: Path, proxy: ForwardProxy) -> Iterator[Elsewhere]:
     run.close()
 
 
-def test_a_worker_behind_a_proxy_joins_fetches_and_earns(
-    elsewhere: Elsewhere, proxy: ForwardProxy, tmp_path: Path
-) -> None:
+def test_worker_behind_a_proxy_joins_fetches_earns(elsewhere: Elsewhere, proxy: ForwardProxy, tmp_path: Path) -> None:
     elsewhere.publish(0)
     command = [sys.executable, "-m", "shoal.cli", "join", elsewhere.join, "--engine", "scripted", "--name", "guest"]
     command += ["--folder", str(tmp_path / "node")]
@@ -227,7 +226,7 @@ def test_a_worker_behind_a_proxy_joins_fetches_and_earns(
     assert findings["weights"].text == "1 of 1 sources answer"
 
 
-def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: Patch) -> None:
     assert proxy_of("http://hub.test:8470") is not None
     monkeypatch.setenv("NO_PROXY", "hub.test,.internal")
     assert proxy_of("http://hub.test:8470") is None
@@ -247,7 +246,7 @@ def test_this_machine_is_never_asked_for_through_a_proxy(proxy: ForwardProxy, ur
     assert proxy_of(url) is None
 
 
-def test_a_proxy_that_wants_a_password_gets_it_and_a_wrong_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_wants_a_password_gets_it_and_a_wrong_one_is_told(monkeypatch: Patch) -> None:
     proxy = ForwardProxy(credentials="me:se cret")
     server = _Source()
     try:
@@ -263,9 +262,7 @@ def test_a_proxy_that_wants_a_password_gets_it_and_a_wrong_one_is_told(monkeypat
         server.close()
 
 
-def test_a_secure_source_is_reached_through_a_tunnel(
-    proxy: ForwardProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secure_source_is_reached_through_a_tunnel(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> None:
     certificate = _certificate(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     server = _Source(certificate)
@@ -282,8 +279,8 @@ def test_a_secure_source_is_reached_through_a_tunnel(
 
 
 @pytest.mark.parametrize("way", ["connection", "http"])
-def test_a_secure_target_is_asked_by_its_name_at_the_address_that_was_checked(
-    proxy: ForwardProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+def test_secure_target_is_asked_at_the_checked_address(
+    proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch, way: str
 ) -> None:
     """The certificate, the server's name in TLS and the Host header are of the name; no proxy is asked."""
     certificate = _certificate(tmp_path)

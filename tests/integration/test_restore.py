@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Capture, Patch, TempPaths
 from kit.folder import Play
 from kit.hub import submission_body
 from kit.s3 import KEYS, Shop, s3_server
@@ -31,7 +32,7 @@ def shop() -> Iterator[Shop]:
 
 
 @pytest.fixture(autouse=True)
-def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def keys(monkeypatch: Patch) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
 
@@ -45,7 +46,7 @@ class Taken:
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> Taken:
+def taken(tmp_path_factory: TempPaths) -> Taken:
     folder = tmp_path_factory.mktemp("taken")
     play = Play(folder / "run")
     play.step()
@@ -120,9 +121,7 @@ def test_a_restored_run_is_not_overwritten_by_the_same_backup(taken: Taken, data
         restore_run(taken.tar, tmp_path / "two", at(database_url))
 
 
-def test_an_unfinished_restore_is_not_overwritten_by_another_backup(
-    taken: Taken, database_url: str, tmp_path: Path
-) -> None:
+def test_unfinished_restore_is_not_overwritten_by_another(taken: Taken, database_url: str, tmp_path: Path) -> None:
     restore_run(taken.tar, tmp_path / "one", at(database_url))
     backup(taken.play.path, tmp_path / "later.tar")
     with pytest.raises(ConfigError, match="holds the run"):
@@ -130,8 +129,8 @@ def test_an_unfinished_restore_is_not_overwritten_by_another_backup(
     continued(tmp_path / "one", taken.play)
 
 
-def test_other_hubs_are_refused_until_the_restored_one_has_started(
-    taken: Taken, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_hubs_refused_until_restored_one_started(
+    taken: Taken, database_url: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     restore_run(taken.tar, tmp_path / "one", at(database_url))
     restored = tmp_path / "one" / "hub" / "restored"
@@ -176,9 +175,7 @@ def change(run: Path, **places: str) -> None:
     (run / "recipe.toml").write_text(text)
 
 
-def test_a_copy_that_differs_is_not_made(
-    taken: Taken, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_differs_is_not_made(taken: Taken, database_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
     honest = copying._rows
     lost = iter([True])  # the first row of the first look at the nonces
 
@@ -209,9 +206,7 @@ def test_a_copy_that_differs_is_not_made(
         ("hub.storage=ftp://x", "s3://"),
     ],
 )
-def test_a_wrong_place_is_said_before_the_backup_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
-) -> None:
+def test_wrong_place_said_before_the_backup_is_read(tmp_path: Path, capsys: Capture, override: str, said: str) -> None:
     assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "run"), "--set", override]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kit import TempPaths
+
 CHILD = Path(__file__).parent / "saving_child.py"
 HALFWAY = 2
 DEADLINE_S = 120.0
@@ -52,7 +54,7 @@ def saved(folder: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def whole(tmp_path_factory: TempPaths) -> dict[str, str]:
     return complete(tmp_path_factory.mktemp("whole") / "run")
 
 

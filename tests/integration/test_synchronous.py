@@ -1,30 +1,32 @@
 """Staleness 0 is ordinary synchronous reinforcement learning, number for number.
 
-The same run twice: once through hub, worker, validator, relay and trainer (real processes, real HTTP), once as
-the plain loop below, which knows no lease, no hub and no process. Every version's weights must be the same, bit for
-bit: the digests are compared.
+The same run twice: once through hub, origin, workers, validator and trainer (a thread each, real HTTP), once as the
+plain loop below, which knows no lease and no hub. Every version's weights must be the same, bit for bit: the digests
+are compared.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
 import pytest
 
-from shoal.cli.view import PlainDisplay
+from kit import TempPaths
 from shoal.engines import GenerationRequest
 from shoal.engines.torch import TorchEngine
-from shoal.environments import build
+from shoal.environments import Environment, build
 from shoal.hub.state.draws import task_index, unit_seeds
+from shoal.models import TextTokenizer
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import SamplingParameters, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.run.folder import RunFolder
-from shoal.run.launch import launch
 from shoal.run.recipe import Recipe
+from shoal.run.roles import run_role
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import digest_of
 from shoal.trainer.learner import new_learner
@@ -32,20 +34,30 @@ from shoal.trainer.step import StepWork, train_step
 
 STEPS = 3
 
+ROLES = ("hub", "origin", "trainer", "validator-0", "worker-0", "worker-1")
+DEADLINE_S = 240
+
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def run(tmp_path_factory: TempPaths) -> RunFolder:
     recipe = Recipe.model_validate(
         {
             "run": {"steps": STEPS, "groups_per_step": 4, "group_size": 8, "max_staleness": 0, "max_new_tokens": 10},
             "trainer": {"learning_rate": 1e-4, "minibatches": 2, "evaluate_every": 0},
             "worker": {"count": 2, "units_per_lease": 1},  # two that race: a batch must not depend on who is first
             "hub": {"port": 0, "refill_cap": 50},  # no step may end short: the loop below never does
+            "relay": {"count": 0},
         }
     )
     folder = RunFolder.prepare(tmp_path_factory.mktemp("run") / "sync", recipe)
-    ending = launch(folder, 120, StopToken(), PlainDisplay(lambda line: None)).ending
-    assert ending.exit_code == 0, ending.message
+    folder.assign_endpoints()
+    stop = StopToken()
+    with ThreadPoolExecutor(len(ROLES)) as threads:
+        roles = {name: threads.submit(run_role, folder, name, stop) for name in ROLES}
+        try:
+            roles["trainer"].result(DEADLINE_S)
+        finally:
+            stop.set("the run is over")
     return folder
 
 
@@ -61,13 +73,13 @@ def synchronous_digests(folder: RunFolder) -> list[str]:
     loaded = load_model(recipe.model.path)
     learner = new_learner(loaded.model, recipe.trainer)
     engine = TorchEngine.wrap(loaded.model)
-    secret = bytes.fromhex((folder.path / "hub" / "secret").read_text())
+    environment = build(recipe.environment)
     digests = [digest(loaded)]
     unit = 0
     for step in range(STEPS):
         groups: list[TrainingGroup] = []
         while len(groups) < recipe.run.groups_per_step:
-            group = generate_and_score(engine, folder, secret, unit, step)
+            group = generate_and_score(engine, loaded.tokenizer, environment, folder, unit, step)
             unit += 1
             if len({rollout.reward for rollout in group.rollouts}) > 1:
                 groups.append(group)
@@ -80,10 +92,11 @@ def digest(loaded: LoadedModel) -> str:
     return digest_of(loaded.files, list(policy_views(loaded.model).values()))
 
 
-def generate_and_score(engine: TorchEngine, folder: RunFolder, secret: bytes, unit: int, version: int) -> TrainingGroup:
+def generate_and_score(
+    engine: TorchEngine, tokenizer: TextTokenizer, environment: Environment, folder: RunFolder, unit: int, version: int
+) -> TrainingGroup:
+    secret = bytes.fromhex((folder.path / "hub" / "secret").read_text())
     settings = folder.recipe.run
-    environment = build(folder.recipe.environment)
-    tokenizer = load_model(folder.recipe.model.path).tokenizer
     tasks = environment.tasks("train")
     task = tasks[task_index(len(tasks), settings.seed, unit)]
     prompt = tokenizer.encode(task.prompt)

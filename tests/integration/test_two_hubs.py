@@ -28,6 +28,7 @@ import httpx
 import pytest
 from sqlalchemy import select
 
+from kit import Patch, Request
 from kit.fork import FORKS
 from kit.hub import (
     HUB,
@@ -44,7 +45,7 @@ from kit.hub import (
     worker_key,
 )
 from kit.postgres import running_cluster
-from shoal import ledger
+from shoal import ledger, protocol
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub import run_hub
 from shoal.hub.service import Hub
@@ -55,24 +56,7 @@ from shoal.hub.state.rows import LeaseRow, NodeRow, UnitRow
 from shoal.hub.storage import postgres as postgres_module
 from shoal.hub.storage import tables
 from shoal.hub.storage.postgres import PostgresStorage
-from shoal.protocol.batch import Batch
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.lease import Lease, LeaseRelease, LeaseReply, LeaseRequest
-from shoal.protocol.node import HeartbeatReply, NodeState, Registration
-from shoal.protocol.policy import PolicyAnnouncement
-from shoal.protocol.signing import SignedDocument, open_document, sign_document
-from shoal.protocol.status import LedgerEntry, LedgerPage
-from shoal.protocol.verdict import (
-    Audit,
-    AuditReply,
-    AuditRequest,
-    Branches,
-    Outcome,
-    Severity,
-    Verdict,
-    VerdictReply,
-    VerdictReport,
-)
+from shoal.protocol.verdict import Branches
 from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import stop_on_signals
 
@@ -83,7 +67,7 @@ VALIDATORS = 2
 SETTINGS = {"requests_per_key_s": 0, "requests_per_address_s": 0}
 GROUP_TOKENS = 2 * TOKENS_PER_ROLLOUT
 CHEAT, DRIFTER = worker_key(1).node, worker_key(2).node
-REJECTED = {CHEAT: Severity.CERTAIN, DRIFTER: Severity.STATISTICAL}
+REJECTED = {CHEAT: protocol.Severity.CERTAIN, DRIFTER: protocol.Severity.STATISTICAL}
 
 
 @dataclass(frozen=True)
@@ -100,7 +84,6 @@ class Scale:
 def serve(folder: Path, database: str, scale: Scale, ready: Connection) -> None:
     """One hub, in a process of its own; it does not outlive its test."""
     parent = multiprocessing.parent_process()
-    assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     config = make_config(folder, run=scale.run, settings={**SETTINGS, "database": database})
     run_hub(config, stop_on_signals(), ready.send)
@@ -124,7 +107,7 @@ class HubProcess:
 
 
 @pytest.fixture(params=[Scale(), pytest.param(Scale(10, 24, 16), marks=pytest.mark.slow)], ids=["storm", "long storm"])
-def scale(request: pytest.FixtureRequest) -> Scale:
+def scale(request: Request) -> Scale:
     scale: Scale = request.param
     return scale
 
@@ -150,7 +133,7 @@ class Books:
     looks: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def grant(self, node: str, request: str, leases: Sequence[Lease]) -> None:
+    def grant(self, node: str, request: str, leases: Sequence[protocol.Lease]) -> None:
         with self.lock:
             for lease in leases:
                 holder = self.granted.setdefault(lease.lease, (node, request))
@@ -161,7 +144,7 @@ class Books:
 class Player:
     """One key that knows both hubs. A call goes to any of them, and to the other if that one is gone."""
 
-    def __init__(self, key: SigningKey, urls: Sequence[str], seed: int) -> None:
+    def __init__(self, key: protocol.SigningKey, urls: Sequence[str], seed: int) -> None:
         self.key, self.random, self.busy = key, random.Random(seed), 0
         self.actors = [Actor(key, httpx.Client(base_url=url, timeout=60), SystemClock()) for url in urls]
 
@@ -207,10 +190,10 @@ class Worker(Player):
                     self.beat(lease)
                 self.hand_in(books, lease)
 
-    def beat(self, lease: Lease) -> None:
+    def beat(self, lease: protocol.Lease) -> None:
         """Say twice how far one is, at the same moment: more time, once."""
         for answer in self.at_both("POST", "/heartbeat", {"progress": {lease.lease: self.random.randint(1, 4)}}):
-            reply = HeartbeatReply.model_validate_json(answer.content)
+            reply = protocol.HeartbeatReply.model_validate_json(answer.content)
             assert set(reply.deadlines) <= {lease.lease}
             assert all(ends <= lease.hard_deadline_ms for ends in reply.deadlines.values())
 
@@ -218,7 +201,7 @@ class Worker(Player):
         self.is_banned = self.is_banned or (answer.status_code == 403 and self.key.node in REJECTED)
         return self.is_banned
 
-    def lease(self, books: Books) -> list[Lease]:
+    def lease(self, books: Books) -> list[protocol.Lease]:
         request = fresh_request()
         body = {"request": request, "max_units": self.random.randint(1, 4), "wait_s": 0}
         twice = self.random.random() < 0.3
@@ -228,14 +211,14 @@ class Worker(Player):
             books.grant(self.key.node, request, reply)
         return replies[0] if replies else []
 
-    def _opened(self, answer: httpx.Response) -> list[Lease]:
+    def _opened(self, answer: httpx.Response) -> list[protocol.Lease]:
         if self._is_shut_out(answer):
             return []
         assert answer.status_code == 200, answer.text
-        found = LeaseReply.model_validate_json(answer.content).leases
-        return [open_document(signed, Lease, HUB.public_key) for signed in found]
+        found = protocol.LeaseReply.model_validate_json(answer.content).leases
+        return [protocol.open_document(signed, protocol.Lease, HUB.public_key) for signed in found]
 
-    def hand_in(self, books: Books, lease: Lease) -> None:
+    def hand_in(self, books: Books, lease: protocol.Lease) -> None:
         if self.random.random() < 0.1:
             self.call("POST", "/leases/release", {"leases": [lease.lease]})
             return
@@ -245,7 +228,7 @@ class Worker(Player):
         for answer in (answer for answer in answers if not self._is_shut_out(answer)):
             assert answer.status_code in (200, 201, 410), answer.text
             if answer.status_code != 410:
-                signed = SignedDocument.model_validate_json(answer.content)
+                signed = protocol.SignedDocument.model_validate_json(answer.content)
                 with books.lock:
                     books.receipts[str(signed.document["submission"])] = self.key.node
 
@@ -254,18 +237,20 @@ class Validator(Player):
     def work(self, books: Books, is_over: Callable[[], bool]) -> None:
         while not is_over():
             answer = self.call("POST", "/audits", {"max_audits": 6, "wait_s": 0, "generates": KIND})
-            reply = AuditReply.model_validate_json(answer.content)
-            self.generate(books, [open_document(signed, Lease, HUB.public_key) for signed in reply.generate])
+            reply = protocol.AuditReply.model_validate_json(answer.content)
+            self.generate(
+                books, [protocol.open_document(signed, protocol.Lease, HUB.public_key) for signed in reply.generate]
+            )
             if not reply.audits:
                 time.sleep(0.02)
                 continue
-            report = VerdictReport(verdicts=tuple(self._verdict(audit) for audit in reply.audits))
+            report = protocol.VerdictReport(verdicts=tuple(self._verdict(audit) for audit in reply.audits))
             if self.random.random() < 0.5:
                 self.at_both("POST", "/verdicts", report)
             else:
                 self.call("POST", "/verdicts", report)
 
-    def generate(self, books: Books, leases: Sequence[Lease]) -> None:
+    def generate(self, books: Books, leases: Sequence[protocol.Lease]) -> None:
         """Units that two workers' groups left unsure: only validators get them."""
         books.grant(self.key.node, "entrusted", leases)
         for lease in leases:
@@ -274,37 +259,45 @@ class Validator(Player):
             with books.lock:
                 books.entrusted.add(lease.unit)
 
-    def _verdict(self, audit: Audit) -> SignedDocument:
+    def _verdict(self, audit: protocol.Audit) -> protocol.SignedDocument:
         """By the submission's name, so that all validators find the same. Some of anybody's come to nothing; some of
         two workers are rejected: the one is banned at once, the other suspended, and banned the second time."""
-        lease = open_document(audit.lease, Lease, HUB.public_key)
+        lease = protocol.open_document(audit.lease, protocol.Lease, HUB.public_key)
         drawn = int(audit.submission[:2], 16)
         severity = REJECTED.get(lease.node) if drawn >= 176 else None
-        outcome = Outcome.UNSURE if drawn < 24 else Outcome.REJECTED if severity else Outcome.ACCEPTED
-        accepted = outcome is Outcome.ACCEPTED
+        outcome = (
+            protocol.Outcome.UNSURE
+            if drawn < 24
+            else protocol.Outcome.REJECTED
+            if severity
+            else protocol.Outcome.ACCEPTED
+        )
+        accepted = outcome is protocol.Outcome.ACCEPTED
         found = {"outcome": outcome, "severity": severity, "reason": "" if accepted else "test"}
-        return sign_document(verdict_on(lease, audit.submission, (0.0, 1.0) if accepted else (), **found), self.key)
+        return protocol.sign_document(
+            verdict_on(lease, audit.submission, (0.0, 1.0) if accepted else (), **found), self.key
+        )
 
 
 class Trainer(Player):
     def announce(self, version: int) -> None:
-        document = PolicyAnnouncement(run=RUN_ID, policy=policy(version), created_at_ms=1)
-        answer = self.call("POST", "/policies", sign_document(document, TRAINER))
+        document = protocol.PolicyAnnouncement(run=RUN_ID, policy=policy(version), created_at_ms=1)
+        answer = self.call("POST", "/policies", protocol.sign_document(document, TRAINER))
         assert answer.status_code == 204, answer.text
 
-    def batch(self, books: Books, step: int) -> Batch:
+    def batch(self, books: Books, step: int) -> protocol.Batch:
         end_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < end_s:
             assert not books.trouble, books.trouble
             answer = self.call("POST", f"/batches/{step}", {"wait_s": 2})
             assert answer.status_code == 200, answer.text
             if answer.json()["batch"] is not None:
-                return Batch.model_validate(answer.json()["batch"])
+                return protocol.Batch.model_validate(answer.json()["batch"])
         raise AssertionError(f"step {step} got no batch: {answer.text}")
 
 
 def register(player: Player, role: Any, **more: Any) -> None:
-    body = Registration(public_key=player.key.public_key, role=role, **more)
+    body = protocol.Registration(public_key=player.key.public_key, role=role, **more)
     answers = player.at_both("POST", "/nodes", body)
     assert [answer.status_code for answer in answers] in ([200, 200], [200]), [answer.text for answer in answers]
 
@@ -315,11 +308,11 @@ def leader_of(storage: PostgresStorage) -> str:
     return holder
 
 
-def the_chain(player: Player) -> list[LedgerEntry]:
+def the_chain(player: Player) -> list[protocol.LedgerEntry]:
     """All of the ledger, from a hub that leads: it posts what is outgoing before it answers."""
-    entries: list[LedgerEntry] = []
+    entries: list[protocol.LedgerEntry] = []
     while True:
-        page = LedgerPage.model_validate_json(player.call("GET", f"/ledger?after={len(entries) - 1}").content)
+        page = protocol.LedgerPage.model_validate_json(player.call("GET", f"/ledger?after={len(entries) - 1}").content)
         entries += page.entries
         if not page.entries:
             ledger.verify(entries, page.head)
@@ -341,7 +334,7 @@ def storm(hubs: list[HubProcess], scale: Scale, books: Books, half_way: Callable
     over = threading.Event()
     trainer = Trainer(TRAINER, urls, 0)
     workers = [Worker(worker_key(number + 1), urls, number) for number in range(scale.workers)]
-    judges = [Validator(SigningKey.from_seed(bytes([200 + n]) * 32), urls, 100 + n) for n in range(VALIDATORS)]
+    judges = [Validator(protocol.SigningKey.from_seed(bytes([200 + n]) * 32), urls, 100 + n) for n in range(VALIDATORS)]
     register(trainer, "trainer", certificate=certificate(TRAINER, "trainer"))
     for judge in judges:
         register(judge, "validator", certificate=certificate(judge.key, "validator"))
@@ -432,9 +425,9 @@ def until(is_so: Callable[[], bool], otherwise: str) -> None:
         time.sleep(0.05)
 
 
-def validator(key: SigningKey) -> Registration:
+def validator(key: protocol.SigningKey) -> protocol.Registration:
     """A registration that is in the ledger at once."""
-    return Registration(public_key=key.public_key, role="validator", certificate=certificate(key, "validator"))
+    return protocol.Registration(public_key=key.public_key, role="validator", certificate=certificate(key, "validator"))
 
 
 def check_rows(storage: PostgresStorage, scale: Scale, books: Books, accounts: ledger.Accounts) -> None:
@@ -453,15 +446,15 @@ def check_rows(storage: PostgresStorage, scale: Scale, books: Books, accounts: l
     assert all(node.rejected >= each.rejected for node, each in zip(nodes, told, strict=True)), "those since it earned"
     for node in (node for node in nodes if node.node not in REJECTED):
         assert node.credit + node.pending == GROUP_TOKENS * sum(row.node == node.node for row in accepted)
-        assert (node.state, node.rejected) == (NodeState.ACTIVE, 0)
+        assert (node.state, node.rejected) == (protocol.NodeState.ACTIVE, 0)
     for node in (node for node in nodes if node.node in REJECTED):
-        assert (node.state is NodeState.BANNED) == (node.certain > 0 or node.statistical > 1)
+        assert (node.state is protocol.NodeState.BANNED) == (node.certain > 0 or node.statistical > 1)
     assert not [row for row in rows.values() if row.node not in REJECTED and row.state == SubmissionState.REJECTED]
     trained = [group.unit for batch in batches for group in batch.groups]
     assert len(trained) == len(set(trained)) == scale.steps * scale.groups
 
 
-def row_of(hub: Hub, key: SigningKey) -> NodeRow:
+def row_of(hub: Hub, key: protocol.SigningKey) -> NodeRow:
     with hub.context.storage.read() as reader:
         row = reader.node(key.node)
     assert row is not None
@@ -489,38 +482,38 @@ class TestTogether:
         assert second.context.leads
         second.close()
 
-    def test_what_validators_see_of_branches_at_once_is_all_counted_for_newcomers(
-        self, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+    def test_branches_seen_at_once_all_count_for_newcomers(
+        self, tmp_path: Path, database_url: str, monkeypatch: Patch
     ) -> None:
         """Their evidence is in one row: before, each of two reports at one time put its own in place of the other's."""
         clock = ManualClock()
         hubs = [self.hub(tmp_path / "hub", database_url, clock) for _ in range(2)]
         trusted = {TRAINER: "trainer", worker_key(11): "validator", worker_key(12): "validator"}
         for key, role in trusted.items():
-            body = Registration(public_key=key.public_key, role=role, certificate=certificate(key, role))
+            body = protocol.Registration(public_key=key.public_key, role=role, certificate=certificate(key, role))
             hubs[0].membership.register(body)
-        announcement = PolicyAnnouncement(run=RUN_ID, policy=policy(0), created_at_ms=0)
-        hubs[0].training.announce(row_of(hubs[0], TRAINER), sign_document(announcement, TRAINER))
+        announcement = protocol.PolicyAnnouncement(run=RUN_ID, policy=policy(0), created_at_ms=0)
+        hubs[0].training.announce(row_of(hubs[0], TRAINER), protocol.sign_document(announcement, TRAINER))
         for number in (1, 2):
-            hubs[0].membership.register(Registration(public_key=worker_key(number).public_key))
+            hubs[0].membership.register(protocol.Registration(public_key=worker_key(number).public_key))
             worker = row_of(hubs[0], worker_key(number))
-            [signed] = hubs[0].work.lease(worker, LeaseRequest(request=fresh_request())).leases
-            lease = Lease.model_validate(signed.document)
+            [signed] = hubs[0].work.lease(worker, protocol.LeaseRequest(request=fresh_request())).leases
+            lease = protocol.Lease.model_validate(signed.document)
             hubs[0].work.submit(worker, lease.lease, submission_body(lease))
         met, after = threading.Barrier(2), Suspicion.after
 
-        def meeting(suspicion: Suspicion, verdict: Verdict) -> Suspicion:
+        def meeting(suspicion: Suspicion, verdict: protocol.Verdict) -> Suspicion:
             with contextlib.suppress(threading.BrokenBarrierError):
                 met.wait(2)  # both have read the row, unless one waits for the other
             return after(suspicion, verdict)
 
-        def reported(hub: Hub, key: SigningKey) -> VerdictReply:
+        def reported(hub: Hub, key: protocol.SigningKey) -> protocol.VerdictReply:
             node = row_of(hub, key)
-            [audit] = hub.checking.audits(node, AuditRequest(max_audits=1)).audits
-            lease = Lease.model_validate(audit.lease.document)
+            [audit] = hub.checking.audits(node, protocol.AuditRequest(max_audits=1)).audits
+            lease = protocol.Lease.model_validate(audit.lease.document)
             seen = {"depth": audit.depth, "branches": Branches(looked=1, differences=(1.0,))}
             verdict = verdict_on(lease, audit.submission, **seen)
-            return hub.checking.verdicts(node, VerdictReport(verdicts=(sign_document(verdict, key),)))
+            return hub.checking.verdicts(node, protocol.VerdictReport(verdicts=(protocol.sign_document(verdict, key),)))
 
         monkeypatch.setattr(Suspicion, "after", meeting)
         with ThreadPoolExecutor(2) as pool:
@@ -559,7 +552,7 @@ class TestTogether:
         now_ms = SystemClock().now_ms()
         clocks = [ManualClock(now_ms + hours * HOUR_MS) for hours in (1, -1, 0)]
         hubs = [self.hub(tmp_path / "hub", database_url, clock) for clock in clocks[:2]]
-        hubs[0].membership.register(Registration(public_key=worker_key(1).public_key))
+        hubs[0].membership.register(protocol.Registration(public_key=worker_key(1).public_key))
         for hub in hubs:
             hub.upkeep.tick()
         hubs.append(self.hub(tmp_path / "hub", database_url, clocks[2]))
@@ -578,25 +571,24 @@ class TestTogether:
         assert abs(hub.context.clock.now_ms() - SystemClock().now_ms()) < HOUR_MS / 6
         hub.close()
 
-    def test_who_names_the_leases_of_others_waits_for_none_of_them(
-        self, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+    def test_naming_leases_of_others_waits_for_none(
+        self, tmp_path: Path, database_url: str, monkeypatch: Patch
     ) -> None:
         """Nor makes others wait: they are not locked."""
         monkeypatch.setattr(postgres_module, "LIMITS", {**postgres_module.LIMITS, "lock_timeout": "100ms"})
         hub = self.hub(tmp_path / "hub", database_url, ManualClock())
         for number in (1, 2):
-            hub.membership.register(Registration(public_key=worker_key(number).public_key))
+            hub.membership.register(protocol.Registration(public_key=worker_key(number).public_key))
         with hub.context.storage.write() as transaction:
             alice, eve = (transaction.node(worker_key(number).node) for number in (1, 2))
-            assert alice is not None
             assert eve is not None
             lease = LeaseRow("u0a0", 0, alice.node, 0, "request", 0, 0, "d" * 64, issued_at_ms=1, deadline_ms=10**15)
             transaction.apply([Save(UnitRow(0, "t", UnitState.LEASED), None), Save(lease, None)])
         with hub.context.storage.write() as transaction:
             assert transaction.holding("u0a0") is not None
             with pytest.raises(Refusal, match=r"lease\.not_yours"):
-                hub.work.release(eve, LeaseRelease(leases=("u0a0",)))
-        hub.work.release(alice, LeaseRelease(leases=("u0a0", "u0a0", "nonsense")))
+                hub.work.release(eve, protocol.LeaseRelease(leases=("u0a0",)))
+        hub.work.release(alice, protocol.LeaseRelease(leases=("u0a0", "u0a0", "nonsense")))
         with hub.context.storage.read() as reader:
             assert reader.holdings(alice.node) == []
         hub.close()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from kit import Patch
 from shoal.engines import GenerationRequest
 from shoal.engines.shelf import EngineShelf
 from shoal.engines.torch import TorchEngine
@@ -148,7 +149,7 @@ def test_several_steps_behind_the_engine_ends_with_exactly_the_new_weights(run: 
     assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
 
 
-def test_a_change_that_is_too_large_to_remember_costs_a_full_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_is_too_large_to_remember_costs_a_full_load(run: Run, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.shardcast.delta.REMEMBERED_SHARE", 0.0001)
     shelf = EngineShelf(run.downloader.fetch, spied, held=1)
     engine = shelf.get(run.step(1).policy, WITHIN_S).engine
@@ -186,7 +187,7 @@ def test_a_new_version_is_fetched_while_the_old_one_generates(run: Run, tmp_path
     run.stop.set("the test is over")
 
 
-def test_fetching_ahead_gives_way_to_whoever_waits(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetching_ahead_gives_way_to_whoever_waits(run: Run, tmp_path: Path, monkeypatch: Patch) -> None:
     """A version that never completes in the background must not keep another one from a lease."""
     first, second = run.step(1), run.step(2)
     missing = [tmp_path / "origin" / "chunks" / c.hash[:2] / c.hash for d in second.deltas for c in d.chunks]

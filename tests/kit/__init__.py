@@ -6,4 +6,16 @@ crash, smalldisk, postgres, s3, sandbox       processes that die, small disks, r
 attack, door, hostile, liar, miner, trial     for the adversary suite
 cast, data, evaluation, evidence, loss,       for the tests of one package
 mathematics, reward, sft, worker
+
+Here: short names for the types of pytest's own fixtures.
 """
+
+from __future__ import annotations
+
+import pytest
+
+Capture = pytest.CaptureFixture[str]
+Logs = pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
+Request = pytest.FixtureRequest
+TempPaths = pytest.TempPathFactory

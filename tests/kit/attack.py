@@ -22,6 +22,7 @@ from unittest.mock import patch
 import numpy as np
 
 import shoal.trainer.loop  # noqa: F401 - torch and transformers cannot be imported first by several threads at once
+from shoal import protocol
 from shoal.adversary import Disguise
 from shoal.client import ClientOptions, HubClient
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
@@ -29,19 +30,6 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import HubRefused, ShutOut
 from shoal.hub.state import nodes
 from shoal.ledger import verify
-from shoal.protocol import (
-    BatchGroup,
-    LedgerEntry,
-    NodeStory,
-    NodeView,
-    Outcome,
-    ProofParameters,
-    SigningKey,
-    Submission,
-    Verdict,
-    fingerprint,
-    unpack,
-)
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 from shoal.run.roles import run_role
@@ -52,14 +40,15 @@ from shoal.validator.judge import Judge
 from shoal.validator.verdicts import Docket
 from shoal.worker.outbox import Parcel, Uploader
 
-DEADLINE_S = 200
-ATTACK_S = 60.0
+DEADLINE_S = 400
+ATTACK_S = 240.0  # of a busy machine; otherwise seconds
 SUSPENDED_MS = 500  # the first time; nobody here waits a minute for a cheater to come back
 POLL_S = 0.05
 NEAR = 1e-4
 AT_ONCE = 6
 HONEST = "worker-0"
 NEEDED = ("hub", "origin", "trainer", "validator-0")
+WORKING = ("trainer", "validator-0", HONEST)
 RECIPE: dict[str, dict[str, Any]] = {
     "run": {"steps": 10_000, "groups_per_step": 8, "group_size": 8, "max_staleness": 2, "max_new_tokens": 10},
     "trainer": {"learning_rate": 1e-4, "grad_clip": 1.0, "weight_decay": 0, "minibatches": 2, "evaluate_every": 0},
@@ -79,13 +68,13 @@ class Judged:
 
     node: str
     version: int
-    verdict: Verdict
+    verdict: protocol.Verdict
     tokens: int
     is_honest: bool
     is_near: bool
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> protocol.Outcome:
         return self.verdict.outcome
 
 
@@ -94,7 +83,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.judged: list[Judged] = []
-        self.bodies: list[Submission] = []
+        self.bodies: list[protocol.Submission] = []
         self._lock = threading.Lock()
 
     @contextmanager
@@ -102,7 +91,7 @@ class Watch:
         """While this lasts, every `Judge` is listened to."""
         honest, judges = Judge.verdicts, list[Judge]()
 
-        def verdicts(judge: Judge, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
+        def verdicts(judge: Judge, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[protocol.Verdict]:
             given = honest(judge, dockets, loaded)
             judges.append(judge)
             if judge is judges[0]:  # others judge canaries, which nobody handed in
@@ -117,10 +106,10 @@ class Watch:
         finally:
             Judge.verdicts = honest  # type: ignore[method-assign]
 
-    def _note(self, docket: Docket, verdict: Verdict, loaded: LoadedPolicy) -> None:
-        body = unpack(docket.body, Submission, BODY_LIMITS)
+    def _note(self, docket: Docket, verdict: protocol.Verdict, loaded: LoadedPolicy) -> None:
+        body = protocol.unpack(docket.body, protocol.Submission, BODY_LIMITS)
         tokens = sum(len(rollout.tokens) // 4 for rollout in body.rollouts)
-        accepted = verdict.outcome is Outcome.ACCEPTED
+        accepted = verdict.outcome is protocol.Outcome.ACCEPTED
         is_honest = accepted and self._is_what_the_seeds_give(docket, body, loaded)
         is_near = accepted and (is_honest or is_near_what_the_seeds_give(docket, body, loaded))
         judged = Judged(docket.lease.node, docket.lease.policy.version, verdict, tokens, is_honest, is_near)
@@ -128,7 +117,7 @@ class Watch:
             self.judged.append(judged)
             self.bodies.append(body)
 
-    def _is_what_the_seeds_give(self, docket: Docket, body: Submission, loaded: LoadedPolicy) -> bool:
+    def _is_what_the_seeds_give(self, docket: Docket, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
         """The honest worker, who is the first to be judged, is looked at now and then: it would take half the time."""
         now_and_then = len(self.judged) % 16 == 0
         if self.judged and docket.lease.node == self.judged[0].node and not now_and_then:
@@ -139,19 +128,19 @@ class Watch:
         with self._lock:
             return [each for each in self.judged if each.node == node]
 
-    def bodies_of(self, node: str) -> list[Submission]:
+    def bodies_of(self, node: str) -> list[protocol.Submission]:
         with self._lock:
             return [body for body in self.bodies if body.node == node]
 
 
-def is_what_the_seeds_give(docket: Docket, body: Submission, loaded: LoadedPolicy) -> bool:
+def is_what_the_seeds_give(docket: Docket, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
     """Whether the right policy, asked again, gives token by token what was handed in."""
     lease = docket.lease
     [group] = loaded.engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)])
     return [rollout.token_ids.tolist() for rollout in body.rollouts] == [each.token_ids.tolist() for each in group]
 
 
-def is_near_what_the_seeds_give(docket: Docket, body: Submission, loaded: LoadedPolicy) -> bool:
+def is_near_what_the_seeds_give(docket: Docket, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
     """Whether every uniform is within 1e-4 of the interval of its token under the right policy."""
     lease = docket.lease
     asked = [
@@ -182,7 +171,7 @@ class Attacked:
         recipe = {section: {**RECIPE.get(section, {}), **changes.get(section, {})} for section in {*RECIPE, *changes}}
         self.folder = RunFolder.prepare(folder, Recipe.model_validate(recipe))
         self.url = self.folder.assign_endpoints().hub
-        self.stop = StopToken()
+        self.stop, self.enough = StopToken(), StopToken()
         self.watch = Watch()
         self.attacks: list[Attack] = []
         self.threads = ThreadPoolExecutor(max_workers=16)
@@ -202,7 +191,14 @@ class Attacked:
                 run.close()
 
     def start(self, name: str, cheat: str | None = None, stop: StopToken | None = None) -> Future[None]:
-        return self.threads.submit(run_role, self.folder, name, stop or self.stop, cheat)
+        default = self.enough if name in WORKING else self.stop
+        return self.threads.submit(run_role, self.folder, name, stop or default, cheat)
+
+    def rest(self) -> None:
+        """Nobody works any more; the hub still answers. Else the run would take the time of those who look at it."""
+        self.enough.set("enough was seen")
+        for name in WORKING:
+            self.needed.pop(name).exception(DEADLINE_S)
 
     def attack(self, cheats: Sequence[str]) -> None:
         """Let cheaters come, a few at a time, and each go on until it is shut out or refused."""
@@ -249,38 +245,39 @@ class Attacked:
             assert not role.done(), f"{name} ended: {role.exception()!r}"
 
     def close(self) -> None:
-        self.stop.set("the test ends")
+        for stop in (self.enough, self.stop):
+            stop.set("the test ends")
         for role in self.needed.values():
             role.exception(DEADLINE_S)
         self.threads.shutdown()
 
     # ── what anyone can see ──────────────────────────────────────────────────────────────────────────────────────
 
-    def client(self, key: SigningKey) -> HubClient:
-        pinned = fingerprint(self.folder.root_key)
+    def client(self, key: protocol.SigningKey) -> HubClient:
+        pinned = protocol.fingerprint(self.folder.root_key)
         return HubClient(self.url, key, self.stop, pinned, options=ClientOptions(patience_s=DEADLINE_S))
 
-    def nodes(self) -> dict[str, NodeView]:
-        with _closing(self.client(SigningKey.generate())) as anyone:
+    def nodes(self) -> dict[str, protocol.NodeView]:
+        with _closing(self.client(protocol.SigningKey.generate())) as anyone:
             return {node.name: node for node in anyone.status().nodes}
 
-    def story(self, node: str) -> NodeStory:
+    def story(self, node: str) -> protocol.NodeStory:
         """What the hub holds of a node, with the signed verdicts on what was refused."""
-        with _closing(self.client(SigningKey.generate())) as anyone:
+        with _closing(self.client(protocol.SigningKey.generate())) as anyone:
             return anyone.node(node)
 
-    def ledger(self) -> list[LedgerEntry]:
+    def ledger(self) -> list[protocol.LedgerEntry]:
         """The whole ledger, verified."""
-        with _closing(self.client(SigningKey.generate())) as anyone:
-            entries = list[LedgerEntry]()
+        with _closing(self.client(protocol.SigningKey.generate())) as anyone:
+            entries = list[protocol.LedgerEntry]()
             while page := anyone.ledger(after=len(entries) - 1).entries:
                 entries += page
             verify(entries, None)
         return entries
 
-    def trained(self) -> list[BatchGroup]:
+    def trained(self) -> list[protocol.BatchGroup]:
         """Every group of every batch so far."""
-        groups: list[BatchGroup] = []
+        groups: list[protocol.BatchGroup] = []
         with _closing(self.client(self.folder.key("trainer"))) as trainer:
             for step in range(trainer.status().step):
                 batch = trainer.batch(step, 0).batch
@@ -315,10 +312,10 @@ class Result:
     wrong: int
 
     @classmethod
-    def of(cls, run: Attacked, attack: Attack, node: NodeView) -> Result:
+    def of(cls, run: Attacked, attack: Attack, node: protocol.NodeView) -> Result:
         judged = run.watch.of(node.node)
-        at = next((i for i, each in enumerate(judged) if each.outcome is Outcome.REJECTED), None)
-        accepted = [each for each in judged if each.outcome is Outcome.ACCEPTED]
+        at = next((i for i, each in enumerate(judged) if each.outcome is protocol.Outcome.REJECTED), None)
+        accepted = [each for each in judged if each.outcome is protocol.Outcome.ACCEPTED]
         caught = judged[at].verdict if at is not None else None
         refused = attack.refusals[0] if attack.refusals and at is None else ""
         return cls(
@@ -362,7 +359,7 @@ class Counting(Disguise):
         self.completions = 0
 
     def generate(
-        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
+        self, requests: Sequence[GenerationRequest], proof: protocol.ProofParameters | None = None
     ) -> list[list[Completion]]:
         self.completions += sum(len(request.seeds) for request in requests)
         return super().generate(requests, proof)

@@ -99,7 +99,6 @@ def _config(place: Place) -> Any:
 def serve(place: Place, environment: Mapping[str, str], ready: Connection) -> None:
     """One life of the hub, in a process of its own."""
     parent = multiprocessing.parent_process()
-    assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # no hub outlives its test
     from shoal.hub.http import app
     from shoal.hub.service import context

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from kit import Patch, TempPaths
 from shoal.environments import EnvironmentSettings, Task, build
 from shoal.environments.data.scanning import Problems
 from shoal.environments.dataset import DatasetEnvironment
@@ -22,7 +23,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path_factory: TempPaths, monkeypatch: Patch) -> Path:
     """A cache folder of the test's own."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

@@ -15,28 +15,7 @@ import httpx
 import msgspec
 import zstandard
 
-from shoal.protocol import (
-    SUBMISSION_FORMAT,
-    Audit,
-    AuditReply,
-    Lease,
-    LeaseReply,
-    Message,
-    Outcome,
-    PolicyAnnouncement,
-    PolicyRef,
-    Registration,
-    Role,
-    RolloutReward,
-    SigningKey,
-    Verdict,
-    VerdictReport,
-    open_document,
-    pack_logprobs,
-    pack_tokens,
-    sign_document,
-    sign_request,
-)
+from shoal import protocol
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 from shoal.run.roles import run_role
@@ -49,7 +28,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     "hub": {"port": 0, "leases_per_node": 16},
     "relay": {"count": 0},
 }
-POLICY = PolicyRef(incarnation=0, version=0, digest="d" * 64)
+POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="d" * 64)
 
 _numbers = itertools.count()
 
@@ -65,8 +44,8 @@ class Hub:
     def run(self) -> str:
         return self.folder.run_id
 
-    def caller(self, key: SigningKey | None = None) -> Caller:
-        return Caller(self, key or SigningKey.generate())
+    def caller(self, key: protocol.SigningKey | None = None) -> Caller:
+        return Caller(self, key or protocol.SigningKey.generate())
 
     def worker(self, name: str = "") -> Caller:
         """Somebody with a fresh key who has registered with it."""
@@ -74,7 +53,7 @@ class Hub:
         ok(caller.register(name=name))
         return caller
 
-    def trusted(self, name: str, role: Role) -> Caller:
+    def trusted(self, name: str, role: protocol.Role) -> Caller:
         caller = self.caller(self.folder.key(name))
         ok(caller.register(role, certificate=self.folder.certificate(name)))
         return caller
@@ -85,57 +64,63 @@ class Caller:
     """One key; `call` signs as it should be done, `signed` gives the headers to do something else with."""
 
     hub: Hub
-    key: SigningKey
+    key: protocol.SigningKey
 
     def signed(self, method: str, path: str, body: bytes, run: str | None = None) -> dict[str, str]:
-        return dict(sign_request(self.key, run or self.hub.run, method, path, body, time.time_ns() // 1_000_000))
+        return dict(
+            protocol.sign_request(self.key, run or self.hub.run, method, path, body, time.time_ns() // 1_000_000)
+        )
 
-    def call(self, method: str, path: str, body: bytes | Message | dict[str, Any] = b"") -> httpx.Response:
+    def call(self, method: str, path: str, body: bytes | protocol.Message | dict[str, Any] = b"") -> httpx.Response:
         content = as_bytes(body)
         return self.hub.http.request(method, path, content=content, headers=self.signed(method, path, content))
 
-    def register(self, role: Role = "worker", name: str = "", **changes: Any) -> httpx.Response:
+    def register(self, role: protocol.Role = "worker", name: str = "", **changes: Any) -> httpx.Response:
         return self.call(
-            "POST", "/nodes", Registration(public_key=self.key.public_key, role=role, name=name, **changes)
+            "POST", "/nodes", protocol.Registration(public_key=self.key.public_key, role=role, name=name, **changes)
         )
 
-    def ask(self, max_units: int = 1, **changes: Any) -> LeaseReply:
+    def ask(self, max_units: int = 1, **changes: Any) -> protocol.LeaseReply:
         body = {"request": f"request-{next(_numbers):06d}", "max_units": max_units, **changes}
-        return LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
+        return protocol.LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
 
-    def lease(self, max_units: int = 1) -> list[Lease]:
+    def lease(self, max_units: int = 1) -> list[protocol.Lease]:
         key = self.hub.folder.key("hub").public_key
-        return [open_document(signed, Lease, key) for signed in self.ask(max_units).leases]
+        return [protocol.open_document(signed, protocol.Lease, key) for signed in self.ask(max_units).leases]
 
-    def submit(self, lease: Lease, body: bytes | None = None) -> httpx.Response:
+    def submit(self, lease: protocol.Lease, body: bytes | None = None) -> httpx.Response:
         return self.call("PUT", f"/submissions/{lease.lease}", body or packed(submission(lease)))
 
-    def audits(self) -> tuple[Audit, ...]:
-        return AuditReply.model_validate_json(ok(self.call("POST", "/audits", {"max_audits": 64})).content).audits
+    def audits(self) -> tuple[protocol.Audit, ...]:
+        return protocol.AuditReply.model_validate_json(
+            ok(self.call("POST", "/audits", {"max_audits": 64})).content
+        ).audits
 
-    def judge(self, audit: Audit, **changes: Any) -> None:
+    def judge(self, audit: protocol.Audit, **changes: Any) -> None:
         """As a validator: accept, with rewards that differ, unless told otherwise."""
-        lease = open_document(audit.lease, Lease, self.hub.folder.key("hub").public_key)
+        lease = protocol.open_document(audit.lease, protocol.Lease, self.hub.folder.key("hub").public_key)
         fields: dict[str, Any] = {
             "run": self.hub.run, "submission": audit.submission, "unit": lease.unit, "node": lease.node,
-            "outcome": Outcome.ACCEPTED, "rewards": tuple(RolloutReward(value=float(i)) for i in range(GROUP)),
+            "outcome": protocol.Outcome.ACCEPTED,
+            "rewards": tuple(protocol.RolloutReward(value=float(i)) for i in range(GROUP)),
             "generated_tokens": GROUP * TOKENS, "depth": audit.depth, "decided_at_ms": 0,
             "environment_digest": lease.environment_digest,
         }  # fmt: skip
-        signed = sign_document(Verdict(**{**fields, **changes}), self.key)
-        reply = ok(self.call("POST", "/verdicts", VerdictReport(verdicts=(signed,)))).json()
+        signed = protocol.sign_document(protocol.Verdict(**{**fields, **changes}), self.key)
+        reply = ok(self.call("POST", "/verdicts", protocol.VerdictReport(verdicts=(signed,)))).json()
         assert not reply.get("refused"), reply
 
 
-def submission(lease: Lease, **changes: Any) -> dict[str, Any]:
+def submission(lease: protocol.Lease, **changes: Any) -> dict[str, Any]:
     """What one may hand in for a lease, before it is packed: a dictionary, for it may also be what no one may."""
     rollout = {
-        "tokens": pack_tokens(range(TOKENS)), "logprobs": pack_logprobs([-0.5] * TOKENS), "finish": "eos",
+        "tokens": protocol.pack_tokens(range(TOKENS)), "logprobs": protocol.pack_logprobs([-0.5] * TOKENS),
+        "finish": "eos",
     }  # fmt: skip
     return {
-        "format": SUBMISSION_FORMAT, "run": lease.run, "node": lease.node, "lease": lease.lease, "unit": lease.unit,
-        "incarnation": 0, "version": lease.policy.version, "policy_digest": lease.policy.digest,
-        "prompt": pack_tokens(lease.prompt_ids), "rollouts": [rollout] * len(lease.seeds), **changes,
+        "format": protocol.SUBMISSION_FORMAT, "run": lease.run, "node": lease.node, "lease": lease.lease,
+        "unit": lease.unit, "incarnation": 0, "version": lease.policy.version, "policy_digest": lease.policy.digest,
+        "prompt": protocol.pack_tokens(lease.prompt_ids), "rollouts": [rollout] * len(lease.seeds), **changes,
     }  # fmt: skip
 
 
@@ -143,10 +128,10 @@ def packed(value: Any) -> bytes:
     return zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(value))
 
 
-def as_bytes(body: bytes | Message | dict[str, Any]) -> bytes:
+def as_bytes(body: bytes | protocol.Message | dict[str, Any]) -> bytes:
     if isinstance(body, bytes):
         return body
-    return body.model_dump_json().encode() if isinstance(body, Message) else msgspec.json.encode(body)
+    return body.model_dump_json().encode() if isinstance(body, protocol.Message) else msgspec.json.encode(body)
 
 
 def ok(response: httpx.Response) -> httpx.Response:
@@ -170,8 +155,8 @@ def running_hub(folder: Path, **changes: dict[str, Any]) -> Iterator[Hub]:
             _wait_for(role, http)
             hub = Hub(run, http)
             trainer = hub.trusted("trainer", "trainer")
-            document = PolicyAnnouncement(run=run.run_id, policy=POLICY, created_at_ms=0)
-            ok(trainer.call("POST", "/policies", sign_document(document, trainer.key)))
+            document = protocol.PolicyAnnouncement(run=run.run_id, policy=POLICY, created_at_ms=0)
+            ok(trainer.call("POST", "/policies", protocol.sign_document(document, trainer.key)))
             yield hub
         finally:
             stop.set("the test ends")

@@ -16,19 +16,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from shoal import protocol
 from shoal.client.trust import run_id
-from shoal.protocol import (
-    Document,
-    RoleCertificate,
-    RunInfo,
-    SamplingParameters,
-    SignedDocument,
-    SigningKey,
-    fingerprint,
-    sign_document,
-)
 
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=0)
+SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=0)
 
 
 @dataclass(frozen=True)
@@ -56,8 +47,8 @@ class HostileHub:
     def become(self, name: str, **changes: Any) -> None:
         """Play a run of this name with keys of its own; `changes` are of its `RunInfo`."""
         seed = name.encode()[:20].ljust(31, b".")
-        self.root, self.key, self.trainer = (SigningKey.from_seed(seed + bytes([n])) for n in range(3))
-        self.fingerprint = fingerprint(self.root.public_key)
+        self.root, self.key, self.trainer = (protocol.SigningKey.from_seed(seed + bytes([n])) for n in range(3))
+        self.fingerprint = protocol.fingerprint(self.root.public_key)
         self.run = run_id(name, self.fingerprint)
         fields: dict[str, Any] = {
             "run": self.run, "name": name, "root_key": self.root.public_key,
@@ -66,14 +57,14 @@ class HostileHub:
             "sampling": SAMPLING, "group_size": 2, "max_staleness": 1, "steps": 3,
             "profiles": ("torch/cpu/float32", "scripted/cpu/float32"),
         }  # fmt: skip
-        self.info = RunInfo(**{**fields, **changes})
+        self.info = protocol.RunInfo(**{**fields, **changes})
 
-    def certificate(self, role: Any, holder: SigningKey) -> SignedDocument:
-        document = RoleCertificate(run=self.run, role=role, public_key=holder.public_key, issued_at_ms=1)
-        return sign_document(document, self.root)
+    def certificate(self, role: Any, holder: protocol.SigningKey) -> protocol.SignedDocument:
+        document = protocol.RoleCertificate(run=self.run, role=role, public_key=holder.public_key, issued_at_ms=1)
+        return protocol.sign_document(document, self.root)
 
-    def sign(self, document: Document) -> SignedDocument:
-        return sign_document(document, self.key)
+    def sign(self, document: protocol.Document) -> protocol.SignedDocument:
+        return protocol.sign_document(document, self.key)
 
     def answer(self, asked: Asked) -> Answer:
         self.requests.append(asked)

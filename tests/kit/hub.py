@@ -12,6 +12,7 @@ import httpx
 from fastapi import FastAPI
 
 from kit.asgi import AsgiTransport
+from shoal import protocol
 from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
@@ -19,16 +20,6 @@ from shoal.hub.service import Hub
 from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import NodeRow
 from shoal.ledger.accounts import Accounts
-from shoal.protocol.batch import Batch
-from shoal.protocol.codec import pack
-from shoal.protocol.identity import SigningKey, fingerprint
-from shoal.protocol.lease import Lease, LeaseReply
-from shoal.protocol.node import AdminAction, AdminReply, AdminRequest, Registration, Role, RoleCertificate, RunInfo
-from shoal.protocol.policy import PolicyAnnouncement, PolicyRef
-from shoal.protocol.signing import Message, SignedDocument, open_document, sign_document, sign_request
-from shoal.protocol.status import RunStatus
-from shoal.protocol.submission import SUBMISSION_FORMAT, Rollout, Submission, pack_logprobs, pack_tokens
-from shoal.protocol.verdict import Audit, AuditReply, Outcome, RolloutReward, Verdict, VerdictReport
 from shoal.runtime.clock import Clock, ManualClock
 
 TOKENS_PER_ROLLOUT = 3
@@ -53,20 +44,22 @@ class FakeEnvironment:
         return Score(float(completion == task.answer))
 
 
-ROOT = SigningKey.from_seed(b"r" * 32)
-HUB = SigningKey.from_seed(b"h" * 32)
-TRAINER = SigningKey.from_seed(b"t" * 32)
-VALIDATOR = SigningKey.from_seed(b"v" * 32)
-RUN_ID = f"test-{fingerprint(ROOT.public_key)[:12]}"
+ROOT = protocol.SigningKey.from_seed(b"r" * 32)
+HUB = protocol.SigningKey.from_seed(b"h" * 32)
+TRAINER = protocol.SigningKey.from_seed(b"t" * 32)
+VALIDATOR = protocol.SigningKey.from_seed(b"v" * 32)
+RUN_ID = f"test-{protocol.fingerprint(ROOT.public_key)[:12]}"
 
 
-def worker_key(number: int) -> SigningKey:
-    return SigningKey.from_seed(bytes([number]) * 32)
+def worker_key(number: int) -> protocol.SigningKey:
+    return protocol.SigningKey.from_seed(bytes([number]) * 32)
 
 
-def certificate(key: SigningKey, role: Role, run: str = RUN_ID, signer: SigningKey = ROOT) -> SignedDocument:
-    document = RoleCertificate(run=run, role=role, public_key=key.public_key, issued_at_ms=0)
-    return sign_document(document, signer)
+def certificate(
+    key: protocol.SigningKey, role: protocol.Role, run: str = RUN_ID, signer: protocol.SigningKey = ROOT
+) -> protocol.SignedDocument:
+    document = protocol.RoleCertificate(run=run, role=role, public_key=key.public_key, issued_at_ms=0)
+    return protocol.sign_document(document, signer)
 
 
 def make_config(folder: Path, run: dict[str, Any] | None = None, settings: dict[str, Any] | None = None) -> HubConfig:
@@ -85,27 +78,29 @@ def make_config(folder: Path, run: dict[str, Any] | None = None, settings: dict[
 class Actor:
     """One key that talks to the hub; `call` signs like a client does, and can be told to sign wrongly."""
 
-    key: SigningKey
+    key: protocol.SigningKey
     http: httpx.Client
     clock: Clock
     run: str = RUN_ID
 
-    def call(self, method: str, path: str, body: bytes | Message | dict[str, Any] | None = None) -> httpx.Response:
+    def call(
+        self, method: str, path: str, body: bytes | protocol.Message | dict[str, Any] | None = None
+    ) -> httpx.Response:
         content = as_bytes(body)
-        headers = sign_request(self.key, self.run, method, path, content, self.clock.now_ms())
+        headers = protocol.sign_request(self.key, self.run, method, path, content, self.clock.now_ms())
         return self.http.request(method, path, content=content, headers=headers)
 
-    def register(self, role: Role = "worker", name: str = "") -> httpx.Response:
+    def register(self, role: protocol.Role = "worker", name: str = "") -> httpx.Response:
         signed = None if role == "worker" else certificate(self.key, role)
-        body = Registration(public_key=self.key.public_key, name=name, role=role, certificate=signed)
+        body = protocol.Registration(public_key=self.key.public_key, name=name, role=role, certificate=signed)
         return self.call("POST", "/nodes", body)
 
-    def lease(self, request: str, max_units: int = 1, wait_s: float = 0) -> list[Lease]:
+    def lease(self, request: str, max_units: int = 1, wait_s: float = 0) -> list[protocol.Lease]:
         body = {"request": request, "max_units": max_units, "wait_s": wait_s}
-        reply = LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
-        return [open_document(signed, Lease, HUB.public_key) for signed in reply.leases]
+        reply = protocol.LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
+        return [protocol.open_document(signed, protocol.Lease, HUB.public_key) for signed in reply.leases]
 
-    def submit(self, lease: Lease, body: bytes | None = None) -> httpx.Response:
+    def submit(self, lease: protocol.Lease, body: bytes | None = None) -> httpx.Response:
         return self.call("PUT", f"/submissions/{lease.lease}", submission_body(lease) if body is None else body)
 
 
@@ -116,10 +111,10 @@ def fresh_request() -> str:
     return f"request-{next(_requests):06d}"
 
 
-def as_bytes(body: bytes | Message | dict[str, Any] | None) -> bytes:
+def as_bytes(body: bytes | protocol.Message | dict[str, Any] | None) -> bytes:
     if isinstance(body, bytes):
         return body
-    if isinstance(body, Message):
+    if isinstance(body, protocol.Message):
         return body.model_dump_json().encode()
     return b"" if body is None else httpx.Request("POST", "http://x", json=body).content
 
@@ -133,29 +128,37 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["code"]
 
 
-def submission_body(lease: Lease, /, **changes: Any) -> bytes:
-    tokens = pack_tokens(range(TOKENS_PER_ROLLOUT))
-    rollout = Rollout(tokens=tokens, logprobs=pack_logprobs([-0.5] * TOKENS_PER_ROLLOUT), finish="eos")
+def submission_body(lease: protocol.Lease, /, **changes: Any) -> bytes:
+    tokens = protocol.pack_tokens(range(TOKENS_PER_ROLLOUT))
+    rollout = protocol.Rollout(
+        tokens=tokens, logprobs=protocol.pack_logprobs([-0.5] * TOKENS_PER_ROLLOUT), finish="eos"
+    )
     fields: dict[str, Any] = {
-        "format": SUBMISSION_FORMAT, "run": lease.run, "node": lease.node, "lease": lease.lease, "unit": lease.unit,
-        "incarnation": lease.policy.incarnation, "version": lease.policy.version, "policy_digest": lease.policy.digest,
-        "prompt": pack_tokens(lease.prompt_ids), "rollouts": [rollout] * len(lease.seeds),
+        "format": protocol.SUBMISSION_FORMAT, "run": lease.run, "node": lease.node, "lease": lease.lease,
+        "unit": lease.unit, "incarnation": lease.policy.incarnation, "version": lease.policy.version,
+        "policy_digest": lease.policy.digest, "prompt": protocol.pack_tokens(lease.prompt_ids),
+        "rollouts": [rollout] * len(lease.seeds),
     }  # fmt: skip
-    return pack(Submission(**{**fields, **changes}))
+    return protocol.pack(protocol.Submission(**{**fields, **changes}))
 
 
-def verdict_on(lease: Lease, submission: str, rewards: Sequence[float] = (0.0, 1.0), /, **changes: Any) -> Verdict:
+def verdict_on(
+    lease: protocol.Lease, submission: str, rewards: Sequence[float] = (0.0, 1.0), /, **changes: Any
+) -> protocol.Verdict:
     """Accepted, with these rewards, unless `changes` say otherwise."""
     fields: dict[str, Any] = {
-        "run": lease.run, "submission": submission, "unit": lease.unit, "node": lease.node, "outcome": Outcome.ACCEPTED,
-        "rewards": tuple(RolloutReward(value=value) for value in rewards), "decided_at_ms": 1,
+        "run": lease.run, "submission": submission, "unit": lease.unit, "node": lease.node,
+        "outcome": protocol.Outcome.ACCEPTED,
+        "rewards": tuple(protocol.RolloutReward(value=value) for value in rewards), "decided_at_ms": 1,
         "generated_tokens": TOKENS_PER_ROLLOUT * len(rewards), "environment_digest": lease.environment_digest,
     }  # fmt: skip
-    return Verdict(**{**fields, **changes})
+    return protocol.Verdict(**{**fields, **changes})
 
 
-def policy(version: int, incarnation: int = 0, digest: str | None = None) -> PolicyRef:
-    return PolicyRef(incarnation=incarnation, version=version, digest=digest or f"{incarnation:02x}{version:02x}" * 16)
+def policy(version: int, incarnation: int = 0, digest: str | None = None) -> protocol.PolicyRef:
+    return protocol.PolicyRef(
+        incarnation=incarnation, version=version, digest=digest or f"{incarnation:02x}{version:02x}" * 16
+    )
 
 
 @dataclass
@@ -180,7 +183,7 @@ class Bench:
         ok(self.bob.register(name="bob"))
         self.prove(self.alice, self.bob)
 
-    def actor(self, key: SigningKey) -> Actor:
+    def actor(self, key: protocol.SigningKey) -> Actor:
         return Actor(key, self.http, self.clock)
 
     def prove(self, *workers: Actor) -> None:
@@ -216,39 +219,41 @@ class Bench:
 
     def announce(self, version: int, incarnation: int = 0, digest: str | None = None) -> httpx.Response:
         ref = policy(version, incarnation, digest)
-        document = PolicyAnnouncement(run=RUN_ID, policy=ref, created_at_ms=self.clock.now_ms())
-        return self.trainer.call("POST", "/policies", sign_document(document, TRAINER))
+        document = protocol.PolicyAnnouncement(run=RUN_ID, policy=ref, created_at_ms=self.clock.now_ms())
+        return self.trainer.call("POST", "/policies", protocol.sign_document(document, TRAINER))
 
-    def audits(self, max_audits: int = 8, left: Sequence[Audit] = ()) -> tuple[Audit, ...]:
+    def audits(self, max_audits: int = 8, left: Sequence[protocol.Audit] = ()) -> tuple[protocol.Audit, ...]:
         names = [audit.submission for audit in left]
         response = ok(self.validator.call("POST", "/audits", {"max_audits": max_audits, "left": names}))
-        return AuditReply.model_validate_json(response.content).audits
+        return protocol.AuditReply.model_validate_json(response.content).audits
 
-    def judge(self, audit: Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> httpx.Response:
+    def judge(self, audit: protocol.Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> httpx.Response:
         return self.report(self.verdict(audit, rewards, **changes))
 
-    def report(self, *verdicts: SignedDocument) -> httpx.Response:
+    def report(self, *verdicts: protocol.SignedDocument) -> httpx.Response:
         """The hub's answer; if it did not take the only verdict, the answer that this one alone amounts to."""
-        response = self.validator.call("POST", "/verdicts", VerdictReport(verdicts=verdicts))
+        response = self.validator.call("POST", "/verdicts", protocol.VerdictReport(verdicts=verdicts))
         refused = response.json().get("refused", ())
         if len(verdicts) == len(refused) == 1:
             return httpx.Response(refused[0]["status"], json=refused[0], request=response.request)
         return response
 
-    def verdict(self, audit: Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> SignedDocument:
-        lease = open_document(audit.lease, Lease, HUB.public_key)
+    def verdict(
+        self, audit: protocol.Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any
+    ) -> protocol.SignedDocument:
+        lease = protocol.open_document(audit.lease, protocol.Lease, HUB.public_key)
         changes = {"decided_at_ms": self.clock.now_ms(), **changes}
-        return sign_document(verdict_on(lease, audit.submission, rewards, **changes), VALIDATOR)
+        return protocol.sign_document(verdict_on(lease, audit.submission, rewards, **changes), VALIDATOR)
 
-    def batch(self, step: int, wait_s: float = 0) -> Batch | None:
+    def batch(self, step: int, wait_s: float = 0) -> protocol.Batch | None:
         response = ok(self.trainer.call("POST", f"/batches/{step}", {"wait_s": wait_s}))
         document = response.json()["batch"]
-        return None if document is None else Batch.model_validate(document)
+        return None if document is None else protocol.Batch.model_validate(document)
 
-    def status(self) -> RunStatus:
-        return RunStatus.model_validate_json(ok(self.http.get("/status")).content)
+    def status(self) -> protocol.RunStatus:
+        return protocol.RunStatus.model_validate_json(ok(self.http.get("/status")).content)
 
-    def accept_groups(self, count: int) -> list[Lease]:
+    def accept_groups(self, count: int) -> list[protocol.Lease]:
         """`count` units leased, submitted and accepted with rewards that differ."""
         leases = self.alice.lease(fresh_request(), count)
         for lease in leases:
@@ -258,13 +263,13 @@ class Bench:
         return leases
 
 
-ADMIN = SigningKey.from_seed(b"a" * 32)
+ADMIN = protocol.SigningKey.from_seed(b"a" * 32)
 _numbers = itertools.count(1)
 
 
-def action(verb: str, /, **fields: Any) -> AdminAction:
+def action(verb: str, /, **fields: Any) -> protocol.AdminAction:
     values: dict[str, Any] = {"run": RUN_ID, "id": f"{next(_numbers):032x}", "verb": verb, "issued_at_ms": 0}
-    return AdminAction(**{**values, **fields})
+    return protocol.AdminAction(**{**values, **fields})
 
 
 @dataclass
@@ -273,20 +278,20 @@ class Owner:
 
     bench: Bench
 
-    def request(self, verb: str, /, key: SigningKey = ADMIN, **fields: Any) -> AdminRequest:
+    def request(self, verb: str, /, key: protocol.SigningKey = ADMIN, **fields: Any) -> protocol.AdminRequest:
         values = {"issued_at_ms": self.bench.clock.now_ms(), **fields}
         signed = None if key is ROOT else certificate(ADMIN, "admin")
-        return AdminRequest(action=sign_document(action(verb, **values), key), certificate=signed)
+        return protocol.AdminRequest(action=protocol.sign_document(action(verb, **values), key), certificate=signed)
 
-    def post(self, request: AdminRequest) -> httpx.Response:
+    def post(self, request: protocol.AdminRequest) -> httpx.Response:
         return self.bench.http.post("/admin", content=request.model_dump_json())
 
-    def order(self, verb: str, /, key: SigningKey = ADMIN, **fields: Any) -> AdminReply:
-        return AdminReply.model_validate_json(ok(self.post(self.request(verb, key, **fields))).content)
+    def order(self, verb: str, /, key: protocol.SigningKey = ADMIN, **fields: Any) -> protocol.AdminReply:
+        return protocol.AdminReply.model_validate_json(ok(self.post(self.request(verb, key, **fields))).content)
 
-    def run_info(self) -> RunInfo:
+    def run_info(self) -> protocol.RunInfo:
         answer = ok(self.bench.http.get("/run", headers={"shoal-protocol": "2"}))
-        return RunInfo.model_validate(SignedDocument.model_validate_json(answer.content).document)
+        return protocol.RunInfo.model_validate(protocol.SignedDocument.model_validate_json(answer.content).document)
 
 
 def earned(accounts: Accounts) -> int:

@@ -114,7 +114,6 @@ class Cluster:
 
     def kill(self) -> None:
         """As if the machine's power was cut, as far as the server's processes go."""
-        assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         self._process.wait(START_S)
 

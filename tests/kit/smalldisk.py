@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from kit import Request
+
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 PAGE_BYTES = 4096
 TIMEOUT_S = 280
@@ -62,7 +64,7 @@ def small_disk(path: Path, size: str = "32m") -> Iterator[SmallDisk]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-def in_own_namespace(request: pytest.FixtureRequest) -> bool:
+def in_own_namespace(request: Request) -> bool:
     """Whether the test was done elsewhere: run once more, and passed, as the root of a namespace of its own."""
     if os.geteuid() == 0:
         return False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from sqlalchemy import text
 
+from kit import Request
 from shoal.hub.state.commands import Command, Save
 from shoal.hub.state.machines import UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
@@ -39,7 +39,7 @@ def leased(unit: int, **changes: object) -> list[Command]:
     return [Save(UnitRow(unit, f"task-{unit}", UnitState.LEASED), None), Save(lease(unit, **changes), None)]
 
 
-def on_postgres(request: pytest.FixtureRequest, _folder: Path) -> Storage:
+def on_postgres(request: Request, _folder: Path) -> Storage:
     storage = PostgresStorage(request.getfixturevalue("prepared_url"))
     names = ", ".join(f'"{name}"' for name in tables.metadata.tables if name != "meta")
     with storage.write(exclusive=True) as transaction:  # emptied, not made anew: that is ten times as fast

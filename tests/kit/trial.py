@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
+from shoal import protocol
 from shoal.adversary import Cheat, Loot
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.groups import submission_of
@@ -23,24 +24,6 @@ from shoal.hub.state.nodes import CERTAIN_TO_BAN, STATISTICAL_TO_BAN
 from shoal.hub.state.reputation import recent
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
-from shoal.protocol import (
-    DEFAULT_PROFILE,
-    Audit,
-    Lease,
-    Outcome,
-    PolicyManifest,
-    PolicyRef,
-    ProofParameters,
-    SamplingParameters,
-    Severity,
-    SigningKey,
-    Submission,
-    Tally,
-    Verdict,
-    pack,
-    sign_document,
-    submission_digest,
-)
 from shoal.shardcast import Payload
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
@@ -48,7 +31,7 @@ from shoal.validator.second import SecondEngines
 from shoal.validator.verdicts import Docket
 
 RUN, SECRET, SEED = "trial-000000000000", b"trial", 0
-KEY = SigningKey.from_seed(b"k" * 32)
+KEY = protocol.SigningKey.from_seed(b"k" * 32)
 AT_ONCE = 4
 PROFILES = {**BUILT_IN, **ON_REQUEST}
 
@@ -57,9 +40,9 @@ PROFILES = {**BUILT_IN, **ON_REQUEST}
 class Judged:
     """A group that was handed in, and what the validator says of it."""
 
-    lease: Lease
-    submission: Submission
-    verdict: Verdict
+    lease: protocol.Lease
+    submission: protocol.Submission
+    verdict: protocol.Verdict
 
     @property
     def tokens(self) -> int:
@@ -71,37 +54,38 @@ class Trial:
     """What one node handed in, in order. The record is what the hub would have given out with each audit."""
 
     judged: list[Judged] = field(default_factory=list)
-    record: Tally = field(default_factory=Tally)
+    record: protocol.Tally = field(default_factory=protocol.Tally)
 
     def add(self, judged: Judged) -> None:
         verdict = judged.verdict
         self.judged.append(judged)
-        if verdict.outcome is not Outcome.REJECTED:
+        if verdict.outcome is not protocol.Outcome.REJECTED:
             self.record = recent(self.record.plus(verdict.tally))
-        elif verdict.severity is Severity.STATISTICAL:
-            self.record = Tally()
+        elif verdict.severity is protocol.Severity.STATISTICAL:
+            self.record = protocol.Tally()
 
     @property
     def rejected(self) -> list[Judged]:
-        return [each for each in self.judged if each.verdict.outcome is Outcome.REJECTED]
+        return [each for each in self.judged if each.verdict.outcome is protocol.Outcome.REJECTED]
 
     def until_caught(self) -> tuple[int, int] | None:
         """Groups and tokens up to and including the first that was rejected."""
         return self._until(lambda seen: len(seen) > 0)
 
     def until_banned(self) -> tuple[int, int] | None:
-        def is_over(seen: Sequence[Severity | None]) -> bool:
+        def is_over(seen: Sequence[protocol.Severity | None]) -> bool:
             return (
-                seen.count(Severity.CERTAIN) >= CERTAIN_TO_BAN or seen.count(Severity.STATISTICAL) >= STATISTICAL_TO_BAN
+                seen.count(protocol.Severity.CERTAIN) >= CERTAIN_TO_BAN
+                or seen.count(protocol.Severity.STATISTICAL) >= STATISTICAL_TO_BAN
             )
 
         return self._until(is_over)
 
-    def _until(self, is_over: Callable[[Sequence[Severity | None]], bool]) -> tuple[int, int] | None:
-        tokens, seen = 0, list[Severity | None]()
+    def _until(self, is_over: Callable[[Sequence[protocol.Severity | None]], bool]) -> tuple[int, int] | None:
+        tokens, seen = 0, list[protocol.Severity | None]()
         for number, each in enumerate(self.judged, 1):
             tokens += each.tokens
-            if each.verdict.outcome is Outcome.REJECTED:
+            if each.verdict.outcome is protocol.Outcome.REJECTED:
                 seen.append(each.verdict.severity)
                 if is_over(seen):
                     return number, tokens
@@ -117,7 +101,7 @@ class Court:
         environment: str = "sort",
         group_size: int = 16,
         max_new_tokens: int = 10,
-        profile: str = DEFAULT_PROFILE,
+        profile: str = protocol.DEFAULT_PROFILE,
         temperature: float = 1.0,
     ) -> None:
         self.loaded: LoadedModel = load_model(model)
@@ -126,7 +110,7 @@ class Court:
         self.judge = Judge(self.environment, PROFILES, second_engine=SecondEngines("torch", "cpu", self.fetch).get)
         self.profile = profile
         self.group_size = group_size
-        self.sampling = SamplingParameters(
+        self.sampling = protocol.SamplingParameters(
             temperature=temperature, max_new_tokens=max_new_tokens, eos_token_id=self.loaded.eos_token_id
         )
 
@@ -138,10 +122,10 @@ class Court:
         """Shares the model's weights, whoever trains them."""
         return TorchEngine.wrap(self.loaded.model)
 
-    def fetch(self, policy: PolicyRef, _deadline_s: float) -> Payload:
+    def fetch(self, policy: protocol.PolicyRef, _deadline_s: float) -> Payload:
         """The policy as a run that publishes in bfloat16 has it: for second looks in that format."""
         rounded = copy.deepcopy(self.loaded.model).to(torch.bfloat16)
-        manifest = PolicyManifest(
+        manifest = protocol.PolicyManifest(
             run=RUN, policy=policy, created_at_ms=0, entries=(), chunk_size_bytes=1, chunks=(), size_bytes=0
         )
         return Payload(manifest, dict(self.files), list(policy_views(rounded).values()))
@@ -150,17 +134,17 @@ class Court:
         tasks = self.environment.tasks("train")
         return tasks[task_index(len(tasks), SEED, unit)]
 
-    def lease(self, unit: int, version: int = 0) -> Lease:
+    def lease(self, unit: int, version: int = 0) -> protocol.Lease:
         task = self.task(unit)
-        return Lease(
+        return protocol.Lease(
             run=RUN, lease=f"u{unit}", node=KEY.node, unit=unit, attempt=0,
-            policy=PolicyRef(incarnation=0, version=version, digest="0" * 64), task=task.id,
-            prompt_ids=self.loaded.tokenizer.encode(task.prompt), profile=self.profile, proof=ProofParameters(),
-            seeds=tuple(unit_seeds(SECRET, RUN, unit, self.group_size)), sampling=self.sampling,
-            environment_digest=self.environment.digest, issued_at_ms=0, deadline_ms=60_000,
+            policy=protocol.PolicyRef(incarnation=0, version=version, digest="0" * 64), task=task.id,
+            prompt_ids=self.loaded.tokenizer.encode(task.prompt), profile=self.profile,
+            proof=protocol.ProofParameters(), seeds=tuple(unit_seeds(SECRET, RUN, unit, self.group_size)),
+            sampling=self.sampling, environment_digest=self.environment.digest, issued_at_ms=0, deadline_ms=60_000,
         )  # fmt: skip
 
-    def rewards(self, unit: int, submission: Submission) -> list[float]:
+    def rewards(self, unit: int, submission: protocol.Submission) -> list[float]:
         """What the environment gives for each rollout."""
         eos, task = self.sampling.eos_token_id, self.task(unit)
         ids = [[token for token in rollout.token_ids.tolist() if token != eos] for rollout in submission.rollouts]
@@ -172,7 +156,7 @@ class Court:
         rewards = self.rewards(judged.lease.unit, judged.submission)
         return sum(rewards) / len(rewards)
 
-    def as_of(self, submission: Submission, lease: Lease) -> Submission:
+    def as_of(self, submission: protocol.Submission, lease: protocol.Lease) -> protocol.Submission:
         """The same group, handed in for another lease."""
         return msgspec.structs.replace(
             submission, lease=lease.lease, unit=lease.unit, version=lease.policy.version,
@@ -188,7 +172,9 @@ class Court:
     def build(self, files: Mapping[str, bytes]) -> Engine:
         return TorchEngine(files)
 
-    def groups(self, cheat: Cheat, leases: Sequence[Lease]) -> Iterator[tuple[Lease, Submission]]:
+    def groups(
+        self, cheat: Cheat, leases: Sequence[protocol.Lease]
+    ) -> Iterator[tuple[protocol.Lease, protocol.Submission]]:
         """What a worker with this cheat would hand in; a few leases at a time, as it would."""
         engine = self.cheating(cheat)
         for start in range(0, len(leases), AT_ONCE):
@@ -208,10 +194,10 @@ class Court:
         return trial
 
 
-def docket(lease: Lease, submission: Submission, record: Tally | None = None) -> Docket:
-    body = pack(submission)
-    audit = Audit(
-        submission=submission_digest(body), lease=sign_document(lease, KEY), size_bytes=len(body), received_at_ms=0,
-        deadline_ms=60_000, record=record or Tally(),
+def docket(lease: protocol.Lease, submission: protocol.Submission, record: protocol.Tally | None = None) -> Docket:
+    body = protocol.pack(submission)
+    audit = protocol.Audit(
+        submission=protocol.submission_digest(body), lease=protocol.sign_document(lease, KEY), size_bytes=len(body),
+        received_at_ms=0, deadline_ms=60_000, record=record or protocol.Tally(),
     )  # fmt: skip
     return Docket(audit, lease, body)

@@ -9,47 +9,27 @@ from typing import Any
 
 import numpy as np
 
+from shoal import protocol
 from shoal.client import Pace
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
-from shoal.protocol import (
-    BodyLimits,
-    Heartbeat,
-    HeartbeatReply,
-    Lease,
-    LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    NodeState,
-    NodeView,
-    PolicyRef,
-    ProofParameters,
-    Receipt,
-    SamplingParameters,
-    SigningKey,
-    Submission,
-    TensorView,
-    sign_document,
-    submission_digest,
-    unpack,
-)
 from shoal.runtime.stop import StopToken
 from shoal.worker import Outbox, Worker, WorkerSettings
 
-HUB = SigningKey.from_seed(b"h" * 32)
-KEY = SigningKey.from_seed(b"n" * 32)
+HUB = protocol.SigningKey.from_seed(b"h" * 32)
+KEY = protocol.SigningKey.from_seed(b"n" * 32)
 RUN = "demo-000000000000"
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
-PROOFS = (ProofParameters(topk=8, rows=2), ProofParameters())
+SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
+PROOFS = (protocol.ProofParameters(topk=8, rows=2), protocol.ProofParameters())
 FAST = Pace(poll_s=0, heartbeat_s=0.05, patience_s=20)
 
 
-def policy(version: int = 0) -> PolicyRef:
-    return PolicyRef(incarnation=0, version=version, digest="d" * 64)
+def policy(version: int = 0) -> protocol.PolicyRef:
+    return protocol.PolicyRef(incarnation=0, version=version, digest="d" * 64)
 
 
-def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> Lease:
-    return Lease(
+def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> protocol.Lease:
+    return protocol.Lease(
         run=RUN, lease=f"lease-{unit}", node=KEY.node, unit=unit, attempt=0, policy=policy(version), task="t",
         prompt_ids=(10 + unit, 11), seeds=(f"{unit:016x}", f"{unit + 99:016x}"), sampling=SAMPLING,
         proof=PROOFS[unit % 2],
@@ -66,7 +46,7 @@ class _Trusted:
     info = _Info()
 
 
-Reply = list[Lease] | Exception | Callable[[], list[Lease]]
+Reply = list[protocol.Lease] | Exception | Callable[[], list[protocol.Lease]]
 
 
 class ListHub:
@@ -75,14 +55,14 @@ class ListHub:
     def __init__(self, *replies: Reply) -> None:
         self.key = KEY
         self.replies = list(replies)
-        self.requests: list[LeaseRequest] = []
-        self.released: list[LeaseRelease] = []
-        self.submitted: list[Submission] = []
+        self.requests: list[protocol.LeaseRequest] = []
+        self.released: list[protocol.LeaseRelease] = []
+        self.submitted: list[protocol.Submission] = []
         self.refusals: dict[int, Exception] = {}
-        self.view = NodeView(node=KEY.node, name="n", role="worker", state=NodeState.ACTIVE)
-        self.beats: list[Heartbeat] = []
+        self.view = protocol.NodeView(node=KEY.node, name="n", role="worker", state=protocol.NodeState.ACTIVE)
+        self.beats: list[protocol.Heartbeat] = []
         self.deadlines: dict[str, int] = {}
-        self.policy: PolicyRef | None = policy()
+        self.policy: protocol.PolicyRef | None = policy()
         self.finished = False
         self.gate = threading.Event()
         self.gate.set()
@@ -96,37 +76,39 @@ class ListHub:
     def patient(self, patience_s: float) -> ListHub:
         return self
 
-    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
+    def heartbeat(self, heartbeat: protocol.Heartbeat) -> protocol.HeartbeatReply:
         self.beats.append(heartbeat)
-        return HeartbeatReply(node=self.view, deadlines=self.deadlines, policy=self.policy, finished=self.finished)
+        return protocol.HeartbeatReply(
+            node=self.view, deadlines=self.deadlines, policy=self.policy, finished=self.finished
+        )
 
-    def lease(self, request: LeaseRequest) -> LeaseReply:
+    def lease(self, request: protocol.LeaseRequest) -> protocol.LeaseReply:
         self.requests.append(request)
-        self.granted: list[Lease] = []
+        self.granted: list[protocol.Lease] = []
         if not self.replies:
-            return LeaseReply(finished=True, policy=self.policy)
+            return protocol.LeaseReply(finished=True, policy=self.policy)
         reply = self.replies.pop(0)
         if isinstance(reply, Exception):
             raise reply
         self.granted = reply() if callable(reply) else reply
-        signed = tuple(sign_document(granted, HUB) for granted in self.granted)
-        return LeaseReply(leases=signed, policy=self.policy, waiting="" if signed else "nobody says why")
+        signed = tuple(protocol.sign_document(granted, HUB) for granted in self.granted)
+        return protocol.LeaseReply(leases=signed, policy=self.policy, waiting="" if signed else "nobody says why")
 
-    def open_leases(self, reply: LeaseReply) -> list[tuple[Lease, Any]]:
+    def open_leases(self, reply: protocol.LeaseReply) -> list[tuple[protocol.Lease, Any]]:
         return list(zip(self.granted, reply.leases, strict=True))
 
-    def release(self, release: LeaseRelease) -> None:
+    def release(self, release: protocol.LeaseRelease) -> None:
         self.released.append(release)
 
-    def submit(self, lease_id: str, body: bytes) -> Receipt:
+    def submit(self, lease_id: str, body: bytes) -> protocol.Receipt:
         assert self.gate.wait(20)
-        submission = unpack(body, Submission, BodyLimits())
+        submission = protocol.unpack(body, protocol.Submission, protocol.BodyLimits())
         assert submission.lease == lease_id
         if submission.unit in self.refusals:
             raise self.refusals[submission.unit]
         self.submitted.append(submission)
-        return Receipt(
-            run=RUN, node=KEY.node, lease=lease_id, unit=submission.unit, submission=submission_digest(body),
+        return protocol.Receipt(
+            run=RUN, node=KEY.node, lease=lease_id, unit=submission.unit, submission=protocol.submission_digest(body),
             size_bytes=len(body), received_at_ms=0,
         )  # fmt: skip
 
@@ -138,7 +120,7 @@ class CountingEngine(ScriptedEngine):
         self.failure: Exception | None = None
         self.broken: dict[int, float] = {}
         data = memoryview(np.ones(1, dtype="<f4")).cast("B")
-        self.load_policy(policy(), {"w": TensorView("w", "F32", (1,), data)})
+        self.load_policy(policy(), {"w": protocol.TensorView("w", "F32", (1,), data)})
 
     def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
         if self.failure is not None:
@@ -159,7 +141,7 @@ class ListShelf(EngineShelf):
         self.patience: list[float] = []
         self.before_get: Callable[[], object] = lambda: None
 
-    def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
+    def get(self, ref: protocol.PolicyRef, deadline_s: float) -> LoadedPolicy:
         self.before_get()
         self.patience.append(deadline_s)
         if f"v{ref.version}" in self.missing:

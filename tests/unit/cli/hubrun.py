@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shoal import protocol
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, run_hub
 from shoal.hub.service import Hub
@@ -18,17 +19,6 @@ from shoal.hub.state.commands import AddVerdict, Record, Save
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import LeaseRow, SubmissionRow, UnitRow
 from shoal.ledger import credit_for, head_of
-from shoal.protocol import (
-    LedgerHead,
-    Receipt,
-    Registration,
-    RolloutReward,
-    SignedDocument,
-    SigningKey,
-    TensorView,
-    Verdict,
-    sign_document,
-)
 from shoal.run.folder import RunFolder, port_of
 from shoal.run.recipe import Recipe
 from shoal.runtime.config import parse_config
@@ -106,14 +96,14 @@ def record(hub: Hub, *rows: tuple[str, dict[str, Any]]) -> None:
     hub.posting.post()
 
 
-def join(hub: Hub, key: SigningKey, name: str, vouch: SignedDocument | None = None) -> str:
+def join(hub: Hub, key: protocol.SigningKey, name: str, vouch: protocol.SignedDocument | None = None) -> str:
     """Register a worker; returns its node id. It is in the ledger once it has earned."""
-    return hub.membership.register(Registration(public_key=key.public_key, name=name, vouch=vouch)).node
+    return hub.membership.register(protocol.Registration(public_key=key.public_key, name=name, vouch=vouch)).node
 
 
 def join_validator(hub: Hub, folder: RunFolder) -> str:
     signed, key = folder.certificate("validator-0"), folder.key("validator-0").public_key
-    return hub.membership.register(Registration(public_key=key, role="validator", certificate=signed)).node
+    return hub.membership.register(protocol.Registration(public_key=key, role="validator", certificate=signed)).node
 
 
 def earn(hub: Hub, folder: RunFolder, node: str, unit: int, tokens: int) -> None:
@@ -121,21 +111,21 @@ def earn(hub: Hub, folder: RunFolder, node: str, unit: int, tokens: int) -> None
     run, now_ms, judge = folder.run_id, hub.context.clock.now_ms(), folder.key("validator-0")
     name, lease = hashlib.sha256(b"%d" % unit).hexdigest(), f"u{unit}a0"
     about: dict[str, Any] = {"run": run, "node": node, "unit": unit, "submission": name}
-    rewards = tuple(RolloutReward(value=value) for value in (0.0, 1.0))
-    verdict = Verdict(
+    rewards = tuple(protocol.RolloutReward(value=value) for value in (0.0, 1.0))
+    verdict = protocol.Verdict(
         **about, outcome="accepted", rewards=rewards, generated_tokens=tokens, decided_at_ms=now_ms,
         environment_digest=hub.context.config.environment.digest,
     )  # fmt: skip
-    signed = sign_document(verdict, judge).model_dump_json()
+    signed = protocol.sign_document(verdict, judge).model_dump_json()
     row = LeaseRow(lease, unit, node, 0, f"request-{unit}", 0, 0, "0" * 64, now_ms, now_ms, LeaseState.SUBMITTED)
     with hub.context.storage.write() as transaction:
         before = transaction.node(node)
         assert before is not None
         head = head_of(run, transaction.ledger_last())
-        receipt = Receipt(**about, lease=lease, size_bytes=1, received_at_ms=now_ms, ledger=head)
+        receipt = protocol.Receipt(**about, lease=lease, size_bytes=1, received_at_ms=now_ms, ledger=head)
         submission = SubmissionRow(
             name, lease, unit, node, 0, 0, "0" * 64, 1, now_ms, SubmissionState.ACCEPTED,
-            sign_document(receipt, folder.key("hub")).model_dump_json(), judge.node, generated_tokens=tokens,
+            protocol.sign_document(receipt, folder.key("hub")).model_dump_json(), judge.node, generated_tokens=tokens,
         )  # fmt: skip
         after, record = credits.earn(replace(before, accepted=before.accepted + 1), submission, signed, now_ms)
         joined = [] if before.on_chain else nodes.joined(after, now_ms)
@@ -160,5 +150,5 @@ def publish(folder: RunFolder, hub: Hub, version: int) -> None:
     """A policy of one small file, whose signed manifest carries the ledger's head of now."""
     signed = hub.reporting.ledger_head()
     origin = Origin(folder.path / "origin", folder.run_id, folder.key("trainer"))
-    origin.publish(version, [TensorView("w", "F32", (1,), memoryview(bytes([version] * 4)))],
-                   ledger_head=LedgerHead.model_validate(signed.document))  # fmt: skip
+    origin.publish(version, [protocol.TensorView("w", "F32", (1,), memoryview(bytes([version] * 4)))],
+                   ledger_head=protocol.LedgerHead.model_validate(signed.document))  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hubrun import earn, hub_config, join, join_validator, make_folder, serving
 
+from kit import Capture, Patch, TempPaths
 from shoal.cli.main import main
 from shoal.client import ClientOptions, HubClient
 from shoal.errors import HubRefused, UserError
@@ -40,7 +41,7 @@ def client_of(folder: RunFolder, key: SigningKey) -> HubClient:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
+def folder(tmp_path_factory: TempPaths) -> Iterator[RunFolder]:
     """A run with two workers, served while the tests of this file go on."""
     folder = make_folder(tmp_path_factory.mktemp("admin") / "run", "hub.requests_per_address_s=0")
     hub = Hub(hub_config(folder), SystemClock())
@@ -57,7 +58,7 @@ def order(folder: RunFolder, verb: str, *arguments: str) -> int:
     return main(["admin", verb, str(folder.path), *arguments])
 
 
-def test_pause_and_resume(folder: RunFolder, capsys: Shown) -> None:
+def test_pause_and_resume(folder: RunFolder, capsys: Capture) -> None:
     assert order(folder, "pause", "--reason", "power cut") == 0
     assert capsys.readouterr().out == "the run is paused\n"
     reply = client_of(folder, ALICE).lease(LeaseRequest(request="request-1", max_units=1))
@@ -71,7 +72,7 @@ def test_pause_and_resume(folder: RunFolder, capsys: Shown) -> None:
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to do: the run is running"
 
 
-def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, capsys: Shown) -> None:
+def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, capsys: Capture) -> None:
     assert order(folder, "ban", "alice", "--reason", "a bot") == 0
     assert main(["why", ALICE.node[:6], str(folder.path)]) == 0
     said = capsys.readouterr().out
@@ -90,7 +91,7 @@ def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, c
     assert "there is no node 'nobody' in this run; a node is named by" in capsys.readouterr().err
 
 
-def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: Shown) -> None:
+def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: Capture) -> None:
     assert main(["why", "9999999", str(folder.path)]) == 2
     assert "there is no unit 9999999" in capsys.readouterr().err
     assert main(["why", "f" * 32, str(folder.path)]) == 2
@@ -115,7 +116,7 @@ def test_relays(folder: RunFolder) -> None:
     assert "http://relay:8472" not in client_of(folder, ALICE).run_info().sources
 
 
-def test_another_validator_without_a_restart(folder: RunFolder, capsys: Shown) -> None:
+def test_another_validator_without_a_restart(folder: RunFolder, capsys: Capture) -> None:
     assert order(folder, "add-validator") == 0
     assert "validator --dir" in capsys.readouterr().out
     key = folder.key("validator-1")
@@ -130,7 +131,7 @@ def test_another_validator_without_a_restart(folder: RunFolder, capsys: Shown) -
     assert key.public_key not in client_of(folder, ALICE).trusted_run().validator_keys
 
 
-def test_a_validator_elsewhere_gets_its_certificate_as_a_file(folder: RunFolder, tmp_path: Path, capsys: Shown) -> None:
+def test_validator_elsewhere_gets_its_certificate_as_a_file(folder: RunFolder, tmp_path: Path, capsys: Capture) -> None:
     elsewhere, out = tmp_path / "elsewhere", tmp_path / "certificate.json"
     (elsewhere / "keys").mkdir(parents=True)
     key = load_or_create_key(elsewhere / "keys" / "validator-0.key")
@@ -147,9 +148,7 @@ def test_a_validator_elsewhere_gets_its_certificate_as_a_file(folder: RunFolder,
     assert order(folder, "add-validator", "no key") == 2
 
 
-def test_limits_of_a_kind_that_no_validator_has_are_signed_by_the_root_key_and_open_it(
-    folder: RunFolder, tmp_path: Path, capsys: Shown
-) -> None:
+def test_limits_signed_by_the_root_key_open_a_new_kind(folder: RunFolder, tmp_path: Path, capsys: Capture) -> None:
     kind = "vllm/cuda/bfloat16"
     (tmp_path / "mine.toml").write_text(to_toml(Profile(key=kind)))
     assert order(folder, "calibrate", str(tmp_path / "mine.toml")) == 0
@@ -173,7 +172,7 @@ def test_without_the_root_key_nobody_is_certified(folder: RunFolder, tmp_path: P
         (tmp_path / "root.key").rename(root)
 
 
-def test_keys_are_rotated_without_an_interruption(tmp_path: Path, capsys: Shown) -> None:
+def test_keys_are_rotated_without_an_interruption(tmp_path: Path, capsys: Capture) -> None:
     folder = make_folder(tmp_path / "run")
     before = {name: folder.key(name).public_key for name in ("hub", "validator-0", "admin")}
     with serving(folder):
@@ -213,12 +212,8 @@ def test_a_hub_that_is_not_running_takes_no_orders(tmp_path: Path) -> None:
         ordering.revoke(str(folder.path), "short", "", None)
 
 
-Shown = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
-
-
 @pytest.fixture
-def owner(tmp_path: Path, capsys: Shown) -> Path:
+def owner(tmp_path: Path, capsys: Capture) -> Path:
     assert main(["key", "new", str(tmp_path / "owner.key")]) == 0
     capsys.readouterr()
     return tmp_path / "owner.key"
@@ -229,7 +224,7 @@ def passphrase(monkeypatch: Patch) -> None:
     monkeypatch.setenv(PASSPHRASE, "several words of mine")
 
 
-def test_a_key_is_made_private_and_shown(owner: Path, capsys: Shown) -> None:
+def test_a_key_is_made_private_and_shown(owner: Path, capsys: Capture) -> None:
     key = load_key(owner)
     for where in (owner, owner.parent / "w"):
         if where != owner:
@@ -239,7 +234,7 @@ def test_a_key_is_made_private_and_shown(owner: Path, capsys: Shown) -> None:
         assert capsys.readouterr().out.split()[-5:] == ["node", key.node, "public", "key", key.public_key]
 
 
-def test_no_key_is_overwritten(owner: Path, tmp_path: Path, capsys: Shown) -> None:
+def test_no_key_is_overwritten(owner: Path, tmp_path: Path, capsys: Capture) -> None:
     before = owner.read_bytes()
     assert main(["key", "new", str(owner)]) == 0
     assert "already" in capsys.readouterr().out
@@ -249,7 +244,7 @@ def test_no_key_is_overwritten(owner: Path, tmp_path: Path, capsys: Shown) -> No
     assert owner.read_bytes() == before
 
 
-def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys: Shown, monkeypatch: Patch) -> None:
+def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     assert main(["key", "export", str(owner)]) == 0
     text = capsys.readouterr().out
     assert "PRIVATE" not in text
@@ -264,14 +259,14 @@ def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys
     assert not Path(there).exists()
 
 
-def test_without_a_terminal_a_passphrase_has_to_be_given(owner: Path, capsys: Shown, monkeypatch: Patch) -> None:
+def test_without_a_terminal_a_passphrase_has_to_be_given(owner: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.delenv(PASSPHRASE)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main(["key", "export", str(owner)]) == 2
     assert "--passphrase-file" in capsys.readouterr().err
 
 
-def test_an_owner_vouches_for_a_machine_without_going_there(owner: Path, tmp_path: Path, capsys: Shown) -> None:
+def test_an_owner_vouches_for_a_machine_without_going_there(owner: Path, tmp_path: Path, capsys: Capture) -> None:
     machine = SigningKey.generate()
     for name in (machine.node, machine.public_key):
         assert main(["key", "vouch", name, "--owner", str(owner)]) == 0

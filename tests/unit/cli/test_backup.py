@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import fork
+from kit import Capture, Patch, TempPaths, fork
 from kit.folder import Play
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ProtocolError, ResourceError
@@ -28,7 +28,7 @@ def quiet(_line: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def taken(tmp_path_factory: TempPaths) -> Path:
     """A backup of a run that stands at version 1; the run's folder lies beside it."""
     folder = tmp_path_factory.mktemp("taken")
     play = Play(folder / "run")
@@ -114,9 +114,7 @@ class TestContents:
         backup._hold_checkpoints(tmp_path / "run", tmp_path / "scratch", keep_best)
         assert {path.name for path in (tmp_path / "scratch" / "trainer" / "checkpoints").iterdir()} == held
 
-    def test_a_checkpoint_that_goes_while_it_is_held_is_not_taken_in_part(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_checkpoint_that_goes_while_held_is_not_taken_in_part(self, tmp_path: Path, monkeypatch: Patch) -> None:
         source = tmp_path / "run" / "trainer" / "checkpoints"
         for version in (1, 2):
             (source / f"{version}.0").mkdir(parents=True)
@@ -137,9 +135,7 @@ class TestContents:
         held = sorted(str(path.relative_to(tmp_path / "scratch")) for path in (tmp_path / "scratch").rglob("[ab]"))
         assert held == ["trainer/checkpoints/2.0/a", "trainer/checkpoints/2.0/b"]
 
-    def test_a_manifest_that_goes_while_its_chunks_are_held_is_left_out(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_manifest_that_goes_while_chunks_are_held_is_left_out(self, tmp_path: Path, monkeypatch: Patch) -> None:
         source = tmp_path / "run" / "origin"
         for name in ("head.json", "manifests/0.1.json", "manifests/0.2.json", "chunks/ab/abcd"):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +164,6 @@ def rewritten(source: Path, target: Path, change: Callable[[str, bytes], bytes |
     with tarfile.open(source) as old, tarfile.open(target, "w") as new:
         for info in old:
             file = old.extractfile(info)
-            assert file is not None
             data = change(info.name, file.read())
             if data is not None:
                 info.size = len(data)
@@ -270,9 +265,7 @@ class TestPlaces:
         read_bundle(tmp_path / "out.tar", tmp_path / "one", only="empty")
         assert [path.name for path in (tmp_path / "one").iterdir()] == ["empty"]
 
-    def test_the_commands_say_what_to_do_next(
-        self, taken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_commands_say_what_to_do_next(self, taken: Path, tmp_path: Path, capsys: Capture) -> None:
         assert main(["backup", str(taken.parent / "run"), str(tmp_path / "again.tar")]) == 0
         assert "private keys" in capsys.readouterr().out
         assert main(["backup", "--verify", str(tmp_path / "again.tar")]) == 0
@@ -309,30 +302,25 @@ def test_a_run_that_has_no_checkpoint_yet(run: Path, tmp_path: Path) -> None:
     assert "there is no checkpoint in" in said
 
 
-def test_a_target_that_is_somebody_elses(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    code, said = export(run, tmp_path / "out")
-    assert code == 2
-    assert "exists and is not an export of shoal; choose another folder" in said
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.txt"]
-
-
-def test_a_file_called_shoal_json_makes_no_export(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "shoal.json").write_text("hi")
-    (tmp_path / "out" / "precious.txt").write_text("mine")
-    code, said = export(run, tmp_path / "out")
-    assert code == 2
-    assert "exists and is not an export of shoal; choose another folder" in said
-    assert (tmp_path / "out" / "precious.txt").read_text() == "mine"
-
-
-def test_a_target_below_a_file(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    code, said = export(run, tmp_path / "file" / "out")
-    assert code == 3
-    assert "a part of the path is a file, not a folder" in said
+@pytest.mark.parametrize(
+    ("there", "target", "code", "sentence"),
+    [
+        ({"out/thesis.txt": "years of work"}, "out", 2, "exists and is not an export of shoal; choose another folder"),
+        ({"out/shoal.json": "hi", "out/precious.txt": "mine"}, "out", 2, "exists and is not an export of shoal"),
+        ({"file": ""}, "file/out", 3, "a part of the path is a file, not a folder"),
+    ],
+    ids=["somebody-elses", "called-shoal.json", "below-a-file"],
+)
+def test_a_target_that_is_no_export_is_left_alone(
+    run: Path, tmp_path: Path, there: dict[str, str], target: str, code: int, sentence: str
+) -> None:
+    for name, text in there.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    ended, said = export(run, tmp_path / target)
+    assert (ended, sentence in said) == (code, True), said
+    assert {name: (tmp_path / name).read_text() for name in there} == there
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_two_checkpoints_at_once(run: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 import shoal.run.join
 import shoal.shardcast
+from kit import Capture, Patch
 from shoal.cli.main import main
 from shoal.cli.printing import CastTerminal, metered
 from shoal.errors import UserError
@@ -30,8 +31,6 @@ from shoal.shardcast import Content, Downloader, Origin, Payload, RelayConfig, R
 from shoal.shardcast.cast import Sources, megabytes, public_url, say_commands
 from shoal.shardcast.cast.fetch import Delivery, shares
 from shoal.shardcast.server import local_url
-
-Capture = pytest.CaptureFixture[str]
 
 KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
 NOWHERE = "http://127.0.0.1:9"
@@ -135,7 +134,6 @@ def fetched(tmp_path: Path, serve: Serve, files: dict[str, bytes]) -> Payload:
 
 
 def deliver(payload: Payload, output: str, force: bool = False) -> Path:
-    assert payload.path is not None
     return Delivery(output, payload.path.parent, force).deliver(payload)
 
 
@@ -232,7 +230,7 @@ def complaint(capsys: Capture, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -346,7 +344,7 @@ HUB = "http://127.0.0.1:9"
 
 
 @pytest.fixture
-def configs(monkeypatch: pytest.MonkeyPatch) -> list[RelayConfig]:
+def configs(monkeypatch: Patch) -> list[RelayConfig]:
     """The set-ups of the relays that were started; none of them runs."""
     found: list[RelayConfig] = []
     info = SimpleNamespace(sources=("http://relay:1",), last_resort=("http://origin:1",))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import typer
 
-from kit import fork
+from kit import Capture, Patch, fork
 from kit.cli import NODE, TINY, one_line, report, status, wait
 from shoal.cli.main import READERS, app, command_names, explain, main
 from shoal.client.trust import run_id
@@ -31,9 +31,6 @@ from shoal.run.recipe import Recipe, load_recipe
 from shoal.run.roles import run_role
 from shoal.runtime.config import parse_config
 from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
-
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
@@ -180,9 +177,7 @@ def test_a_traceback_is_shown_only_when_asked_for(capsys: Capture, monkeypatch: 
     assert error.splitlines()[-1] == "shoal: there is no recipe at none.toml"
 
 
-def test_a_supervised_role_shows_the_traceback_of_a_bug_and_of_nothing_else(
-    capsys: Capture, monkeypatch: Patch
-) -> None:
+def test_supervised_role_shows_the_traceback_of_a_bug_only(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.delenv("SHOAL_DEBUG", raising=False)
     monkeypatch.setenv(SUPERVISED, "1")  # stderr is the role's log
     known: tuple[tuple[Exception, int], ...] = (
@@ -299,7 +294,7 @@ def test_status_of_a_hub_with_another_root_key_than_the_url_names_is_refused(hub
     assert "impostor" in capsys.readouterr().err
 
 
-def test_the_doctor_looks_where_join_will_write(
+def test_doctor_looks_where_join_writes(
     hub_url: str, own_home: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     main(["doctor", hub_url])
@@ -333,9 +328,7 @@ def test_output_that_is_not_utf_8_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("engine", ["torch", "scripted"])
-def test_a_run_takes_scripted_work_only_where_its_validators_are_scripted(
-    tmp_path: Path, engine: str, monkeypatch: Patch
-) -> None:
+def test_scripted_work_only_where_validators_are_scripted(tmp_path: Path, engine: str, monkeypatch: Patch) -> None:
     folder = RunFolder.prepare(tmp_path / "run", load_recipe(TINY, [f"validator.engine={engine}"]))
     folder.assign_endpoints()
     taken: list[HubConfig] = []
@@ -388,7 +381,6 @@ def test_a_supervised_role_that_a_signal_ends_does_not_look_done(tmp_path: Path)
     with subprocess.Popen(
         command, env={**os.environ, SUPERVISED: "1"}, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stderr is not None
         assert any("listens at" in line for line in iter(process.stderr.readline, ""))
         process.terminate()
         assert process.wait(30) == TOLD_TO_STOP_CODE

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kit import Capture, Logs, Patch, TempPaths
 from shoal.cli.main import main
 from shoal.engines.asking import Asking
 from shoal.environments import EnvironmentSettings, Task, build, identity_of
@@ -18,12 +19,9 @@ from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.run.preflight import check_ingredients
 from shoal.run.recipe import Recipe
 
-Capture = pytest.CaptureFixture[str]
-Logs = pytest.LogCaptureFixture
-
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path_factory: TempPaths, monkeypatch: Patch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -106,9 +104,7 @@ def test_the_counts_add_up(tmp_path: Path, capsys: Capture) -> None:
     assert caught.err == "5 rows cannot be used: a run leaves them out\n"
 
 
-def test_a_check_says_what_is_wrong_once_and_anything_else_warns_when_it_opens_the_data(
-    tmp_path: Path, capsys: Capture, caplog: Logs
-) -> None:
+def test_check_says_what_is_wrong_once_and_others_warn(tmp_path: Path, capsys: Capture, caplog: Logs) -> None:
     path = write(tmp_path / "a.jsonl", 20, {7: ""})
     main(["data", "check", str(path)])
     assert capsys.readouterr().err == "1 row cannot be used: a run leaves it out\n"
@@ -289,9 +285,3 @@ def test_a_few_rows_that_cannot_be_asked_are_passed_over_and_many_are_a_mistake(
     assert "1 of all 25 train tasks cannot be asked" in caplog.text
     with pytest.raises(UserError, match="does not know"):
         check_ingredients(recipe(**rows(tmp_path, *good[:4], *("é" * n for n in range(1, 30)))))
-
-
-def test_a_judge_that_is_not_there_is_said(tmp_path: Path) -> None:
-    judge = {"label": "taste", "path": str(tmp_path / "none")}
-    with pytest.raises(UserError, match="the path of taste is no folder"):
-        check_ingredients(recipe(environment={"judges": [judge]}))

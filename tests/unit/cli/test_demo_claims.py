@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kit import Patch, TempPaths
 from shoal.adversary import CHEATS
 from shoal.engines.dialogue import greedy_answers
 from shoal.engines.torch import TorchEngine
@@ -189,9 +190,7 @@ def test_a_link_or_a_file_in_its_place_is_refused_and_what_it_points_to_untouche
 
 
 @pytest.mark.parametrize("busy", [".", "hub"])
-def test_a_demo_that_is_running_or_still_ending_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: str
-) -> None:
+def test_a_demo_that_is_running_or_still_ending_is_not_replaced(tmp_path: Path, monkeypatch: Patch, busy: str) -> None:
     monkeypatch.setattr(place, "LOCK_WAIT_S", 0.0)
     path = earlier_demo(tmp_path / "demo")
     with FolderLock(path / busy).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
@@ -200,7 +199,7 @@ def test_a_demo_that_is_running_or_still_ending_is_not_replaced(
     make_room(path, FACTS)
 
 
-def test_the_folder_that_one_is_in_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_that_one_is_in_is_not_replaced(tmp_path: Path, monkeypatch: Patch) -> None:
     path = earlier_demo(tmp_path / "demo")
     monkeypatch.chdir(path / "hub")
     with pytest.raises(ConfigError, match="from within"):
@@ -217,7 +216,7 @@ SORT = EnvironmentSettings(name="sort", options={"min_digits": 3, "max_digits": 
 
 
 @pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def export(tmp_path_factory: TempPaths) -> Path:
     """The built-in policy, exported as the trainer does it."""
     loaded = load_model("tiny")
     folder = tmp_path_factory.mktemp("run") / "export"
@@ -282,7 +281,7 @@ def test_in_a_process_of_its_own(export: Path, tmp_path: Path) -> None:
 
 class TestItsEnd:
     @pytest.fixture
-    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    def started(self, monkeypatch: Patch) -> list[subprocess.Popen[bytes]]:
         """Every process that was started, to see that none is left."""
         processes: list[subprocess.Popen[bytes]] = []
         original = subprocess.Popen

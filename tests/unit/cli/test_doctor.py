@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kit import Capture, Patch
 from shoal.cli.main import main
 from shoal.errors import ResourceError
 from shoal.protocol.node import ModelSize
@@ -26,7 +27,7 @@ def test_without_a_driver_there_are_no_gpus() -> None:
 @pytest.mark.parametrize(
     ("torch", "ok"), [("2.11.0+cu126", True), ("2.11.0", True), ("2.11.0+cpu", False), (None, False)]
 )
-def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch, torch: str | None, ok: bool) -> None:
+def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: Patch, torch: str | None, ok: bool) -> None:
     monkeypatch.setattr(doctor, "cuda_devices", lambda: ["H200"])
     monkeypatch.setattr(doctor, "_torch_version", lambda: torch)
     finding = doctor._device()
@@ -38,8 +39,8 @@ def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch, to
 @pytest.mark.parametrize(
     ("least", "none", "ok", "stops"), [(0, 0, True, 0), (2**62, 0, False, 0), (2**62, 2**62, False, 3)]
 )
-def test_little_disk_is_a_warning_and_none_stops(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, least: int, none: int, ok: bool, stops: int
+def test_little_disk_warns_and_none_stops(
+    monkeypatch: Patch, tmp_path: Path, least: int, none: int, ok: bool, stops: int
 ) -> None:
     monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", least)
     monkeypatch.setattr(doctor, "NO_DISK_BYTES", none)
@@ -62,9 +63,7 @@ def test_a_folder_that_cannot_be_written_stops(tmp_path: Path) -> None:
         (["a is down", "b is down"], False, "0 of 2 sources answer: a is down; check your network"),
     ],
 )
-def test_some_sources_of_weights_will_do(
-    monkeypatch: pytest.MonkeyPatch, problems: list[str], ok: bool, text: str
-) -> None:
+def test_some_sources_of_weights_will_do(monkeypatch: Patch, problems: list[str], ok: bool, text: str) -> None:
     info = SimpleNamespace(sources=("a",), last_resort=("b",))
     said = dict(zip(("a", "b"), problems, strict=True))
     monkeypatch.setattr(doctor, "_reach", lambda _reach, source: said[source])
@@ -96,8 +95,8 @@ def test_urls_of_two_runs_are_one_problem_and_nobody_is_asked(tmp_path: Path) ->
     ],
     ids=["bfloat16", "float32", "no-kind", "too-large"],
 )
-def test_what_join_would_compute_in_is_said(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, profiles: tuple[str, ...], weights: int, text: str
+def test_compute_format_of_join_is_said(
+    monkeypatch: Patch, dtype: str, profiles: tuple[str, ...], weights: int, text: str
 ) -> None:
     for module in ("shoal.engines.memory", "shoal.runtime.limits"):
         monkeypatch.setattr(f"{module}.free_memory_bytes", lambda: 8 * 2**30)
@@ -107,7 +106,7 @@ def test_what_join_would_compute_in_is_said(
     assert finding.ok == (finding.stops == 0) == finding.text.startswith("on cpu")
 
 
-def test_a_self_test_says_what_passed_and_what_was_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_self_test_says_what_passed_and_what_was_caught(tmp_path: Path, capsys: Capture) -> None:
     assert main(["doctor", "--folder", str(tmp_path), "--selftest", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert "selftest honest work: 8 of 8 groups accepted by cpu/float32" in shown
@@ -116,7 +115,7 @@ def test_a_self_test_says_what_passed_and_what_was_caught(tmp_path: Path, capsys
     assert "problem" not in shown
 
 
-def test_a_calibration_writes_a_profile_and_overwrites_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_calibration_writes_a_profile_and_overwrites_none(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "mine.toml"
     arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--sequences", "64"]
     arguments += ["--tokens", "10", "--out", str(out)]
@@ -133,13 +132,12 @@ def test_a_calibration_writes_a_profile_and_overwrites_none(tmp_path: Path, caps
     assert read_profile(out) == profile
 
 
-def test_limits_under_which_cheaper_weights_pass_are_told_and_not_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_limits_under_which_cheaper_weights_pass_are_told_and_not_written(tmp_path: Path, capsys: Capture) -> None:
     """The tiny model in bfloat16: its rounding hides int8 weights."""
     out = tmp_path / "mine.toml"
     arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--dtype", "bfloat16"]
-    assert main([*arguments, "--tokens", "10", "--against", "cpu/bfloat16", "--out", str(out)]) == 1
+    arguments += ["--sequences", "32", "--tokens", "10"]
+    assert main([*arguments, "--against", "cpu/bfloat16", "--out", str(out)]) == 1
     assert "refused: int8 weights would be caught in" in capsys.readouterr().out
     assert not out.exists()
 
@@ -159,11 +157,7 @@ def test_limits_under_which_cheaper_weights_pass_are_told_and_not_written(
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_a_sentence(
-    arguments: list[str],
-    complaint: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", *arguments]) == 2

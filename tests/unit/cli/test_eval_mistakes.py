@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from kit import Capture, Patch
 from shoal.cli.eval import leaks_unknown
 from shoal.cli.main import main
 from shoal.cli.printing import counted
@@ -43,7 +44,6 @@ class TestSpecs:
     def test_a_recipe_brings_its_sampling(self, tmp_path: Path) -> None:
         (tmp_path / "my.toml").write_text(RECIPE)
         source = task_source(str(tmp_path / "my.toml"))
-        assert source.recipe is not None
         assert (source.settings.name, source.recipe.run.max_new_tokens) == ("addition", 9)
 
     def test_a_reward_file(self, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_result_that_is_somebody_elses_is_not_replaced(tmp_path: Path, data: P
 
 
 @pytest.mark.parametrize("command", [["eval", "tiny", "--env"], ["filter", "tiny", "--out", "kept.parquet"]])
-def test_programs_without_a_sandbox_are_refused_before_a_model_is_loaded(
+def test_programs_refused_without_a_sandbox(
     command: list[str], tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     tests = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "", "output": "1"}]})
@@ -194,10 +194,6 @@ class TestWhatAFolderSaysOfLeaks:
         if about is not None:
             (tmp_path / "sft.json").write_text(json.dumps(about).replace("DIGEST", environment.digest))
         assert said in leaks_unknown(tmp_path, environment, split)
-
-
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -267,9 +263,7 @@ def test_a_work_folder_that_is_somebodys_is_left_alone(demos: Path, tmp_path: Pa
     assert sorted(path.name for path in work.rglob("*")) == ["corpus", "corpus.txt", "precious"]
 
 
-def test_a_request_that_failed_before_it_learnt_anything_is_in_nobodys_way(
-    demos: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_request_that_failed_before_training_blocks_nobody(demos: Path, tmp_path: Path, capsys: Capture) -> None:
     request = ("tiny", "--data", demos, "--out", tmp_path / "out", "--steps", 1, "--batch", 2, "--validation")
     assert "lower --validation" in said(capsys, *request, 2000)
     assert main(["sft", *map(str, request), "1"]) == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Patch
 from shoal.errors import ConfigError, KeyFileError, ResourceError
 from shoal.protocol import RoleCertificate, SigningKey, fingerprint, load_or_create_key, open_document, sign_document
 from shoal.run.folder import Endpoints, RunFolder, masked, port_of, without_passwords
@@ -105,7 +106,7 @@ def test_a_folder_in_which_nothing_has_happened_takes_a_corrected_recipe(folder:
     assert RunFolder.open(folder.path).recipe.run.seed == 7
 
 
-def test_a_run_that_is_going_on_keeps_its_recipe(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_going_on_keeps_its_recipe(folder: RunFolder, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.run.folder.LOCK_WAIT_S", 0.0)
     before = files(folder.path)
     with FolderLock(folder.path).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):

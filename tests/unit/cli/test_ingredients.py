@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import Capture, Patch
 from kit.cli import TINY
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
@@ -20,6 +21,7 @@ from shoal.run.preflight import check_engines, check_ingredients, check_machine
 from shoal.run.recipe import Recipe, load_recipe, missing_inputs, paths_of
 from shoal.runtime.config import dump_config, parse_config
 
+SCORE_TWO = "tasks = [('1=', '1'), ('2=', '2')]\ndef score(task, completion):\n    return "
 SCORE = "\ndef score(prompt, completion, answer):\n    return 1.0\n"
 
 
@@ -39,9 +41,10 @@ def test_the_defaults_are_fine() -> None:
         ("tasks = [('', '1'), ('1=', '1')]" + SCORE, "has no tokens"),
         ("tasks = [('héllo', '1'), ('1=', '1')]" + SCORE, "does not know"),
         ("tasks = [('1' * 100000, '1'), ('1=', '1')]" + SCORE, "the model has room for"),
-        ("tasks = [('1=', '1'), ('2=', '2')]\ndef score(task, completion):\n    return task['answer']", "TypeError"),
-        ("tasks = [('1=', '1'), ('2=', '2')]\ndef score(task, completion):\n    raise SystemExit(7)", "SystemExit"),
+        (SCORE_TWO + "task['answer']", "TypeError"),
+        (SCORE_TWO + "__import__('sys').exit(7)", "SystemExit"),
         ("import sys\nsys.exit(7)" + SCORE, "does not load"),
+        (SCORE_TWO + "{'value': 1, 'parts': {'task': 1.0}}", "call the part 'task' something else"),
     ],
 )
 def test_an_environment_that_cannot_work(tmp_path: Path, source: str, sentence: str) -> None:
@@ -77,23 +80,11 @@ class Anything:
         ({"path": "/nowhere"}, "is no folder"),
     ],
 )
-def test_a_judge_that_could_never_judge(judge: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_could_never_judge(judge: dict[str, str], sentence: str, monkeypatch: Patch) -> None:
     monkeypatch.setenv("SHOAL_JUDGE_KEY", "schlüssel")
     recipe = Recipe.model_validate({"environment": {"judges": [{"label": "taste", **judge}]}})
     with pytest.raises(UserError, match=sentence):
         check_ingredients(recipe)
-
-
-def test_a_reward_with_a_part_that_means_something_else(tmp_path: Path) -> None:
-    source = "tasks = [('1=', '1'), ('2=', '2')]\ndef score(task, completion):\n"
-    recipe = reward_file(tmp_path, source + "    return {'value': 1, 'parts': {'task': 1.0}}")
-    with pytest.raises(UserError, match="call the part 'task' something else"):
-        check_ingredients(recipe)
-
-
-def test_an_engine_that_does_not_exist() -> None:
-    with pytest.raises(UserError, match="there is no such engine; there are scripted, torch"):
-        check_ingredients(Recipe.model_validate({"worker": {"engine": "torhc"}}))
 
 
 def test_a_model_folder_without_weights(tmp_path: Path) -> None:
@@ -181,8 +172,9 @@ def test_an_end_of_sequence_token_that_the_model_cannot_say(model: Path) -> None
         ({"worker": {"engine": "scripted"}, "validator": {"dtype": "bfloat16"}}, "can judge that: compute as one of"),
         ({"validator": {"profiles": ["nowhere.toml"]}}, r"cannot read the profile .*nowhere\.toml"),
         ({"hub": {"trusted_proxies": ["my-proxy"]}}, "hub.trusted_proxies: 'my-proxy' is neither an address"),
+        ({"worker": {"engine": "torhc"}}, "there is no such engine; there are scripted, torch"),
     ],
-    ids=["worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy"],
+    ids=["worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy", "no-engine"],
 )
 def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
@@ -241,7 +233,7 @@ def test_adapters_on_layers_of_several_files(model: Path) -> None:
         check_targets(model, ["other"])
 
 
-def test_nothing_is_made_for_a_run_that_could_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_made_for_a_run_that_could_not_start(tmp_path: Path, capsys: Capture) -> None:
     asked = ["run", str(TINY), "--dir", str(tmp_path / "run"), "--set", 'trainer.lora.targets=["qproj"]']
     for mode in ([], ["--dry-run"], ["--prepare"]):
         assert main([*asked, *mode]) == 2
@@ -308,7 +300,6 @@ def test_everything_is_read_and_written_back_the_same(recipe: Path) -> None:
     loaded = load_recipe(recipe)
     assert parse_config(dump_config(loaded), Recipe, "again") == loaded
     assert loaded.environment.options["list"] == [1, 2.5, "x", True, [{"deep": "er"}]]
-    assert loaded.environment.length is not None
     assert loaded.environment.length.targets == (8, 16)
 
 
@@ -331,9 +322,7 @@ def test_a_restored_run_is_told_what_it_lacks(recipe: Path) -> None:
     assert missing_inputs(loaded) == [str(base / name) for name in names if name != "rows"]
 
 
-def test_overrides_reach_into_tables_and_are_meant_from_here(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overrides_reach_into_tables_and_are_meant_from_here(recipe: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     changed = load_recipe(recipe, [
         "environment.mix.0.weight=9", "environment.mix.0.data=mine.jsonl", "environment.options.held_out=aside.jsonl",
@@ -345,7 +334,6 @@ def test_overrides_reach_into_tables_and_are_meant_from_here(
     assert changed.options["held_out"] == str(tmp_path / "aside.jsonl")
     assert changed.mix[2].options["mix"][1] == {"generator": "gcd"}
     assert changed.judges[0].path == tmp_path / "other_judge"
-    assert changed.length is not None
     assert changed.length.targets == (4,)
     assert changed.options["depth"] == {"of": {"nesting": 3}}
 

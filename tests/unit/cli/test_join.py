@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kit import Capture, Logs, Patch
 from kit.cli import one_line, run_shoal
 from kit.fork import Forked, clean_environment
 from kit.sandbox import gone, needs_bubblewrap, sandboxed
@@ -132,7 +133,7 @@ def finished(process: Forked | subprocess.Popen[bytes], tmp_path: Path) -> tuple
         ("--max-disk", "3B", "and 3 bytes are allowed"),
     ],
 )
-def test_policy_that_takes_more_than_it_may_ends_the_worker_with_the_option_to_change(
+def test_policy_above_a_limit_names_the_option(
     served: Served, tmp_path: Path, option: str, size: str, message: str
 ) -> None:
     served.publish(0)
@@ -145,31 +146,21 @@ def test_policy_that_takes_more_than_it_may_ends_the_worker_with_the_option_to_c
     assert not list((tmp_path / "node").rglob("*.bin")) + list((tmp_path / "node").rglob("*.part"))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--engine", "there is no engine 'foo'; there are scripted, torch"),
-        ("--cheat", f"there is no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
-    ],
-)
-def test_a_name_that_is_not_there_is_refused_before_anybody_is_asked(
-    served: Served, tmp_path: Path, option: str, message: str
-) -> None:
-    code, error = finished(start_join(tmp_path, served.endpoints.join, option, "foo"), tmp_path)
-    assert (code, error) == (2, f"shoal: {message}\n")
-    assert served.workers() == []
-    assert not (tmp_path / "node").exists()
-
-
-def test_a_joined_worker_works_and_says_at_the_end_what_it_earned(served: Served, tmp_path: Path) -> None:
+def test_a_joined_worker_works_is_vouched_for_and_says_what_it_earned(served: Served, tmp_path: Path) -> None:
+    """Of several hubs one that answers will do."""
     served.publish(0)
-    process = start_join_anew(tmp_path, served.endpoints.join, "--engine", "scripted", "--name", "guest")
+    owner = load_or_create_key(tmp_path / "owner.key")
+    arguments = [NOWHERE, served.endpoints.join, "--engine", "scripted", "--name", "guest"]
+    process = start_join_anew(tmp_path, *arguments, "--owner", str(tmp_path / "owner.key"))
     try:
         served.train()
     finally:
         code, error = finished(process, tmp_path)
-    assert code == 0
+    assert code == 0, error
+    assert f"the hub at {NOWHERE} does not answer" in error
+    assert f"going on with {served.endpoints.hub}" in error
     [guest] = [node for node in served.client.status().nodes if node.name == "guest"]
+    assert guest.owner == owner.public_key
     assert guest.accepted > 0
     earned = f"{guest.accepted} group{'' if guest.accepted == 1 else 's'} accepted, credit +{guest.credit}"
     assert f"the run is finished: {earned}; in all" in error.splitlines()[-1]
@@ -177,9 +168,7 @@ def test_a_joined_worker_works_and_says_at_the_end_what_it_earned(served: Served
 
 
 @needs_bubblewrap
-def test_a_worker_in_a_sandbox_works_end_to_end_and_its_owners_key_stays_outside(
-    served: Served, tmp_path: Path
-) -> None:
+def test_worker_in_a_sandbox_works_and_its_owners_key_stays_outside(served: Served, tmp_path: Path) -> None:
     served.publish(0)
     owner = load_or_create_key(tmp_path / "owner.key")
     arguments = [served.endpoints.join, "--engine", "scripted", "--name", "guest", "--sandbox"]
@@ -226,25 +215,6 @@ def command_line(pid: int) -> bytes:
     return b""
 
 
-def test_of_several_hubs_one_that_answers_will_do_and_an_owners_key_is_vouched_by(
-    served: Served, tmp_path: Path
-) -> None:
-    served.publish(0)
-    owner = load_or_create_key(tmp_path / "owner.key")
-    arguments = [NOWHERE, served.endpoints.join, "--engine", "scripted", "--name", "guest"]
-    process = start_join(tmp_path, *arguments, "--owner", str(tmp_path / "owner.key"))
-    try:
-        served.train()
-    finally:
-        code, error = finished(process, tmp_path)
-    assert code == 0, error
-    assert f"the hub at {NOWHERE} does not answer" in error
-    assert f"going on with {served.endpoints.hub}" in error
-    [guest] = [node for node in served.client.status().nodes if node.name == "guest"]
-    assert guest.owner == owner.public_key
-    assert guest.accepted > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -252,21 +222,24 @@ def test_of_several_hubs_one_that_answers_will_do_and_an_owners_key_is_vouched_b
         ([NOWHERE, "--owner", "a", "--vouch", "b"], "--owner and --vouch say the same thing"),
         ([NOWHERE, "--dtype", "foo"], "foo"),
         (["--dir", "runs/x", "--cheat", "foo"], "there is no cheat 'foo'"),
+        ([NOWHERE, "--cheat", "foo"], f"there is no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
+        ([NOWHERE, "--engine", "foo"], "there is no engine 'foo'; there are scripted, torch"),
         (
             [NOWHERE, "--dir", "runs/x"],
             "--dir name two ways to work: leave --dir out to join that run (--folder runs/x",
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused_at_once(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_meant_is_refused_before_anybody_is_asked(
+    arguments: list[str], complaint: str, own_home: Path, capsys: Capture
 ) -> None:
-    assert main(["join", *arguments, "--engine", "scripted"]) == 2
+    assert main(["join", "--engine", "scripted", *arguments]) == 2, "4 would be: nobody answers there"
     assert complaint in capsys.readouterr().err
+    assert not own_home.exists()
 
 
-def test_a_machine_that_cannot_work_is_told_before_it_registers(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_machine_that_cannot_work_never_registers(
+    served: Served, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setattr("shoal.run.doctor.NO_DISK_BYTES", 2**62)
     monkeypatch.setattr("shoal.run.doctor.LEAST_DISK_BYTES", 2**62)
@@ -277,9 +250,7 @@ def test_a_machine_that_cannot_work_is_told_before_it_registers(
     assert served.workers() == []
 
 
-def test_a_vouch_for_another_machine_is_refused_before_it_registers(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vouch_for_another_machine_is_refused_at_once(served: Served, tmp_path: Path, capsys: Capture) -> None:
     vouch = vouch_for("0" * 32, SigningKey.generate())
     (tmp_path / "vouch.json").write_text(vouch.model_dump_json())
     arguments = ["join", served.endpoints.join, "--engine", "scripted", "--folder", str(tmp_path / "node")]
@@ -328,7 +299,7 @@ def test_only_workers_can_be_told_to_cheat(tmp_path: Path) -> None:
         run_role(folder, "validator-0", StopToken(), "copy")
 
 
-def test_a_worker_beyond_those_of_the_recipe_can_cheat(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_beyond_those_of_the_recipe_can_cheat(served: Served, caplog: Logs) -> None:
     served.publish(0)
     stop = StopToken()
     with ThreadPoolExecutor() as threads:

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from kit import fork
+from kit import Capture, Patch, fork
 from kit.cli import one_line
 from kit.scene import Memory
 from shoal.errors import ConfigError, ResourceError
@@ -32,9 +32,6 @@ from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec
 from shoal.runtime.text import shoal_command
 from shoal.shardcast import Origin
-
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 SERVE = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nwhile True: signal.pause()"
 
@@ -122,7 +119,6 @@ def test_only_a_finished_run_loses_its_caches_and_older_versions(monkeypatch: Pa
     assert not any(path.exists() for path in caches)
     assert all((path / "file").exists() for path in kept)
     head = origin.head()
-    assert head is not None
     assert head.kept_versions == ("0.2", "0.3", "0.4"), "the last, and two that its groups may be of"
 
 
@@ -193,9 +189,7 @@ def test_how_a_run_ended_decides_what_to_do_next(folder: RunFolder) -> None:
         ({0: 0.9, 2: 0.9, 5: 0.75}, "version 2 has the best held-out score, 0.900 (the last 0.750); to take it: "),
     ],
 )
-def test_a_better_version_than_the_last_is_pointed_at(
-    folder: RunFolder, scores: dict[int, float], said: str | None
-) -> None:
+def test_better_version_than_the_last_is_named(folder: RunFolder, scores: dict[int, float], said: str | None) -> None:
     rows = [{"step": step, "held_out": score} for step, score in scores.items()]
     (folder.path / "trainer").mkdir()
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -279,7 +273,6 @@ def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, t
         command = [sys.executable, "-m", "shoal.cli", "relay", "--run-info", endpoints.join, "--host", "127.0.0.1"]
         options = ["--port", "0", "--folder", str(tmp_path / "mirror")]
         with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as relay:
-            assert relay.stderr is not None
             line = next(line for line in relay.stderr if "serving at" in line)
             assert answers(line.split()[-1])
             relay.terminate()
@@ -309,6 +302,5 @@ def test_a_role_writes_its_log_unless_a_supervisor_keeps_it(tmp_path: Path, supe
     environment = {**os.environ, **({SUPERVISED: "1"} if supervised else {})}
     command = [sys.executable, "-c", BEGIN, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
-        assert process.stderr is not None
         assert b"hello" in process.stderr.readline()
     assert (tmp_path / "logs" / "hub.log").exists() is not supervised

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hubrun import batch, earn, forged, hub_config, join, join_validator, make_folder, publish, record, serving
 
+from kit import Capture, Patch, TempPaths
 from shoal.cli.main import main
 from shoal.errors import LedgerError, ResourceError, UserError
 from shoal.hub.service import Hub
@@ -29,7 +30,7 @@ OWNER = OWNER_KEY.public_key
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory: TempPaths) -> Path:
     """A run folder: two nodes, one vouched for, credit, two batches, a policy whose manifest has the head between."""
     folder = make_folder(tmp_path_factory.mktemp("original") / "run")
     hub = Hub(hub_config(folder), ManualClock())
@@ -212,9 +213,7 @@ def test_credit_that_the_hub_invented_does_not_verify(run: Path, node: str, toke
     assert main(["ledger", "verify", str(run)]) == 5
 
 
-def test_a_file_without_its_evidence_proves_no_credit(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_its_evidence_proves_no_credit(run: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "ledger.jsonl"
     export_ledger(str(run), out)
     Path(f"{out}.evidence").unlink()
@@ -266,7 +265,7 @@ def test_a_kept_head_never_goes_back(run: Path) -> None:
     assert KeptHead.model_validate_json(kept_path(name).read_bytes()) == before
 
 
-def test_a_forged_file_with_a_head_that_no_hub_signed_is_found_and_poisons_nothing(
+def test_forged_file_with_an_unsigned_head_is_found_and_poisons_nothing(
     run: Path, tmp_path: Path, own_home: Path
 ) -> None:
     out = tmp_path / "ledger.jsonl"
@@ -336,7 +335,7 @@ def test_a_run_that_went_well_leaves_its_ledger_and_fails_for_nothing_else(run: 
     assert "could not be written out: there is no hub database" in ledger_line(run)
 
 
-def test_the_ledger_of_a_running_hub(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ledger_of_a_running_hub(run: Path, tmp_path: Path, capsys: Capture) -> None:
     folder = RunFolder.open(run)
     folder.assign_endpoints()
     with serving(folder) as url:
@@ -352,7 +351,7 @@ def test_the_ledger_of_a_running_hub(run: Path, tmp_path: Path, capsys: pytest.C
     assert main(["ledger", "verify", str(tmp_path / "o.jsonl")]) == 0
 
 
-def test_commands_end_with_5_when_anything_is_wrong(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_end_with_5_when_anything_is_wrong(run: Path, capsys: Capture) -> None:
     assert main(["ledger", "verify", str(run)]) == 0
     assert "every hash fits" in capsys.readouterr().out
     cut_off_the_end(run)
@@ -370,7 +369,7 @@ def test_a_name_that_is_the_start_of_anothers_id_stands_for_neither() -> None:
     assert book.find("bb" * 8) == ["bb" * 16]
 
 
-def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: Capture) -> None:
     assert main(["ledger", "show", "bob", str(run)]) == 0
     assert "30" in capsys.readouterr().out
     assert main(["ledger", "shares", str(run), "--step", "0", "--json"]) == 0
@@ -385,9 +384,7 @@ def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: pytest.C
     assert main(["ledger", "shares", str(run), "--step", "900"]) == 2
 
 
-def test_accounts_are_not_cut_when_they_are_piped(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accounts_are_not_cut_when_they_are_piped(run: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     assert main(["ledger", "show", "bob", str(run)]) == 0
     heads, row = capsys.readouterr().out.splitlines()
@@ -396,7 +393,7 @@ def test_accounts_are_not_cut_when_they_are_piped(
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def elsewhere(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from kit import Capture, Logs, Patch
 from kit.cli import TINY
 from shoal.cli.main import main
 from shoal.errors import ResourceError
@@ -117,7 +118,7 @@ def test_settings_that_save_memory_are_offered_with_what_they_save(files: Mappin
     assert "trainer.memory.recompute=true" not in alternatives(shape, recomputed, 1)
 
 
-def test_the_command_says_that_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_that_it_fits(capsys: Capture) -> None:
     assert main(["plan", str(TINY), "--memory", "4"]) == 0
     said = capsys.readouterr().out
     assert "Qwen3ForCausalLM, 0.2 M weights, 3 layers" in said
@@ -135,7 +136,7 @@ def test_no_figure_is_infinite(option: str, capsys: pytest.CaptureFixture[str]) 
     assert option in capsys.readouterr().err
 
 
-def test_the_command_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_would_fit(capsys: Capture) -> None:
     arguments = ["--memory", "1.2", "--devices", "2", "--set", "trainer.objective.kl=0.1"]
     assert main(["plan", str(TINY), *arguments]) == 3
     said = capsys.readouterr().out
@@ -146,7 +147,7 @@ def test_the_command_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> 
     assert line.endswith("fits")
 
 
-def test_adapters_on_layers_that_the_model_has_not_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_on_layers_that_the_model_has_not_are_refused(capsys: Capture) -> None:
     assert main(["plan", str(TINY), "--set", 'trainer.lora.targets=["q_proj", "qproj"]']) == 2
     said = capsys.readouterr()
     assert (
@@ -165,9 +166,7 @@ def test_help_and_mistakes_need_no_torch() -> None:
 # -- at the trainer's start, and later ---------------------------------------------------------------------------------
 
 
-def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
-    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(files: Mapping[str, bytes], monkeypatch: Patch) -> None:
     monkeypatch.setattr(memory, "available", lambda *_: ("cuda", 2 * GIB))
     with pytest.raises(ResourceError, match=r"takes about .* GiB on each device \(weights 0.8.*moments .*2.0 GiB") as e:
         memory.refuse_what_cannot_fit(files, GIB, settings(), processes=1)
@@ -175,9 +174,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
     memory.refuse_what_cannot_fit(files, 1000, settings(), processes=1)  # small on disk: not looked at
 
 
-def test_an_estimate_alone_refuses_nothing(
-    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_estimate_alone_refuses_nothing(files: Mapping[str, bytes], monkeypatch: Patch, caplog: Logs) -> None:
     monkeypatch.setattr(memory, "available", lambda *_: ("cuda", 6 * GIB))
     memory.refuse_what_cannot_fit(files, GIB, settings(), processes=1)
     assert "training may run out of memory" in caplog.text
@@ -189,7 +186,7 @@ def test_running_out_of_memory_becomes_a_message_with_the_numbers(files: Mapping
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
 
-def test_a_folder_without_weights_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_weights_is_enough(tmp_path: Path, capsys: Capture) -> None:
     """Only what describes the model is read."""
     for name, data in load_model("tiny").files.items():
         (tmp_path / name).write_bytes(data)
@@ -309,7 +306,7 @@ def test_a_usual_shape_has_the_size_that_was_asked_for(parameters: float) -> Non
     assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(parameters, rel=0.05)
 
 
-def test_a_missing_model_can_be_given_by_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_can_be_given_by_its_size(tmp_path: Path, capsys: Capture) -> None:
     arguments = ["plan", str(TINY), "--set", f"model.path={tmp_path / 'missing'}", "--memory", "80"]
     assert main(arguments) == 2
     assert "--parameters 32e9" in capsys.readouterr().err
@@ -334,6 +331,6 @@ def test_a_missing_model_can_be_given_by_its_size(tmp_path: Path, capsys: pytest
         "link_mbit=inf",
     ],
 )
-def test_an_assumption_that_is_none_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_assumption_that_is_none_is_refused(given: str, capsys: Capture) -> None:
     assert main(["plan", str(TINY), "--assume", given]) == 2
     assert f"--assume {given}: " in capsys.readouterr().err

@@ -15,6 +15,7 @@ import pytest
 import typer
 from hubrun import Tasks, hub_config, make_folder
 
+from kit import Capture, Patch, TempPaths
 from shoal.cli.main import app, main
 from shoal.errors import ConfigError
 from shoal.hub.service import Hub
@@ -23,9 +24,6 @@ from shoal.run.preflight import held_out_lines, refuse_changed, validator_lines
 from shoal.run.recipe import Recipe
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.text import install_command, shoal_command
-
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -46,9 +44,7 @@ def test_from_outside_the_environment_its_path_is_given(venv: Path) -> None:
     assert install_command("wandb") == ".venv/bin/python -m pip install wandb"
 
 
-def test_in_another_folder_the_whole_path_is_given(
-    venv: Path, monkeypatch: Patch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_in_another_folder_the_whole_path_is_given(venv: Path, monkeypatch: Patch, tmp_path_factory: TempPaths) -> None:
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert shoal_command() == str(venv / "shoal")
 
@@ -58,9 +54,7 @@ def test_in_the_active_environment_the_name_is_enough(venv: Path, monkeypatch: P
     assert (shoal_command(), shoal_command("python")) == ("shoal", "python")
 
 
-def test_another_shoal_on_the_path_is_not_meant(
-    venv: Path, monkeypatch: Patch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_another_shoal_on_the_path_is_not_meant(venv: Path, monkeypatch: Patch, tmp_path_factory: TempPaths) -> None:
     other = tmp_path_factory.mktemp("other")
     (other / "shoal").write_text("#!/bin/sh\n")
     (other / "shoal").chmod(0o755)

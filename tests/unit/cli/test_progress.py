@@ -190,7 +190,7 @@ def test_a_start_that_failed_does_not_claim_the_steps_before_it(tmp_path: Path) 
         pytest.param([0, 1], 11, 0, "submissions: ", id="one group is not nothing"),
     ],
 )
-def test_a_run_that_trained_on_nothing_says_so_and_why(
+def test_training_on_nothing_is_explained(
     tmp_path: Path, groups: list[int], dropped: int, unsure: int, said: str
 ) -> None:
     rows = [{"step": step, "groups": count, "dropped_groups": dropped} for step, count in enumerate(groups)]
@@ -334,7 +334,6 @@ def test_the_watchdog_is_told_everything() -> None:
         assert reporter.tick() is None
         clock.advance(1)
     ending = reporter.tick()
-    assert ending is not None
     assert "relay-0 was given up" in ending.message
     assert "hub (pid 4711) has not answered for 60 s" in ending.message
 

@@ -11,6 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 from pydantic import BaseModel
 
+from kit import Capture, Patch
 from kit.sandbox import needs_bubblewrap
 from shoal.cli.main import main
 from shoal.errors import ConfigError
@@ -102,9 +103,7 @@ def test_paths_are_meant_from_where_the_recipe_lies(tmp_path: Path) -> None:
     assert load_recipe(path, ["model.path=tiny"]).model.path == "tiny"
 
 
-def test_a_run_publishes_in_bfloat16_where_its_workers_compute_so_unless_the_recipe_says_otherwise(
-    tmp_path: Path,
-) -> None:
+def test_bfloat16_is_published_where_workers_compute_so_unless_set(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("[worker]\ndtype = 'bfloat16'\n")
     assert load_recipe(path).trainer.publish_dtype == "bfloat16"
@@ -112,9 +111,7 @@ def test_a_run_publishes_in_bfloat16_where_its_workers_compute_so_unless_the_rec
     assert load_recipe(path, ["worker.dtype=auto"]).trainer.publish_dtype == "float32"
 
 
-def test_profiles_are_meant_from_where_the_recipe_lies_or_from_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profiles_are_meant_from_where_the_recipe_lies_or_from_here(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "recipes").mkdir()
     path = tmp_path / "recipes" / "mine.toml"
     path.write_text("[validator]\nprofiles = ['a.toml', '/elsewhere/b.toml']\n")
@@ -147,7 +144,7 @@ def test_mistakes_are_told_with_the_remedy(tmp_path: Path, text: str, message: s
         load_recipe(path)
 
 
-def test_a_path_in_an_override_is_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_in_an_override_is_meant_from_here(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "recipes").mkdir()
     recipe = tmp_path / "recipes" / "r.toml"
     recipe.write_text('[environment]\nfile = "beside.py"\n')
@@ -265,7 +262,7 @@ def test_its_numbers_are_written_down_and_not_left_to_defaults() -> None:
 
 
 @needs_bubblewrap
-def test_a_dry_run_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_needs_no_model(capsys: Capture) -> None:
     assert main(["run", str(PATH), "--dry-run"]) == 0
     assert "what needs it was not checked" in capsys.readouterr().err
 

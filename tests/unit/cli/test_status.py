@@ -10,49 +10,37 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kit import Capture, Patch
+from shoal import protocol
 from shoal.cli.main import main
 from shoal.cli.printing import console, sheet
 from shoal.cli.status import render, show_status
 from shoal.cli.why import check_line, entry_lines, node_lines, unit_lines
 from shoal.errors import HubUnreachable
 from shoal.ledger import append
-from shoal.protocol import (
-    LeaseStory,
-    LedgerEntry,
-    LedgerHead,
-    NodeState,
-    NodeStory,
-    NodeView,
-    OwnerOrders,
-    PolicyRef,
-    RecentVerdict,
-    RunStatus,
-    SignedDocument,
-    StepReport,
-    SubmissionStory,
-    Tally,
-    UnitStory,
-    Wait,
-)
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 
 
-def status(**changes: object) -> RunStatus:
-    head = LedgerHead(run="r", index=-1, hash="0" * 64)
+def status(**changes: object) -> protocol.RunStatus:
+    head = protocol.LedgerHead(run="r", index=-1, hash="0" * 64)
     fields: dict[str, object] = {
         "run": "r", "name": "r", "now_ms": 1000, "finished": False, "steps": 2, "step": 1, "policy": None,
         "max_staleness": 0, "units": {}, "submissions": {}, "nodes": (), "waits": (), "verdicts": (), "reports": (),
         "alarms": (), "ledger": head,
     }  # fmt: skip
-    return RunStatus.model_validate({**fields, **changes})
+    return protocol.RunStatus.model_validate({**fields, **changes})
 
 
 def test_markup_in_what_others_say_is_text() -> None:
-    node = NodeView(node="n" * 32, name="[/bold]", role="worker", state=NodeState.ACTIVE, doing="[red]x")
+    node = protocol.NodeView(
+        node="n" * 32, name="[/bold]", role="worker", state=protocol.NodeState.ACTIVE, doing="[red]x"
+    )
     shown = io.StringIO()
     console = Console(file=shown, width=200)
-    for part in render(status(nodes=(node,), waits=(Wait(who="[/zz]", what="[bold]y", since_ms=0),), alarms=("[/a]",))):
+    for part in render(
+        status(nodes=(node,), waits=(protocol.Wait(who="[/zz]", what="[bold]y", since_ms=0),), alarms=("[/a]",))
+    ):
         console.print(part)
     for text in ("[/bold]", "[red]x", "[/zz]", "[bold]y", "[/a]"):
         assert text in shown.getvalue()
@@ -60,9 +48,10 @@ def test_markup_in_what_others_say_is_text() -> None:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_in_a_narrow_terminal_what_a_node_does_is_cut_and_no_number(width: int) -> None:
-    node = NodeView(
-        node="n" * 32, name="a-machine-with-a-long-name", role="validator", state=NodeState.SUSPENDED, accepted=12345,
-        rejected=678, credit=123456, pending=789, doing="generating unit 17 for the third time, token 300 of 2048",
+    node = protocol.NodeView(
+        node="n" * 32, name="a-machine-with-a-long-name", role="validator", state=protocol.NodeState.SUSPENDED,
+        accepted=12345, rejected=678, credit=123456, pending=789,
+        doing="generating unit 17 for the third time, token 300 of 2048",
     )  # fmt: skip
     shown = io.StringIO()
     for part in render(status(nodes=(node,))):
@@ -74,7 +63,7 @@ def test_in_a_narrow_terminal_what_a_node_does_is_cut_and_no_number(width: int) 
     assert len(shown.getvalue().splitlines()) == 4  # headline, counts, heads, the node
 
 
-def test_what_is_piped_is_not_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_piped_is_not_cut(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     long = "x" * 300
     console().print(sheet(("name", "doing"), [("a", long)], ("doing",)))
@@ -82,10 +71,10 @@ def test_what_is_piped_is_not_cut(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_newcomers_and_pending_credit_are_named() -> None:
-    new = NodeView(
-        node="n" * 32, name="a", role="worker", state=NodeState.ACTIVE, on_probation=True, credit=5, pending=7
+    new = protocol.NodeView(
+        node="n" * 32, name="a", role="worker", state=protocol.NodeState.ACTIVE, on_probation=True, credit=5, pending=7
     )
-    gone = NodeView(node="m" * 32, name="b", role="worker", state=NodeState.BANNED, on_probation=True)
+    gone = protocol.NodeView(node="m" * 32, name="b", role="worker", state=protocol.NodeState.BANNED, on_probation=True)
     shown = io.StringIO()
     for part in render(status(nodes=(new, gone))):
         Console(file=shown, width=200).print(part)
@@ -98,10 +87,10 @@ def test_newcomers_and_pending_credit_are_named() -> None:
 
 
 def test_the_newest_refusals_are_shown_with_the_name_of_the_node() -> None:
-    node = NodeView(node="n" * 32, name="alice", role="worker", state=NodeState.ACTIVE)
+    node = protocol.NodeView(node="n" * 32, name="alice", role="worker", state=protocol.NodeState.ACTIVE)
     values = {"node": node.node, "outcome": "rejected", "reason": "sampling.seed", "message": "no"}
-    verdicts = tuple(RecentVerdict(unit=unit, decided_at_ms=unit, **values) for unit in range(9, 0, -1))
-    reports = (StepReport(step=3, metrics={"reward_mean": 0.5, "sampled_reward": 0.25}),)
+    verdicts = tuple(protocol.RecentVerdict(unit=unit, decided_at_ms=unit, **values) for unit in range(9, 0, -1))
+    reports = (protocol.StepReport(step=3, metrics={"reward_mean": 0.5, "sampled_reward": 0.25}),)
     shown = [
         part for part in render(status(nodes=(node,), verdicts=verdicts, reports=reports)) if isinstance(part, str)
     ]
@@ -119,7 +108,7 @@ def test_a_stopped_run_says_where_it_stands_and_how_to_go_on(tmp_path: Path) -> 
         show_status(str(folder.path), as_json=False, wait_s=0)
 
 
-def test_a_finished_run_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_no_error(tmp_path: Path, capsys: Capture) -> None:
     folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"run": {"steps": 2}, "hub": {"port": 0}}))
     folder.assign_endpoints()
     (folder.path / "trainer").mkdir()
@@ -131,8 +120,8 @@ def test_a_finished_run_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_the_owner_ordered_and_how_many_nodes_there_are() -> None:
-    node = NodeView(node="n" * 32, name="a", role="worker", state=NodeState.ACTIVE, liveness="silent")
-    standing = OwnerOrders(conduct="paused", since_ms=0, reason="[/power] cut")
+    node = protocol.NodeView(node="n" * 32, name="a", role="worker", state=protocol.NodeState.ACTIVE, liveness="silent")
+    standing = protocol.OwnerOrders(conduct="paused", since_ms=0, reason="[/power] cut")
     counts = {"worker.active": 998, "worker.banned": 2}
     shown = io.StringIO()
     for part in render(status(nodes=(node,), standing=standing, node_counts=counts)):
@@ -162,8 +151,8 @@ def test_difficulty_and_what_is_being_measured_are_shown() -> None:
 
 
 NODE = "ab" * 16
-LEASE = LeaseStory(
-    lease="u7a0", unit=7, node=NODE, attempt=0, policy=PolicyRef(incarnation=0, version=3, digest="0" * 64),
+LEASE = protocol.LeaseStory(
+    lease="u7a0", unit=7, node=NODE, attempt=0, policy=protocol.PolicyRef(incarnation=0, version=3, digest="0" * 64),
     issued_at_ms=0, deadline_ms=60_000, hard_deadline_ms=600_000, progress=12, state="submitted", ended_at_ms=5_000,
     sentence="answered with a submission",
 )  # fmt: skip
@@ -171,8 +160,8 @@ CHECKS = [
     {"check": "prompt", "passed": True, "evidence": {}, "message": ""},
     {"check": "sampling", "passed": False, "evidence": {"outside": 812, "p_value": 1.23456e-9}, "message": "no seed"},
 ]
-VERDICT = SignedDocument(kind="verdict", document={"checks": CHECKS}, signed_by="ab" * 32, signature="0" * 128)
-REFUSED = SubmissionStory(
+VERDICT = protocol.SignedDocument(kind="verdict", document={"checks": CHECKS}, signed_by="ab" * 32, signature="0" * 128)
+REFUSED = protocol.SubmissionStory(
     submission="cd" * 32, lease="u7a0", unit=7, node=NODE, state="rejected", size_bytes=9, received_at_ms=5_000,
     decided_at_ms=6_000, validator="v", depth="full", reason="sampling.seed", message="no seed", rule="it is banned",
     generated_tokens=0, rewards=(), credit=0, credit_state="none", matures_at_ms=None, verdict=VERDICT,
@@ -180,20 +169,20 @@ REFUSED = SubmissionStory(
 REJECTED = {"node": NODE, "unit": 7, "submission": "cd" * 32, "reason": "sampling.seed", "severity": "certain"}
 
 
-def entries() -> tuple[LedgerEntry, ...]:
+def entries() -> tuple[protocol.LedgerEntry, ...]:
     node = append(None, "node", {"node": NODE, "role": "worker", "name": "alice"}, 0)
     rejected = append(node, "rejected", {**REJECTED, "validator": "v" * 32}, 6_000)
     sanction = append(rejected, "sanction", {"node": NODE, "state": "banned", "reason": "sampling.seed"}, 6_000)
     return node, rejected, sanction
 
 
-def unit(**changes: Any) -> UnitStory:
+def unit(**changes: Any) -> protocol.UnitStory:
     values: dict[str, Any] = {
         "run": "r", "unit": 7, "task": "t/1", "state": "open", "sentence": "waits for a worker again", "failures": 0,
         "version": None, "step": None, "lost_step": None, "leases": (LEASE,), "submissions": (REFUSED,),
         "ledger": entries()[1:2],
     }  # fmt: skip
-    return UnitStory(**{**values, **changes})
+    return protocol.UnitStory(**{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -203,14 +192,7 @@ def unit(**changes: Any) -> UnitStory:
         (1, "is not running: 1 of 2 steps", "go on with: shoal run --dir {}"),
     ],
 )
-def test_a_hub_that_is_gone(
-    tmp_path: Path,
-    step: int,
-    said: str,
-    remedy: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_hub_is_gone(tmp_path: Path, step: int, said: str, remedy: str, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr("shoal.runtime.text.shoal_command", lambda: "shoal")
     monkeypatch.setattr("shoal.cli.status.shoal_command", lambda: "shoal")
     folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"run": {"steps": 2}, "hub": {"port": 0}}))
@@ -243,10 +225,11 @@ def test_a_unit_in_words() -> None:
 
 
 def test_a_node_in_words_with_what_its_sanction_followed_from() -> None:
-    story = NodeStory(
-        run="r", node=NodeView(node=NODE, name="alice", role="worker", state=NodeState.BANNED, window=3),
+    story = protocol.NodeStory(
+        run="r",
+        node=protocol.NodeView(node=NODE, name="alice", role="worker", state=protocol.NodeState.BANNED, window=3),
         public_key="0" * 64, registered_at_ms=0, sentence="banned: sampling.seed", streak=0, passed=0, certain=1,
-        statistical=0, lapsed=2, pace_ms=1500, record=Tally(), leases=(), recent=(), refused=(REFUSED,),
+        statistical=0, lapsed=2, pace_ms=1500, record=protocol.Tally(), leases=(), recent=(), refused=(REFUSED,),
         ledger=entries(),
     )  # fmt: skip
     lines = list(node_lines(story))
@@ -265,11 +248,11 @@ def test_what_happened_to_a_node_is_told_in_order_and_each_sanction_once() -> No
     node, rejected, banned = entries()
     pardoned = append(banned, "sanction", {"node": NODE, "state": "active", "reason": "a mistake"}, 9_000)
     order = append(pardoned, "admin", {"node": NODE, "verb": "pardon", "by": "root", "reason": "a mistake"}, 9_000)
-    story = NodeStory(
-        run="r", node=NodeView(node=NODE, name="alice", role="worker", state=NodeState.ACTIVE),
+    story = protocol.NodeStory(
+        run="r", node=protocol.NodeView(node=NODE, name="alice", role="worker", state=protocol.NodeState.ACTIVE),
         public_key="0" * 64, registered_at_ms=0, sentence="on probation", streak=0, passed=0, certain=0, statistical=0,
-        lapsed=1, pace_ms=0, record=Tally(), leases=(LEASE.model_copy(update={"state": "expired"}),), recent=(),
-        refused=(REFUSED,), ledger=(node, rejected, banned, pardoned, order),
+        lapsed=1, pace_ms=0, record=protocol.Tally(), leases=(LEASE.model_copy(update={"state": "expired"}),),
+        recent=(), refused=(REFUSED,), ledger=(node, rejected, banned, pardoned, order),
     )  # fmt: skip
     told = [line for line in node_lines(story) if line.startswith(("1970", "refused", "lease ", "  by order"))]
     assert [line.split(" under ")[0] for line in told] == [

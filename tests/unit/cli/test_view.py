@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kit import Patch
 from kit.cli import report, status, wait
 from kit.scene import at_step, process, scene, verdict, worker
 from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display, frame
@@ -287,8 +288,8 @@ def test_what_others_wrote_is_neither_markup_nor_control_code() -> None:
     [(True, {}, True), (True, {"TERM": "dumb"}, False), (False, {}, False), (False, {"FORCE_COLOR": "1"}, False),
      (True, {"encoding": "ascii"}, False)],
 )  # fmt: skip
-def test_the_display_is_live_only_on_a_terminal_that_can(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, changes: dict[str, str], live: bool
+def test_live_only_on_a_capable_terminal(
+    monkeypatch: Patch, terminal: bool, changes: dict[str, str], live: bool
 ) -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=changes.pop("encoding", "utf-8"))

@@ -29,7 +29,6 @@ def test_the_watchdog_ends_a_run_that_stands_still_and_names_who_waits() -> None
     assert dog.look(stuck, 0.0) is None
     assert dog.look(stuck, 59.0) is None
     ending = dog.look(stuck, 60.0)
-    assert ending is not None
     assert ending.exit_code == 1
     assert ending.message == (
         f"no progress for 60 s: {banned}; trainer waits for 3 more groups (55 s); alarms: the cap is reached"
@@ -159,7 +158,6 @@ def test_a_paused_or_drained_run_is_left_alone_for_as_long_as_it_takes() -> None
     draining = status(standing=OwnerOrders(conduct="draining", since_ms=40_000, reason="moving"))
     assert watchdog.look(draining, 3001.0) is None
     ending = watchdog.look(draining, 3011.0)
-    assert ending is not None
     assert "draining by its owner, 60 s ago: moving; to go on: shoal admin resume" in ending.message
 
 

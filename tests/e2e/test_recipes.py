@@ -1,0 +1,132 @@
+"""The recipes and examples of the repository with real processes, only shorter; and a run whose policies are deltas."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from kit.run import RECIPE, ledger, metrics, rows, start_run
+from kit.sandbox import needs_bubblewrap
+from shoal.environments import build
+from shoal.environments.tools import TOOLS
+from shoal.models import TextTokenizer, model_folder, read_files
+from shoal.run.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240.0
+TWIN, CALCULATOR = (ROOT / "recipes" / f"{name}.toml" for name in ("intellect2-tiny", "calculator"))
+
+# Parts of it in make test: unit/rewards/test_scoring scores with the example, unit/cli/test_recipe loads every recipe.
+pytestmark = pytest.mark.slow
+
+
+def run_python(*arguments: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S + 30, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_reward_of_ones_own_is_one_file(tmp_path: Path) -> None:
+    settings = [
+        f"environment.file={ROOT / 'examples' / 'custom_reward.py'}", "run.steps=2", "run.groups_per_step=8",
+        "trainer.evaluate_every=2", "trainer.evaluate_tasks=32",
+    ]  # fmt: skip
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    run_python("-m", "shoal.cli", "run", str(RECIPE), "--dir", str(tmp_path / "mine"), *arguments)
+    found = metrics(tmp_path / "mine")
+    assert [row["step"] for row in found] == [0, 1, 2]
+    # Its reward is graded: right digits count even where the list is not sorted to the end.
+    measured = {row["step"]: row["held_out"] for row in found if "held_out" in row}
+    assert {0, 2} == measured.keys(), found
+    assert all(0.4 < score < 1 for score in measured.values()), found
+    assert all(row["groups"] == 8 for row in found[:2]), found
+
+
+def test_the_algorithm_in_one_file_runs() -> None:
+    said = run_python(str(ROOT / "examples" / "one_file_rl.py"), "--steps", "3", "--evaluate-every", "3")
+    before, after = (float(score) for score in re.findall(r"held-out ([\d.]+)", said))
+    assert after > before, said
+
+
+DELTAS = (
+    "run.steps=4", "run.groups_per_step=8", "trainer.publish_dtype=bfloat16", "trainer.learning_rate=1e-6",
+    "trainer.evaluate_every=0", "relay.count=2",
+)  # fmt: skip
+
+
+def test_a_run_in_bfloat16_travels_as_deltas_and_is_written_in_place(tmp_path: Path) -> None:
+    with start_run(tmp_path / "run", DELTAS) as run:
+        assert run.wait() == 0, run.said(6000)
+    assert [row["groups"] for row in metrics(run.path) if "groups" in row] == [8, 8, 8, 8]
+    log = (run.path / "logs" / "worker-0.log").read_text()
+    assert "which is here and 1 delta" in log
+    assert "only what changed was written into the engine" in log
+
+
+@needs_bubblewrap
+def test_the_twin_of_the_described_recipe_runs_end_to_end(tmp_path: Path) -> None:
+    folder, recipe = tmp_path / "run", load_recipe(TWIN)
+    environment = build(recipe.environment)
+    with start_run(folder, recipe=TWIN) as run:
+        assert run.wait() == 0, run.said()
+
+    trained = [row for row in metrics(folder) if "loss" in row]
+    assert [row["step"] for row in trained] == list(range(recipe.run.steps))
+    assert sum(row["no_sample"] for row in trained) == 0
+    assert max(row["staleness_max"] for row in trained) <= 2
+    # 8 optimizer steps a training step, 25 of warm-up: 8/25, 16/25, 24/25 and all of the rate at the steps' ends
+    rates = [row["learning_rate"] / recipe.trainer.learning_rate for row in trained]
+    assert rates == pytest.approx([0.32, 0.64, 0.96, 1.0])
+
+    verdicts = [json.loads(text)["document"] for (text,) in rows(folder, "SELECT document FROM verdicts")]
+    assert {verdict["outcome"] for verdict in verdicts} == {"accepted"}
+    rewards = [reward["parts"] for verdict in verdicts for reward in verdict["rewards"]]
+    assert {parts["target"] for parts in rewards} == {2.0, 4.0, 8.0}
+    assert {parts["task"] for parts in rewards} == {0.0, 1.0}
+
+    table = pq.read_table(folder / "trainer" / "rollouts").to_pylist()
+    tasks = {row["task"] for row in table}
+    assert {task.partition(":")[0] for task in tasks} == {"sums", "described", "programs"}
+    assert {environment.task(task).kind for task in tasks} == {"mathematics", "code"}
+
+
+def test_the_one_gpu_recipe_trains_a_folder_of_random_weights(tmp_path: Path) -> None:
+    """By the benchmark that measures it on a GPU, so that neither of the two rots."""
+    figures = tmp_path / "figures.json"
+    devices = [f"{role}.device=cpu" for role in ("trainer", "validator", "worker")]
+    settings = [word for setting in devices for word in ("--set", setting)]
+    places = ("--keep", str(tmp_path), "--out", str(figures), "--limit-s", str(int(TIMEOUT_S)))
+    run_python(str(ROOT / "benchmarks" / "one_gpu.py"), "--small", "--steps", "2", *places, *settings)
+    found = json.loads(figures.read_text())
+    assert found["steps"] == 2
+    assert set(found["submissions"]) <= {"accepted", "submitted", "unsure"}, "an honest worker was rejected"
+    assert found["submissions"]["accepted"] >= 8
+    assert found["first_verdict_after_it_s"] > 0
+    assert (tmp_path / "run" / "trainer" / "export" / "model.safetensors").exists()
+
+
+def test_the_calculator_recipe_runs_end_to_end(tmp_path: Path) -> None:
+    with start_run(tmp_path / "run", ("run.steps=2", "run.groups_per_step=8"), recipe=CALCULATOR) as run:
+        assert run.wait() == 0, run.said()
+    kinds = {entry.kind for entry in ledger(tmp_path / "run")}
+    assert "credit" in kinds
+    assert "rejected" not in kinds
+    assert [row["step"] for row in metrics(tmp_path / "run")][:2] == [0, 1]
+    found = pq.read_table(tmp_path / "run" / "trainer" / "rollouts").to_pylist()
+    spoken = [row for row in found if row["given"]]
+    assert len(spoken) > 0.5 * len(found), "the tiny policy writes digits, and digits are answered"
+    tokenizer = TextTokenizer(read_files(model_folder("tiny")))
+    for row in spoken:
+        start, length = row["given"][:2]
+        said = tokenizer.decode(row["token_ids"][start : start + length])
+        assert said == f"\n{TOOLS['calculator']([tokenizer.decode(row['token_ids'][:start])])}\n"
+        assert set(row["logprobs"][start : start + length]) == {0.0}
