@@ -352,12 +352,12 @@ def test_the_blocker_of_torch_blocks() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 66_830,
-    "statements": 43_590,
-    "files": 356,
+    "lines": 64_150,
+    "statements": 41_920,
+    "files": 349,
     "files in the fullest folder": 19,
-    "names of classes used twice": 23,
-    "test lines": 69_320,
+    "names of classes used twice": 21,
+    "test lines": 67_100,
 }
 
 
