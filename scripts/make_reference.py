@@ -61,7 +61,8 @@ def recipe_page() -> str:
         "# Recipe\n",
         NOTE,
         "A recipe is a TOML file. Every key has a default; an unknown key is refused with the nearest right name. "
-        "`shoal run recipe.toml --dry-run` prints the whole of it, `--set section.key=value` changes one key, `--set section.key=` unsets it.\n",
+        "`shoal run recipe.toml --dry-run` prints the whole of it, "
+        "`--set section.key=value` changes one key, `--set section.key=` unsets it.\n",
     ]
     for name, field in Recipe.model_fields.items():
         section = field.annotation

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from honest import LengthEnvironment, completions, docket, lease, loaded, proved, submission
 
-from shoal.engines.submission import submission_of
+from shoal.engines.groups import submission_of
 from shoal.hub.state.reputation import recent
 from shoal.protocol import (
     Lease,
