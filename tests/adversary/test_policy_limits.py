@@ -16,7 +16,7 @@ import torch
 from kit.liar import KEY, RUN, Lab, head_of, lab_in, sign, tree, write
 from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy
 from shoal.engines.memory import cached_token_bytes
-from shoal.engines.rows import CachedRows
+from shoal.engines.rows import Rows
 from shoal.engines.shelf import EngineShelf
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ManifestRefused, ModelError, ResourceError, ShoalError
@@ -162,7 +162,7 @@ def status_bytes(name: str) -> int:
 def test_small_policy_of_a_large_model_takes_no_memory(lab):
     shelf, ref = policy(lab, vocab_size=40_000, hidden_size=512)
     files = shelf._fetch(ref, 10).files
-    assert peak_growth(lambda: built(files)) > 100 * 10**6  # what it took before it was compared
+    assert peak_growth(lambda: model_from_files(files)) > 100 * 10**6  # what such a model takes
 
     def refused() -> None:
         with pytest.raises(ModelError, match=r"weight .*embed_tokens.* the model's is .*\[40000, 512\]"):
@@ -267,22 +267,22 @@ def test_prompts_computed_in_pieces_give_the_same_states(longest):
     model = load_model("tiny").model
     prompts = [tuple(range(3, 3 + length)) for length in (longest, 3, longest // 2)]
     with torch.inference_mode():
-        whole = CachedRows.after(model, prompts, torch.tensor([0, 1, 2, 2]))
-        pieces = CachedRows.after(model, prompts, torch.tensor([0, 1, 2, 2]), max_tokens=6)
+        whole = Rows.after(model, prompts, torch.tensor([0, 1, 2, 2]))
+        pieces = Rows.after(model, prompts, torch.tensor([0, 1, 2, 2]), max_tokens=6)
         for state in (whole, pieces):
             state.advance(model, torch.tensor([4, 5, 6, 7]))
     assert torch.allclose(whole.hidden, pieces.hidden, atol=1e-4)
     with pytest.raises(MemoryError, match="3 prompts of up to"):
-        CachedRows.after(model, prompts, torch.tensor([0]), max_tokens=2)
+        Rows.after(model, prompts, torch.tensor([0]), max_tokens=2)
 
 
 def test_prompts_of_a_model_whose_layers_have_a_state_are_not_computed_in_pieces(monkeypatch):
     model, prompts = load_model("tiny").model, [(3, 4, 5, 6), (3,)]
     monkeypatch.setattr(model, "_is_stateful", True, raising=False)
     with torch.inference_mode():
-        CachedRows.after(model, prompts, torch.tensor([0, 1]), max_tokens=8)
+        Rows.after(model, prompts, torch.tensor([0, 1]), max_tokens=8)
         with pytest.raises(MemoryError, match="2 prompts of up to 4 tokens do not fit"):
-            CachedRows.after(model, prompts, torch.tensor([0, 1]), max_tokens=6)
+            Rows.after(model, prompts, torch.tensor([0, 1]), max_tokens=6)
 
 
 # ── tokenizers ──────────────────────────────────────────────────────────────────────────────────────────────────

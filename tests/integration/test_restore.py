@@ -76,7 +76,7 @@ def continued(path: Path, before: Play) -> Play:
 
 def at(database_url: str, shop: Shop | None = None) -> list[str]:
     store = [] if shop is None else [f"hub.storage={shop.url}", f"hub.storage_endpoint={shop.endpoint}"]
-    return [f"hub.database={database_url}", *store]
+    return [*([f"hub.database={database_url}"] if database_url else []), *store]
 
 
 def test_a_run_moves_there_and_back(taken: Taken, database_url: str, shop: Shop, tmp_path: Path) -> None:

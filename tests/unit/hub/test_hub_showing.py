@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.hub import ROOT, RUN_ID, Bench, Rollout, code_of, fresh_request, ok, submission_body
-from kit.hub import pack_logprobs as logprobs
+from kit.hub import ROOT, RUN_ID, Bench, code_of, fresh_request, ok, submission_body
 from kit.state import rules
 from shoal.hub.service.showing import Showing
 from shoal.hub.state import submissions
@@ -24,6 +23,7 @@ from shoal.protocol.node import NodeState
 from shoal.protocol.status import Evidence, LedgerEntry
 from shoal.protocol.submission import (
     ProgressReply,
+    Rollout,
     ShownChunks,
     ShownProgress,
     Submission,
@@ -31,6 +31,7 @@ from shoal.protocol.submission import (
     shown_digest,
     submission_digest,
 )
+from shoal.protocol.submission import pack_logprobs as logprobs
 from shoal.protocol.verdict import Audit, Outcome, Severity, SubmissionBodies
 
 ROWS = 32

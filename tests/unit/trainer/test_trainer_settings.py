@@ -10,7 +10,6 @@ import pytest
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from shoal.algorithms.registry import ADVANTAGES, LOSSES
-from shoal.trainer.export import training_facts
 from shoal.trainer.settings import AdvantageName, LossName, TrainerSettings
 
 
@@ -78,16 +77,6 @@ def test_one_word_is_enough_and_what_is_given_wins(
 def test_two_words_that_disagree_need_a_decision() -> None:
     with pytest.raises(ValidationError, match=r'set objective.normalisation to "samples" or "constant"'):
         TrainerSettings.model_validate({"advantage": "dr_grpo", "loss": "gspo"})
-
-
-def test_what_a_word_brings_is_on_the_card() -> None:
-    facts = training_facts(TrainerSettings.model_validate({"loss": "gspo"}))
-    shown = ("clip_epsilon", "objective.clip_high", "objective.normalisation")
-    assert [facts[name] for name in shown] == ["0.0003", "0.0004", "samples"]
-    facts = training_facts(TrainerSettings.model_validate({"loss": "gspo", "clip_epsilon": 0.2}))
-    assert (facts["clip_epsilon"], "objective.clip_high" in facts) == ("0.2", False)
-    assert training_facts(TrainerSettings())["objective.normalisation"] == "tokens"
-    assert "clip_epsilon" not in training_facts(TrainerSettings.model_validate({"loss": "cross_entropy"}))
 
 
 def test_every_number_with_a_point_is_one_that_float32_holds() -> None:
