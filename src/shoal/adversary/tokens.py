@@ -213,7 +213,7 @@ CHEATS = (
         disguise=CuttingShort,
     ),
     cheating(
-        "pad", "goes on after the end-of-sequence token until the length limit, to be paid for more tokens",
+        "pad", "continues after the end-of-sequence token until the length limit, to be paid for more tokens",
         {"termination.past_eos"}, disguise=Padding,
     ),
     cheating(

@@ -156,8 +156,8 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
     what = f"format {name!r}" if colon else f"environment {spec!r}"
     raise EnvironmentSetupError(
         f"there is no {what}{f' (did you mean {close[0]!r}?)' if close else ''}; give one of "
-        f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), a run's folder, a reward file (.py), a data file, or "
-        f"FORMAT:FILE with {', '.join(FORMATS)}"
+        f"{', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), a run's folder, a reward file (.py), a data file "
+        f"(.parquet or .jsonl: convert others first), or FORMAT:FILE with {', '.join(FORMATS)}"
     )
 
 

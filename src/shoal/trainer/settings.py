@@ -200,7 +200,7 @@ class TrainerSettings(BaseModel):
 
 
 # Harmless: nothing of what is learnt depends on it. Rounding: the same is computed in another order or place, so learnt
-# alike, not bit for bit. Guards: "skip" decides what is learnt from then on: the owner's decision. Everything else is
+# alike, not bit for bit. Guards: "skip" decides what is trained on then: the owner's decision. Everything else is
 # what the run is: `publish_dtype`, too, since workers generate with what was published, and `evaluate_tasks`, since
 # scores of other tasks could not be compared.
 ROUNDING = ("device", "threads", "processes", "micro_batch_tokens", "memory.compile", "memory.recompute")
