@@ -12,14 +12,14 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from shoal.environments.data import scanning
-from shoal.environments.data.scanning import Numbers, Opened, Problems, Splits
+from shoal.environments.data.scanning import Opened, Problems, Splits
 from shoal.environments.formats import DatasetOptions
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES, DemandingGrader, grader
 from shoal.environments.protocol import LazyTasks, Score, Split, Task
@@ -36,10 +36,7 @@ ELSEWHERE = "held_out/"
 
 @dataclass(frozen=True)
 class StoredTask(Task):
-    """A task whose answer is read from the data set when somebody asks for it, and then kept.
-
-    Drawing one looks at its answer, unless the data set has been checked; making one by its id does not.
-    """
+    """A task whose answer is read from the data set when somebody asks for it, and then kept."""
 
     answer: str = field(init=False, repr=False, compare=False)
     load: Callable[[], str] = field(kw_only=True, repr=False, compare=False)
@@ -92,19 +89,19 @@ class DatasetEnvironment:
         self.digest = hashlib.sha256(b"shoal/dataset/v1\n" + said).hexdigest()
         for opened in self._opened:
             opened.checked = scanning.known_check(opened, self._grader)
-        self._refuse_or_tell()
+        self._refuse_or_warn()
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        return LazyTasks(len(self._rows(split)), lambda position: self._drawn(split, position))
+        return LazyTasks(len(self._rows(split)), partial(self._drawn, split))
 
-    def _rows(self, split: Split) -> Numbers:
+    def _rows(self, split: Split) -> scanning.Numbers:
         return self.splits.train if split == "train" else self.splits.held_out
 
     def row_at(self, split: Split, position: int) -> int:
         return int(self._rows(split)[position])
 
     def _drawn(self, split: Split, position: int) -> Task:
-        """`UnusableTask` if its answer is no good (which is looked up once)."""
+        """`UnusableTask` if its answer is no good, which is looked up unless the data set has been checked."""
         row, opened = self.row_at(split, position), self._main if split == "train" else self._held_out
         task = self._task(opened, row)
         if opened.checked is None:
@@ -114,28 +111,22 @@ class DatasetEnvironment:
     def task(self, task_id: str) -> Task:
         """The task of that id. Its answer is not looked at: the hub has drawn it, and needs its prompt only."""
         elsewhere = len(self._opened) > 1 and task_id.startswith(ELSEWHERE)
-        opened, rest = (self._held_out, task_id.removeprefix(ELSEWHERE)) if elsewhere else (self._main, task_id)
-        number = rest.partition("/")[0]
-        canonical = number.isascii() and number.isdecimal() and len(number) < 16 and str(int(number)) == number
-        if not canonical or int(number) >= opened.table.rows:
-            raise EnvironmentSetupError(f"the data {self._main.path} has no task {task_id!r}")
-        row = int(number)
-        if not opened.found.usable[row]:
+        opened = self._held_out if elsewhere else self._main
+        number = task_id.removeprefix(ELSEWHERE if elsewhere else "").partition("/")[0]
+        row = int(number) if number.isascii() and number.isdecimal() and len(number) < 16 else opened.table.rows
+        if row < opened.table.rows and not opened.found.usable[row]:
             raise UnusableTask(_named(opened, row, "it has no proper prompt or id"))
-        task = self._task(opened, row)
-        if task.id != task_id:
-            raise EnvironmentSetupError(
-                f"the data {self._main.path} has no task {task_id!r}; its row {row} is {task.id}"
-            )
+        task = self._task(opened, row) if row < opened.table.rows else None
+        if task is None or task.id != task_id:
+            raise EnvironmentSetupError(f"the data {self._main.path} has no task {task_id!r}")
         return task
 
     def _task(self, opened: Opened, row: int) -> Task:
         layout = opened.layout
         if opened.checked is not None and row in opened.checked.bad:
             raise UnusableTask(_named(opened, row, opened.checked.bad[row]))
-        columns = tuple(dict.fromkeys([*([layout.id] if layout.id else []), *layout.asks]))
         try:
-            values = opened.table.row(row, columns)
+            values = opened.table.row(row, tuple(dict.fromkeys([*filter(None, [layout.id]), *layout.asks])))
             question = layout.question(values)
         except UnusableTask as error:
             raise UnusableTask(_named(opened, row, str(error))) from None
@@ -144,7 +135,7 @@ class DatasetEnvironment:
         fits = text.isprintable() and 0 < len(text) <= LONGEST_ID
         return StoredTask(
             id=f"{prefix}{row}/{text}" if fits else f"{prefix}{row}", prompt=question.prompt, kind=question.kind,
-            history=question.history, load=lambda: self._answer(opened, row, question.kind),
+            history=question.history, load=partial(self._answer, opened, row, question.kind),
         )  # fmt: skip
 
     def _answer(self, opened: Opened, row: int, kind: str) -> str:
@@ -208,10 +199,10 @@ class DatasetEnvironment:
             train = int(good[self.splits.train].sum()) if opened is self._main else 0
             held_out = int(good[self.splits.held_out].sum()) if opened is self._held_out else 0
             outside = int((good & ~opened.found.kept).sum())
-            rest = int(good.sum()) - train - held_out - outside
             counts = {
                 "to train on": train, "held out": held_out, "outside the band of solve rates": outside,
-                "with a held-out question" if opened is self._main else "beyond held_out_size": rest,
+                "with a held-out question" if opened is self._main else "beyond held_out_size":
+                    int(good.sum()) - train - held_out - outside,
                 "that cannot be used": len(good) - int(good.sum()),
             }  # fmt: skip
             told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
@@ -225,26 +216,27 @@ class DatasetEnvironment:
             for number, kind in enumerate(opened.found.kinds):
                 rows = opened.found.kind_of == number
                 counts = f"{int((good & rows).sum()):,} can be used, {int((good & trained & rows).sum()):,} to train on"
-                yield f"{_kind_name(kind)}: {count_of(int(rows.sum()), 'row')}, {counts}"
+                yield f"{f'kind {kind!r}' if kind else 'no kind'}: {count_of(int(rows.sum()), 'row')}, {counts}"
 
     def useless_kinds(self) -> Iterator[tuple[Opened, str]]:
-        """The data sets with kinds of which no row can be used: a run refuses them unless it skips bad rows."""
-        for opened in self._opened:
-            if unusable := "; ".join(self._unusable_kinds(opened)):
-                types = opened.layout.kinds and "task_type" in unusable
-                yield opened, unusable + (f" (known are {', '.join([*TASK_TYPES, *GRADERS])})" if types else "")
+        """The data sets with kinds of which no row can be used: a run refuses them unless it skips bad rows.
 
-    def _unusable_kinds(self, opened: Opened) -> Iterator[str]:
-        """Each with its number of rows and the reason of the first; of answers that nobody checked, a few are read."""
-        good = opened.good()
-        for number, kind in enumerate(opened.found.kinds):
-            rows = np.flatnonzero(opened.found.kind_of == number)
-            usable = rows[good[rows]]
-            spread = np.linspace(0, len(usable) - 1, min(PROBED, len(usable))).astype(int)
-            looked = usable[spread].tolist()
-            if kind and not (looked and (opened.checked or any(not self._wrong(opened, row) for row in looked))):
-                why = self._wrong(opened, looked[0] if looked else int(rows[0])) or "repeated ids"
-                yield f"{_kind_name(kind)}, {count_of(len(rows), 'row')} ({why})"
+        Each kind is told with its number of rows and the reason of the first; of answers that nobody checked, a few
+        are read.
+        """
+        for opened in self._opened:
+            good, told = opened.good(), list[str]()
+            for number, kind in enumerate(opened.found.kinds):
+                rows = np.flatnonzero(opened.found.kind_of == number)
+                usable = rows[good[rows]]
+                looked = usable[np.linspace(0, len(usable) - 1, min(PROBED, len(usable))).astype(int)].tolist()
+                fine = looked and (opened.checked or any(not self._wrong(opened, row) for row in looked))
+                if kind and not fine:
+                    why = self._wrong(opened, looked[0] if looked else int(rows[0])) or "repeated ids"
+                    told.append(f"kind {kind!r}, {count_of(len(rows), 'row')} ({why})")
+            types = opened.layout.kinds and "task_type" in "".join(told)
+            if told:
+                yield opened, "; ".join(told) + (f" (known are {', '.join([*TASK_TYPES, *GRADERS])})" if types else "")
 
     def _wrong(self, opened: Opened, row: int) -> str:
         try:
@@ -268,7 +260,7 @@ class DatasetEnvironment:
             why = f"no row has a solve rate within {self.options.keep_solve_rate}"
         raise EnvironmentSetupError(f"the data {self._main.path} leaves no task to train on: {why}")
 
-    def _refuse_or_tell(self) -> None:
+    def _refuse_or_warn(self) -> None:
         """A kind of which no row can be used is dropped only by those who say so, and never silently."""
         for opened, unusable in self.useless_kinds():
             if self.options.bad_rows != "skip":
@@ -296,7 +288,3 @@ class DatasetEnvironment:
 
 def _named(opened: Opened, row: int, reason: str) -> str:
     return f"row {row} ({opened.table.where(row)}) cannot be used: {reason}"
-
-
-def _kind_name(kind: str) -> str:
-    return f"kind {kind!r}" if kind else "no kind"

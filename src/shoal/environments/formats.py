@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import ast
 import base64
-import binascii
 import hashlib
 import json
 import math
 import pickletools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from shoal.environments.generated import Options
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES
@@ -31,17 +30,6 @@ from shoal.errors import EnvironmentSetupError, UnusableTask
 Row = Mapping[str, Any]
 Messages = tuple[tuple[str, str], ...]
 Names = tuple[str, ...]
-ROLES = frozenset({"system", "user", "assistant"})
-BOXES = ("\\boxed{", "\\fbox{")
-
-
-class Wanted(Options):
-    """What a user may say about the columns; empty means: find out."""
-
-    grader: str = Field(default="", description="who scores all rows; empty: by row (task_type), or by the format")
-    question: str = Field(default="", description="the column that is the prompt; empty: found by its name")
-    answer: str = Field(default="", description="the column that is the answer; empty: found by its name")
-    id: str = Field(default="", description="the column that is the id; empty: found by its name, if there is one")
 
 
 @dataclass(frozen=True)
@@ -93,6 +81,14 @@ class Format:
 # Values of a row
 
 
+class ChatMessage(BaseModel):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+MESSAGES = TypeAdapter(list[ChatMessage])
+
+
 def conversation(value: object, column: str) -> tuple[str, Messages]:
     """A prompt and what was said before it, of a text or of a list of messages that ends with the user's."""
     if isinstance(value, str):
@@ -107,26 +103,22 @@ def messages_of(value: object, column: str) -> Messages:
     """A list of messages as (role, text); a system message is the first or none."""
     if value is None:
         raise UnusableTask(f"{column} is missing")
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UnusableTask(f"{column} is {type(value).__name__}, neither text nor a list of messages")
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise UnusableTask(f"{column} holds a message that is no {{role, content}}")
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise UnusableTask(f"{column} holds a message of the role {role!r}; roles are {', '.join(sorted(ROLES))}")
-        if not isinstance(content, str):
-            raise UnusableTask(f"{column} holds a message whose content is no text")
-        if role == "system" and number:
-            raise UnusableTask(f"{column} has a system message that is not its first")
-    return tuple((str(message["role"]), message["content"]) for message in value)
+    try:
+        said = tuple((message.role, message.content) for message in MESSAGES.validate_python(value))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise UnusableTask(
+            f"{column} is neither text nor messages of role and content ({where}: {first['msg']})"
+        ) from None
+    if any(role == "system" for role, _text in said[1:]):
+        raise UnusableTask(f"{column} has a system message that is not its first")
+    return said
 
 
 def required(value: object, column: str) -> str:
-    if value is None:
-        raise UnusableTask(f"{column} is missing")
     if not isinstance(value, str):
-        raise UnusableTask(f"{column} is {type(value).__name__}, not text")
+        raise UnusableTask(f"{column} is " + ("missing" if value is None else f"{type(value).__name__}, not text"))
     if not value.strip():
         raise UnusableTask(f"{column} is empty")
     return value
@@ -164,7 +156,7 @@ def final_answer(text: str) -> str:
     _work, mark, after = text.rpartition("####")
     if mark:
         return after.strip()
-    start = max((text.rfind(box) + len(box) for box in BOXES if box in text), default=len(text))
+    start = max((text.rfind(box) + len(box) for box in ("\\boxed{", "\\fbox{") if box in text), default=len(text))
     depth = 1
     for end in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
@@ -177,8 +169,7 @@ def final_answer(text: str) -> str:
 
 
 def need(columns: Names, *names: str, what: str) -> None:
-    missing = [name for name in names if name not in columns]
-    if missing:
+    if missing := [name for name in names if name not in columns]:
         raise EnvironmentSetupError(
             f"a data set in the format {what} needs the column {', '.join(missing)}; it has {', '.join(columns)}"
         )
@@ -191,18 +182,11 @@ def first_of(columns: Names, names: Names) -> str:
 
 
 def _chosen(columns: Names, given: str, usual: Names, what: str) -> str:
-    if given and given not in columns:
-        raise EnvironmentSetupError(f"there is no column {given!r} for the {what}; there are {', '.join(columns)}")
     found = given or first_of(columns, usual)
-    if not found:
-        raise EnvironmentSetupError(
-            f"which column is the {what}? there are {', '.join(columns)}; set environment.options.{what}"
-        )
+    if found not in columns:
+        said = f"there is no column {given!r} for the {what}" if given else f"no column is known to be the {what}"
+        raise EnvironmentSetupError(f"{said}; there are {', '.join(columns)}: set environment.options.{what}")
     return found
-
-
-def _there(columns: Names, *names: str) -> Names:
-    return tuple(name for name in names if name in columns)
 
 
 # The described schema
@@ -211,7 +195,7 @@ IDS = ("problem_id", "id", "task_id", "question_id", "unique_id", "uuid", "key")
 TYPE, INFO, GOLD = "task_type", "verification_info", "ground_truth"
 
 
-def described(columns: Names, wanted: Wanted) -> Format:
+def described(columns: Names, wanted: DatasetOptions) -> Format:
     """`task_type` names the grader of each row, unless one is given for all."""
     prompt, info = wanted.question or "prompt", wanted.answer or INFO
     types = () if wanted.grader else (TYPE,)
@@ -259,7 +243,7 @@ KINDS = ("question_type", "problem_type", "ability")
 AIME_LARGEST = 999
 
 
-def columns_format(columns: Names, wanted: Wanted) -> Format:
+def columns_format(columns: Names, wanted: DatasetOptions) -> Format:
     """The first usual name that is there; which it should be can be said: options.question and options.answer."""
     question = _chosen(columns, wanted.question, QUESTIONS, "question")
     answer = _chosen(columns, wanted.answer, ANSWERS, "answer")
@@ -288,7 +272,7 @@ def _answer(column: str, grader: str, row: Row) -> str:
     return final_answer(text) if mathematics and column.lower() in ("answer", "solution") else text
 
 
-def aime(columns: Names, wanted: Wanted) -> Format:
+def aime(columns: Names, wanted: DatasetOptions) -> Format:
     """`problem`/`answer`, `Problem`/`Answer`, `question`/`answer`: the answer is a whole number from 0 to 999."""
     question = _chosen(columns, wanted.question, QUESTIONS[:3], "question")
     answer = _chosen(columns, wanted.answer, ANSWERS[:4], "answer")
@@ -311,30 +295,28 @@ GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2"
 ASK_OPTION = "Which option is right? End with a line of the form: Answer: X, where X is one of A, B, C and D."
 
 
-def gpqa(columns: Names, wanted: Wanted) -> Format:
-    """One right and three wrong options, which are called A to D."""
+def gpqa(columns: Names, wanted: DatasetOptions) -> Format:
+    """One right and three wrong options, which are called A to D by their hash: no place is likelier to be right."""
     need(columns, *GPQA, what="gpqa")
 
+    def options(row: Row) -> tuple[str, list[str], int]:
+        question, right, *wrong = (required(row.get(column), column).strip() for column in GPQA)
+        listed = sorted(
+            (right, *wrong), key=lambda text: hashlib.sha256(f"shoal/gpqa/v1\n{question}\n{text}".encode()).digest()
+        )
+        if len(set(listed)) != len(listed):
+            raise UnusableTask("two of its options are the same")
+        return question, listed, listed.index(right)
+
     def written(row: Row) -> str:
-        question, options, _right = _options(row)
-        listed = "\n".join(f"{letter}) {text}" for letter, text in zip("ABCD", options, strict=True))
-        return f"{question}\n\n{listed}\n\n{ASK_OPTION}"
+        question, listed, _right = options(row)
+        lines = "\n".join(f"{letter}) {text}" for letter, text in zip("ABCD", listed, strict=True))
+        return f"{question}\n\n{lines}\n\n{ASK_OPTION}"
 
     return Format(
         name="gpqa", asks=GPQA, answers=GPQA, grader="choice", id=wanted.id or first_of(columns, ("record_id", "id")),
-        write=written, answer=lambda row: "ABCD"[_options(row)[2]],
+        write=written, answer=lambda row: "ABCD"[options(row)[2]],
     )  # fmt: skip
-
-
-def _options(row: Row) -> tuple[str, list[str], int]:
-    """The question, its options by their hash with it (no place is likelier to be right), and which is right."""
-    question, right, *wrong = (required(row.get(column), column).strip() for column in GPQA)
-    options = sorted(
-        (right, *wrong), key=lambda text: hashlib.sha256(f"shoal/gpqa/v1\n{question}\n{text}".encode()).digest()
-    )
-    if len(set(options)) != len(options):
-        raise UnusableTask("two of its options are the same")
-    return question, options, options.index(right)
 
 
 # Programming problems: LiveCodeBench, and those with one column of tests (APPS, TACO, DeepCoder and others)
@@ -349,7 +331,7 @@ ASK = "Write a Python program that reads standard input and prints the answer, i
 ASK_STARTER = "Complete this Python code so that it solves the problem, and put all of it in a ```python block:"
 
 
-def code(columns: Names, wanted: Wanted) -> Format:
+def code(columns: Names, wanted: DatasetOptions) -> Format:
     """The tests are in any spelling that the code grader reads; a program is asked for, or starter code completed."""
     question = wanted.question or first_of(columns, PROBLEMS) or PROBLEMS[0]
     tests = wanted.answer or first_of(columns, TESTS) or TESTS[0]
@@ -358,37 +340,37 @@ def code(columns: Names, wanted: Wanted) -> Format:
     def answer(row: Row) -> str:
         return json.dumps({"test_cases": answer_text(row.get(tests), tests), METADATA: row.get(METADATA)})
 
-    return Format(
-        name="code", asks=_there(columns, question, STARTER), answers=_there(columns, tests, METADATA),
-        id=wanted.id or first_of(columns, IDS), write=partial(_program, question), answer=answer, grader="code",
-    )  # fmt: skip
+    return _programming("code", columns, question, (tests,), answer, wanted.id or first_of(columns, IDS))
 
 
-def livecodebench(columns: Names, wanted: Wanted) -> Format:
+def livecodebench(columns: Names, wanted: DatasetOptions) -> Format:
     """Programs are read from standard input, or called by name where there is starter code (metadata.func_name).
 
     The answer is in the data set's own spelling, which the code grader reads, but for what was packed.
     """
     question = wanted.question or first_of(columns, ("question_content", "question", "prompt")) or "question_content"
     need(columns, question, *(() if PRIVATE in columns else (PUBLIC,)), what="livecodebench")
+    tests = (PUBLIC, PRIVATE)
 
     def answer(row: Row) -> str:
         return json.dumps({METADATA: row.get(METADATA), **{name: _cases(row.get(name), name) for name in tests}})
 
-    tests = (PUBLIC, PRIVATE)
-    return Format(
-        name="livecodebench", asks=_there(columns, question, STARTER), answers=_there(columns, *tests, METADATA),
-        id=wanted.id or first_of(columns, ("question_id", "problem_id", "task_id", "id")),
-        write=partial(_program, question), answer=answer, grader="code",
-    )  # fmt: skip
+    row_id = wanted.id or first_of(columns, ("question_id", "problem_id", "task_id", "id"))
+    return _programming("livecodebench", columns, question, tests, answer, row_id)
 
 
-def _program(column: str, row: Row) -> str:
-    content, starter = required(row.get(column), column), row.get(STARTER) or ""
-    if not isinstance(starter, str):
-        raise UnusableTask(f"{STARTER} is {type(starter).__name__}, not text")
-    asked = f"{ASK_STARTER}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else ASK
-    return f"{content.rstrip()}\n\n{asked}"
+def _programming(
+    name: str, columns: Names, question: str, tests: Names, answer: Callable[[Row], str], row_id: str
+) -> Format:
+    def written(row: Row) -> str:
+        content, starter = required(row.get(question), question), row.get(STARTER) or ""
+        if not isinstance(starter, str):
+            raise UnusableTask(f"{STARTER} is {type(starter).__name__}, not text")
+        asked = f"{ASK_STARTER}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else ASK
+        return f"{content.rstrip()}\n\n{asked}"
+
+    asks, answers = ([one for one in some if one in columns] for some in ((question, STARTER), (*tests, METADATA)))
+    return Format(name, tuple(asks), tuple(answers), answer, id=row_id, write=written, grader="code")
 
 
 def _cases(value: object, column: str) -> list[Any]:
@@ -407,20 +389,17 @@ def unpacked(text: str, column: str) -> str:
     try:
         inflater = zlib.decompressobj()
         data = inflater.decompress(base64.b64decode(text, validate=True), UNPACKED_LIMIT_BYTES)
-    except (binascii.Error, ValueError, zlib.error) as error:
-        raise UnusableTask(f"{column} is neither JSON nor packed JSON ({error})") from None
-    if not inflater.eof:
-        raise UnusableTask(f"{column} is cut off, or unpacks to more than {UNPACKED_LIMIT_BYTES // 2**20} MB")
-    if data[:1] in (b"[", b"{"):
-        return data.decode(errors="replace")
-    texts: list[str] = []
-    try:
+        if not inflater.eof:
+            raise UnusableTask(f"{column} is cut off, or unpacks to more than {UNPACKED_LIMIT_BYTES // 2**20} MB")
+        if data[:1] in (b"[", b"{"):
+            return data.decode(errors="replace")
+        texts: list[str] = []
         for operation, argument, _position in pickletools.genops(data):
             if operation.name in TEXTS:
                 texts.append(str(argument))
             elif operation.name not in HARMLESS:
                 raise UnusableTask(f"{column} holds a pickle of more than a text ({operation.name}): it is not run")
-    except ValueError as error:
+    except (ValueError, zlib.error) as error:
         raise UnusableTask(f"{column} is no JSON, packed or not ({str(error)[:80]})") from None
     if len(texts) != 1:
         raise UnusableTask(f"{column} holds a pickle of {len(texts)} texts instead of one: it is not used")
@@ -429,7 +408,7 @@ def unpacked(text: str, column: str) -> str:
 
 # Which formats there are
 
-FORMATS: dict[str, Callable[[Names, Wanted], Format]] = {
+FORMATS: dict[str, Callable[[Names, DatasetOptions], Format]] = {
     "described": described, "columns": columns_format, "aime": aime, "livecodebench": livecodebench, "code": code,
     "gpqa": gpqa,
 }  # fmt: skip
@@ -441,9 +420,13 @@ TELLING: tuple[tuple[str, frozenset[str]], ...] = (
 """Columns by which a format is known; any other has a column of tests, or question and answer columns."""
 
 
-class DatasetOptions(Wanted):
+class DatasetOptions(Options):
     """How to read a data set, [environment.options]; with none of these, the columns tell."""
 
+    grader: str = Field(default="", description="who scores all rows; empty: by row (task_type), or by the format")
+    question: str = Field(default="", description="the column that is the prompt; empty: found by its name")
+    answer: str = Field(default="", description="the column that is the answer; empty: found by its name")
+    id: str = Field(default="", description="the column that is the id; empty: found by its name, if there is one")
     format: str = Field(
         default="", description=f"which schema the rows have ({', '.join(FORMATS)}); empty: told by the columns"
     )

@@ -19,7 +19,7 @@ import importlib.util
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from numbers import Real
 from pathlib import Path
@@ -47,7 +47,13 @@ class FunctionEnvironment:
         module = _load(file)
         self.name, self._file = file.stem, file
         self.digest = hashlib.sha256(b"shoal/function/%d\n" % held_out_size + source).hexdigest()
-        self._call = _scorer(module, file)
+        wanted = "score(prompt, completion, answer) or score(task, completion)"
+        score = getattr(module, "score", None)
+        if not callable(score):
+            raise EnvironmentSetupError(f"the reward file {file} defines no function {wanted}")
+        self._score, self._parameters = score, len(inspect.signature(score).parameters)
+        if self._parameters not in (2, 3):
+            raise EnvironmentSetupError(f"score() in {file} takes {self._parameters} parameters; it must be {wanted}")
         self._tasks = _divide(_collect(module, file), held_out_size, file)
         self._by_id = {task.id: task for split in self._tasks.values() for task in split}
         tool, max_turns = getattr(module, "tool", None), getattr(module, "max_turns", protocol.DEFAULT_TURNS)
@@ -69,15 +75,17 @@ class FunctionEnvironment:
 
     def score(self, task: Task, completion: str) -> Score:
         """The file's own verdict. Whatever it raises is a failure of the machinery: unscored, never reward 0."""
+        given = (task, completion) if self._parameters == 2 else (task.prompt, completion, task.answer)
         try:
-            result = self._call(task, completion)
+            result = self._score(*given)
         except (Exception, SystemExit) as error:  # any exception of a user's function means the same thing here
-            raise ScoringFailure(f"score() in {self._file} raised {_said(error)} on task {task.id}") from error
+            told = f"raised {type(error).__name__}: {error} on task {task.id}"
+            raise ScoringFailure(f"score() in {self._file} {told}") from error
         try:
             return _as_score(result)
         except (TypeError, ValueError) as error:
-            told = f"score() in {self._file} returned {result!r:.200} on task {task.id}: {error}"
-            raise ScoringFailure(told) from None
+            told = f"returned {result!r:.200} on task {task.id}: {error}"
+            raise ScoringFailure(f"score() in {self._file} {told}") from None
 
 
 def _as_score(result: object) -> Score:
@@ -100,12 +108,10 @@ def _as_score(result: object) -> Score:
 
 
 def _number(value: object, problem: str) -> float:
-    if not isinstance(value, Real):
-        raise TypeError(problem)
     try:
-        number = float(value)
+        number = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:
-        number = math.inf
+        number = math.nan
     if not math.isfinite(number):
         raise ValueError(problem)
     return number
@@ -121,28 +127,16 @@ class _AsItIs(SourceFileLoader):
 def _load(file: Path) -> ModuleType:
     if file.suffix != ".py":
         raise EnvironmentSetupError(f"the reward file {file} is no Python file (its name must end in .py)")
-    name = f"shoal_reward_{file.stem}"
-    loader = _AsItIs(name, str(file))
-    spec = importlib.util.spec_from_loader(name, loader)
+    loader = _AsItIs(f"shoal_reward_{file.stem}", str(file))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     try:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything while it loads
-        raise EnvironmentSetupError(f"the reward file {file} does not load: {_said(error)}") from error
+        told = f"{type(error).__name__}: {error}"
+        raise EnvironmentSetupError(f"the reward file {file} does not load: {told}") from error
     return module
-
-
-def _scorer(module: ModuleType, file: Path) -> Callable[[Task, str], Any]:
-    score, wanted = getattr(module, "score", None), "score(prompt, completion, answer) or score(task, completion)"
-    if not callable(score):
-        raise EnvironmentSetupError(f"the reward file {file} defines no function {wanted}")
-    parameters = len(inspect.signature(score).parameters)
-    if parameters not in (2, 3):
-        raise EnvironmentSetupError(f"score() in {file} takes {parameters} parameters; it must be {wanted}")
-    if parameters == 2:
-        return lambda task, completion: score(task, completion)
-    return lambda task, completion: score(task.prompt, completion, task.answer)
 
 
 def _collect(module: ModuleType, file: Path) -> list[tuple[Task, Split | None]]:
@@ -152,7 +146,7 @@ def _collect(module: ModuleType, file: Path) -> list[tuple[Task, Split | None]]:
     try:
         items = list(tasks() if callable(tasks) else tasks)
     except (Exception, SystemExit) as error:  # a user's function may raise anything
-        raise EnvironmentSetupError(f"tasks in {file} cannot be listed: {_said(error)}") from error
+        raise EnvironmentSetupError(f"tasks in {file} cannot be listed: {type(error).__name__}: {error}") from error
     if not items:
         raise EnvironmentSetupError(f"tasks in {file} is empty")
     parsed = [_parse(item, index, file) for index, item in enumerate(items)]
@@ -165,19 +159,19 @@ def _collect(module: ModuleType, file: Path) -> list[tuple[Task, Split | None]]:
 def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
     if isinstance(item, Task):
         return item, None
-    default = f"{file.stem}/{index}"
-    if isinstance(item, Mapping):
-        split = item.get("split")
-        if "prompt" not in item or not item.keys() <= TASK_KEYS or split not in (None, *SPLITS):
-            raise EnvironmentSetupError(
-                f"task {index} in {file} needs `prompt`, and may have `answer`, `id` and `split` (train or held_out);"
-                f" it has {sorted(map(str, item))}"
-            )
-        task_id, answer = str(item.get("id", default)), str(item.get("answer", ""))
-        return Task(id=task_id, prompt=str(item["prompt"]), answer=answer), split
     if isinstance(item, tuple) and len(item) == 2:
-        return Task(id=default, prompt=str(item[0]), answer=str(item[1])), None
-    raise EnvironmentSetupError(f"task {index} in {file} is {type(item).__name__}; give a mapping or (prompt, answer)")
+        item = {"prompt": item[0], "answer": item[1]}
+    if not isinstance(item, Mapping):
+        said = f"task {index} in {file} is {type(item).__name__}; give a mapping or (prompt, answer)"
+        raise EnvironmentSetupError(said)
+    split = item.get("split")
+    if "prompt" not in item or not item.keys() <= TASK_KEYS or split not in (None, *SPLITS):
+        raise EnvironmentSetupError(
+            f"task {index} in {file} needs `prompt`, and may have `answer`, `id` and `split` (train or held_out);"
+            f" it has {sorted(map(str, item))}"
+        )
+    task_id, answer = str(item.get("id", f"{file.stem}/{index}")), str(item.get("answer", ""))
+    return Task(id=task_id, prompt=str(item["prompt"]), answer=answer), split
 
 
 def _divide(tasks: list[tuple[Task, Split | None]], held_out_size: int, file: Path) -> dict[Split, tuple[Task, ...]]:
@@ -195,7 +189,3 @@ def _divide(tasks: list[tuple[Task, Split | None]], held_out_size: int, file: Pa
     if not train:
         raise EnvironmentSetupError(f"{file} leaves no task to train on")
     return {"train": tuple(train), "held_out": tuple(held_out)}
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -3,7 +3,7 @@
     position ─► `Schedule` ─► part, nth task of it ─► a permutation of the part's tasks, another one in each pass
 
 A part that is small comes round again, another order each time, when the others are still on their first pass. Tasks
-are called `label:id`, and scores carry the label among their parts. What one part holds out, none trains on (`aside`).
+are called `label:id`, and scores carry the label among their parts. What one part holds out, none trains on.
 """
 
 from __future__ import annotations
@@ -11,17 +11,28 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
+from operator import ge, le
 from typing import ClassVar
 
 from shoal.environments import protocol
 from shoal.environments.composed import inner_of
-from shoal.environments.protocol import DialogueEnvironment, DialogueRule, Environment, LazyTasks, Score, Split, Task
-from shoal.environments.questions import Aside, task_digest
+from shoal.environments.protocol import (
+    DialogueEnvironment,
+    DialogueRule,
+    Environment,
+    GeneratingEnvironment,
+    LazyTasks,
+    Score,
+    Split,
+    Task,
+)
+from shoal.environments.questions import UNUSABLE, task_digest, task_digests
 from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
@@ -32,14 +43,6 @@ PASSED_OVER = 256
 """Tasks of a generating part that are looked at for one that nobody holds out."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A position's part, and how many earlier positions were that part's."""
-
-    part: int
-    nth: int
-
-
 class Schedule:
     """Positions dealt out by weights: the parts are split in two halves, again and again, each time evenly spread."""
 
@@ -47,7 +50,8 @@ class Schedule:
         exact = [Fraction(weight).limit_denominator(10**6) or Fraction(1, 10**6) for weight in weights]
         self._parts, self._sums = len(exact), list(accumulate(exact, initial=Fraction(0)))
 
-    def turn(self, position: int) -> Turn:
+    def turn(self, position: int) -> tuple[int, int]:
+        """The part whose turn a position is, and how many earlier positions were that part's."""
         first, last, nth = 0, self._parts, position
         while last - first > 1:
             middle = (first + last) // 2
@@ -56,7 +60,7 @@ class Schedule:
                 last, nth = middle, before
             else:
                 first, nth = middle, nth - before
-        return Turn(first, nth)
+        return first, nth
 
     def counts(self, positions: int) -> list[int]:
         """How many of the first `positions` each part has."""
@@ -77,21 +81,17 @@ class Schedule:
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Where `position` of `range(size)` goes under the permutation that `key` names; each number is met once."""
+    """Where `position` of `range(size)` goes under the permutation that `key` names (a Feistel cipher)."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    value = _feistel(position, half_bits, key)
-    while value >= size:  # a permutation of a larger range, walked until it is inside: it must come back
-        value = _feistel(value, half_bits, key)
-    return value
-
-
-def _feistel(value: int, half_bits: int, key: str) -> int:
     mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
-    for turn in range(FEISTEL_ROUNDS):
-        digest = hashlib.sha256(f"shoal/mix/v1\n{key}\n{turn}\n{right}".encode()).digest()
-        left, right = right, left ^ (int.from_bytes(digest[:8], "big") & mask)
-    return (left << half_bits) | right
+    while True:  # a permutation of a larger range, walked until it is inside: it must come back
+        left, right = position >> half_bits, position & mask
+        for turn in range(FEISTEL_ROUNDS):
+            digest = hashlib.sha256(f"shoal/mix/v1\n{key}\n{turn}\n{right}".encode()).digest()
+            left, right = right, left ^ (int.from_bytes(digest[:8], "big") & mask)
+        position = (left << half_bits) | right
+        if position < size:
+            return position
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,24 @@ class Part:
     weight: float
     environment: Environment
 
+    @cached_property
+    def generates(self) -> bool:
+        return isinstance(self.environment, GeneratingEnvironment)
+
+    def labelled(self, task: Task) -> Task:
+        return replace(task, id=f"{self.label}:{task.id}")
+
+    def shuffled(self, split: Split, size: int, nth: int) -> int:
+        once, position = divmod(nth, size)
+        return permute(position, size, f"{self.label}/{split}/{once}")
+
 
 class MixedEnvironment:
     """Implements `Environment`, and hands on what its parts can do beyond that.
 
     The train split has `train_size` positions; if that is None, as many as it takes until every part has had a turn for
     each of its tasks. The held-out split has each part in proportion, no task twice, and `held_out_size` tasks at most:
-    as many as the part that has the fewest allows. `aside` is what the parts keep out of each other's training.
+    as many as the part that has the fewest allows.
     """
 
     name: ClassVar[str] = "mix"
@@ -115,15 +126,27 @@ class MixedEnvironment:
     def __init__(self, parts: Sequence[Part], train_size: int | None, held_out_size: int) -> None:
         self.parts = tuple(parts)
         self._by_label = {part.label: part for part in self.parts}
-        self.aside = Aside({part.label: part.environment for part in self.parts})
-        positions = _one_pass(self.parts) if train_size is None else train_size
+        self._listing = [part for part in self.parts if not part.generates]
+        self._skipped = lru_cache(maxsize=None)(self._positions_held_out)
+        sizes = [len(part.environment.tasks("train")) for part in parts]
+        schedule = Schedule([part.weight for part in parts])
+        if train_size is None:  # the fewest positions in which every part has as many turns as it has tasks
+            train_size = bisect_left(
+                range(LONGEST), True, sum(sizes), key=lambda n: all(map(ge, schedule.counts(n), sizes))
+            )
         holding = [part for part in self.parts if len(part.environment.tasks("held_out"))]
+        rest, most = (
+            Schedule([part.weight for part in holding]),
+            [len(p.environment.tasks("held_out")) for p in holding],
+        )
+        wanted = range(1, held_out_size + 1) if holding else range(0)
+        held_out = bisect_left(wanted, True, key=lambda n: not all(map(le, rest.counts(n), most)))
         self._tasks: dict[Split, Sequence[Task]] = {
-            "train": MixedTasks(self.parts, "train", positions, self.aside),
-            "held_out": MixedTasks(holding, "held_out", _held_out_size(holding, held_out_size), self.aside),
+            "train": LazyTasks(train_size, partial(self._train, schedule)),
+            "held_out": LazyTasks(held_out, partial(self._held_out, holding, rest)),
         }
         content = [[part.label, part.weight, part.environment.digest] for part in self.parts]
-        self.digest = _hash("shoal/mix/v1", [content, positions, held_out_size])
+        self.digest = _hash("shoal/mix/v1", [content, train_size, held_out_size])
         data = [[part.label, getattr(part.environment, "data_digest", "")] for part in self.parts]
         self.data_digest = _hash("shoal/mix/data/v1", data) if any(digest for _label, digest in data) else ""
 
@@ -132,7 +155,7 @@ class MixedEnvironment:
 
     def task(self, task_id: str) -> Task:
         part, inner = self._part(task_id)
-        return _labelled(part, part.environment.task(inner))
+        return part.labelled(part.environment.task(inner))
 
     def score(self, task: Task, completion: str) -> Score:
         part, inner = self._part(task.id)
@@ -153,50 +176,54 @@ class MixedEnvironment:
             raise EnvironmentSetupError(f"the mixture has no task {task_id!r:.200}")
         return self._by_label[label], inner
 
-
-class MixedTasks(LazyTasks):
-    """One split of a mixture; a position is found when it is asked for."""
-
-    def __init__(self, parts: Sequence[Part], split: Split, size: int, aside: Aside) -> None:
-        self._parts = [(part, part.environment.tasks(split)) for part in parts]
-        self._schedule, self._split, self._aside = Schedule([part.weight for part in parts]), split, aside
-        super().__init__(size, self._at)
-
-    def _at(self, position: int) -> Task:
-        turn = self._schedule.turn(position)
-        part, tasks = self._parts[turn.part]
-        find = self._train if self._split == "train" else self._held_out
-        return _labelled(part, find(part, tasks, turn.nth))
-
-    def _train(self, part: Part, tasks: Sequence[Task], nth: int) -> Task:
-        """The nth task of a part to train on: past those whose question a part holds out."""
-        skipped = self._aside.skipped(part.label)
+    def _train(self, schedule: Schedule, position: int) -> Task:
+        """The task of a position: the nth of its part, past those whose question a part holds out."""
+        number, nth = schedule.turn(position)
+        part, tasks = self.parts[number], self.parts[number].environment.tasks("train")
+        skipped = self._skipped(part.label)
         size = len(tasks) - len(skipped)
         if not size:
             raise EnvironmentSetupError(
                 f"environment.mix, part {part.label!r} has no task to train on: other parts hold all its questions out"
             )
-        place = self._shuffled(part, size, nth)
+        place = part.shuffled("train", size, nth)
         index = place + bisect_right(range(len(skipped)), place, key=lambda before: skipped[before] - before)
-        if not self._aside.generates(part.label):
-            return tasks[index]
+        if not part.generates:
+            return part.labelled(tasks[index])
         for step in range(PASSED_OVER):
             task = tasks[(index + step) % size]
-            if task_digest(task) not in self._aside.held_out:
-                return task
+            if task_digest(task) not in self.aside:
+                return part.labelled(task)
         raise UnusableTask(f"{PASSED_OVER} tasks of part {part.label!r} in a row are held out by other parts")
 
-    def _held_out(self, part: Part, tasks: Sequence[Task], nth: int) -> Task:
-        task = tasks[self._shuffled(part, len(tasks), nth)]
-        if self._aside.generates(part.label) and self._aside.is_trained(task):
+    def _held_out(self, holding: Sequence[Part], schedule: Schedule, position: int) -> Task:
+        number, nth = schedule.turn(position)
+        part, tasks = holding[number], holding[number].environment.tasks("held_out")
+        task = tasks[part.shuffled("held_out", len(tasks), nth)]
+        if part.generates and task_digest(task) in self._trained:
             raise UnusableTask(
                 f"its question is in the training of another part (held-out task {task.id} of part {part.label!r})"
             )
-        return task
+        return part.labelled(task)
 
-    def _shuffled(self, part: Part, size: int, nth: int) -> int:
-        once, position = divmod(nth, size)
-        return permute(position, size, f"{part.label}/{self._split}/{once}")
+    @cached_property
+    def aside(self) -> frozenset[bytes]:
+        """The questions that parts which list their tasks hold out: nobody trains on them."""
+        found = (task_digests(part.environment, "held_out") for part in self._listing)
+        return frozenset(digest for digests in found for digest in digests) - {UNUSABLE}
+
+    @cached_property
+    def _trained(self) -> frozenset[bytes]:
+        found = (task_digests(part.environment, "train") for part in self._listing)
+        return frozenset(digest for digests in found for digest in digests) - self.aside
+
+    def _positions_held_out(self, label: str) -> tuple[int, ...]:
+        """Positions in the train split of a part that nobody trains on, ascending; none of one that generates."""
+        part = self._by_label[label]
+        if part.generates or not self.aside:
+            return ()
+        digests = enumerate(task_digests(part.environment, "train"))
+        return tuple(index for index, digest in digests if digest in self.aside)
 
 
 def mixed(settings: EnvironmentSettings, build: Callable[[Ingredient], Environment]) -> MixedEnvironment:
@@ -250,36 +277,6 @@ def dialogue_of(environment: Environment, task: Task) -> DialogueRule | None:
     """How the environment answers in this task; None if it does not."""
     inner = inner_of(environment)
     return inner.dialogue(task) if isinstance(inner, DialogueEnvironment) else None
-
-
-def _one_pass(parts: Sequence[Part]) -> int:
-    """The fewest positions in which every part has as many turns as it has tasks, up to `LONGEST`."""
-    schedule, sizes = (
-        Schedule([part.weight for part in parts]),
-        [len(part.environment.tasks("train")) for part in parts],
-    )
-    low, high = sum(sizes), LONGEST
-    while low < high:
-        middle = (low + high) // 2
-        enough = all(count >= size for count, size in zip(schedule.counts(middle), sizes, strict=True))
-        low, high = (low, middle) if enough else (middle + 1, high)
-    return low
-
-
-def _held_out_size(parts: Sequence[Part], wanted: int) -> int:
-    """The largest number of tasks, up to `wanted`, for which no part repeats. Parts without any are not among these."""
-    schedule = Schedule([part.weight for part in parts])
-    sizes = [len(part.environment.tasks("held_out")) for part in parts]
-    low, high = 0, wanted if parts else 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = all(count <= size for count, size in zip(schedule.counts(middle), sizes, strict=True))
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
-
-
-def _labelled(part: Part, task: Task) -> Task:
-    return replace(task, id=f"{part.label}:{task.id}")
 
 
 def _hash(label: str, content: object) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol, overload, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from shoal.environments.tools import TOOLS
 from shoal.errors import EnvironmentSetupError
@@ -22,9 +22,6 @@ class Task:
 
     `prompt` is what the user says last; `history` is what was said before, as (role, text), a system message first.
     `kind` names the grader, where an environment has several.
-
-    >>> Task(id="sort/train/0", prompt="3142=", answer="1234").prompt
-    '3142='
     """
 
     id: str
@@ -43,16 +40,9 @@ class LazyTasks(Sequence[Task]):
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+    def __getitem__(self, index: Any) -> Any:
         positions = range(self._size)[index]
         return self._make(positions) if isinstance(positions, int) else [self._make(each) for each in positions]
-
-    def __iter__(self) -> Iterator[Task]:
-        return map(self._make, range(self._size))
 
 
 @dataclass(frozen=True)
@@ -80,9 +70,7 @@ class Environment(Protocol):
 
     def tasks(self, split: Split) -> Sequence[Task]: ...  # indexing is cheap, nothing is listed in advance
 
-    def task(self, task_id: str) -> Task:
-        """The task of that id, whichever split holds it; an unknown id is an `EnvironmentSetupError`."""
-        ...
+    def task(self, task_id: str) -> Task: ...  # of either split; an unknown id is an `EnvironmentSetupError`
 
     def score(self, task: Task, completion: str) -> Score: ...
 
@@ -135,7 +123,7 @@ class DemandingEnvironment(Environment, Protocol):
 
 
 def require_scoring(environment: Environment) -> None:
-    """For whoever is about to score: to be refused once, at the start, and not once for every completion."""
+    """Refuse once, at the start, a machine that lacks what scoring needs."""
     if isinstance(environment, DemandingEnvironment):
         environment.prepare()
 
@@ -151,23 +139,15 @@ class Identity:
 
 
 def identity_of(environment: Environment) -> Identity:
-    """What an environment says of itself. `version` and `data_digest` are for it to add."""
     version, data_digest = getattr(environment, "version", 1), getattr(environment, "data_digest", "")
     return Identity(environment.name, int(version), environment.digest, str(data_digest))
 
 
-RESERVED = {
-    "task": "the reward before length and judges count", "length": "what the length added",
-    "target": "the length that was asked for", "limit": "scoring took too much time or memory",
-    "shuffled_from": "whose reward it is in the control run",
-}  # fmt: skip
+RESERVED = ("task", "length", "target", "limit", "shuffled_from")
 RESERVED_PREFIX = "judge."
-RESERVED_NAMES = f"{', '.join(RESERVED)} and {RESERVED_PREFIX}*"  # for messages
+RESERVED_NAMES = f"{', '.join(RESERVED)} and {RESERVED_PREFIX}*"
+"""Parts of a score that shoal adds itself: no environment may call one of its own so."""
 
 
 def is_reserved(name: str) -> bool:
-    """
-    >>> is_reserved("task"), is_reserved("judge.taste"), is_reserved("style")
-    (True, True, False)
-    """
     return name in RESERVED or name.startswith(RESERVED_PREFIX)

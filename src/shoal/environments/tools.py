@@ -48,19 +48,13 @@ def calculator(turns: Sequence[str]) -> str | None:
 
 def evaluate(text: str) -> Fraction:
     """The exact value of an expression; `NoValue` for whatever has none."""
-    if len(text) > MAX_CHARACTERS:
-        raise NoValue(f"more than {MAX_CHARACTERS} characters")
-    tokens, at = [], 0
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None and text[at] not in _BLANK:
-            raise NoValue(f"{text[at]!r} is no part of an expression")
-        tokens += [match.group()] if match else []
-        at = match.end() if match else at + 1
+    tokens = _TOKEN.findall(text)
+    if len(text) > MAX_CHARACTERS or "".join(tokens) != re.sub(f"[{_BLANK}]", "", text):
+        raise NoValue
     parser = _Parser(tokens)
     value = parser.sum(0)
-    if parser.peek():
-        raise NoValue(f"{parser.peek()!r} is left over")
+    if parser.tokens:
+        raise NoValue
     return value
 
 
@@ -80,63 +74,50 @@ def is_number(text: str) -> bool:
 
 class _Parser:
     def __init__(self, tokens: list[str]) -> None:
-        self.tokens, self.at = tokens, 0
+        self.tokens = tokens[::-1]
 
-    def peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
-
-    def take(self) -> str:
-        token = self.peek()
-        self.at += 1
-        return token
+    def take(self, *wanted: str) -> str:
+        """The next token if it is one of those that are wanted; empty, and nothing taken, if it is not."""
+        return self.tokens.pop() if self.tokens and (not wanted or self.tokens[-1] in wanted) else ""
 
     def sum(self, depth: int) -> Fraction:
         value = self.product(depth)
-        while self.peek() in ("+", "-"):
-            sign = 1 if self.take() == "+" else -1
-            value = _bounded(value + sign * self.product(depth))
+        while sign := self.take("+", "-"):
+            right = self.product(depth)
+            value = _bounded(value + right if sign == "+" else value - right)
         return value
 
     def product(self, depth: int) -> Fraction:
         value = self.factor(depth)
-        while self.peek() in ("*", "/"):
-            operator, right = self.take(), self.factor(depth)
-            if operator == "/" and right == 0:
-                raise NoValue("division by zero")
-            value = _bounded(value * right if operator == "*" else value / right)
+        while sign := self.take("*", "/"):
+            right = self.factor(depth)
+            if sign == "/" and right == 0:
+                raise NoValue
+            value = _bounded(value * right if sign == "*" else value / right)
         return value
 
     def factor(self, depth: int) -> Fraction:
         if depth > MAX_DEPTH:
-            raise NoValue(f"nested deeper than {MAX_DEPTH}")
-        token = self.take()
-        if token in ("+", "-"):
-            return -self.factor(depth + 1) if token == "-" else self.factor(depth + 1)
-        if token == "(":
-            value = self.sum(depth + 1)
-            if self.take() != ")":
-                raise NoValue("a parenthesis is not closed")
-        elif not token or token[0] not in "0123456789.":
-            raise NoValue(f"{token!r} where a number should be")
-        elif len(token) > MAX_DIGITS:
-            raise NoValue(f"a number of more than {MAX_DIGITS} digits")
+            raise NoValue
+        if sign := self.take("+", "-"):
+            return -self.factor(depth + 1) if sign == "-" else self.factor(depth + 1)
+        if self.take("("):
+            base = self.sum(depth + 1)
+            if not self.take(")"):
+                raise NoValue
         else:
-            value = Fraction(token)
-        if self.peek() in ("^", "**"):
-            self.take()
-            return _raised(value, self.factor(depth + 1))
-        return value
-
-
-def _raised(base: Fraction, exponent: Fraction) -> Fraction:
-    """A power that is known to be small before it is computed."""
-    if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
-        raise NoValue(f"exponents are whole and at most {MAX_EXPONENT}")
-    if base == 0 and exponent < 0:
-        raise NoValue("division by zero")
-    if _bits(base) * abs(int(exponent)) > 2 * MAX_BITS:
-        raise NoValue("too large")
-    return _bounded(base ** int(exponent))
+            token = self.take()
+            if not token or token[0] not in "0123456789." or len(token) > MAX_DIGITS:
+                raise NoValue
+            base = Fraction(token)
+        if not self.take("^", "**"):
+            return base
+        exponent = self.factor(depth + 1)
+        if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT or (base == 0 and exponent < 0):
+            raise NoValue
+        if _bits(base) * abs(int(exponent)) > 2 * MAX_BITS:  # known to be large before it is computed
+            raise NoValue
+        return _bounded(base ** int(exponent))
 
 
 def _bits(value: Fraction) -> int:
@@ -145,7 +126,7 @@ def _bits(value: Fraction) -> int:
 
 def _bounded(value: Fraction) -> Fraction:
     if _bits(value) > MAX_BITS:
-        raise NoValue("too large")
+        raise NoValue
     return value
 
 

@@ -60,7 +60,7 @@ def train_digests(environment: Environment) -> Iterator[bytes]:
     inner = inner_of(environment)
     if isinstance(inner, MixedEnvironment):  # all that a part may come to, however long the run is
         for part in inner.parts:  # but for what another part holds out: that is passed over
-            yield from (found for found in train_digests(part.environment) if found not in inner.aside.held_out)
+            yield from (found for found in train_digests(part.environment) if found not in inner.aside)
         return
     yield from (found for found in task_digests(inner, "train") if found != UNUSABLE)
 

@@ -47,11 +47,11 @@ def test_the_described_schema() -> None:
         ([{"role": "assistant", "content": "Hello."}], "must end with a message of the user"),
         ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}],
          "a system message that is not its first"),
-        ([{"role": "tool", "content": "7"}, {"role": "user", "content": "c"}], "of the role 'tool'"),
-        ([{"role": "user", "content": ["a"]}], "whose content is no text"),
+        ([{"role": "tool", "content": "7"}, {"role": "user", "content": "c"}], "0.role: Input should be 'system'"),
+        ([{"role": "user", "content": ["a"]}], "0.content: Input should be a valid string"),
         ([{"role": "user", "content": " "}], "prompt is empty"),
-        (["hello"], "holds a message that is no"),
-        (7, "prompt is int, neither text nor a list of messages"),
+        (["hello"], "0: Input should be a valid dictionary"),
+        (7, "prompt is neither text nor messages of role and content (it: "),
     ],
 )  # fmt: skip
 def test_prompts_that_are_no_conversations(prompt: Any, said: str, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_question_and_answer_columns(tmp_path: Path) -> None:
     environment = open_data(path, question="text", answer="reply", grader="exact")
     assert environment.score(environment.task("2"), "well").value == 1.0
     for options, said in [
-        ({}, "which column is the question? there are text, reply, n; set"),
+        ({}, "no column is known to be the question; there are text, reply, n: set"),
         ({"question": "words", "answer": "reply"}, "there is no column 'words' for the question; there are text, "),
         ({"question": "text", "answer": "reply", "grader": "exakt"}, "there is no grader 'exakt'"),
         ({"question": "text", "answer": "reply", "id": "n2"}, "there is no column 'n2' for the id; there are text, "),
@@ -173,8 +173,8 @@ def test_packed_text_is_unpacked_without_unpickling(protocol: int) -> None:
         (base64.b64encode(zlib.compress(b"\x80\x04")).decode(), "is no JSON, packed or not"),
         (base64.b64encode(zlib.compress(b"garbage")).decode(), "is no JSON, packed or not"),
         (base64.b64encode(zlib.compress(b"x" * 1000)[:-5]).decode(), "is cut off"),
-        (base64.b64encode(b"not zlib").decode(), "neither JSON nor packed JSON"),
-        ("no base64!", "neither JSON nor packed JSON"),
+        (base64.b64encode(b"not zlib").decode(), "is no JSON, packed or not"),
+        ("no base64!", "is no JSON, packed or not"),
     ],
 )  # fmt: skip
 def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> None:

@@ -105,12 +105,12 @@ def test_decoded_row_groups_are_kept_within_a_bound_in_bytes() -> None:
     piece = pa.table({"a": list(range(100))})
     pieces = Pieces(limit_bytes=3 * piece.nbytes)
     for number in range(5):
-        pieces.put((number,), piece)
-        pieces.get((1,))
+        pieces.put(piece, number)
+        pieces.get(1)
     assert pieces.size_bytes <= 3 * piece.nbytes
-    assert pieces.get((1,)) is not None  # used all the time
-    assert pieces.get((2,)) is None
-    assert pieces.get((4,)) is not None
+    assert pieces.get(1) is not None  # used all the time
+    assert pieces.get(2) is None
+    assert pieces.get(4) is not None
 
 
 def test_rows_of_a_huge_group_come_from_small_ones_that_are_written_once(
@@ -216,11 +216,11 @@ def test_damaged_or_missing_cache_costs_time_only(
     ("name", "content", "said"),
     [
         ("cut.parquet", lambda folder: KINDS["parquet"](folder, described(10)).read_bytes()[:-100],
-         "is no Parquet file, or was cut off"),
-        ("magic.parquet", b"PK\x03\x04" * 100, "is no Parquet file, or was cut off"),
-        ("empty.parquet", b"", "is empty"),
+         "is no Parquet file, or empty, cut off or damaged"),
+        ("magic.parquet", b"PK\x03\x04" * 100, "is no Parquet file, or empty, cut off or damaged"),
+        ("empty.parquet", b"", "is no Parquet file, or empty"),
         ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        ("empty.jsonl", b"", "is empty"),
+        ("empty.jsonl", b"", "is no JSON lines file, or empty"),
         ("blank.jsonl", b"\n \n\n", "none of its first lines is a JSON object"),
         ("list.json", b'[{"prompt": "a"}]', "write one object per line"),
         ("binary.jsonl", b"\xff\xfe\x00" * 100, "none of its first lines is a JSON object"),
@@ -245,13 +245,13 @@ def test_a_page_that_is_damaged_is_found_when_it_is_read(tmp_path: Path) -> None
 
 FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"README.md": b""}, "holds no Parquet or JSON lines file"),
-    "several folders": ({"a/x.parquet": 3, "b/x.parquet": 3}, "several folders (a, b)"),
-    "several kinds": ({"x.parquet": 3, "y.jsonl": 3}, "files of several kinds (jsonl, parquet)"),
+    "several folders": ({"a/x.parquet": 3, "b/x.parquet": 3}, "in several folders (a, b)"),
+    "several kinds": ({"x.parquet": 3, "y.jsonl": 3}, "of several kinds (jsonl, parquet)"),
     "other splits": ({"test-00000-of-00001.parquet": 3, "dev-00000-of-00001.parquet": 3},
                      "has no split 'train'; it has dev, test"),
     "other types": ({"a.parquet": 3, "b.parquet": [{**row, "prompt": 7} for row in described(3)]},
                     "column prompt is int64 in"),
-    "other columns": ({"a.parquet": 3, "b.parquet": [{"prompt": "x"}]}, "has no column problem_id"),
+    "other columns": ({"a.parquet": 3, "b.parquet": [{"prompt": "x"}]}, "there is no column problem_id in"),
 }  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def test_folders_that_are_no_data_set(case: str, tmp_path: Path) -> None:
 
 
 def test_links_that_go_nowhere_or_in_a_circle(tmp_path: Path) -> None:
-    for name, target, said in [("loop", "loop", "cannot open the data"), ("dangling", "gone", "link to nowhere")]:
+    for name, target, said in [("loop", "loop", "cannot open the data"), ("dangling", "gone", "there is no data at")]:
         (tmp_path / f"{name}.parquet").symlink_to(tmp_path / f"{target}.parquet")
         assert said in refused(tmp_path / f"{name}.parquet")
     folder = write_parquet(tmp_path / "folder" / "x.parquet", described(10)).parent
@@ -290,10 +290,10 @@ def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None
     for data, options, said in [
         (Path("a\0b.jsonl"), {}, "cannot open the data"),
         (path, {"held_out": "a\0b.jsonl"}, "cannot open the data"),
-        (Path("some-org/some-data"), {}, "download it first"),
+        (Path("some-org/some-data"), {}, "hf download"),
         (tmp_path / "missing.parquet", {}, "there is no data at"),
-        (path, {"split": "zz"}, "a.jsonl is not in splits, so it has no split 'zz'"),
-        (named, {"split": "train"}, "is the split 'test', so it has no split 'train'"),
+        (path, {"split": "zz"}, "a.jsonl is one file and has no split 'zz'"),
+        (named, {"split": "train"}, "is one file and has no split 'train'"),
     ]:
         assert said in refused(data, **options)  # type: ignore[arg-type]
     assert open_data(named, split="test").row_count == 10

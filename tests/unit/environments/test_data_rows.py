@@ -321,13 +321,15 @@ def test_rows_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for module in (readers, scanning):
         monkeypatch.setattr(module, "ROW_LIMIT_BYTES", 500)
     rows = described(10, prompt={3: "x" * 501})
-    assert open_data(write_parquet(tmp_path / "a.parquet", rows)).problems.first == [(3, scanning.TOO_LARGE)]
+    assert open_data(write_parquet(tmp_path / "a.parquet", rows)).problems.first == [
+        (3, f"the prompt is too large: {scanning.TOO_LARGE}")
+    ]
     ((row, reason),) = open_data(write_jsonl(tmp_path / "a.jsonl", rows)).problems.first
     assert (row, reason) == (3, "the line has more than 0 MB")
     monkeypatch.setattr(scanning, "ROW_LIMIT_BYTES", 500)
     info = json.dumps({"ground_truth": "1", "notes": "x" * 600})
     environment = open_data(write_parquet(tmp_path / "b.parquet", described(10, verification_info={3: info})))
-    with pytest.raises(UnusableTask, match="the answer has more than"):
+    with pytest.raises(UnusableTask, match="the answer is too large"):
         _ = environment.task("3/p3").answer
 
 

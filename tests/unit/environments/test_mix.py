@@ -35,10 +35,10 @@ weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=9)
 @given(weights, st.integers(0, 10**12))
 def test_turns_and_counts_agree_everywhere(shares: list[float], position: int) -> None:
     schedule = Schedule(shares)
-    before, after, turn = schedule.counts(position), schedule.counts(position + 1), schedule.turn(position)
+    before, after, (part, nth) = schedule.counts(position), schedule.counts(position + 1), schedule.turn(position)
     assert sum(before) == position
-    assert [b - a for a, b in zip(before, after, strict=True)] == [part == turn.part for part in range(len(shares))]
-    assert before[turn.part] == turn.nth
+    assert [b - a for a, b in zip(before, after, strict=True)] == [number == part for number in range(len(shares))]
+    assert before[part] == nth
 
 
 @given(weights, st.integers(0, 10**6))

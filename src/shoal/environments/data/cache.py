@@ -47,8 +47,7 @@ def identity(path: Path) -> tuple[object, ...]:
     The time of modification can be set back (rsync -t, touch -r, a restored backup); that of the inode cannot.
     """
     found = path.stat()
-    times = found.st_mtime_ns, found.st_ctime_ns
-    return (str(path.resolve()), found.st_size, *times, found.st_ino, found.st_dev)
+    return (str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
 
 def load(name: str) -> bytes | None:
@@ -74,23 +73,19 @@ def store(name: str, payload: bytes) -> None:
 def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | None:
     import numpy as np
 
-    payload = load(name)
-    if payload is None:
-        return None
     try:
-        with np.load(io.BytesIO(payload), allow_pickle=False) as entry:
+        with np.load(io.BytesIO(load(name) or b""), allow_pickle=False) as entry:
             arrays = {key: entry[key] for key in entry.files}
         return arrays, json.loads(arrays.pop("json").tobytes())
     except (ValueError, KeyError, AttributeError, EOFError, OSError, zipfile.BadZipFile):
-        return None  # of another version of numpy, or of something else: found out again
+        return None  # there is none, or it is of another version of numpy, or of something else: found out again
 
 
 def store_arrays(name: str, arrays: Mapping[str, np.ndarray[Any, Any]], beside: Any) -> None:
     import numpy as np
 
-    text = np.frombuffer(json.dumps(beside).encode(), np.uint8)
     buffer = io.BytesIO()
-    np.savez(buffer, json=text, **arrays)  # type: ignore[arg-type]
+    np.savez(buffer, json=np.frombuffer(json.dumps(beside).encode(), np.uint8), **arrays)  # type: ignore[arg-type]
     store(name, buffer.getvalue())
 
 
@@ -106,11 +101,10 @@ def file_digest(path: Path) -> str:
     if known is not None:
         return known.decode()
     hasher, buffer = blake3(max_threads=blake3.AUTO), bytearray(CHUNK_BYTES)
-    view = memoryview(buffer)
     try:
         with path.open("rb", buffering=0) as file:  # a mapping of the file would count as this process's memory
             while size := file.readinto(buffer):
-                hasher.update(view[:size])
+                hasher.update(memoryview(buffer)[:size])
     except OSError as error:
         raise EnvironmentSetupError(f"cannot read the data {path}: {error.strerror or error}") from None
     if entry_name("digest", identity(path)) == name:  # it was not changed meanwhile

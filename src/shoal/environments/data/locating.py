@@ -21,7 +21,6 @@ SUFFIXES: dict[str, Kind] = {
 }  # fmt: skip
 SHARD = re.compile(r"^(?P<split>[A-Za-z][A-Za-z0-9_.]*?)-\d{4,}-of-\d{4,}")
 SPLIT_WORDS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
-HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 NOT_DATA = frozenset({"state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "config.json"})
 MOST_FILES = 100_000
 
@@ -43,11 +42,9 @@ def locate(path: Path, split: str = "") -> tuple[DataFile, ...]:
         raise EnvironmentSetupError(
             f"{path} is of no kind that is known by its name, .parquet or .jsonl: unpack or convert it"
         )
-    name = _split_of(path)
-    if split and split != name:  # it would change nothing but the environment's digest
+    if split not in ("", _split_of(path)):  # it would change nothing but the environment's digest
         raise EnvironmentSetupError(
-            f"{path} is {f'the split {name!r}' if name else 'not in splits'}, so it has no split {split!r}:"
-            " leave environment.options.split out, or give the folder that holds the splits"
+            f"{path} is one file and has no split {split!r}: leave environment.options.split out, or give its folder"
         )
     return (DataFile(path, kind),)
 
@@ -58,24 +55,16 @@ def kind_of(path: Path) -> Kind | None:
 
 def _require(path: Path) -> None:
     """Refuse a path at which nothing is, or nothing that can be looked at."""
-    name = "/".join(path.parts[-2:])
     try:
         path.stat()
-        return
     except FileNotFoundError:
-        if path.is_symlink():
-            said = f"the data {path} is a link to nowhere; check environment.data"
-        elif HUB_NAME.match(str(path)) or (HUB_NAME.match(name) and not path.parent.exists()):
-            said = (
-                f"there is no file or folder {path}; if it is a data set of a hub, download it first (for example:"
-                f" hf download --repo-type dataset {name} --local-dir FOLDER) and give the folder as environment.data"
-            )
-        else:
-            said = f"there is no data at {path}; give a Parquet or JSON lines file, or a folder, as environment.data"
+        raise EnvironmentSetupError(
+            f"there is no data at {path}; give a Parquet or JSON lines file, or a folder of them, as environment.data"
+            " (a data set of a hub is downloaded first: hf download --repo-type dataset NAME --local-dir FOLDER)"
+        ) from None
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         why = (error.strerror if isinstance(error, OSError) else None) or error
-        said = f"cannot open the data {str(path)!r}: {why}; check environment.data"
-    raise EnvironmentSetupError(said)
+        raise EnvironmentSetupError(f"cannot open the data {str(path)!r}: {why}; check environment.data") from None
 
 
 def _shards(path: Path, split: str) -> tuple[DataFile, ...]:
@@ -92,15 +81,18 @@ def _shards(path: Path, split: str) -> tuple[DataFile, ...]:
             raise EnvironmentSetupError(f"{path} holds more than {MOST_FILES:,} data files; give a folder of its own")
     if not found:
         raise EnvironmentSetupError(f"{path} holds no Parquet or JSON lines file; check environment.data")
-    places = sorted({file.path.parent for file in found})
-    if len(places) > 1:
-        listed = ", ".join(str(folder.relative_to(path)) for folder in places[:10])
-        raise EnvironmentSetupError(f"{path} holds data in several folders ({listed}): give one of them")
-    kinds = sorted({file.kind for file in found})
-    if len(kinds) > 1:
-        raise EnvironmentSetupError(f"{path} holds files of several kinds ({', '.join(kinds)}): give one of the files")
+    for several, what in (
+        ({str(file.path.parent.relative_to(path)) for file in found}, "in several folders"),
+        ({file.kind for file in found}, "of several kinds"),
+    ):
+        if len(several) > 1:
+            listed = ", ".join(sorted(several)[:10])
+            raise EnvironmentSetupError(f"{path} holds data {what} ({listed}): give one of them")
     splits = sorted({_split_of(file.path) for file in found})
-    chosen = _one_split(splits, split, path) if len(splits) > 1 or split else splits[0]
+    chosen = split or (splits[0] if len(splits) == 1 else "train" if "" not in splits else "")
+    if chosen not in splits:
+        listed = ", ".join(name or "(no name)" for name in splits)
+        raise EnvironmentSetupError(f"{path} has no split {chosen!r}; it has {listed}: set environment.options.split")
     return tuple(sorted((file for file in found if _split_of(file.path) == chosen), key=lambda file: file.path.name))
 
 
@@ -108,11 +100,3 @@ def _split_of(path: Path) -> str:
     match = SHARD.match(path.name)
     word = path.name.partition(".")[0].lower()
     return match["split"] if match else word if word in SPLIT_WORDS else ""
-
-
-def _one_split(names: list[str], wanted: str, path: Path) -> str:
-    chosen = wanted if wanted in names else wanted or (names[0] if len(names) == 1 else "train")
-    if chosen in names:
-        return chosen
-    listed = ", ".join(name or "(no name)" for name in names)
-    raise EnvironmentSetupError(f"{path} has no split {chosen!r}; it has {listed}: set environment.options.split")

@@ -15,7 +15,6 @@ import bisect
 import logging
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -45,6 +44,8 @@ KEPT_BYTES, PIECE_BYTES = 96 * 2**20, 80 * 2**20
 """Of decoded row groups: all that are kept, and the largest."""
 CHUNK_BYTES = 8 * 2**20
 LINES_AT_ONCE, LOOKED_AT = 1024, 100  # lines that tell which columns there are
+OPEN_AT_ONCE = 64
+"""Files whose handles are kept; a data set of a thousand shards must not use up what a process may open."""
 
 
 @dataclass(frozen=True)
@@ -78,29 +79,8 @@ def values_of(column: Any, name: str = "a value") -> list[Any]:
     return found
 
 
-class Source(ABC):
-    """One file. `types` says what a column holds, if the file does: shards must agree."""
-
-    def __init__(self, path: Path, columns: Sequence[str], types: Sequence[Any], rows: int) -> None:
-        self.path, self.columns, self.rows = path, tuple(columns), rows
-        twice = [name for name, count in Counter(columns).items() if count > 1]
-        if twice:  # nobody could say which is meant
-            raise EnvironmentSetupError(f"{path} has more than one column named {twice[0]!r}: rename or drop one")
-        self.types = dict(zip(columns, map(str, types), strict=False))
-
-    @abstractmethod
-    def scan(self, columns: Sequence[str]) -> Iterator[Batch]: ...
-
-    @abstractmethod
-    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Say what is wrong with a file that is not what its name says."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -108,55 +88,28 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> EnvironmentSetupError:
-    try:
-        with path.open("rb") as file:
-            begins = file.read(64)
-    except OSError as failure:
-        return EnvironmentSetupError(f"cannot read {path}: {failure.strerror or failure}; check environment.data")
-    if not begins:
-        return EnvironmentSetupError(f"{path} is empty; fetch it again, or take it out of the folder")
-    if begins.startswith(b"version https://git-lfs"):
-        return EnvironmentSetupError(f"{path} is a pointer of git-lfs, not the data: run git lfs pull")
     said = " ".join(str(error).split())[:160]
-    return EnvironmentSetupError(f"{path} is no {kind} file, or was cut off or damaged: fetch it again ({said})")
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(64).startswith(b"version https://git-lfs"):
+            return EnvironmentSetupError(f"{path} is a pointer of git-lfs, not the data: run git lfs pull")
+    return EnvironmentSetupError(f"{path} is no {kind} file, or empty, cut off or damaged: fetch it again ({said})")
 
 
-# Parquet
+class ParquetSource:
+    """One file. It is read, not mapped: mapped pages would count as this process's memory."""
 
-
-class Pieces:
-    """Decoded row groups, the last used ones, of all files together."""
-
-    def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
-        self._limit_bytes = limit_bytes
-        self._kept: OrderedDict[tuple[object, ...], Any] = OrderedDict()
-        self.size_bytes = 0
-
-    def get(self, key: tuple[object, ...]) -> Any:
-        if key in self._kept:
-            self._kept.move_to_end(key)
-        return self._kept.get(key)
-
-    def put(self, key: tuple[object, ...], piece: Any) -> None:
-        self._kept[key] = piece
-        self.size_bytes += piece.nbytes
-        while self.size_bytes > self._limit_bytes and len(self._kept) > 1:
-            self.size_bytes -= self._kept.popitem(last=False)[1].nbytes
-
-
-class ParquetSource(Source):
-    """Files are read, not mapped: mapped pages would count as this process's memory."""
-
-    def __init__(self, path: Path, pieces: Pieces, most_bytes: float | None = None) -> None:
+    def __init__(self, path: Path, kept: Pieces, most_bytes: float | None = None) -> None:
+        self.path, self._kept = path, kept
         self._most_bytes = PIECE_BYTES if most_bytes is None else most_bytes
-        self._pieces, self._small = pieces, dict[tuple[int, tuple[str, ...]], ParquetSource]()
+        self._small: dict[tuple[int, tuple[str, ...]], ParquetSource] = {}
         self._size = lru_cache(maxsize=None)(self._unpacked_bytes)
         with _reading(path):
             self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema, found = self._file.schema_arrow, self._file.metadata
-        sizes = [found.row_group(group).num_rows for group in range(found.num_row_groups)]
-        self._starts = [0, *accumulate(sizes)]
-        super().__init__(path, schema.names, schema.types, self._starts[-1])
+        sizes = (found.row_group(group).num_rows for group in range(found.num_row_groups))
+        self._starts = list(accumulate(sizes, initial=0))
+        self.rows, self.columns = self._starts[-1], tuple(schema.names)
+        self.types = dict(zip(schema.names, map(str, schema.types), strict=True))
 
     def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
         with _reading(self.path):
@@ -164,16 +117,16 @@ class ParquetSource(Source):
                 for batch in self._batches(group, tuple(columns)):
                     yield {name: batch.column(name) for name in columns}
 
-    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
+    def row(self, index: int, columns: tuple[str, ...]) -> dict[str, Any]:
         group = bisect.bisect_right(self._starts, index) - 1
-        key, offset = (self.path, group, tuple(columns)), index - self._starts[group]
+        offset = index - self._starts[group]
         with _reading(self.path):
-            decoded = self._pieces.get(key)
-            if decoded is None and self._size(group, tuple(columns)) > self._most_bytes:
-                return self._in_small_groups(group, tuple(columns)).row(offset, columns)
+            decoded = self._kept.get(self.path, group, columns)
+            if decoded is None and self._size(group, columns) > self._most_bytes:
+                return self._in_small_groups(group, columns).row(offset, columns)
             if decoded is None:
                 decoded = self._file.read_row_group(group, columns=list(columns), use_threads=False)
-                self._pieces.put(key, decoded)
+                self._kept.put(decoded, self.path, group, columns)
             return dict(decoded.slice(offset, 1).to_pylist()[0])
 
     def _batches(self, group: int, columns: tuple[str, ...]) -> Iterator[Any]:
@@ -191,25 +144,26 @@ class ParquetSource(Source):
     def _in_small_groups(self, group: int, columns: tuple[str, ...]) -> ParquetSource:
         """A row group that takes too long to be decoded for one row, as a file in the cache folder."""
         path = cache.cache_folder() / f"{cache.entry_name('rows', cache.identity(self.path), group, columns)}.parquet"
-        if (group, columns) not in self._small or not path.exists():  # the cache may be deleted at any time
-            if not path.exists():
-                log.warning(
-                    "%s has row groups above %d MB: they are written into %s once; row_group_size=1000 avoids it",
-                    self.path, PIECE_BYTES // 2**20, path.parent,
-                )  # fmt: skip
+        if not path.exists():  # the cache may be deleted at any time
+            log.warning(
+                "%s has row groups above %d MB: they are written into %s once; row_group_size=1000 avoids it",
+                self.path, PIECE_BYTES // 2**20, path.parent,
+            )  # fmt: skip
+            self._small.pop((group, columns), None)
+            scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
+            try:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
-                try:
-                    schema = pa.schema([self._file.schema_arrow.field(name) for name in columns])
-                    with pq.ParquetWriter(scratch, schema) as writer:
-                        for batch in self._batches(group, columns):
-                            writer.write_batch(batch.select(list(columns)))
-                    scratch.replace(path)
-                except OSError as error:
-                    raise resource_error("write a large row group into", path.parent, error) from None
-                finally:
-                    scratch.unlink(missing_ok=True)
-            self._small[group, columns] = ParquetSource(path, self._pieces, float("inf"))
+                schema = pa.schema([self._file.schema_arrow.field(name) for name in columns])
+                with pq.ParquetWriter(scratch, schema) as writer:
+                    for batch in self._batches(group, columns):
+                        writer.write_batch(batch.select(list(columns)))
+                scratch.replace(path)
+            except OSError as error:
+                raise resource_error("write a large row group into", path.parent, error) from None
+            finally:
+                scratch.unlink(missing_ok=True)
+        if (group, columns) not in self._small:
+            self._small[group, columns] = ParquetSource(path, self._kept, float("inf"))
         return self._small[group, columns]
 
     def close(self) -> None:
@@ -217,17 +171,41 @@ class ParquetSource(Source):
             source._file.close()
 
 
-# JSON lines
+class Pieces:
+    """Decoded row groups, the last used ones, of all files together."""
+
+    def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
+        self._limit_bytes, self.size_bytes = limit_bytes, 0
+        self._pieces: OrderedDict[tuple[object, ...], Any] = OrderedDict()
+
+    def get(self, *key: object) -> Any:
+        if key in self._pieces:
+            self._pieces.move_to_end(key)
+        return self._pieces.get(key)
+
+    def put(self, piece: Any, *key: object) -> None:
+        self._pieces[key] = piece
+        self.size_bytes += piece.nbytes
+        while self.size_bytes > self._limit_bytes and len(self._pieces) > 1:
+            self.size_bytes -= self._pieces.popitem(last=False)[1].nbytes
 
 
-class JsonlSource(Source):
-    """A row is a line, also after a bad one."""
+class JsonlSource:
+    """One file. A row is a line, also after a bad one; `types` is empty, for lines have none."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._begins = _line_starts(path)
+        self._file, self._begins = path.open("rb"), _line_starts(path)
         self._decoders: dict[tuple[str, ...], msgspec.json.Decoder[Any]] = {}
-        super().__init__(path, self._look(path), (), len(self._begins) - 1)
+        self.rows, self.types = len(self._begins) - 1, dict[str, str]()
+        found: dict[str, None] = {}
+        for index in range(min(self.rows, LOOKED_AT)):
+            value = self._decoded(index, msgspec.json.Decoder())
+            if isinstance(value, list) and index == 0:
+                raise EnvironmentSetupError(f"{path} is one JSON list: write one object per line instead")
+            found |= dict.fromkeys(value) if isinstance(value, dict) else {}
+        if not found:
+            raise _unreadable(path, "JSON lines", ValueError("none of its first lines is a JSON object"))
+        self.columns = tuple(found)
 
     def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
         for start in range(0, self.rows, LINES_AT_ONCE):
@@ -238,8 +216,8 @@ class JsonlSource(Source):
                 for number, name in enumerate(columns)
             }
 
-    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
-        values = self._values(index, tuple(columns))
+    def row(self, index: int, columns: tuple[str, ...]) -> dict[str, Any]:
+        values = self._values(index, columns)
         if isinstance(values, Broken):
             raise UnusableTask(values.reason)
         return dict(zip(columns, values, strict=True))
@@ -265,17 +243,6 @@ class JsonlSource(Source):
             said = " ".join(str(error).split())[:120]
             is_text = line.decode(errors="ignore").encode() == line
             return Broken(f"the line is no JSON object: {said}" if is_text else "the line is not UTF-8")
-
-    def _look(self, path: Path) -> tuple[str, ...]:
-        found: dict[str, None] = {}
-        for index in range(min(len(self._begins) - 1, LOOKED_AT)):
-            value = self._decoded(index, msgspec.json.Decoder())
-            if isinstance(value, list) and index == 0:
-                raise EnvironmentSetupError(f"{path} is one JSON list: write one object per line instead")
-            found |= dict.fromkeys(value) if isinstance(value, dict) else {}
-        if not found:
-            raise _unreadable(path, "JSON lines", ValueError("none of its first lines is a JSON object"))
-        return tuple(found)
 
     def close(self) -> None:
         self._file.close()
@@ -305,30 +272,25 @@ def _line_starts(path: Path) -> np.ndarray[Any, Any]:
     return begins
 
 
-# All files
-
-OPEN_AT_ONCE = 64
-"""Files whose handles are kept; a data set of a thousand shards must not use up what a process may open."""
-
-
 class Table:
     """Rows by number over all files. Threads may share it: one reads at a time."""
 
     def __init__(self, files: Sequence[DataFile]) -> None:
-        self.files = tuple(files)
-        self.paths = tuple(file.path for file in files)
-        self._pieces = Pieces()
-        self._open: dict[int, Source] = {}
-        self._lock = threading.RLock()
-        self._starts, self._types, columns, self.rows = list[int](), list[dict[str, str]](), list[Any](), 0
-        for number in range(len(self.files)):
+        self.files, self.paths = tuple(files), tuple(file.path for file in files)
+        self._kept, self._lock = Pieces(), threading.RLock()
+        self._open: dict[int, ParquetSource | JsonlSource] = {}
+        found = []
+        for number, path in enumerate(self.paths):
             source = self._source(number)
-            self._starts.append(self.rows)
-            columns.append(source.columns)
-            self._types.append(source.types)
-            self.rows += source.rows
+            name, count = Counter(source.columns).most_common(1)[0]
+            if count > 1:  # nobody could say which is meant
+                raise EnvironmentSetupError(f"{path} has more than one column named {name!r}: rename or drop one")
+            found.append((source.rows, source.columns, source.types))
+        rows, columns, self._types = zip(*found, strict=True)
+        self._starts = list(accumulate(rows, initial=0))
+        self.rows: int = self._starts[-1]
         self.columns_by_file: tuple[tuple[Path, tuple[str, ...]], ...] = tuple(zip(self.paths, columns, strict=True))
-        self.columns = self.columns_by_file[0][1]  # `agree` says whether the others have those that matter
+        self.columns: tuple[str, ...] = columns[0]  # `agree` says whether the others have those that matter
         if not self.rows:
             raise EnvironmentSetupError(f"{self.paths[0]} has no rows; check environment.data")
 
@@ -336,15 +298,11 @@ class Table:
         """Refuse files that lack one of these columns, or hold another type in it. JSON lines have no types."""
         for (path, names), types in zip(self.columns_by_file, self._types, strict=True):
             for name in columns:
-                if name not in names and types:
+                mine, first = (each.get(name, "").removeprefix("large_") for each in (types, self._types[0]))
+                if (name not in names and types) or mine != first:
+                    has = f"column {name} is {mine}" if mine else f"there is no column {name}"
                     raise EnvironmentSetupError(
-                        f"the files differ: {path} has no column {name}, which {self.paths[0]} has; it has"
-                        f" {', '.join(names)}"
-                    )
-                mine, first = types.get(name, ""), self._types[0].get(name, "")
-                if mine.removeprefix("large_") != first.removeprefix("large_"):
-                    raise EnvironmentSetupError(
-                        f"the files differ: column {name} is {mine} in {path} and {first} in {self.paths[0]}"
+                        f"the files differ: {has} in {path}, and {first or 'of no type'} in {self.paths[0]}"
                     )
 
     def identities(self) -> list[tuple[object, ...]]:
@@ -360,7 +318,7 @@ class Table:
         with self._lock:
             file = bisect.bisect_right(self._starts, number) - 1
             try:
-                return self._source(file).row(number - self._starts[file], columns)
+                return self._source(file).row(number - self._starts[file], tuple(columns))
             except UnicodeDecodeError:
                 raise UnusableTask("a value is not UTF-8") from None
 
@@ -372,14 +330,13 @@ class Table:
             return f"{name} line {inside + 1}"
         return name if inside == number else f"{name} row {inside}"
 
-    def _source(self, number: int) -> Source:
+    def _source(self, number: int) -> ParquetSource | JsonlSource:
         if number not in self._open:
             if len(self._open) >= OPEN_AT_ONCE:
                 self._open.pop(next(iter(self._open))).close()
             path, kind = self.files[number].path, self.files[number].kind
             try:
-                opened: Source = ParquetSource(path, self._pieces) if kind == "parquet" else JsonlSource(path)
+                self._open[number] = ParquetSource(path, self._kept) if kind == "parquet" else JsonlSource(path)
             except OSError as error:
                 raise EnvironmentSetupError(f"cannot read {path}: {error.strerror or error}") from None
-            self._open[number] = opened
         return self._open[number]

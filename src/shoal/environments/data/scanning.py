@@ -21,7 +21,7 @@ import numpy as np
 
 from shoal.environments.data.cache import data_digest, entry_name, load_arrays, store_arrays
 from shoal.environments.data.locating import locate
-from shoal.environments.data.readers import ROW_LIMIT_BYTES, Batch, Broken, Table, rows_of, values_of
+from shoal.environments.data.readers import ROW_LIMIT_BYTES, Broken, Table, rows_of, values_of
 from shoal.environments.formats import DatasetOptions, Format, fit
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES, Grader
 from shoal.environments.questions import DIGEST_BYTES, question_digest
@@ -29,17 +29,14 @@ from shoal.errors import EnvironmentSetupError, UnusableTask
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Graders = Callable[[str], Grader]
 VERSION, CHECK_VERSION = 4, 1
 MOST_KINDS = MOST_REASONS = 1000
 SHOWN = 20
 SLACK = 1e-9  # of a solve rate that was written with fewer digits
 LARGEST_SHARE = 5
 """At most a fifth of the questions is held out, of a data set that is small."""
-NONE = b"\0" * DIGEST_BYTES
-TOO_LARGE = f"the prompt has more than {ROW_LIMIT_BYTES // 2**20} MB"
-
-
-Graders = Callable[[str], Grader]
+TOO_LARGE = f"it has more than {ROW_LIMIT_BYTES // 2**20} MB"
 
 
 @dataclass
@@ -79,20 +76,6 @@ class Problems:
     @classmethod
     def from_json(cls, first: Iterable[tuple[int, str]], reasons: dict[str, int]) -> Problems:
         return cls([(int(row), str(reason)) for row, reason in first], Counter(reasons))
-
-
-@dataclass(frozen=True)
-class Band:
-    column: str
-    low: float
-    high: float
-
-    def holds(self, column: Any) -> Flags:
-        values = values_of(column)
-        if any(isinstance(value, str) for value in values):
-            raise EnvironmentSetupError(f"column {self.column} holds text, not solve rates; check options.solve_rate")
-        rates = np.array([value if isinstance(value, int | float) else np.nan for value in values], float)
-        return (rates >= self.low - SLACK) & (rates <= self.high + SLACK)
 
 
 @dataclass(frozen=True)
@@ -140,47 +123,48 @@ class Opened:
 def open_data(path: Path, options: DatasetOptions) -> Opened:
     """Open the data set at `path`. What is wrong with its columns is said first: reading all of it may take long."""
     table = Table(locate(path, options.split))
-    layout, band = fit(table.columns, options), _band(options, table.columns)
-    table.agree([*layout.columns, *([band.column] if band else [])])
+    layout, rates = fit(table.columns, options), ""
+    if options.keep_solve_rate is not None:
+        usual = [name for name in table.columns if name.startswith("solve_rate")]
+        rates, *more = [options.solve_rate] if options.solve_rate else usual or [""]
+        if more or rates not in table.columns:
+            raise EnvironmentSetupError(
+                f"keep_solve_rate needs one column of solve rates, not {', '.join([rates, *more]) or 'none'};"
+                f" there are {', '.join(table.columns)}: set environment.options.solve_rate"
+            )
+    table.agree([*layout.columns, *([rates] if rates else [])])
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(data_digest, table.paths)
-        return Opened(path, table, layout, scan(table, layout, band), digest.result())
+        return Opened(path, table, layout, scan(table, layout, rates, options.keep_solve_rate), digest.result())
 
 
-def _band(options: DatasetOptions, columns: tuple[str, ...]) -> Band | None:
-    if options.keep_solve_rate is None:
-        return None
-    named = [options.solve_rate] if options.solve_rate else [name for name in columns if name.startswith("solve_rate")]
-    if len(named) != 1 or named[0] not in columns:
-        raise EnvironmentSetupError(
-            f"keep_solve_rate needs one column of solve rates, not {', '.join(named) or 'none'};"
-            f" there are {', '.join(columns)}: set environment.options.solve_rate"
-        )
-    return Band(named[0], *options.keep_solve_rate)
-
-
-def scan(table: Table, layout: Format, band: Band | None) -> Scan:
+def scan(table: Table, layout: Format, rates: str, band: tuple[float, float] | None) -> Scan:
     """Look at all rows; what was found is remembered until a file changes."""
-    chosen = band and [band.column, band.low, band.high]
+    chosen = band and [rates, *band]
     name = entry_name("scan", VERSION, table.identities(), layout.signature, chosen, sorted({*GRADERS, *TASK_TYPES}))
     known = load_arrays(name)
     if known is not None and len(known[0]["usable"]) == table.rows:
         arrays, beside = known
         problems = Problems.from_json(**beside["problems"])
         return Scan(**arrays, kinds=tuple(beside["kinds"]), graders=tuple(beside["graders"]), problems=problems)
-    found = _scan(table, layout, band)
+    found = _scan(table, layout, rates, band or (0.0, 1.0))
     beside = {"problems": found.problems.as_json(), "kinds": found.kinds, "graders": found.graders}
     store_arrays(name, {key: getattr(found, key) for key in ("digests", "usable", "kept", "kind_of")}, beside)
     return found
 
 
-def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
-    problems, graders, kinds, first = Problems(), set[str](), dict[str, int](), 0
-    digests, kept, hashes, kind_of = bytearray(), list[Any](), list[Any](), list[int]()
-    columns = dict.fromkeys([*layout.asks, *([layout.id] if layout.id else []), *([band.column] if band else [])])
+def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -> Scan:
+    problems, graders, kinds = Problems(), set[str](), dict[str, int]()
+    digests, kept, ids, kind_of = bytearray(), list[float](), list[int](), list[int]()
+    columns = dict.fromkeys([*layout.asks, *filter(None, (layout.id, rates))])
     for batch in table.scan(tuple(columns)):
-        size = len(batch[layout.asks[0]])
-        digests += _asked(batch, layout, problems, first)
+        first, size = len(kind_of), len(batch[layout.asks[0]])
+        for number, row in enumerate(rows_of(batch), first):
+            try:
+                digests += _digest(row, layout)
+            except UnusableTask as error:
+                problems.add(number, str(error))
+                digests += bytes(DIGEST_BYTES)  # no question has this digest
         said = values_of(batch[layout.kinds]) if layout.kinds else [layout.grader] * size
         for kind in {kind if isinstance(kind, str) else str(kind)[:100] for kind in said}:
             with suppress(UnusableTask):  # of all rows, also of those that cannot be asked: the digest names them
@@ -188,38 +172,31 @@ def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
         for kind in (value[:100] if isinstance(value, str) else "" for value in said):
             known = kind if kind in kinds or len(kinds) < MOST_KINDS else ""  # what comes after very many is of none
             kind_of.append(kinds.setdefault(known, len(kinds)))
-        hashes.append(_hashes(batch[layout.id], size) if layout.id else [])
-        kept.append(band.holds(batch[band.column]) if band else np.ones(size, bool))
-        first += size
-    matrix = np.frombuffer(bytes(digests), np.uint8).reshape(first, DIGEST_BYTES)
+        if layout.id:  # the hash of nothing is 0
+            texts = (
+                b"" if value is None else str(value).encode(errors="replace") for value in values_of(batch[layout.id])
+            )
+            ids += map(hash, texts)
+        for rate in values_of(batch[rates]) if rates else [band[0]] * size:
+            if isinstance(rate, str):
+                raise EnvironmentSetupError(f"column {rates} holds text, not solve rates; check options.solve_rate")
+            kept.append(rate if isinstance(rate, int | float) else np.nan)
+    matrix = np.frombuffer(bytes(digests), np.uint8).reshape(-1, DIGEST_BYTES)
     usable: Flags = np.asarray(matrix.any(axis=1))
     if layout.id:
-        usable = usable & ~_repeats(np.concatenate(hashes), layout.id, table, problems, usable)
+        usable = usable & ~_repeats(np.array(ids, np.int64), layout.id, table, problems, usable)
+    within = (np.array(kept) >= band[0] - SLACK) & (np.array(kept) <= band[1] + SLACK)
     numbers = np.array(kind_of, np.int32)
-    return Scan(matrix, usable, np.concatenate(kept), numbers, tuple(kinds), tuple(sorted(graders)), problems)
+    return Scan(matrix, usable, within, numbers, tuple(kinds), tuple(sorted(graders)), problems)
 
 
-def _asked(batch: Batch, layout: Format, problems: Problems, first: int) -> bytes:
-    """The digests row by row; one that cannot be asked has the digest of zeros and is a problem."""
-    digests = bytearray()
-    for number, row in enumerate(rows_of(batch), first):
-        try:
-            if isinstance(row, Broken):
-                raise UnusableTask(row.reason)
-            question = layout.question(row)
-            if len(question.prompt) > ROW_LIMIT_BYTES:
-                raise UnusableTask(TOO_LARGE)
-            digests += question_digest(question.prompt, question.history)
-        except UnusableTask as error:
-            problems.add(number, str(error))
-            digests += NONE
-    return bytes(digests)
-
-
-def _hashes(column: Any, size: int) -> Numbers:
-    """A number for each id; 0 where there is none, for the hash of nothing is 0."""
-    texts = (b"" if value is None else str(value).encode(errors="replace") for value in values_of(column))
-    return np.fromiter(map(hash, texts), np.int64, size)
+def _digest(row: dict[str, Any] | Broken, layout: Format) -> bytes:
+    if isinstance(row, Broken):
+        raise UnusableTask(row.reason)
+    question = layout.question(row)
+    if len(question.prompt) > ROW_LIMIT_BYTES:
+        raise UnusableTask(f"the prompt is too large: {TOO_LARGE}")
+    return question_digest(question.prompt, question.history)
 
 
 def _repeats(hashes: Numbers, column: str, table: Table, problems: Problems, usable: Flags) -> Flags:
@@ -230,10 +207,9 @@ def _repeats(hashes: Numbers, column: str, table: Table, problems: Problems, usa
     again[order[1:][same]] = True
     again &= usable
     for count, row in enumerate(np.flatnonzero(again).tolist()):
-        try:
-            told = f"{column} {str(table.row(row, (column,))[column])[:60]!r}" if count < 100 else "its id"
-        except UnusableTask:  # an id that is no text
-            told = column
+        told = "its id"
+        with suppress(UnusableTask):  # an id that is no text
+            told = f"{column} {str(table.row(row, (column,))[column])[:60]!r}" if count < 100 else told
         problems.add(row, f"{told} is that of an earlier row")
     return again
 
@@ -285,9 +261,8 @@ class Checked:
 def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Graders) -> str:
     answer = layout.answer(row)
     if len(answer) > ROW_LIMIT_BYTES:
-        raise UnusableTask(f"the answer has more than {ROW_LIMIT_BYTES // 2**20} MB")
-    problem = graders(kind).problem(answer)
-    if problem:
+        raise UnusableTask(f"the answer is too large: {TOO_LARGE}")
+    if problem := graders(kind).problem(answer):
         raise UnusableTask(problem)
     return answer
 
@@ -303,17 +278,17 @@ def known_check(opened: Opened, graders: Graders) -> Checked | None:
 
 def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None]) -> Checked:
     """Look at every answer; `progress` is told how many rows are done, and how many there are."""
-    bad, problems, first, layout, found = dict[int, str](), Problems(), 0, opened.layout, opened.found
+    bad, problems, first, layout = dict[int, str](), Problems(), 0, opened.layout
     for batch in opened.table.scan(layout.columns):
         for number, row in enumerate(rows_of(batch), first):
-            try:
-                if found.usable[number] and isinstance(row, Broken):
-                    raise UnusableTask(row.reason)
-                if found.usable[number] and not isinstance(row, Broken):
+            if opened.found.usable[number]:
+                try:
+                    if isinstance(row, Broken):
+                        raise UnusableTask(row.reason)
                     usable_answer(layout, row, layout.grader or layout.question(row).kind, graders)
-            except UnusableTask as error:
-                bad[number] = str(error)
-                problems.add(number, str(error))
+                except UnusableTask as error:
+                    bad[number] = str(error)
+                    problems.add(number, str(error))
         first += len(next(iter(batch.values())))
         progress(first, opened.table.rows)
     beside = {"why": list(bad.values()), "problems": problems.as_json()}
