@@ -73,13 +73,10 @@ def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: Cap
     assert main([*EVAL, "--env", str(tmp_path / "flaky.py"), "--out", str(out)]) == 1
     said = capsys.readouterr()
     assert "14.3% of the samples have no score, more than 5%" in said.err
-    assert f"mend what the lines above name, then score them again: shoal eval --rescore {out}" in said.err
+    assert f"mend what the lines above name, then remove {out} and evaluate again" in said.err
     assert "1 sample unscored, counted in no figure: scoring failed (flaky/5)" in said.out
     assert summary_of(out)["unscored"] == {"samples": 1, "share": pytest.approx(1 / 7), "tasks": ["flaky/5"]}
     assert (summary_of(out)["scored_tasks"], "server" in (out / TASKS).read_bytes().decode("latin-1")) == (6, False)
-    (tmp_path / "flaky.py").write_text(FLAKY.replace('raise OSError("the server is away")', "return 0.0"))
-    assert main(["eval", "--rescore", str(out)]) == 0
-    assert (summary_of(out)["scored_tasks"], summary_of(out)["unscored"]["samples"]) == (7, 0)
 
 
 def test_rows_that_cannot_be_used_are_skipped_where_that_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
@@ -145,22 +142,20 @@ def wait_for_batches(out: Path, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_ended_in_the_middle_it_goes_on_bit_for_bit(tmp_path: Path, how: signal.Signals) -> None:
-    more = ("--tasks", "60", "--samples", "4", "--batch-rows", "8")
+def test_interrupted_and_resumed_gives_the_same_files(tmp_path: Path) -> None:
+    more = ("--tasks", "40", "--samples", "4", "--batch-rows", "8")
     with start(tmp_path / "whole", *more) as whole:
         assert whole.wait(DEADLINE_S) == 0
     with start(tmp_path / "halves", *more) as first:
         wait_for_batches(tmp_path / "halves", 3)
-        first.send_signal(how)
+        first.send_signal(signal.SIGINT)
         _, error = first.communicate(timeout=DEADLINE_S)
-        assert first.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130), error
-        if how == signal.SIGINT:
-            assert "the same command continues" in error
+        assert first.returncode == 130, error
+        assert "the same command continues" in error
     assert not (tmp_path / "halves" / TASKS).exists()
     with start(tmp_path / "halves", *more) as second:
         _, error = second.communicate(timeout=DEADLINE_S)
         assert second.returncode == 0, error
-        assert "goes on:" in error
+        assert "continues:" in error
     for name in (TASKS, SUMMARY):
         assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from kit import Capture
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
-from shoal.evaluation.records import PROGRESS
 
 EXACT = ["--set", "environment.options.grader=exact"]
 SAMPLING = ["--max-new-tokens", "16", "--device", "cpu"]
-DEADLINE_S = 280.0
 
 
 def rows(count: int) -> list[dict[str, object]]:
@@ -105,30 +97,3 @@ def test_all_rows_of_parquet_shards_and_of_an_environment(tmp_path: Path, capsys
     assert main(["filter", "tiny", "sort", "--out", str(made), *some, *SAMPLING]) == 0
     assert pq.read_table(made).column_names == ["problem_id", "prompt", "answer", "solve_rate_tiny", "samples_tiny"]
     assert all(name.startswith("sort/train/") for name in pq.read_table(made).column("problem_id").to_pylist())
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows(36)))
-    words = [sys.executable, "-m", "shoal.cli", "filter", "tiny", str(data), "--keep", "0:1", "--batch-rows", "8"]
-
-    def start(name: str) -> subprocess.Popen[str]:
-        command = [*words, "--out", str(tmp_path / name), *EXACT, *SAMPLING]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-    with start("whole.parquet") as whole:
-        assert whole.wait(DEADLINE_S) == 0
-    progress, end = tmp_path / "halves.parquet.work" / PROGRESS, time.monotonic() + DEADLINE_S
-    with start("halves.parquet") as first:
-        while not progress.exists() or progress.read_bytes().count(b"\n") < 3:
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        first.kill()
-        assert first.wait(DEADLINE_S) == -signal.SIGKILL
-    assert not (tmp_path / "halves.parquet").exists()
-    with start("halves.parquet") as second:
-        _, error = second.communicate(timeout=DEADLINE_S)
-        assert second.returncode == 0, error
-    assert (tmp_path / "halves.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
-    assert not progress.parent.exists()

@@ -2,12 +2,10 @@
 
 shoal eval tiny --env sort                                 greedy, one completion per held-out task
 shoal eval runs/mine --env aime:aime24.jsonl --samples 8   avg@8 and pass@k, leaks looked for in what the run trained on
-shoal eval --rescore evals/mine                            its completions, scored again: a grader was mended, or failed
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +25,12 @@ if TYPE_CHECKING:
     from shoal.run.sources import ModelSource, TaskSource
 
 STOPPED_CODE = 130
-RESCORE = "score them again: shoal eval --rescore {}"
 DEFAULT_TOKENS = 1024
 SPEC_HELP = "An environment by name, a recipe, a run's folder, a reward file, a data file, or FORMAT:FILE (aime, …)."
 
-MODEL = typer.Argument(metavar="MODEL", help="A built-in name, a Hugging Face folder, or a run's folder.")
-Model = Annotated[str, MODEL]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A built-in name, a Hugging Face folder, or a run's folder.")
+]
 Tasks = Annotated[int, typer.Option("--tasks", min=0, help="How many tasks, chosen by the seed.  [default: all]")]
 Temperature = Annotated[
     float | None,
@@ -56,8 +54,8 @@ Overrides = Annotated[
 
 
 def evaluate(
-    model: Annotated[str | None, MODEL] = None,
-    env: Annotated[str | None, typer.Option(metavar="SPEC", help=SPEC_HELP)] = None,
+    model: Model,
+    env: Annotated[str, typer.Option(metavar="SPEC", help=SPEC_HELP)],
     samples: Annotated[int, typer.Option(help="Completions per task.")] = 1,
     tasks: Tasks = 0,
     temperature: Temperature = None,
@@ -68,9 +66,6 @@ def evaluate(
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where results go.  [default: evals/MODEL-ENV-…]")
-    ] = None,
-    rescore: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Score what is kept in DIR again; only --env and --set count.")
     ] = None,
     trained_on: Annotated[
         str | None, typer.Option(metavar="RUN|SPEC", help="Look for leaks in this; a run's folder names its own.")
@@ -88,12 +83,6 @@ def evaluate(
     from shoal.evaluation.subject import EngineChoice
     from shoal.run.sources import task_source
 
-    if rescore is not None:
-        if model is not None:
-            raise UserError(f"--rescore {rescore} needs no model: leave {model} out")
-        raise typer.Exit(run_rescore(rescore, env, overrides or ()))
-    if model is None or env is None:
-        raise UserError("give a MODEL and --env SPEC, or --rescore DIR; see shoal eval --help")
     given = Given(samples, tasks, temperature, max_new_tokens, seed, split, batch_rows)
     source = task_source(env, overrides or ())
     request = EvalRequest(model, source, given, out, trained_on, allow_leaks, EngineChoice(engine, device, dtype))
@@ -157,48 +146,17 @@ def run_eval(request: EvalRequest) -> int:
             leaks.refuse()
         chosen = without(chosen, leaks.known) if leaks.known else chosen
         subject = open_subject(model.name, model.where, request.machine, plan.rows)
-    evaluation = EvaluationJob(subject, chosen, leaks.known, request.source.settings)
+    evaluation = EvaluationJob(subject, chosen, leaks.known)
     out = request.out or default_out(evaluation, request.source.label)
     summary = measured(request, evaluation, out)
     if summary is None:
         return STOPPED_CODE
-    say(summary, request.source.label, leaks, out)
+    say(summary, request.source.label, leaks)
     unknown = request.trained_on is None and model.run is None and request.model not in BUILTIN
     if unknown and plan.split != "train":
         typer.echo(leaks_unknown(Path(model.where), environment, plan.split))
     typer.echo(f"wrote {out}")
-    refuse_if_hollow(summary, request.source, RESCORE.format(out), f"remove {out} and evaluate again")
-    return 0
-
-
-def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> int:
-    """Score kept completions by the environment as it is now, and say the new numbers; returns the exit code."""
-    from rich.console import Console
-
-    from shoal.cli.printing import counted
-    from shoal.evaluation.job import SUMMARY, kept_settings, rescore
-    from shoal.evaluation.leaks import Leaks
-    from shoal.run.sources import TaskSource, task_source
-    from shoal.runtime.lock import FolderLock
-    from shoal.runtime.stop import stop_on_signals
-
-    if not out.is_dir():
-        raise UserError(f"--rescore {out}: there is no such folder")
-    if env is None and overrides:
-        raise UserError(f"--set {overrides[0]}: say with --env what it changes")
-    source = TaskSource(kept_settings(out)) if env is None else task_source(env, overrides)
-    environment, stop = scorable(source), stop_on_signals()
-    with FolderLock(out).acquire(stop), counted("scoring", Console(stderr=True)) as report:
-        processes = partial(scorer_of, source, environment, stop)
-        summary = rescore(out, source.settings, environment, processes, stop, report)
-    if summary is None:
-        typer.echo(f"stopped; {out} is as it was", err=True)
-        return STOPPED_CODE
-    say(summary, source.label, Leaks(), out)
-    drawn = f"{summary['tasks']:,} of {summary['chosen']['tasks']:,} tasks"
-    continues = f"{out} has new scores of {drawn}; the command that drew these continues from there"
-    typer.echo(f"wrote {out}" if (out / SUMMARY).exists() else continues)
-    refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
+    refuse_if_hollow(summary, request.source, f"remove {out} and evaluate again")
     return 0
 
 
@@ -291,7 +249,7 @@ def scorer_of(source: TaskSource, environment: Environment, stop: Any) -> Any:
     return pool
 
 
-def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
+def say(summary: dict[str, Any], tasks: str, leaks: Leaks) -> None:
     from shoal.evaluation.summary import table_lines
 
     model, environment, plan = summary["model"], summary["environment"], summary["plan"]
@@ -302,28 +260,25 @@ def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
     )
     for line in table_lines(summary):
         typer.echo(line)
-    if summary["unscored"]["samples"]:
-        typer.echo(f"  {RESCORE.format(out)}")
     if leaks.known:
         typer.echo(f"  left out: {leaks.sentence}")
     if plan["split"] == "train":
         typer.echo("  these are training tasks: the numbers say nothing about unseen ones")
 
 
-def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:
-    """Results of which much is missing are written and shown, and are no success; `rescore` and `again` are remedies.
+def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, again: str) -> None:
+    """Results of which much is missing are written and shown, and are no success; `again` is the remedy.
 
     Rows that cannot be used are no failure where bad_rows = "skip" says to leave them out.
     """
     from shoal.evaluation.records import UNUSABLE
     from shoal.evaluation.summary import MAX_FAILURES
 
-    share, unscored = summary["unscored"]["share"], summary["unscored"]["samples"]
-    unusable = summary["problems"]["reasons"].get(UNUSABLE, 0)
+    share, unusable = summary["unscored"]["share"], summary["problems"].get(UNUSABLE, 0)
     if share > MAX_FAILURES:
         raise ScoringFailure(
             f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these numbers are of what is "
-            f"left and may mislead; mend what the lines above name, then {rescore if unscored else again}"
+            f"left and may mislead; mend what the lines above name, then {again}"
         )
     if unusable > MAX_FAILURES * summary["tasks"] and not source.skips_rows:
         raise ScoringFailure(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.eval import (
-    RESCORE,
     STOPPED_CODE,
     BatchRows,
     Device,
@@ -37,7 +36,7 @@ from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
     from shoal.environments.data.readers import Table
-    from shoal.evaluation.filter import Columns, RateBand, RowSelection
+    from shoal.evaluation.filter import RateBand
     from shoal.evaluation.job import EvaluationJob
     from shoal.evaluation.records import EvaluationJournal
     from shoal.evaluation.subject import EngineChoice
@@ -102,24 +101,24 @@ class FilterRequest:
 
 def run_filter(request: FilterRequest) -> int:
     """Measure, or go on measuring; write what stays; say how many that are. Returns the exit code."""
-    from shoal.evaluation.filter import Columns, stored_about, written_before
+    from shoal.evaluation.filter import rate_columns, refuse_taken, stored_about, written_before
     from shoal.evaluation.subject import plain_name
 
     if request.out.suffix != ".parquet":
         raise ConfigError(f"--out {request.out}: the result is a Parquet file; let its name end in .parquet")
     stored_about(request.out)  # what is somebody else's is refused before a model is loaded
     evaluation = prepared(request)
-    columns = Columns(plain_name(request.name or evaluation.subject.name))
-    about = {**evaluation.about, "band": str(request.band), "all": request.everything, "column": columns.rate}
+    name = plain_name(request.name or evaluation.subject.name)
+    about = {**evaluation.about, "band": str(request.band), "all": request.everything, "column": rate_columns(name)[0]}
     if written_before(request.out, about):
         typer.echo(f"this is done already: {request.out}", err=True)
         return 0
     if (table := table_of(request, evaluation)) is not None:
-        columns.refuse_taken(table.columns)
+        refuse_taken(table.columns, name)
     journal = measured(request, evaluation)
     if journal is None:
         return STOPPED_CODE
-    conclude(request, evaluation, journal, columns, about)
+    conclude(request, evaluation, journal, name, about)
     return 0
 
 
@@ -138,7 +137,7 @@ def prepared(request: FilterRequest) -> EvaluationJob:
         plan = request.given.plan(request.source, positions_of(model))
         chosen = choose(environment, plan)
         subject = open_subject(model.name, model.where, request.machine, plan.rows)
-        return EvaluationJob(subject, chosen, settings=request.source.settings)
+        return EvaluationJob(subject, chosen)
 
 
 def table_of(request: FilterRequest, evaluation: EvaluationJob) -> Table | None:
@@ -170,62 +169,33 @@ def measured(request: FilterRequest, evaluation: EvaluationJob) -> EvaluationJou
 
 
 def conclude(
-    request: FilterRequest,
-    evaluation: EvaluationJob,
-    journal: EvaluationJournal,
-    columns: Columns,
-    about: dict[str, Any],
+    request: FilterRequest, evaluation: EvaluationJob, journal: EvaluationJournal, name: str, about: dict[str, Any]
 ) -> None:
     """Write the result and say what is in it. Measurements stay until something is written, and all is scored."""
-    from shoal.evaluation.filter import histogram_lines
+    from shoal.evaluation.filter import histogram_lines, original_rows, rates_by_row, task_rows, write_rows
     from shoal.evaluation.summary import SummaryTally, missing_lines
 
-    selection, plan = selected(request, evaluation, journal), evaluation.chosen.plan
-    values = [rate.value for rate in selection.rates.values()]
-    typer.echo(f"pass rates of {len(values):,} tasks, {plan.samples} samples each:")
-    for line in histogram_lines(values, plan.samples, request.band):
+    environment, plan = evaluation.chosen.environment, evaluation.chosen.plan
+    rates = rates_by_row(environment, plan.split, journal.records())
+    typer.echo(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
+    summary = SummaryTally.of(plan, journal.records()).as_json()
+    for line in (*histogram_lines(rates, plan.samples, request.band), *missing_lines(summary)):
         typer.echo(line)
-    tally = SummaryTally.of(plan, journal.records())
-    summary = tally.as_json()
-    for line in missing_lines(summary):
-        typer.echo(line)
-    rows = written(request, evaluation, selection, columns, about)
-    inside = sum(request.band.holds(value) for value in values)
-    typer.echo(f"{inside:,} of {len(values):,} tasks are solved in {request.band.low:.1%} to {request.band.high:.1%}")
+    table, band = table_of(request, evaluation), None if request.everything else request.band
+    rows = write_rows(
+        request.out,
+        task_rows(environment, plan.split, rates, band, name)
+        if table is None
+        else original_rows(table, rates, band, name),
+        about,
+    )
+    inside = sum(request.band.holds(rate.value) for rate in rates.values())
+    typer.echo(f"{inside:,} of {len(rates):,} tasks are solved in {request.band.low:.1%} to {request.band.high:.1%}")
     if rows == 0:
         raise ConfigError(
             f"no task is within --keep {request.band}: nothing was written; the same command with "
             "another band needs no new samples"
         )
-    remedy = f"remove {request.out} and filter again"
-    if tally.unscored:
-        remedy = f"{RESCORE.format(request.work)}, then {remedy}: no new samples are drawn"
-        typer.echo(f"  {remedy}")
-    else:
-        shutil.rmtree(request.work, ignore_errors=True)
-    typer.echo(f"wrote {request.out}: {count_of(rows, 'row')}; the rate is the column {columns.rate}")
-    refuse_if_hollow(summary, request.source, remedy, remedy)
-
-
-def selected(request: FilterRequest, evaluation: EvaluationJob, journal: EvaluationJournal) -> RowSelection:
-    """The rates by row of the data set, or by number where there are no rows."""
-    from shoal.evaluation.filter import RowSelection, data_of, rates, row_of
-
-    data, split = data_of(evaluation.chosen.environment), evaluation.chosen.plan.split
-    found = {
-        record.index if data is None else row_of(data, split, record.index): rate
-        for record, rate in rates(journal.records())
-    }
-    return RowSelection(found, request.band, request.everything)
-
-
-def written(
-    request: FilterRequest, evaluation: EvaluationJob, selection: RowSelection, columns: Columns, about: dict[str, Any]
-) -> int:
-    from shoal.evaluation.filter import original_rows, task_rows, write_rows
-
-    environment, plan = evaluation.chosen.environment, evaluation.chosen.plan
-    table = table_of(request, evaluation)
-    if table is not None:
-        return write_rows(request.out, original_rows(table, selection, columns), about)
-    return write_rows(request.out, task_rows(environment, plan.split, selection, columns), about)
+    shutil.rmtree(request.work, ignore_errors=True)
+    typer.echo(f"wrote {request.out}: {count_of(rows, 'row')}; the rate is the column {about['column']}")
+    refuse_if_hollow(summary, request.source, f"remove {request.out} and filter again")

@@ -2,7 +2,7 @@
 
     plan        SamplingPlan: what is sampled, from which seeds; tasks_of
     subject     EvaluatedModel, open_subject: the model in an engine, with its digest
-    job         EvaluationJob, evaluate: one from beginning to end: draw, keep, score, batch by batch; rescore
+    job         EvaluationJob, evaluate: draw, score, keep, batch by batch
     records     TaskRecord, SampleRecord; EvaluationJournal: those so far, kept; the Parquet file of all
     summary     SummaryTally: avg@k, pass@k and the rest, for programs and for people
     statistics  intervals and tests: pure functions

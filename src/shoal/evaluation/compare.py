@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import ConfigError
-from shoal.evaluation.records import Results, TaskResult
-from shoal.evaluation.statistics import Estimate, bootstrap_means, detectable_difference, finite, sign_flip_p
+from shoal.evaluation.records import Results
+from shoal.evaluation.statistics import Estimate, bootstrap_mean, detectable_difference, finite, sign_flip_p
 from shoal.evaluation.summary import MAX_FAILURES
 
 SIGNIFICANT = 0.05
@@ -25,23 +25,11 @@ LEFT_ALONE = ("tasks", "samples", "batch_rows", "seed")
 
 
 @dataclass(frozen=True)
-class Pair:
-    first: TaskResult
-    second: TaskResult
-
-    @property
-    def difference(self) -> float:
-        return self.second.mean - self.first.mean
-
-
-@dataclass(frozen=True)
 class PairedComparison:
-    """B against A over the tasks of both."""
+    """B against A over the tasks of both: `means` by task. `unpaired` counts the other tasks, by what they lack."""
 
-    pairs: tuple[Pair, ...]
-    only_a: int
-    only_b: int
-    other_prompt: int
+    means: Mapping[str, tuple[float, float]]
+    unpaired: Mapping[str, int]
     difference: Estimate
     p_value: float
     detectable: float
@@ -56,81 +44,76 @@ class PairedComparison:
 
     @property
     def sentence(self) -> str:
-        d = self.difference
+        d, count = self.difference, len(self.means)
         interval = "" if math.isnan(d.low) else f" [{d.low:+.3f}, {d.high:+.3f}]"
         numbers = f"{d.value:+.3f}{interval}, p = {self.p_value:.3g}"
         if self.verdict != "none":
             return f"B is {self.verdict}: {numbers}"
-        if all(pair.difference == 0 for pair in self.pairs):
-            return f"no difference can be told: A and B scored the same on every one of {len(self.pairs)} tasks"
+        if all(a == b for a, b in self.means.values()):
+            return f"no difference can be told: A and B scored the same on every one of {count} tasks"
         if math.isnan(self.detectable):
             return f"no difference can be told: {numbers}; one task says nothing"
         return (
-            f"no difference can be told: {numbers}; with these {len(self.pairs)} tasks a difference of "
+            f"no difference can be told: {numbers}; with these {count} tasks a difference of "
             f"{self.detectable:.3f} would be, four times in five"
         )
 
-    def movers(self) -> tuple[list[Pair], list[Pair]]:
-        ranked = sorted(self.pairs, key=lambda pair: (pair.difference, pair.first.task))
-        lost = [pair for pair in ranked[:MOVERS] if pair.difference < 0]
-        return [pair for pair in reversed(ranked[-MOVERS:]) if pair.difference > 0], lost
-
     def as_json(self) -> dict[str, Any]:
-        gained, lost = (
-            [{"task": pair.first.task, "a": pair.first.mean, "b": pair.second.mean} for pair in moved]
-            for moved in self.movers()
-        )
-        d, count = self.difference, len(self.pairs)
+        d, count = self.difference, len(self.means)
+        moved = sorted((b - a, task, a, b) for task, (a, b) in self.means.items())
+        shown = [({"task": task, "a": a, "b": b}, change) for change, task, a, b in moved]
         return {
-            "tasks": count, "only_in_a": self.only_a, "only_in_b": self.only_b, "other_prompt": self.other_prompt,
-            "mean_a": math.fsum(pair.first.mean for pair in self.pairs) / count,
-            "mean_b": math.fsum(pair.second.mean for pair in self.pairs) / count,
+            "tasks": count, **self.unpaired,
+            "mean_a": math.fsum(a for a, _ in self.means.values()) / count,
+            "mean_b": math.fsum(b for _, b in self.means.values()) / count,
             "difference": {"value": d.value, "low": finite(d.low), "high": finite(d.high)},
             "p_value": self.p_value, "detectable_difference": finite(self.detectable),
-            "verdict": self.verdict, "sentence": self.sentence, "gained": gained, "lost": lost,
+            "verdict": self.verdict, "sentence": self.sentence,
+            "gained": [each for each, change in reversed(shown[-MOVERS:]) if change > 0],
+            "lost": [each for each, change in shown[:MOVERS] if change < 0],
         }  # fmt: skip
 
 
 def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> PairedComparison:
     """Pair the tasks and test the difference; results of other tasks or scoring are a `ConfigError` unless forced."""
-    hollow = (
-        f"{each.missing_share:.1%} of the samples of {each.path} have no score, so what is left may be the easy part"
-        for each in (a, b) if each.missing_share > MAX_FAILURES
-    )  # fmt: skip
-    problem = _incomparable(a.about, b.about) or next(hollow, "")
+    problem = _difference(a.about, b.about)
+    for each in (a, b):
+        if each.missing_share > MAX_FAILURES:
+            problem = problem or (
+                f"{each.missing_share:.1%} of the samples of {each.path} have no score, so what is left may be the "
+                "easy part"
+            )
     if problem and not force:
         raise ConfigError(f"{a.path} and {b.path} cannot be compared: {problem}; --force compares them all the same")
-    ours = {result.task: result for result in a.tasks}
-    theirs = {result.task: result for result in b.tasks}
-    shared = [Pair(ours[task], theirs[task]) for task in sorted(ours.keys() & theirs.keys())]
-    pairs = tuple(pair for pair in shared if pair.first.prompt_digest == pair.second.prompt_digest)
-    if not pairs:
-        same = "--env and --seed, which decides the lengths asked for" if shared else "--env"
-        raise ConfigError(f"{a.path} and {b.path} have no task in common: evaluate both models with the same {same}")
-    differences = np.array([pair.difference for pair in pairs])
+    ours, theirs = ({result.task: result for result in each.tasks} for each in (a, b))
+    shared = sorted(ours.keys() & theirs.keys())
+    same = [task for task in shared if ours[task].prompt_digest == theirs[task].prompt_digest]
+    if not same:
+        which = "--env and --seed, which decides the lengths asked for" if shared else "--env"
+        raise ConfigError(f"{a.path} and {b.path} have no task in common: evaluate both models with the same {which}")
+    means = {task: (ours[task].mean, theirs[task].mean) for task in same}
+    differences = np.array([after - before for before, after in means.values()])
     return PairedComparison(
-        pairs,
-        only_a=len(ours) - len(shared),
-        only_b=len(theirs) - len(shared),
-        other_prompt=len(shared) - len(pairs),
-        difference=bootstrap_means(differences[:, None], seed)[0],
-        p_value=sign_flip_p(differences, seed),
+        means,
+        {
+            "only_in_a": len(ours) - len(shared), "only_in_b": len(theirs) - len(shared),
+            "other_prompt": len(shared) - len(same),
+        },
+        difference=bootstrap_mean(differences, seed), p_value=sign_flip_p(differences, seed),
         detectable=detectable_difference(differences),
-    )
+    )  # fmt: skip
 
 
-def _incomparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     """Why two evaluations are not about the same, in words; empty if they are."""
     first, second = a.get("environment", {}), b.get("environment", {})
     if first.get("digest") != second.get("digest"):
-        return (
-            f"their environments are not the same ({first.get('name')} {str(first.get('digest'))[:12]} and "
-            f"{second.get('name')} {str(second.get('digest'))[:12]})"
-        )
-    plans = a.get("plan", {}), b.get("plan", {})
-    for key in sorted(plans[0].keys() | plans[1].keys()):
-        if key not in LEFT_ALONE and plans[0].get(key) != plans[1].get(key):
-            return f"{key} is {plans[0].get(key)} in one and {plans[1].get(key)} in the other"
+        names = " and ".join(f"{each.get('name')} {str(each.get('digest'))[:12]}" for each in (first, second))
+        return f"their environments are not the same ({names})"
+    first, second = a.get("plan", {}), b.get("plan", {})
+    for key in sorted((first.keys() | second.keys()) - set(LEFT_ALONE)):
+        if first.get(key) != second.get(key):
+            return f"{key} is {first.get(key)} in one and {second.get(key)} in the other"
     return ""
 
 
@@ -140,11 +123,8 @@ def comparison_lines(a: Results, b: Results, found: PairedComparison) -> Iterato
     for name, results, mean in (("A", a, numbers["mean_a"]), ("B", b, numbers["mean_b"])):
         model = results.about.get("model", {})
         yield f"{name}  {model.get('name', '?')} ({str(model.get('digest', ''))[:12]}, {results.path}): {mean:.3f}"
-    unpaired = {
-        "only in A": found.only_a, "only in B": found.only_b, "with another prompt in each": found.other_prompt
-    }  # fmt: skip
-    left = ", ".join(f"{count} {what}" for what, count in unpaired.items() if count)
-    yield f"{len(found.pairs)} tasks in both" + (f" ({left})" if left else "")
+    left = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in found.unpaired.items() if count)
+    yield f"{len(found.means)} tasks in both" + (f" ({left})" if left else "")
     for word in ("gained", "lost"):
         for mover in numbers[word]:
             yield f"  {word}  {mover['task']}: {mover['a']:.3f} → {mover['b']:.3f}"

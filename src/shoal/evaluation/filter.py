@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.environments import Environment
 from shoal.environments.composed import inner_of
@@ -42,14 +42,13 @@ class RateBand:
 
     @classmethod
     def parse(cls, text: str) -> RateBand:
-        low, colon, high = text.partition(":")
         try:
-            band = cls(float(low), float(high))
+            low, high = map(float, text.split(":"))
         except ValueError:
-            band = cls(math.nan, math.nan)
-        if not colon or not 0 <= band.low <= band.high <= 1:
+            low = high = math.nan
+        if not 0 <= low <= high <= 1:
             raise ConfigError(f"--keep {text}: give two rates from 0 to 1, the lower first, for example 0.125:0.5")
-        return band
+        return cls(low, high)
 
     def holds(self, rate: float) -> bool:
         return self.low - NEAR <= rate <= self.high + NEAR
@@ -58,71 +57,23 @@ class RateBand:
         return f"{self.low:g}:{self.high:g}"
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """How often a task was solved, of so many samples that could be scored."""
 
-    passes: int
+    value: float
     samples: int
 
-    @property
-    def value(self) -> float:
-        return self.passes / self.samples
 
-
-def rates(records: Iterable[TaskRecord]) -> Iterator[tuple[TaskRecord, Rate]]:
-    for record in records:
-        samples = len(record.scores)
-        if samples:
-            yield record, Rate(record.passes, samples)
-
-
-def histogram_lines(values: Sequence[float], samples: int, band: RateBand) -> Iterator[str]:
-    """How many tasks have which rate; those in the band are marked.
-
-    0.125 ▏████████ 312 ◂
-    """
-    steps = samples if samples <= BINS else BINS
-    counts = Counter(min(steps, round(value * steps)) for value in values)
-    largest = max(counts.values(), default=1)
-    for step in range(steps + 1):
-        count = counts.get(step, 0)
-        bar = "█" * round(BAR * count / largest)
-        marked = " ◂" if band.holds(step / steps) else ""
-        yield f"  {step / steps:5.3f} ▏{bar:<{BAR}} {count:,}{marked}"
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What the new columns are called: by the model that was asked."""
-
-    model: str
-
-    @property
-    def rate(self) -> str:
-        return f"solve_rate_{self.model}"
-
-    @property
-    def samples(self) -> str:
-        return f"samples_{self.model}"
-
-    def refuse_taken(self, columns: Iterable[str]) -> None:
-        taken = sorted({self.rate, self.samples} & set(columns))
-        if taken:
-            raise ConfigError(f"the data has a column {taken[0]} already: give the new ones another name with --name")
-
-
-@dataclass(frozen=True)
-class RowSelection:
-    """Which rows stay: by their rates, which are found by row; `everything` keeps those outside the band, too."""
-
-    rates: Mapping[int, Rate]
-    band: RateBand
-    everything: bool = False
-
-    def keeps(self, row: int) -> bool:
-        rate = self.rates.get(row)
-        return self.everything if rate is None else self.everything or self.band.holds(rate.value)
+def rates_by_row(environment: Environment, part: Part, records: Iterable[TaskRecord]) -> dict[int, Rate]:
+    """By row of the data set, or by number in the split where tasks are no rows. A task without a score has none."""
+    data = data_of(environment)
+    return {
+        record.index if data is None else row_of(data, part, record.index): Rate(
+            record.passes / len(record.scores), len(record.scores)
+        )
+        for record in records
+        if record.scores
+    }
 
 
 def data_of(environment: Environment) -> DatasetEnvironment | None:
@@ -138,24 +89,51 @@ def row_of(environment: DatasetEnvironment, part: Part, index: int) -> int:
     return int(splits.held_out[index] if part == "held_out" or index < before else splits.train[index - before])
 
 
-def original_rows(table: Table, selection: RowSelection, columns: Columns) -> Any:
-    """The rows that stay as one Arrow table, with the new columns. Types of Parquet are kept, others are inferred."""
+def histogram_lines(rates: Mapping[int, Rate], samples: int, band: RateBand) -> Iterator[str]:
+    """How many tasks have which rate; those in the band are marked.
+
+    0.125 ▏████████ 312 ◂
+    """
+    steps = min(samples, BINS)
+    counts = Counter(min(steps, round(rate.value * steps)) for rate in rates.values())
+    largest = max(counts.values(), default=1)
+    for step in range(steps + 1):
+        bar = "█" * round(BAR * counts[step] / largest)
+        marked = " ◂" if band.holds(step / steps) else ""
+        yield f"  {step / steps:5.3f} ▏{bar:<{BAR}} {counts[step]:,}{marked}"
+
+
+def rate_columns(model: str) -> tuple[str, str]:
+    """What the new columns are called: by the model that was asked."""
+    return f"solve_rate_{model}", f"samples_{model}"
+
+
+def refuse_taken(columns: Iterable[str], model: str) -> None:
+    if taken := sorted({*rate_columns(model)} & set(columns)):
+        raise ConfigError(f"the data has a column {taken[0]} already: give the new ones another name with --name")
+
+
+def original_rows(table: Table, rates: Mapping[int, Rate], band: RateBand | None, model: str) -> Any:
+    """The rows within the band as one Arrow table, with the new columns; without a band all rows, measured or not.
+
+    Types of Parquet are kept, others are inferred.
+    """
     import pyarrow as pa
 
     found: dict[str, list[Any]] = {name: [] for name in table.columns}
     rows, start = list[int](), 0
     for batch in table.scan(table.columns):
-        size = len(next(iter(batch.values())))
-        keep = [offset for offset in range(size) if selection.keeps(start + offset)]
+        numbers = range(start, start + len(next(iter(batch.values()))))
+        keep = [row - start for row in numbers if band is None or (row in rates and band.holds(rates[row].value))]
         rows += [start + offset for offset in keep]
         for name, values in batch.items():
             if isinstance(values, list):  # of a JSON file; a line that could not be read has none
                 found[name] += [None if isinstance(values[each], Broken) else values[each] for each in keep]
             else:
                 found[name].append(values.take(pa.array(keep, pa.int64())))
-        start += size
+        start = numbers.stop
     kept = pa.table({name: _column(values) for name, values in found.items()})
-    return _with_rates(kept, [selection.rates.get(row) for row in rows], columns)
+    return _with_rates(kept, [rates.get(row) for row in rows], model)
 
 
 def _column(values: list[Any]) -> Any:
@@ -169,28 +147,31 @@ def _column(values: list[Any]) -> Any:
         array = pa.array(values)
         if "struct<>" not in str(array.type):
             return array
-    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
-    return pa.array(texts, pa.string())
+    return pa.array(
+        [value if value is None or isinstance(value, str) else json.dumps(value) for value in values], pa.string()
+    )
 
 
-def _with_rates(table: Any, found: Sequence[Rate | None], columns: Columns) -> Any:
+def task_rows(
+    environment: Environment, part: Part, rates: Mapping[int, Rate], band: RateBand | None, model: str
+) -> Any:
+    """The measured tasks within the band, with prompt and answer as columns: of an environment that makes its tasks."""
     import pyarrow as pa
 
-    values = [None if rate is None else rate.value for rate in found]
-    samples = [0 if rate is None else rate.samples for rate in found]
-    table = table.append_column(columns.rate, pa.array(values, pa.float64()))
-    return table.append_column(columns.samples, pa.array(samples, pa.int32()))
-
-
-def task_rows(environment: Environment, part: Part, selection: RowSelection, columns: Columns) -> Any:
-    """The tasks that stay, with prompt and answer as columns; rows are their numbers in the split."""
-    import pyarrow as pa
-
-    kept, tasks = [number for number in sorted(selection.rates) if selection.keeps(number)], tasks_of(environment, part)
+    kept, tasks = [n for n in sorted(rates) if band is None or band.holds(rates[n].value)], tasks_of(environment, part)
     rows = [(task.id, task.prompt, task.answer) for task in map(tasks.__getitem__, kept)]
-    arrays = [pa.array([row[place] for row in rows], pa.string()) for place in range(3)]
-    table = pa.Table.from_arrays(arrays, names=["problem_id", "prompt", "answer"])
-    return _with_rates(table, [selection.rates[number] for number in kept], columns)
+    columns = zip(*rows, strict=True) if rows else ((), (), ())
+    names = ["problem_id", "prompt", "answer"]
+    table = pa.Table.from_arrays([pa.array(column, pa.string()) for column in columns], names=names)
+    return _with_rates(table, [rates[number] for number in kept], model)
+
+
+def _with_rates(table: Any, found: Sequence[Rate | None], model: str) -> Any:
+    import pyarrow as pa
+
+    rate, samples = rate_columns(model)
+    table = table.append_column(rate, pa.array([each and each.value for each in found], pa.float64()))
+    return table.append_column(samples, pa.array([each.samples if each else 0 for each in found], pa.int32()))
 
 
 def write_rows(path: Path, table: Any, about: Mapping[str, Any]) -> int:

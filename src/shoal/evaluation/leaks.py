@@ -31,8 +31,6 @@ class Leaks:
 
     @property
     def sentence(self) -> str:
-        if not self.known:
-            return ""
         some = ", ".join(self.known[:SHOWN]) + (", …" if len(self.known) > SHOWN else "")
         trained = f", {len(self.trained)} of them in batches that were trained on" if self.trained else ""
         return f"{len(self.known)} of the evaluated tasks are in the training set{trained}: {some}"
@@ -58,8 +56,8 @@ def find_leaks(tasks: Iterable[Task], training: Environment, trained_ids: Iterab
 def train_digests(environment: Environment) -> Iterator[bytes]:
     """The digest of every prompt of the training split that can be used; a data set has them without reading again."""
     inner = inner_of(environment)
-    if isinstance(inner, MixedEnvironment):  # all that a part may come to, however long the run is
-        for part in inner.parts:  # but for what another part holds out: that is passed over
+    if isinstance(inner, MixedEnvironment):  # all that a part may come to, without what another part holds out
+        for part in inner.parts:
             yield from (found for found in train_digests(part.environment) if found not in inner.aside)
         return
     yield from (found for found in task_digests(inner, "train") if found != UNUSABLE)

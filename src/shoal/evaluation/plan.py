@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from shoal.environments import Environment, Task, budget_of
 from shoal.environments.protocol import LazyTasks
@@ -19,9 +19,7 @@ from shoal.sampling import uniforms
 Part = Literal["held_out", "train", "all"]
 PARTS: tuple[Part, ...] = ("held_out", "train", "all")
 MAX_SAMPLES = 4096
-BATCH_ROWS = 256
 BATCH_TOKENS = 2**21
-DRAWN_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -38,21 +36,19 @@ class SamplingPlan:
     max_new_tokens: int = 1024
     seed: int = 0
     split: Part = "held_out"
-    batch_rows: int = BATCH_ROWS
+    batch_rows: int = 256
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MAX_SAMPLES:
             raise ConfigError(f"--samples {self.samples}: give 1 to {MAX_SAMPLES} samples per task")
-        if self.tasks < 0:
-            raise ConfigError(f"--tasks {self.tasks}: give how many tasks, or leave it out for all of them")
         if not 0 <= self.temperature <= 10:
             raise ConfigError(f"--temperature {self.temperature:g}: give 0 (greedy) to 10")
         if self.temperature == 0 and self.samples > 1:
             raise ConfigError(
                 f"--temperature 0 draws the same completion {self.samples} times: give --samples 1, or a temperature"
             )
-        if self.max_new_tokens < 1 or self.batch_rows < 1:
-            raise ConfigError("--max-new-tokens and --batch-rows must be at least 1")
+        if self.tasks < 0 or self.max_new_tokens < 1 or self.batch_rows < 1:
+            raise ConfigError("--max-new-tokens and --batch-rows must be at least 1, --tasks at least 0 (all)")
 
     @property
     def tasks_per_batch(self) -> int:
@@ -63,9 +59,6 @@ class SamplingPlan:
     def rows(self) -> int:
         return max(1, min(self.batch_rows, BATCH_TOKENS // self.max_new_tokens))
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def chosen(self, available: int) -> Sequence[int]:
         """The numbers of the tasks evaluated, ascending: all, or a choice that follows from the seed.
 
@@ -73,15 +66,11 @@ class SamplingPlan:
         """
         if self.tasks == 0 or self.tasks >= available:
             return range(available)
-        seed = _derived("tasks", self.seed)
-        found: set[int] = set()
-        start = 0
+        seed, drawn, found = _derived("tasks", self.seed), 0, dict[int, None]()
         while len(found) < self.tasks:
-            for u in uniforms(seed, start, DRAWN_AT_ONCE):
-                if len(found) < self.tasks:
-                    found.add(int(u * available))
-            start += DRAWN_AT_ONCE
-        return sorted(found)
+            found |= dict.fromkeys((uniforms(seed, drawn, 4096) * available).astype(int).tolist())
+            drawn += 4096
+        return sorted(list(found)[: self.tasks])
 
 
 def tasks_of(environment: Environment, part: Part) -> Sequence[Task]:
@@ -106,7 +95,7 @@ def as_asked(environment: Environment, plan: SamplingPlan, number: int, task: Ta
 
 
 def sample_seed(seed: int, task: str, sample: int) -> int:
-    """The 64-bit seed of the uniform stream that one sample of one task is drawn from."""
+    """The 64-bit seed of the uniforms that one sample of one task is drawn from."""
     return _derived("sample", seed, task, sample)
 
 

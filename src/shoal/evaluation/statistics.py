@@ -2,13 +2,12 @@
 
 Samples of one task are no independent trials: a hard task fails them all. What was drawn at random is the task, so
 every interval here resamples, or counts, tasks.
-
-T: tasks, M: numbers estimated together, B: resamplings.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -23,6 +22,9 @@ RESAMPLINGS = 10_000
 ELEMENTS_AT_ONCE = 2**22
 BOOTSTRAP_TASKS = 20_000
 """With more tasks than this the mean is as good as normal, and resampling costs minutes to say the same."""
+EXACT_FLIPS = 20
+RANDOM_FLIPS = 100_000
+POWER = 0.8
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Estimate:
     """A number with its 95 % interval; `low` and `high` are NaN where nothing can be said, as of one task."""
 
     value: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
 
     def __str__(self) -> str:
         return f"{self.value:.3f}" if math.isnan(self.low) else f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -45,26 +47,13 @@ def finite(value: float) -> float | None:
 def pass_at_k(samples: int, passes: int, k: int) -> float:
     """The chance that at least one of `k` samples, drawn without replacement from `samples`, is one that passed.
 
-    Unbiased for the chance that `k` fresh samples hold one: 1 − C(n−c, k) / C(n, k), as a product that cannot overflow.
+    Unbiased for the chance that `k` fresh samples hold one: 1 − C(n−c, k) / C(n, k).
     """
-    if not 0 <= passes <= samples or not 1 <= k <= samples:
-        raise ValueError(f"no pass@{k} of {passes} passes in {samples} samples")
-    missed = 1.0
-    for i in range(k):
-        missed *= max(0, samples - passes - i) / (samples - i)
-    return 1.0 - missed
-
-
-def ks_up_to(samples: int) -> list[int]:
-    """1, 2, 4, … and the number of samples itself."""
-    powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
-    return powers if not powers or powers[-1] == samples else [*powers, samples]
+    return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
 def wilson(passes: float, trials: int) -> Estimate:
     """A proportion of independent trials with Wilson's interval, which holds for few trials and near 0 and 1."""
-    if trials < 1 or not 0 <= passes <= trials:
-        raise ValueError(f"no proportion of {passes} in {trials}")
     z, p = NormalDist().inv_cdf(UPPER), passes / trials
     scale = 1 + z * z / trials
     centre = (p + z * z / (2 * trials)) / scale
@@ -77,7 +66,7 @@ def t_interval(values: Floats) -> Estimate:
     """The mean with Student's interval: exact for normal values."""
     mean = float(values.mean())
     if len(values) < 2:
-        return Estimate(mean, math.nan, math.nan)
+        return Estimate(mean)
     half = t_quantile(UPPER, len(values) - 1) * standard_error(values)
     return Estimate(mean, mean - half, mean + half)
 
@@ -86,27 +75,22 @@ def standard_error(values: Floats) -> float:
     return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
-def bootstrap_means(values_TM: Floats, seed: int) -> list[Estimate]:
-    """The mean of every column with a bootstrap interval over rows: one row per task, resampled whole.
+def bootstrap_mean(values: Floats, seed: int) -> Estimate:
+    """The mean over tasks with a bootstrap interval.
 
     The percentiles taken are a little wider than the confidence says, by as much as Student's interval is wider than
     the normal one: plain percentiles are too narrow for few tasks. With very many tasks it is Student's interval.
     """
-    tasks = len(values_TM)
+    tasks = len(values)
     if tasks < 2 or tasks > BOOTSTRAP_TASKS:
-        return [t_interval(column) for column in values_TM.T]
+        return t_interval(values)
     tail = NormalDist().cdf(-math.sqrt(tasks / (tasks - 1)) * t_quantile(UPPER, tasks - 1))
-    generator, at_once = np.random.default_rng([tasks, seed]), max(1, ELEMENTS_AT_ONCE // (tasks * values_TM.shape[1]))
-    means = []
+    generator, at_once, means = np.random.default_rng([tasks, seed]), max(1, ELEMENTS_AT_ONCE // tasks), []
     for start in range(0, RESAMPLINGS, at_once):
-        rows_BT = generator.integers(0, tasks, size=(min(at_once, RESAMPLINGS - start), tasks))
-        means.append(values_TM[rows_BT].mean(axis=1))
-    means_BM = np.concatenate(means)
-    ends = np.quantile(means_BM, [tail, 1 - tail], axis=0)
-    return [
-        Estimate(float(mean), float(low), float(high))
-        for mean, low, high in zip(values_TM.mean(axis=0), *ends, strict=True)
-    ]
+        rows = generator.integers(0, tasks, size=(min(at_once, RESAMPLINGS - start), tasks))
+        means.append(values[rows].mean(axis=1))
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    return Estimate(float(values.mean()), float(low), float(high))
 
 
 def mean_estimate(values: Floats, seed: int) -> Estimate:
@@ -119,15 +103,10 @@ def mean_estimate(values: Floats, seed: int) -> Estimate:
     if len(values) and bool(np.isin(values, (0.0, 1.0)).all()):
         return wilson(int(values.sum()), len(values))
     if len(values) > 1 and bool((values == values[0]).all()):
-        same, passes = float(values[0]), float(values[0]) * len(values)
-        ends = wilson(passes, len(values)) if 0 < same < 1 else Estimate(same, math.nan, math.nan)
+        same = float(values[0])
+        ends = wilson(same * len(values), len(values)) if 0 < same < 1 else Estimate(same)
         return Estimate(same, ends.low, ends.high)
-    return bootstrap_means(values[:, None], seed)[0]
-
-
-EXACT_FLIPS = 20
-RANDOM_FLIPS = 100_000
-POWER = 0.8
+    return bootstrap_mean(values, seed)
 
 
 def sign_flip_p(differences: Floats, seed: int) -> float:
@@ -159,26 +138,17 @@ def detectable_difference(differences: Floats) -> float:
     return (t_quantile(UPPER, len(differences) - 1) + NormalDist().inv_cdf(POWER)) * standard_error(differences)
 
 
-MANY_FREEDOM = 1000
-"""Beyond this the first correction to the normal quantile is exact to five digits."""
-
-
 def t_quantile(p: float, freedom: int) -> float:
-    """The quantile of Student's distribution, by bisection; p from 0.5 to 1."""
-    if freedom > MANY_FREEDOM:
-        z = NormalDist().inv_cdf(p)
-        return z + (z**3 + z) / (4 * freedom)
-    low, high = 0.0, 1.0
-    while _t_cdf(high, freedom) < p:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_cdf(middle, freedom) < p else (low, middle)
-    return (low + high) / 2
-
-
-def _t_cdf(t: float, freedom: int) -> float:
-    """For t ≥ 0."""
+    """The quantile of Student's distribution, p from 0.5 to 1. Beyond 1000 degrees of freedom the first correction to
+    the normal quantile is exact to five digits."""
     import mpmath  # type: ignore[import-untyped]
 
-    return 1 - 0.5 * float(mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
+    if freedom > 1000:
+        z = NormalDist().inv_cdf(p)
+        return z + (z**3 + z) / (4 * freedom)
+
+    def cdf(millionths: int) -> float:
+        x = freedom / (freedom + (millionths / 1e6) ** 2)
+        return 1 - 0.5 * float(mpmath.betainc(freedom / 2, 0.5, 0, x, regularized=True))
+
+    return bisect_left(range(10**9), p, key=cdf) / 1e6

@@ -12,24 +12,19 @@ from shoal.engines import Engine, build, check_engine
 from shoal.engines.memory import is_out_of_memory
 from shoal.engines.registry import resolved
 from shoal.errors import ModelError, ResourceError
-from shoal.models.folder import DESCRIPTION_FILES, check_weights, model_folder, read_config, read_files
+from shoal.models.folder import DESCRIPTION_FILES, check_weights, model_folder, read_files
 
 NAME_LENGTH = 48
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model ready to be sampled. `positions` is how many tokens it can attend to, where its configuration says."""
+    """A model ready to be sampled."""
 
     name: str
     digest: str
     files: Mapping[str, bytes]
     engine: Engine
-
-    @property
-    def positions(self) -> int | None:
-        value = read_config(self.files).get("max_position_embeddings")
-        return value if isinstance(value, int) and value > 0 else None
 
 
 @dataclass(frozen=True)
@@ -62,13 +57,11 @@ def model_digest(folder: Path) -> str:
     """A hash over the weights and the files that describe the model: hex, 256 bits."""
     from blake3 import blake3
 
-    paths = sorted({*folder.glob("*.safetensors"), *(folder / name for name in DESCRIPTION_FILES)})
     whole = blake3(b"shoal/model/v1\n")
-    for path in paths:
+    for path in sorted({*folder.glob("*.safetensors"), *(folder / name for name in DESCRIPTION_FILES)}):
         if path.is_file():
-            content = blake3(max_threads=blake3.AUTO)
             try:
-                content.update_mmap(path)
+                content = blake3(max_threads=blake3.AUTO).update_mmap(path)
             except OSError as error:
                 raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
             whole.update(f"{path.name}\n{content.hexdigest()}\n".encode())
@@ -86,9 +79,9 @@ def memory_errors(action: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise ResourceError(
-                f"there is not enough memory to {action}: lower --batch-rows or --max-new-tokens, or compute in "
-                "--dtype bfloat16"
-            ) from error
-        raise
+        if not is_out_of_memory(error):
+            raise
+        raise ResourceError(
+            f"there is not enough memory to {action}: lower --batch-rows or --max-new-tokens, or compute in "
+            "--dtype bfloat16"
+        ) from error

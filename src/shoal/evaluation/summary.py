@@ -6,8 +6,7 @@ pass being a score of 1. A sample that could not be scored is unscored: it is co
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +15,9 @@ import numpy as np
 
 from shoal.evaluation.plan import SamplingPlan
 from shoal.evaluation.records import UNUSABLE, TaskRecord
-from shoal.evaluation.statistics import Estimate, finite, ks_up_to, mean_estimate, pass_at_k
+from shoal.evaluation.statistics import Estimate, finite, mean_estimate, pass_at_k
 from shoal.runtime.text import count_of
 
-SHOWN_PROBLEMS = 20
 NAMED_TASKS = 3
 MAX_FAILURES = 0.05
 """The share of samples, or tasks, without a score from which on an evaluation does not count as one."""
@@ -27,29 +25,29 @@ MAX_FAILURES = 0.05
 
 @dataclass
 class TaskResults:
-    """The tasks of an evaluation, or of one part or kind of it: what is needed of each, and no more."""
+    """The scored tasks of an evaluation, or of one part or kind of it: mean, samples and passes of each."""
 
     means: list[float] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    passes: list[int] = field(default_factory=list)
-    truncated: list[float] = field(default_factory=list)
+    counts: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, record: TaskRecord) -> None:
-        if record.samples:
-            self.truncated.append(record.truncated / len(record.samples))
         if record.mean is not None:
             self.means.append(record.mean)
-            self.samples.append(len(record.scores))
-            self.passes.append(record.passes)
+            self.counts.append((len(record.scores), record.passes))
 
-    def average(self, seed: int) -> Estimate | None:
-        return mean_estimate(np.array(self.means), seed) if self.means else None
+    def average(self, seed: int) -> dict[str, Any] | None:
+        return _estimate(self.means, seed)
 
-    def pass_at(self, k: int, seed: int) -> Estimate | None:
+    def pass_at(self, k: int, seed: int) -> dict[str, Any] | None:
         """Over the tasks that have as many samples."""
-        pairs = zip(self.samples, self.passes, strict=True)
-        values = [pass_at_k(samples, passes, k) for samples, passes in pairs if samples >= k]
-        return mean_estimate(np.array(values), seed) if values else None
+        return _estimate([pass_at_k(samples, passes, k) for samples, passes in self.counts if samples >= k], seed)
+
+
+def _estimate(values: list[float], seed: int) -> dict[str, Any] | None:
+    if not values:
+        return None
+    found = mean_estimate(np.array(values), seed)
+    return {"value": found.value, "low": finite(found.low), "high": finite(found.high)}
 
 
 @dataclass
@@ -58,15 +56,17 @@ class SummaryTally:
 
     plan: SamplingPlan
     whole: TaskResults = field(default_factory=TaskResults)
-    by: dict[str, dict[str, TaskResults]] = field(default_factory=lambda: {"part": {}, "kind": {}})
-    parts: dict[str, list[float]] = field(default_factory=dict)
+    by: dict[str, dict[str, TaskResults]] = field(
+        default_factory=lambda: {"part": defaultdict(TaskResults), "kind": defaultdict(TaskResults)}
+    )
+    parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
     tasks: int = 0
     drawn: int = 0
     unscored: int = 0
     unscored_ids: list[str] = field(default_factory=list)
     tokens: int = 0
+    truncated: list[float] = field(default_factory=list)
     problems: Counter[str] = field(default_factory=Counter)
-    problem_ids: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, plan: SamplingPlan, records: Iterable[TaskRecord]) -> SummaryTally:
@@ -77,50 +77,49 @@ class SummaryTally:
 
     def add(self, record: TaskRecord) -> None:
         self.tasks += 1
+        self.drawn += len(record.samples)
+        self.tokens += sum(sample.tokens for sample in record.samples)
         if record.problem:
             self.problems[record.problem] += 1
-            if len(self.problem_ids) < SHOWN_PROBLEMS:
-                self.problem_ids.append(record.task)
-        if len(record.scores) < len(record.samples) and len(self.unscored_ids) < SHOWN_PROBLEMS:
+        if record.samples:
+            self.truncated.append(record.truncated / len(record.samples))
+        if missing := len(record.samples) - len(record.scores):
+            self.unscored += missing
             self.unscored_ids.append(record.task)
         self.whole.add(record)
         for what, name in (("part", record.part), ("kind", record.kind)):
             if name:
-                self.by[what].setdefault(name, TaskResults()).add(record)
+                self.by[what][name].add(record)
         for sample in record.samples:
-            self.drawn += 1
-            self.unscored += sample.score is None
-            self.tokens += sample.tokens
             for name, value in sample.parts.items():
-                total = self.parts.setdefault(name, [0.0, 0.0])
+                total = self.parts[name]
                 total[0], total[1] = total[0] + value, total[1] + 1
 
     @property
     def failed_share(self) -> float:
         """Samples that should be there and have no score: not drawn, or not scored. Unusable rows have no samples."""
         wanted = (self.tasks - self.problems[UNUSABLE]) * self.plan.samples
-        scored = self.drawn - self.unscored
-        return (wanted - scored) / wanted if wanted else 1.0
+        return (wanted - self.drawn + self.unscored) / wanted if wanted else 1.0
 
     def as_json(self) -> dict[str, Any]:
-        seed, drawn = self.plan.seed, max(1, self.drawn)
-        average = _estimate(self.whole.average(seed))
+        seed, k = self.plan.seed, self.plan.samples
+        average = self.whole.average(seed)
+        ks = sorted({*(2**i for i in range(k.bit_length())), k})
         return {
             "tasks": self.tasks,
             "scored_tasks": len(self.whole.means),
             "samples": self.drawn,
-            "unscored": {"samples": self.unscored, "share": self.failed_share, "tasks": self.unscored_ids},
-            "problems": {"reasons": dict(sorted(self.problems.items())), "tasks": self.problem_ids},
-            "avg_at_k": None if average is None else {"k": self.plan.samples, **average},
-            "pass_at_k": {str(k): _estimate(self.whole.pass_at(k, seed)) for k in ks_up_to(self.plan.samples)},
-            "truncated": _estimate(mean_estimate(np.array(self.whole.truncated), seed)) if self.drawn else None,
-            "mean_tokens": self.tokens / drawn,
+            "unscored": {"samples": self.unscored, "share": self.failed_share, "tasks": self.unscored_ids[:20]},
+            "problems": dict(sorted(self.problems.items())),
+            "avg_at_k": None if average is None else {"k": k, **average},
+            "pass_at_k": {str(count): self.whole.pass_at(count, seed) for count in ks},
+            "truncated": _estimate(self.truncated, seed),
+            "mean_tokens": self.tokens / max(1, self.drawn),
             "parts": {name: total / count for name, (total, count) in sorted(self.parts.items())},
             "by": {
                 what: {
                     name: {
-                        "tasks": len(group.means), "avg_at_k": _estimate(group.average(seed)),
-                        "pass_at_1": _estimate(group.pass_at(1, seed)),
+                        "tasks": len(group.means), "avg_at_k": group.average(seed), "pass_at_1": group.pass_at(1, seed)
                     }
                     for name, group in sorted(groups.items())
                 }
@@ -129,34 +128,31 @@ class SummaryTally:
         }  # fmt: skip
 
 
-def _estimate(found: Estimate | None) -> dict[str, Any] | None:
-    return None if found is None else {"value": found.value, "low": finite(found.low), "high": finite(found.high)}
-
-
 def table_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """`avg@4   0.412 [0.355, 0.470]` and so on, one number a line."""
     counts = f"{count_of(summary['scored_tasks'], 'task')}, {count_of(summary['samples'], 'sample')}"
     yield f"{counts}; 95 % intervals over tasks"
-    rows = list(_numbered(summary)) if summary["avg_at_k"] is not None else [("", "nothing could be scored")]
-    width = max(len(name) for name, _ in rows)
-    yield from (f"  {name:<{width}}  {text}" if name else f"  {text}" for name, text in rows)
+    rows = dict(_numbered(summary)) if summary["avg_at_k"] is not None else {}
+    width = max(map(len, rows), default=0)
+    yield from (f"  {name:<{width}}  {text}" for name, text in rows.items())
+    if not rows:
+        yield "  nothing could be scored"
     yield from missing_lines(summary)
 
 
 def _numbered(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    average = summary["avg_at_k"]
-    yield f"avg@{average['k']}", shown(average)
+    yield f"avg@{summary['avg_at_k']['k']}", _shown(summary["avg_at_k"])
     for k, found in sorted(summary["pass_at_k"].items(), key=lambda pair: int(pair[0])):
         if found is not None:
-            yield f"pass@{k}", shown(found)
-    yield "truncated", shown(summary["truncated"])
+            yield f"pass@{k}", _shown(found)
+    yield "truncated", _shown(summary["truncated"])
     yield "tokens", f"{summary['mean_tokens']:.1f} on average"
     for name, value in summary["parts"].items():
         yield name, f"{value:.3f} on average, a part of the score"
     for what, groups in summary["by"].items():
         for name, group in groups.items() if len(groups) > 1 else ():
             if group["avg_at_k"] is not None:
-                yield f"{what} {name}", f"{shown(group['avg_at_k'])} of {count_of(group['tasks'], 'task')}"
+                yield f"{what} {name}", f"{_shown(group['avg_at_k'])} of {count_of(group['tasks'], 'task')}"
 
 
 def missing_lines(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -165,10 +161,10 @@ def missing_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         more = ", …" if len(unscored["tasks"]) > NAMED_TASKS else ""
         tasks = ", ".join(unscored["tasks"][:NAMED_TASKS]) + more
         yield f"  {count_of(unscored['samples'], 'sample')} unscored, counted in no figure: scoring failed ({tasks})"
-    for reason, count in summary["problems"]["reasons"].items():
+    for reason, count in summary["problems"].items():
         yield f"  {count_of(count, 'task')} left out: {reason}"
 
 
-def shown(found: Mapping[str, Any]) -> str:
-    low, high = (math.nan if found[end] is None else found[end] for end in ("low", "high"))
-    return str(Estimate(found["value"], low, high))
+def _shown(found: Mapping[str, Any]) -> str:
+    ends = {} if found["low"] is None else {end: found[end] for end in ("low", "high")}
+    return str(Estimate(found["value"], **ends))

@@ -56,17 +56,16 @@ def _serve(source: int, sink: int) -> None:
     try:
         environment = build(EnvironmentSettings.model_validate_json(setup.settings))
     except Exception as error:  # noqa: BLE001 - data and files of the owner's: whatever it is, the parent must hear it
-        write_message(sink, frames.SetupFailed(f"{type(error).__name__}: {error}"[:1000]))
+        write_message(sink, frames.Ready(problem=f"{type(error).__name__}: {error}"[:1000]))
         return
     _warm_up(environment)
-    write_message(sink, frames.SetupDone(core_digest(environment), _limit_memory(setup.memory_bytes)))
+    write_message(sink, frames.Ready(core_digest(environment), _limit_memory(setup.memory_bytes)))
     pid = os.getpid()
-    while isinstance(work := read_message(source), frames.JobBatch):
-        for task, completion in work.jobs:
-            answer = _answer(environment, task, frames.as_text(completion), setup.seconds, sink)
-            if os.getpid() != pid:
-                os._exit(0)  # the reward function has forked, and this is the copy
-            write_message(sink, answer)
+    while isinstance(work := read_message(source), frames.Work):
+        answer = _answer(environment, work.task, frames.as_text(work.completion), setup.seconds, sink)
+        if os.getpid() != pid:
+            os._exit(0)  # the reward function has forked, and this is the copy
+        write_message(sink, answer)
 
 
 def _answer(environment: Environment, task_id: str, completion: str, seconds: float, sink: int) -> JobAnswer:

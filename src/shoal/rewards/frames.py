@@ -1,9 +1,9 @@
 """What a scoring process and the one that started it say to each other: length-prefixed msgpack over two pipes.
 
-    parent ── Setup ──► child                 once
-    parent ◄─ SetupDone, or SetupFailed ──    once the environment is built, or cannot be
-    parent ── JobBatch ──► child              some jobs
-    parent ◄─ Allows, JobAnswer ───           an answer for each, in order, as soon as it is known
+    parent ── Setup ──► child              once
+    parent ◄─ Ready ──                     once the environment is built, or cannot be
+    parent ── Work ──► child               one completion
+    parent ◄─ Allows, JobAnswer ───        its answer
 
 Text travels as bytes: a completion may hold characters that are no proper text.
 """
@@ -36,19 +36,17 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     memory_bytes: int
 
 
-class SetupDone(msgspec.Struct, frozen=True, tag=True):
-    """The environment is built. `unlimited` is what cannot be limited here."""
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The environment is built, unless there is a `problem`. `unlimited` is what cannot be limited here."""
 
-    digest: str
+    digest: str = ""
     unlimited: str = ""
+    problem: str = ""
 
 
-class SetupFailed(msgspec.Struct, frozen=True, tag=True):
-    problem: str
-
-
-class JobBatch(msgspec.Struct, frozen=True, tag=True):
-    jobs: list[tuple[str, bytes]]
+class Work(msgspec.Struct, frozen=True, tag=True):
+    task: str
+    completion: bytes
 
 
 class Allows(msgspec.Struct, frozen=True, tag=True):
@@ -67,8 +65,8 @@ class JobAnswer(msgspec.Struct, frozen=True, tag=True):
     needs_memory: bool = False
 
 
-ToChild = Setup | JobBatch
-FromChild = SetupDone | SetupFailed | Allows | JobAnswer
+ToChild = Setup | Work
+FromChild = Ready | Allows | JobAnswer
 
 _to_child = msgspec.msgpack.Decoder(ToChild)
 _from_child = msgspec.msgpack.Decoder(FromChild)
@@ -90,7 +88,7 @@ def frame_of(message: ToChild | FromChild) -> bytes:
 
 
 class ChannelClosed(Exception):
-    """The other end is gone."""
+    """The other end is gone, or says what it should not."""
 
 
 @dataclass
@@ -124,18 +122,21 @@ class Channel:
                 raise ChannelClosed from None
 
     def receive(self, within_s: float) -> FromChild:
-        head, left_s = self._take(HEAD.size, within_s)
-        size = HEAD.unpack(head)[0]
-        if size > MAX_FRAME_BYTES:
+        left_s = self._fill(HEAD.size, within_s)
+        size = HEAD.size + HEAD.unpack_from(self._received)[0]
+        if size > HEAD.size + MAX_FRAME_BYTES:
             raise ChannelClosed
+        self._fill(size, left_s)
+        body = bytes(self._received[HEAD.size : size])
+        del self._received[:size]
         try:
-            message: FromChild = _from_child.decode(self._take(size, left_s)[0])
+            message: FromChild = _from_child.decode(body)
         except msgspec.DecodeError:
             raise ChannelClosed from None
         return message
 
-    def _take(self, size: int, left_s: float) -> tuple[bytes, float]:
-        """So many bytes, and the time that is left."""
+    def _fill(self, size: int, left_s: float) -> float:
+        """Receive so many bytes; the time that is left then."""
         while len(self._received) < size:
             left_s = self._await(self.source, select.POLLIN, left_s)
             try:
@@ -145,9 +146,7 @@ class Channel:
             if not data:
                 raise ChannelClosed
             self._received += data
-        taken = bytes(self._received[:size])
-        del self._received[:size]
-        return taken, left_s
+        return left_s
 
     def _await(self, descriptor: int, event: int, left_s: float) -> float:
         """Wait until it can be read, or written to; the time that is left then."""
@@ -167,25 +166,19 @@ class Channel:
 
 def read_message(source: int) -> ToChild | None:
     """The child's end: the next message, None at the end of the pipe."""
-    head = _read(source, HEAD.size)
-    if head is None:
-        return None
-    size = HEAD.unpack(head)[0]
-    body = _read(source, size) if size <= MAX_FRAME_BYTES else None
-    return None if body is None else _to_child.decode(body)
+    data, size = bytearray(), HEAD.size
+    while len(data) < size:
+        more = os.read(source, min(READ_BYTES, size - len(data)))
+        if not more:
+            return None
+        data += more
+        if size == HEAD.size == len(data):
+            size += min(HEAD.unpack(data)[0], MAX_FRAME_BYTES)
+    message: ToChild = _to_child.decode(data[HEAD.size :])
+    return message
 
 
 def write_message(sink: int, message: FromChild) -> None:
     rest = memoryview(frame_of(message))
     while rest:
         rest = rest[os.write(sink, rest) :]
-
-
-def _read(source: int, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        more = os.read(source, min(READ_BYTES, size - len(data)))
-        if not more:
-            return None
-        data += more
-    return bytes(data)

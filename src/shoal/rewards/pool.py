@@ -1,16 +1,15 @@
 """Scoring in processes of their own, with limits; beside the validator, not inside it.
 
-    jobs ─► chunks ─► processes ─┬─ answers
-                                 └─ one ended in the middle of a job
-                                      ├─ the rest of its chunk ─► back to the others, without blame
-                                      └─ that job ─► alone, in a fresh process ─┬─ an answer: that is it
+    jobs ─► processes, one job at a time ─┬─ an answer
+                                          └─ the process ended in the middle of the job
+                                               └─ it alone, in a fresh process ─┬─ an answer
                                                                                 └─ ended again ─► whose fault is it?
 
 A job that ends its process twice is the completion's doing only if it was processor time, memory or a crash, and a
 fresh process answers the *empty* completion of the same task within the limits: then it is worth 0, with the part
 `limit`. In every other case (killed by somebody, too long by the clock, an environment that does not build, a function
 that raises) it is unscored. What there was no time to begin is neither: it is `NotBegun`, and may be asked again.
-A process that never took work says nothing of any job: another one is started, and its jobs go to the other seats.
+A process that never took work says nothing of any job: another one is started, or the other processes take its jobs.
 """
 
 from __future__ import annotations
@@ -21,20 +20,19 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
 
 from shoal.environments import Environment, EnvironmentSettings, Score, scoring_of
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import CodecError, DeadlineExceeded, ScoringFailure
 from shoal.rewards import frames
-from shoal.rewards.frames import ChannelClosed, FromChild, JobAnswer, SetupDone
-from shoal.rewards.protocol import Job, NotBegun, ScoringPatience, child_settings, core_digest, process_count
+from shoal.rewards.frames import Channel, ChannelClosed, FromChild, JobAnswer
+from shoal.rewards.protocol import Job, NotBegun, Scores, ScoringPatience, child_settings, core_digest, process_count
 from shoal.runtime.clock import Backoff, Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import describe_exit
@@ -42,7 +40,6 @@ from shoal.runtime.text import visible
 
 log = logging.getLogger(__name__)
 
-MAX_CHUNK, CHUNK_BYTES = 32, 8 * 1024 * 1024
 LIMIT_PART = "limit"
 STARTS = 3  # of processes that die before they are ready, until a seat is given up for the round
 REAP_S, SEND_S = 5.0, 30.0
@@ -50,8 +47,8 @@ LINES_LOGGED, LINE_LIMIT = 20, 300
 SECRETS = ("SHOAL_JUDGE_KEY",)  # what a reward function has no use for
 CALM = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONHASHSEED": "0"}
 """One thread each, for there are as many processes as are wanted; sets in the same order in every one of them."""
+CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 Result = JobAnswer | ScoringFailure
-Item = TypeVar("Item")
 
 
 class Cause(StrEnum):
@@ -59,35 +56,29 @@ class Cause(StrEnum):
     CLOCK = "clock"
     MEMORY = "memory"
     CRASH = "crash"
-    KILLED = "killed"
-    LEFT = "left"
+    OTHER = "other"
 
 
 # What a completion can bring about. A signal from elsewhere and an exit of its own are never its doing; nor is time by
 # the clock, for nobody can tell a job that waits for something from one that a busy machine does not get on with.
 BLAMABLE = frozenset({Cause.TIME, Cause.MEMORY, Cause.CRASH})
-CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 
 
 class Ended(Exception):
-    """The process ended, or has to be, in the middle of a job. `what` goes on from "it"."""
+    """The process ended, or has to be, in the middle of a job. `what` continues "the scoring process"."""
 
     def __init__(self, cause: Cause, what: str) -> None:
         super().__init__(what)
         self.cause, self.what = cause, what
 
 
-class NeverReady(ScoringFailure):
-    """The process never took any work: nothing is known of a job. `was_late`: it had all its time to become ready."""
-
-    def __init__(self, message: str, was_late: bool = False) -> None:
-        super().__init__(message)
-        self.was_late = was_late
+class DiedEarly(ScoringFailure):
+    """The process was never ready, and not for lack of time: another one may be."""
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What every life of a pool's processes has in common. `digest` is that of the environment they must build."""
+    """What all processes of a pool have in common. `digest` is that of the environment they must build."""
 
     settings: EnvironmentSettings
     limits: ScoringSettings
@@ -101,10 +92,8 @@ class ScoringProcess:
     """One life of a scoring process, seen from its parent: a child with its pipes. Not for several threads at once."""
 
     def __init__(self, ground: Ground) -> None:
-        self._ground = ground
-        self._ready: SetupDone | None = None
-        self._said: deque[str] = deque(maxlen=5)
-        self.answered = 0
+        self._ground, self._is_ready, self._has_ended = ground, False, False
+        self._said: deque[str] = deque(maxlen=1)
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
         command, pipe = [sys.executable, "-P", "-m", "shoal.rewards.child"], subprocess.PIPE
         try:  # in a session of its own: Ctrl-C is for the parent; what it starts can be ended with it
@@ -112,12 +101,12 @@ class ScoringProcess:
                 command, stdin=pipe, stdout=pipe, stderr=pipe, env={**environment, **CALM}, start_new_session=True
             )
         except OSError as error:
-            raise NeverReady(f"a scoring process could not be started: {error}") from error
+            raise DiedEarly(f"a scoring process could not be started: {error}") from error
         self.pid = self._process.pid
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         source, sink = self._process.stdout.fileno(), self._process.stdin.fileno()
-        self._channel = frames.Channel(source, sink, ground.stop, ground.clock)
+        self._channel = Channel(source, sink, ground.stop, ground.clock)
         threading.Thread(target=self._drain, name="scoring-output", daemon=True).start()
         limits, settings = ground.limits, ground.settings.model_dump_json().encode()
         try:
@@ -128,60 +117,54 @@ class ScoringProcess:
             self.end()
             raise
 
-    def ready(self) -> SetupDone:
+    def ready(self) -> None:
         """Wait until the environment is built; what goes wrong with it is a `ScoringFailure`.
 
         The limit counts from here, not from the start: a process that nobody has asked yet cannot be late.
         """
-        if self._ready is not None:
-            return self._ready
-        within_s = self._ground.patience.start_s
+        if self._is_ready:
+            return
+        within_s, digest = self._ground.patience.start_s, self._ground.digest
         try:
             message = self._channel.receive(within_s)
         except TimeoutError:
-            raise NeverReady(
+            raise ScoringFailure(
                 f"a scoring process was not ready within {within_s:g} s: it builds the environment and scores the "
-                "first tasks, so one of these hangs, or this machine is very busy",
-                was_late=True,
+                "first tasks, so one of these hangs, or this machine is very busy"
             ) from None
         except ChannelClosed:
-            raise NeverReady(f"a scoring process did not start: it {self._how_it_ended().what}") from None
-        if isinstance(message, frames.SetupFailed):
-            raise ScoringFailure(f"a scoring process could not build the environment: {message.problem}")
-        if not isinstance(message, SetupDone):
-            raise ScoringFailure("a scoring process says what it should not")
-        if message.digest != self._ground.digest:
+            raise DiedEarly(f"a scoring process did not start: it {self._how_it_ended().what}") from None
+        if not isinstance(message, frames.Ready) or message.problem:
+            problem = message.problem if isinstance(message, frames.Ready) else "it says what it should not"
+            raise ScoringFailure(f"a scoring process could not build the environment: {problem}")
+        if message.digest != digest:
             raise ScoringFailure(
-                f"the environment has changed since this process started ({self._ground.digest[:16]}… then, "
+                f"the environment has changed since this process started ({digest[:16]}… then, "
                 f"{message.digest[:16]}… now): undo the change to its file or data, or start a new run"
             )
         if message.unlimited:
             log.warning("scoring has no limit on %s", message.unlimited)
-        self._ready = message
-        return message
+        self._is_ready = True
 
-    def ask(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
-        """An answer for each job, in order. `Ended` is raised at the job that the process did not survive."""
+    def ask(self, job: Job) -> Result:
+        """What the job is worth; `Ended` if the process did not survive it."""
         within_s = self._ground.patience.job_within_s(self._ground.limits)
         try:
-            work = frames.JobBatch([(job.task, frames.as_bytes(job.completion)) for job in jobs])
-            self._channel.send(work, SEND_S)
-            for _job in jobs:
-                answer = self._received(within_s)
-                if isinstance(answer, frames.Allows):  # what the task allows beside that
-                    answer = self._received(within_s + answer.seconds)
-                if not isinstance(answer, JobAnswer):
-                    raise Ended(Cause.LEFT, "said what it should not")
-                if answer.needs_memory:
-                    raise Ended(Cause.MEMORY, self._too_much)
-                self.answered += 1
-                yield answer
+            self._channel.send(frames.Work(job.task, frames.as_bytes(job.completion)), SEND_S)
+            answer = self._received(within_s)
+            if isinstance(answer, frames.Allows):  # what the task allows beside that
+                answer = self._received(within_s + answer.seconds)
         except TimeoutError:
             raise Ended(Cause.CLOCK, f"takes no work within {SEND_S:g} s") from None
         except ChannelClosed:
             raise self._how_it_ended() from None
         except CodecError as error:
-            raise ScoringFailure(str(error)) from error
+            return ScoringFailure(str(error))
+        if not isinstance(answer, JobAnswer):
+            raise Ended(Cause.OTHER, "said what it should not")
+        if answer.needs_memory:
+            raise Ended(Cause.MEMORY, self._too_much)
+        return answer if answer.failure is None else ScoringFailure(answer.failure)
 
     def _received(self, within_s: float) -> FromChild:
         try:
@@ -195,95 +178,95 @@ class ScoringProcess:
 
     def end(self) -> None:
         """Kill it and all that it started. May be called again."""
-        if self._process.returncode is not None:
+        if self._has_ended:
             return
-        try:
+        self._has_ended = True
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            log.debug("the group of process %d is gone", self.pid)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
+            with suppress(BrokenPipeError):
+                if pipe is not None:
                     pipe.close()
-                except BrokenPipeError:
-                    log.debug("the pipe of %d was broken", self.pid)
 
     def _how_it_ended(self) -> Ended:
-        """After its pipe has closed. Its number is not free yet: what it started can still be ended by it."""
-        code, until_s = None, self._ground.clock.monotonic_s() + REAP_S
-        while code is None and self._ground.clock.monotonic_s() < until_s:
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # without reaping it
-            if found is None:
-                time.sleep(0.002)
-            else:
-                code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        """After its pipe has closed."""
+        try:
+            code: int | None = self._process.wait(REAP_S)
+        except subprocess.TimeoutExpired:
+            code = None
         self.end()
         if code is None:
-            return Ended(Cause.LEFT, "closed its pipe and did not end")
+            return Ended(Cause.OTHER, "closed its pipe and did not end")
         if code in (-signal.SIGPROF, -signal.SIGXCPU):
             return Ended(Cause.TIME, f"took longer than {self._ground.limits.seconds:g} s of processor time")
         if code == frames.EXIT_MEMORY:
             return Ended(Cause.MEMORY, self._too_much)
         if -code in CRASHES:
             return Ended(Cause.CRASH, f"crashed ({signal.Signals(-code).name})")
-        said = f": {self._said[-1]}" if self._said and code > 0 else ""
-        return Ended(Cause.KILLED if code < 0 else Cause.LEFT, describe_exit(code) + said)
+        said = f": {self._said[0]}" if self._said and code > 0 else ""
+        return Ended(Cause.OTHER, describe_exit(code) + said)
 
     @property
     def _too_much(self) -> str:
         return f"needed more than {self._ground.limits.memory_mb} MB"
 
     def _drain(self) -> None:
-        """What its code prints: the first lines are logged, the last ones kept, and it never waits for a reader."""
+        """What its code prints: the first lines are logged, the last one kept, and it never waits for a reader."""
         assert self._process.stderr is not None
         with self._process.stderr as output:
             for number, line in enumerate(iter(lambda: output.readline(LINE_LIMIT), b"")):
-                text = visible(line.decode(errors="replace").rstrip())
-                if text:
+                if text := visible(line.decode(errors="replace").rstrip()):
                     self._said.append(text)
-                if text and number < LINES_LOGGED:
-                    log.info("scoring process %d says: %s", self.pid, text)
-                if number == LINES_LOGGED:
-                    log.info("scoring process %d says more; it is not shown", self.pid)
+                    if number <= LINES_LOGGED:
+                        more = "more; it is not shown" if number == LINES_LOGGED else f": {text}"
+                        log.info("scoring process %d says%s", self.pid, more)
 
 
 class Seat:
-    """A place for one process after another. A life that answered nothing is followed by a pause."""
+    """A place for one process after another."""
 
-    def __init__(self, ground: Ground, backoff: Backoff = Backoff(first_s=0.2, most_s=5.0)) -> None:
-        self._ground, self._backoff = ground, backoff
+    def __init__(self, ground: Ground) -> None:
+        self._ground, self._backoff = ground, Backoff(first_s=0.2, most_s=5.0)
         self.process: ScoringProcess | None = None
-        self._fruitless = 0
 
     def start(self) -> ScoringProcess:
         """Without waiting for it."""
-        if self.process is None:
-            self.process = ScoringProcess(self._ground)
+        self.process = self.process or ScoringProcess(self._ground)
         return self.process
 
-    def take(self) -> ScoringProcess:
-        """A process that is ready, or `ScoringFailure`. One that dies before it is ready is followed by another."""
+    def ask(self, job: Job) -> Result:
+        """`ScoringFailure` is raised if no process gets ready for it."""
         starts = 0
         while True:
-            if self.process is None and self._fruitless:
-                self._ground.stop.wait(self._backoff.wait_s(self._fruitless - 1))
             try:
-                self.start().ready()
-                return self.start()
+                process = self.start()
+                process.ready()
+                break
             except ScoringFailure as failure:
-                if self.process is None:
-                    self._fruitless += 1
                 self.clear()
                 starts += 1
-                if not isinstance(failure, NeverReady) or failure.was_late or starts == STARTS:
+                if not isinstance(failure, DiedEarly) or starts == STARTS:
                     raise
                 log.info("%s; another one is started", failure)
+                self._ground.stop.wait(self._backoff.wait_s(starts - 1))
+        try:
+            return process.ask(job)
+        except Ended:
+            self.clear()
+            raise
+
+    def ask_alone(self, job: Job) -> Result | Ended:
+        """In a process that has scored nothing before."""
+        self.clear()
+        try:
+            return self.ask(job)
+        except (ScoringFailure, Ended) as outcome:
+            return outcome
 
     def clear(self) -> None:
-        """End the process, if there is one: the next `take` starts another."""
+        """End the process, if there is one: whoever asks next starts another."""
         if self.process is not None:
-            self._fruitless = 0 if self.process.answered else self._fruitless + 1
             self.process.end()
             self.process = None
 
@@ -308,7 +291,7 @@ class ScoringPool:
         try:
             for seat in self._seats:
                 seat.start()
-        except NeverReady as failure:
+        except DiedEarly as failure:
             log.warning("%s; it is tried again when something is to be scored", failure)
 
     def close(self) -> None:
@@ -319,7 +302,7 @@ class ScoringPool:
     def pids(self) -> list[int]:
         return [seat.process.pid for seat in self._seats if seat.process is not None]
 
-    def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:
+    def scores(self, jobs: Sequence[Job]) -> Scores:
         """What each is worth. `DeadlineExceeded` if the process is told to stop meanwhile."""
         with self._busy:
             try:
@@ -338,122 +321,58 @@ class _Round:
     """All that is asked at once: over the seats, each in a thread, until nothing is open or the time is up."""
 
     def __init__(self, ground: Ground, jobs: Sequence[Job]) -> None:
-        self._ground, self._jobs = ground, jobs
+        self._ground, self._open = ground, deque(jobs)
         self._results: dict[Job, Result] = {}
-        self._suspects: deque[tuple[Job, Cause]] = deque()
-        self._unready: dict[Seat, NeverReady] = {}
+        self._unready: dict[Seat, ScoringFailure] = {}
         self._until_s = ground.clock.monotonic_s() + ground.patience.all_s
         self._late = f"scoring took longer than {ground.patience.all_s:g} s in all"
 
     def run(self, seats: Sequence[Seat]) -> dict[Job, Result]:
-        chunks, usable = deque(_chunks(self._jobs, len(seats))), list(seats)
-        for _ in range(2):  # what a seat without a process gives back, the others may have ended too early to take
-            _on_all(usable, chunks, lambda seat, chunk: self._chunk(seat, chunk, chunks))
-            usable = [seat for seat in seats if seat not in self._unready]
-        for chunk in chunks:
-            self._settle(chunk, next(iter(self._unready.values())))
-        _on_all(usable or seats, self._suspects, self._suspect)
+        usable = seats[: len(self._open)]
+        while self._open and usable:  # what a seat without a process gives back, the others take
+            with ThreadPoolExecutor(len(usable), thread_name_prefix="scoring") as threads:
+                list(threads.map(self._serve, usable))
+            usable = [seat for seat in usable if seat not in self._unready]
+        for job in self._open:
+            self._results[job] = next(iter(self._unready.values()))
         return self._results
 
-    def _chunk(self, seat: Seat, jobs: Sequence[Job], chunks: deque[Sequence[Job]]) -> bool:
-        """Whether the seat can take another one."""
-        if self._is_late():
-            self._settle(jobs, NotBegun(f"{self._late}: this was not begun"))
-            return True
-        done = 0
-        try:
-            for answer in seat.take().ask(jobs):
-                self._results[jobs[done]] = _result(answer)
-                done += 1
-        except NeverReady as failure:
-            self._unready[seat] = failure
-            chunks.appendleft(jobs)
-            return False
-        except ScoringFailure as failure:
-            self._settle(jobs[done:], failure)
-        except Ended as ended:
-            log.debug("task %s is tried again, alone: its scoring process %s", jobs[done].task, ended.what)
-            seat.clear()
-            self._suspects.append((jobs[done], ended.cause))
-            if jobs[done + 1 :]:
-                chunks.appendleft(jobs[done + 1 :])
-        return True
+    def _serve(self, seat: Seat) -> None:
+        """Let the seat take one job after another until there are none, or it gets no process."""
+        while True:
+            try:
+                job = self._open.popleft()
+            except IndexError:
+                return
+            if self._is_late():
+                self._results[job] = NotBegun(f"{self._late}: this was not begun")
+                continue
+            try:
+                self._results[job] = seat.ask(job)
+            except Ended as ended:
+                log.debug("task %s is tried again, alone: its scoring process %s", job.task, ended.what)
+                self._results[job] = self._retried(seat, job, ended.cause)
+            except ScoringFailure as failure:
+                self._unready[seat] = failure
+                self._open.appendleft(job)
+                return
 
-    def _suspect(self, seat: Seat, suspect: tuple[Job, Cause]) -> bool:
+    def _retried(self, seat: Seat, job: Job, cause: Cause) -> Result:
         """The job alone; if that ends the process again, whether the completion is to blame."""
-        job, cause = suspect
         if cause is Cause.CLOCK and self._is_late():  # it has had its time: whoever asks again must come to an end
-            result: Result = ScoringFailure(f"{self._late}, and task {job.task} ended its scoring process once")
-        else:
-            again = self._alone(seat, job)
-            result = self._judged(seat, job, again) if isinstance(again, Ended) else again
-        self._results[job] = result
-        return True
-
-    def _judged(self, seat: Seat, job: Job, again: Ended) -> Result:
+            return ScoringFailure(f"{self._late}, and task {job.task} ended its scoring process once")
+        again = seat.ask_alone(job)
+        if not isinstance(again, Ended):
+            return again
         about = f"task {job.task}: the scoring process {again.what}"
         if again.cause not in BLAMABLE:
             return ScoringFailure(f"{about}, twice")
-        empty = self._alone(seat, Job(job.task, ""))
+        empty = seat.ask_alone(Job(job.task, ""))
         if isinstance(empty, JobAnswer):
             log.info("%s, twice; the completion is worth 0 for it", about)
             return JobAnswer(0.0, {LIMIT_PART: 1.0}, f"scoring it {again.what}".encode())
-        told = str(empty) if isinstance(empty, ScoringFailure) else empty.what
+        told = empty.what if isinstance(empty, Ended) else str(empty)
         return ScoringFailure(f"{about}, and so does an empty completion ({told}): the reward function is at fault")
-
-    def _alone(self, seat: Seat, job: Job) -> Result | Ended:
-        """In a process that has scored nothing before."""
-        seat.clear()
-        try:
-            return _result(next(seat.take().ask([job])))
-        except ScoringFailure as failure:
-            return failure
-        except Ended as ended:
-            seat.clear()
-            return ended
-
-    def _settle(self, jobs: Sequence[Job], failure: ScoringFailure) -> None:
-        self._results |= dict.fromkeys(jobs, failure)
 
     def _is_late(self) -> bool:
         return self._ground.clock.monotonic_s() >= self._until_s
-
-
-def _on_all(seats: Sequence[Seat], items: deque[Item], work: Callable[[Seat, Item], bool]) -> None:
-    """Let every seat take one item after another until there are none, or `work` says that it can take no more. An item
-    may bring further ones."""
-
-    def serve(seat: Seat) -> None:
-        while items:
-            try:
-                item = items.popleft()
-            except IndexError:
-                return  # another seat was faster
-            if not work(seat, item):
-                return
-
-    if len(seats) <= 1 or len(items) <= 1:
-        for seat in seats[:1]:
-            serve(seat)
-        return
-    with ThreadPoolExecutor(len(seats), thread_name_prefix="scoring") as threads:
-        for future in [threads.submit(serve, seat) for seat in seats]:
-            future.result()
-
-
-def _chunks(jobs: Sequence[Job], seats: int) -> Iterator[Sequence[Job]]:
-    """A few for each seat, so that all end at about the same time; bounded in number and size."""
-    most = max(1, min(MAX_CHUNK, len(jobs) // (4 * seats)))
-    chunk, size = list[Job](), 0
-    for job in jobs:
-        if chunk and (len(chunk) == most or size + len(job.completion) > CHUNK_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(job)
-        size += len(job.completion)
-    if chunk:
-        yield chunk
-
-
-def _result(answer: JobAnswer) -> Result:
-    return answer if answer.failure is None else ScoringFailure(answer.failure)

@@ -19,14 +19,13 @@ from shoal.environments.data.readers import Table
 from shoal.environments.settings import MixPart
 from shoal.errors import ConfigError, LeakFound, ResourceError, UnusableTask
 from shoal.evaluation.filter import (
-    Columns,
     Rate,
     RateBand,
-    RowSelection,
     data_of,
     histogram_lines,
     original_rows,
-    rates,
+    rates_by_row,
+    refuse_taken,
     row_of,
     stored_about,
     task_rows,
@@ -39,12 +38,11 @@ from shoal.evaluation.records import UNUSABLE
 from shoal.evaluation.statistics import mean_estimate
 from shoal.evaluation.summary import MAX_FAILURES, SummaryTally, table_lines
 
-COLUMNS = Columns("m")
 MIDDLE = RateBand(0.25, 0.5)
 
 
-def selection(found: dict[int, tuple[int, int]], everything: bool = False) -> RowSelection:
-    return RowSelection({row: Rate(*rate) for row, rate in found.items()}, MIDDLE, everything)
+def rates(**found: float) -> dict[int, Rate]:
+    return {int(row.removeprefix("row")): Rate(rate, 4) for row, rate in found.items()}
 
 
 def table_of(path: Path) -> Table:
@@ -56,26 +54,28 @@ def lines(path: Path, *rows: Any) -> Path:
     return path
 
 
-class TestRates:
-    def test_the_rate_is_of_samples_that_could_be_scored(self) -> None:
-        found = list(rates([record("a", 1.0, None, 0.5), record("b", None), record("c", problem="too long")]))
-        assert [(each.task, rate) for each, rate in found] == [("a", Rate(1, 2))]
+def test_the_rate_is_of_samples_that_could_be_scored() -> None:
+    records = [record("a", 1.0, None, 0.5), record("b", None), record("c", problem="too long")]
+    assert rates_by_row(sort(), "train", records) == {0: Rate(0.5, 2)}
 
-    @pytest.mark.parametrize("text", ["", "0.5", "a:b", "0.5:0.1", "-0.1:1", "0:1.1", "nan:1"])
-    def test_what_is_no_band(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="give two rates from 0 to 1"):
-            RateBand.parse(text)
 
-    def test_ends_belong_to_the_band(self) -> None:
-        band = RateBand.parse("0.1:0.3")
-        assert [band.holds(value) for value in (0.1, 3 / 10, 0.0999, 0.3001)] == [True, True, False, False]
+@pytest.mark.parametrize("text", ["", "0.5", "a:b", "0.5:0.1", "-0.1:1", "0:1.1", "nan:1", "0:0.5:1"])
+def test_what_is_no_band_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="give two rates from 0 to 1"):
+        RateBand.parse(text)
 
-    def test_the_histogram_counts_and_marks(self) -> None:
-        shown = list(histogram_lines([0.0, 0.25, 0.25, 1.0], 4, MIDDLE))
-        assert [line.split()[0] for line in shown] == ["0.000", "0.250", "0.500", "0.750", "1.000"]
-        assert [line.endswith("◂") for line in shown] == [False, True, True, False, False]
-        assert shown[1].split()[-2] == "2"
-        assert len(list(histogram_lines([0.3], 64, MIDDLE))) == 11
+
+def test_ends_belong_to_the_band() -> None:
+    band = RateBand.parse("0.1:0.3")
+    assert [band.holds(value) for value in (0.1, 3 / 10, 0.0999, 0.3001)] == [True, True, False, False]
+
+
+def test_the_histogram_counts_and_marks() -> None:
+    shown = list(histogram_lines(rates(row0=0.0, row1=0.25, row2=0.25, row3=1.0), 4, MIDDLE))
+    assert [line.split()[0] for line in shown] == ["0.000", "0.250", "0.500", "0.750", "1.000"]
+    assert [line.endswith("◂") for line in shown] == [False, True, True, False, False]
+    assert shown[1].split()[-2] == "2"
+    assert len(list(histogram_lines(rates(row0=0.3), 64, MIDDLE))) == 11
 
 
 class TestRows:
@@ -87,32 +87,32 @@ class TestRows:
             {"question": "b", "odd": "text", "deep": {"x": []}, "nothing": {}},
             {"question": "c", "odd": [2], "deep": {"x": [2], "y": 1.5}, "nothing": {}},
         )
-        found = selection({0: (1, 4), 2: (4, 4), 3: (1, 2)})
-        out = tmp_path / "out.parquet"
-        assert write_rows(out, original_rows(table_of(path), found, COLUMNS), {}) == 2
+        found, out = rates(row0=0.25, row2=1.0, row3=0.5), tmp_path / "out.parquet"
+        assert write_rows(out, original_rows(table_of(path), found, MIDDLE, "m"), {}) == 2
         first, second = pq.read_table(out).to_pylist()
         assert (first["question"], first["solve_rate_m"], first["samples_m"]) == ("a", 0.25, 4)
-        assert (second["question"], second["solve_rate_m"], second["samples_m"]) == ("c", 0.5, 2)
+        assert (second["question"], second["solve_rate_m"], second["samples_m"]) == ("c", 0.5, 4)
         assert (first["odd"], second["odd"]) == ("1", "[2]")  # of many types: JSON
         assert (first["deep"]["x"], second["deep"]["y"], first["none"]) == ([1], 1.5, None)
 
     def test_all_rows_have_a_rate_or_none(self, tmp_path: Path) -> None:
         path = lines(tmp_path / "d.jsonl", *({"question": str(n)} for n in range(3)))
-        table = original_rows(table_of(path), selection({1: (4, 4)}, everything=True), COLUMNS)
-        assert table["solve_rate_m"].to_pylist() == [None, 1.0, None]
+        table = original_rows(table_of(path), rates(row1=0.0), None, "m")
+        assert table["solve_rate_m"].to_pylist() == [None, 0.0, None]
+        assert table["samples_m"].to_pylist() == [0, 4, 0]
 
     def test_types_of_parquet_are_kept(self, tmp_path: Path) -> None:
         table = pa.table(
             {"q": ["a", "b"], "small": pa.array([1, 2], pa.int8()), "l": pa.array([[1], []], pa.list_(pa.int16()))}
         )
         pq.write_table(table, tmp_path / "d.parquet")
-        found = original_rows(table_of(tmp_path / "d.parquet"), selection({1: (2, 4)}), COLUMNS)
+        found = original_rows(table_of(tmp_path / "d.parquet"), rates(row1=0.5), MIDDLE, "m")
         assert found.drop_columns(["solve_rate_m", "samples_m"]).equals(table.slice(1))
 
     def test_rows_are_numbered_through_all_shards(self, tmp_path: Path) -> None:
         for shard in range(3):
             pq.write_table(pa.table({"q": [f"{shard}/{n}" for n in range(4)]}), tmp_path / f"{shard}.parquet")
-        found = original_rows(table_of(tmp_path), selection({2: (1, 2), 5: (0, 2), 9: (1, 2)}), COLUMNS)
+        found = original_rows(table_of(tmp_path), rates(row2=0.5, row5=0.0, row9=0.5), MIDDLE, "m")
         assert found["q"].to_pylist() == ["0/2", "2/1"]
 
     def test_a_task_leads_to_its_row(self, tmp_path: Path) -> None:
@@ -126,14 +126,15 @@ class TestRows:
         assert data_of(sort()) is None
 
     def test_tasks_without_rows(self) -> None:
-        (row,) = task_rows(sort(), "train", selection({3: (1, 4), 5: (4, 4)}), COLUMNS).to_pylist()
+        (row,) = task_rows(sort(), "train", rates(row3=0.25, row5=1.0), MIDDLE, "m").to_pylist()
         assert row["problem_id"] == "sort/train/3"
         assert row["answer"] == "".join(sorted(row["prompt"].rstrip("=")))
+        assert task_rows(sort(), "train", rates(row5=1.0), MIDDLE, "m").num_rows == 0
 
     def test_columns_that_are_taken(self) -> None:
         with pytest.raises(ConfigError, match=r"has a column solve_rate_m already.*--name"):
-            COLUMNS.refuse_taken(["question", "solve_rate_m"])
-        COLUMNS.refuse_taken(["solve_rate_other"])
+            refuse_taken(["question", "solve_rate_m"], "m")
+        refuse_taken(["question", "solve_rate_other"], "m")
 
 
 class TestTheFile:

@@ -22,7 +22,7 @@ from shoal.environments.settings import ScoringSettings
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import DirectScorer, Job, NotBegun, Scorer, ScoringPatience, ScoringPool
 from shoal.rewards.child import _answer
-from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, JobBatch, frame_of, read_message
+from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, Work, frame_of, read_message
 from shoal.rewards.protocol import core_digest, process_count, settled
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
@@ -496,7 +496,7 @@ def test_a_channel_does_not_wait_for_ever_for_somebody_who_does_not_read() -> No
     source, other = os.pipe()
     channel = Channel(source, sink, StopToken())
     with pytest.raises(TimeoutError):
-        channel.send(JobBatch([("t", b"x" * 10**6)]), 0.05)
+        channel.send(Work("t", b"x" * 10**6), 0.05)
     with pytest.raises(TimeoutError):
         channel.receive(0.01)
     for each in (source, sink, theirs, other):
@@ -530,9 +530,9 @@ def test_time_in_which_the_process_was_stopped_is_not_waited() -> None:
 
 def test_the_childs_end_reads_whole_messages_or_none() -> None:
     source, sink = os.pipe()
-    os.write(sink, frame_of(JobBatch([("t", b"x")])) + b"\0\0")
+    os.write(sink, frame_of(Work("t", b"x")) + b"\0\0")
     os.close(sink)
-    assert read_message(source) == JobBatch([("t", b"x")])
+    assert read_message(source) == Work("t", b"x")
     assert read_message(source) is None
     os.close(source)
 
@@ -540,7 +540,7 @@ def test_the_childs_end_reads_whole_messages_or_none() -> None:
 def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.rewards.frames.MAX_FRAME_BYTES", 10)
     with pytest.raises(CodecError):
-        frame_of(JobBatch([("t", b"x" * 20)]))
+        frame_of(Work("t", b"x" * 20))
 
 
 def test_the_example_scores_the_same_in_processes_of_its_own() -> None:
