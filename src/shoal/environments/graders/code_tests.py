@@ -93,16 +93,13 @@ def read_tests(answer: str) -> Tests:
     """The tests in a task's answer; `BadTests` says what is wrong. The completions of a group share one reading."""
     try:
         info = json.loads(answer)
-        if isinstance(info, list):
-            info = {"test_cases": info}
+        info = {"test_cases": info} if isinstance(info, list) else info
         if not isinstance(info, dict):
             raise BadTests("the verification info is no JSON object")
         return _tests(_unwrapped(info))
-    except RecursionError:
-        raise BadTests("the verification info is nested too deeply") from None
     except BadTests:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadTests(f"the verification info is no JSON: {error}") from None
 
 
@@ -121,16 +118,14 @@ def _tests(info: dict[str, Any]) -> Tests:
     language = str(info.get("language") or "").lower()
     if language not in LANGUAGES:
         raise BadTests(f"the language is {language[:40]!r}; only Python is run")
-    if "test_cases" in info:
-        cases = _cases(info, "test_cases")
-    elif "inputs" in info:
+    if "inputs" in info and "test_cases" not in info:
         cases = _apps(info)
-    elif "public_test_cases" in info or "private_test_cases" in info:
-        cases = [*_cases(info, "public_test_cases"), *_cases(info, "private_test_cases")]
-    else:
-        raise BadTests("there are no tests: neither test_cases, nor inputs and outputs, nor public_test_cases")
+    else:  # the function's name is in the case, in its metadata, or in those of all cases
+        function = info.get("fn_name") or _metadata(info).get("func_name")
+        chosen = ["test_cases"] if "test_cases" in info else ["public_test_cases", "private_test_cases"]
+        cases = [_case(case, function, field) for field in chosen for case in _list(info, field)]
     if not cases:
-        raise BadTests("there are no tests: the list is empty")
+        raise BadTests("there are no tests: neither test_cases, nor inputs and outputs, nor public_test_cases")
     if len(cases) > MAX_TESTS:
         raise BadTests(f"there are {len(cases)} tests, more than {MAX_TESTS}")
     try:
@@ -143,50 +138,39 @@ def _tests(info: dict[str, Any]) -> Tests:
     return Tests(tuple(cases), limits)
 
 
-def _cases(info: dict[str, Any], field: str) -> list[Test]:
-    """A list of cases. The function's name is in the case, in its metadata, or in those of all cases."""
-    function = info.get("fn_name") or _object(info.get("metadata")).get("func_name")
-    return [_case(case, function, field) for case in _list(info.get(field) or [], field)]
-
-
 def _case(case: Any, function: Any, field: str) -> Test:
     if not isinstance(case, dict) or "input" not in case or "output" not in case:
         raise BadTests(f"{field}: a test has no input or no output")
-    named = case.get("fn_name") or _object(case.get("metadata")).get("func_name")
+    named = case.get("fn_name") or _metadata(case).get("func_name")
     kind = case.get("type") or case.get("testtype") or ("function_call" if named else "stdin_stdout")
     if kind in ("stdin_stdout", "stdin"):
         return Test(_text(case["input"], "input"), _text(case["output"], "output"))
     if kind in ("function_call", "functional"):
-        return _returned(_name(named or function), case["input"], case["output"])
+        return _returned(named or function, case["input"], case["output"])
     raise BadTests(f"a test is of type {str(kind)[:40]!r}; there are stdin_stdout (stdin), function_call (functional)")
 
 
 def _apps(info: dict[str, Any]) -> list[Test]:
-    inputs, outputs = _list(info["inputs"], "inputs"), _list(info.get("outputs"), "outputs")
+    inputs, outputs = _list(info, "inputs"), _list(info, "outputs")
     if len(inputs) != len(outputs):
         raise BadTests(f"there are not as many outputs ({len(outputs)}) as inputs ({len(inputs)})")
-    pairs = list(zip(inputs, outputs, strict=True))
-    if info.get("fn_name"):
-        return [_returned(_name(info["fn_name"]), given, wanted, or_alone=True) for given, wanted in pairs]
+    pairs, function = zip(inputs, outputs, strict=True), info.get("fn_name")
+    if function:
+        return [_returned(function, given, wanted, or_alone=True) for given, wanted in pairs]
     return [Test(_text(given, "input"), _text(wanted, "output")) for given, wanted in pairs]
 
 
-def _returned(function: str, arguments: Any, wanted: Any, *, or_alone: bool = False) -> Test:
+def _returned(function: Any, arguments: Any, wanted: Any, *, or_alone: bool = False) -> Test:
+    name = str(function or "").rpartition(".")[2]  # some data sets write the class before it
+    if not name.isidentifier():
+        raise BadTests("a function call names no function (fn_name, or metadata.func_name)")
     if isinstance(arguments, str):
         arguments = [_parsed(line, "an argument of a call") for line in arguments.splitlines() if line.strip()]
         wanted = _parsed(wanted, "what a call returns")
     if not isinstance(arguments, list):
         raise BadTests("the input of a function call is neither a list of arguments nor a text with one on each line")
-    given = json.dumps({"function": function, "arguments": arguments}).encode()
-    return Test(given, wanted, function, expected_bytes=len(json.dumps(wanted)), or_alone=or_alone)
-
-
-def _name(given: Any) -> str:
-    """The function's name; some data sets write the class before it."""
-    name = str(given or "").rpartition(".")[2]
-    if not name.isidentifier():
-        raise BadTests("a function call names no function (fn_name, or metadata.func_name)")
-    return name
+    given = json.dumps({"function": name, "arguments": arguments}).encode()
+    return Test(given, wanted, name, expected_bytes=len(json.dumps(wanted)), or_alone=or_alone)
 
 
 def _text(given: Any, what: str) -> bytes:
@@ -198,24 +182,22 @@ def _text(given: Any, what: str) -> bytes:
     return given.encode("utf-8", errors="replace")
 
 
-def _list(given: Any, what: str) -> list[Any]:
-    given = _parsed(given, what)
+def _list(info: dict[str, Any], field: str) -> list[Any]:
+    given = _parsed(info.get(field) or [], field)
     if not isinstance(given, list):
-        raise BadTests(f"{what} is no list")
+        raise BadTests(f"{field} is no list")
     return given
 
 
-def _object(given: Any) -> dict[str, Any]:
-    given = _parsed(given, "metadata") if given else {}
+def _metadata(info: dict[str, Any]) -> dict[str, Any]:
+    given = _parsed(info.get("metadata") or {}, "metadata")
     return given if isinstance(given, dict) else {}
 
 
 def _parsed(given: Any, what: str) -> Any:
     """A value, or the JSON of one."""
-    if not isinstance(given, str):
-        return given
     try:
-        return json.loads(given)
+        return json.loads(given) if isinstance(given, str) else given
     except ValueError:
         raise BadTests(f"{what} is text, and no JSON") from None
 

@@ -14,15 +14,17 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import select
+import selectors
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from io import FileIO
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,25 +34,20 @@ from shoal.errors import EnvironmentSetupError, ScoringFailure
 WALL_FACTOR = 4
 WALL_GRACE_S = 5.0
 TEST_COST_S = 0.01
-"""Processor time that a test takes besides the program's own, generously: the clock waits for that too."""
-
-
+"""Processor time that a test takes besides the program's own, generously: it is given back for every test."""
 CHUNK, ERRORS_KEPT, REPORT_BYTES = 1 << 16, 4096, 16
 LOOK_S = 0.25
-Cut = Literal["time", "output"]
-Ended = Literal["well", "error", "signal", "time", "output"]
 START_S = 30.0
 """How long a sandbox may take to start. One that is slower is a machine in trouble, not a bad program."""
 STOP_S = 10.0
 STARVED = 0.5
 """A program that had to wait for a processor for this share of its time was not slow: the machine was busy."""
-NOTHING = b'{"function": "nothing", "arguments": []}'
 ASKED = b"\xff" * 8
 """What the runner's answer to a question begins with, where a report has the status."""
-COST_TESTS = 3
-"""How many empty tests are run to know what one costs; the dearest counts."""
 CLOCKS_AGREE = 0.75
 """How much of the time that the limit saw the account may see: the kernel keeps two clocks, and one only by ticks."""
+Cut = Literal["time", "output"]
+Ended = Literal["well", "error", "signal", "time", "output"]
 
 
 class Limits(BaseModel):
@@ -72,11 +69,6 @@ class Limits(BaseModel):
         """How long so many tests may take by the clock, all together."""
         return WALL_FACTOR * (self.cpu_s + TEST_COST_S * tests) + WALL_GRACE_S
 
-    @property
-    def test_wall_s(self) -> float:
-        """How long one test may take by the clock."""
-        return WALL_FACTOR * self.test_cpu_s + WALL_GRACE_S
-
 
 @dataclass(frozen=True)
 class Ran:
@@ -90,44 +82,6 @@ class Ran:
     cpu_s: float = 0.0
 
 
-class Pipes:
-    """Our ends of a test's pipes, which do not block, and theirs. Every descriptor is closed exactly once."""
-
-    def __init__(self, *, owner: int, called: bool) -> None:
-        """`owner` is the user that the program runs as, if it is not ours: it may then open /dev/stdin."""
-        self._ours: list[int] = []
-        self.theirs: list[int] = []
-        try:
-            for number in range(4 if called else 3):
-                reading, writing = os.pipe()
-                mine, given_away = (writing, reading) if number == 0 else (reading, writing)
-                self._ours.append(mine)
-                self.theirs.append(given_away)
-                os.set_blocking(mine, False)
-                if owner:
-                    os.fchown(given_away, owner, owner)
-        except OSError as error:
-            self.close()
-            raise ScoringFailure(f"no pipe for a program: {error}") from error
-        self.given, self.output, self.errors = self._ours[:3]
-        self.returned = self._ours[3] if called else -1
-
-    def hand_over(self) -> None:
-        """Closes their ends here: they have them."""
-        while self.theirs:
-            os.close(self.theirs.pop())
-
-    def end_of_input(self) -> None:
-        self._ours.remove(self.given)
-        os.close(self.given)
-        self.given = -1
-
-    def close(self) -> None:
-        self.hand_over()
-        while self._ours:
-            os.close(self._ours.pop())
-
-
 @dataclass
 class Exchange:
     """What goes in and comes out during one test, for `within_s` at the latest.
@@ -137,7 +91,6 @@ class Exchange:
     """
 
     control: socket.socket
-    pipes: Pipes
     given: bytes
     most_bytes: int
     within_s: float
@@ -149,57 +102,54 @@ class Exchange:
     _errors_size: int = 0
     _written: int = 0
 
-    def until_over(self) -> Cut | None:
+    def until_over(self, pipes: Sequence[FileIO]) -> Cut | None:
         """None when the program has ended and everything was read; otherwise why it was not waited for."""
-        reading = {self.pipes.output, self.pipes.errors, self.pipes.returned} - {-1}
-        poll = select.poll()
-        poll.register(self.pipes.given, select.POLLOUT)
-        for descriptor in (self.control.fileno(), *reading):
-            poll.register(descriptor, select.POLLIN)
-        while len(self.said) < REPORT_BYTES or reading:
-            remaining_s, began_s = self.within_s - self.waited_s, time.monotonic()
-            if remaining_s <= 0:
-                return "time"
-            ready = poll.poll(1000 * min(remaining_s, LOOK_S))
-            self.waited_s += min(time.monotonic() - began_s, LOOK_S)
-            for descriptor, _event in ready:
-                if self._served(descriptor):
-                    poll.unregister(descriptor)
-                    reading.discard(descriptor)
-                    if descriptor == self.pipes.given:
-                        self.pipes.end_of_input()
-            if max(len(self.output), len(self.returned), self._errors_size) > self.most_bytes:
-                return "output"
+        sinks = dict(
+            zip((self.control, *pipes[1:]), (self.said, self.output, self.errors, self.returned), strict=False)
+        )
+        with selectors.PollSelector() as waiting:
+            waiting.register(pipes[0], selectors.EVENT_WRITE)
+            for source, sink in sinks.items():
+                waiting.register(source, selectors.EVENT_READ, sink)
+            while any(source in waiting.get_map() for source in sinks):
+                remaining_s, began_s = self.within_s - self.waited_s, time.monotonic()
+                if remaining_s <= 0:
+                    return "time"
+                ready = waiting.select(min(remaining_s, LOOK_S))
+                self.waited_s += min(time.monotonic() - began_s, LOOK_S)
+                for key, _event in ready:
+                    if self._served(key.fileobj, key.data):
+                        waiting.unregister(key.fileobj)
+                        if key.fileobj is pipes[0]:
+                            pipes[0].close()
+                if max(len(self.output), len(self.returned), self._errors_size) > self.most_bytes:
+                    return "output"
         return None
 
     def report(self) -> tuple[int, float]:
         """The kernel's status of the program, and its processor seconds."""
         return int.from_bytes(self.said[:8], "little"), int.from_bytes(self.said[8:], "little") / 1e6
 
-    def _served(self, descriptor: int) -> bool:
+    def _served(self, file: Any, sink: bytearray | None) -> bool:
         """Whether this was the last of it."""
-        if descriptor == self.control.fileno():
+        if file is self.control:
             part = self.control.recv(REPORT_BYTES - len(self.said))
             if not part:
                 raise ScoringFailure("the sandbox ended in the middle of a test; something on this machine killed it")
             self.said += part
             return len(self.said) == REPORT_BYTES
-        try:
-            if descriptor == self.pipes.given:
-                self._written += os.write(descriptor, self.given[self._written : self._written + CHUNK])
-                return self._written >= len(self.given)
-            part = os.read(descriptor, CHUNK)
-        except BrokenPipeError:
-            return True  # the program does not read what it is given; that is its own business
-        except BlockingIOError:
-            return False
-        if descriptor == self.pipes.errors:
-            self._errors_size += len(part)
-            self.errors[:] = (self.errors + part)[-ERRORS_KEPT:]
-        else:
-            found = self.output if descriptor == self.pipes.output else self.returned
-            found += part
-        return not part
+        if sink is None:
+            try:
+                self._written += file.write(self.given[self._written : self._written + CHUNK]) or 0
+            except BrokenPipeError:
+                return True  # the program does not read what it is given; that is its own business
+            return self._written >= len(self.given)
+        part = file.read(CHUNK)  # None if there is nothing yet, empty at the end
+        sink += part or b""
+        if sink is self.errors:
+            self._errors_size += len(part or b"")
+            del sink[:-ERRORS_KEPT]
+        return part == b""
 
 
 class Sandbox:
@@ -209,7 +159,6 @@ class Sandbox:
         """`modules` of the standard library are imported before the first test, once for all of them."""
         self._limits, self._left_s, self._clock_s = limits, float(limits.cpu_s), 0.0
         self._tests, self._uid = 0, view.spare_uid()
-        self._cost_s: float | None = None
         self._control, theirs = socket.socketpair()
         try:
             self._process = self._started(theirs, modules)
@@ -236,12 +185,27 @@ class Sandbox:
         `called`: `given` is {"function": …, "arguments": […]}, and what it returned comes back as JSON. Otherwise it is
         the program's standard input.
         """
-        if self._cost_s is None and self._left_s < min(self._limits.test_cpu_s, self._limits.cpu_s / 2):
-            self._give_back(called=called)
         self._tests += 1
+        self._left_s += TEST_COST_S
         seconds = max(1, min(self._limits.test_cpu_s, math.ceil(self._left_s)))
-        exchange = self._exchanged(b"C" if called else b"S", seconds, given)
-        return Ran(ended=exchange) if isinstance(exchange, str) else self._judged(exchange, seconds)
+        within_s = min(
+            self._limits.wall_s(self._tests) - self._clock_s, WALL_FACTOR * self._limits.test_cpu_s + WALL_GRACE_S
+        )
+        exchange = Exchange(self._control, given, self._limits.output_bytes, within_s)
+        with contextlib.ExitStack() as opened:
+            ours, theirs = self._pipes(opened, 4 if called else 3)
+            try:
+                message = (b"C" if called else b"S") + bytes([seconds])
+                socket.send_fds(self._control, [message], [file.fileno() for file in theirs])
+            except OSError as error:
+                raise ScoringFailure(f"the sandbox is gone: {error}") from error
+            for file in theirs:
+                file.close()
+            cut = exchange.until_over(ours)
+            self._clock_s += exchange.waited_s
+            if cut == "time" and self._waited_s() > STARVED * exchange.waited_s:
+                raise ScoringFailure("this machine is too busy to run programs: one got hardly any processor time")
+        return Ran(ended=cut) if cut else self._judged(exchange, seconds)
 
     def close(self) -> None:
         """Kills whatever is in there, and waits until it is gone."""
@@ -254,15 +218,13 @@ class Sandbox:
         if self._process.stderr is not None:
             self._process.stderr.close()
         self._control.settimeout(STOP_S)
-        with contextlib.closing(self._control):
+        with contextlib.closing(self._control), contextlib.suppress(ConnectionResetError):
             try:
                 # All that was started holds the socket's other end: when it has ended, so have they.
                 while self._control.recv(CHUNK):
                     pass
             except TimeoutError:
                 raise ScoringFailure(f"a sandbox was still there {STOP_S:.0f} s after it was ended") from None
-            except ConnectionResetError:
-                pass  # ended with something unread
 
     def _started(self, theirs: socket.socket, modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
         limits = self._limits
@@ -277,7 +239,7 @@ class Sandbox:
             raise ScoringFailure(f"the sandbox does not start: {error}") from error
 
     def _greet(self, code: bytes) -> None:
-        """Hands the program in; the runner says that it is ready."""
+        """Sends the program; the runner says that it is ready."""
         self._control.settimeout(START_S)
         try:
             self._control.sendall(len(code).to_bytes(8, "little") + code)
@@ -291,6 +253,21 @@ class Sandbox:
             complaint = said[-1] if said else f"no answer within {START_S:.0f} s"
             raise ScoringFailure(f"the sandbox does not start: {complaint}")
 
+    def _pipes(self, opened: contextlib.ExitStack, count: int) -> tuple[list[FileIO], list[FileIO]]:
+        """Our ends of a test's pipes, which do not block, and theirs; the program writes to all but the first."""
+        ours, theirs = list[FileIO](), list[FileIO]()
+        try:
+            for number in range(count):
+                reading, writing = map(opened.enter_context, map(FileIO, os.pipe(), ("rb", "wb")))
+                ours.append(reading if number else writing)
+                theirs.append(writing if number else reading)
+                os.set_blocking(ours[-1].fileno(), False)
+                if self._uid:  # the user that the program runs as may then open /dev/stdin
+                    os.fchown(theirs[-1].fileno(), self._uid, self._uid)
+        except OSError as error:
+            raise ScoringFailure(f"no pipe for a program: {error}") from error
+        return ours, theirs
+
     def _waited_s(self) -> float:
         """How long the program that is running has been waiting for a processor; 0 if it has just ended."""
         self._control.settimeout(STOP_S)
@@ -303,40 +280,10 @@ class Sandbox:
             return 0.0
         return int.from_bytes(answer[8:], "little") / 1e6 if answer.startswith(ASKED) else 0.0
 
-    def _exchanged(self, kind: bytes, seconds: int, given: bytes) -> Exchange | Cut:
-        """One test, of a kind that the runner knows; or why it was not waited for."""
-        with contextlib.closing(Pipes(owner=self._uid, called=kind in b"Cc")) as pipes:
-            try:
-                socket.send_fds(self._control, [kind + bytes([seconds])], pipes.theirs)
-            except OSError as error:
-                raise ScoringFailure(f"the sandbox is gone: {error}") from error
-            pipes.hand_over()
-            within_s = min(self._limits.wall_s(self._tests) - self._clock_s, self._limits.test_wall_s)
-            exchange = Exchange(self._control, pipes, given, self._limits.output_bytes, within_s)
-            cut = exchange.until_over()
-            self._clock_s += exchange.waited_s
-            if cut == "time" and self._waited_s() > STARVED * exchange.waited_s:
-                raise ScoringFailure("this machine is too busy to run programs: one got hardly any processor time")
-        return cut or exchange
-
-    def _give_back(self, *, called: bool) -> None:
-        """Measures what a test costs that does nothing, and takes that off the program's account, for every test.
-
-        Only once time is getting short: most programs never come to that.
-        """
-        costs = []
-        for _ in range(COST_TESTS):
-            exchange = self._exchanged(b"c" if called else b"s", self._limits.test_cpu_s, NOTHING)
-            if isinstance(exchange, str) or exchange.report()[0] != 0:
-                raise ScoringFailure("a program that does nothing did not end well in the sandbox")
-            costs.append(exchange.report()[1])
-        self._cost_s = max(costs)
-        self._left_s = min(self._left_s + self._tests * self._cost_s, self._limits.cpu_s)
-
     def _judged(self, exchange: Exchange, seconds: int) -> Ran:
         """What the runner reported, in words. Killed, and not for the time it took: a program cannot do that itself."""
         status, cpu_s = exchange.report()
-        self._left_s -= max(0.0, cpu_s - (self._cost_s or 0.0))
+        self._left_s -= cpu_s
         code = os.waitstatus_to_exitcode(status)
         ended: Ended = "well" if code == 0 else "error" if code > 0 else "signal"
         deaf = code == -signal.SIGKILL and cpu_s >= seconds * CLOCKS_AGREE
@@ -349,7 +296,7 @@ class Sandbox:
 
 @cache
 def _runner() -> str:
-    """The text of what runs inside: it is handed over on the command line, so the package need not be seen there."""
+    """The text of what runs inside: it is passed on the command line, so the package need not be seen there."""
     return Path(__file__).with_name("runner.py").read_text(encoding="utf-8")
 
 
@@ -379,10 +326,10 @@ def require_sandbox() -> None:
     except ScoringFailure as failure:
         raise EnvironmentSetupError(f"programs cannot be run safely here: {failure}. {advice(str(failure))}") from None
     if ran.output != b"hello there world\n":
-        said = ran.errors.decode(errors="replace").strip().splitlines()
+        said = ran.errors.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise EnvironmentSetupError(
             f"programs cannot be run safely here: one that starts a thread and says hello ended with {ran.ended!r}"
-            f" ({said[-1] if said else 'it said nothing'}); this needs Linux 5.14 or later"
+            f" ({said[-1]}); this needs Linux 5.14 or later"
         )
 
 

@@ -6,7 +6,6 @@ Over the socket CONTROL comes the program: eight bytes of length, then its text.
 test by test, one message: S (standard input) or C (a call), the processor seconds, and the descriptors of the program's
 input, output, errors and, for a call, result. The answer is the status that the kernel gave and the microseconds of
 processor time, eight bytes each. While a test runs, any byte is the question how long it has waited for a processor.
-In small letters, s or c, it is a program that does nothing instead: what a test costs that is not the program's doing.
 
 This process never holds what a test is given or what came of it, so the next test, forked from it, cannot find it. It
 is the first of its process namespace: no signal of a program reaches it, and when it ends everything in there ends.
@@ -38,7 +37,6 @@ MEGABYTE = 1 << 20
 INT_BYTES = 4
 ASKED = b"\xff" * 8
 """In place of a status: what follows is the answer to a question."""
-NOTHING = b"def nothing(): pass"
 RECURSION, DEEPEST_VALUE = 600_000, 1000
 # What programs take for granted: LeetCode has these names, and other graders import them into every program.
 MODULES = {
@@ -74,7 +72,7 @@ def main() -> None:
     confine(libc, int(uid))
     instructions = bytes.fromhex(filter_)
     program = Filter(len(instructions) // 8, instructions)
-    code = received(channel)
+    code = exactly(channel, int.from_bytes(exactly(channel, 8), "little"))
     for name in filter(None, modules.split(",")):
         __import__(name)
     # whatever whoever started this does with signals
@@ -98,8 +96,7 @@ def main() -> None:
                 forbid(libc, program, {**limits, resource.RLIMIT_CPU: message[1] + 1})
             except BaseException:  # noqa: BLE001
                 os.kill(os.getpid(), KILL)  # no fault of the program: it must not look like one
-            kind = message[:1]
-            run(code if kind.isupper() else NOTHING, called=kind.upper() == b"C")
+            run(code, called=message[:1] == b"C")
         for descriptor in given:
             os.close(descriptor)
         until_ended(child, channel)
@@ -117,12 +114,6 @@ def confine(libc: ctypes.CDLL, uid: int) -> None:
     for option, value in ((PR_SET_DUMPABLE, 0), (PR_SET_PDEATHSIG, KILL), (PR_SET_NO_NEW_PRIVS, 1)):
         if libc.prctl(option, *map(ctypes.c_ulong, (value, 0, 0, 0))):
             raise OSError(ctypes.get_errno(), f"prctl {option}")
-
-
-def received(channel: _socket.socket) -> bytes:
-    """The program's text."""
-    size = int.from_bytes(exactly(channel, 8), "little")
-    return exactly(channel, size)
 
 
 def exactly(channel: _socket.socket, size: int) -> bytes:
@@ -218,8 +209,10 @@ def run(code: bytes, *, called: bool) -> None:
             call(code)
         else:
             main_module(code)
-    except SystemExit as end:
-        status = exit_status(end)
+    except SystemExit as end:  # what a script would end with
+        status = end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)  # noqa: T201
     except BaseException:  # noqa: BLE001  (whatever a program raises is its end)
         status = 1
         sys.excepthook(*sys.exc_info())
@@ -227,12 +220,21 @@ def run(code: bytes, *, called: bool) -> None:
 
 
 def main_module(code: bytes) -> dict[str, Any]:
-    """Runs the program as `__main__`; its names."""
+    """Runs the program as `__main__`; its names.
+
+    Names that are granted are builtins: the program's own go before them, and they do not pass for functions that it
+    wrote.
+    """
     module = type(sys)("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
     compiled = compile(code, "solution.py", "exec", dont_inherit=True)
-    take_for_granted(mentioned(compiled))
+    names = mentioned(compiled)
+    for name in names & MODULES:
+        setattr(builtins, name, __import__(name))
+    for granting, granted in GRANTED.items():
+        for name in names.intersection(granted.split()):
+            setattr(builtins, name, getattr(__import__(granting), name))
     exec(compiled, module.__dict__)
     return module.__dict__
 
@@ -243,8 +245,10 @@ def call(code: bytes) -> None:
 
     wanted = json.loads(sys.stdin.buffer.read())
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    function = function_of(main_module(code), wanted["function"])
-    value = function(*wanted["arguments"])
+    names, name = main_module(code), wanted["function"]
+    # a method of Solution first: beside it, a function of that name is often one that the program only imported
+    own = name in names and not hasattr(names.get("Solution"), name)
+    value = (names[name] if own else getattr(names["Solution"](), name))(*wanted["arguments"])
     sys.setrecursionlimit(DEEPEST_VALUE)
     returned = json.dumps(value).encode()
     view = memoryview(returned)
@@ -256,33 +260,6 @@ def mentioned(code: types.CodeType) -> set[str]:
     """Every name in a compiled program, those of its functions too."""
     inner = (mentioned(constant) for constant in code.co_consts if isinstance(constant, type(code)))
     return set(code.co_names).union(*inner)
-
-
-def take_for_granted(names: set[str]) -> None:
-    """Those of the names that are granted, as builtins: the program's own go before them, and they do not pass for
-    functions that it wrote."""
-    for name in names & MODULES:
-        setattr(builtins, name, __import__(name))
-    for module, granted in GRANTED.items():
-        for name in names.intersection(granted.split()):
-            setattr(builtins, name, getattr(__import__(module), name))
-
-
-def function_of(names: dict[str, Any], wanted: str) -> Any:
-    """The method of Solution first: beside it, a function of that name is often one that the program only imported."""
-    if wanted in names and not hasattr(names.get("Solution"), wanted):
-        return names[wanted]
-    return getattr(names["Solution"](), wanted)
-
-
-def exit_status(end: SystemExit) -> int:
-    """What a script would end with."""
-    if end.code is None:
-        return 0
-    if isinstance(end.code, int):
-        return end.code & 0xFF
-    print(end.code, file=sys.stderr)  # noqa: T201
-    return 1
 
 
 def finish(status: int) -> None:
