@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
-from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shoal.cli.main import app as cli
-from shoal.hub.http import openapi, routes_open, routes_signed
+from shoal.hub.http import openapi, routes
 from shoal.run.recipe import Recipe
 from shoal.trainer.guards import GuardRule, GuardSettings
 from shoal.validator import checks, verdicts
@@ -133,29 +132,13 @@ def meaning(parameter: Any) -> str:
 
 
 def http_page() -> str:
-    api = FastAPI(title="shoal hub")
-    for module in (routes_open, routes_signed):
-        api.include_router(module.router)
-    openapi.install(api)
-    document = api.openapi()
-    parts = ["# The hub's HTTP calls\n", NOTE, document["info"]["description"].strip() + "\n"]
+    parts = ["# The hub's HTTP calls\n", NOTE, openapi.DESCRIPTION.strip() + "\n"]
     for name, said in openapi.TAGS.items():
-        parts.append(f"## {name}\n\n{said}\n\n| call | what it does | answers |\n|---|---|---|")
-        parts += [row(path, method, call) for path, method, call in calls(document, name)]
-        parts.append("")
+        rows = (f"| `{call.method} {call.path}` | {call.what} |" for call in routes.TABLE[name])
+        parts += [f"## {name}\n\n{said}\n\n| call | what it does |\n|---|---|", *rows, ""]
+    refusals = (f"| {status} | {said} |" for status, said in openapi.REFUSALS.items())
+    parts += ["## Refusals\n\n| status | meaning |\n|---|---|", *refusals, ""]
     return "\n".join(parts)
-
-
-def calls(document: dict[str, Any], tag: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for path, methods in document["paths"].items():
-        for method, call in methods.items():
-            if tag in call.get("tags", ()):
-                yield path, method, call
-
-
-def row(path: str, method: str, call: dict[str, Any]) -> str:
-    text = " ".join(call.get("description", "").split())
-    return f"| `{method.upper()} {path}` | **{call['summary']}.** {text} | {', '.join(sorted(call['responses']))} |"
 
 
 # ── reasons.md ───────────────────────────────────────────────────────────────────────────────────────────────────

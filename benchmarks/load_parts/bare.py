@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 
 class Question(BaseModel):
@@ -16,9 +19,10 @@ class Answer(BaseModel):
     finished: bool
 
 
-app = FastAPI()
+async def heartbeat(request: Request) -> Response:
+    question = Question.model_validate_json(await request.body())
+    answer = Answer(doing=question.doing, finished=False)
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
-@app.post("/heartbeat")
-async def heartbeat(question: Question) -> Answer:
-    return Answer(doing=question.doing, finished=False)
+app = Starlette(routes=[Route("/heartbeat", heartbeat, methods=["POST"])])

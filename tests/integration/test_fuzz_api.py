@@ -34,7 +34,7 @@ from schemathesis.specs.openapi.checks import (
 
 from kit import Patch
 from kit.hub import RUN_ID, Actor, Bench, fresh_request, ok, submission_body, worker_key
-from shoal.hub.http.openapi import BULK
+from shoal.hub.http.routes import BULK
 from shoal.ledger import fold, verify
 from shoal.ledger.accounts import Account
 from shoal.protocol import LedgerPage, sign_request

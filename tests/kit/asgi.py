@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 STOP_S = 10.0
 
@@ -35,7 +35,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 class AsgiTransport(httpx.BaseTransport):
     """`httpx.Client(transport=AsgiTransport(app))` talks to `app`, whose lifespan is from construction to `close()`."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Starlette) -> None:
         self._inner = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="asgi", daemon=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from kit.asgi import AsgiTransport
 from shoal import protocol
@@ -173,7 +173,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         config = replace(make_config(self.folder, self.run, self.settings), **self.changes)
-        self.app: FastAPI = create_app(config, self.clock)
+        self.app: Starlette = create_app(config, self.clock)
         self.http = httpx.Client(transport=AsgiTransport(self.app), base_url="http://hub", timeout=20, headers=HEADERS)
         self.trainer, self.validator = self.actor(TRAINER), self.actor(VALIDATOR)
         self.alice, self.bob = self.actor(worker_key(1)), self.actor(worker_key(2))

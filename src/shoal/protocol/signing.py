@@ -171,13 +171,17 @@ def verify_request(
 ) -> None:
     """Raise `SignatureError` unless this very request was signed by `public_key` within the allowed skew. The caller
     still has to refuse a nonce that it has seen from this node, and another body (`verify_body`)."""
+    check_date(signature, now_ms)
+    verify(public_key, signature.signature, request_bytes(method, run, target, signature))
+
+
+def check_date(signature: RequestSignature, now_ms: int) -> None:
     skew = signature.at_ms - now_ms
     if abs(skew) > MAX_SKEW_MS:
         raise SignatureError(
             f"the request's clock is {abs(skew) / 1000:.0f} s {'ahead' if skew > 0 else 'behind'}; "
             f"at most {MAX_SKEW_MS // 1000} s are allowed: set this machine's clock (for instance with NTP)"
         )
-    verify(public_key, signature.signature, request_bytes(method, run, target, signature))
 
 
 def verify_body(signature: RequestSignature, body: bytes) -> None:

@@ -7,17 +7,18 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kit.asgi import in_loop
-from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, code_of, ok, policy
+from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, code_of, make_config, ok, policy
 from shoal.hub import changes as changes_module
-from shoal.hub.changes import FORGET_AFTER_MS, Changes, Topic, Waits, long_poll
+from shoal.hub.changes import FORGET_AFTER_MS, Changes, Topic, Waits
 from shoal.hub.http import auth
 from shoal.hub.http.auth import read_body
-from shoal.hub.http.middleware import Answers, Edge
+from shoal.hub.http.middleware import Edge, Visit
 from shoal.hub.limits import Addresses
 from shoal.hub.service.context import ORDERS, orders_of
 from shoal.hub.service.upkeep import READ_POSTS, Posting
@@ -213,9 +214,8 @@ def test_no_page_that_anyone_may_read_loads_every_node(bench: Bench, monkeypatch
 
 
 @pytest.mark.usefixtures("outside")
-def test_strangers_share_an_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    edge, clock = bench.app.state.edge, ManualClock()
-    edge.answers = Answers(clock)
+def test_strangers_share_an_answer_for_a_second(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = bench.app.state.edge.clock = ManualClock()
     counted = Counted(bench.hub.reporting.status)
     monkeypatch.setattr(bench.hub.reporting, "status", counted)
     for _ in range(5):
@@ -226,54 +226,49 @@ def test_strangers_share_an_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert counted.count == 2
 
 
-def test_one_answer_is_computed_at_a_time_and_serves_all_who_asked_before_it_began() -> None:
-    async def scene() -> list[int]:
-        clock, begun, go = ManualClock(), [0], asyncio.Event()
-        answers = Answers(clock)
+@in_loop
+async def test_one_shared_answer_is_computed_at_a_time_for_all_who_asked_before_it_began(tmp_path: Path) -> None:
+    clock, go, begun = ManualClock(), asyncio.Event(), list[int]()
+    edge, mine, strangers = Edge(make_config(tmp_path), clock), Visit("1"), Visit("2", client="192.0.2.1")
 
-        async def compute() -> int:
-            begun[0] += 1
-            number = begun[0]
-            await go.wait()
-            return number
+    async def compute() -> int:
+        begun.append(len(begun) + 1)
+        number = len(begun)
+        await go.wait()
+        return number
 
-        asking = [asyncio.create_task(answers.get("x", 0.0, compute))]
+    asking = [asyncio.create_task(edge.shared("x", mine, compute))]
+    await asyncio.sleep(0)
+    clock.advance(0.1)
+    asking.append(asyncio.create_task(edge.shared("x", strangers, compute)))
+    asking += [asyncio.create_task(edge.shared("x", mine, compute)) for _ in range(3)]
+    for _ in range(5):
         await asyncio.sleep(0)
-        clock.advance(0.1)
-        asking += [asyncio.create_task(answers.get("x", 0.0, compute)) for _ in range(3)]
-        asking.append(asyncio.create_task(answers.get("x", 1.0, compute)))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert begun == [1]
-        go.set()
-        return await asyncio.wait_for(asyncio.gather(*asking), 10)
-
-    assert asyncio.run(scene()) == [1, 2, 2, 2, 1]
+    assert begun == [1]
+    go.set()
+    assert await asyncio.wait_for(asyncio.gather(*asking), 10) == [1, 1, 2, 2, 2]
 
 
-def test_a_failure_is_told_to_those_who_waited_and_not_kept() -> None:
-    async def scene() -> int:
-        answers = Answers(ManualClock())
+@in_loop
+async def test_a_failure_is_not_kept(tmp_path: Path) -> None:
+    edge, stranger = Edge(make_config(tmp_path)), Visit("1", client="192.0.2.1")
 
-        async def fail() -> int:
-            raise Refusal(503, "hub.busy", "not now")
+    async def fail() -> int:
+        raise Refusal(503, "hub.busy", "not now")
 
-        async def succeed() -> int:
-            return 7
+    async def succeed() -> int:
+        return 7
 
-        with pytest.raises(Refusal):
-            await answers.get("x", 1.0, fail)
-        return await answers.get("x", 1.0, succeed)
-
-    assert asyncio.run(scene()) == 7
+    with pytest.raises(Refusal):
+        await edge.shared("x", stranger, fail)
+    assert await edge.shared("x", stranger, succeed) == 7
 
 
 @pytest.mark.usefixtures("outside")
 def test_a_header_that_looks_like_a_signature_exempts_nobody_from_turns(bench: Bench) -> None:
     edge = bench.app.state.edge
-    turns = edge.reading.of = Counted(edge.reading.of)
-    headers = {"shoal-signature": "00" * 64}
-    ok(bench.http.get("/status", headers=headers))
+    turns = edge.reading_of = Counted(edge.reading_of)
+    ok(bench.http.get("/status", headers={"shoal-signature": "00" * 64}))
     assert turns.count == 1
     bench.validator.call("GET", f"/submissions?name={'0' * 64}")
     bench.trainer.call("GET", "/batches/0/rollouts")
@@ -326,11 +321,8 @@ async def test_a_newer_poll_of_the_same_key_ends_the_older_one(monkeypatch: pyte
 
         return look
 
-    async def is_gone() -> bool:
-        return False
-
     def poll(name: str, who: str, topic: Topic = Topic.LEASES) -> asyncio.Task[str]:
-        return asyncio.create_task(long_poll(changes, topic, 20, attempt(name), is_gone, who=who))
+        return asyncio.create_task(changes.poll(topic, 20, attempt(name), who))
 
     async def settled(count: int) -> None:
         while len(tries) < count:

@@ -12,7 +12,7 @@ SECONDS = 30
 LEASE_S = 600
 
 
-pytestmark = pytest.mark.hub(settings={"lease_s": LEASE_S})
+pytestmark = pytest.mark.hub(settings={"lease_s": LEASE_S, "requests_per_key_s": 0})
 
 
 def pass_time(bench: Bench, seconds: int = SECONDS, heard: bool = False) -> None:

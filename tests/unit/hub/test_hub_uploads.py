@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 from kit.hub import HUB, Bench, code_of, ok, submission_body
 from kit.s3 import KEYS, Shop, s3_server
 from shoal.errors import ResourceError
-from shoal.hub.http.calls import UploadSlots
 from shoal.protocol import Receipt, SignedDocument, open_document, submission_digest
 
 
@@ -61,11 +61,13 @@ def test_a_store_that_is_gone_is_no_promise_and_no_end_of_the_hub(
     assert bench.alice.submit(lease).status_code == 201
 
 
-def test_nobody_waits_for_ever_while_others_are_stored(bench: Bench) -> None:
+def test_nobody_waits_for_ever_while_others_are_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.hub.http.routes.UPLOAD_WAIT_S", 0.05)
     [lease] = bench.alice.lease("request-1")
-    before, bench.app.state.uploads = bench.app.state.uploads, UploadSlots(0, wait_s=0.05)
+    edge = bench.app.state.edge
+    before, edge.uploads = edge.uploads, asyncio.Semaphore(0)
     answer = bench.alice.submit(lease)
     assert code_of(answer) == (503, "hub.busy")
     assert answer.headers["retry-after"] == "2"
-    bench.app.state.uploads = before
+    edge.uploads = before
     assert bench.alice.submit(lease).status_code == 201

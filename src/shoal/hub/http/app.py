@@ -1,8 +1,8 @@
-"""The hub as an ASGI app: routes, error answers, and the upkeep that runs beside them.
+"""The hub as an ASGI app: the table of calls, error answers, and the upkeep that runs beside them.
 
-request ─► middleware ─► route ─► auth (event loop) ─► service (thread) ─► storage
-           (limits,                                      │ commit
-            metrics)                       long polls ◄──┴── changes ◄── upkeep, once a second
+request ─► middleware ─► routes ─► auth (event loop) ─► service (thread) ─► storage
+           (limits,                                        │ commit
+            metrics)                         long polls ◄──┴── changes ◄── upkeep, once a second
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.routing import Route
 
-from shoal import __version__
 from shoal.errors import DiskError, ResourceError, ShoalError
-from shoal.hub.http import openapi, routes_open, routes_signed
-from shoal.hub.http.calls import UploadSlots
+from shoal.hub.http import openapi
 from shoal.hub.http.metrics import StateMetrics
 from shoal.hub.http.middleware import HEADER_REQUEST, Edge, EdgeMiddleware, visit_of
+from shoal.hub.http.routes import TABLE
 from shoal.hub.service import Hub
 from shoal.hub.service.reporting import read_figures
-from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
+from shoal.hub.settings import HubConfig
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import Problem
 from shoal.runtime.clock import Clock, SystemClock
@@ -36,30 +37,28 @@ TICK_S = 1.0
 log = logging.getLogger("shoal.hub")
 
 
-def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
+def create_app(config: HubConfig, clock: Clock = SystemClock()) -> Starlette:
     """The hub over `config.folder`: opened here, closed when the app's lifespan ends, or by `app.state.hub.close()`."""
-    # Without the framework's own pages: they load scripts from elsewhere.
-    title = f"shoal hub: {config.run.name}"
-    app = FastAPI(title=title, version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
-    app.state.hub = Hub(config, clock)
-    # Bodies of submissions are held in memory while they are checked: this bounds how many at a time.
-    app.state.uploads = UploadSlots(CONCURRENT_UPLOADS)
-    for routes in (routes_open, routes_signed):
-        app.router.routes.extend(routes.router.routes)  # as they are: `include_router` would build each anew
-    edge = app.state.edge = Edge(config)
-    hub: Hub = app.state.hub
-    edge.metrics.registry.register(
-        StateMetrics(lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable), edge.intake)
+    hub, edge = Hub(config, clock), Edge(config)
+    routes = [Route(call.path, call.answer, methods=[call.method]) for rows in TABLE.values() for call in rows]
+    app = Starlette(
+        routes=[*routes, Route("/openapi.json", _openapi)],
+        middleware=[Middleware(EdgeMiddleware, edge=edge)],
+        exception_handlers=dict.fromkeys((HTTPException, ShoalError, Exception), _on_error),
+        lifespan=_lifespan,
     )
-    app.add_middleware(EdgeMiddleware, edge=edge)
-    for kind in (RequestValidationError, HTTPException, ShoalError, Exception):
-        app.add_exception_handler(kind, _on_error)
-    openapi.install(app)
+    app.state.hub, app.state.edge = hub, edge
+    figures = StateMetrics(lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable), edge.intake)
+    edge.metrics.registry.register(figures)
     return app
 
 
+async def _openapi(_request: Request) -> JSONResponse:
+    return JSONResponse(openapi.document())
+
+
 @asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     hub: Hub = app.state.hub
     upkeep = asyncio.create_task(_keep_up(hub))
     try:
@@ -91,28 +90,23 @@ def _note_failure(hub: Hub, what: str, error: Exception) -> None:
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     """Whatever went wrong, as a `Problem`. Where the hub itself failed (disk full, say) nothing was promised, and the
-    caller may try again later; why is for who runs the hub, in its log: folders, hosts, users and buckets are nothing
-    for strangers. A defect is answered outside of the middleware."""
-    visit, headers, clock = visit_of(request.scope), dict[str, str](), None
+    caller may try again later; the reason is for the log: folders, hosts and users are nothing for strangers. A defect
+    is answered outside of the middleware."""
+    visit, headers, clock, status = visit_of(request.scope), dict[str, str](), None, 500
     what = f"request {visit.number}, {request.method} {request.url.path}"
     if isinstance(error, Refusal):
-        status, code, message, clock = error.status, error.code, error.sentence, error.clock
-        if error.retry_after_s is not None:
-            headers["retry-after"] = str(error.retry_after_s)
-    elif isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        status, code, message = 422, "request.parameter", f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        status, visit.code, message, clock = error.status, error.code, error.sentence, error.clock
+        headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     elif isinstance(error, HTTPException):
-        status, code, headers = error.status_code, f"http.{error.status_code}", dict(error.headers or {})
+        status, visit.code, headers = error.status_code, f"http.{error.status_code}", dict(error.headers or {})
         message = f"{error.detail}: {request.method} {request.url.path}; the calls are listed at /openapi.json"
     elif isinstance(error, ShoalError):
         _note_failure(request.app.state.hub, what, error)
-        status, code = 503, "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
+        status, visit.code = 503, "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
         message = f"the hub could not do this now, try again later; its log says more about request {visit.number}"
     else:
         log.error("%s failed", what, exc_info=error)
-        status, code, headers = 500, "hub.defect", {HEADER_REQUEST: visit.number}
+        visit.code, headers = "hub.defect", {HEADER_REQUEST: visit.number}
         message = f"the hub failed in a way it does not understand; its log says more about request {visit.number}"
-    visit.code = code
-    body = Problem(code=code, message=message, clock=clock).model_dump(exclude_none=True)
+    body = Problem(code=visit.code, message=message, clock=clock).model_dump(exclude_none=True)
     return JSONResponse(body, status, headers)

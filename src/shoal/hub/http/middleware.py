@@ -3,8 +3,7 @@
     request ─► Visit (number, address) ─► bucket of the address ─┬─► the app ─► answer + number ─► counted, logged
                                                                  └─► held for a second, then 429
 
-Refusals by address are held: who asks again at once, on however many connections, is slowed to one request a second on
-each, and others do not notice.
+Refusals by address are held: whoever asks again at once is slowed to one request a second on each connection.
 """
 
 from __future__ import annotations
@@ -13,114 +12,90 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 import h11
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.hub.http.connections import GUARD, Guard
 from shoal.hub.http.metrics import HubMetrics
-from shoal.hub.limits import Addresses, Buckets, Intake, Receiving, Turns
+from shoal.hub.limits import Addresses, Buckets, Intake
 from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.runtime.clock import Clock, SystemClock
 
-KEPT_S = 1.0
-
 T = TypeVar("T")
 
-
-class Answers:
-    """Answers that are the same for everybody, and cost more than anything else that anyone may ask for: computed once
-    for all who ask, one at a time. Strangers get one that is a second old at most, whoever is on this machine one that
-    began after it asked. By name, the last one and the one that is being computed; on one event loop only."""
-
-    def __init__(self, clock: Clock = SystemClock()) -> None:
-        self._clock = clock
-        self._kept: dict[str, tuple[asyncio.Task[Any], float]] = {}  # and when it began
-
-    async def get(self, name: str, max_age_s: float, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """An answer whose computation began `max_age_s` before this call at the earliest."""
-        since_s, loop = self._clock.monotonic_s() - max_age_s, asyncio.get_running_loop()
-        while True:
-            task, began_s = self._kept.get(name, (None, 0.0))
-            # Not of a loop that has ended, and no failure: that is for those who waited for it, not for the next.
-            usable = task is not None and task.get_loop() is loop
-            if task is not None and usable and task.done():
-                usable = began_s >= since_s and not task.cancelled() and task.exception() is None
-            if task is None or not usable:
-                task, began_s = self._kept[name] = asyncio.create_task(compute()), self._clock.monotonic_s()
-            if began_s >= since_s:
-                answer: T = await asyncio.shield(task)  # who hangs up does not take it from the others
-                return answer
-            await asyncio.wait([task])
-
-
 HEADER_REQUEST: Final = "shoal-request"
-VISIT: Final = "shoal.visit"
+CONNECTION: Final = "shoal.connection"  # in the state of a scope: the `server.HubConnection` that it came by
+KEPT_S = 1.0
 HOLD_S = 1.0
-SHOWN_PER_S = 5.0
-"""Refusals in the log, at most, over a while: an attacker does not decide how much is written to the disk."""
+SHOWN_PER_S = 5.0  # refusals in the log: an attacker does not decide how much is written to the disk
 SHOWN_PATH_BYTES = 120
 REGISTRATIONS = 1 / 200  # new keys of an address, by its requests: one a second where 200 requests are allowed
 LEAST_INTAKE_BYTES = 64 * 1024 * 1024
-READ_AT_ONCE = 4
-"""Pages that anyone may read (the status, the ledger) cost the hub more than anything a stranger may send. Nobody who
-reads on many connections gets more of the hub than this."""
-
-SIGNED_GETS = ("/submissions", "/batches/")
-"""What only trusted roles may read: whoever has not proven who it is gets nothing of it, and costs nothing."""
+READ_AT_ONCE = 4  # of the pages that anyone may read (status, ledger), which cost more than what a stranger may send
 
 log = logging.getLogger("shoal.hub.requests")
 
 
 @dataclass
 class Visit:
-    """One request on its way through: what is known about it outside of its route."""
+    """What is known about one request outside of its route."""
 
     number: str
     client: str = ""  # the address as limits count it; empty: nobody's
     node: str = ""  # only once it is proven
     code: str = ""  # of the refusal, if it is one
     waited_s: float = 0.0  # in a long poll, for something to happen
-    body: Receiving | None = None
+    sender: str = ""  # who `body_bytes` in memory are counted under
+    body_bytes: int = 0
 
 
 def visit_of(scope: Scope) -> Visit:
-    """The visit that the middleware has begun; a new one where there is none."""
-    if VISIT not in scope:
-        scope[VISIT] = Visit(secrets.token_hex(8))
-    visit: Visit = scope[VISIT]
+    """The visit that the middleware has begun; a new one outside of it."""
+    visit: Visit = scope.setdefault("shoal.visit", Visit(secrets.token_hex(8)))
     return visit
-
-
-def max_age_s(scope: Scope) -> float:
-    """How old an answer may be that all share: strangers get what is kept, this machine's own read their writes."""
-    return KEPT_S if visit_of(scope).client else 0.0
 
 
 class Edge:
     """What is counted of callers, shared by all requests of one hub. `addresses` is the server's: without one (in one
-    process, in tests) nobody has an address to be counted by.
-
-    Rates are real time, whatever clock the hub goes by.
-    """
+    process, in tests) nobody has an address to be counted by. Rates are real time, whatever clock the hub goes by."""
 
     def __init__(self, config: HubConfig, clock: Clock = SystemClock()) -> None:
         settings = config.settings
         self.clock = clock
         self.metrics = HubMetrics()
         self.addresses: Addresses | None = None
+        self.connections: Counter[str] = Counter()  # open ones, by client
         self.requests = Buckets(settings.requests_per_address_s)
-        self.reading = Turns(READ_AT_ONCE)
-        self.answers = Answers(clock)
-        self._warned = False
         self.keys = Buckets(settings.requests_per_key_s)
         self.newcomers = Buckets(settings.requests_per_address_s * REGISTRATIONS, burst_s=60.0)
-        body_bytes = config.submission_limits.compressed_bytes
-        self.intake = Intake(max(LEAST_INTAKE_BYTES, CONCURRENT_UPLOADS * body_bytes))
+        self.intake = Intake(max(LEAST_INTAKE_BYTES, CONCURRENT_UPLOADS * config.submission_limits.compressed_bytes))
+        self.uploads = asyncio.Semaphore(CONCURRENT_UPLOADS)  # submissions are in memory while they are checked
+        self.reading: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._computing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._kept: dict[str, tuple[Any, float]] = {}  # answers, and when their computation began
+        self._warned = False
+
+    async def shared(self, name: str, visit: Visit, compute: Callable[[], Awaitable[T]]) -> T:
+        """An answer that is the same for everybody and costs more than others: computed one at a time. Strangers get
+        one that is a second old at most, this machine's own processes one that began after they asked."""
+        since_s = self.clock.monotonic_s() - (KEPT_S if visit.client else 0.0)
+        async with self._computing[name]:
+            answer, began_s = self._kept.get(name, (None, -1.0))
+            if began_s < since_s or answer is None:
+                began_s = self.clock.monotonic_s()
+                answer = await compute()
+                self._kept[name] = answer, began_s
+            return answer  # type: ignore[no-any-return]
+
+    def reading_of(self, client: str) -> asyncio.Semaphore:
+        """So many at a time of one address; nothing is kept of an address once nobody holds its semaphore."""
+        return self.reading.setdefault(client, asyncio.Semaphore(READ_AT_ONCE))
 
     def client_of(self, scope: Scope) -> str:
         """The address that a request is counted under; empty: none."""
@@ -128,9 +103,8 @@ class Edge:
         if self.addresses is None or not peer:
             return ""
         client = self.addresses.client(peer[0])
-        # This machine counts under no address; whoever comes through a proxy on it that nobody named, neither.
         forwarded = any(name == b"x-forwarded-for" for name, _ in scope["headers"])
-        if not client and not self._warned and forwarded and not self.addresses.is_proxy(peer[0]):
+        if not client and forwarded and not self._warned and not self.addresses.is_proxy(peer[0]):
             self._warned = True
             log.warning(
                 "requests come through a proxy at %s that the hub was not told of: no limit by address holds for them; "
@@ -144,19 +118,14 @@ class EdgeMiddleware:
     """ASGI middleware around the whole app."""
 
     def __init__(self, app: ASGIApp, edge: Edge) -> None:
-        self._app = app
-        self._edge = edge
-        self._clock = edge.clock
+        self._app, self._edge = app, edge
         self._shown = Buckets(SHOWN_PER_S)
-        self._hidden = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        visit = visit_of(scope)
-        visit.client = self._edge.client_of(scope)
-        began_s = self._clock.monotonic_s()
+            return await self._app(scope, receive, send)
+        edge, visit, connection = self._edge, visit_of(scope), scope.get("state", {}).get(CONNECTION)
+        visit.client, began_s = edge.client_of(scope), edge.clock.monotonic_s()
         status = 500  # an exception that nobody turned into an answer is a defect
 
         async def answer(message: Message) -> None:
@@ -167,54 +136,36 @@ class EdgeMiddleware:
             with contextlib.suppress(h11.LocalProtocolError):  # the connection broke meanwhile: nobody hears it
                 await send(message)
 
-        guard: Guard | None = scope.get("state", {}).get(GUARD)
-        if guard is not None:
-            guard.began(scope)
+        if connection is not None:
+            connection.began()
         try:
-            await self._let_in(visit, scope, receive, answer)
-        finally:
-            if visit.body is not None:
-                visit.body.close()
-            if guard is not None:
-                guard.ended()
-            took_s = self._clock.monotonic_s() - began_s
-            route = getattr(scope.get("route"), "path", "other")
-            self._edge.metrics.note(route, scope["method"], status, visit.code, max(0.0, took_s - visit.waited_s))
-            self._log(visit, scope, status, took_s)
-
-    async def _let_in(self, visit: Visit, scope: Scope, receive: Receive, answer: Send) -> None:
-        wait_s = self._edge.requests.take(visit.client, self._clock.monotonic_s()) if visit.client else 0.0
-        if wait_s == 0.0:
-            if visit.client and scope["method"] == "GET" and not scope["path"].startswith(SIGNED_GETS):
-                async with self._edge.reading.of(visit.client):
-                    await self._app(scope, receive, answer)
+            if visit.client and edge.requests.take(visit.client, began_s) > 0:
+                visit.code = "rate.address"
+                await asyncio.sleep(HOLD_S)
+                sentence = "your address asks too often: ask again in a second, and less often"
+                refusal = JSONResponse({"code": visit.code, "message": sentence}, 429, {"retry-after": "1"})
+                await refusal(scope, receive, answer)
             else:
                 await self._app(scope, receive, answer)
-            return
-        visit.code = "rate.address"
-        await asyncio.sleep(HOLD_S)
-        sentence = "your address asks too often: ask again in a second, and less often"
-        refusal = JSONResponse({"code": visit.code, "message": sentence}, 429, {"retry-after": "1"})
-        await refusal(scope, receive, answer)
+        finally:
+            edge.intake.release(visit.sender, visit.body_bytes)
+            if connection is not None:
+                connection.ended()
+            took_s = edge.clock.monotonic_s() - began_s
+            path = getattr(getattr(scope.get("endpoint"), "__self__", None), "path", "other")  # of a `routes.Call`
+            edge.metrics.note(path, scope["method"], status, visit.code, max(0.0, took_s - visit.waited_s))
+            self._log(visit, scope, status, took_s)
 
     def _log(self, visit: Visit, scope: Scope, status: int, took_s: float) -> None:
-        """Every request for who debugs; refusals for everybody, but only so many."""
+        """Every request for whoever debugs; refusals for everybody, but only so many."""
         level = logging.DEBUG
-        if status >= 400:
-            if self._shown.take("", self._clock.monotonic_s()) == 0.0:
-                level = logging.WARNING if status >= 500 else logging.INFO
-            else:
-                self._hidden += 1
+        if status >= 400 and self._shown.take("", self._edge.clock.monotonic_s()) == 0.0:
+            level = logging.WARNING if status >= 500 else logging.INFO
         if not log.isEnabledFor(level):
             return
         # The path as it was sent, percent signs and all: no control character of a stranger's reaches a terminal.
-        raw: bytes = scope.get("raw_path") or scope["path"].encode()
-        path = raw[:SHOWN_PATH_BYTES].decode("ascii", errors="backslashreplace")
-        fields: dict[str, Any] = {
-            "request": visit.number, "code": visit.code, "node": visit.node, "address": visit.client,
-            "took_ms": round(took_s * 1000),
-        }  # fmt: skip
-        if level > logging.DEBUG and self._hidden:
-            fields["not_shown"], self._hidden = self._hidden, 0
-        said = " ".join(f"{name}={value}" for name, value in fields.items() if value not in ("", 0))
-        log.log(level, "%s %s %s: %s", scope["method"], path, status, said)
+        path = scope.get("raw_path") or scope["path"].encode()
+        shown = path[:SHOWN_PATH_BYTES].decode("ascii", errors="backslashreplace")
+        fields = {"request": visit.number, "code": visit.code, "node": visit.node, "address": visit.client}
+        said = " ".join(f"{name}={value}" for name, value in fields.items() if value)
+        log.log(level, "%s %s %s: %s took_ms=%.0f", scope["method"], shown, status, said, took_s * 1000)

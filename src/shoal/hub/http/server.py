@@ -1,43 +1,63 @@
 """The hub as a process: binds its port itself, serves until told to stop, answers what is in flight.
 
-stop is set ─────────┐
-the disk takes no    ├─► long polls end ─► requests in flight are answered ─► the process ends
-more: `fail` ────────┘                     (with 503 and no promise)          in the second case with the reason
+    accepted ─► of its address too many, or of all: 429 or 503, closed
+       │
+       ▼
+    head ──(10 s, 16 KiB)──► request ──► answer ──(read at a floor)──► idle ──(75 s)──► closed
+
+A slow sender of heads and a reader that does not read cost one connection each, for a bounded time and a bounded number
+of bytes. (Slow bodies are `auth`'s: only there it is known who sends them.) Requests that are sent ahead of an answer
+stay in the system's buffers: nothing is read on before it is given.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
+import math
 import resource
 import socket
+import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, cast
 
+import h11
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from shoal.errors import ResourceError
 from shoal.hub.http.app import create_app
-from shoal.hub.http.connections import IDLE_S, MAX_HEAD_BYTES, Gatekeeper, Guard
-from shoal.hub.http.middleware import Edge
+from shoal.hub.http.middleware import CONNECTION, Edge
 from shoal.hub.limits import Addresses
-from shoal.hub.service import Hub
 from shoal.hub.settings import HubConfig, HubSettings
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
+from shoal.shardcast.server import local_url
 
 GRACE_S = 4
 STOP_CHECK_S = 0.2
 TAKEN_S = 2.0
 LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
 BACKLOG = 512
-FILES_KEPT = 128
-"""Open files that connections leave for the database, submissions and the log."""
+FILES_KEPT = 128  # open files that connections leave for the database, submissions and the log
 FILES_WANTED = 65_536
+HEAD_S = 10.0
+MAX_HEAD_BYTES = 16 * 1024
+IDLE_S = 75
+READ_CHECK_S = 20.0
+READ_FLOOR_BYTES_S = 4 * 1024
+AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
+
+REFUSALS = {"hub.busy": "503 Service Unavailable", "rate.connections": "429 Too Many Requests"}
 
 log = logging.getLogger("shoal.hub")
 
@@ -50,19 +70,24 @@ def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None])
     """
     with _place(config, stop) as listener:
         app = create_app(config)
-        server = _Server(
-            _server_config(app, config.settings), ready=lambda: on_ready(url_of(listener, config.settings.host))
-        )
-        watcher = threading.Thread(target=_stop_when_told, args=(server, app.state.hub, stop), name="hub-stop")
-        watcher.start()
+        hub, server = app.state.hub, uvicorn.Server(_server_config(app, config.settings))
+        # A thread of its own: in the main one, uvicorn would take the signals, which are `runtime.stop`'s.
+        serving = threading.Thread(target=server.run, args=([listener],), name="hub")
+        serving.start()
         try:
-            server.run(sockets=[listener])
+            while serving.is_alive() and not server.started:
+                serving.join(0.01)
+            if server.started:
+                on_ready(local_url(config.settings.host, listener.getsockname()[1]))
+            while serving.is_alive() and hub.context.failure is None and not stop.wait(STOP_CHECK_S):
+                pass
         finally:
-            server.finished.set()
-            watcher.join()
-            app.state.hub.close()
-    if app.state.hub.context.failure is not None:
-        raise app.state.hub.context.failure
+            hub.context.changes.close()
+            server.should_exit = True
+            serving.join()
+            hub.close()
+    if hub.context.failure is not None:
+        raise hub.context.failure
 
 
 @contextlib.contextmanager
@@ -80,15 +105,14 @@ def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
         yield listener
 
 
-def _server_config(app: FastAPI, settings: HubSettings) -> uvicorn.Config:
+def _server_config(app: Starlette, settings: HubSettings) -> uvicorn.Config:
     """What a client's address is, is said by the socket; by a header only where a proxy that is trusted has set it."""
     edge: Edge = app.state.edge
     edge.addresses = Addresses(settings.trusted_proxies)
-    room = allow_files() - FILES_KEPT
-    gatekeeper = Gatekeeper(edge.addresses, settings.connections_per_address, room, edge.metrics.refused)
+    most = allow_files() - FILES_KEPT
     return uvicorn.Config(
         app,
-        http=partial(Guard, gatekeeper),  # type: ignore[arg-type]  # called as the class is
+        http=partial(HubConnection, edge, settings.connections_per_address or math.inf, most),  # type: ignore[arg-type]
         ws="none",
         log_level="critical",  # what strangers send is no reason to write a line; defects are logged by the app
         access_log=False,
@@ -101,6 +125,106 @@ def _server_config(app: FastAPI, settings: HubSettings) -> uvicorn.Config:
         timeout_keep_alive=IDLE_S,
         backlog=BACKLOG,
     )
+
+
+class HubConnection(asyncio.Protocol):
+    """One connection, counted and timed, before uvicorn's own protocol. A proxy that the owner trusts, and this
+    machine itself, connect as often as they like. The middleware says when a request has begun and ended: it finds
+    the connection in the request's state."""
+
+    def __init__(
+        self, edge: Edge, per_address: float, in_all: int, config: uvicorn.Config, server_state: ServerState,
+        app_state: dict[str, Any], _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:  # fmt: skip
+        self._edge, self._per_address, self._in_all = edge, per_address, in_all
+        self._open = server_state.connections
+        self._http = H11Protocol(config, server_state, {**app_state, CONNECTION: self}, _loop)
+        self._client: str | None = None  # whom it is counted under; None: not admitted
+        self._requests = 0  # that have begun and not ended
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # "head", "read"
+        self.is_gone = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        peer, addresses = transport.get_extra_info("peername"), self._edge.addresses or Addresses()
+        address = peer[0] if isinstance(peer, tuple) else ""
+        client = "" if addresses.is_proxy(address) else addresses.client(address)
+        if len(self._open) >= self._in_all:
+            self._refuse("hub.busy", "the hub has as many connections as it can hold: try again in a moment")
+        elif client and self._edge.connections[client] >= self._per_address:
+            self._refuse("rate.connections", "your address has as many connections as it may have: close some")
+        else:
+            self._client = client
+            self._edge.connections[client] += 1
+            self._http.connection_made(self._transport)
+            self._start("head", HEAD_S, self._cut)
+
+    def _refuse(self, code: str, sentence: str) -> None:
+        self._edge.metrics.refused(code)
+        body = JSONResponse({"code": code, "message": sentence}).body
+        head = f"HTTP/1.1 {REFUSALS[code]}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self._transport.write(f"{head}retry-after: 2\r\nconnection: close\r\n\r\n".encode() + bytes(body))
+        self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_gone = True
+        for name in list(self._timers):
+            self._stop(name)
+        if self._client is not None:
+            self._edge.connections -= Counter([self._client])  # nothing is kept of whoever has none
+            self._http.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._client is None or self._transport.is_closing():
+            return
+        if not self._requests and "head" not in self._timers:
+            self._start("head", HEAD_S, self._cut)
+        try:
+            self._http.data_received(data)
+        except h11.LocalProtocolError:  # bytes that are no request, in the middle of an answer
+            self._cut()
+
+    def began(self) -> None:
+        """A head was read whole."""
+        self._stop("head")
+        self._requests += 1
+
+    def ended(self) -> None:
+        self._requests -= 1
+        if not self._transport.is_closing() and self._transport.get_write_buffer_size() > 0:
+            self._watch_reader()  # should nobody read it, closing would wait for that
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+    def _watch_reader(self) -> None:
+        self._start("read", READ_CHECK_S, partial(self._check_reader, self._transport.get_write_buffer_size()))
+
+    def _check_reader(self, unread_bytes: int) -> None:
+        left_bytes = self._transport.get_write_buffer_size()
+        if left_bytes and unread_bytes - left_bytes < READ_FLOOR_BYTES_S * READ_CHECK_S:
+            self._cut()
+        elif left_bytes:
+            self._watch_reader()
+
+    def _cut(self) -> None:
+        """End it now. Without lingering: the system would keep what nobody reads for minutes, megabytes of it."""
+        connected = self._transport.get_extra_info("socket")
+        if connected is not None:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+        self._transport.abort()
+
+    def _start(self, name: str, after_s: float, action: Callable[[], None]) -> None:
+        self._stop(name)
+        self._timers[name] = asyncio.get_running_loop().call_later(after_s, action)
+
+    def _stop(self, name: str) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
 
 
 def allow_files() -> int:
@@ -122,66 +246,24 @@ def bind(settings: HubSettings, stop: StopToken, clock: Clock = SystemClock()) -
     A taken port is tried for again for a moment: a client that knocks at a hub that is being restarted may hold the
     port for an instant, as the other end of its own connection.
     """
-    end_s = clock.monotonic_s() + TAKEN_S
+    end_s, where = clock.monotonic_s() + TAKEN_S, f"port {settings.port} on {settings.host}"
     while True:
+        # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, every answer waits 40 ms.
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            return _listen(settings)
+            listener.bind((settings.host, settings.port))
+            listener.listen(BACKLOG)
+            return listener
         except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            if not taken or clock.monotonic_s() >= end_s or stop.wait(STOP_CHECK_S):
-                raise ResourceError(_why_not(settings, error)) from error
-
-
-def _listen(settings: HubSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, every answer waits 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _why_not(settings: HubSettings, error: OSError) -> str:
-    where = f"port {settings.port} on {settings.host}"
-    if error.errno == errno.EADDRINUSE:
-        return f"{where} is taken: stop the program that uses it, or choose another port (hub.port; 0 takes any)"
-    if error.errno == errno.EACCES:
-        return f"{where} needs more rights: choose a port above 1023 (hub.port)"
-    return f"cannot listen on {where}: {error.strerror or error}; check hub.host"
-
-
-def url_of(listener: socket.socket, host: str) -> str:
-    """Where this machine reaches the hub."""
-    port = listener.getsockname()[1]
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the process (`runtime.stop`), and says when it is ready."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-        self.finished = threading.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
-
-
-def _stop_when_told(server: _Server, hub: Hub, stop: StopToken) -> None:
-    while not server.finished.is_set():
-        if stop.wait(STOP_CHECK_S) or hub.context.failure is not None:
-            hub.context.changes.close()
-            server.should_exit = True
-            return
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                if clock.monotonic_s() < end_s and not stop.wait(STOP_CHECK_S):
+                    continue
+                said = f"{where} is taken: stop what uses it, or choose another port (hub.port; 0 takes any)"
+            elif error.errno == errno.EACCES:
+                said = f"{where} needs more rights: choose a port above 1023 (hub.port)"
+            else:
+                said = f"cannot listen on {where}: {error.strerror or error}; check hub.host"
+            raise ResourceError(said) from error
