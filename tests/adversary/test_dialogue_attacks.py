@@ -257,8 +257,7 @@ def test_the_tools_words_are_changed() -> None:
         ids[at] = ids[at] + 1 if ids[at] < 14 else ids[at] - 1
         return ids, spans
 
-    verdict = rejected(lease(1), changed(lease(1), change), "dialogue.forged")
-    assert "other words than what the tool says to turn 1" in verdict.message
+    rejected(lease(1), changed(lease(1), change), "dialogue.forged")
 
 
 def test_the_tools_words_are_left_out() -> None:
@@ -317,8 +316,7 @@ def test_one_turn_too_many() -> None:
         again, both = more(ids, spans)
         return again, both[:1]
 
-    verdict = rejected(of, changed(of, unclaimed), "termination.past_eos")
-    assert "after turn 2, its last one" in verdict.message
+    rejected(of, changed(of, unclaimed), "termination.past_eos")
 
 
 def test_the_tools_words_as_special_tokens() -> None:

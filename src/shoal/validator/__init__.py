@@ -8,7 +8,7 @@ judge      Judge: verdicts on the submissions of one policy, with one batched pr
 checks     BEFORE_PREFILL, AFTER_PREFILL: every check, cheapest first, and the table of reason codes
 case       Case, Finding: what a check sees and says; replay_all: the prefill; SeenWork: so that copies show
 canary     Canary: a known cheat now and then, which must be caught; SelfTest: the same before joining
-rewards    Scoring, shuffled, Decoders: the reward, computed here and nowhere else; Notebook: its notes, for the owner
+rewards    Scoring, shuffled: the reward, computed here and nowhere else; Notebook: its notes, for the owner
 side_jobs  SliceRunner, Generating, Ahead: what a validator does beside audits
 verdicts   Docket: findings to verdicts
 """

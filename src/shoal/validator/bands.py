@@ -26,7 +26,7 @@ from shoal.sampling import SeedTolerance
 from shoal.sampling.check import distances
 from shoal.toploc import Comparisons, ProofTolerance
 from shoal.toploc.check import LARGEST_ERROR
-from shoal.validator.case import Case
+from shoal.validator.case import Case, joined
 from shoal.validator.evidence import MOST_NATS, SUM_VARIANCE, Measures, weights
 from shoal.validator.profiles import (
     COUNTS,
@@ -90,11 +90,20 @@ class Bands:
         single = _single_limits(_Pool.of([case for series in (cases, *others) for case in series]), is_exact)
         judged, *beside = ([replace(case, profile=single) for case in series] for series in (cases, *others))
         every = [case for series in (judged, *beside) for case in series]
-        odd = [case.odd.worst > 0 for case in every]
-        kept = _Pool.of(judged)
-        limits = _sum_limits(single, judged, kept).model_copy(update={"accidents": _accidents(single, every, odd)})
+        odd_C = np.concatenate([case.odd.worst > 0 for case in every])
+        limits, accidents = _sum_limits(single, judged), single.accidents
+        if accidents.first > 0:  # how often parts of rollouts are odd, where that happens at all
+            first_C = np.concatenate([case.part for case in every]) == 0
+            limits = limits.model_copy(
+                update={
+                    "accidents": AccidentLimits(
+                        first=min(MOST_ACCIDENTS.first, accidents.first + _share(odd_C[first_C])),
+                        later=min(MOST_ACCIDENTS.later, accidents.later + _share(odd_C[~first_C])),
+                    )
+                }
+            )
         if not is_exact and int(pool.outside.sum()) < FEW_OUTSIDE:
-            limits = _with_seeds_of(limits, ON_REQUEST["torch/cuda/bfloat16"])
+            limits = _with_usual_seeds(limits)
         compared = pool.compared
         mismatches, values = int(compared.exp_mismatches.sum()), int(compared.k.sum())
         return cls(
@@ -111,7 +120,7 @@ class Bands:
             logprob_max=float(np.abs(pool.delta).max()),
             exponent_rate=mismatches / values,
             mantissa_mean=float(compared.mant_err_sum.sum()) / max(1, values - mismatches),
-            accidents=sum(int(odd_C.sum()) for odd_C in odd),
+            accidents=int(odd_C.sum()),
         )
 
     def joined(self, other: Bands) -> Bands:
@@ -151,42 +160,28 @@ class _Pool:
             return gathered(lambda case: getattr(case.replayed, name))
 
         low, high, uniforms = replayed("low"), replayed("high"), replayed("uniforms")
-        parts = [_parts(case) for case in cases]
-        chosen = [case.kept.chunks for case in cases]
-        kept = [case.replayed.comparisons.only(mask_C) for case, mask_C in zip(cases, chosen, strict=True)]
-        columns = {
-            name: np.concatenate([getattr(each, name) for each in kept])
-            for name in vars(kept[0])
-            if name != "malformed"
-        }
         return cls(
             distance=distances(uniforms, low, high),
             outside=~((low <= uniforms) & (uniforms < high)),
             nats=np.clip(replayed("entropy"), 0.0, MOST_NATS),
             logprobs=replayed("logprobs"),
             delta=gathered(lambda case: case.claimed - case.replayed.logprobs),
-            part=np.concatenate([p[case.chunk_of][case.kept.tokens] for p, case in zip(parts, cases, strict=True)]),
-            compared=Comparisons(**columns, malformed=[m for each in kept for m in each.malformed]),
-            proof_part=np.concatenate([p[mask_C] for p, mask_C in zip(parts, chosen, strict=True)]),
+            part=gathered(lambda case: case.part[case.chunk_of]),
+            compared=joined([case.replayed.comparisons.only(case.kept.chunks) for case in cases]),
+            proof_part=np.concatenate([case.part[case.kept.chunks] for case in cases]),
         )
 
 
-def _parts(case: Case) -> npt.NDArray[np.int64]:
-    """Of every proof of a case, the how many-th it is of its rollout."""
-    counts = [-(-length // case.lease.proof.rows) for length in case.lengths]
-    return np.concatenate([np.arange(count) for count in counts])
-
-
-def _with_seeds_of(limits: Profile, usual: Profile) -> Profile:
-    """The limits, of seeds no tighter than the usual ones: too few tokens left a choice to measure anything by."""
+def _with_usual_seeds(limits: Profile) -> Profile:
+    """The limits, of seeds no tighter than the built-in ones: too few tokens left a choice to measure anything by."""
+    usual = ON_REQUEST["torch/cuda/bfloat16"]
     wider, noises = widest(limits, usual), (limits.noise, usual.noise)
-    seeds = {name: max((getattr(noise, name) for noise in noises), key=_rate) for name in ("outside", "distance")}
+    seeds = {
+        name: max((getattr(noise, name) for noise in noises), key=lambda each: each.rate)
+        for name in ("outside", "distance")
+    }
     noise = limits.noise.model_copy(update=seeds)
     return limits.model_copy(update={"sampling": wider.sampling, "certain": wider.certain, "noise": noise})
-
-
-def _rate(limits: ChannelLimits) -> float:
-    return limits.rate
 
 
 def _single_limits(pool: _Pool, is_exact: bool) -> Profile:
@@ -223,18 +218,11 @@ def _single_limits(pool: _Pool, is_exact: bool) -> Profile:
 
 def _capped(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
     """The float32 limits, with what one token or proof counts for at most, by the means that were seen."""
-    seen = {
-        "distance": float(pool.distance.sum()) / max(1, int(pool.outside.sum())),
-        "logprobs": float(error_T.mean()),
-        "mantissa": float(means.mean()),
-    }
-    usual = NoiseLimits()
+    distance = float(pool.distance.sum()) / max(1, int(pool.outside.sum()))
+    seen = {"distance": distance, "logprobs": float(error_T.mean()), "mantissa": float(means.mean())}
+    most = {name: MOST[name] * mean for name, mean in seen.items() if mean > 0}
     return NoiseLimits(
-        **{
-            name: getattr(usual, name).model_copy(update={"most": MOST[name] * mean})
-            for name, mean in seen.items()
-            if mean > 0
-        }
+        **{name: getattr(NoiseLimits(), name).model_copy(update={"most": each}) for name, each in most.items()}
     )
 
 
@@ -246,27 +234,14 @@ def _tail(values: Floats, decades: float) -> float:
     return far * min(max(far / near, TAIL_RATIO[0]), TAIL_RATIO[1]) ** decades if near > 0 else far
 
 
-def _sum_limits(single: Profile, cases: Sequence[Case], pool: _Pool) -> Profile:
+def _sum_limits(single: Profile, cases: Sequence[Case]) -> Profile:
     """The same with the limits of sums, of cases that are judged by `single`."""
-    measures = [case.measures for case in cases]
+    measures, pool, noise = [case.measures for case in cases], _Pool.of(cases), {}
     logprobs = _leaning(measures, pool, single.logprobs)
-    caps = {name: getattr(single.noise, name).most for name in NoiseLimits.model_fields}
-    noise = {
-        name: _channel(name, measures, pool, logprobs).model_copy(update={"most": cap}) for name, cap in caps.items()
-    }
+    for name in NoiseLimits.model_fields:
+        most = getattr(single.noise, name).most
+        noise[name] = _channel(name, measures, pool, logprobs).model_copy(update={"most": most})
     return single.model_copy(update={"logprobs": logprobs, "noise": NoiseLimits(**noise)})
-
-
-def _accidents(single: Profile, cases: Sequence[Case], odd: Sequence[npt.NDArray[np.bool_]]) -> AccidentLimits:
-    """How often parts of rollouts are odd, where that happens at all."""
-    accidents = single.accidents
-    if accidents.first == 0:
-        return accidents
-    odd_C, first = np.concatenate(odd), np.concatenate([_parts(case) for case in cases]) == 0
-    return AccidentLimits(
-        first=min(MOST_ACCIDENTS.first, accidents.first + _share(odd_C[first])),
-        later=min(MOST_ACCIDENTS.later, accidents.later + _share(odd_C[~first])),
-    )
 
 
 def _raised(limits: Profile, cases: Sequence[Case]) -> Profile:
@@ -325,8 +300,10 @@ def _channel(name: str, measures: Sequence[Measures], pool: _Pool, logprobs: Log
     shape = ChannelLimits(rate=max(rate, 1e-300), curve=curve, unit=1.0)
     pairs = [(m.seen(name, logprobs), m.expected(name, shape)) for m in measures]
     seen_G, mean_G = (np.array([pair[i].sum() for pair in pairs]) for i in (0, 1))
-    alone = _proof_terms(name, pool, rate) or tuple(np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
-    dispersion = _above(*alone) / float(alone[1].mean())
+    seen, mean = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
+    if (terms := _proof_terms(name, pool)) is not None:
+        seen, mean = terms[0], rate * terms[1]
+    dispersion = _above(seen, mean) / float(mean.mean())
     chance = 2 * math.sqrt(2 / len(pairs)) * dispersion * float(mean_G.mean())
     excess = _above(seen_G, mean_G) - dispersion * float(mean_G.mean()) + chance
     shared = min(MOST_SHARED, math.sqrt(max(0.0, excess) / float((mean_G**2).mean())))
@@ -345,29 +322,24 @@ def _above(seen: Floats, mean: Floats) -> float:
     return 2 * float((np.maximum(seen - mean, 0.0) ** 2).mean())
 
 
-def _proof_terms(name: str, pool: _Pool, rate: float) -> tuple[Floats, Floats] | None:
-    """Seen and expected by proof, of the channels of proofs; the others have them by rollout."""
+def _proof_terms(name: str, pool: _Pool) -> tuple[Floats, Floats] | None:
+    """What was seen by proof and what it is in proportion to, of the channels of proofs; others have it by rollout."""
+    compared = pool.compared
     if name == "exponents":
-        return np.maximum(pool.compared.exp_mismatches - 1.0, 0.0), rate * pool.compared.k.astype(np.float64)
+        return np.maximum(compared.exp_mismatches - 1.0, 0.0), compared.k.astype(np.float64)
     if name == "mantissa":
-        return pool.compared.mant_err_sum.astype(np.float64), rate * pool.compared.matches.astype(np.float64)
+        return compared.mant_err_sum.astype(np.float64), compared.matches.astype(np.float64)
     return None
 
 
 def _rates(name: str, measures: Sequence[Measures], pool: _Pool, logprobs: LogprobLimits) -> tuple[float, float]:
-    compared = pool.compared
     if name in ("outside", "distance"):
         seen_T = pool.outside.astype(np.float64) if name == "outside" else np.minimum(pool.distance, 1.0)
         line, curve = _line_and_curve(seen_T, pool.nats)
         scale = _largest(seen_T, line * pool.nats + curve * pool.nats**2, pool.part) if line + curve > 0 else 0.0
         return line * scale, curve * scale
-    if name == "exponents":
-        forgiven = np.maximum(compared.exp_mismatches - 1, 0).astype(np.float64)
-        return _largest(forgiven, compared.k.astype(np.float64), pool.proof_part), 0.0
-    if name == "mantissa":
-        return _largest(
-            compared.mant_err_sum.astype(np.float64), compared.matches.astype(np.float64), pool.proof_part
-        ), 0.0
+    if (terms := _proof_terms(name, pool)) is not None:
+        return _largest(*terms, pool.proof_part), 0.0
     if name == "logprobs":
         error_T = np.abs(pool.delta) / weights(pool.logprobs)
         return _largest(error_T, np.ones(len(error_T)), pool.part), 0.0
@@ -391,17 +363,17 @@ def _line_and_curve(seen_T: Floats, nats_T: Floats) -> tuple[float, float]:
 
 def limits_from(bands: Bands, key: str) -> Profile:
     """The profile of this key that the bands ask for: with room for other prompts, batches and machines."""
-    noise = {
-        name: _roomy(getattr(bands.limits.noise, name), getattr(NoiseLimits(), name), ROOM.get(name, USUAL_ROOM))
-        for name in NoiseLimits.model_fields
-    }
+    noise = {}
+    for name in NoiseLimits.model_fields:
+        limits, usual, room = (
+            getattr(bands.limits.noise, name),
+            getattr(NoiseLimits(), name),
+            ROOM.get(name, USUAL_ROOM),
+        )
+        is_usual = limits.rate <= usual.rate / room
+        wider = {"rate": usual.rate} if is_usual else {"rate": room * limits.rate, "curve": room * limits.curve}
+        noise[name] = limits.model_copy(update=wider)
     return _rounded(bands.limits.model_copy(update={"key": key, "noise": NoiseLimits(**noise)}))
-
-
-def _roomy(limits: ChannelLimits, usual: ChannelLimits, room: float) -> ChannelLimits:
-    if limits.rate <= usual.rate / room:
-        return limits.model_copy(update={"rate": usual.rate})
-    return limits.model_copy(update={"rate": room * limits.rate, "curve": room * limits.curve})
 
 
 def _rounded(profile: Profile) -> Profile:
@@ -410,13 +382,9 @@ def _rounded(profile: Profile) -> Profile:
     def leaf(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: leaf(each) for key, each in value.items()}
-        return _number(value) if isinstance(value, float) else value
+        if not isinstance(value, float) or value <= 0:
+            return value
+        unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+        return float(f"{math.ceil(value / unit - 1e-9) * unit:.3g}")
 
     return Profile.model_validate(leaf(profile.model_dump()))
-
-
-def _number(value: float) -> float:
-    if value <= 0:
-        return value
-    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return float(f"{math.ceil(value / unit - 1e-9) * unit:.3g}")

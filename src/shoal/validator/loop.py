@@ -19,7 +19,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
@@ -37,10 +37,10 @@ from shoal.errors import (
     HubRefused,
     ProtocolError,
 )
-from shoal.protocol import Audit, AuditReply, AuditRequest, Outcome, PolicyRef, RefusedVerdict, Verdict, sign_document
+from shoal.protocol import Audit, AuditReply, AuditRequest, Outcome, PolicyRef, Verdict, sign_document
 from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, MAX_VERDICTS_PER_REPORT
 from shoal.rewards import DirectScorer, Scorer, ScoringPool
-from shoal.rewards.panel import Panel, panel_of
+from shoal.rewards.panel import panel_of
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.limits import UNLIMITED_BYTES
@@ -57,7 +57,7 @@ from shoal.validator.profiles import load_profiles
 from shoal.validator.rewards import Notebook
 from shoal.validator.second import SecondEngines
 from shoal.validator.settings import MEASURING, ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
-from shoal.validator.side_jobs import Ahead, Generating, SliceEvaluator, SliceRunner
+from shoal.validator.side_jobs import Ahead, Generating, SliceRunner
 from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
 
 log = logging.getLogger(__name__)
@@ -74,111 +74,78 @@ POLICY_TRIES = 3  # claims of one submission that may fail for want of its polic
 
 def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
     """Audit for a run until it is finished, or until told to stop. Failures are `ShoalError`s; stopping is none."""
+    options = ClientOptions(patience_s=config.pace.patience_s)
     try:
-        with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
-            _audit_with(client, config, stop)
+        with ExitStack() as stack:
+            stack.enter_context(FolderLock(config.folder).acquire(stop, LOCK_WAIT_S))
+            client = HubClient(config.hub_url, config.key, stop, config.root_fingerprint, config.http, options=options)
+            stack.callback(client.close)
+            client.register(config.folder.name, "validator", config.certificate)
+            run = client.run_info()
+            if config.environment.digest != run.environment_digest:
+                raise EnvironmentSetupError(
+                    f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is "
+                    f"not the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
+                )
+            require_scoring(config.environment)
+            scorer: Scorer = DirectScorer(config.environment)
+            if config.scored_by is not None:
+                scorer = pool = ScoringPool(config.scored_by, config.environment, stop)
+                stack.enter_context(closing(pool))
+                pool.start()  # at once, so that its processes are ready when the engine is
+            panel = stack.enter_context(closing(panel_of(judges_of(config.environment), stop, config.settings.device)))
+            warm_up(config.engine, config.settings.device)
+            threading.Thread(target=compile_kernels, name="kernels", daemon=True).start()
+            panel.prepare()
+            judge = Judge(
+                config.environment, load_profiles(config.settings.profiles), config.shuffle_rewards, scorer=scorer,
+                panel=panel, notebook=Notebook(config.folder), lookout=Lookout(),
+            )  # fmt: skip
+            _judge_with(client, judge, config, stop)
     except DeadlineExceeded:
         if not stop.is_set():
             raise
         log.info("the validator stopped (%s)", stop.reason)
 
 
-def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> None:
-    run = client.run_info()
-    if config.environment.digest != run.environment_digest:
-        raise EnvironmentSetupError(
-            f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is not "
-            f"the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
-        )
-    require_scoring(config.environment)
-    with _scorer(config, stop) as scorer, closing(_panel(config, stop)) as panel:
-        warm_up(config.engine, config.settings.device)
-        threading.Thread(target=compile_kernels, name="kernels", daemon=True).start()
-        panel.prepare()
-        judge = Judge(
-            config.environment,
-            load_profiles(config.settings.profiles),
-            config.shuffle_rewards,
-            scorer=scorer,
-            panel=panel,
-            notebook=Notebook(config.folder),
-            lookout=Lookout(),
-        )
-        _judge_with(client, judge, config, stop)
-
-
 def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: StopToken) -> None:
-    settings = config.settings
-    kind = kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
+    settings, engine, run = config.settings, config.engine, client.run_info()
+    kind = kind_of(engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
     keep_to_share(kind, settings.memory_share)
-    _check_profiles(client.run_info().profiles, settings, config.engine)
-    chosen = settle(settings, RunSize.of(client.run_info()))
+    known = {*profile_keys(settings), *(measurable_kinds(settings, "bfloat16") if engine == "torch" else ())}
+    if blind := [each for each in run.profiles if each not in known]:
+        sentence = (
+            f"this validator cannot judge work of {', '.join(blind)}, which the run takes: by its engine and its "
+            f'number format (validator.dtype = "{settings.dtype}") it judges {", ".join(sorted(known))}'
+        )
+        if len(blind) == len(run.profiles):
+            raise ConfigError(f"{sentence}; start it with the run's recipe")
+        log.warning("%s; such audits will be unsure", sentence)
+    chosen = settle(settings, RunSize.of(run))
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, chosen.keep_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
         fetch = Following(client, downloader)
-        weight_bytes = 4 if settings.dtype == "float32" else 2
-        model_bytes = weight_bytes * client.run_info().model.parameters
+        model_bytes = (4 if settings.dtype == "float32" else 2) * run.model.parameters
         loaded = policies_loaded(chosen.keep_versions, model_bytes, free_bytes(kind.split("/")[1]))
         shelf = EngineShelf(
             fetch,
-            lambda files: build(config.engine, files, settings.device, settings.dtype),
+            lambda files: build(engine, files, settings.device, settings.dtype),
             loaded,
             lambda files, entries: check_policy(
-                config.engine, files, entries, settings.device, settings.dtype, UNLIMITED_BYTES
+                engine, files, entries, settings.device, settings.dtype, UNLIMITED_BYTES
             ),
         )
         shelf.wait_s = chosen.policy_wait_s
-        chosen = replace(chosen, keep_versions=loaded)
-        calibrator = Calibrator(client, shelf, judge, config.engine, settings, SystemClock())
-        others = SecondEngines(config.engine, settings.device, fetch)
+        calibrator = Calibrator(client, shelf, judge, engine, settings, SystemClock())
+        others = SecondEngines(engine, settings.device, fetch)
         judge = replace(judge, calibrations=calibrator.limits, second_engine=others.get)
         role = Validator(
-            client, shelf, judge, settings, stop, kind=kind, calibrator=calibrator, idle=others.drop, chosen=chosen,
-            pace=config.pace,
+            client, shelf, judge, settings, stop, kind=kind, calibrator=calibrator, idle=others.drop,
+            chosen=replace(chosen, keep_versions=loaded), pace=config.pace,
         )  # fmt: skip
         role.run()
     if role.finished:
         weights.forget()
-
-
-def _check_profiles(taken: Sequence[str], settings: ValidatorSettings, engine: str) -> None:
-    """A validator with other settings than the hub's recipe may be unable to judge what the run takes work of."""
-    measurable = measurable_kinds(settings, "bfloat16") if engine == "torch" else ()
-    known = {*profile_keys(settings), *measurable}
-    blind = [kind for kind in taken if kind not in known]
-    if not blind:
-        return
-    sentence = f"this validator cannot judge work of {', '.join(blind)}, which the run takes: by its engine and its "
-    sentence += f'number format (validator.dtype = "{settings.dtype}") it judges {", ".join(sorted(known))}'
-    if len(blind) == len(taken):
-        raise ConfigError(f"{sentence}; start it with the run's recipe")
-    log.warning("%s; such audits will be unsure", sentence)
-
-
-@contextmanager
-def _scorer(config: ValidatorConfig, stop: StopToken) -> Iterator[Scorer]:
-    """What scores; processes are started at once, so that they are ready when the engine is."""
-    if config.scored_by is None:
-        yield DirectScorer(config.environment)
-        return
-    with closing(ScoringPool(config.scored_by, config.environment, stop)) as pool:
-        pool.start()
-        yield pool
-
-
-def _panel(config: ValidatorConfig, stop: StopToken) -> Panel:
-    return panel_of(judges_of(config.environment), stop, config.settings.device)
-
-
-@contextmanager
-def _connected(config: ValidatorConfig, stop: StopToken) -> Iterator[HubClient]:
-    options = ClientOptions(patience_s=config.pace.patience_s)
-    client = HubClient(config.hub_url, config.key, stop, config.root_fingerprint, config.http, options=options)
-    try:
-        client.register(config.folder.name, "validator", config.certificate)
-        yield client
-    finally:
-        client.close()
 
 
 class Validator:
@@ -200,15 +167,8 @@ class Validator:
     ) -> None:
         """`kind` is what it generates with; without it, it is given nothing to generate. `idle` is called when there
         is nothing to audit. `chosen` are the settings that depend on the size of the run."""
-        self._client = client
-        self._calibrator = calibrator
-        self._shelf = shelf
-        self._kind = kind
-        self._idle = idle
-        self._judge = judge
-        self._stop = stop
-        self._clock = clock
-        self._polling = pace
+        self._client, self._shelf, self._judge, self._stop, self._clock = client, shelf, judge, stop, clock
+        self._kind, self._calibrator, self._idle, self._polling = kind, calibrator, idle, pace
         self._has_files = bool(settings.profiles)  # limits that nobody has tried here
         self._ready_s: float | None = None
         self._is_measuring = False  # limits; there may be more to measure, so that nothing is waited for
@@ -223,15 +183,14 @@ class Validator:
         self._ahead = Ahead(client, shelf, judge, self._chosen.keep_versions > 1, clock)
         self._heartbeat = RegularHeartbeat(client, pace.heartbeat_s, self.activity, self._ahead.hear)
         self._generating = Generating(client, shelf, self.activity, stop)
-        evaluator = SliceEvaluator(judge.environment, judge.decoders, judge.scorer)
-        self._evaluating = SliceRunner(client, shelf, evaluator, self.activity, stop, clock)
+        self._evaluating = SliceRunner(client, shelf, judge.environment, judge.scorer, self.activity, stop, clock)
 
     def run(self) -> None:
         """Claim, judge, report; until finished or stopped."""
         log.info("validator %s audits for run %s", self._client.key.node, self._client.run_info().run)
         with self._heartbeat:
             try:
-                while not self._stop.is_set():
+                while not self._stop.is_set() and not self.finished:
                     if self._heartbeat.refusal is not None:
                         raise self._heartbeat.refusal
                     if self._ahead.newest is None:
@@ -240,18 +199,24 @@ class Validator:
                         reply = self._client.audits(self._request())
                     if reply.finished and not reply.audits:
                         self.finished = True
-                        return
-                    self._calibrate(reply)
-                    with self._evaluating.auditing():
-                        self.audit(reply.audits)
-                        self._generating.generate(reply.generate)
-                    if not reply.audits:
-                        self._idle()
-                        self._prepare()
-                    self._evaluating.measure(reply.evaluation)
+                    else:
+                        self._work(reply)
             except DeadlineExceeded:
                 if not self._stop.is_set():
                     raise
+
+    def _work(self, reply: AuditReply) -> None:
+        """All that a reply asks for; what comes next is got ready where nothing is to be audited."""
+        self._calibrate(reply)
+        with self._evaluating.auditing():
+            self.audit(reply.audits)
+            self._generating.generate(reply.generate)
+        if not reply.audits:
+            self._idle()
+            if self._ahead.is_due:
+                with self.activity.busy("loading the newest policy"):
+                    self._ahead.prepare()
+        self._evaluating.measure(reply.evaluation)
 
     def _calibrate(self, reply: AuditReply) -> None:
         """See to it that there are limits to judge by."""
@@ -267,29 +232,23 @@ class Validator:
                 if not self._has_files:  # all limits are built in, or every cheat was seen caught just now
                     self._canary.due_in = FIRST_CLAIM + 1
 
-    def _prepare(self) -> None:
-        """Nothing is to be audited: get ready for what comes next."""
-        if self._ahead.is_due:
-            with self.activity.busy("loading the newest policy"):
-                self._ahead.prepare()
-
     def _request(self) -> AuditRequest:
         ready, now_s = self._ahead.is_ready and not self._is_measuring, self._clock.monotonic_s()
         if ready and self._ready_s is None:  # the first step waits for the first verdicts, nobody for an evaluation
             self._ready_s = now_s + FIRST_AUDIT_S
         evaluates = ready and self._ready_s is not None and now_s >= self._ready_s
-        left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left)
         return AuditRequest(
             max_audits=self._most,
             wait_s=self._polling.poll_s if ready else min(NOT_READY_POLL_S, self._polling.poll_s),
-            left=left,
+            left=(*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left),
             evaluate=self._evaluating.readiness if evaluates else "no",
             generates=self._kind,
         )
 
     def audit(self, audits: Sequence[Audit]) -> None:
         """Judge a handful of audits, one policy after another, oldest first: batches need those first."""
-        dockets = [docket for docket in self._dockets(audits) if self._is_ours(docket)]
+        fetched = [docket for together in _portions(audits) for docket in self._fetched(together)]
+        dockets = [docket for docket in fetched if self._is_ours(docket)]
         policies, claimed, judged = {docket.lease.policy for docket in dockets}, 0, 0
         for policy in sorted(policies, key=lambda ref: (ref.incarnation, ref.version)):
             if self._stop.is_set():
@@ -339,10 +298,6 @@ class Validator:
             log.debug("a canary was caught: %s", caught)
             self.activity.count("canaries_caught")
 
-    def _dockets(self, audits: Sequence[Audit]) -> list[Docket]:
-        """Audits with their leases opened and their bytes fetched; without those whose papers are not in order."""
-        return [docket for together in _portions(audits) for docket in self._fetched(together)]
-
     def _is_ours(self, docket: Docket) -> bool:
         """Whether this validator may say anything about it; if not, its claim runs out and somebody else gets it."""
         lease, mine = docket.lease, identity_of(self._judge.environment)
@@ -360,6 +315,7 @@ class Validator:
         return False
 
     def _fetched(self, audits: Sequence[Audit]) -> list[Docket]:
+        """Audits with their leases opened and their bytes fetched; without those whose papers are not in order."""
         try:
             bodies = self._client.submissions([audit.submission for audit in audits])
             pairs = zip(audits, bodies, strict=True)
@@ -395,22 +351,21 @@ class Validator:
             point("validator.verdict.after_report")
             refused = {refusal.submission: refusal for refusal in reply.refused}
             for verdict in part:
-                self._note(verdict, refused.get(verdict.submission))
-
-    def _note(self, verdict: Verdict, refusal: RefusedVerdict | None) -> None:
-        self._misses.pop(verdict.submission, None)
-        if refusal is not None:
-            log.warning("the verdict on unit %d was not taken: %s [%s]", verdict.unit, refusal.message, refusal.code)
-            return
-        self.activity.count(verdict.outcome.value)
-        if verdict.reason == MACHINERY_REWARD:
-            self.activity.count("no_sample")
-        self.activity.count("tokens", verdict.generated_tokens)
-        if verdict.outcome is not Outcome.ACCEPTED:
-            log.info(
-                "unit %d of node %s %s, %s: %s",
-                verdict.unit, verdict.node, verdict.outcome.value, verdict.reason, verdict.message,
-            )  # fmt: skip
+                self._misses.pop(verdict.submission, None)
+                if refusal := refused.get(verdict.submission):
+                    log.warning(
+                        "the verdict on unit %d was not taken: %s [%s]", verdict.unit, refusal.message, refusal.code
+                    )
+                    continue
+                self.activity.count(verdict.outcome.value)
+                self.activity.count("tokens", verdict.generated_tokens)
+                if verdict.reason == MACHINERY_REWARD:
+                    self.activity.count("no_sample")
+                if verdict.outcome is not Outcome.ACCEPTED:
+                    log.info(
+                        "unit %d of node %s %s, %s: %s",
+                        verdict.unit, verdict.node, verdict.outcome.value, verdict.reason, verdict.message,
+                    )  # fmt: skip
 
 
 def _portions(audits: Sequence[Audit]) -> Iterator[Sequence[Audit]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,11 +114,9 @@ def _known_keys(kind: type[Any]) -> BeforeValidator:
     names = [field.name for field in dataclasses.fields(kind)]
 
     def check(value: Any) -> Any:
-        for key in value if isinstance(value, Mapping) else ():
-            if key not in names:
-                close = get_close_matches(str(key), names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
-                raise ValueError(f"there is no key {key!r}; {hint}")
+        unknown = [key for key in value if key not in names] if isinstance(value, Mapping) else []
+        if unknown:
+            raise ValueError(f"there is no key {unknown[0]!r}; there are {', '.join(names)}")
         return value
 
     return BeforeValidator(check)
@@ -145,10 +142,6 @@ class Profile(_Table):
 
 
 Profiles = Mapping[str, Profile]
-
-
-def _builtin(key: str, **limits: Any) -> Profile:
-    return Profile(key=key, **limits)
 
 
 BUILT_IN: Profiles = {
@@ -191,26 +184,22 @@ ON_REQUEST: Profiles = {
 
 def widest(one: Profile, other: Profile) -> Profile:
     """The wider of two limits of one kind, number by number: what either of two machines calls honest is honest."""
-    joined = _widest(one.model_dump(exclude={"measured", "validators"}), other.model_dump(exclude={"measured"}))
+
+    def wider(mine: Any, theirs: Any, name: str) -> Any:
+        if isinstance(mine, Mapping):
+            return {key: wider(value, theirs[key], key) for key, value in mine.items()}
+        if isinstance(mine, int | float):
+            return (min if name in SMALLER_IS_WIDER else max)(mine, theirs)
+        return mine
+
+    both = wider(one.model_dump(exclude={"measured", "validators"}), other.model_dump(exclude={"measured"}), "")
     formats = tuple(sorted({*one.validators, *other.validators}))
     measured = one.measured or other.measured
     if one.measured is not None and other.measured is not None:
         machines = tuple(sorted({*one.measured.validators, *other.measured.validators}))
         bands = {name: max(value, other.measured.bands.get(name, value)) for name, value in one.measured.bands.items()}
         measured = one.measured.model_copy(update={"validators": machines, "bands": bands})
-    return Profile.model_validate({**joined, "validators": formats, "measured": measured})
-
-
-def _widest(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in one.items():
-        if isinstance(value, Mapping):
-            found[name] = _widest(value, other[name])
-        elif isinstance(value, int | float):
-            found[name] = (min if name in SMALLER_IS_WIDER else max)(value, other[name])
-        else:
-            found[name] = value
-    return found
+    return Profile.model_validate({**both, "validators": formats, "measured": measured})
 
 
 def limits_for(kind: str, number_format: str, measured: Profiles, known: Profiles) -> tuple[Profile, bool] | None:
@@ -244,7 +233,8 @@ def load_profiles(paths: Iterable[Path] = ()) -> Profiles:
 def read_profile(path: Path) -> Profile:
     """The profile in one TOML file."""
     try:
-        data = path.read_bytes()[: MAX_PROFILE_BYTES + 1]
+        with path.open("rb") as file:
+            data = file.read(MAX_PROFILE_BYTES + 1)
         if len(data) > MAX_PROFILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_PROFILE_BYTES} bytes: that is no profile")
         return parse_config(data.decode(), Profile, path.name)

@@ -2,7 +2,7 @@
 
     group ─► texts ─► scores ─► length budget ─► judges ─► rewards with their parts
 
-A failure of the scoring machinery is `ScoringFailure`: the group then yields no sample, never a reward of 0. Groups
+A failure of the scoring machinery is `ScoringFailure`: the group is then unscored, never a reward of 0. Groups
 for which there was no time are `NotBegun`: they are left for later.
 
 Notes of the reward go to a file in the validator's folder (`Notebook`), and nowhere else: a reward function may name
@@ -22,14 +22,12 @@ import numpy as np
 
 from shoal.environments import Environment, Score, Task, budget_of, prompt_settings_of
 from shoal.errors import EnvironmentSetupError, ScoringFailure
-from shoal.models import TextTokenizer
 from shoal.protocol import Lease, Rollout, RolloutReward
 from shoal.protocol.submission import unpack_spans
 from shoal.protocol.verdict import MAX_REWARD
 from shoal.rewards import Job, NotBegun, Scorer
 from shoal.rewards.panel import Panel, Piece, ScoredPiece
 from shoal.rewards.protocol import settled
-from shoal.runtime.files import is_full
 
 log = logging.getLogger(__name__)
 
@@ -37,27 +35,6 @@ Decode = Callable[[Sequence[list[int]]], list[str]]
 
 MAX_PARTS = 64
 MAX_NOTE = 200
-
-
-class Decoders:
-    """How a policy's tokens become texts, by its own tokenizer; the last tokenizer is kept, for versions share it.
-
-    A policy without a tokenizer (the scripted engine's) has tokens that are characters.
-    """
-
-    def __init__(self) -> None:
-        self._files: Mapping[str, bytes] = {}
-        self._decode: Decode = _characters
-
-    def of(self, files: Mapping[str, bytes]) -> Decode:
-        if files != self._files:
-            self._decode = TextTokenizer(files).decode_many if "tokenizer.json" in files else _characters
-            self._files = dict(files)
-        return self._decode
-
-
-def _characters(completions: Sequence[list[int]]) -> list[str]:
-    return ["".join(chr(token) for token in token_ids) for token_ids in completions]
 
 
 def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
@@ -74,7 +51,7 @@ def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
 def sampled_tokens(rollout: Rollout, eos_token_id: int | None) -> int:
     """The length that a budget is held against: what the model drew, without the end-of-sequence token at the end.
 
-    `eos_token_id` None: with it. What the environment said in between is not counted.
+    `eos_token_id` None: with it. Tool tokens are not counted.
     """
     ids = rollout.token_ids
     given = sum(length for _start, length in unpack_spans(rollout.given, len(ids)))
@@ -124,54 +101,54 @@ class Scoring:
     def score(self, groups: Sequence[Group], decode: Decode) -> list[Scored | ScoringFailure]:
         """One result per group, in order. Of groups that can be scored at all, one at least is not `NotBegun`."""
         results: dict[int, Scored | ScoringFailure] = {}
-        texts: dict[int, _Text] = {}
+        texts, pieces = dict[int, _Text](), dict[int, list[ScoredPiece]]()
         for index, group in enumerate(groups):
-            read = self._read(group, decode)
-            if isinstance(read, ScoringFailure):
-                results[index] = read
-            else:
-                texts[index] = read
-        results |= self._rewards(texts)
-        return [results[index] for index in range(len(groups))]
-
-    def _read(self, group: Group, decode: Decode) -> _Text | ScoringFailure:
-        lease, eos = group.lease, group.lease.sampling.eos_token_id
-        try:
-            task = self.environment.task(lease.task)
-        except EnvironmentSetupError as error:
-            return ScoringFailure(f"the environment does not know the lease's task: {error}")
-        texts = decode([completion_ids(rollout, eos) for rollout in group.rollouts])
-        jobs = tuple(Job(lease.task, text) for text in texts)
-        budget = budget_of(self.environment)
-        left_out = None if budget is not None and budget.settings.count_eos else eos
-        lengths = tuple(sampled_tokens(rollout, left_out) for rollout in group.rollouts)
-        return _Text(task, lease.length_target, jobs, lengths)
-
-    def _rewards(self, texts: Mapping[int, _Text]) -> dict[int, Scored | ScoringFailure]:
-        results: dict[int, Scored | ScoringFailure] = {}
-        entries: dict[int, list[ScoredPiece]] = {}
-        for index, scores in _in_time(self.scorer.scores, texts).items():
+            try:
+                texts[index] = self._read(group, decode)
+            except EnvironmentSetupError as error:
+                results[index] = ScoringFailure(f"the environment does not know the lease's task: {error}")
+        for index, scores in self._scores(texts).items():
             if isinstance(scores, ScoringFailure):
                 results[index] = scores
             else:
-                entries[index] = self._entries(texts[index], scores)
-        for index, judged in zip(entries, self.panel.add(list(entries.values())), strict=True):
+                pieces[index] = self._pieces(texts[index], scores)
+        for index, judged in zip(pieces, self.panel.add(list(pieces.values())), strict=True):
             results[index] = judged if isinstance(judged, ScoringFailure) else self._final(texts[index].task, judged)
-        return results
+        return [results[index] for index in range(len(groups))]
 
-    def _entries(self, text: _Text, scores: Sequence[Score]) -> list[ScoredPiece]:
+    def _read(self, group: Group, decode: Decode) -> _Text:
+        lease, eos, budget = group.lease, group.lease.sampling.eos_token_id, budget_of(self.environment)
+        task = self.environment.task(lease.task)
+        texts = decode([completion_ids(rollout, eos) for rollout in group.rollouts])
+        left_out = None if budget is not None and budget.settings.count_eos else eos
+        lengths = tuple(sampled_tokens(rollout, left_out) for rollout in group.rollouts)
+        return _Text(task, lease.length_target, tuple(Job(lease.task, text) for text in texts), lengths)
+
+    def _scores(self, texts: Mapping[int, _Text]) -> dict[int, list[Score] | ScoringFailure]:
+        """What is said of each group, all asked at once. If there is time for none of them, the first gets it all the
+        same: a group that is always too slow would never be decided."""
+        jobs = [job for text in texts.values() for job in text.jobs]
+        found = dict(zip(jobs, self.scorer.scores(jobs), strict=True))
+        groups = {index: _whole([found[job] for job in text.jobs]) for index, text in texts.items()}
+        if groups and all(isinstance(group, NotBegun) for group in groups.values()):
+            first = next(iter(texts))
+            open_ = [job for job in texts[first].jobs if isinstance(found[job], NotBegun)]
+            found |= zip(open_, settled(self.scorer.scores, open_), strict=True)
+            groups[first] = _whole([found[job] for job in texts[first].jobs])
+        return groups
+
+    def _pieces(self, text: _Text, scores: Sequence[Score]) -> list[ScoredPiece]:
         budget, begun = budget_of(self.environment), prompt_settings_of(self.environment).thinking
-        if budget is not None and text.target is not None:
-            pairs = zip(scores, text.lengths, strict=True)
-            scores = [budget.worth(score, text.target, tokens) for score, tokens in pairs]
-        return [
-            ScoredPiece(Piece.of(text.task, begun + job.completion), score)
-            for job, score in zip(text.jobs, scores, strict=True)
-        ]
+        pieces = []
+        for job, tokens, score in zip(text.jobs, text.lengths, scores, strict=True):
+            if budget is not None and text.target is not None:
+                score = budget.worth(score, text.target, tokens)
+            pieces.append(ScoredPiece(Piece.of(text.task, begun + job.completion), score))
+        return pieces
 
     def _final(self, task: Task, scores: Sequence[Score]) -> Scored | ScoringFailure:
-        rewards = []
-        for score in scores:
+        rewards, notes = [], []
+        for index, score in enumerate(scores):
             numbers = [score.value, *score.parts.values()]
             if not all(abs(number) <= MAX_REWARD for number in numbers) or len(score.parts) > MAX_PARTS:
                 return ScoringFailure(
@@ -180,37 +157,17 @@ class Scoring:
                 )
             parts = {key: float(part) for key, part in score.parts.items()}
             rewards.append(RolloutReward(value=float(score.value), parts=parts))
-        notes = [(index, _printable(score.notes)) for index, score in enumerate(scores) if score.notes]
-        return Scored(tuple(rewards), notes=tuple(notes))
-
-
-def _in_time(
-    ask: Callable[[Sequence[Job]], list[Score | ScoringFailure]], texts: Mapping[int, _Text]
-) -> dict[int, list[Score] | ScoringFailure]:
-    """What is said of each group, all asked at once. If there is time for none of them, the first gets it all the same:
-    a group that is always too slow would never be decided."""
-    jobs = [job for text in texts.values() for job in text.jobs]
-    found = dict(zip(jobs, ask(jobs), strict=True))
-    groups = {index: _whole([found[job] for job in text.jobs]) for index, text in texts.items()}
-    if groups and all(isinstance(group, NotBegun) for group in groups.values()):
-        first = next(iter(texts))
-        open_ = [job for job in texts[first].jobs if isinstance(found[job], NotBegun)]
-        found |= zip(open_, settled(ask, open_), strict=True)
-        groups[first] = _whole([found[job] for job in texts[first].jobs])
-    return groups
+            if score.notes:
+                notes.append((index, "".join(each if each.isprintable() else " " for each in score.notes[:MAX_NOTE])))
+        return Scored(tuple(rewards), tuple(notes))
 
 
 def _whole(results: Sequence[Score | ScoringFailure]) -> list[Score] | ScoringFailure:
     """All that was said; or the first failure, `NotBegun` only if there is no other: more time would not help."""
-    said = [result for result in results if not isinstance(result, ScoringFailure)]
     failures = [result for result in results if isinstance(result, ScoringFailure)]
-    if not failures:
-        return said
-    return next((failure for failure in failures if not isinstance(failure, NotBegun)), failures[0])
-
-
-def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else " " for each in text[:MAX_NOTE])
+    if failures:
+        return next((failure for failure in failures if not isinstance(failure, NotBegun)), failures[0])
+    return [result for result in results if not isinstance(result, ScoringFailure)]
 
 
 def shuffled(rewards: Sequence[RolloutReward], run: str, unit: int) -> tuple[RolloutReward, ...]:
@@ -240,22 +197,18 @@ class Notebook:
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
-        self._file = folder / NOTES_NAME
-        self._most_bytes = most_bytes
-        self._failed = False
+        self._file, self._most_bytes, self._failed = folder / NOTES_NAME, most_bytes, False
 
     def write(self, unit: int, task: str, notes: Sequence[tuple[int, str]]) -> None:
         """Add the notes of a group. A disk that takes nothing is no reason to stop judging: it is said once."""
         lines = [{"unit": unit, "task": task, "rollout": rollout, "note": note} for rollout, note in notes]
-        if not lines:
-            return
         try:
-            if self._file.exists() and self._file.stat().st_size >= self._most_bytes // 2:
+            if lines and self._file.exists() and self._file.stat().st_size >= self._most_bytes // 2:
                 self._file.replace(self._file.with_suffix(".1.jsonl"))
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+            if lines:
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         except OSError as error:
             if not self._failed:
-                full = " (the disk is full)" if is_full(self._file.parent) else ""
-                log.warning("notes of the reward cannot be written to %s: %s%s", self._file, error.strerror, full)
+                log.warning("notes of the reward cannot be written to %s: %s", self._file, error.strerror)
             self._failed = True

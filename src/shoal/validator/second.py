@@ -70,12 +70,6 @@ class SecondEngines:
             release_memory()
 
 
-def is_needed(findings: Sequence[Finding]) -> bool:
-    """Whether the first look ended with something that a second one has to confirm or may resolve."""
-    last = findings[-1]
-    return not last.passed and (last.unsure or last.severity is not None)
-
-
 def settle(
     case: Case, first: list[Finding], again: Case | None, second: Sequence[Finding]
 ) -> tuple[list[Finding], Tally]:
@@ -85,7 +79,8 @@ def settle(
     if again is None:
         if last.unsure or last.severity is Severity.CERTAIN:
             return first, case.tally
-        return [*first, unsure(MACHINERY_SECOND_MISSING, missing(last, dtype), format=dtype)], case.tally
+        message = f"this validator cannot compute in {dtype} to confirm it with a second look: {last.result.message}"
+        return [*first, unsure(MACHINERY_SECOND_MISSING, message, format=dtype)], case.tally
     found = second[-1]
     if last.unsure:
         return ([*first[:-1], passed("second", format=dtype)] if found.passed else first), case.tally
@@ -95,7 +90,3 @@ def settle(
     evidence = {**found.result.evidence, "format": dtype, "reason": found.reason}
     confirmed = CheckResult(check="second", passed=False, evidence=evidence, message=found.result.message)
     return [*first[:-1], Finding(confirmed, found.reason, found.severity), last], case.tally
-
-
-def missing(last: Finding, dtype: str) -> str:
-    return f"this validator cannot compute in {dtype} to confirm it with a second look: {last.result.message}"

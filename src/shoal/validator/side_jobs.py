@@ -7,8 +7,8 @@ Evaluation (`SliceRunner`): a slice of held-out tasks, answered greedily by a pu
 
 What goes wrong is reported, too, and somebody tries again: a score is never made up. Nothing here touches a verdict.
 
-Generation (`Generating`) of units that nobody could judge: the validator generates them itself, and hands them in like
-a worker.
+Generation (`Generating`) of units that nobody could judge: the validator generates them itself, and submits them like a
+worker.
 
     hub ─ leases (`AuditReply.generate`) ─► one engine call per policy ─► submissions ─► hub ─ a light audit, no credit
                ▲                                  │ this machine cannot
@@ -30,11 +30,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from shoal.client import Activity, HubClient
-from shoal.engines import Engine, GenerationRequest
-from shoal.engines.dialogue import Talks, greedy_answers
+from shoal.engines import GenerationRequest
+from shoal.engines.dialogue import Talks, greedy_answers, texts_of
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Environment
@@ -60,7 +59,6 @@ from shoal.validator.case import ENGINE_ERRORS, Case, Replay, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.rewards import Decoders
 from shoal.validator.specimens import Terms
 
 log = logging.getLogger(__name__)
@@ -78,17 +76,16 @@ class SliceRunner:
         self,
         client: HubClient,
         shelf: EngineShelf,
-        evaluator: SliceEvaluator,
+        environment: Environment,
+        scorer: Scorer | None,
         activity: Activity,
         stop: StopToken,
         clock: Clock = SystemClock(),
     ) -> None:
-        self._client = client
-        self._shelf = shelf
-        self._evaluator = evaluator
-        self._activity = activity
-        self._stop = stop
-        self._clock = clock
+        """Without a `scorer`, scores are computed in this process."""
+        self._client, self._shelf, self._activity = client, shelf, activity
+        self._environment, self._scorer = environment, scorer or DirectScorer(environment)
+        self._stop, self._clock = stop, clock
         self._saved_s = 0.0
 
     @property
@@ -105,24 +102,20 @@ class SliceRunner:
         self._saved_s = min(self._saved_s + took_s * SHARE / (1 - SHARE), MOST_SAVED_S)
 
     def measure(self, signed: SignedDocument | None) -> None:
-        """Answer and score a slice, and say so; and more of them, while there are any and time is saved up."""
+        """Answer and score a slice, and say so; and more of them, while there are any and time is saved up. A hub that
+        does not want one any more is no failure."""
         while signed is not None and not self._stop.is_set():
             began_s = self._clock.monotonic_s()
-            self._measure(signed)
+            try:
+                report = self._measured(self._client.open_slice(signed))
+                if report is not None:
+                    self._client.report_evaluation(sign_document(report, self._client.key))
+                    self._activity.count("evaluated", len(report.scores))
+            except (HubRefused, ProtocolError) as error:
+                log.warning("a slice of an evaluation was not taken: %s", error)
             self._saved_s -= self._clock.monotonic_s() - began_s
             more = self._saved_s > 0
             signed = self._client.audits(AuditRequest(max_audits=1, evaluate="only")).evaluation if more else None
-
-    def _measure(self, signed: SignedDocument) -> None:
-        """One slice. A hub that does not want it any more is no failure."""
-        try:
-            part = self._client.open_slice(signed)
-            report = self._measured(part)
-            if report is not None:
-                self._client.report_evaluation(sign_document(report, self._client.key))
-                self._activity.count("evaluated", len(report.scores))
-        except (HubRefused, ProtocolError) as error:
-            log.warning("a slice of an evaluation was not taken: %s", error)
 
     def _measured(self, part: EvaluationSlice) -> EvaluationReport | None:
         try:
@@ -132,67 +125,42 @@ class SliceRunner:
             if self._stop.is_set():
                 return None
             log.warning("policy %s could not be fetched, so it is not evaluated: %s", part.policy.label, error)
-            return problem(part, f"the policy could not be fetched: {error}", self._clock.now_ms())
-        what = f"evaluating {len(part.tasks)} held-out tasks by policy {part.policy.label}"
-        with self._activity.busy(what):
-            return self._evaluator.report(part, loaded, self._clock.now_ms())
+            return self._report(part, problem=f"the policy could not be fetched: {error}")
+        with self._activity.busy(f"evaluating {len(part.tasks)} held-out tasks by policy {part.policy.label}"):
+            return self.report(part, loaded)
 
-
-@dataclass(frozen=True)
-class SliceEvaluator:
-    """Answers and scores slices of this environment's tasks; without a `scorer`, in this process."""
-
-    environment: Environment
-    decoders: Decoders
-    scorer: Scorer | None = None
-
-    def report(self, part: EvaluationSlice, loaded: LoadedPolicy, now_ms: int) -> EvaluationReport:
+    def report(self, part: EvaluationSlice, loaded: LoadedPolicy) -> EvaluationReport:
         """One score per task of the slice, in order; None where the scoring machinery failed."""
-        if part.environment_digest != self.environment.digest:
-            return problem(part, "the validator has another environment than the run", now_ms)
+        environment = self._environment
+        if part.environment_digest != environment.digest:
+            return self._report(part, problem="the validator has another environment than the run")
         if not part.tasks:
-            return problem(part, "the slice has no task that can be used", now_ms)
-        sampling = part.sampling
+            return self._report(part, problem="the slice has no task that can be used")
         prompts = [task.prompt_ids for task in part.tasks]
         try:
-            talks = Talks(self.environment, loaded.files, sampling)
-            answers = greedy_answers(loaded.engine, prompts, [talks.of(task.task) for task in part.tasks], sampling)
+            talks = Talks(environment, loaded.files, part.sampling)
+            lines = [talks.of(task.task) for task in part.tasks]
+            answers = greedy_answers(loaded.engine, prompts, lines, part.sampling)
         except Exception as error:
             log.exception("the engine failed on a slice of an evaluation")
-            return problem(part, f"the validator's engine failed: {error}", now_ms)
-        texts = self.decoders.of(loaded.files)(answers)
+            return self._report(part, problem=f"the validator's engine failed: {error}")
+        texts = texts_of(loaded.files).decode_many(answers)
         jobs = [Job(task.task, text) for task, text in zip(part.tasks, texts, strict=True)]
-        return _report(part, now_ms, scores=tuple(self._scores(jobs)))
-
-    def _scores(self, jobs: Sequence[Job]) -> list[float | None]:
-        results = settled((self.scorer or DirectScorer(self.environment)).scores, jobs)
+        results = settled(self._scorer.scores, jobs)
         failures = [result for result in results if isinstance(result, ScoringFailure)]
         if failures:
             log.warning("%d of %d held-out tasks could not be scored: %s", len(failures), len(jobs), failures[0])
-        return [
-            None if isinstance(result, ScoringFailure) or not abs(result.value) <= MAX_REWARD else float(result.value)
-            for result in results
-        ]
+        values = [None if isinstance(result, ScoringFailure) else float(result.value) for result in results]
+        return self._report(part, tuple(x if x is not None and abs(x) <= MAX_REWARD else None for x in values))
 
-
-def problem(part: EvaluationSlice, sentence: str, now_ms: int) -> EvaluationReport:
-    """The slice could not be done."""
-    printable = "".join(character if character.isprintable() else " " for character in sentence)
-    return _report(part, now_ms, problem=printable[:PROBLEM_LIMIT])
-
-
-def _report(
-    part: EvaluationSlice, now_ms: int, scores: tuple[float | None, ...] = (), problem: str = ""
-) -> EvaluationReport:
-    return EvaluationReport(
-        run=part.run,
-        policy=part.policy,
-        first=part.first,
-        environment_digest=part.environment_digest,
-        scores=scores,
-        problem=problem,
-        decided_at_ms=now_ms,
-    )
+    def _report(
+        self, part: EvaluationSlice, scores: tuple[float | None, ...] = (), problem: str = ""
+    ) -> EvaluationReport:
+        printable = "".join(each if each.isprintable() else " " for each in problem)[:PROBLEM_LIMIT]
+        return EvaluationReport(
+            run=part.run, policy=part.policy, first=part.first, environment_digest=part.environment_digest,
+            scores=scores, problem=printable, decided_at_ms=self._clock.now_ms(),
+        )  # fmt: skip
 
 
 MAX_LEFT = 16
@@ -202,14 +170,11 @@ class Generating:
     """A validator's part in generating. `left` are leases that it could not do: the hub gives them to another."""
 
     def __init__(self, client: HubClient, shelf: EngineShelf, activity: Activity, stop: StopToken) -> None:
-        self._client = client
-        self._shelf = shelf
-        self._activity = activity
-        self._stop = stop
+        self._client, self._shelf, self._activity, self._stop = client, shelf, activity, stop
         self.left: tuple[str, ...] = ()
 
     def generate(self, signed: Sequence[SignedDocument]) -> None:
-        """Generate and hand in the groups of these leases."""
+        """Generate and submit the groups of these leases."""
         leases = [self._client.open_own_lease(each) for each in signed]
         for policy in dict.fromkeys(lease.policy for lease in leases):
             if self._stop.is_set():
@@ -233,16 +198,13 @@ class Generating:
                 log.error("unit %d: this machine computed log-probabilities that are NaN or infinite", lease.unit)
                 self._leave([lease])
                 continue
-            self._hand_in(lease, pack(submission_of(lease, completions, loaded.engine.name)))
-
-    def _hand_in(self, lease: Lease, body: bytes) -> None:
-        try:
-            self._client.submit(lease.lease, body)
-            self._activity.count("generated")
-        except HubRefused as refusal:  # it came too late: another validator has it, or nobody needs it any more
-            log.warning("unit %d, which this validator generated, was not taken: %s", lease.unit, refusal)
-        finally:
-            self._activity.ended(lease.lease)
+            try:
+                self._client.submit(lease.lease, pack(submission_of(lease, completions, loaded.engine.name)))
+                self._activity.count("generated")
+            except HubRefused as refusal:  # it came too late: another has it, or nobody needs it any more
+                log.warning("unit %d, which this validator generated, was not taken: %s", lease.unit, refusal)
+            finally:
+                self._activity.ended(lease.lease)
 
     def _leave(self, leases: Sequence[Lease]) -> None:
         for lease in leases:
@@ -263,11 +225,8 @@ class Ahead:
     """
 
     def __init__(self, client: HubClient, shelf: EngineShelf, judge: Judge, keeps_others: bool, clock: Clock) -> None:
-        self._client = client
-        self._shelf = shelf
-        self._judge = judge
-        self._keeps_others = keeps_others
-        self._clock = clock
+        self._client, self._shelf, self._judge = client, shelf, judge
+        self._keeps_others, self._clock = keeps_others, clock
         self._loaded: PolicyRef | None = None
         self.newest: PolicyRef | None = None
         self.rehearsed = self.has_measured = False
@@ -308,24 +267,21 @@ class Ahead:
 def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: bool = False) -> None:
     """Draw a group as the run's are, and compute all that an audit of it computes. Nobody looks at the outcome. Who has
     measured limits has computed more than that already."""
+    engine, tokens = loaded.engine, min(run.sampling.max_new_tokens, CHUNKS * run.proof.rows)
+    sampling = run.sampling.model_copy(update={"max_new_tokens": tokens})
+    prompt = tuple(token % engine.vocabulary_size for token in range(PROMPT_TOKENS))
+    lease = Terms("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
     try:
-        case = None if has_measured else _own_group(loaded.engine, run)
-        [replay] = [None] if case is None else replay_all(loaded.engine, [case])
-        if case is not None and isinstance(replay, Replay):
-            case.replay = replay
-            run_all(AFTER_PREFILL, case)
-        judge.decoders.of(loaded.files)
+        if not has_measured:
+            [group] = engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling)], run.proof)
+            submission, profile = submission_of(lease, group, engine.name), Profile(key=engine.kind)
+            case = Case(lease, submission, "", engine.vocabulary_size, engine.hidden_size, profile)
+            [replay] = replay_all(engine, [case])
+            if isinstance(replay, Replay):
+                case.replay = replay
+                run_all(AFTER_PREFILL, case)
+        texts_of(loaded.files)
         if judge.scorer is not None:
             judge.scorer.scores([Job(judge.environment.tasks("train")[0].id, "")])
     except ENGINE_ERRORS as error:
         log.warning("the rehearsal of an audit failed; audits will show whether that matters: %s", error)
-
-
-def _own_group(engine: Engine, run: RunInfo) -> Case:
-    tokens = min(run.sampling.max_new_tokens, CHUNKS * run.proof.rows)
-    sampling = run.sampling.model_copy(update={"max_new_tokens": tokens})
-    prompt = tuple(token % engine.vocabulary_size for token in range(PROMPT_TOKENS))
-    lease = Terms("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
-    [group] = engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling)], run.proof)
-    submission = submission_of(lease, group, engine.name)
-    return Case(lease, submission, "", engine.vocabulary_size, engine.hidden_size, Profile(key=engine.kind))

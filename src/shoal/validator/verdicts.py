@@ -66,71 +66,37 @@ class Docket:
         tally: Tally = NOTHING_COUNTED,
         unreproducible: tuple[str, ...] = (),
     ) -> Verdict:
-        """Everything held: the rewards count, and so do the tokens."""
-        return self._verdict(
-            now_ms,
-            outcome=Outcome.ACCEPTED,
-            checks=(*_results(findings), _reward_check(rewards)),
-            rewards=rewards,
-            generated_tokens=generated_tokens,
-            tally=tally,
-            unreproducible=unreproducible,
-        )
+        """Everything held: the rewards count, and so do the tokens. Of rewards nothing is said that would tell an
+        answer, but how many completions hit a limit."""
+        limited = sum(LIMIT_PART in reward.parts for reward in rewards)
+        said = f"{limited} of {len(rewards)} completions took more time or memory than scoring allows: they are worth 0"
+        reward = CheckResult(check="reward", passed=True)
+        if limited:
+            reward = CheckResult(check="reward", passed=True, evidence={"limited": limited}, message=said)
+        found = [*findings, Finding(reward)]
+        more = {"rewards": rewards, "generated_tokens": generated_tokens, "unreproducible": unreproducible}
+        return self._verdict(Outcome.ACCEPTED, found, now_ms, tally, **more)
 
     def rejected(self, findings: Sequence[Finding], now_ms: int, tally: Tally = NOTHING_COUNTED) -> Verdict:
         """The last finding failed: its reason, severity and sentence are the verdict's."""
-        failure = findings[-1]
-        return self._verdict(
-            now_ms,
-            outcome=Outcome.REJECTED,
-            reason=failure.reason,
-            severity=failure.severity,
-            message=failure.result.message,
-            checks=_results(findings),
-            tally=tally,
-        )
+        last = findings[-1]
+        fields = {"reason": last.reason, "severity": last.severity, "message": last.result.message}
+        return self._verdict(Outcome.REJECTED, findings, now_ms, tally, **fields)
 
     def unsure(
         self, findings: Sequence[Finding], reason: str, message: str, now_ms: int, tally: Tally = NOTHING_COUNTED
     ) -> Verdict:
         """The validator could not tell: no credit, no training, no punishment."""
-        return self._verdict(
-            now_ms,
-            outcome=Outcome.UNSURE,
-            reason=reason,
-            message=message[:MESSAGE_LIMIT],
-            checks=_results(findings),
-            tally=tally,
-        )
+        return self._verdict(Outcome.UNSURE, findings, now_ms, tally, reason=reason, message=message[:MESSAGE_LIMIT])
 
-    def _verdict(self, now_ms: int, **fields: Any) -> Verdict:
+    def _verdict(
+        self, outcome: Outcome, findings: Sequence[Finding], now_ms: int, tally: Tally, **fields: Any
+    ) -> Verdict:
+        lease, mine = self.lease, self.environment
         return Verdict(
-            run=self.lease.run,
-            submission=self.audit.submission,
-            unit=self.lease.unit,
-            node=self.lease.node,
-            depth=self.audit.depth,
-            decided_at_ms=now_ms,
-            branches=self.branches,
-            environment=self.environment.name,
-            environment_version=self.environment.version,
-            environment_digest=self.environment.digest,
-            data_digest=self.environment.data_digest,
-            unsure_rate=self.unsure_rate,
-            measured=self.measured,
-            calibration=self.lease.calibration,
-            **fields,
-        )
-
-
-def _reward_check(rewards: Sequence[RolloutReward]) -> CheckResult:
-    """That there are rewards. It says how many completions hit a limit, and nothing that would tell an answer."""
-    limited = sum(LIMIT_PART in reward.parts for reward in rewards)
-    if not limited:
-        return CheckResult(check="reward", passed=True)
-    message = f"{limited} of {len(rewards)} completions took more time or memory than scoring allows: they are worth 0"
-    return CheckResult(check="reward", passed=True, evidence={"limited": limited}, message=message)
-
-
-def _results(findings: Sequence[Finding]) -> tuple[CheckResult, ...]:
-    return tuple(finding.result for finding in findings)
+            run=lease.run, submission=self.audit.submission, unit=lease.unit, node=lease.node, depth=self.audit.depth,
+            outcome=outcome, checks=tuple(finding.result for finding in findings), decided_at_ms=now_ms, tally=tally,
+            branches=self.branches, environment=mine.name,
+            environment_version=mine.version, environment_digest=mine.digest, data_digest=mine.data_digest,
+            unsure_rate=self.unsure_rate, measured=self.measured, calibration=lease.calibration, **fields,
+        )  # fmt: skip

@@ -19,7 +19,7 @@ from shoal.protocol.verdict import Branches, GainEvidence
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import uniforms
 from shoal.validator import branches
-from shoal.validator.branches import Blocks, BranchLook, Lookout, by_tolerance, choice_bits, differences, look_at
+from shoal.validator.branches import BranchLook, Lookout, block_around, by_tolerance, choice_bits, differences, look_at
 from shoal.validator.case import Case, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, NoiseLimits, Profile
@@ -86,7 +86,7 @@ def rewards_of(case: Case) -> tuple[RolloutReward, ...]:
     ],
 )
 def test_the_block_of_a_position(size: int, phase: int, position: int, block: tuple[int, int]) -> None:
-    assert Blocks(size, phase).around(position) == block
+    assert block_around(position, size, phase) == block
 
 
 def test_the_first_token_by_tolerance_in_the_last_block_is_where_the_branch_begins() -> None:
@@ -94,9 +94,9 @@ def test_the_first_token_by_tolerance_in_the_last_block_is_where_the_branch_begi
     for rollout, length in enumerate(case.lengths):
         start = int(case.starts[rollout])
         places = np.flatnonzero(by_tolerance(case)[start : start + length]).tolist()
-        begin, end = Blocks(4, 1).around(length - 1)
+        begin, end = block_around(length - 1, 4, 1)
         inside = [place for place in places if place >= begin]
-        look = look_at(case, rollout, Blocks(4, 1))
+        look = look_at(case, rollout, 4, 1)
         assert (look.token if look else None) == (inside[0] if inside else None)
         if look is not None:
             assert look.limit == min(end, SAMPLING.max_new_tokens) - look.token

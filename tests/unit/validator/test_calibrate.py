@@ -44,6 +44,7 @@ from shoal.validator.profiles import (
     ChannelLimits,
     LogprobLimits,
     NoiseLimits,
+    Profile,
     load_profiles,
     read_profile,
     to_toml,
@@ -276,7 +277,8 @@ def test_bands_of_two_validators_are_joined_to_the_wider(measured: tuple[Measure
 
 @pytest.mark.parametrize(("value", "rounded"), [(0.0, 0.0), (1.0, 1.0), (0.012341, 0.0124), (99.91, 100.0)])
 def test_limits_are_rounded_up_to_three_digits(value: float, rounded: float) -> None:
-    assert bands_module._number(value) == pytest.approx(rounded)
+    limits = Profile(key="torch/cpu/float32", logprobs=LogprobLimits(lean=value))
+    assert bands_module._rounded(limits).logprobs.lean == pytest.approx(rounded)
 
 
 def test_bands_survive_work_with_nothing_outside(measured: tuple[Measurement, list[str]]) -> None:
@@ -344,8 +346,7 @@ def test_rows_that_cost_nothing_are_all_drawn(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(calibrate_module.time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(calibrate_module.Subject, "drawn", draw)
-    monkeypatch.setattr(calibrate_module.Subject, "_kernels", lambda _subject: iter(()))
-    worker: Any = SimpleNamespace(kind="torch/cuda/bfloat16")
+    worker: Any = SimpleNamespace(kind="torch/cuda/bfloat16", model=object())
     calibrate_module.Subject(worker, Plan([(1, 2)], 0), lambda _text: None).honest()
     assert list(drawn.items()) == [("main", 256), ("batch 1", 1), ("batch 8", 8), ("batch 64", 64)]
 

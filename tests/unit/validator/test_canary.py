@@ -15,7 +15,7 @@ from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import Judge, load_profiles
 from shoal.validator.canary import SPOILERS, Canary, Original
-from shoal.validator.case import BODY_LIMITS, SeenWork
+from shoal.validator.case import BODY_LIMITS, Case, SeenWork
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits
 
 LONG = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
@@ -34,7 +34,7 @@ def judge(**changes: object) -> Judge:
 
 def original(of, profile=BUILT_IN["scripted/cpu/float32"]) -> Original:  # type: ignore[no-untyped-def]
     accused = docket(of)
-    return Original(accused, unpack(accused.body, Submission, BODY_LIMITS), profile, 96, 64)
+    return Original(accused, Case(of, unpack(accused.body, Submission, BODY_LIMITS), "", 96, 64, profile))
 
 
 @pytest.mark.parametrize("name", SPOILERS)

@@ -11,6 +11,7 @@ import pytest
 from honest import LengthEnvironment, completions, docket, engine, lease, loaded, submission
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from shoal.engines.dialogue import texts_of
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ScoringFailure
@@ -18,7 +19,7 @@ from shoal.protocol import Outcome, Rollout, RolloutReward, Severity, pack_token
 from shoal.rewards import DirectScorer
 from shoal.runtime.clock import ManualClock
 from shoal.validator import Judge, load_profiles
-from shoal.validator.rewards import Decoders, Group, Scored, Scoring, completion_ids, shuffled
+from shoal.validator.rewards import Group, Scored, Scoring, completion_ids, shuffled
 from shoal.validator.verdicts import Docket
 
 
@@ -152,7 +153,7 @@ def test_units_are_shuffled_differently_and_evenly() -> None:
 
 
 def test_text_without_a_tokenizer_is_characters() -> None:
-    assert Decoders().of({})([[72, 105], []]) == ["Hi", ""]
+    assert texts_of({}).decode_many([[72, 105], []]) == ["Hi", ""]
 
 
 def test_one_end_token_is_no_part_of_the_completion() -> None:
@@ -165,17 +166,15 @@ def test_text_with_a_tokenizer_is_the_tokenizers_and_it_is_read_once() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 2}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     files = {"tokenizer.json": tokenizer.to_str().encode(), "config.json": json.dumps({"eos_token_id": 1}).encode()}
-    decoders = Decoders()
-    decode = decoders.of(files)
-    assert [text.replace(" ", "") for text in decode([[2, 0], [0], []])] == ["ba", "a", ""]
-    assert decoders.of(dict(files)) is decode
-    assert decoders.of({})([[72]]) == ["H"]
+    texts = texts_of(files)
+    assert [text.replace(" ", "") for text in texts.decode_many([[2, 0], [0], []])] == ["ba", "a", ""]
+    assert texts_of(dict(files)) is texts
 
 
 def test_scoring_a_group_is_whole_or_nothing() -> None:
     environment, rollouts = LengthEnvironment(), submission(lease(3)).rollouts
     groups = [Group(lease(3), rollouts), Group(lease(3, task="t/broken"), rollouts)]
-    scored, failure = Scoring(environment, DirectScorer(environment)).score(groups, Decoders().of({}))
+    scored, failure = Scoring(environment, DirectScorer(environment)).score(groups, texts_of({}).decode_many)
     assert isinstance(scored, Scored)
     assert len(scored.rewards) == len(rollouts)
     assert isinstance(failure, ScoringFailure)
@@ -192,4 +191,4 @@ def test_a_validator_whose_own_numbers_are_none_rejects_nobody(monkeypatch: pyte
     monkeypatch.setattr(table.engine, "prefill", broken)
     [verdict] = judge().verdicts([docket(of)], table)
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.prefill")
-    assert "no number" in verdict.message
+    assert "NaN or infin" in verdict.message

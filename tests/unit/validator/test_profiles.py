@@ -90,7 +90,7 @@ def test_a_file_is_added_and_takes_the_place_of_a_built_in_one(tmp_path: Path) -
         ("", r"p\.toml: \[key\] is missing"),
         ("key = 'torch'", r"p\.toml: \[key\] = \"torch\": string should match pattern"),
         ("key = 'a/b/c'\nkay = 1", r"p\.toml: there is no section \[kay\]; did you mean \[key\]"),
-        ("key = 'a/b/c'\n[sampling]\ndistanze = 1.0", "there is no key 'distanze'; did you mean 'distance'"),
+        ("key = 'a/b/c'\n[sampling]\ndistanze = 1.0", "there is no key 'distanze'; there are distance"),
         ("key = 'a/b/c'\n[proofs]\nwidth = 1.0", "there is no key 'width'; there are exponents"),
         ("key = 'a/b/c'\n[sampling]\ndistance = -1.0", "distance must be a number of at least 0, not -1.0"),
         ("key = 'a/b/c'\n[sampling]\nfloor = nan", "floor must be a number of at least 0, not nan"),

@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 from honest import RUN, LengthEnvironment, docket, lease, loaded, submission
 
+from shoal.engines.dialogue import texts_of
 from shoal.environments import Environment, EnvironmentSettings, Score, budget_of, build, identity_of
 from shoal.environments.composed import LengthBudget
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
@@ -20,7 +21,7 @@ from shoal.rewards import DirectScorer, Job, NotBegun
 from shoal.rewards.panel import Panel, Piece, ScoredPiece, Seated
 from shoal.runtime.clock import ManualClock
 from shoal.validator import Judge, load_profiles
-from shoal.validator.rewards import Decoders, Group, Notebook, Scored, Scoring, sampled_tokens
+from shoal.validator.rewards import Group, Notebook, Scored, Scoring, sampled_tokens
 
 REWARD = """
 tasks = [{"id": "t/%d" % n, "prompt": "p", "answer": "secret", "split": "train"} for n in range(9)]
@@ -129,7 +130,7 @@ def groups_of(*units: int) -> list[Group]:
 
 def scored(panel: Panel, *units: int) -> list[Scored | ScoringFailure]:
     environment = LengthEnvironment()
-    return Scoring(environment, DirectScorer(environment), panel).score(groups_of(*units), Decoders().of({}))
+    return Scoring(environment, DirectScorer(environment), panel).score(groups_of(*units), texts_of({}).decode_many)
 
 
 def test_judges_are_added_with_their_weights_and_every_part_is_written_down() -> None:
@@ -165,7 +166,7 @@ def test_a_group_that_the_environment_cannot_score_is_not_shown_to_judges() -> N
     environment = LengthEnvironment()
     group = Group(lease(1, task="t/broken"), submission(lease(1)).rollouts)
     [failure] = Scoring(environment, DirectScorer(environment), Panel((seated(opinion),))).score(
-        [group], Decoders().of({})
+        [group], texts_of({}).decode_many
     )
     assert isinstance(failure, ScoringFailure)
     assert opinion.asked == []

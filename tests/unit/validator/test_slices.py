@@ -24,8 +24,7 @@ from shoal.protocol import (
 )
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
-from shoal.validator.rewards import Decoders
-from shoal.validator.side_jobs import SHARE, SliceEvaluator, SliceRunner
+from shoal.validator.side_jobs import SHARE, SliceRunner
 
 KEY = SigningKey.from_seed(b"v" * 32)
 
@@ -36,25 +35,21 @@ def part(*tasks: str, **changes: Any) -> EvaluationSlice:
     return EvaluationSlice(**{**fields, "environment_digest": "e" * 64, "deadline_ms": 1, **changes})
 
 
-def evaluator() -> SliceEvaluator:
-    return SliceEvaluator(LengthEnvironment(), Decoders())
-
-
 def test_the_scores_are_those_of_the_greedy_completions() -> None:
-    found = evaluator().report(part("t/1", "t/2", "t/3"), loaded(), 5)
+    found = evaluating(Hub()).report(part("t/1", "t/2", "t/3"), loaded())
     tokens = engine().greedy([(10, 20), (11, 20), (12, 20)], SAMPLING.max_new_tokens, EOS)
     assert found.scores == tuple(float(len(ids) - (ids[-1] == EOS)) for ids in tokens)
-    assert (found.first, found.policy, found.problem, found.decided_at_ms) == (16, POLICY, "", 5)
+    assert (found.first, found.policy, found.problem, found.decided_at_ms) == (16, POLICY, "", ManualClock().now_ms())
 
 
 def test_what_could_not_be_scored_is_no_sample() -> None:
-    found = evaluator().report(part("t/1", "t/broken", "t/nan", "unknown"), loaded(), 5)
+    found = evaluating(Hub()).report(part("t/1", "t/broken", "t/nan", "unknown"), loaded())
     assert found.scores[0] is not None
     assert found.scores[1:] == (None, None, None)
 
 
 def test_another_environment_is_not_measured() -> None:
-    found = evaluator().report(part("t/1", environment_digest="f" * 64), loaded(), 5)
+    found = evaluating(Hub()).report(part("t/1", environment_digest="f" * 64), loaded())
     assert (found.scores, "another environment" in found.problem) == ((), True)
 
 
@@ -63,7 +58,7 @@ def test_an_engine_that_fails_is_a_problem_not_a_score() -> None:
         def greedy(self, *_arguments: object) -> None:
             raise RuntimeError("out of memory\n\x1b[31m" + "x" * 500)
 
-    found = evaluator().report(part("t/1"), LoadedPolicy(POLICY, Broken(), {}), 5)  # type: ignore[arg-type]
+    found = evaluating(Hub()).report(part("t/1"), LoadedPolicy(POLICY, Broken(), {}))  # type: ignore[arg-type]
     assert found.scores == ()
     assert found.problem.startswith("the validator's engine failed: out of memory ")
     assert len(found.problem) <= 200
@@ -107,7 +102,9 @@ class Shelf(EngineShelf):
 def evaluating(hub: Hub, stop: StopToken | None = None, clock: ManualClock | None = None, **shelf: Any) -> SliceRunner:
     clock = clock or ManualClock()
     client: Any = hub
-    return SliceRunner(client, Shelf(clock, **shelf), evaluator(), Activity(clock), stop or StopToken(), clock)
+    return SliceRunner(
+        client, Shelf(clock, **shelf), LengthEnvironment(), None, Activity(clock), stop or StopToken(), clock
+    )
 
 
 def test_a_slice_goes_from_the_hub_to_the_hub() -> None:
