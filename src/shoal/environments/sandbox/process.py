@@ -104,7 +104,7 @@ class Exchange:
 
     def until_over(self, pipes: Sequence[FileIO]) -> Cut | None:
         """None when the program has ended and everything was read; otherwise why it was not waited for."""
-        sinks = dict(
+        sinks: dict[Any, bytearray] = dict(
             zip((self.control, *pipes[1:]), (self.said, self.output, self.errors, self.returned), strict=False)
         )
         with selectors.PollSelector() as waiting:
@@ -149,7 +149,7 @@ class Exchange:
         if sink is self.errors:
             self._errors_size += len(part or b"")
             del sink[:-ERRORS_KEPT]
-        return part == b""
+        return bool(part == b"")
 
 
 class Sandbox:
