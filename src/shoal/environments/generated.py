@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -27,29 +29,16 @@ class Numbers:
     """An endless source of integers that depends on its label alone (SHA-256 in counter mode)."""
 
     def __init__(self, label: str) -> None:
-        self._label, self._calls = label, 0
+        self._digests = (hashlib.sha256(f"{label}/{call}".encode()).digest() for call in count())
 
     def below(self, bound: int) -> int:
         """A number in [0, bound); the bias of the remainder is below bound / 2**64."""
-        digest = hashlib.sha256(f"{self._label}/{self._calls}".encode()).digest()
-        self._calls += 1
-        return int.from_bytes(digest[:8], "big") % bound
+        return int.from_bytes(next(self._digests)[:8], "big") % bound
 
 
 def is_held_out(prompt: str) -> bool:
     """Whether a prompt belongs to the held-out eighth, decided by its content."""
     return hashlib.sha256(b"shoal/split\n" + prompt.encode()).digest()[0] < HELD_OUT_PER_256
-
-
-def numbered_task(name: str, task_id: str, sizes: Mapping[Split, int]) -> tuple[Split, int]:
-    """Split and index of the id `name/split/index`; any other id, or an index too large, is no task."""
-    said, _, rest = task_id.partition("/")
-    split, _, index = rest.partition("/")
-    canonical = index.isdecimal() and len(index) < 20 and str(int(index)) == index
-    for known in SPLITS:
-        if said == name and split == known and canonical and int(index) < sizes[known]:
-            return known, int(index)
-    raise EnvironmentSetupError(f"environment {name} has no task {task_id!r:.200}")
 
 
 class Options(BaseModel):
@@ -58,23 +47,44 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class GeneratedEnvironment(ABC):
-    """Base of generated environments: a subclass says how one question is made from numbers.
-
-    `version` is part of the digest; raise it when `question` or `score` changes meaning.
-    """
+class IndexedEnvironment(ABC):
+    """Base of environments whose tasks are made from their index; `version` is part of the digest."""
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
 
-    def __init__(self, options: Options, sizes: dict[Split, int]) -> None:
+    def __init__(self, options: Options, sizes: dict[Split, int], **more: Any) -> None:
+        """`more` is what else determines the tasks."""
         self.options, self._sizes = options, dict(sizes)
         said = options.model_dump(mode="json")
-        content = {"name": self.name, "version": self.version, "options": said, "sizes": sizes}
+        content = {"name": self.name, "version": self.version, "options": said, "sizes": sizes, **more}
         self.digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def holds_out(self, prompt: str) -> bool:
         return is_held_out(prompt)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return LazyTasks(self._sizes[split], partial(self.make, split))
+
+    def task(self, task_id: str) -> Task:
+        return self.make(*self._place(task_id))
+
+    def _place(self, task_id: str) -> tuple[Split, int]:
+        """Split and index of the id `name/split/index`; any other id, or an index too large, is no task."""
+        for split in SPLITS:
+            index = task_id.removeprefix(f"{self.name}/{split}/")
+            canonical = index.isdecimal() and len(index) < 20 and str(int(index)) == index
+            if canonical and index != task_id and int(index) < self._sizes[split]:
+                return split, int(index)
+        raise EnvironmentSetupError(f"environment {self.name} has no task {task_id!r:.200}")
+
+    @abstractmethod
+    def make(self, split: Split, index: int) -> Task:
+        """The task at `index` of `split`: the first candidate whose content belongs to the split."""
+
+
+class GeneratedEnvironment(IndexedEnvironment):
+    """Base of generated environments: a subclass says how one question is made from numbers."""
 
     @abstractmethod
     def question(self, numbers: Numbers) -> tuple[str, str]:
@@ -84,14 +94,7 @@ class GeneratedEnvironment(ABC):
         exact = float(completion == task.answer)
         return Score(value=exact, parts={"exact": exact})
 
-    def tasks(self, split: Split) -> Sequence[Task]:
-        return LazyTasks(self._sizes[split], lambda index: self.make(split, index))
-
-    def task(self, task_id: str) -> Task:
-        return self.make(*numbered_task(self.name, task_id, self._sizes))
-
     def make(self, split: Split, index: int) -> Task:
-        """The task at `index` of `split`: the first candidate whose content belongs to the split."""
         for attempt in range(CANDIDATES_PER_TASK):
             prompt, answer = self.question(Numbers(f"shoal/{self.name}/{split}/{index}/{attempt}"))
             if is_held_out(prompt) == (split == "held_out"):

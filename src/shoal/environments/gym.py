@@ -6,11 +6,11 @@
 The answer is what stands between <answer> and </answer> after the thinking; all that follows the thinking, if there are
 no such tags. Nothing is stored: a task is made again when it is scored.
 
-The library is made for scripts, and some of it is no good here. Some scorers evaluate the answer as Python (`eval`,
-sympy's parser): here they get readers that take literals and arithmetic and nothing else. Some generators draw from
-global random numbers, or from sets in whatever order: here they have numbers and orders of their own. Some scorers are
-satisfied by one answer to everything ("nan", "0", "6+6+6+6"): here a full score must also pass `CONDITIONS`. Some tasks
-have no answer that a scorer could take: `is_answerable` tells. Only the version that this was checked against is used.
+The library is made for scripts. Some of its scorers evaluate the answer as Python (`eval`, sympy's parser): here they
+get readers that take literals and arithmetic and nothing else. Some generators draw from global random numbers, or from
+sets in whatever order: here they have numbers and orders of their own. Some scorers are satisfied by one answer to
+everything ("nan", "0", "6+6+6+6"): here a full score must also pass `CONDITIONS`. Some tasks have no answer that a
+scorer could take: `is_answerable` tells. Only the version that this was checked against is used.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ import re
 import string
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from shoal.environments.generated import Options, is_held_out, numbered_task
+from shoal.environments.generated import IndexedEnvironment, Options, is_held_out
 from shoal.environments.graders.thinking import after_thinking
-from shoal.environments.protocol import LazyTasks, Score, Split, Task
+from shoal.environments.protocol import Score, Split, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.runtime.text import install_command, meant
 
@@ -66,38 +66,24 @@ class GymOptions(Options):
     )
 
 
-class GymEnvironment:
+class GymEnvironment(IndexedEnvironment):
     """Implements `Environment`. A task's `kind` is its generator; `answer` is one right answer, if one is known."""
 
     name: ClassVar[str] = "reasoning-gym"
     version: ClassVar[int] = 2
+    options: GymOptions
 
     def __init__(self, options: GymOptions, sizes: dict[Split, int]) -> None:
-        self.options, self._sizes = options, dict(sizes)
+        super().__init__(options, sizes, library=VERSION)
         self._generator = Generator(options.generator, options.settings, options.level)
-        content = {
-            "name": self.name, "version": self.version, "library": VERSION, "sizes": sizes,
-            "options": options.model_dump(mode="json"),
-        }  # fmt: skip
-        self.digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         self._found = lru_cache(maxsize=ENTRIES_KEPT)(self._find)
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        return LazyTasks(self._sizes[split], lambda index: self.make(split, index))
-
-    def task(self, task_id: str) -> Task:
-        return self.make(*numbered_task(self.name, task_id, self._sizes))
 
     def make(self, split: Split, index: int) -> Task:
         entry = self._found(split, index)
         return Task(f"{self.name}/{split}/{index}", self._prompt(entry), example_answer(entry), self._generator.name)
 
-    def holds_out(self, prompt: str) -> bool:
-        return is_held_out(prompt)
-
     def score(self, task: Task, completion: str) -> Score:
-        entry = self._found(*numbered_task(self.name, task.id, self._sizes))
-        given, notes = self._generator.score(entry, final_answer(completion))
+        given, notes = self._generator.score(self._found(*self._place(task.id)), final_answer(completion))
         value = given if self.options.partial else float(given >= FULL)
         return Score(value=value, parts={"generator": given}, notes=notes)
 
@@ -165,8 +151,8 @@ class Generator:
                 "documentation shows (python -c 'import reasoning_gym.factory as f; print(sorted(f.DATASETS))')"
             )
         self.name = name
-        self._class, config = factory.DATASETS[name]
-        self._make = _maker(name, config, settings, level)
+        self._class, self._config = factory.DATASETS[name]
+        self._values = _values(name, self._config, settings, level)
         self._listed = BY_ITS_OWN_SEED.get(name)
         self._first = self._dataset(1, self._listed or 1)
 
@@ -195,24 +181,26 @@ class Generator:
         if len(answer) > MOST_ANSWER_CHARACTERS:
             return 0.0, "the answer is too long"
         try:
-            value = float(self._first.score_answer(answer, dict(entry)))
+            value = self._scored(entry, answer)
             condition = CONDITIONS.get(self.name)
             if value > 0 and condition is not None and not condition(answer, entry):
                 return 0.0, "the generator's scorer would take this for an answer to any of its tasks"
         except UNREADABLE as error:
             if gold := example_answer(entry):  # what fails on the task's own answer, too, is no fault of this one
                 try:
-                    self._first.score_answer(gold, dict(entry))
-                except MemoryError:
-                    raise
-                except Exception as broken:
+                    self._scored(entry, gold)
+                except UNREADABLE as broken:
                     raise self._failure(broken) from broken
             return 0.0, f"the scorer could not read the answer: {type(error).__name__}"
-        except MemoryError:
+        return (min(1.0, max(0.0, value)), "") if math.isfinite(value) else (0.0, "the scorer gave no number")
+
+    def _scored(self, entry: Mapping[str, Any], answer: str) -> float:
+        try:
+            return float(self._first.score_answer(answer, dict(entry)))
+        except (MemoryError, *UNREADABLE):
             raise
         except Exception as error:
             raise self._failure(error) from error
-        return (min(1.0, max(0.0, value)), "") if math.isfinite(value) else (0.0, "the scorer gave no number")
 
     def _failure(self, error: Exception) -> ScoringFailure:
         return ScoringFailure(f"the scorer of reasoning-gym's {self.name} failed: {type(error).__name__}: {error}")
@@ -221,7 +209,7 @@ class Generator:
         with _lock:
             _own_random.seed(seed)
             try:
-                return self._class(self._make(seed, size))
+                return self._class(self._config(**{**self._values, "seed": seed, "size": size}))
             except Exception as error:  # assertions, type errors, … of the generator's own checks
                 raise EnvironmentSetupError(
                     f"reasoning-gym's {self.name} does not take its settings: {str(error) or type(error).__name__}"
@@ -267,13 +255,8 @@ CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
 """What some scorers forget: a full score must pass these, too."""
 
 
-def _maker(
-    name: str, config: type[Any], settings: Mapping[str, Any], level: int | None
-) -> Callable[[int, int], object]:
-    """A function of seed and size that makes the generator's configuration.
-
-    A level is one of the generator's own curriculum; one beyond its last is its last.
-    """
+def _values(name: str, config: type[Any], settings: Mapping[str, Any], level: int | None) -> dict[str, Any]:
+    """What the generator is configured with; a level is one of its own curriculum, one beyond its last is its last."""
     fields = {field.name: field for field in dataclasses.fields(config)}
     allowed = [field for field in fields if field not in ("seed", "size")]
     values: dict[str, Any] = {}
@@ -293,7 +276,7 @@ def _maker(
                 f"reasoning-gym's {name} has no setting {key!r}{meant(key, allowed)}; it has {', '.join(allowed)}"
             )
         values[key] = _fitted(name, fields[key], value)
-    return lambda seed, size: config(**{**values, "seed": seed, "size": size})
+    return values
 
 
 def _fitted(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
@@ -306,9 +289,10 @@ def _fitted(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
         raise EnvironmentSetupError(f"reasoning-gym's {name}: {field.name} must be {wanted}, not {value!r}")
     if isinstance(default, tuple) and isinstance(value, list):
         return tuple(value)
-    if isinstance(value, str) and isinstance(default, datetime.date | datetime.time | enum.Enum):
-        kind = type(default)
-        return kind(value) if issubclass(kind, enum.Enum) else kind.fromisoformat(value)
+    if isinstance(value, str) and isinstance(default, enum.Enum):
+        return type(default)(value)
+    if isinstance(value, str) and isinstance(default, datetime.date | datetime.time):
+        return type(default).fromisoformat(value)
     if isinstance(value, Mapping) and dataclasses.is_dataclass(default) and not isinstance(default, type):
         return dataclasses.replace(default, **value)
     return value
@@ -394,31 +378,26 @@ def _mend() -> None:
     for name in EVALUATORS:
         vars(_module(name))["eval"] = ast.literal_eval
     for name, called in PARSERS.items():
-        module = _module(name)
-        original = getattr(module, called)
-        if called == "parse_expr":
-            module.parse_expr = _guarded(original)  # type: ignore[attr-defined]
-        else:
-            setattr(module, called, _Instead(original, parse_expr=_guarded(original.parse_expr)))
+        original = getattr(_module(name), called)
+        itself = called == "parse_expr"
+        guarded = partial(_parse_checked, original if itself else original.parse_expr)
+        vars(_module(name))[called] = guarded if itself else _Instead(original, parse_expr=guarded)
     for name in PRINTERS:
         vars(_module(name))["print"] = lambda *_words, **_options: None
     for name in LISTERS_OF_SETS:
         vars(_module(name))["list"] = lambda items=(): sorted(items, key=str)
     vars(_module("games.knight_swap"))["frozenset"] = _OrderedFrozenset
     vars(_module("algorithmic.word_ladder"))["set"] = _OrderedSet
-    _module("induction.list_functions.generators").random = _own_random  # type: ignore[attr-defined]
-    _module("algorithmic.pool_matrix").np = _Instead(np, random=np.random.RandomState(0))  # type: ignore[attr-defined]
+    vars(_module("induction.list_functions.generators"))["random"] = _own_random
+    vars(_module("algorithmic.pool_matrix"))["np"] = _Instead(np, random=np.random.RandomState(0))
 
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"reasoning_gym.{name}")
 
 
-def _guarded(parse: Callable[..., Any]) -> Callable[..., Any]:
-    def parse_checked(text: str, *rest: Any, **options: Any) -> Any:
-        return parse(checked_expression(text), *rest, **options)
-
-    return parse_checked
+def _parse_checked(parse: Callable[..., Any], text: str, *rest: Any, **options: Any) -> Any:
+    return parse(checked_expression(text), *rest, **options)
 
 
 # Whether a text is plain mathematics that sympy's parser may be given: it evaluates what it reads, so anything else
@@ -429,7 +408,6 @@ FUNCTIONS = frozenset({
     "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs", "erf",
 })  # fmt: skip
 NAMES = FUNCTIONS | {"pi", "E", "I"} | set(string.ascii_letters)
-OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 MOST_CHARACTERS, MOST_TERMS, DEEPEST = 8_000, 512, 60
 MOST_DIGITS, MOST_DIGITS_OF_A_POWER = 100, 24
 LARGEST_EXPONENT, LARGEST_EXPONENT_OF_A_LETTER = 64, 256
@@ -469,37 +447,37 @@ def _check(node: ast.expr, depth: int, most_digits: int) -> None:
             raise ValueError("too many terms")
         _check(node.right, depth + 1, most_digits)
         node = node.left
-    if isinstance(node, ast.Constant):  # `True` is an int to Python, and no number here
-        if type(node.value) not in (int, float) or len(repr(node.value)) > most_digits:
-            raise ValueError(f"{node.value!r:.40} is no number here")
-    elif isinstance(node, ast.Name):
-        if node.id not in NAMES:
-            raise ValueError(f"the name {node.id!r} means nothing here")
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, OPERATORS):
-        _check(node.operand, depth + 1, most_digits)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, OPERATORS):
-        if isinstance(node.op, ast.Pow):
-            _check_power(node)
-            most_digits = MOST_DIGITS_OF_A_POWER
-        _check(node.left, depth + 1, most_digits)
-        _check(node.right, depth + 1, most_digits)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS:
-        if len(node.args) != 1 or node.keywords:
-            raise ValueError("a function has one argument here")
-        _check(node.args[0], depth + 1, most_digits)
-    else:
-        raise ValueError(f"{type(node).__name__} is no part of an expression here")
+    inner: list[ast.expr] = []
+    match node:
+        case ast.Constant(value=value) if type(value) in (int, float) and len(repr(value)) <= most_digits:
+            pass  # `True` is an int to Python, and no number here
+        case ast.Name(id=name) if name in NAMES:
+            pass
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
+            inner = [operand]
+        case ast.BinOp(op=ast.Mult() | ast.Div() | ast.Pow(), left=left, right=right):
+            if _is_power(node):
+                _check_power(left, right)
+                most_digits = MOST_DIGITS_OF_A_POWER
+            inner = [left, right]
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
+            inner = [argument]
+        case _:
+            raise ValueError(f"{type(node).__name__} is no part of an expression here")
+    for part in inner:
+        _check(part, depth + 1, most_digits)
 
 
-def _check_power(node: ast.BinOp) -> None:
+def _check_power(base: ast.expr, exponent: ast.expr) -> None:
     """No towers of numbers: an exponent is small, or it has a letter in it."""
-    if any(map(_is_power, ast.walk(node.right))):
-        raise ValueError("a power in an exponent")
-    numbers = [part.value for part in ast.walk(node.right) if isinstance(part, ast.Constant)]
-    largest = LARGEST_EXPONENT_OF_A_LETTER if isinstance(node.left, ast.Name) else LARGEST_EXPONENT
-    if any(isinstance(number, int | float) and abs(number) > largest for number in numbers):
-        raise ValueError("the exponent is too large")
-    if len(numbers) > 2:  # 64*64*64
-        raise ValueError("the exponent is too long")
-    if sum(map(_is_power, ast.walk(node.left))) > 1:  # ((9**64)**64)**64
-        raise ValueError("powers of powers of powers")
+    numbers = [part.value for part in ast.walk(exponent) if isinstance(part, ast.Constant)]
+    largest = LARGEST_EXPONENT_OF_A_LETTER if isinstance(base, ast.Name) else LARGEST_EXPONENT
+    too_large = any(isinstance(number, int | float) and abs(number) > largest for number in numbers)
+    # 64*64*64 in an exponent; ((9**64)**64)**64
+    if (
+        too_large
+        or len(numbers) > 2
+        or any(map(_is_power, ast.walk(exponent)))
+        or sum(map(_is_power, ast.walk(base))) > 1
+    ):
+        raise ValueError("the exponent is too large, or there are powers of powers")
