@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -52,26 +52,19 @@ def admin(
     wanted = ORDERS[order][0]
     if (target is None) != (not wanted) and wanted != "[KEY]":
         raise UserError(f"expected: shoal admin {order} RUN {wanted}".rstrip())
-    for line in _given(order, run, target or "", reason, for_s, out, keys):
-        typer.echo(visible(line))
-
-
-def _given(
-    order: str, run: str, target: str, reason: str, for_s: float, out: Path | None, keys: Path | None
-) -> Iterator[str]:
-    """What there is to say of an order, while it is carried out."""
     from shoal.run import orders
 
+    given = orders.Order(run, order, target or "", reason, for_s, keys=keys)
+    lines: Iterable[str]
     if order == "add-validator":
-        yield from orders.add_validator(Path(run), target or None, out, reason)
+        lines = orders.add_validator(Path(run), target, out, reason)
     elif order == "rotate":
-        yield from orders.rotate(Path(run), target, reason)
-    elif order == "calibrate":
-        yield orders.open_kind(run, Path(target), keys)
-    elif order == "revoke":
-        yield orders.revoke(run, target, reason, keys)
+        lines = orders.rotate(Path(run), given.target, reason)
     else:
-        yield orders.send(orders.Office.of(run, keys), orders.Order(order, target, reason, for_s))
+        special = {"calibrate": orders.calibrate, "revoke": orders.revoke}
+        lines = [special[order](given) if order in special else given.send()]
+    for line in lines:
+        typer.echo(visible(line))
 
 
 key = typer.Typer(
@@ -106,8 +99,7 @@ def export_(
     """Write a key, sealed with a passphrase, as one line of text: to keep it, or to move to another machine."""
     from shoal.run.keyring import export_key
 
-    text = export_key(where, out, passphrase_file)
-    typer.echo(text if text is not None else f"wrote {out}; without its passphrase nobody can open it")
+    typer.echo(export_key(where, out, passphrase_file))
 
 
 @key.command(name="import")

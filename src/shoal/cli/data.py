@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,7 +42,18 @@ BAD_ROWS = ("", "skip", "refuse")
 @data.command()
 def check(where: WhereArgument, settings: Settings = None) -> None:
     """Read every row and answer; lists those that cannot be used, and exits with 2 unless they are to be skipped."""
-    raise typer.Exit(check_data(where, settings or ()))
+    source, opening = source_at(where, settings or ()), logging.getLogger("shoal.environments.rows")
+    before = opening.level
+    opening.setLevel(logging.ERROR)  # opening a data set warns of bad rows; here all are told, once, at the end
+    try:
+        found = list(_data_sets(source.settings))
+    finally:
+        opening.setLevel(before)
+    if not found:
+        raise UserError(
+            f"{where} trains on no data set: its environment is {source.settings.name}; give a data file or FORMAT:FILE"
+        )
+    raise typer.Exit(max(_check(data, bad_rows) for data, bad_rows in found))
 
 
 @data.command()
@@ -54,7 +65,20 @@ def order(
     count: Annotated[int, typer.Option(min=1, max=10_000_000, help="How many units to show.")] = 20,
 ) -> None:
     """Show which task each unit is: unit, row, id. Anyone with the data and the seed can check a run's leases by it."""
-    show_order(where, settings or (), seed, range(start, start + count))
+    from shoal.environments import build, identity_of
+
+    source = source_at(where, settings or ())
+    environment = build(source.settings)
+    if source.settings.pools is not None:
+        typer.echo("difficulty pools are on: a run may take a later candidate of a unit than the one shown", err=True)
+    tasks = len(environment.tasks("train"))
+    chosen = seed if seed is not None else source.recipe.run.seed if source.recipe else 0
+    identity = identity_of(environment)
+    data = f", data digest {identity.data_digest}" if identity.data_digest else ""
+    typer.echo(f"# {tasks} tasks, seed {chosen}, environment digest {identity.digest}{data}")
+    typer.echo("unit\trow\tid")
+    for unit in range(start, start + count):
+        typer.echo(f"{unit}\t" + "\t".join(_drawn(environment, chosen, unit, tasks)))
 
 
 @data.command()
@@ -71,7 +95,43 @@ def demos(
     ] = None,
 ) -> None:
     """Write right answers of training tasks as demonstrations for `shoal sft`; each is scored before."""
-    write_demos(spec, settings or (), out, count, form)
+    from shoal.cli.eval import scorable
+    from shoal.run.sources import task_source
+    from shoal.runtime.files import ensure_folder, write_atomically
+
+    if out.suffix != ".jsonl" or out.exists():
+        raise ConfigError(f"--out {out}: give a file that is not there yet, and whose name ends in .jsonl")
+    if PLACE not in form:
+        raise ConfigError(f"--form {form}: say with {PLACE} where the answer goes")
+    environment = scorable(task_source(spec, settings or ()))
+    tasks, rows, left_out, example = environment.tasks("train"), list[bytes](), 0, "none could be scored"
+    for index in range(len(tasks)):
+        try:
+            task = tasks[index]
+            completion = form.replace(PLACE, task.answer)
+            value = environment.score(task, completion).value
+        except (EnvironmentSetupError, ScoringFailure):
+            left_out += 1
+            continue
+        if value < RIGHT:
+            left_out += 1
+            example = f"for example {task.id}: {completion[:60]!r} is worth {value:g}"
+            continue
+        said = [{"role": role, "content": text} for role, text in (*task.history, ("user", task.prompt))]
+        row = {"task": task.id, "prompt": said if task.history else task.prompt, "completion": completion}
+        rows.append(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        if len(rows) == count:
+            break
+    if not rows:
+        raise ConfigError(
+            f"none of the {len(tasks):,} tasks has an answer that, written as {form!r}, is right ({example}): give "
+            "another --form"
+        )
+    ensure_folder(out.absolute().parent)
+    write_atomically(out, b"".join(rows))
+    typer.echo(f"wrote {out}: {len(rows):,} demonstrations of {environment.name}")
+    if left_out:
+        typer.echo(f"left out: {left_out:,} whose answer is not right so, or that cannot be scored ({example})")
 
 
 def source_at(spec: str, overrides: Sequence[str]) -> TaskSource:
@@ -82,33 +142,6 @@ def source_at(spec: str, overrides: Sequence[str]) -> TaskSource:
     from shoal.run.sources import task_source
 
     return task_source(spec, [f"environment.options.{override.strip()}" for override in overrides])
-
-
-# ── check ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def check_data(spec: str, overrides: Sequence[str]) -> int:
-    """Read everything, say what is wrong; 0 or 2."""
-    settings = source_at(spec, overrides).settings
-    with _unsaid():
-        found = list(_data_sets(settings))
-    if not found:
-        raise UserError(
-            f"{spec} trains on no data set: its environment is {settings.name}; give a data file or FORMAT:FILE"
-        )
-    return max(_check(data, bad_rows) for data, bad_rows in found)
-
-
-@contextmanager
-def _unsaid() -> Iterator[None]:
-    """Opening a data set warns of rows that cannot be asked. Here all bad rows are told, once, at the end."""
-    opening = logging.getLogger("shoal.environments.rows")
-    before = opening.level
-    opening.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        opening.setLevel(before)
 
 
 def _data_sets(settings: EnvironmentSettings) -> Iterator[tuple[DatasetEnvironment, str]]:
@@ -150,41 +183,14 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     if not bad:
         typer.echo("every row can be used")
         return 0
-    kinds = "; ".join(unusable for _, unusable in data.useless_kinds())
-    outcome = _outcome(kinds, bad_rows).replace("them", "it" if bad == 1 else "them")
+    kinds = "; ".join(unusable for _, unusable in data.useless_kinds())  # those without a good row
+    outcome, without = "a run leaves them out", "; to run without them, set environment.options.bad_rows to skip"
+    if bad_rows == "refuse":
+        outcome = f'a run refuses this data, as bad_rows = "refuse" says{without}'
+    elif kinds and not bad_rows:
+        outcome = f"a run REFUSES this data because of {kinds}{without}"
     typer.echo(f"{count_of(bad, 'row')} cannot be used: {outcome}", err=True)
     return 0 if bad_rows == "skip" else UserError.exit_code
-
-
-def _outcome(kinds: str, bad_rows: str) -> str:
-    """What a run with this `bad_rows` does with data that has bad rows; `kinds` are those without a good one."""
-    without = "; to run without them, set environment.options.bad_rows to skip"
-    if bad_rows == "refuse":
-        return f'a run refuses this data, as bad_rows = "refuse" says{without}'
-    if kinds and not bad_rows:
-        return f"a run REFUSES this data because of {kinds}{without}"
-    return "a run leaves them out"
-
-
-# ── order ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def show_order(spec: str, overrides: Sequence[str], seed: int | None, units: range) -> None:
-    """One line per unit: its number, the row (where there are rows), the id."""
-    from shoal.environments import build, identity_of
-
-    source = source_at(spec, overrides)
-    environment = build(source.settings)
-    if source.settings.pools is not None:
-        typer.echo("difficulty pools are on: a run may take a later candidate of a unit than the one shown", err=True)
-    tasks = len(environment.tasks("train"))
-    chosen = seed if seed is not None else source.recipe.run.seed if source.recipe else 0
-    identity = identity_of(environment)
-    data = f", data digest {identity.data_digest}" if identity.data_digest else ""
-    typer.echo(f"# {tasks} tasks, seed {chosen}, environment digest {identity.digest}{data}")
-    typer.echo("unit\trow\tid")
-    for unit in units:
-        typer.echo(f"{unit}\t" + "\t".join(_drawn(environment, chosen, unit, tasks)))
 
 
 def _drawn(environment: Environment, seed: int, unit: int, count: int) -> tuple[str, str]:
@@ -203,44 +209,3 @@ def _drawn(environment: Environment, seed: int, unit: int, count: int) -> tuple[
         row = inner.row_at("train", position) if isinstance(inner, DatasetEnvironment) else position
         return str(row), task.id
     raise EnvironmentSetupError(f"none of the tasks that unit {unit} may be can be used: run shoal data check")
-
-
-# ── demos: answers of training tasks in their order, in a form of one's choice; only what scores as right is written ──
-
-
-def write_demos(spec: str, overrides: Sequence[str], out: Path, count: int, form: str) -> None:
-    """Demonstrations of the first `count` training tasks whose answer, so written, is right."""
-    from shoal.cli.eval import scorable
-    from shoal.cli.sft import refuse_taken, write_rows
-    from shoal.run.sources import task_source
-
-    refuse_taken(out)
-    if PLACE not in form:
-        raise ConfigError(f"--form {form}: say with {PLACE} where the answer goes")
-    environment = scorable(task_source(spec, overrides))
-    tasks, rows, left_out, example = environment.tasks("train"), [], 0, "none could be scored"
-    for index in range(len(tasks)):
-        try:
-            task = tasks[index]
-            completion = form.replace(PLACE, task.answer)
-            value = environment.score(task, completion).value
-        except (EnvironmentSetupError, ScoringFailure):
-            value = None
-        if value is not None and value >= RIGHT:
-            said = [{"role": role, "content": text} for role, text in (*task.history, ("user", task.prompt))]
-            rows.append({"task": task.id, "prompt": said if task.history else task.prompt, "completion": completion})
-            if len(rows) == count:
-                break
-            continue
-        left_out += 1
-        if value is not None and left_out:
-            example = f"for example {task.id}: {completion[:60]!r} is worth {value:g}"
-    if not rows:
-        raise ConfigError(
-            f"none of the {len(tasks):,} tasks has an answer that, written as {form!r}, is right ({example}): give "
-            "another --form"
-        )
-    write_rows(out, rows)
-    typer.echo(f"wrote {out}: {len(rows):,} demonstrations of {environment.name}")
-    if left_out:
-        typer.echo(f"left out: {left_out:,} whose answer is not right so, or that cannot be scored ({example})")

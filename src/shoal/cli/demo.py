@@ -8,23 +8,32 @@ make room ─► run folder ─► launch: hub, origin, relay, trainer, validato
 
 from __future__ import annotations
 
+import json
+import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli.run import PatienceMin
+from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from shoal.adversary import Cheat
-    from shoal.run.demo.claims import Cast, Claim
     from shoal.run.folder import RunFolder
-    from shoal.run.launch import Launched
     from shoal.runtime.stop import StopToken
 
 STOPPED_CODE = 130
+NEXT = """{path}
+  summary.json  ledger.jsonl                 what you just saw, as files
+  trainer/export/                            the model, for transformers
+  trainer/rollouts/  trainer/metrics.jsonl   what it was trained on (Parquet), and how it went
+next: your own reward is one Python function:
+  {shoal} run recipes/tiny.toml --dir runs/mine --set environment.file=examples/custom_reward.py
+the algorithm in one file: {python} examples/one_file_rl.py"""
 
 
 def demo(
@@ -43,8 +52,10 @@ def demo(
     from rich.console import Console
 
     from shoal.adversary import find_cheat
-    from shoal.run.demo.claims import cast_of, demo_recipe, make_room
+    from shoal.cli.view import choose_display
+    from shoal.run.demo.claims import cheater_name, demo_recipe, make_room
     from shoal.run.folder import RunFolder
+    from shoal.run.launch import launch, process_spec
     from shoal.run.preflight import check_ingredients
     from shoal.runtime.stop import stop_on_signals
 
@@ -54,87 +65,42 @@ def demo(
     make_room(path, {"seed": seed, "staleness": staleness, "cheat": chosen.name})
     folder = RunFolder.prepare(path, recipe)
     stop, console = stop_on_signals(supervising=True), Console()  # until here, Ctrl-C simply ends this process
-    launched = _launch(folder, chosen, patience_min * 60, stop, console)
-    if launched.ending.exit_code != 0:
-        raise typer.Exit(_say_why(launched, folder))
-    raise typer.Exit(conclude(folder, cast_of(folder, chosen), launched.elapsed_s, stop, console))
-
-
-def _launch(folder: RunFolder, cheat: Cheat, patience_s: float, stop: StopToken, console: Console) -> Launched:
-    from shoal.cli.view import choose_display
-    from shoal.run.demo.claims import cheater_name
-    from shoal.run.launch import launch, process_spec
-
     cheater = cheater_name(folder)
-    spec = process_spec(folder.path, cheater, cheat.name)
-    notes = {cheater: f"cheats: {cheat.what}"}
     with choose_display(console) as display:
-        return launch(folder, patience_s, stop, display, (spec,), notes)
-
-
-def _say_why(launched: Launched, folder: RunFolder) -> int:
-    import shlex
-
-    from shoal.runtime.text import shoal_command
-
-    ending = launched.ending
+        spec, notes = process_spec(folder.path, cheater, chosen.name), {cheater: f"cheats: {chosen.what}"}
+        launched = launch(folder, patience_min * 60, stop, display, (spec,), notes)
+    ending, place = launched.ending, shlex.quote(str(path))
     if ending.exit_code == STOPPED_CODE:
-        place = shlex.quote(str(folder.path))
         typer.echo(f"stopped. To start again: {shoal_command()} demo --dir {place}")
-        typer.echo(f"to go on without the cheater: {shoal_command()} run --dir {place}")
-    else:
+        typer.echo(f"to resume without the cheater: {shoal_command()} run --dir {place}")
+    elif ending.exit_code != 0:
         typer.echo(f"shoal: {ending.message} (logs: {folder.path / 'logs'})", err=True)
-    return ending.exit_code
+    raise typer.Exit(ending.exit_code or conclude(folder, chosen, launched.elapsed_s, stop, console))
 
 
-def conclude(folder: RunFolder, cast: Cast, elapsed_s: float, stop: StopToken, console: Console) -> int:
+def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken, console: Console) -> int:
     """Write the records, check every claim, say what is so; returns the exit code: 0 only if all hold."""
-    import json
-    from dataclasses import asdict
+    from rich.markup import escape
+    from rich.table import Table
 
-    from shoal.run.demo.claims import check
+    from shoal.run.demo.claims import cast_of, check
     from shoal.runtime.files import write_atomically
 
     console.print("checking what came out: the ledger, the rollouts, the exported model …")
     found = []
-    for claim in check(folder, cast, stop):
+    for claim in check(folder, cast_of(folder, cheat), stop):
         found.append(claim)
-        _say(claim, console)
+        sign, line = "[green]✓[/]" if claim.holds else "[bold red]✗[/]", Table.grid(padding=(0, 1))
+        line.add_row(sign, f"[bold]{claim.name:<11}[/]", escape(claim.sentence))
+        one_line = f"{sign} {claim.name:<11} {escape(claim.sentence)}"  # for whoever searches a log
+        console.print(line if console.is_terminal else one_line, highlight=False, soft_wrap=not console.is_terminal)
     if stop.is_set():
         console.print("stopped before everything was checked")
         return STOPPED_CODE
     results = {"elapsed_s": round(elapsed_s, 1), "claims": [asdict(claim) for claim in found]}
     write_atomically(folder.path / "summary.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
-    _say_where(folder.path, console)
-    return 0 if all(claim.holds for claim in found) else 1
-
-
-def _say(claim: Claim, console: Console) -> None:
-    """In a terminal, wrapped beside its name; elsewhere one line, for whoever searches it."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    sign = "[green]✓[/]" if claim.holds else "[bold red]✗[/]"
-    if not console.is_terminal:
-        console.print(f"{sign} {claim.name:<11} {escape(claim.sentence)}", highlight=False, soft_wrap=True)
-        return
-    line = Table.grid(padding=(0, 1))
-    line.add_row(sign, f"[bold]{claim.name:<11}[/]", escape(claim.sentence))
-    console.print(line)
-
-
-def _say_where(path: Path, console: Console) -> None:
-    from shoal.runtime.text import shoal_command
-
     shoal, python = shoal_command(), shoal_command("python")
-    lines = (
-        f"{path}",
-        "  summary.json  ledger.jsonl                 what you just saw, as files",
-        "  trainer/export/                            the model, for transformers",
-        "  trainer/rollouts/  trainer/metrics.jsonl   what it was trained on (Parquet), and how it went",
-        "next: your own reward is one Python function:",
-        f"  {shoal} run recipes/tiny.toml --dir runs/mine --set environment.file=examples/custom_reward.py",
-        f"the algorithm in one file: {python} examples/one_file_rl.py",
+    console.print(
+        NEXT.format(path=folder.path, shoal=shoal, python=python), markup=False, highlight=False, soft_wrap=True
     )
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0 if all(claim.holds for claim in found) else 1

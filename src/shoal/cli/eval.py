@@ -6,9 +6,8 @@ shoal eval runs/mine --env aime:aime24.jsonl --samples 8   avg@8 and pass@k, lea
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from shoal.evaluation.job import Chosen, EvaluationJob
     from shoal.evaluation.leaks import Leaks
     from shoal.evaluation.plan import SamplingPlan
-    from shoal.evaluation.subject import EngineChoice
     from shoal.run.sources import ModelSource, TaskSource
 
 STOPPED_CODE = 130
@@ -80,19 +78,19 @@ def evaluate(
     batch_rows: BatchRows = 256,
 ) -> None:
     """Measure a model: avg@k and pass@k with intervals, per task in a Parquet file. The same command continues."""
-    from shoal.evaluation.subject import EngineChoice
     from shoal.run.sources import task_source
 
-    given = Given(samples, tasks, temperature, max_new_tokens, seed, split, batch_rows)
-    source = task_source(env, overrides or ())
-    request = EvalRequest(model, source, given, out, trained_on, allow_leaks, EngineChoice(engine, device, dtype))
-    raise typer.Exit(run_eval(request))
+    source, machine = task_source(env, overrides or ()), (engine, device, dtype)
+    given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, machine)
+    raise typer.Exit(run_eval(given, out, trained_on, allow_leaks))
 
 
 @dataclass(frozen=True)
 class Given:
-    """What was asked for on the command line; None: what fits."""
+    """What was asked for on the command line, of `eval` or `filter`; None: what fits."""
 
+    model: str
+    source: TaskSource
     samples: int
     tasks: int
     temperature: float | None
@@ -100,63 +98,113 @@ class Given:
     seed: int
     split: str | None
     batch_rows: int
+    machine: tuple[str, str, str]
+    environment: Environment = field(init=False)
 
-    def plan(self, source: TaskSource, positions: int | None) -> SamplingPlan:
+    def __post_init__(self) -> None:
+        """Mistakes on the command line, and tasks that cannot be scored here, are told before a model is loaded."""
+        self.plan(None)
+        object.__setattr__(self, "environment", scorable(self.source))
+
+    def plan(self, positions: int | None) -> SamplingPlan:
         """The plan, with what was left open taken from the recipe, or from what the model has room for."""
         from shoal.evaluation.plan import PARTS, SamplingPlan
 
-        split = self.split or ("all" if source.whole else "held_out")
+        recipe = self.source.recipe
+        split = self.split or ("all" if self.source.whole else "held_out")
         if split not in PARTS:
             raise UserError(f"--split {split}: there are {', '.join(PARTS)}")
-        warm = source.recipe.run.temperature if source.recipe else 1.0
-        temperature = self.temperature if self.temperature is not None else 0.0 if self.samples == 1 else warm
+        temperature = self.temperature
+        if temperature is None:
+            temperature = 0.0 if self.samples == 1 else recipe.run.temperature if recipe else 1.0
         room = DEFAULT_TOKENS if positions is None else max(1, min(DEFAULT_TOKENS, positions // 2))
-        tokens = self.max_new_tokens or (source.recipe.run.max_new_tokens if source.recipe else room)
+        tokens = self.max_new_tokens or (recipe.run.max_new_tokens if recipe else room)
         return SamplingPlan(
             samples=self.samples, tasks=self.tasks, temperature=temperature, max_new_tokens=tokens, seed=self.seed,
             split=split, batch_rows=self.batch_rows,
         )  # fmt: skip
 
+    def job(
+        self, look: Callable[[Chosen, ModelSource], Leaks], allow_leaks: bool = False
+    ) -> tuple[EvaluationJob, Leaks]:
+        """Model and tasks, opened, without the tasks that leaked; refused if there are some and that is not allowed."""
+        from shoal.evaluation.job import EvaluationJob, choose, without
+        from shoal.evaluation.subject import EngineChoice, open_subject
+        from shoal.models.folder import model_folder, read_config, read_files
+        from shoal.run.sources import model_source
 
-@dataclass(frozen=True)
-class EvalRequest:
-    model: str
-    source: TaskSource
-    given: Given
-    out: Path | None
-    trained_on: str | None
-    allow_leaks: bool
-    machine: EngineChoice
+        with model_source(self.model) as model:
+            positions = read_config(read_files(model_folder(model.where))).get("max_position_embeddings")
+            plan = self.plan(positions if isinstance(positions, int) and positions > 0 else None)
+            chosen = choose(self.environment, plan)
+            leaks = look(chosen, model)
+            if not allow_leaks:
+                leaks.refuse()
+            chosen = without(chosen, leaks.known) if leaks.known else chosen
+            subject = open_subject(model.name, model.where, EngineChoice(*self.machine), plan.rows)
+        return EvaluationJob(subject, chosen, leaks.known), leaks
 
 
-def run_eval(request: EvalRequest) -> int:
-    """Find everything, look for leaks, sample and score, say the numbers; returns the exit code."""
-    from shoal.evaluation.job import EvaluationJob, choose, without
-    from shoal.evaluation.subject import open_subject
+def worked(what: str, folder: Path, source: TaskSource, environment: Environment, work: Callable[..., Any]) -> Any:
+    """The result of `work(processes, stop, report)`, which keeps what it does in the folder; None if it was told to
+    stop before its end. A reward function, or a program under test, may do anything: processes beside this one score.
+    """
+    from rich.console import Console
+
+    from shoal.cli.printing import counted
+    from shoal.rewards import ScoringPatience, ScoringPool
+    from shoal.runtime.lock import FolderLock
+    from shoal.runtime.stop import stop_on_signals
+
+    stop = stop_on_signals()
+
+    def processes() -> ScoringPool:
+        pool = ScoringPool(source.settings, environment, stop, ScoringPatience(all_s=86_400.0))
+        pool.start()
+        return pool
+
+    with FolderLock(folder).acquire(stop), counted(what, Console(stderr=True)) as report:
+        found = work(processes, stop, report)
+    if found is None:
+        typer.echo(f"stopped; what is done is kept in {folder}, and the same command continues", err=True)
+    return found
+
+
+def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks: bool) -> int:
+    """Look for leaks, sample and score, say the numbers; returns the exit code."""
+    import hashlib
+
+    from shoal.evaluation.job import evaluate as measure
+    from shoal.evaluation.job import finished
+    from shoal.evaluation.records import dumped
+    from shoal.evaluation.subject import plain_name
     from shoal.models import BUILTIN
-    from shoal.run.sources import model_source
 
-    request.given.plan(request.source, None)  # mistakes on the command line, before anything is loaded
-    environment = scorable(request.source)
-    with model_source(request.model) as model:
-        plan = request.given.plan(request.source, positions_of(model))
-        chosen = choose(environment, plan)
-        leaks = look_for_leaks(request, chosen, model)
-        if not request.allow_leaks:
-            leaks.refuse()
-        chosen = without(chosen, leaks.known) if leaks.known else chosen
-        subject = open_subject(model.name, model.where, request.machine, plan.rows)
-    evaluation = EvaluationJob(subject, chosen, leaks.known)
-    out = request.out or default_out(evaluation, request.source.label)
-    summary = measured(request, evaluation, out)
+    source, untold = given.source, [given.model not in BUILTIN]
+
+    def look(chosen: Chosen, model: ModelSource) -> Leaks:
+        untold.append(model.run is None and trained_on is None and chosen.plan.split != "train")
+        return look_for_leaks(trained_on, chosen, model)
+
+    evaluation, leaks = given.job(look, allow_leaks)
+    if out is None:  # a folder that follows from what is evaluated: the same command finds it again
+        digest = hashlib.sha256(dumped(evaluation.about)).hexdigest()
+        out = Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(source.label)}-{digest[:8]}"
+    summary, folder = finished(out, evaluation.about), out
+    if summary is not None:
+        typer.echo(f"this evaluation is done already: {out}", err=True)
+    else:
+        summary = worked(
+            "evaluating", out, source, evaluation.chosen.environment,
+            lambda processes, stop, report: measure(evaluation, processes, folder, stop, report),
+        )  # fmt: skip
     if summary is None:
         return STOPPED_CODE
-    say(summary, request.source.label, leaks)
-    unknown = request.trained_on is None and model.run is None and request.model not in BUILTIN
-    if unknown and plan.split != "train":
-        typer.echo(leaks_unknown(Path(model.where), environment, plan.split))
+    say(summary, source.label, leaks)
+    if all(untold):
+        typer.echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
     typer.echo(f"wrote {out}")
-    refuse_if_hollow(summary, request.source, f"remove {out} and evaluate again")
+    refuse_if_hollow(summary, source, f"remove {out} and evaluate again")
     return 0
 
 
@@ -169,84 +217,20 @@ def scorable(source: TaskSource) -> Environment:
     return environment
 
 
-def positions_of(model: ModelSource) -> int | None:
-    from shoal.models.folder import model_folder, read_config, read_files
-
-    value = read_config(read_files(model_folder(model.where))).get("max_position_embeddings")
-    return value if isinstance(value, int) and value > 0 else None
-
-
-def look_for_leaks(request: EvalRequest, chosen: Chosen, model: ModelSource) -> Leaks:
+def look_for_leaks(trained_on: str | None, chosen: Chosen, model: ModelSource) -> Leaks:
     """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
     from shoal.environments import build
     from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks
     from shoal.run.sources import TaskSource, task_source
 
-    if request.trained_on is not None:
-        training = task_source(request.trained_on)
+    if trained_on is not None:
+        training = task_source(trained_on)
     elif model.run is not None and chosen.plan.split != "train":
         training = TaskSource(model.run.recipe.environment, run=model.run)
     else:
         return Leaks()
     ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()
-    tasks = (task for _, task in chosen.tasks())
-    return find_leaks(tasks, build(training.settings), sorted(ids))
-
-
-def leaks_unknown(folder: Path, environment: Environment, split: str) -> str:
-    """What to say of a model without its run. One of `shoal sft --env` tells whose held-out tasks were kept out."""
-    import json
-
-    from shoal.cli.sft import ABOUT
-
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        if split == "held_out" and json.loads((folder / ABOUT).read_bytes())["environment"] == environment.digest:
-            said = "its demonstrations have none of the tasks held out here; what it was trained on before is not known"
-            return f"  {said} ({ABOUT})"
-    return "  leaks were not looked for: --trained-on names the run or recipe that the model was trained by"
-
-
-def default_out(evaluation: EvaluationJob, tasks: str) -> Path:
-    """A folder that follows from what is evaluated: the same command finds it again."""
-    import hashlib
-
-    from shoal.evaluation.records import dumped
-    from shoal.evaluation.subject import plain_name
-
-    digest = hashlib.sha256(dumped(evaluation.about)).hexdigest()
-    return Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(tasks)}-{digest[:8]}"
-
-
-def measured(request: EvalRequest, evaluation: EvaluationJob, out: Path) -> dict[str, Any] | None:
-    """The summary: that of a finished evaluation, or of one that is run, or gone on with, now."""
-    from rich.console import Console
-
-    from shoal.cli.printing import counted
-    from shoal.evaluation.job import evaluate as run
-    from shoal.evaluation.job import finished
-    from shoal.runtime.lock import FolderLock
-    from shoal.runtime.stop import stop_on_signals
-
-    done = finished(out, evaluation.about)
-    if done is not None:
-        typer.echo(f"this evaluation is done already: {out}", err=True)
-        return done
-    stop = stop_on_signals()
-    with FolderLock(out).acquire(stop), counted("evaluating", Console(stderr=True)) as report:
-        processes = partial(scorer_of, request.source, evaluation.chosen.environment, stop)
-        summary = run(evaluation, processes, out, stop, report)
-    if summary is None:
-        typer.echo(f"stopped; what is done is kept in {out}, and the same command continues", err=True)
-    return summary
-
-
-def scorer_of(source: TaskSource, environment: Environment, stop: Any) -> Any:
-    """Processes beside this one that score: a reward function, or a program under test, may do anything."""
-    from shoal.rewards import ScoringPatience, ScoringPool
-
-    pool = ScoringPool(source.settings, environment, stop, ScoringPatience(all_s=86_400.0))
-    pool.start()
-    return pool
+    return find_leaks((task for _, task in chosen.tasks()), build(training.settings), sorted(ids))
 
 
 def say(summary: dict[str, Any], tasks: str, leaks: Leaks) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.runtime.text import count_of, printable, visible, visible_json
+from shoal.runtime.text import count_of, visible, visible_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from shoal.ledger import Account, Pin, Shares
+    from shoal.ledger import Account
     from shoal.ledger.verification import Checked
 
 MAX_ROWS = 50
@@ -82,14 +79,34 @@ def show(
     wait_s: Wait = 3,
 ) -> None:
     """Show what a node, or all nodes of an owner, have earned and lost."""
-    from shoal.cli.printing import console
-    from shoal.run.folder import find_run
+    from dataclasses import asdict
 
-    table, values = account_of(find_run(where), who, wait_s)
+    from shoal.cli.printing import console, sheet
+    from shoal.ledger import Account
+    from shoal.run.folder import find_run
+    from shoal.run.ledger.check import Book
+
+    book = Book(find_run(where), wait_s)
+    accounts = {node: book.accounts.by_node[node] for node in book.find(who)}
+    total, heads = Account(), ("node", "name", "credit", "pending", "void", "accepted", "rejected", "standing")
+    rows = []
+    for node, account in accounts.items():
+        total = total.plus(account)
+        state = "banned" if account.banned else "suspended" if account.suspended_until_ms is not None else ""
+        rows.append(
+            (node[:16], book.names.get(node, ""), *_sums(account), f"{state}: {account.reason}" if state else "")
+        )
     if as_json:
-        typer.echo(json.dumps(values, indent=2))
-    else:
-        console().print(table)
+        nodes = {node: asdict(account) for node, account in accounts.items()}
+        return typer.echo(json.dumps({"nodes": nodes, "together": asdict(total)}, indent=2))
+    if len(rows) > 1:
+        rows.append(("together", f"owner {total.owner[:16]}…" if total.owner else "", *_sums(total), ""))
+    return console().print(sheet(heads, rows, ("standing", "name")))
+
+
+def _sums(account: Account) -> tuple[str, ...]:
+    numbers = (account.credit, account.pending, account.void, account.accepted, account.rejected)
+    return tuple(f"{number:,}" for number in numbers)
 
 
 @ledger.command()
@@ -102,20 +119,29 @@ def shares(
     wait_s: Wait = 3,
 ) -> None:
     """Show which part of the run is whose: credit by owner, as exact fractions."""
-    from shoal.cli.printing import console
+    from shoal.cli.printing import console, sheet
     from shoal.run.folder import find_run
     from shoal.run.ledger.check import shares_at
 
     found, names = shares_at(find_run(where), step, wait_s)
     if as_json:
-        rows = [
+        shares = [
             {"holder": each.holder, "nodes": list(each.nodes), "credit": each.credit, "fraction": list(each.fraction)}
             for each in found.shares
         ]
-        values = {"index": found.index, "total": found.total, "shares": rows}
-        typer.echo(visible_json(json.dumps(values, indent=2)))
-    else:
-        console().print(_shares_table(found, names))
+        values = {"index": found.index, "total": found.total, "shares": shares}
+        return typer.echo(visible_json(json.dumps(values, indent=2)))
+    rows = []
+    for share in found.shares[:MAX_ROWS]:
+        part, whole = share.fraction
+        alone = share.holder in share.nodes
+        whose = f"{names.get(share.holder, '')} {share.holder[:8]}".strip() if alone else f"owner {share.holder[:16]}…"
+        percent = f"{share.credit / found.total:.2%}"
+        rows.append((percent, f"{part}/{whole}", f"{share.credit:,}", whose, str(len(share.nodes))))
+    if len(found.shares) > MAX_ROWS:
+        rows.append(("", "", "", f"and {len(found.shares) - MAX_ROWS} more (--json has all)", ""))
+    title = f"rows 0 to {found.index}, {found.total:,} credit"
+    return console().print(sheet(("share", "exactly", "credit", "whose", "machines"), rows, ("whose",), title))
 
 
 @ledger.command()
@@ -153,25 +179,27 @@ def recheck(
         typer.echo(visible(line))
 
 
-# ── what was verified ─
-
-
 def checked_lines(checked: Checked) -> list[str]:
     """What was verified, and what could not be."""
     from shoal.ledger import Account
+    from shoal.run.ledger.places import MANIFEST
 
-    accounts, rows = checked.accounts, 0 if checked.last is None else checked.last.index + 1
-    owners = len({account.owner for account in accounts.by_node.values() if account.owner})
-    total = Account()
-    for account in accounts.by_node.values():
+    accounts, rows = checked.accounts.by_node.values(), 0 if checked.last is None else checked.last.index + 1
+    owners, total = len({account.owner for account in accounts if account.owner}), Account()
+    for account in accounts:
         total = total.plus(account)
-    found = [
-        f"ledger of {checked.run}: {count_of(rows, 'row')}, every hash fits",
-        *_passed(checked.pins),
-        f"accounts: {count_of(len(accounts.by_node), 'node')}, {count_of(owners, 'owner')}; "
-        f"{total.credit:,} credit, {total.pending:,} pending, {total.void:,} void; "
-        "each by the formula, once per submission",
-    ]
+    found = [f"ledger of {checked.run}: {count_of(rows, 'row')}, every hash fits"]
+    manifests = [pin for pin in checked.pins if pin.source.startswith(MANIFEST)]
+    if len(manifests) > 1:  # there may be many, which share a line
+        first, last = manifests[0], manifests[-1]
+        what = f"{len(manifests)} policy manifests (the last of {last.source.removeprefix(MANIFEST)})"
+        found.append(f"passes through rows {first.head.index} to {last.head.index}: {what}")
+    single = [pin for pin in checked.pins if len(manifests) < 2 or pin not in manifests]
+    found += [f"passes through row {pin.head.index}: {pin.source}" for pin in single]
+    found.append(
+        f"accounts: {count_of(len(accounts), 'node')}, {count_of(owners, 'owner')}; {total.credit:,} credit, "
+        f"{total.pending:,} pending, {total.void:,} void; each by the formula, once per submission"
+    )
     evidence = f"{count_of(checked.credited, 'row')} of credit and {checked.rejections:,} of rejections"
     if checked.is_proven:
         found.append(
@@ -188,71 +216,3 @@ def checked_lines(checked: Checked) -> list[str]:
     if checked.compared:
         found.append("the hub's own rows agree with the accounts")
     return [*found, *(f"note: {note}" for note in checked.notes)]
-
-
-def _passed(pins: list[Pin]) -> list[str]:
-    """A line for each head; those inside policy manifests, of which there may be many, share one."""
-    from shoal.run.ledger.places import MANIFEST
-
-    signed = [pin for pin in pins if pin.source.startswith(MANIFEST)]
-    lines = [f"passes through row {pin.head.index}: {pin.source}" for pin in pins if pin not in signed]
-    if signed:
-        versions = ", ".join(pin.source.removeprefix(MANIFEST) for pin in (signed[0], signed[-1]))
-        what = f"{len(signed)} policy manifests ({versions})" if len(signed) > 1 else signed[0].source
-        first, last = signed[0].head.index, signed[-1].head.index
-        rows = f"rows {first} to {last}" if len(signed) > 1 else f"row {first}"
-        lines.insert(0, f"passes through {rows}: {what}")
-    return lines
-
-
-# ── accounts and shares as people read them ──────────────────────────────────────────────────────────────────────
-
-
-def account_of(where: str, who: str, wait_s: float) -> tuple[Table, dict[str, Any]]:
-    """What the ledger says about a node, or about all nodes of an owner: as a table, and for programs."""
-    from dataclasses import asdict
-
-    from shoal.cli.printing import sheet
-    from shoal.ledger import Account
-    from shoal.run.ledger.check import Book
-
-    book = Book(where, wait_s)
-    nodes = book.find(who)
-    heads = ("node", "name", "credit", "pending", "void", "accepted", "rejected", "standing")
-    total, rows = Account(), []
-    for node in nodes:
-        account = book.accounts.by_node[node]
-        total = total.plus(account)
-        rows.append((node[:16], book.names.get(node, ""), *_sums(account), _standing(account)))
-    if len(nodes) > 1:
-        rows.append(("together", f"owner {total.owner[:16]}…" if total.owner else "", *_sums(total), ""))
-    values = {node: asdict(book.accounts.by_node[node]) for node in nodes}
-    return sheet(heads, rows, ("standing", "name")), {"nodes": values, "together": asdict(total)}
-
-
-def _sums(account: Account) -> tuple[str, ...]:
-    return tuple(
-        f"{number:,}" for number in (account.credit, account.pending, account.void, account.accepted, account.rejected)
-    )
-
-
-def _standing(account: Account) -> str:
-    if account.banned:
-        return f"banned: {printable(account.reason)}"
-    return f"suspended: {printable(account.reason)}" if account.suspended_until_ms is not None else ""
-
-
-def _shares_table(shares: Shares, names: Mapping[str, str]) -> Table:
-    from shoal.cli.printing import sheet
-
-    rows = []
-    for share in shares.shares[:MAX_ROWS]:
-        part, whole = share.fraction
-        owner = share.holder not in share.nodes
-        whose = f"owner {share.holder[:16]}…" if owner else f"{names.get(share.holder, '')} {share.holder[:8]}"
-        counted = f"{share.credit:,}", whose.strip(), str(len(share.nodes))
-        rows.append((f"{share.credit / share.total:.2%}", f"{part}/{whole}", *counted))
-    if len(shares.shares) > MAX_ROWS:
-        rows.append(("", "", "", f"and {len(shares.shares) - MAX_ROWS} more (--json has all)", ""))
-    title = f"rows 0–{shares.index}, {shares.total:,} credit"  # noqa: RUF001
-    return sheet(("share", "exactly", "credit", "whose", "machines"), rows, ("whose",), title)

@@ -63,7 +63,6 @@ def guarded(command: Callable[[], object], debug: bool) -> int:
     for stream in (sys.stdout, sys.stderr):  # what is not UTF-8 gets question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    supervised = SUPERVISED in os.environ
     try:
         crash.arm()
         code = command()
@@ -77,7 +76,7 @@ def guarded(command: Callable[[], object], debug: bool) -> int:
         report_to_agent(line)
         with contextlib.suppress(OSError):  # the disk that its log is on may be what is full
             known = isinstance(error, ShoalError) or hasattr(error, "format_message")  # its line says all there is
-            if debug or (supervised and not known):  # a supervised role's stderr is its log
+            if debug or (SUPERVISED in os.environ and not known):  # a supervised role's stderr is its log
                 for text in traceback.format_exc().splitlines():
                     typer.echo(visible(text), err=True)
             if line:
@@ -99,8 +98,7 @@ def explain(error: Exception) -> tuple[str, int]:
     if format_message is not None:
         text = printable(format_message())  # empty if the help itself was the answer
         return f"{text} (see: shoal --help)" if text else "", UserError.exit_code
-    text = printable(str(error))
-    return f"this is a bug: {type(error).__name__}: {text} (--debug shows where)", 1
+    return f"this is a bug: {type(error).__name__}: {printable(str(error))} (--debug shows where)", 1
 
 
 def _version(wanted: bool) -> None:

@@ -17,7 +17,6 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -31,6 +30,7 @@ from shoal.runtime.text import printable
 GAP = 2
 UNBOUND = 100_000
 EVERY_S = 10.0
+MB = "MB"
 
 
 def sheet(heads: Sequence[str], rows: Sequence[Sequence[str]], gives: Sequence[str] = (), title: str = "") -> Table:
@@ -49,14 +49,6 @@ def console() -> Console:
     return found if found.is_terminal else Console(width=UNBOUND)
 
 
-def plain_console() -> Console:
-    """For results: lines as they are, however long, so that a command can be copied out of them."""
-    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
-
-
-# ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Report(Protocol):
     """Told how much is done, of how much, and what else to say about it (`loss 0.41`)."""
 
@@ -67,70 +59,52 @@ class Report(Protocol):
 def counted(
     what: str, console: Console, now_s: Callable[[], float] = time.monotonic, unit: str = "tasks"
 ) -> Iterator[Report]:
-    """A function to be told how many tasks are done, and of how many; the first call is where it begins."""
-    counts = (MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    with _bar(what, console, counts) as bar:
-        yield bar or _Lines(what, console, now_s, unit)
-
-
-@contextmanager
-def metered(what: str, console: Console, now_s: Callable[[], float] = time.monotonic) -> Iterator[Report]:
-    """A function to be told how many bytes are done, as often as one likes."""
-    with _bar(what, console, (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())) as bar:
-        lines = _Lines(what, console, now_s, "MB")
-        lines(0, 0)
-        yield bar or (lambda done, total, note="": lines(done // 10**6, total // 10**6, note))
-
-
-@contextmanager
-def _bar(what: str, console: Console, further: Sequence[ProgressColumn]) -> Iterator[Report | None]:
-    """A bar that is gone at the end; None where there is no terminal: there, a line now and then says it."""
-    if not console.is_terminal:
-        yield None
+    """A function to be told how much is done, and of how much; the first call is where it begins. A bar that is gone
+    at the end; where there is no terminal, a line every few seconds, with the time left at the pace so far."""
+    if console.is_terminal:
+        kinds = (DownloadColumn(), TransferSpeedColumn()) if unit == MB else (MofNCompleteColumn(), TextColumn(unit))
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), *kinds)
+        with Progress(
+            *columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console, transient=True
+        ) as bar:
+            task = bar.add_task(what, total=None, note="")
+            yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, *further, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=None, note="")
+    began: list[tuple[float, int]] = []
+    said_s = 0.0
 
-        def report(done: int, total: int, note: str = "") -> None:
-            bar.update(task, completed=done, total=total, note=note)
+    def report(done: int, total: int, note: str = "") -> None:
+        nonlocal said_s
+        now, scale = now_s(), 10**6 if unit == MB else 1
+        if began and now - said_s < EVERY_S:
+            return
+        text = f"{done // scale:,} of {total // scale:,} {unit}"
+        if not began:
+            began.append((now, done))
+            text = f"continues: {text} are done" if done else ""
+        else:
+            began_s, pace = began[0][0], done - began[0][1]
+            text += f", {duration((now - began_s) * (total - done) / pace)} left" if pace > 0 else ""
+            text += f", {note}" if note else ""
+        said_s = now
+        if text:
+            console.print(f"{what}: {text}", highlight=False, soft_wrap=True, markup=False)
 
-        yield report
-
-
-class _Lines:
-    """Lines in a log: one every few seconds, with the time left at the pace so far."""
-
-    def __init__(self, what: str, console: Console, now_s: Callable[[], float], unit: str) -> None:
-        self._what, self._console, self._now_s, self._unit = what, console, now_s, unit
-        self._began: tuple[float, int] | None = None
-        self._said_s = 0.0
-
-    def __call__(self, done: int, total: int, note: str = "") -> None:
-        now_s = self._now_s()
-        if self._began is None:
-            self._began, self._said_s = (now_s, done), now_s
-            if done:
-                self._say(f"continues: {done:,} of {total:,} {self._unit} are done")
-        elif now_s - self._said_s >= EVERY_S:
-            self._said_s = now_s
-            began_s, before = self._began
-            left = f", {duration((now_s - began_s) * (total - done) / (done - before))} left" if done > before else ""
-            self._say(f"{done:,} of {total:,} {self._unit}{left}{f', {note}' if note else ''}")
-
-    def _say(self, text: str) -> None:
-        self._console.print(f"{self._what}: {text}", highlight=False, soft_wrap=True, markup=False)
+    yield report
 
 
 class CastTerminal:
-    """Where `shoal cast` says things: results on stdout, progress on stderr."""
+    """Where `shoal cast` says things: results on stdout, lines as they are; progress on stderr."""
 
     def __init__(self) -> None:
-        self._out, self._error = plain_console(), Console(stderr=True)
+        self._out, self._error = (
+            Console(soft_wrap=True, highlight=False, markup=False, emoji=False),
+            Console(stderr=True),
+        )
 
     def say(self, text: str) -> None:
         self._out.print(text)
         self._out.file.flush()
 
     def metered(self, what: str) -> AbstractContextManager[Report]:
-        return metered(what, self._error)
+        return counted(what, self._error, unit=MB)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,50 +51,40 @@ def run(
     patience_min: PatienceMin = 10,
 ) -> None:
     """Start and supervise a whole run on this machine. An existing folder is resumed."""
-    mode = "dry-run" if dry_run else "prepare" if prepare else "start"
-    changes = (*(overrides or ()), *(() if workers is None else (f"worker.count={workers}",)))
-    raise typer.Exit(_start(recipe, directory, changes, mode, patience_min))
-
-
-def _start(source: Path | None, directory: Path | None, overrides: tuple[str, ...], mode: str, patience: float) -> int:
-    """Do what was asked; returns the exit code. `mode` is dry-run, prepare or start."""
     from shoal.models import BUILTIN
     from shoal.run.estimate import settled
     from shoal.run.folder import RunFolder, resolve, without_passwords
     from shoal.run.preflight import advice, check_ingredients, check_machine, refuse_changed
     from shoal.runtime.config import dump_config
 
-    recipe = resolve(source, directory, overrides)
-    missing = mode == "dry-run" and recipe.model.path not in BUILTIN and not Path(recipe.model.path).exists()
-    environment = check_ingredients(recipe, missing, lambda line: _warn([line] if mode == "dry-run" else ()))
-    _warn(advice(recipe, environment, missing))
-    if mode == "dry-run":
+    changes = (*(overrides or ()), *(() if workers is None else (f"worker.count={workers}",)))
+    resolved = resolve(recipe, directory, changes)
+    missing = dry_run and resolved.model.path not in BUILTIN and not Path(resolved.model.path).exists()
+    environment = check_ingredients(resolved, missing, _warn if dry_run else lambda _line: None)
+    for line in advice(resolved, environment, missing):
+        _warn(line)
+    if dry_run:
         if directory is not None:
-            RunFolder.refuse_other(directory.absolute(), recipe)
-        typer.echo(dump_config(without_passwords(settled(recipe))), nl=False)
-        return 0
-    if mode != "prepare":
-        check_machine(recipe)
-    directory = directory or Path("runs") / recipe.run.name
-    folder = RunFolder.prepare(directory.absolute(), recipe)
-    refuse_changed(folder, environment)
-    return _prepared(folder, directory) if mode == "prepare" else _launch(folder, patience * 60)
-
-
-def _warn(lines: Iterable[str]) -> None:
-    for line in lines:
-        typer.echo(f"shoal: {line}", err=True)
-
-
-def _prepared(folder: RunFolder, directory: Path) -> int:
+            RunFolder.refuse_other(directory.absolute(), resolved)
+        return typer.echo(dump_config(without_passwords(settled(resolved))), nl=False)
+    if not prepare:
+        check_machine(resolved)
+    directory = directory or Path("runs") / resolved.run.name
+    made = RunFolder.prepare(directory.absolute(), resolved)
+    refuse_changed(made, environment)
+    if not prepare:
+        raise typer.Exit(_launch(made, patience_min * 60))
     from shoal.run.roles import command_of, role_names
     from shoal.runtime.text import shoal_command
 
     typer.echo(f"{directory} is ready; everything that has to run, in this order:")
-    for name in role_names(folder):
+    for name in role_names(made):
         typer.echo(f"  {shoal_command()} {shlex.join(command_of(directory, name))}")
-    typer.echo(f"to contribute: {shoal_command()} join {folder.assign_endpoints().join}")
-    return 0
+    return typer.echo(f"to contribute: {shoal_command()} join {made.assign_endpoints().join}")
+
+
+def _warn(line: str) -> None:
+    typer.echo(f"shoal: {line}", err=True)
 
 
 def _launch(folder: RunFolder, patience_s: float) -> int:
@@ -109,16 +98,12 @@ def _launch(folder: RunFolder, patience_s: float) -> int:
     display, before = choose_display(Console()), steps_in(folder.path / METRICS)
     with display:
         launched = launch(folder, patience_s, stop_on_signals(supervising=True), display)
-    if display.live:
-        typer.echo()
-    lines = conclusion(folder.path, launched, before)
-    if launched.ending.exit_code == 0:
-        lines.append(ledger_line(folder.path))
-    for line in lines:
+    lines, code = conclusion(folder.path, launched, before), launched.ending.exit_code
+    for line in [*([""] if display.live else []), *lines, *([ledger_line(folder.path)] if code == 0 else [])]:
         typer.echo(line)
     if launched.ending.message:
-        _warn([launched.ending.message])
-    return launched.ending.exit_code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
+        _warn(launched.ending.message)
+    return code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
 
 
 def hub(directory: RunDir) -> None:

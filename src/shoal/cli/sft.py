@@ -14,16 +14,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.eval import SPEC_HELP, STOPPED_CODE, Model, Seed
+from shoal.cli.eval import SPEC_HELP, STOPPED_CODE, Model, Seed, scorable
 from shoal.errors import ConfigError, EnvironmentSetupError
 
 if TYPE_CHECKING:
@@ -31,9 +30,7 @@ if TYPE_CHECKING:
     from shoal.run.sources import ModelSource, TaskSource
     from shoal.runtime.stop import StopToken
     from shoal.trainer.demonstrations.choosing import Choice, Corpus, Course, Outcome
-    from shoal.trainer.demonstrations.reading import Demonstrations
     from shoal.trainer.demonstrations.training import WarmStartParts
-    from shoal.trainer.settings import TrainerSettings
 
 ABOUT, MARK = "sft.json", ".shoal-sft"
 Data = Annotated[
@@ -85,91 +82,69 @@ def sft(
     from shoal.runtime.stop import stop_on_signals
 
     stop = stop_on_signals()  # what follows takes a while to load
+    from shoal.run.sources import model_source
     from shoal.trainer.demonstrations.choosing import Choice, Course, Interrupted
 
     choice = Choice(max_tokens, tuple(require or ()), verify, min_reward, rank, best, chat)
-    course = Course(epochs, steps, batch, seed, validation)
-    request = Request(model, tuple(data), out, env, tuple(settings or ()), choice, course, stop)
-    request.refuse_mistakes()
-    from shoal.run.sources import model_source
-
+    request = WarmStartRequest(out, env, choice, Course(epochs, steps, batch, seed, validation), stop)
+    request.open(data, settings or ())
     with model_source(model) as found:
         try:
             if stop.is_set():
                 raise Interrupted
-            raise typer.Exit(_train(request, found))
+            raise typer.Exit(request.train(found))
         except Interrupted:
             typer.echo("stopped before training; to continue, give the same command again", err=True)
             raise typer.Exit(STOPPED_CODE) from None
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked for; data and environment are opened when they are needed first."""
+@dataclass
+class WarmStartRequest:
+    """What was asked for; what is named in it, once it is opened."""
 
-    model: str
-    data: tuple[Path, ...]
     out: Path
     env: str | None
-    overrides: tuple[str, ...]
     choice: Choice
     course: Course
     stop: StopToken
+    source: TaskSource | None = None
+    environment: Environment | None = None
 
     @property
     def work(self) -> Path:
         """Where everything is kept until the model is written."""
         return self.out.with_name(f"{self.out.name}.work")
 
-    @cached_property
-    def settings(self) -> TrainerSettings:
+    def open(self, data: Sequence[Path], overrides: Sequence[str]) -> None:
+        """What can be refused is refused before a model is loaded."""
+        from shoal.environments import build
         from shoal.run.recipe import Recipe
+        from shoal.run.sources import task_source
         from shoal.runtime.config import parse_config
         from shoal.trainer.demonstrations.choosing import DEFAULTS, LOSS, refuse_unused
-
-        own = [override for override in self.overrides if not override.strip().startswith("environment.")]
-        for override in own:
-            refuse_unused(override)
-        asked = parse_config(f"[trainer]\n{DEFAULTS}", Recipe, "--set", own).trainer
-        return asked.model_copy(update={"loss": LOSS})  # no recipe may name it
-
-    @cached_property
-    def source(self) -> TaskSource | None:
-        from shoal.run.sources import task_source
-
-        theirs = [override for override in self.overrides if override.strip().startswith("environment.")]
-        if self.env is None and theirs:
-            raise ConfigError(f"--set {theirs[0]}: there is no environment here; give one with --env")
-        return None if self.env is None else task_source(self.env, theirs)
-
-    @cached_property
-    def environment(self) -> Environment | None:
-        from shoal.cli.eval import scorable
-        from shoal.environments import build
-
-        if self.source is None:
-            return None
-        return scorable(self.source) if self.choice.verify else build(self.source.settings)
-
-    @cached_property
-    def demonstrations(self) -> Demonstrations:
         from shoal.trainer.demonstrations.reading import Demonstrations
-
-        return Demonstrations(self.data)
-
-    def refuse_mistakes(self) -> None:
-        """What can be refused is refused before anything is loaded."""
         from shoal.trainer.folder import refuse_foreign
         from shoal.trainer.record import require_trackers
 
+        theirs = [override for override in overrides if override.strip().startswith("environment.")]
+        own = [override for override in overrides if override not in theirs]
+        for override in own:
+            refuse_unused(override)
+        asked = parse_config(f"[trainer]\n{DEFAULTS}", Recipe, "--set", own).trainer
+        self.settings = asked.model_copy(update={"loss": LOSS})  # no recipe may name it
         if self.choice.verify and self.env is None:
             raise ConfigError("--verify: give the environment that knows what is right, for example --env recipe.toml")
+        if self.env is None and theirs:
+            raise ConfigError(f"--set {theirs[0]}: there is no environment here; give one with --env")
         refuse_foreign(self.out)
         self.refuse_foreign_work()
         require_trackers(self.settings.tracking)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError("shoal sft trains in one process: start it without torchrun")
-        self.demonstrations, self.environment  # noqa: B018  # what is wrong with them is said before a model is loaded
+        self.demonstrations = Demonstrations(data)
+        if self.env is not None:
+            self.source = task_source(self.env, theirs)
+            self.environment = scorable(self.source) if self.choice.verify else build(self.source.settings)
 
     def refuse_foreign_work(self) -> None:
         """The work folder is emptied in the end, so that it must be marked, empty, or not there."""
@@ -227,83 +202,66 @@ class Request:
             progress = around.enter_context(counted("choosing", Console(stderr=True), unit="rows"))
             return choose(data, encoder, choice, asking, judge, progress, self.stop.is_set)
 
+    def train(self, model: ModelSource) -> int:
+        """Choose, train, write the model; returns the exit code."""
+        from rich.console import Console
 
-def refuse_taken(out: Path) -> None:
-    """Rows are written to a new file of JSON lines."""
-    if out.suffix != ".jsonl":
-        raise ConfigError(f"--out {out}: rows are written as JSON lines; let its name end in .jsonl")
-    if out.exists():
-        raise ConfigError(f"{out} is there already: choose another --out, or move it away")
+        from shoal.cli.printing import counted
+        from shoal.evaluation.records import difference
+        from shoal.runtime.files import write_atomically
+        from shoal.runtime.lock import FolderLock
+        from shoal.runtime.metrics import MetricsLog
+        from shoal.runtime.text import shoal_command
+        from shoal.trainer.demonstrations.training import METRICS, VALIDATION, WarmStart
 
-
-def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
-    from shoal.runtime.files import ensure_folder, write_atomically
-
-    ensure_folder(out.absolute().parent)
-    write_atomically(out, b"".join(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows))
-
-
-def _train(request: Request, model: ModelSource) -> int:
-    from rich.console import Console
-
-    from shoal.cli.printing import counted
-    from shoal.evaluation.records import difference
-    from shoal.runtime.files import write_atomically
-    from shoal.runtime.lock import FolderLock
-    from shoal.runtime.metrics import MetricsLog
-    from shoal.runtime.text import shoal_command
-    from shoal.trainer.demonstrations.training import METRICS, VALIDATION, WarmStart
-
-    out, work, about = request.out, request.work, request.about(model)
-    if (out / ABOUT).is_file():
-        stored = json.loads((out / ABOUT).read_bytes())
-        if stored != about:
-            raise ConfigError(f"{out} is another warm start: {difference(stored, about)}")
-        typer.echo(f"this is done already: {out}", err=True)
+        out, work, about = self.out, self.work, self.about(model)
+        if (out / ABOUT).is_file():
+            stored = json.loads((out / ABOUT).read_bytes())
+            if stored != about:
+                raise ConfigError(f"{out} is another warm start: {difference(stored, about)}")
+            typer.echo(f"this is done already: {out}", err=True)
+            return 0
+        with FolderLock(work).acquire(self.stop):
+            self.refuse_foreign_work()
+            begun = json.loads((work / MARK).read_bytes()) if (work / MARK).is_file() else about
+            if begun != about and any((work / "checkpoints").glob("*")):
+                raise ConfigError(f"{work} is of another warm start: {difference(begun, about)}")
+            write_atomically(work / MARK, json.dumps(about, indent=2).encode())
+            corpus, outcome = self.choose(model)
+            typer.echo("\n".join(["demonstrations:", *outcome.lines()]))
+            run = WarmStart(self._parts(model, about, corpus), self.stop)
+            with counted("training", Console(stderr=True), unit="steps") as report:
+                finished = run.run(report)
+            if not finished:
+                typer.echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
+                return STOPPED_CODE
+            for folder in (work / "checkpoints", *(() if self.settings.tracking else (work,))):
+                shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
+        rows = MetricsLog(out / METRICS).rows()
+        for name, word in (("loss", "loss"), (VALIDATION, "validation loss")):
+            values = [row[name] for row in rows if name in row]
+            if values:
+                typer.echo(f"{word}: {values[0]:.4g} at the beginning, {values[-1]:.4g} at the end")
+        typer.echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {self.env or '…'}")
         return 0
-    with FolderLock(work).acquire(request.stop):
-        request.refuse_foreign_work()
-        begun = json.loads((work / MARK).read_bytes()) if (work / MARK).is_file() else about
-        if begun != about and any((work / "checkpoints").glob("*")):
-            raise ConfigError(f"{work} is of another warm start: {difference(begun, about)}")
-        write_atomically(work / MARK, json.dumps(about, indent=2).encode())
-        corpus, outcome = request.choose(model)
-        typer.echo("\n".join(["demonstrations:", *outcome.lines()]))
-        run = WarmStart(_parts(request, model, about, corpus), request.stop)
-        with counted("training", Console(stderr=True), unit="steps") as report:
-            finished = run.run(report)
-        if not finished:
-            typer.echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
-            return STOPPED_CODE
-        for folder in (work / "checkpoints", *(() if request.settings.tracking else (work,))):
-            shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
-    rows = MetricsLog(out / METRICS).rows()
-    for name, word in (("loss", "loss"), (VALIDATION, "validation loss")):
-        values = [row[name] for row in rows if name in row]
-        if values:
-            typer.echo(f"{word}: {values[0]:.4g} at the beginning, {values[-1]:.4g} at the end")
-    typer.echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {request.env or '…'}")
-    return 0
 
+    def _parts(self, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStartParts:
+        from shoal.trainer.demonstrations.training import WarmStartParts
+        from shoal.trainer.export import ModelCard, hub_name
+        from shoal.trainer.folder import Progress
+        from shoal.trainer.learner import make_deterministic, new_learner, starting_model
+        from shoal.trainer.record import Tracked, open_trackers
 
-def _parts(request: Request, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStartParts:
-    from shoal.trainer.demonstrations.training import WarmStartParts
-    from shoal.trainer.export import ModelCard, hub_name
-    from shoal.trainer.folder import Progress
-    from shoal.trainer.learner import make_deterministic, new_learner, starting_model
-    from shoal.trainer.record import Tracked, open_trackers
-
-    settings = request.settings
-    make_deterministic(settings)
-    loaded = starting_model(str(model.where), settings)
-    text = json.dumps(about, indent=2).encode() + b"\n"
-    run = f"sft-{hashlib.sha256(text + corpus.as_bytes()).hexdigest()[:12]}"
-    card = ModelCard(
-        Progress(run, 0), base_model=hub_name(model.name if model.run else model.where),
-        environment=request.source.label if request.source else "", trained_on="demonstrations",
-    )  # fmt: skip
-    return WarmStartParts(
-        folder=request.work, out=request.out, run=run, learner=new_learner(loaded.model, settings), files=loaded.files,
-        corpus=corpus, course=request.course, card=card, extra={ABOUT: text},
-        trackers=open_trackers(settings.tracking, Tracked(request.work, run, about)),
-    )  # fmt: skip
+        settings = self.settings
+        make_deterministic(settings)
+        loaded, text = starting_model(str(model.where), settings), json.dumps(about, indent=2).encode() + b"\n"
+        run = f"sft-{hashlib.sha256(text + corpus.as_bytes()).hexdigest()[:12]}"
+        card = ModelCard(
+            Progress(run, 0), base_model=hub_name(model.name if model.run else model.where),
+            environment=self.source.label if self.source else "", trained_on="demonstrations",
+        )  # fmt: skip
+        return WarmStartParts(
+            folder=self.work, out=self.out, run=run, learner=new_learner(loaded.model, settings), files=loaded.files,
+            corpus=corpus, course=self.course, card=card, extra={ABOUT: text},
+            trackers=open_trackers(settings.tracking, Tracked(self.work, run, about)),
+        )  # fmt: skip

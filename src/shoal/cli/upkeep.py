@@ -19,7 +19,7 @@ def status(
     wait_s: Wait = 3,
 ) -> None:
     """Show how a run stands: steps, nodes, verdicts, who waits for whom."""
-    from shoal.cli.status import show_status
+    from shoal.cli.view import show_status
 
     show_status(where, as_json, wait_s)
 

@@ -1,7 +1,8 @@
 """Displays: what the person at the terminal sees of a run, as a picture that is drawn again and again, or as lines.
 
     Scene ──► LiveDisplay   on a terminal: one frame, drawn in place about four times a second
-          └─► PlainDisplay  elsewhere: a line when something happened, or to break a long silence
+          ├─► PlainDisplay  elsewhere: a line when something happened, or to break a long silence
+          └─► show_status   `shoal status`: the same frame, once
 
     with choose_display(console) as display:
         launch(folder, options, stop, display)
@@ -12,31 +13,24 @@ Names, reasons and messages come from other people's machines: they are shown as
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Self
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.client import HubClient
+from shoal.errors import HubUnreachable
 from shoal.protocol import NodeState, NodeView, RunStatus
-from shoal.run.progress import (
-    Display,
-    Scene,
-    duration,
-    in_order,
-    labels,
-    latest,
-    sparkline,
-    stopwatch,
-    verdict_line,
-    waits_line,
-)
-from shoal.run.watchdog import SILENT_S, lag_line, owner_line, troubles
-from shoal.runtime.supervise import ProcessView
-from shoal.runtime.text import printable
+from shoal.run.progress import Display, History, Scene, duration, labels, notices, sparkline, verdict_line, waits_line
+from shoal.run.watchdog import SILENT_S, troubles
+from shoal.runtime.text import printable, visible_json
 from shoal.validator.settings import MEASURING
 
 SILENCE_S = 10.0
@@ -46,11 +40,35 @@ LABEL_WIDTH = 12
 SPARK_WIDTH = 40
 REJECTIONS_KEPT = 3
 VERDICTS_SHOWN = 5
-MAX_WORKERS = 8  # so few are in order of their names, so that rows do not jump
-MAX_TROUBLES = 4
-MAX_ALARMS = 2
+MAX_WORKERS, MAX_NODES = 8, 40  # so few workers are in order of their names, so that rows do not jump
+MAX_NOTICES = 4
+PIPED_WIDTH = 200
 VERDICT_STYLES = {"rejected": "red", "accepted": ""}
-STATE_STYLES = {"active": "green", "done": "dim", "starting": "dim"}  # all others are trouble
+STATE_STYLES = {"active": "green", "probation": "green", "done": "dim", "starting": "dim"}  # all others are trouble
+
+
+def show_status(where: str, as_json: bool, wait_s: float) -> None:
+    """Ask the hub at a URL, or the hub of a run's folder, and show its answer."""
+    from shoal.run.folder import hub_of
+
+    with closing(HubClient.of_a_person(*hub_of(where, wait_s))) as client:
+        try:
+            status = client.status()
+        except HubUnreachable as error:
+            if "://" in where:
+                raise
+            from shoal.run.launch import when_stopped
+
+            finished, sentence = when_stopped(Path(where))
+            if not finished or as_json:
+                raise HubUnreachable(f"{sentence} ({error})") from error
+            return typer.echo(sentence)
+    if as_json:
+        return typer.echo(visible_json(status.model_dump_json(indent=2)))
+    history, out = History(), Console()
+    history.add(status, 0.0)
+    width = out.width if out.is_terminal else PIPED_WIDTH
+    return Console(width=width).print(frame(Scene(status, (), history, 0.0), width))
 
 
 def choose_display(console: Console) -> Display:
@@ -108,20 +126,22 @@ class PlainDisplay:
         self._say(printable(text))
 
     def show(self, scene: Scene) -> None:
-        for line in self._news(scene):
+        facts = dict(self._facts(scene))
+        for line in (line for key, line in facts.items() if line and key not in self._told):
             self._say(line)
+        self._told = set(facts)
+        if scene.status is None:
+            return
+        self._say_progress(scene, scene.status)
+        new = list(scene.history.rejections.values())[self._rejections :]
+        self._rejections += len(new)
+        for verdict in new[:MAX_REJECTIONS]:
+            self._say(verdict_line(verdict, labels(scene.status.nodes)))
+        if len(new) > MAX_REJECTIONS:
+            self._say(f"and {len(new) - MAX_REJECTIONS} more rejections")
 
-    def _news(self, scene: Scene) -> Iterator[str]:
-        processes, facts = list(self._processes(scene)), list(self._facts(scene.status))
-        yield from (line for key, line in processes if line and key not in self._told)
-        if scene.status is not None:
-            yield from self._progress(scene, scene.status)
-            yield from self._refusals(scene, scene.status)
-        yield from (line for key, line in facts if key not in self._told)
-        self._told = {key for key, _ in (*processes, *facts)}
-
-    def _processes(self, scene: Scene) -> Iterator[tuple[str, str]]:
-        """Who is in trouble, and who was started again: what it is about, and the line to say when that is new."""
+    def _facts(self, scene: Scene) -> Iterator[tuple[str, str]]:
+        """What is not as it should be: a key without times, which change; and what to say when it is new."""
         found = troubles(scene.status, scene.processes, scene.silent_s)
         for process in scene.processes:
             if process.name in found:
@@ -129,145 +149,138 @@ class PlainDisplay:
             if process.state == "running" and process.restarts:
                 again = f"{process.name} {printable(process.why)}; it was started again (pid {process.pid})"
                 yield f"{process.name} {process.restarts}", "" if process.name in found else again
-
-    def _facts(self, status: RunStatus | None) -> Iterator[tuple[str, str]]:
-        """The same of what the hub says: the owner's orders, a standstill, who is shut out, alarms (oldest first)."""
-        if status is None:
-            return
-        if ordered := owner_line(status):
-            yield f"{status.standing.conduct} {status.standing.drained}", f"the run was {ordered}"
-        for sentence in status.standstill:  # times in it change
-            yield sentence.partition(":")[0], f"the run stands still: {printable(sentence)}"
-        names = labels(status.nodes)
-        for node in status.nodes:
-            if node.state != NodeState.ACTIVE:
+        if scene.status is not None:
+            names = labels(scene.status.nodes)
+            for node in (node for node in scene.status.nodes if node.state != NodeState.ACTIVE):
                 yield node.node, f"{names[node.node]} was {node.state.value}: {printable(node.reason)}"
-        for alarm in reversed(status.alarms):
-            yield alarm, f"alarm: {printable(alarm)}"
+            for label, sentence in notices(scene.status):
+                yield label + sentence.partition(":")[0].partition(",")[0], f"{label}: {sentence}"
 
-    def _progress(self, scene: Scene, status: RunStatus) -> Iterator[str]:
+    def _say_progress(self, scene: Scene, status: RunStatus) -> None:
         silent = scene.silent_s >= SILENT_S
         text = "the hub does not answer" if silent else progress_line(scene, status)
         if text == self._last and scene.elapsed_s - self._last_s < SILENCE_S:
             return
         self._last, self._last_s = text, scene.elapsed_s
         if silent:
-            yield f"{stopwatch(scene.elapsed_s):>6}  {text}, for {duration(scene.silent_s)} now"
-            return
-        left_s = scene.history.left_s(scene.elapsed_s)
-        left = f"  {stopwatch(left_s)} left" if left_s and not status.finished else ""
-        waits = waits_line(status, least_s=LONG_WAIT_S, most=1)
-        rate = f"{scene.history.tokens_per_s():,.0f} tokens/s"
-        yield f"{stopwatch(scene.elapsed_s):>6}  {text}  {rate}{left}" + (f"  ({waits})" if waits else "")
+            more = f", for {duration(scene.silent_s)} now"
+        else:
+            left_s, waits = scene.history.left_s(scene.elapsed_s), waits_line(status, least_s=LONG_WAIT_S, most=1)
+            more = f"  {scene.history.tokens_per_s():,.0f} tokens/s"
+            more += f"  {stopwatch(left_s)} left" if left_s and not status.finished else ""
+            more += f"  ({waits})" if waits else ""
+        self._say(f"{stopwatch(scene.elapsed_s):>6}  {text}{more}")
 
-    def _refusals(self, scene: Scene, status: RunStatus) -> Iterator[str]:
-        """Each rejection, when it is first seen."""
-        names = labels(status.nodes)
-        new = scene.history.rejections[self._rejections :]
-        self._rejections += len(new)
-        yield from (verdict_line(verdict, names) for verdict in new[:MAX_REJECTIONS])
-        if len(new) > MAX_REJECTIONS:
-            yield f"and {len(new) - MAX_REJECTIONS} more rejections"
+
+def stopwatch(seconds: float) -> str:
+    """Minutes and seconds: `1:05`."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def progress_line(scene: Scene, status: RunStatus) -> str:
     """Where the run stands: `step 2/9  reward 0.50  held out 0.40  staleness 0.25  groups 5 accepted, 1 rejected`."""
-    history = scene.history
-    numbers = {
-        "reward": history.rewards[max(history.rewards)] if history.rewards else None,
-        "held out": history.held_out[max(history.held_out)] if history.held_out else None,
-        "staleness": latest(in_order(status), "staleness_mean"),
-    }
     if status.policy is None and status.step == 0:
         return "starting: the trainer is loading the first policy"
+    rewards, scores = (_by_step(values) for values in (scene.history.rewards, scene.history.held_out))
+    stale = scene.history.staleness
+    numbers = {"reward": rewards[-1:], "held out": scores[-1:], "staleness": [] if stale is None else [stale]}
     parts = [f"step {status.step}/{status.steps}"]
-    parts += [f"{name} {value:.2f}" for name, value in numbers.items() if value is not None]
+    parts += [f"{name} {last:.2f}" for name, values in numbers.items() for last in values]
     measuring = [f"{printable(node.name)}: {MEASURING}" for node in status.nodes if node.doing == MEASURING]
     return "  ".join([*parts, groups_line(status), *measuring])
 
 
 def groups_line(status: RunStatus) -> str:
-    accepted, rejected = status.submissions.get("accepted", 0), status.submissions.get("rejected", 0)
-    unsure = status.submissions.get("unsure", 0)
-    return f"groups {accepted:,} accepted, {rejected:,} rejected" + (f", {unsure:,} unsure" if unsure else "")
+    accepted, rejected, unsure = (status.submissions.get(state, 0) for state in ("accepted", "rejected", "unsure"))
+    missed = f" ({status.no_sample} could not be scored)" if status.no_sample else ""
+    return f"groups {accepted:,} accepted, {rejected:,} rejected" + (f", {unsure:,} unsure" if unsure else "") + missed
 
 
-# ── the live frame ───────────────────────────────────────────────────────────────────────────────────────────────
+def _by_step(values: dict[int, float]) -> list[float]:
+    return [values[step] for step in sorted(values)]
+
+
+# ── the frame ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def frame(scene: Scene, width: int) -> Group:
     """Numbers, workers, the other processes and what is wrong, the last verdicts; every row is one line."""
-    status = scene.status
-    times = stopwatch(scene.elapsed_s)
-    left_s = scene.history.left_s(scene.elapsed_s)
-    if status is not None and status.finished:
-        times += ", finished"
-    elif left_s is not None:
-        times += f", about {stopwatch(left_s)} left"
-    run = f"shoal {printable(status.run)}  " if status is not None else "shoal  "
-    rows: list[RenderableType] = [Text(f"{run}{times}", "bold", no_wrap=True, overflow="ellipsis")]
-    if status is None or status.policy is None:
+    status, left_s = scene.status, scene.history.left_s(scene.elapsed_s)
+    title = "shoal" if status is None else f"shoal {printable(status.run)}"
+    title += f"  policy {status.policy.label}" if status is not None and status.policy else ""
+    title += f"  {stopwatch(scene.elapsed_s)}" if scene.processes else ""
+    finished = status is not None and status.finished
+    title += ", finished" if finished else "" if left_s is None else f", about {stopwatch(left_s)} left"
+    rows: list[RenderableType] = [Text(title, "bold", no_wrap=True, overflow="ellipsis")]
+    if status is None or (status.policy is None and status.step == 0):
         why = "the hub does not answer yet" if status is None else "the trainer is loading the first policy"
         rows.append(_row("starting", why))
     else:
         step, bar = f"  step {status.step}/{status.steps}", Table.grid()
         bar.add_row(ProgressBar(max(1, status.steps), status.step, max(1, width - len(step))), Text(step, "bold"))
-        rows += [bar, "", *_numbers(scene, status)]
-    notes = [
-        Text(f"{name} {printable(note)}", style="magenta", no_wrap=True, overflow="ellipsis")
-        for name, note in scene.notes.items()
-    ]
-    rows += ["", _workers(scene), *notes, "", *_processes(scene, width), *_verdicts(scene)]
-    return Group(*rows)
+        rows += [bar, ""]
+    if status is not None:
+        rows += _numbers(scene, status)
+    rows += ["", _workers(scene)]
+    for name, note in scene.notes.items():
+        rows.append(Text(f"{name} {printable(note)}", "magenta", no_wrap=True, overflow="ellipsis"))
+    return Group(*rows, "", *_processes(scene, width), *_verdicts(scene))
 
 
 def _numbers(scene: Scene, status: RunStatus) -> Iterator[Text]:
-    history = scene.history
-    rewards, scores = ([values[step] for step in sorted(values)] for values in (history.rewards, history.held_out))
+    rewards, scores = (_by_step(values) for values in (scene.history.rewards, scene.history.held_out))
     if rewards:
         yield _row("reward", f"{rewards[-1]:.2f}  {sparkline(rewards, SPARK_WIDTH)}")
     if scores:
         rise = f" → {scores[-1]:.2f}  {100 * (scores[-1] - scores[0]):+.0f} points" if len(scores) > 1 else ""
         yield _row("held out", f"{scores[0]:.2f}{rise}  {sparkline(scores, SPARK_WIDTH // 2)}", "green")
-    stale = latest(in_order(status), "staleness_mean")
+    stale = scene.history.staleness
     age = "not known" if stale is None else f"{stale:.2f} of {status.max_staleness}"
-    rate = f"{scene.history.tokens_per_s():,.0f} tokens/s"
-    yield _row("staleness", f"{age}   {rate}   {groups_line(status)}")
+    rate = f"   {scene.history.tokens_per_s():,.0f} tokens/s" if scene.processes else ""
+    yield _row("staleness", f"{age}{rate}   {groups_line(status)}")
+    tasks = [f"{count} {pool}" for pool, count in sorted(status.pools.items())]
+    for each in (each for each in status.evaluations if not each.complete):
+        tasks.append(f"measuring version {each.policy.version}: {each.scored} of {each.tasks} held-out tasks")
+    if tasks:
+        yield _row("tasks", ", ".join(tasks))
 
 
 def _workers(scene: Scene) -> Table:
     """Those that the hub knows, and those started here that it does not know yet: trouble first, then by credit."""
     nodes = [node for node in scene.status.nodes if node.role == "worker"] if scene.status is not None else []
     processes = {process.name: process for process in scene.processes if process.name.startswith("worker-")}
-    names = labels(nodes)
-    found = [_worker(node, names[node.node], processes.get(node.name), scene) for node in nodes]
+    names, found, most = labels(nodes), [], MAX_WORKERS if scene.processes else MAX_NODES
+    for node in nodes:
+        state, doing = node.state.value, _doing(node, scene)
+        process = processes.get(node.name)
+        if node.state != NodeState.ACTIVE:
+            doing = printable(node.reason)
+        elif process is not None and process.state != "running":
+            state, doing = ("done", "") if process.why == "is done" else (process.state, printable(process.why))
+        elif node.liveness != "here":
+            state = node.liveness
+        elif node.on_probation:
+            state = "probation"
+        earned = f"{node.credit:,}" + (f" + {node.pending:,} pending" if node.pending and not processes else "")
+        found.append((names[node.node], node.accepted, node.rejected, node.credit, earned, state, doing))
     for name in processes.keys() - {node.name for node in nodes}:
-        state: str = processes[name].state
-        found.append((name, 0, 0, 0, "starting" if state == "running" else state, ""))
+        state = "starting" if processes[name].state == "running" else processes[name].state
+        found.append((name, 0, 0, 0, "0", state, ""))
     few = len(found) <= MAX_WORKERS
-    found.sort(key=lambda row: (0, 0, row[0]) if few else (row[4] in STATE_STYLES, -row[3], row[0]))
+    found.sort(key=lambda row: (0, 0, row[0]) if few else (row[5] in STATE_STYLES, -row[3], row[0]))
     table = Table(box=None, expand=True, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
     for name in ("worker", "accepted", "rejected", "credit", "state"):
         table.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if name[-1] in "dt" else "left")
     table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
-    for name, accepted, rejected, credit, state, doing in found[:MAX_WORKERS]:
+    for name, accepted, rejected, _, earned, state, doing in found[:most]:
         style = STATE_STYLES.get(state, "red" if state in ("banned", "suspended", "given up") else "yellow")
-        cells = (name, f"{accepted:,}", f"{rejected:,}", f"{credit:,}")
-        table.add_row(*map(Text, cells), Text(state, style), Text(doing, "red" if style == "red" else ""))
-    if not few:
-        table.add_row(Text(f"and {len(found) - MAX_WORKERS} more", "dim"))
+        cells = map(Text, (name, f"{accepted:,}", f"{rejected:,}", earned))
+        table.add_row(*cells, Text(state, style), Text(doing, "red" if style == "red" else ""))
+    counts = scene.status.node_counts if scene.status is not None else {}
+    known = sum(count for name, count in counts.items() if name.startswith("worker."))
+    if max(len(found), known) > most or known > len(found):
+        table.add_row(Text(f"and {max(len(found), known) - min(len(found), most):,} more", "dim"))
     return table
-
-
-def _worker(
-    node: NodeView, name: str, process: ProcessView | None, scene: Scene
-) -> tuple[str, int, int, int, str, str]:
-    state, doing = node.state.value, _doing(node, scene)
-    if node.state != NodeState.ACTIVE:
-        doing = printable(node.reason)
-    elif process is not None and process.state != "running":
-        state, doing = ("done", "") if process.why == "is done" else (process.state, printable(process.why))
-    return name, node.accepted, node.rejected, node.credit, state, doing
 
 
 def _doing(node: NodeView, scene: Scene) -> str:
@@ -279,30 +292,24 @@ def _doing(node: NodeView, scene: Scene) -> str:
 
 
 def _processes(scene: Scene, width: int) -> Iterator[Text]:
-    """The processes that are no workers, what is wrong with any, alarms, and long waits."""
+    """What is no worker, what is wrong with any process, and what else is out of the ordinary."""
     status = scene.status
-    doing = {node.name: _doing(node, scene) for node in status.nodes} if status is not None else {}
-    others = []
+    nodes = () if status is None else status.nodes
+    doing = {printable(node.name): _doing(node, scene) for node in nodes if node.role != "worker"}
+    others = {} if scene.processes else doing
     for process in scene.processes:
         if not process.name.startswith("worker-"):
-            said: str = "done" if process.why == "is done" else process.state
-            said = doing.get(process.name, "") if process.state == "running" else said
-            others.append(f"{process.name}: {said}" if said else process.name)
-    yield _row("processes", " · ".join(others))
-    banned = {node.name for node in status.nodes if node.state != NodeState.ACTIVE} if status else set()
-    found = troubles(status, scene.processes, scene.silent_s).items()
-    wrong = [sentence for name, sentence in found if name not in banned]  # their row says why
-    yield from _sentences("trouble", wrong[:MAX_TROUBLES], "yellow", width)
+            state: str = "done" if process.why == "is done" else process.state
+            others[process.name] = doing.get(process.name, "") if process.state == "running" else state
+    yield _row("processes", " · ".join(f"{name}: {said}" if said else name for name, said in others.items()))
+    banned = {node.name for node in nodes if node.state != NodeState.ACTIVE}  # their row says why
+    wrong = troubles(status, scene.processes, scene.silent_s).items()
+    found = [("trouble", sentence) for name, sentence in wrong if name not in banned]
     if status is not None:
-        yield from _sentences("owner", [owner_line(status), lag_line(status)], "bold yellow", width)
-        yield from _sentences("standstill", status.standstill, "bold red", width)
-        yield from _sentences("alarm", status.alarms[:MAX_ALARMS], "bold red", width)
-        yield from _sentences("waiting", [waits_line(status, LONG_WAIT_S, most=1)], "", width)
-
-
-def _sentences(label: str, sentences: Sequence[str], style: str, width: int) -> Iterator[Text]:
-    """Sentences that one must be able to read to their end: over two lines if need be."""
-    for sentence in sentences:
+        waits = waits_line(status, LONG_WAIT_S, 1) if scene.processes else waits_line(status)
+        found = [*found[:MAX_NOTICES], *notices(status)[:MAX_NOTICES], *([("waiting", waits)] if waits else [])]
+    for label, sentence in found:  # which one must be able to read to their end: over two lines if need be
+        style = {"waiting": "", "trouble": "yellow", "owner": "bold yellow"}.get(label, "bold red")
         for line in textwrap.wrap(printable(sentence), max(10, width - LABEL_WIDTH), max_lines=2, placeholder=" …"):
             yield _row(label, line, style)
 
@@ -311,7 +318,7 @@ def _verdicts(scene: Scene) -> Iterator[Text]:
     """The newest verdicts in words, oldest first; the last few rejections are always among them."""
     if scene.status is None:
         return
-    names, refused = labels(scene.status.nodes), scene.history.rejections[-REJECTIONS_KEPT:]
+    names, refused = labels(scene.status.nodes), list(scene.history.rejections.values())[-REJECTIONS_KEPT:]
     others = [verdict for verdict in scene.status.verdicts if verdict.outcome != "rejected"]
     others.sort(key=lambda verdict: -verdict.decided_at_ms)
     shown = [*refused, *others[: VERDICTS_SHOWN - len(refused)]]

@@ -7,7 +7,7 @@ shoal why NODE --json   all of it with the signed documents: what one hands over
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,14 +19,12 @@ from shoal.errors import HubRefused, HubUnreachable, UserError
 from shoal.runtime.text import count_of, printable, visible, visible_json
 
 if TYPE_CHECKING:
-    from shoal.client import HubClient
     from shoal.protocol import LeaseStory, LedgerEntry, NodeStory, SubmissionStory, UnitStory
 
 UNKNOWN = 404
-MAX_EVIDENCE = 8
-MAX_LEASES = 10
-MAX_REWARDS = 16
-MAX_REFUSED = 10
+MAX_EVIDENCE, MAX_REWARDS = 8, 16
+MAX_EVENTS = 10  # of each kind
+SHOWN = ("step", "credit", "tokens", "reason", "severity", "owner", "verb", "target", "by", "role", "name")
 
 
 def why(
@@ -42,14 +40,17 @@ def why(
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the hub.")] = 3,
 ) -> None:
     """Say what happened to a unit or a node: which check, which numbers, which rule, what it cost."""
-    from shoal.cli.status import client_of, when_stopped
-    from shoal.run.folder import find_run
+    from shoal.client import HubClient
+    from shoal.run.folder import find_run, hub_of
+    from shoal.run.launch import when_stopped
+    from shoal.run.orders import find_node
     from shoal.runtime.text import shoal_command
 
     place = find_run(where)
-    with closing(client_of(place, wait_s)) as client:
+    with closing(HubClient.of_a_person(*hub_of(place, wait_s))) as client:
         try:
-            text, lines = _told(client, what)
+            unit = client.unit(int(what)) if what.isascii() and what.isdigit() else None
+            node = client.node(find_node(client, what)) if unit is None else None
         except HubRefused as error:
             if error.status != UNKNOWN:
                 raise
@@ -59,22 +60,11 @@ def why(
                 raise
             alone = f"start it alone with {shoal_command()} hub --dir {place}, then ask again"
             raise HubUnreachable(f"{when_stopped(Path(place))[1]}. Only its hub can tell: {alone} ({error})") from error
-    for line in [visible_json(text)] if as_json else map(visible, lines):
-        typer.echo(line)
-
-
-def _told(client: HubClient, what: str) -> tuple[str, Iterator[str]]:
-    """What the hub tells about a unit or a node: for programs, and in words."""
-    if what.isascii() and what.isdigit():
-        unit = client.unit(int(what))
-        return unit.model_dump_json(indent=2), unit_lines(unit)
-    from shoal.run.orders import find_node
-
-    node = client.node(find_node(client, what))
-    return node.model_dump_json(indent=2), node_lines(node)
-
-
-# ── a unit ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    if as_json and (story := unit or node):
+        typer.echo(visible_json(story.model_dump_json(indent=2)))
+        return
+    for line in (*(unit_lines(unit) if unit else ()), *(node_lines(node) if node else ())):
+        typer.echo(visible(line))
 
 
 def unit_lines(story: UnitStory) -> Iterator[str]:
@@ -84,7 +74,7 @@ def unit_lines(story: UnitStory) -> Iterator[str]:
         for submission in story.submissions:
             if submission.lease == lease.lease:
                 yield from (f"  {line}" for line in submission_lines(submission))
-    yield from entry_lines(story.ledger)
+    yield from map(entry_line, story.ledger)
     if not story.seeds:
         yield "its seeds, and its leases as they were signed, are told once it is decided"
 
@@ -119,13 +109,15 @@ def reward_lines(verdict: dict[str, Any]) -> Iterator[str]:
     rewards: list[dict[str, Any]] = verdict.get("rewards") or []
     if not rewards:
         return
-    shown = " ".join(_number(float(each["value"])) for each in rewards[:MAX_REWARDS])
     more = f" and {len(rewards) - MAX_REWARDS} more" if len(rewards) > MAX_REWARDS else ""
+    shown = " ".join(f"{float(each['value']):.4g}" for each in rewards[:MAX_REWARDS])
     yield f"rewards: {shown}{more}"
-    names = dict.fromkeys(name for each in rewards for name in each.get("parts") or {})
-    means = [(name, sum(float(each["parts"].get(name, 0.0)) for each in rewards) / len(rewards)) for name in names]
+    means = []
+    for name in dict.fromkeys(name for each in rewards for name in each.get("parts") or {}):
+        mean = sum(float((each.get("parts") or {}).get(name, 0.0)) for each in rewards) / len(rewards)
+        means.append(f"{name} {mean:.4g}")
     if means:
-        yield printable("parts, in the mean: " + ", ".join(f"{name} {_number(mean)}" for name, mean in means))
+        yield printable(f"parts, in the mean: {', '.join(means)}")
     if verdict.get("unreproducible"):
         yield printable(f"nobody else can compute again: {', '.join(verdict['unreproducible'])}")
 
@@ -133,19 +125,11 @@ def reward_lines(verdict: dict[str, Any]) -> Iterator[str]:
 def check_line(check: dict[str, Any]) -> str:
     """`sampling.seed failed: outside=812 limit=14 …: token 3 of sample 0 …`."""
     evidence: dict[str, Any] = check.get("evidence") or {}
-    shown = [f"{name}={_number(value)}" for name, value in list(evidence.items())[:MAX_EVIDENCE]]
+    numbers = {name: f"{each:.4g}" if isinstance(each, float) else str(each) for name, each in evidence.items()}
+    shown = " ".join(f"{name}={number}" for name, number in list(numbers.items())[:MAX_EVIDENCE])
     more = f" and {len(evidence) - MAX_EVIDENCE} more numbers" if len(evidence) > MAX_EVIDENCE else ""
-    numbers = f": {' '.join(shown)}{more}" if shown else ""
-    said = printable(str(check.get("message") or ""))
-    outcome = "held" if check.get("passed") else "failed"
-    return f"{check.get('check')} {outcome}{printable(numbers)}{f': {said}' if said else ''}"
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-# ── a node ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    parts = (f"{check.get('check')} {'held' if check.get('passed') else 'failed'}", shown + more, check.get("message"))
+    return ": ".join(printable(str(part)) for part in parts if part)
 
 
 def node_lines(story: NodeStory) -> Iterator[str]:
@@ -157,8 +141,8 @@ def node_lines(story: NodeStory) -> Iterator[str]:
         f"{count_of(story.passed, 'full audit')} passed since its last strike, "
         f"{story.certain} certain and {story.statistical} statistical strikes"
     )
-    yield f"liveness: {node.liveness}, last heard of {moment(node.last_seen_ms)}"
     until = f" until {moment(node.until_ms)}" if node.until_ms is not None else ""
+    yield f"liveness: {node.liveness}, last heard of {moment(node.last_seen_ms)}"
     yield f"sanction: {node.state.value}{until}, suspended {count_of(node.suspensions, 'time')}"
     pace = f", a group takes it {story.pace_ms / 1000:.1f} s" if story.pace_ms else ""
     yield f"work: may hold {count_of(node.window, 'lease')}, let {story.lapsed} lapse{pace}"
@@ -170,62 +154,39 @@ def node_lines(story: NodeStory) -> Iterator[str]:
         yield "ledger: no rows about it, because none of its work was ever accepted; the hub's database has the rest"
     for _, lines in sorted(_events(story), key=lambda event: event[0]):
         yield from lines
-    if len(story.refused) > MAX_REFUSED:
-        yield f"and {len(story.refused) - MAX_REFUSED} more refused (--json has them)"
+    if len(story.refused) > MAX_EVENTS:
+        yield f"and {len(story.refused) - MAX_EVENTS} more refused (--json has them)"
 
 
-def _events(story: NodeStory) -> Iterator[tuple[tuple[int, int], list[str]]]:
-    """What happened to a node, each thing once, with when it did: submissions refused, leases lost, ledger rows."""
-    for submission in story.refused[:MAX_REFUSED]:
-        lines = [f"refused: unit {submission.unit}, lease {submission.lease}"]
-        lines += [f"  {line}" for line in submission_lines(submission)]
-        yield (submission.decided_at_ms or submission.received_at_ms, -1), lines
-    lost = [lease for lease in story.leases if lease.state in ("expired", "void")]
-    for lease in lost[:MAX_LEASES]:
-        yield (lease.ended_at_ms or lease.deadline_ms, -1), [lease_line(lease)]
-    ordered = [order for entry in story.ledger if entry.kind == "sanction" for order in _orders(entry, story)]
-    for entry in story.ledger:
-        if entry.kind == "sanction":
-            yield (entry.at_ms, entry.index), list(sanction_lines(entry, story))
-        elif entry.kind != "rejected" and entry not in ordered:  # those are told with their sanction
-            yield (entry.at_ms, entry.index), list(entry_lines([entry]))
-
-
-def _orders(sanction: LedgerEntry, story: NodeStory) -> list[LedgerEntry]:
-    """The owner's orders that a sanction is of: both are written down in the same moment."""
-    return [entry for entry in story.ledger if entry.kind == "admin" and entry.at_ms == sanction.at_ms]
-
-
-def sanction_lines(entry: LedgerEntry, story: NodeStory) -> Iterator[str]:
-    """A sanction with the rejections that it followed from, or the order."""
+def _events(story: NodeStory) -> Iterator[tuple[tuple[int, int], Iterable[str]]]:
+    """What happened to a node, with when it did: submissions refused, leases lost, ledger rows. A rejection is told
+    with the sanction that followed from it."""
     from shoal.protocol.status import behind
 
-    body = entry.body
-    until = f" until {moment(body['until_ms'])}" if body.get("until_ms") else ""
-    said = printable(str(body["reason"]))
-    yield f"{moment(entry.at_ms)} ledger row {entry.index}: {body['state']}{until}: {said}"
-    for order in _orders(entry, story):
-        verb, by = (printable(str(order.body.get(name))) for name in ("verb", "by"))
-        yield f"  by order of the run's owner ({verb}, ledger row {order.index}, signed by {by[:12]})"
-    for rejected in behind(entry, story.ledger):
-        yield (
-            f"  because of unit {rejected.get('unit')}, submission {str(rejected.get('submission'))[:16]}…: "
-            f"{rejected.get('reason')} ({rejected.get('severity') or 'soft'}), by validator "
-            f"{str(rejected.get('validator'))[:12]}"
-        )
+    for refused in story.refused[:MAX_EVENTS]:
+        lines = [f"refused: unit {refused.unit}, lease {refused.lease}"]
+        lines += [f"  {line}" for line in submission_lines(refused)]
+        yield (refused.decided_at_ms or refused.received_at_ms, -1), lines
+    for lease in [lease for lease in story.leases if lease.state in ("expired", "void")][:MAX_EVENTS]:
+        yield (lease.ended_at_ms or lease.deadline_ms, -1), [lease_line(lease)]
+    for entry in (entry for entry in story.ledger if entry.kind != "rejected"):
+        lines = [entry_line(entry)]
+        for body in behind(entry, story.ledger) if entry.kind == "sanction" else ():
+            what = f"unit {body.get('unit')}, submission {str(body.get('submission'))[:16]}…: {body.get('reason')}"
+            by = f"({body.get('severity') or 'soft'}), by validator {str(body.get('validator'))[:12]}"
+            lines.append(f"  because of {printable(what)} {printable(by)}")
+        yield (entry.at_ms, entry.index), lines
 
 
-# ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def entry_lines(entries: Sequence[LedgerEntry]) -> Iterator[str]:
-    for entry in entries:
-        said = {key: value for key, value in entry.body.items() if key in SHOWN and value not in ("", None)}
-        details = printable(", ".join(f"{key} {str(value)[:40]}" for key, value in said.items()))
-        yield f"{moment(entry.at_ms)} ledger row {entry.index}: {entry.kind}{f': {details}' if details else ''}"
-
-
-SHOWN = ("step", "credit", "tokens", "reason", "severity", "owner", "verb", "target", "by", "role", "name")
+def entry_line(entry: LedgerEntry) -> str:
+    """A row of the ledger; of an order of the run's owner, that it is one."""
+    said = {key: value for key, value in entry.body.items() if key in SHOWN and value not in ("", None)}
+    if entry.kind == "sanction":
+        until = entry.body.get("until_ms")
+        said = {"state": f"{entry.body['state']}{f' until {moment(until)}' if until else ''}", **said}
+    details = printable(", ".join(f"{key} {str(value)[:40]}" for key, value in said.items()))
+    kind = "order of the run's owner" if entry.kind == "admin" else entry.kind
+    return f"{moment(entry.at_ms)} ledger row {entry.index}: {kind}{f': {details}' if details else ''}"
 
 
 def moment(at_ms: int) -> str:

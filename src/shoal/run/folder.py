@@ -9,7 +9,6 @@ The root key is needed only here, to make certificates: move it off the machine 
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from shoal.client import split_join_url
+from shoal.client.known_hubs import known_root
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
 from shoal.protocol import (
@@ -96,7 +97,11 @@ class RunFolder:
             ensure_folder(path / "logs")
             ensure_folder(path / "keys", private=True)
             folder = cls(path, recipe)
-            folder._certify(clock)
+            for name, role in {**folder.trusted_roles, ADMIN: "admin"}.items():
+                if not folder._certificate_path(name).exists():
+                    folder._root()  # what is wrong with it is said before any key is made
+                    key = load_or_create_key(path / "keys" / f"{name}.key")
+                    folder.put_certificate(name, folder.certify(role, key.public_key, clock))
             write_atomically(stored, dump_config(recipe).encode(), RECIPE_MODE)
         return folder
 
@@ -113,14 +118,13 @@ class RunFolder:
         stored = path / "recipe.toml"
         if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
             refuse_other_recipe(path, _stored_recipe(stored), recipe)
-            _refuse_what_is_moved_otherwise(path, _stored_recipe(stored), recipe)
+            _refuse_moved(path, _stored_recipe(stored), recipe)
 
     # Keys
 
     @property
     def trusted_roles(self) -> dict[str, Role]:
-        """Names of the processes that the root key vouches for, with their roles; with validators that were added while
-        the run went on."""
+        """The processes that the root key vouches for, with their roles; validators that were added later, too."""
         count = self.recipe.validator.count
         while self._certificate_path(f"validator-{count}").exists():
             count += 1
@@ -146,21 +150,19 @@ class RunFolder:
 
     def certificate(self, name: str) -> SignedDocument:
         """The certificate of a trusted process, checked against the root key, its own key and this run."""
-        signed, role = self._signed(name), self._role_of(name)
+        signed, path = self._signed(name), self._certificate_path(name)
+        role: Role = "admin" if name == ADMIN else self.trusted_roles[name]
         try:
             document = open_document(signed, RoleCertificate, self.root_key)
         except ProtocolError as error:
-            raise ConfigError(f"{self._certificate_path(name)}: {error}; remove it to get a new one") from error
+            raise ConfigError(f"{path}: {error}; remove it to get a new one") from error
         if (document.run, document.role, document.public_key) != (self.run_id, role, self.key(name).public_key):
-            raise ConfigError(f"{self._certificate_path(name)} is for another key, role or run; remove it")
+            raise ConfigError(f"{path} is for another key, role or run; remove it")
         return signed
 
     @property
     def certificates(self) -> tuple[SignedDocument, ...]:
         return tuple(self.certificate(name) for name in self.trusted_roles)
-
-    def _role_of(self, name: str) -> Role:
-        return "admin" if name == ADMIN else self.trusted_roles[name]
 
     def certify(self, role: Role, public_key: str, clock: Clock = SystemClock()) -> SignedDocument:
         """A certificate by the root key, whose private half must be here; it is not written anywhere."""
@@ -169,11 +171,9 @@ class RunFolder:
         document = RoleCertificate(run=run, role=role, public_key=public_key, issued_at_ms=clock.now_ms())
         return sign_document(document, root)
 
-    def put_certificate(self, name: str, signed: SignedDocument) -> Path:
+    def put_certificate(self, name: str, signed: SignedDocument) -> None:
         """Write a certificate down where its process looks for it."""
-        path = self._certificate_path(name)
-        write_atomically(path, signed.model_dump_json(indent=2).encode() + b"\n")
-        return path
+        write_atomically(self._certificate_path(name), signed.model_dump_json(indent=2).encode() + b"\n")
 
     def _certificate_path(self, name: str) -> Path:
         return self.path / "keys" / f"{name}.json"
@@ -189,20 +189,10 @@ class RunFolder:
                 f"{path} is not a certificate: {first_problem(error)}; remove it to get a new one"
             ) from error
 
-    def _certify(self, clock: Clock) -> None:
-        """Make the keys and certificates that are missing. The root key is asked for only if one is."""
-        missing = [name for name in (*self.trusted_roles, ADMIN) if not self._certificate_path(name).exists()]
-        if missing:
-            self._root()  # says what is wrong with it before any key is made
-        for name in missing:
-            key = load_or_create_key(self.path / "keys" / f"{name}.key")
-            self.put_certificate(name, self.certify(self._role_of(name), key.public_key, clock))
-
     def _root(self) -> SigningKey:
         """The private root key. It is made for a new run only: a second one would split the run in two."""
         path = self.path / "keys" / "root.key"
-        is_new = not (self.path / "hub" / "hub.db").exists() and not any(path.parent.glob("*.json"))
-        if is_new:
+        if not (self.path / "hub" / "hub.db").exists() and not any(path.parent.glob("*.json")):
             return load_or_create_key(path)
         if not path.exists():
             raise ConfigError(f"a certificate is missing and so is the root key: put it back at {path}, then try again")
@@ -227,67 +217,44 @@ class RunFolder:
 
     def assign_endpoints(self) -> Endpoints:
         """Choose where everything listens, and write it down. Earlier ports are kept while they are free."""
-        hub, earlier = self.recipe.hub, self._earlier_ports()
-        ports = Ports(hub.host, earlier)
+        hub, ports = self.recipe.hub, list[int]()
+        try:
+            before = self.endpoints
+            earlier = [port_of(url) for url in (before.hub, before.origin, *before.relays)]
+        except ConfigError:  # none, or damaged: they are chosen anew
+            earlier = []
+        for index in range(2 + self.recipe.relay.count):
+            wanted = [hub.port] if index == 0 and hub.port else [*earlier[index : index + 1], 0, 0, 0]
+            ports.append(_free_port(hub.host, wanted, ports))
         own = hub.host in EVERYWHERE  # then others reach this machine by its own address
         host = own_address() if own else f"[{hub.host}]" if ":" in hub.host else hub.host
+        urls = [f"http://{host}:{port}" for port in ports]
         endpoints = Endpoints(
-            run=self.run_id,
-            root_key=self.root_key,
-            bind=hub.host,
-            hub=f"http://{host}:{ports.fixed(hub.port) if hub.port else ports.free('hub')}",
-            origin=f"http://{host}:{ports.free('origin')}",
-            advertise=hub.advertise,
-            relays=tuple(f"http://{host}:{ports.free(f'relay-{i}')}" for i in range(self.recipe.relay.count)),
-        )
+            run=self.run_id, root_key=self.root_key, bind=hub.host, hub=urls[0], origin=urls[1],
+            advertise=hub.advertise, relays=tuple(urls[2:]),
+        )  # fmt: skip
         write_atomically(self.path / "endpoints.json", endpoints.model_dump_json(indent=2).encode() + b"\n")
         return endpoints
 
-    def _earlier_ports(self) -> dict[str, int]:
+
+def _free_port(host: str, wanted: Sequence[int], taken: Sequence[int]) -> int:
+    """The first of the ports that can be listened on and is not taken; 0 stands for any."""
+    why = "all are in use"
+    for port in wanted:
         try:
-            stored = json.loads((self.path / "endpoints.json").read_bytes())
-            relays = {f"relay-{index}": url for index, url in enumerate(stored["relays"])}
-            urls = {"hub": stored["hub"], "origin": stored["origin"], **relays}
-            return {name: port_of(url) for name, url in urls.items()}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}  # none, or damaged: they are chosen anew
-
-
-class Ports:
-    """Ports that are free now; no two calls return the same one."""
-
-    def __init__(self, host: str, earlier: dict[str, int]) -> None:
-        self._host = host
-        self._earlier = earlier
-        self._given: set[int] = set()
-
-    def fixed(self, port: int) -> int:
-        try:
-            return self._bind(port)
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just closed is free
+                probe.bind((host, port))
+                bound: int = probe.getsockname()[1]
         except OSError as error:
-            raise ResourceError(
-                f"cannot listen on port {port} of {self._host} ({error.strerror}): stop what uses it, or choose "
-                "another (--set hub.port=0 takes any that is free)"
-            ) from error
-
-    def free(self, name: str) -> int:
-        for port in (self._earlier.get(name, 0), 0, 0, 0):
-            try:
-                chosen = self._bind(port)
-            except OSError:
-                continue
-            if chosen not in self._given:
-                self._given.add(chosen)
-                return chosen
-        raise ResourceError(f"there is no free port on {self._host}; is that an address of this machine?")
-
-    def _bind(self, port: int) -> int:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just closed is free
-            probe.bind((self._host, port))
-            bound: int = probe.getsockname()[1]
+            why = str(error.strerror)
+            continue
+        if bound not in taken:
             return bound
+    raise ResourceError(
+        f"cannot listen on port {wanted[0] or '(any)'} of {host} ({why}): is it an address of this machine? Stop what "
+        "uses the port, or choose another (--set hub.port=0 takes any that is free)"
+    )
 
 
 def _stored_recipe(path: Path) -> Recipe:
@@ -296,6 +263,15 @@ def _stored_recipe(path: Path) -> Recipe:
     if "[run]" not in path.read_text():
         raise ConfigError(f"{path} is damaged: it has no [run] section; put back the recipe that the run was made with")
     return recipe
+
+
+def hub_of(where: str, wait_s: float) -> tuple[str, float, str | None]:
+    """The hub at a join URL or of a run's folder: its address, the wait, and its root key's fingerprint if known."""
+    if "://" in where:
+        url, pinned = split_join_url(where)
+        return url, wait_s, known_root([url], pinned)
+    folder = RunFolder.open(Path(where))
+    return folder.endpoints.hub, wait_s, fingerprint(folder.root_key)
 
 
 def find_run(where: str | None) -> str:
@@ -341,15 +317,14 @@ def port_of(url: str) -> int:
     return int(url.rsplit(":", 1)[1].rstrip("/"))
 
 
-def _refuse_what_is_moved_otherwise(path: Path, stored: Recipe, given: Recipe) -> None:
-    """Nothing is written down that a begun run could not go on with: a place without its rows, or an end it is past."""
+def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
+    """Nothing is written down that a begun run cannot resume with: a place without its rows, or an end it is past."""
     if given.run.steps < stored.run.steps:
         raise ConfigError(
             f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun can be continued for "
-            f"longer, never for less; to end it earlier, stop it (go on with: shoal run --dir {path})"
+            f"longer, never for less; to end it earlier, stop it (resume with: shoal run --dir {path})"
         )
-    manifests = path / "origin" / "manifests"
-    if not (path / "hub" / "hub.db").exists() and not (manifests.is_dir() and any(manifests.iterdir())):
+    if not (path / "hub" / "hub.db").exists() and not any((path / "origin" / "manifests").glob("*")):
         return  # it holds nothing yet: a mistyped address of a first start can be mended
     before, now = stored.hub, given.hub
     if (masked(before.database), before.storage) == (masked(now.database), now.storage):  # a password may be another
@@ -357,7 +332,7 @@ def _refuse_what_is_moved_otherwise(path: Path, stored: Recipe, given: Recipe) -
     named = {"database": masked(now.database), "storage": now.storage, "storage_endpoint": now.storage_endpoint}
     places = "".join(f" --set hub.{name}={value}" for name, value in named.items() if value)
     raise ConfigError(
-        f"hub.database and hub.storage were {masked(before.database)!r} and {before.storage!r}, are "
-        f"{named['database']!r} and {now.storage!r}: the run in {path} has begun, and what it holds is at the first; "
-        f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"
+        f"hub.database and hub.storage were {masked(before.database)!r} and {before.storage!r}, and what the run in "
+        f"{path} holds is there; to move it, stop it, then: shoal backup {path} FILE, "
+        f"shoal restore FILE FOLDER{places}"
     )

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from shoal.errors import KeyFileError, ProtocolError, UserError
 from shoal.protocol import SignedDocument, SigningKey, Vouch, load_key, node_id, open_document, sign_document
 from shoal.protocol.identity import store_key
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import write_atomically
 
 PASSPHRASE = "SHOAL_PASSPHRASE"
@@ -45,8 +45,8 @@ def describe(key: SigningKey) -> list[str]:
     return [f"node        {key.node}", f"public key  {key.public_key}"]
 
 
-def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> str | None:
-    """Seal a key with a passphrase: as text, or into a file that does not exist yet."""
+def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> str:
+    """Seal a key with a passphrase: the text, or what to say once it is in a file that did not exist."""
     from shoal.protocol.sealing import seal
 
     key = load_key(key_path(where))
@@ -56,7 +56,7 @@ def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> s
     if out is None:
         return text
     write_atomically(out, text.encode() + b"\n", mode=0o600)
-    return None
+    return f"wrote {out}; without its passphrase nobody can open it"
 
 
 def import_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]:
@@ -90,11 +90,8 @@ def read_passphrase(file: Path | None, twice: bool) -> str:
 
 def node_of(text: str) -> str:
     """The node that is meant by a node id, a public key, a key file or a worker's folder."""
-    if set(text) <= set(string.hexdigits.lower()):
-        if len(text) == NODE_HEX:
-            return text
-        if len(text) == PUBLIC_KEY_HEX:
-            return node_id(text)
+    if set(text) <= set(string.hexdigits.lower()) and len(text) in (NODE_HEX, PUBLIC_KEY_HEX):
+        return text if len(text) == NODE_HEX else node_id(text)
     if Path(text).exists():
         return load_key(key_path(Path(text))).node
     raise UserError(
@@ -103,24 +100,9 @@ def node_of(text: str) -> str:
     )
 
 
-def vouch_for(node: str, owner: SigningKey, clock: Clock = SystemClock()) -> SignedDocument:
+def vouch_for(node: str, owner: SigningKey) -> SignedDocument:
     """The owner's word that a node is theirs."""
-    return sign_document(Vouch(owner=owner.public_key, node=node, issued_at_ms=clock.now_ms()), owner)
-
-
-def read_vouch(path: Path, key: SigningKey) -> SignedDocument:
-    """A vouch from a file, which has to be for this very key."""
-    try:
-        signed = SignedDocument.model_validate_json(_text(path))
-        vouch = open_document(signed, Vouch, signed.signed_by)
-    except (ValidationError, ProtocolError) as error:
-        raise UserError(f"{path} is not a vouch: make one with: shoal key vouch {key.node} --owner FILE") from error
-    if vouch.node != key.node:
-        raise UserError(
-            f"{path} vouches for node {vouch.node}, but this one is {key.node}: "
-            f"make another with: shoal key vouch {key.node} --owner FILE"
-        )
-    return signed
+    return sign_document(Vouch(owner=owner.public_key, node=node, issued_at_ms=SystemClock().now_ms()), owner)
 
 
 def vouch_of(key: SigningKey, owner: Path | None, vouch: Path | None) -> SignedDocument | None:
@@ -129,7 +111,17 @@ def vouch_of(key: SigningKey, owner: Path | None, vouch: Path | None) -> SignedD
         raise UserError("--owner and --vouch say the same thing: give one of them")
     if owner is not None:
         return vouch_for(key.node, load_key(key_path(owner)))
-    return read_vouch(vouch, key) if vouch is not None else None
+    if vouch is None:
+        return None
+    remedy = f"make one with: shoal key vouch {key.node} --owner FILE"
+    try:
+        signed = SignedDocument.model_validate_json(_text(vouch))
+        node = open_document(signed, Vouch, signed.signed_by).node
+    except (ValidationError, ProtocolError) as error:
+        raise UserError(f"{vouch} is not a vouch: {remedy}") from error
+    if node != key.node:
+        raise UserError(f"{vouch} vouches for node {node}, but this one is {key.node}: {remedy}")
+    return signed
 
 
 def _text(path: Path) -> str:

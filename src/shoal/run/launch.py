@@ -68,7 +68,11 @@ def launch(
         logs.setup("run", folder.path / "logs" / "run.log", stderr=False)  # the display says it in the terminal
         if RunFolder.open(folder.path).recipe != folder.recipe:
             raise ConfigError(f"another start has just made another run in {folder.path}; choose another folder")
-        await_predecessors(folder, stop, [spec.name for spec in extra])
+        for name in [*role_names(folder), *(spec.name for spec in extra)]:
+            if (
+                folder.path / name / ".lock"
+            ).exists():  # of an earlier start whose supervisor was killed: it may be ending
+                FolderLock(folder.path / name).acquire(stop, LOCK_WAIT_S).release()
         endpoints = folder.assign_endpoints()
         display.say(f"run {endpoints.run} in {folder.path}, hub at {endpoints.hub}, logs in {folder.path / 'logs'}")
         display.say(f"to contribute: {shoal_command()} join {endpoints.join}")
@@ -77,7 +81,14 @@ def launch(
             specs = [*(process_spec(folder.path, name) for name in role_names(folder)), *extra]
             supervisor = Supervisor(specs, stop, folder.path / "processes.json")
             reporter.processes = supervisor.processes
-            ending = supervisor.run(reporter.tick, on_end=lambda: _last_look(reporter, stop))
+
+            def last_look() -> None:
+                """While everything still runs; whoever has pressed Ctrl-C is told that it was heard."""
+                if stop.is_set():
+                    display.say(f"stopping ({stop.reason}); a second time, what does not end at once is killed")
+                reporter.last_look()
+
+            ending = supervisor.run(reporter.tick, on_end=last_look)
         if ending.exit_code == 0:
             remove_caches(folder)
     return Launched(ending, reporter.status, reporter.elapsed_s, reporter.history)
@@ -100,20 +111,6 @@ def remove_caches(folder: RunFolder) -> None:
         origin.keep_newest(kept_when_finished(folder.recipe.run.max_staleness))
     except ShoalError as error:  # its key may be elsewhere
         log.warning("old versions at the origin were not removed: %s", error)
-
-
-def await_predecessors(folder: RunFolder, stop: StopToken, extra: Sequence[str] = ()) -> None:
-    """Wait for processes of an earlier start that are still ending (its supervisor was killed): they hold locks."""
-    for name in [*role_names(folder), *extra]:
-        if (folder.path / name / ".lock").exists():
-            FolderLock(folder.path / name).acquire(stop, LOCK_WAIT_S).release()
-
-
-def _last_look(reporter: Reporter, stop: StopToken) -> None:
-    """While everything still runs; whoever has pressed Ctrl-C is told that it was heard."""
-    if stop.is_set():
-        reporter.display.say(f"stopping ({stop.reason}); a second time, what does not end at once is killed")
-    reporter.last_look()
 
 
 def process_spec(path: Path, name: str, cheat: str | None = None) -> ProcessSpec:
@@ -148,55 +145,62 @@ def ledger_line(path: Path) -> str:
 
 def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
     """What a run came to, and what to do next. `before`: steps that were done when it was started."""
-    lines = summary(path / METRICS, launched.status, launched.elapsed_s, before)
-    if launched.ending.exit_code == 130:
-        lines.append(f"to go on: {shoal_command()} run --dir {path}")
-    if launched.ending.exit_code == 0:
-        untrained, alarms = any(line.startswith(NOTHING_TRAINED) for line in lines), alarm_lines(path / METRICS)
-        where = f"the {'unchanged' if untrained else 'trained'} model is in {path / 'trainer' / 'export'}"
-        if not alarms:
-            return [*lines, where, *best_lines(path)]
-        export = f"{shoal_command()} export {path} OUT"
-        scored = any("held_out" in row for row in MetricsLog(path / METRICS).rows())
-        which = f"the best by held-out score: {export} --best" if scored else f"an earlier one: {export} --version N"
-        lines += [*alarms, f"{where}, BUT ALARMS STAND: look at it before you use it; {which}"]
+    lines, code = summary(path / METRICS, launched.status, launched.elapsed_s, before), launched.ending.exit_code
+    if code == 130:
+        lines.append(f"to resume: {shoal_command()} run --dir {path}")
+    if code != 0:
+        return lines
+    rows, take = MetricsLog(path / METRICS).rows(), f"{shoal_command()} export {path} OUT"
+    untrained, scores = any(line.startswith(NOTHING_TRAINED) for line in lines), held_out_of(rows)
+    where = f"the {'unchanged' if untrained else 'trained'} model is in {path / 'trainer' / 'export'}"
+    alarms = [f"ALARM {name}, since step {since}: {seen}" for name, (since, seen) in standing(rows).items()]
+    if alarms:
+        which = f"the best by held-out score: {take} --best" if scores else f"an earlier one: {take} --version N"
+        return [*lines, *alarms, f"{where}, BUT ALARMS STAND: look at it before you use it; {which}"]
+    lines.append(where)
+    last, best = scores[max(scores)] if scores else 0.0, max(scores.values(), default=0.0)
+    if last < best:  # of equal ones the newer is better
+        version = max(version for version, score in scores.items() if score == best)
+        lines.append(
+            f"version {version} has the best held-out score, {best:.3f} (last {last:.3f}); to take it: {take} --best"
+        )
     return lines
-
-
-def best_lines(path: Path) -> list[str]:
-    """That an earlier version has the better held-out score, and how to take it; of equal ones the newer is better."""
-    scores = {int(row["step"]): row["held_out"] for row in MetricsLog(path / METRICS).rows() if "held_out" in row}
-    last, best = max(scores, default=0), max(scores.values(), default=0.0)
-    if not scores or scores[last] >= best:
-        return []
-    version = max(version for version, score in scores.items() if score == best)
-    take = f"{shoal_command()} export {path} OUT --best"
-    return [
-        f"version {version} has the best held-out score, {best:.3f} (the last {scores[last]:.3f}); to take it: {take}"
-    ]
 
 
 def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, before: int = 0) -> list[str]:
     """What the run came to, from the trainer's own numbers (the hub may have died, they are on disk).
 
-    `before` is how many steps there were when this start began: a run that is gone on with did not do them now.
+    `before` is how many steps there were when this start began: a run that is resumed did not do them now.
     """
     rows = MetricsLog(metrics_file).rows()
     done = status.step if status is not None else steps_in(metrics_file)
     total = f" of {status.steps}" if status is not None else ""
     lines = [f"{done}{total} steps{f', {max(0, done - before)} of them' if before else ''} in {elapsed_s:.0f} s"]
-    scores = {int(row["step"]): row["held_out"] for row in rows if "held_out" in row}
-    if len(scores) == 1:
-        lines += [f"held-out score {score:.3f} (version {version}, no other)" for version, score in scores.items()]
-    elif scores:
-        lines.append(f"held-out score {scores[min(scores)]:.3f} → {scores[max(scores)]:.3f}")
+    if scores := held_out_of(rows):
+        last = f" → {scores[max(scores)]:.3f}" if len(scores) > 1 else f" (version {min(scores)}, no other)"
+        lines.append(f"held-out score {scores[min(scores)]:.3f}{last}")
     rewards = [reward for row in rows if (reward := reward_of(row)) is not None]
     if rewards:
         lines.append(f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}")
     if status is not None:
         counts = ", ".join(f"{count} {state}" for state, count in sorted(status.submissions.items()) if count)
         lines.append(f"submissions: {counts or 'none'}; {tokens_credited(status):,} verified tokens")
-    return [*lines, *_no_signal(rows, status.submissions.get("unsure", 0) if status is not None else 0)]
+    trained = [row for row in rows if "groups" in row]
+    if trained and not any(
+        row["groups"] for row in trained
+    ):  # a run that learns nothing must not look like one that did
+        dropped = sum(int(row.get("dropped_groups", 0)) for row in trained)
+        unsure = status.submissions.get("unsure", 0) if status is not None else 0
+        why = f"all {dropped} groups had equal rewards; the tasks are too easy or too hard, or the reward is constant"
+        if unsure > dropped:
+            why = f"{unsure} submissions could not be judged; logs/validator-0.log says why"
+        lines.append(f"{NOTHING_TRAINED}: {why if unsure or dropped else 'no group was accepted'}")
+    return lines
+
+
+def held_out_of(rows: Sequence[Mapping[str, float]]) -> dict[int, float]:
+    """Held-out scores by version."""
+    return {int(row["step"]): row["held_out"] for row in rows if "held_out" in row}
 
 
 def steps_in(metrics_file: Path) -> int:
@@ -204,22 +208,13 @@ def steps_in(metrics_file: Path) -> int:
     return max((int(row["step"]) + ("groups" in row) for row in MetricsLog(metrics_file).rows()), default=0)
 
 
-def alarm_lines(metrics_file: Path) -> list[str]:
-    """The guards' alarms that had not ended when the run did, with since when: `ALARM divergence, since step 3 …`."""
-    return [
-        f"ALARM {name}, since step {since}: {seen}"
-        for name, (since, seen) in standing(MetricsLog(metrics_file).rows()).items()
-    ]
-
-
-def _no_signal(rows: Sequence[Mapping[str, float]], unsure: int) -> list[str]:
-    """A run that goes through all its steps and learns nothing must not look like one that learnt."""
-    trained = [row for row in rows if "groups" in row]
-    if not trained or any(row["groups"] for row in trained):
-        return []
-    dropped = sum(int(row.get("dropped_groups", 0)) for row in trained)
-    if unsure > dropped:
-        return [f"{NOTHING_TRAINED}: {unsure} submissions could not be judged; logs/validator-0.log says why"]
-    why = f"all {dropped} groups had equal rewards" if dropped else "no group was accepted"
-    hint = "; the tasks are too easy or too hard, or the reward is constant" if dropped else ""
-    return [f"{NOTHING_TRAINED}: {why}{hint}"]
+def when_stopped(path: Path) -> tuple[bool, str]:
+    """What a folder can say of a run whose hub does not answer: whether it is finished, and how it stands."""
+    steps, rows = RunFolder.open(path).recipe.run.steps, MetricsLog(path / METRICS).rows()
+    done, scores = max((int(row["step"]) for row in rows), default=0), held_out_of(rows)
+    score = f", held-out score {scores[min(scores)]:.3f} → {scores[max(scores)]:.3f}" if scores else ""
+    if done >= steps:
+        export, measure = path / "trainer" / "export", f"to measure it: {shoal_command()} eval {path} --env SPEC"
+        return True, f"the run in {path} is finished: {steps} steps{score}; its model is in {export}; {measure}"
+    resume = f"{shoal_command()} run --dir {path}"
+    return False, f"the run in {path} is not running: {done} of {steps} steps{score}; resume it with: {resume}"

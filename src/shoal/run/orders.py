@@ -17,8 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from shoal.client import HubClient, split_join_url
-from shoal.client.known_hubs import known_root
+from shoal.client import HubClient
 from shoal.errors import ConfigError, UserError
 from shoal.protocol import (
     AdminAction,
@@ -31,14 +30,13 @@ from shoal.protocol import (
     SignedDocument,
     SigningKey,
     document_hash,
-    fingerprint,
     load_key,
     load_or_create_key,
     sign_document,
 )
 from shoal.protocol.identity import check_public_key
-from shoal.run.folder import ADMIN, RunFolder
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.run.folder import ADMIN, RunFolder, hub_of
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.text import shoal_command
 
 WAIT_S = 10.0
@@ -49,94 +47,50 @@ ABOUT_NODES = (AdminVerb.SUSPEND, AdminVerb.BAN, AdminVerb.PARDON)
 
 @dataclass(frozen=True)
 class Order:
+    """What is ordered of `run`, a folder or a join URL; signed by the keys in `keys`, or else in the run's folder."""
+
+    run: str
     verb: str
     target: str = ""
     reason: str = ""
     for_s: float = 0.0
     certificates: tuple[SignedDocument, ...] = ()
+    keys: Path | None = None
 
-
-@dataclass(frozen=True)
-class Signer:
-    """Who gives an order: the root key, or an admin key with its certificate."""
-
-    key: SigningKey
-    certificate: SignedDocument | None
-
-
-@dataclass(frozen=True)
-class Office:
-    """Where orders go, and what signs them: a hub's address, the root that it must answer for, a folder of keys."""
-
-    url: str
-    pinned: str | None
-    keys: Path
-
-    @classmethod
-    def of(cls, run: str, keys: Path | None) -> Office:
-        if "://" in run:
-            if keys is None:
-                raise UserError("whose orders? give --keys FOLDER with admin.key and admin.json")
-            url, pinned = split_join_url(run)
-            return cls(url, known_root([url], pinned), keys)
-        folder = RunFolder.open(Path(run))
-        return cls(folder.endpoints.hub, fingerprint(folder.root_key), keys or folder.path / "keys")
-
-    def signer(self, needs_root: bool = False) -> Signer:
-        """The admin's key; the root's if it is needed, or if there is no other."""
-        root, admin, certificate = (self.keys / name for name in ("root.key", f"{ADMIN}.key", f"{ADMIN}.json"))
+    def signer(self, needs_root: bool = False) -> tuple[SigningKey, SignedDocument | None]:
+        """The admin's key with its certificate; the root's if it is needed, or if there is no other."""
+        if self.keys is None and "://" in self.run:
+            raise UserError("whose orders? give --keys FOLDER with admin.key and admin.json")
+        keys = self.keys or Path(self.run) / "keys"
+        root, admin, certificate = (keys / name for name in ("root.key", f"{ADMIN}.key", f"{ADMIN}.json"))
         if needs_root or not admin.exists():
             if not root.exists():
-                which = "the root key" if needs_root else "neither an admin key nor the root key"
-                raise ConfigError(f"{self.keys} has {'no root.key: this needs ' if needs_root else ''}{which}")
-            return Signer(load_key(root), None)
+                raise ConfigError(f"{keys} has no root.key{'' if needs_root else ' and no admin.key'}: this needs it")
+            return load_key(root), None
         try:
-            signed = SignedDocument.model_validate_json(certificate.read_bytes())
+            return load_key(admin), SignedDocument.model_validate_json(certificate.read_bytes())
         except (OSError, ValidationError) as error:
             raise ConfigError(f"cannot read {certificate}, the certificate of {admin}: put it back") from error
-        return Signer(load_key(admin), signed)
 
-    def client(self) -> HubClient:
-        return HubClient.of_a_person(self.url, WAIT_S, self.pinned)
-
-
-def open_kind(run: str, file: Path, keys: Path | None = None, clock: Clock = SystemClock()) -> str:
-    """Sign the limits in a file as the owner, and put them in force for their kind of worker; returns what to say."""
-    from shoal.validator.profiles import read_profile
-
-    profile, office = read_profile(file), Office.of(run, keys)
-    root = office.signer(needs_root=True).key
-    with closing(office.client()) as client:
-        tokens = profile.measured.tokens if profile.measured is not None else 0
-        made = Calibration(
-            run=client.trusted_run().run,
-            policy=client.status().policy or NO_POLICY,
-            kinds={profile.key: MeasuredKind(limits=profile.model_dump(mode="json"), tokens=tokens)},
-            machines=profile.measured.validators if profile.measured is not None else (),
-            made_at_ms=clock.now_ms(),
-        )
-        signed = sign_document(made, root)
-        client.publish_calibration(signed)
-    return f"the run takes work of {profile.key} by calibration {document_hash(signed)}"
+    def send(self, needs_root: bool = False) -> str:
+        """Give the order; returns what the hub says."""
+        (key, certificate), verb = self.signer(needs_root), AdminVerb(self.verb)
+        with closing(_client(self.run)) as client:
+            action = AdminAction(
+                run=client.trusted_run().run,
+                id=secrets.token_hex(16),
+                verb=verb,
+                target=find_node(client, self.target, "node") if verb in ABOUT_NODES else self.target,
+                reason=self.reason,
+                for_s=self.for_s,
+                certificates=self.certificates,
+                issued_at_ms=SystemClock().now_ms(),
+            )
+            return client.admin(AdminRequest(action=sign_document(action, key), certificate=certificate)).message
 
 
-def send(office: Office, order: Order, needs_root: bool = False, clock: Clock = SystemClock()) -> str:
-    """Give an order as the owner of a run; returns what the hub says."""
-    signer, verb = office.signer(needs_root), AdminVerb(order.verb)
-    with closing(office.client()) as client:
-        target = find_node(client, order.target, "node") if verb in ABOUT_NODES else order.target
-        action = AdminAction(
-            run=client.trusted_run().run,
-            id=secrets.token_hex(16),
-            verb=verb,
-            target=target,
-            reason=order.reason,
-            for_s=order.for_s,
-            certificates=order.certificates,
-            issued_at_ms=clock.now_ms(),
-        )
-        request = AdminRequest(action=sign_document(action, signer.key), certificate=signer.certificate)
-        return client.admin(request).message
+def _client(run: str) -> HubClient:
+    return HubClient.of_a_person(*hub_of(run, WAIT_S))
 
 
 def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> str:
@@ -145,9 +99,8 @@ def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> 
         return what
     found, after = [], ""
     while (page := client.nodes(after, 1000).nodes) and page[-1].node > after:
-        found += [
-            view for view in page if view.name == what or (len(what) >= LEAST_PREFIX and view.node.startswith(what))
-        ]
+        by_id = len(what) >= LEAST_PREFIX
+        found += [view for view in page if view.name == what or (by_id and view.node.startswith(what))]
         after = page[-1].node
     if len(found) == 1:
         return found[0].node
@@ -159,23 +112,42 @@ def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> 
     )
 
 
+def calibrate(order: Order) -> str:
+    """Sign the limits in a file as the owner, and put them in force for their kind of worker; returns what to say."""
+    from shoal.validator.profiles import read_profile
+
+    profile, (root, _) = read_profile(Path(order.target)), order.signer(needs_root=True)
+    with closing(_client(order.run)) as client:
+        measured = profile.measured
+        kind = MeasuredKind(limits=profile.model_dump(mode="json"), tokens=measured.tokens if measured else 0)
+        made = Calibration(
+            run=client.trusted_run().run,
+            policy=client.status().policy or NO_POLICY,
+            kinds={profile.key: kind},
+            machines=measured.validators if measured else (),
+            made_at_ms=SystemClock().now_ms(),
+        )
+        signed = sign_document(made, root)
+        client.publish_calibration(signed)
+    return f"the run takes work of {profile.key} by calibration {document_hash(signed)}"
+
+
 # ── whom the run trusts ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def add_validator(path: Path, public_key: str | None, out: Path | None, reason: str) -> Iterator[str]:
     """Certify a validator's key, one that is given or a new one in the folder, and have the hub trust it."""
     folder = RunFolder.open(path)
+    index = sum(name.startswith("validator-") for name in folder.trusted_roles)
+    name = f"validator-{index}"
+    own = public_key or load_or_create_key(path / "keys" / f"{name}.key").public_key
+    _require_key(own)
+    signed = folder.certify("validator", own)
+    yield Order(str(path), "certify", reason=reason, certificates=(signed,)).send(needs_root=True)
     if public_key is None:
-        index = len([name for name in folder.trusted_roles if name.startswith("validator-")])
-        name = f"validator-{index}"
-        signed = folder.certify("validator", load_or_create_key(path / "keys" / f"{name}.key").public_key)
-        yield _certified(folder, (signed,), reason)
         folder.put_certificate(name, signed)
         yield f"start it with: {shoal_command()} validator --dir {path} --index {index}"
         return
-    _require_key(public_key)
-    signed = folder.certify("validator", public_key)
-    yield _certified(folder, (signed,), reason)
     target = out or Path(f"validator-{public_key[:8]}.json")
     target.write_text(signed.model_dump_json(indent=2) + "\n")
     yield f"its certificate: {target}. On the validator's machine, a folder VALIDATOR takes:"
@@ -190,42 +162,37 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
 def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
     """Another key for a process: trusted by the hub before anything is replaced."""
     folder = RunFolder.open(path)
+    roles: dict[str, Role] = {**folder.trusted_roles, ADMIN: "admin"}
     if name == "trainer":
         raise UserError(
             "the trainer's key cannot be rotated: it signs every published policy, and whoever follows the run "
             "believes that one key; begin a new run from the exported model instead"
         )
-    if name != ADMIN and name not in folder.trusted_roles:
-        raise UserError(f"this run has no {name!r}; it has {', '.join([*folder.trusted_roles, ADMIN])}")
-    role: Role = "admin" if name == ADMIN else folder.trusted_roles[name]
+    if name not in roles:
+        raise UserError(f"this run has no {name!r}; it has {', '.join(roles)}")
     before, keys = folder.certificate(name), path / "keys"
-    following = load_or_create_key(keys / f"{name}.next.key")  # one that an interrupted rotation left is gone on with
-    signed = folder.certify(role, following.public_key)
-    yield _certified(folder, (before, signed), reason)
+    following = load_or_create_key(keys / f"{name}.next.key")  # one that an interrupted rotation left is used
+    signed = folder.certify(roles[name], following.public_key)
+    yield Order(str(path), "certify", reason=reason, certificates=(before, signed)).send(needs_root=True)
     (keys / f"{name}.key").replace(keys / f"{name}.old.key")
     (keys / f"{name}.next.key").replace(keys / f"{name}.key")
     folder.put_certificate(name, signed)
     yield f"keys/{name}.key is the new key; the old one is keys/{name}.old.key"
     if name != ADMIN:
-        yield f"restart the {role}, so that it signs with it"
+        yield f"restart the {roles[name]}, so that it signs with it"
     old = before.document["public_key"]
     yield f"when nothing needs the old one any more: {shoal_command()} admin revoke {path} {old}"
 
 
-def revoke(run: str, key: str, reason: str, keys: Path | None) -> str:
-    """Have a key trusted for nothing; a validator's needs no root key."""
-    office, needs_root = Office.of(run, keys), True
-    if key.startswith("validator-") and "://" not in run:
-        key, needs_root = str(RunFolder.open(Path(run)).certificate(key).document["public_key"]), False
+def revoke(order: Order) -> str:
+    """Have a key, or that of `validator-N`, trusted for nothing; a validator's needs no root key."""
+    key = order.target
+    if key.startswith("validator-") and "://" not in order.run:
+        key = str(RunFolder.open(Path(order.run)).certificate(key).document["public_key"])
     _require_key(key)
-    with closing(office.client()) as client:
-        needs_root = needs_root and key not in client.trusted_run().validator_keys
-    return send(office, Order("revoke", key, reason), needs_root)
-
-
-def _certified(folder: RunFolder, certificates: tuple[SignedDocument, ...], reason: str) -> str:
-    office = Office.of(str(folder.path), None)
-    return send(office, Order("certify", reason=reason, certificates=certificates), needs_root=True)
+    with closing(_client(order.run)) as client:
+        is_validators = key in client.trusted_run().validator_keys
+    return Order(order.run, "revoke", key, order.reason, keys=order.keys).send(needs_root=not is_validators)
 
 
 def _require_key(key: str) -> None:

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from shoal.protocol import NodeView, RecentVerdict, RunStatus, StepReport
+from shoal.protocol import NodeView, RecentVerdict, RunStatus
 from shoal.runtime.supervise import ProcessView
 from shoal.runtime.text import printable
 
 RATE_WINDOW_S = 20.0  # credit comes in lumps, a batch of verdicts at a time
 PACE_STEPS = 8
+LAG_MS = 15_000  # the leader appends every second; another takes over within a few
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -28,59 +29,49 @@ class History:
 
     rewards: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, float] = field(default_factory=dict)
-    rejections: list[RecentVerdict] = field(default_factory=list)
+    staleness: float | None = None
+    rejections: dict[tuple[int, str, int], RecentVerdict] = field(default_factory=dict)
     answered_s: float = 0.0
-    _rejected: set[tuple[int, str, int]] = field(default_factory=set)
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
-    _paces: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=PACE_STEPS + 1))
-    _first_step: int | None = None
+    _paces: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=PACE_STEPS + 2))
     _steps: int = 0
 
     def add(self, status: RunStatus, elapsed_s: float) -> None:
         """Take in what the hub answered at `elapsed_s`."""
-        self.answered_s = elapsed_s
-        for report in status.reports:
+        self.answered_s, self._steps = elapsed_s, status.steps
+        for report in sorted(status.reports, key=lambda report: report.step):
             if (reward := reward_of(report.metrics)) is not None:
                 self.rewards[report.step] = reward
             if "held_out" in report.metrics:
                 self.held_out[report.step] = report.metrics["held_out"]
+            self.staleness = report.metrics.get("staleness_mean", self.staleness)
         for verdict in sorted(status.verdicts, key=lambda verdict: verdict.decided_at_ms):
-            known = (verdict.unit, verdict.node, verdict.decided_at_ms)
-            if verdict.outcome == "rejected" and known not in self._rejected:
-                self._rejected.add(known)
-                self.rejections.append(verdict)
-        self._keep_pace(status, elapsed_s)
+            if verdict.outcome == "rejected":
+                self.rejections.setdefault((verdict.unit, verdict.node, verdict.decided_at_ms), verdict)
+        self._tokens.append((elapsed_s, tokens_credited(status)))
+        while elapsed_s - self._tokens[0][0] > RATE_WINDOW_S:
+            self._tokens.popleft()
+        if self._paces and status.step < self._paces[-1][1]:  # another incarnation, from earlier on
+            self._paces.clear()
+        if status.policy is not None and (not self._paces or status.step > self._paces[-1][1]):
+            self._paces.append((elapsed_s, status.step))
 
     def tokens_per_s(self) -> float:
         """Verified tokens per second over the last seconds."""
-        if len(self._tokens) < 2:
+        if not self._tokens:
             return 0.0
         (began_s, before), (ended_s, after) = self._tokens[0], self._tokens[-1]
         return max(0.0, (after - before) / (ended_s - began_s)) if ended_s > began_s else 0.0
 
     def left_s(self, elapsed_s: float) -> float | None:
-        """How long the steps that are left will take at the pace of the last ones; None before two were seen. What came
-        before the first step was done does not count: processes were starting."""
-        if len(self._paces) < 2:
+        """How long the steps that are left will take at the pace of the last ones; None before two were seen whole.
+        The first one does not count: processes were starting."""
+        if len(self._paces) < 3:
             return None
-        (began_s, first), (ended_s, last) = self._paces[0], self._paces[-1]
+        (began_s, first), (ended_s, last) = self._paces[1], self._paces[-1]
         pace_s = (ended_s - began_s) / (last - first)
         within_s = min(pace_s, max(0.0, elapsed_s - ended_s))
         return max(0.0, (self._steps - last) * pace_s - within_s)
-
-    def _keep_pace(self, status: RunStatus, elapsed_s: float) -> None:
-        self._steps = status.steps
-        self._tokens.append((elapsed_s, tokens_credited(status)))
-        while elapsed_s - self._tokens[0][0] > RATE_WINDOW_S:
-            self._tokens.popleft()
-        if status.policy is None:
-            return
-        if self._first_step is None or status.step < self._first_step:  # less: another incarnation, from earlier on
-            self._first_step = status.step
-        if self._paces and status.step < self._paces[-1][1]:
-            self._paces.clear()
-        if status.step > (self._paces[-1][1] if self._paces else self._first_step):
-            self._paces.append((elapsed_s, status.step))
 
 
 @dataclass(frozen=True)
@@ -128,15 +119,6 @@ def reward_of(metrics: Mapping[str, float]) -> float | None:
     return metrics.get("sampled_reward", metrics.get("reward_mean"))
 
 
-def latest(reports: Sequence[StepReport], name: str) -> float | None:
-    """The newest report's value of a metric that not every step measures."""
-    return next((report.metrics[name] for report in reversed(reports) if name in report.metrics), None)
-
-
-def in_order(status: RunStatus) -> list[StepReport]:
-    return sorted(status.reports, key=lambda report: report.step)
-
-
 def tokens_credited(status: RunStatus) -> int:
     return sum(node.credit + node.pending for node in status.nodes)
 
@@ -153,19 +135,13 @@ def duration(seconds: float) -> str:
     return f"{amount:.1f}".removesuffix(".0") + f" {unit}"
 
 
-def stopwatch(seconds: float) -> str:
-    """Minutes and seconds: `1:05`."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02d}"
-
-
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """The last values as blocks between the lowest and the highest of them.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'
     """
-    shown = values[-width:] if width > 0 else []
+    shown = values[-width:]
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[int((value - low) * scale + 0.5)] for value in shown)
@@ -187,10 +163,27 @@ def verdict_line(verdict: RecentVerdict, names: Mapping[str, str]) -> str:
 
 def waits_line(status: RunStatus, least_s: float = 0.0, most: int = 4) -> str:
     """Who waits for what, longest first: `trainer waits for 3 more groups (12 s)`."""
-    waits = [(wait, (status.now_ms - wait.since_ms) / 1000) for wait in status.waits]
-    long = sorted((pair for pair in waits if pair[1] >= least_s), key=lambda pair: -pair[1])
+    waits = [((status.now_ms - wait.since_ms) / 1000, wait) for wait in status.waits]
+    long = sorted((pair for pair in waits if pair[0] >= least_s), key=lambda pair: -pair[0])
     shown = []
-    for wait, since_s in long[:most]:
+    for since_s, wait in long[:most]:
         verb = "wait" if wait.who.startswith(("units ", "submissions ")) else "waits"
         shown.append(printable(f"{wait.who} {verb} for {wait.what} ({duration(since_s)})"))
     return "; ".join([*shown, *([f"and {len(long) - most} more"] if len(long) > most else [])])
+
+
+def notices(status: RunStatus) -> list[tuple[str, str]]:
+    """What is out of the ordinary, as (label, sentence): who is missing, the owner's orders, a ledger that lags behind,
+    alarms (newest first)."""
+    found = [("standstill", sentence) for sentence in status.standstill]
+    standing, lag_ms = status.standing, status.now_ms - (status.outbox_since_ms or status.now_ms)
+    if standing.conduct != "running":
+        state = "drained" if standing.drained else standing.conduct
+        why = f": {standing.reason}" if standing.reason else ""
+        since = duration(max(0, status.now_ms - standing.since_ms) / 1000)
+        found.append(("owner", f"{state} by its owner, {since} ago{why}; to go on: shoal admin resume"))
+    if lag_ms >= LAG_MS:
+        entries = f"{status.outbox} ledger entries wait to be appended, for {duration(lag_ms / 1000)}"
+        found.append(("ledger", f"{entries}: no hub leads (see logs/hub.log)"))
+    found += [("alarm", alarm) for alarm in status.alarms]
+    return [(label, printable(sentence)) for label, sentence in found]

@@ -9,16 +9,13 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shoal.environments import EnvironmentSettings
-from shoal.environments.settings import Ingredient
 from shoal.errors import ConfigError
 from shoal.hub.settings import HubSettings, RunSettings
 from shoal.runtime.config import load_config
@@ -28,11 +25,6 @@ from shoal.validator.profiles import ON_REQUEST
 from shoal.validator.settings import ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
-PATH_KEYS = (
-    "model.path", "environment.file", "environment.data", "environment.options.held_out", "environment.mix.*.file",
-    "environment.mix.*.data", "environment.mix.*.options.held_out", "environment.judges.*.path", "validator.profiles",
-)  # fmt: skip
-"""Settings that are paths; `*` stands for a number."""
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
 CHANGEABLE_KEYS = ("run.steps",)
 
@@ -100,12 +92,65 @@ class Recipe(BaseModel):
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe at `path`. Paths in it are meant from where it lies, those in overrides from here."""
-    overrides = [_from_here(override) for override in overrides]
-    recipe = _anchored(load_config(path, Recipe, overrides), path.expanduser().absolute().parent)
-    if recipe.worker.dtype != "bfloat16" or "publish_dtype" in recipe.trainer.model_fields_set:
-        return recipe
-    # Weights are never rounded on the way: where workers compute in bfloat16, they are published so.
-    return recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"publish_dtype": "bfloat16"})})
+    recipe = load_config(path, Recipe, overrides)
+    given, overridden = recipe.model_dump(exclude_unset=True), {each.partition("=")[0].strip() for each in overrides}
+    for name, holder, key in _places(given):
+        base = Path.cwd() if name in overridden else path.expanduser().absolute().parent
+        holder[key] = str(base / Path(holder[key]).expanduser())
+    if recipe.worker.dtype == "bfloat16":
+        # Weights are never rounded on the way: where workers compute in bfloat16, they are published so.
+        given.setdefault("trainer", {}).setdefault("publish_dtype", "bfloat16")
+    return Recipe.model_validate(given)
+
+
+def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Every path in a recipe's values: its setting, and the table or list with the key under which it is."""
+    from shoal.models import BUILTIN
+
+    environment, profiles = given.get("environment", {}), list(given.get("validator", {}).get("profiles") or ())
+    parts = [("environment", environment), *_numbered("environment.mix", environment)]
+    found: list[tuple[str, Any, Any]] = [("model.path", given.get("model", {}), "path")]
+    for name, part in parts:
+        found += [(f"{name}.file", part, "file"), (f"{name}.data", part, "data")]
+        found.append((f"{name}.options.held_out", part.get("options", {}), "held_out"))
+    found += [(f"{name}.path", judge, "path") for name, judge in _numbered("environment.judges", environment)]
+    if profiles:
+        given["validator"]["profiles"] = profiles
+        found += [("validator.profiles", profiles, index) for index in range(len(profiles))]
+    for name, holder, key in found:
+        value = holder[key] if isinstance(holder, list) else holder.get(key)
+        if isinstance(value, str | Path) and str(value) not in ("", *BUILTIN, *ON_REQUEST):
+            yield name, holder, key
+
+
+def _numbered(name: str, environment: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for index, table in enumerate(environment.get(name.rpartition(".")[2]) or ()):
+        yield f"{name}.{index}", table
+
+
+def missing_inputs(recipe: Recipe) -> list[str]:
+    """What the recipe names by its path and is not here: a backup has the run, not what it was made from."""
+    paths = [Path(holder[key]) for _, holder, key in _places(recipe.model_dump())]
+    return [str(path) for path in paths if not path.exists()]
+
+
+# ── what may differ when a run is resumed: how it is served and by how many, and for how long; never what is trained ──
+
+
+def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
+    """A folder belongs to one recipe: resuming with another would mix two runs."""
+    before, now = dict(settings_of(stored)), dict(settings_of(given))
+    changed = [
+        key for key in dict.fromkeys((*now, *before)) if before.get(key) != now.get(key) and not _changeable(key)
+    ]
+    if not changed:
+        return
+    shown = [f"{key} was {_shown(before.get(key))}, is {_shown(now.get(key))}" for key in changed[:3]]
+    more = f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
+    raise ConfigError(
+        f"the run in {path} was made with another recipe ({'; '.join(shown)}{more}); choose another folder with "
+        f"--dir, or resume with: shoal run --dir {path}"
+    )
 
 
 def settings_of(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -117,94 +162,6 @@ def settings_of(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
-def _from_here(override: str) -> str:
-    """`environment.file=my.py` with the path made absolute, also in a list; any other override as it is."""
-    from shoal.models import BUILTIN
-
-    key, _, value = override.partition("=")
-    if re.sub(r"\.[0-9]+\.", ".*.", key.strip()) not in PATH_KEYS:
-        return override
-    listed = value.strip().startswith("[")
-    texts = [text for part in value.strip().strip("[]").split(",") if (text := part.strip().strip("\"'"))]
-    names = (*BUILTIN, *ON_REQUEST)
-    paths = [text if text in names else str(Path.cwd() / Path(text).expanduser()) for text in texts]
-    if listed:
-        return f"{key}={json.dumps(paths)}"
-    return f"{key}={json.dumps(paths[0])}" if len(paths) == 1 else override
-
-
-def _anchored(recipe: Recipe, base: Path) -> Recipe:
-    from shoal.models import BUILTIN
-
-    changes: dict[str, BaseModel] = {}
-    if recipe.model.path not in BUILTIN:
-        path = base / Path(recipe.model.path).expanduser()
-        changes["model"] = recipe.model.model_copy(update={"path": str(path)})
-    changes["environment"] = _environment_from(recipe.environment, base)
-    if recipe.validator.profiles:
-        profiles = tuple(  # the key of a built-in profile is no path
-            path if path.as_posix() in ON_REQUEST else base / path.expanduser() for path in recipe.validator.profiles
-        )
-        changes["validator"] = recipe.validator.model_copy(update={"profiles": profiles})
-    return recipe.model_copy(update=changes)
-
-
-def _environment_from(settings: EnvironmentSettings, base: Path) -> EnvironmentSettings:
-    parts = tuple(part.model_copy(update=_ingredient_from(part, base)) for part in settings.mix)
-    judges = tuple(
-        judge if judge.path is None else judge.model_copy(update={"path": base / judge.path.expanduser()})
-        for judge in settings.judges
-    )
-    return settings.model_copy(update={**_ingredient_from(settings, base), "mix": parts, "judges": judges})
-
-
-def _ingredient_from(given: Ingredient, base: Path) -> dict[str, Any]:
-    """The paths of an ingredient, meant from `base`."""
-    held_out = given.options.get("held_out")
-    options = {"held_out": str(base / Path(held_out).expanduser())} if isinstance(held_out, str) and held_out else {}
-    return {
-        "file": None if given.file is None else base / given.file.expanduser(),
-        "data": None if given.data is None else base / given.data.expanduser(),
-        "options": {**given.options, **options},
-    }
-
-
-def paths_of(settings: EnvironmentSettings) -> list[Path]:
-    """Every file and folder that the [environment] section names."""
-    named: list[Path | None] = [judge.path for judge in settings.judges]
-    for given in (settings, *settings.mix):
-        held_out = given.options.get("held_out")
-        named += [given.file, given.data, Path(held_out) if isinstance(held_out, str) and held_out else None]
-    return [path for path in named if path is not None]
-
-
-def missing_inputs(recipe: Recipe) -> list[str]:
-    """What the recipe names by its path and is not here: a backup has the run, not what it was made from."""
-    from shoal.models import BUILTIN
-
-    named = [] if recipe.model.path in BUILTIN else [Path(recipe.model.path)]
-    named += paths_of(recipe.environment)
-    named += [file for file in recipe.validator.profiles if file.as_posix() not in ON_REQUEST]
-    return [str(found) for found in named if not found.exists()]
-
-
-# ── what may differ when a run is resumed: how it is served and by how many, and for how long; never what is trained ──
-
-
-def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
-    """A folder belongs to one recipe: going on with another would mix two runs."""
-    before, now = dict(settings_of(stored)), dict(settings_of(given))
-    changed = [key for key in _changed(before, now) if not _changeable(key)]
-    if changed:
-        raise ConfigError(f"the run in {path} was made with another recipe ({_changes(changed, before, now)}); "
-                          "choose another folder with --dir, or go on with: shoal run --dir "
-                          f"{path}")  # fmt: skip
-
-
-def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    return [key for key in dict.fromkeys((*now, *before)) if before.get(key) != now.get(key)]
-
-
 def _changeable(key: str) -> bool:
     section, _, name = key.partition(".")
     return key in CHANGEABLE_KEYS or section in CHANGEABLE_SECTIONS or (section == "trainer" and is_changeable(name))
@@ -212,8 +169,3 @@ def _changeable(key: str) -> bool:
 
 def _shown(value: object) -> str:
     return repr(str(value) if isinstance(value, Path) else value)
-
-
-def _changes(keys: Sequence[str], before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    shown = [f"{key} was {_shown(before.get(key))}, is {_shown(now.get(key))}" for key in keys[:3]]
-    return "; ".join([*shown, *([f"and {len(keys) - 3} more"] if len(keys) > 3 else [])])

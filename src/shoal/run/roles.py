@@ -85,9 +85,10 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
 
     recipe, endpoints = folder.recipe, folder.endpoints
     environment = build(recipe.environment)
-    model, trainer = model_folder(recipe.model.path), recipe.trainer
-    asking = Asking(read_files(model), environment, recipe.run.max_new_tokens)
-    measured = trainer.evaluate_every > 0
+    trainer, scripted = recipe.trainer, recipe.validator.engine == "scripted"
+    asking = Asking(read_files(model_folder(recipe.model.path)), environment, recipe.run.max_new_tokens)
+    evaluation = EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if trainer.evaluate_every > 0 else None
+    kinds = profile_keys(recipe.validator)
     config = HubConfig(
         folder=folder.path / "hub",
         run_id=folder.run_id,
@@ -102,16 +103,10 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
         certificates=folder.certificates,
         sources=endpoints.sources,
         last_resort=endpoints.last_resort,
-        profiles=tuple(
-            kind
-            for kind in profile_keys(recipe.validator)
-            if recipe.validator.engine == "scripted" or not kind.startswith("scripted/")
-        ),
-        measurable=measurable_kinds(recipe.validator, trainer.publish_dtype)
-        if recipe.validator.engine == "torch"
-        else (),
+        profiles=tuple(kind for kind in kinds if scripted or not kind.startswith("scripted/")),
+        measurable=measurable_kinds(recipe.validator, trainer.publish_dtype) if not scripted else (),
         pools=recipe.environment.pools,
-        evaluation=EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if measured else None,
+        evaluation=evaluation,
         model=announced_size(recipe),
     )
     run_hub(config, stop, _ready("the hub"))

@@ -3,9 +3,7 @@
     waits as the hub tells them: trainer ─► 3 more groups ─► validator-0 …
     what the supervisor knows:   died, is being restarted, given up, shut out
     what the hub has not heard:  nodes without a heartbeat; and the hub itself, when it does not answer
-    what the owner ordered:      a paused run, and one that has drained, waits for its owner and is left alone
-    who is missing:              nobody is left to train, check or work, as the hub tells it (`standstill`)
-    what nobody appends:         ledger entries that wait too long, because no hub leads
+    notices:                     who is missing, what the owner ordered, ledger entries that nobody appends
 
 The first of them names the symptom, the others the cause. The hub being away is no error by itself: it may be on its
 way back up. `Watchdog` decides when it has been too long.
@@ -24,7 +22,7 @@ from pydantic import ValidationError
 from shoal.client.http import open_http
 from shoal.errors import CodecError
 from shoal.protocol import RunStatus
-from shoal.run.progress import Display, History, Scene, duration, waits_line
+from shoal.run.progress import Display, History, Scene, duration, notices, waits_line
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.exchange import limited, read_body
 from shoal.runtime.supervise import Ending, ProcessView
@@ -33,7 +31,6 @@ from shoal.runtime.text import printable
 QUIET_S = 30.0  # six heartbeats
 LOADING_S = 90.0  # torch from a cold disk, on a busy machine
 SILENT_S = 10.0  # a busy machine makes a hub slow, not silent
-LAG_MS = 15_000  # the leader appends every second; another takes over within a few
 REPORTING = ("trainer", "validator", "worker")
 
 
@@ -48,9 +45,15 @@ class Watchdog:
     def look(
         self, status: RunStatus | None, now_s: float, processes: Sequence[ProcessView] = (), silent_s: float = 0.0
     ) -> Ending | None:
-        """`status` is the hub's last answer; it has not given another for `silent_s`."""
-        mark = _mark(status)
-        if self._since_s is None or mark != self._seen or is_halted(status):
+        """`status` is the hub's last answer; it has not given another for `silent_s`. A run that its owner has paused,
+        or that has drained, is left alone."""
+        mark: tuple[object, ...] = ()
+        halted = False
+        if status is not None:
+            counts, policy = tuple(sorted(status.submissions.items())), status.policy and status.policy.label
+            mark = (status.step, policy, counts, status.ledger.index, len(status.reports))
+            halted = status.standing.conduct == "paused" or status.standing.drained
+        if self._since_s is None or mark != self._seen or halted:
             self._since_s, self._seen = now_s, mark
             return None
         still_s = now_s - self._since_s
@@ -63,67 +66,31 @@ class Watchdog:
         self._since_s = now_s
 
 
-def is_halted(status: RunStatus | None) -> bool:
-    """Whether nothing is meant to happen: the run's owner has said so."""
-    standing = None if status is None else status.standing
-    return standing is not None and (standing.conduct == "paused" or standing.drained)
-
-
-def owner_line(status: RunStatus) -> str:
-    """What the owner ordered, in words: `paused by its owner for 5 min: power cut`; empty if nothing."""
-    standing = status.standing
-    if standing.conduct == "running":
-        return ""
-    state = "drained" if standing.drained else standing.conduct
-    since = duration(max(0, status.now_ms - standing.since_ms) / 1000)
-    why = f": {printable(standing.reason)}" if standing.reason else ""
-    return f"{state} by its owner, {since} ago{why}; to go on: shoal admin resume"
-
-
-def lag_line(status: RunStatus) -> str:
-    """That ledger entries wait to be appended for longer than a leader would let them; empty if they do not."""
-    if status.outbox_since_ms is None or status.now_ms - status.outbox_since_ms < LAG_MS:
-        return ""
-    since = duration((status.now_ms - status.outbox_since_ms) / 1000)
-    return f"{status.outbox} ledger entries wait to be appended, for {since}: no hub leads (see logs/hub.log)"
-
-
-def _mark(status: RunStatus | None) -> tuple[object, ...]:
-    """What changes when anything is done in the run."""
-    if status is None:
-        return ()
-    counts = tuple(sorted(status.submissions.items()))
-    return (status.step, status.policy and status.policy.label, counts, status.ledger.index, len(status.reports))
-
-
 def blame(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> str:
     """Everything that may explain why nothing happens, in one line."""
     found = list(troubles(status, processes, silent_s).values())
     if status is None or silent_s >= SILENT_S:
         return "; ".join(found or ["the hub does not answer (see logs/hub.log)"])
-    nobody = [printable(sentence) for sentence in status.standstill]
-    lines = [line for line in (*nobody, owner_line(status), waits_line(status), lag_line(status)) if line]
-    said = [*lines, *found] or ["and nobody says that they wait for anything"]
-    alarms = [f"alarms: {'; '.join(printable(alarm) for alarm in status.alarms)}"] if status.alarms else []
-    return "; ".join([*said, *alarms])
+    said = [*(sentence for _, sentence in notices(status)), waits_line(status), *found]
+    return "; ".join(line for line in said if line) or "and nobody says that they wait for anything"
 
 
 def troubles(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> dict[str, str]:
     """What is wrong with the processes of this machine: name → sentence."""
-    found = {}
     heard_s = min((process.since_s for process in processes if process.name == "hub"), default=0.0)
+    found = {}
     for process in processes:
-        sentence = _trouble(process)
+        sentence = _exited(process)
         if not sentence and process.name == "hub":
             sentence = _silent(process, silent_s)
-        if not sentence and status is not None and silent_s < SILENT_S:
-            sentence = _quiet(process, status, heard_s)
+        elif not sentence and status is not None and silent_s < SILENT_S and heard_s >= QUIET_S:
+            sentence = _quiet(process, status)
         if sentence:
             found[process.name] = sentence
     return found
 
 
-def _trouble(process: ProcessView) -> str:
+def _exited(process: ProcessView) -> str:
     """What the supervisor alone can say; empty if it runs as it should."""
     name, (exit_, _, said) = process.name, process.why.partition(": ")
     said = f": {printable(said)}" if said else ""
@@ -148,12 +115,11 @@ def _silent(hub: ProcessView, silent_s: float) -> str:
     return f"{_who(hub)} has not answered for {duration(since_s)}: is it stuck? (see logs/hub.log)"
 
 
-def _quiet(process: ProcessView, status: RunStatus, heard_s: float) -> str:
-    """That the hub, which has listened for `heard_s`, has not heard of a running process for long; empty if it has."""
+def _quiet(process: ProcessView, status: RunStatus) -> str:
+    """That the hub has not heard of a running process for long; empty if it has."""
     role = process.name.partition("-")[0]
-    if role not in REPORTING or process.state != "running" or status.finished:
-        return ""
-    if process.since_s < LOADING_S or heard_s < QUIET_S:
+    loading = process.since_s < LOADING_S
+    if role not in REPORTING or process.state != "running" or status.finished or loading:
         return ""
     seen_ms = [node.last_seen_ms for node in status.nodes if node.role == role and node.name == process.name]
     if not seen_ms:
@@ -188,11 +154,8 @@ class StatusPoller:
     """Asks the hub about once a second from `__enter__` to `__exit__`."""
 
     def __init__(self, url: str, http: httpx.Client | None = None, every_s: float = POLL_S) -> None:
-        self._url = url
-        self._http = http or open_http()
-        self._every_s = every_s
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
+        self._url, self._http, self._every_s = url, http or open_http(), every_s
+        self._ended, self._lock = threading.Event(), threading.Lock()
         self._newest: RunStatus | None = None
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
 
@@ -237,8 +200,7 @@ class Reporter:
     history: History = field(default_factory=History)
 
     def __post_init__(self) -> None:
-        self._started_s = self.clock.monotonic_s()
-        self._next_s = self._ticked_s = self._started_s
+        self._started_s = self._next_s = self._ticked_s = self.clock.monotonic_s()
 
     @property
     def elapsed_s(self) -> float:

@@ -22,7 +22,7 @@ import shoal.run.join
 import shoal.shardcast
 from kit import Capture, Patch
 from shoal.cli.main import main
-from shoal.cli.printing import CastTerminal, metered
+from shoal.cli.printing import CastTerminal, counted
 from shoal.errors import UserError
 from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
@@ -186,7 +186,7 @@ def test_several_files_become_a_folder(tmp_path: Path, serve: Serve) -> None:
 
 def test_a_log_gets_a_line_every_few_seconds() -> None:
     file, now = io.StringIO(), [0.0]
-    with metered("fetching [x]", Console(file=file, width=200), lambda: now[0]) as report:
+    with counted("fetching [x]", Console(file=file, width=200), lambda: now[0], unit="MB") as report:
         for second in range(12):
             now[0] = float(second)
             report(second * 1_000_000, 20_000_000)
@@ -197,7 +197,7 @@ def test_a_log_gets_a_line_every_few_seconds() -> None:
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120)
-    with metered("fetching", console) as report:
+    with counted("fetching", console, unit="MB") as report:
         report(5_000_000, 20_000_000)
     assert "fetching" in file.getvalue()
     assert "25 %" in file.getvalue()

@@ -275,7 +275,7 @@ def hub_url() -> Iterator[str]:
 def test_status_is_shown_for_people_and_for_programs(hub_url: str, capsys: Capture) -> None:
     assert main(["status", hub_url]) == 0
     shown = capsys.readouterr().out
-    for part in ("demo-1: step 2 of 9", "held out 0.750", "the cap is reached", "trainer waits for a batch", "worker"):
+    for part in ("demo-1", "step 2/9", "held out    0.75", "the cap is reached", "trainer waits for a batch", "worker"):
         assert part in shown
     assert main(["status", hub_url, "--json"]) == 0
     assert type(STATUS).model_validate_json(capsys.readouterr().out) == STATUS
@@ -362,7 +362,7 @@ sys.exit(begin())
         (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
         (["join", "--dir", "nowhere"], "shoal.run.roles", True, TOLD_TO_STOP_CODE),
         (["status", NOWHERE], "shoal.cli.main", False, TOLD_TO_STOP_CODE),
-        (["status", NOWHERE], "shoal.cli.status", False, TOLD_TO_STOP_CODE),
+        (["status", NOWHERE], "shoal.cli.view", False, TOLD_TO_STOP_CODE),
     ],
 )
 def test_a_signal_while_a_process_starts_ends_it_as_later_and_without_a_traceback(

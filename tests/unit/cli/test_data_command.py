@@ -107,7 +107,7 @@ def test_the_counts_add_up(tmp_path: Path, capsys: Capture) -> None:
 def test_check_says_what_is_wrong_once_and_others_warn(tmp_path: Path, capsys: Capture, caplog: Logs) -> None:
     path = write(tmp_path / "a.jsonl", 20, {7: ""})
     main(["data", "check", str(path)])
-    assert capsys.readouterr().err == "1 row cannot be used: a run leaves it out\n"
+    assert capsys.readouterr().err == "1 row cannot be used: a run leaves them out\n"
     assert caplog.text == ""
     assert main(["data", "order", str(path), "--count", "1"]) == 0
     assert "1 of 20 rows left out, for they cannot be used: row 7 (a.jsonl line 8)" in caplog.text

@@ -285,7 +285,7 @@ def test_listening_everywhere_gives_an_address_that_others_can_use(tmp_path: Pat
 
 def test_an_address_that_is_not_this_machines_is_refused(tmp_path: Path) -> None:
     folder = RunFolder.prepare(tmp_path / "run", recipe("hub.host=192.0.2.1"))
-    with pytest.raises(ResourceError, match=r"192\.0\.2\.1; is that an address of this machine"):
+    with pytest.raises(ResourceError, match=r"192\.0\.2\.1 .*is it an address of this machine"):
         folder.assign_endpoints()
 
 

@@ -177,7 +177,7 @@ def test_how_a_run_ended_decides_what_to_do_next(folder: RunFolder) -> None:
     *_, why, where = conclusion(folder.path, Launched(Ending(0, ""), None, 1.0))
     assert why.startswith("nothing was trained on: all 4 groups had equal rewards")
     assert where == f"the unchanged model is in {folder.path}/trainer/export"
-    assert last[130] == f"to go on: {shoal_command()} run --dir {folder.path}"
+    assert last[130] == f"to resume: {shoal_command()} run --dir {folder.path}"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_how_a_run_ended_decides_what_to_do_next(folder: RunFolder) -> None:
         ({}, None),
         ({0: 0.5, 5: 0.75}, None),
         ({0: 0.75, 5: 0.75}, None),
-        ({0: 0.9, 2: 0.9, 5: 0.75}, "version 2 has the best held-out score, 0.900 (the last 0.750); to take it: "),
+        ({0: 0.9, 2: 0.9, 5: 0.75}, "version 2 has the best held-out score, 0.900 (last 0.750); to take it: "),
     ],
 )
 def test_better_version_than_the_last_is_named(folder: RunFolder, scores: dict[int, float], said: str | None) -> None:

@@ -15,8 +15,8 @@ from shoal.errors import LedgerError, LedgerForked, UserError
 from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, shares_of
 from shoal.ledger.verification import Checked, begun, check_rows, pages
 from shoal.protocol import LedgerEntry
-from shoal.run.ledger.heads import is_proof, keep, load_kept, proven_fork, read_head_file, read_proof
-from shoal.run.ledger.places import FilePlace, FolderPlace, Place, evidence_file, head_file, open_place
+from shoal.run.ledger.heads import keep, load_kept, proven_fork, read_head_file, read_proof
+from shoal.run.ledger.places import FolderPlace, Place, evidence_file, head_file, open_place
 from shoal.run.ledger.witness import witness_pins
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.text import printable
@@ -30,8 +30,8 @@ def check_ledger(
     witnesses: Sequence[str] = (),
 ) -> Checked:
     """Verify the ledger at `where`; raises `LedgerError` with the row and what is wrong. Keeps its head."""
-    if is_proof(Path(where)):
-        raise LedgerError(read_proof(Path(where)))
+    if (fork := read_proof(Path(where))) is not None:
+        raise LedgerError(fork)
     with closing(open_place(where, wait_s)) as place:
         return check_place(place, head, needs_documents, witnesses)
 
@@ -52,7 +52,9 @@ def check_place(
     checked = begun(place, needs_documents)
     given = [] if head is None else read_head_file(head, checked.run)
     seen = [witness_pins(place, witness, checked.run, given) for witness in witnesses]
-    others = _comparable(place, checked, _kept(checked), seen)
+    others = [*_kept(checked), *(pin for pins in seen for pin in pins)]
+    if others and not place.complete:
+        others = _within(place, checked, others, seen)
     # The place's own last: its rows are read as of then, so an honest run that grows meanwhile is behind no other head.
     pins = checked.of_this_run([*place.pins(checked.run, checked.root_key), *given])
     proofs = Proofs(Keys(checked.run, checked.root_key), Chain([*pins, *others]), needs_documents)
@@ -61,15 +63,14 @@ def check_place(
     except LedgerForked as error:
         raise LedgerError(f"{error}{proven_fork(place, proofs.keys, error)}") from error
     if isinstance(place, FolderPlace):
-        balances = place.balances()
-        if balances is not None:
+        if (balances := place.balances()) is not None:
             checked.compare(balances)
         else:
             checked.notes.append("the newest rows are not appended yet: the hub's rows cannot be compared now")
     checked.notes += place.notes
     if not checked.pins:
         checked.notes.append("no head to compare with: only from now on would a rewritten ledger be noticed")
-    trusted = place.trusted(checked.last) if checked.last is not None and remember else None
+    trusted = place.trusted(checked.run, checked.last) if checked.last is not None and remember else None
     if trusted is not None:
         signed = place.signed_head()
         keep(checked.root_key, trusted, None if signed is None else signed.head)
@@ -87,27 +88,19 @@ def _kept(checked: Checked) -> list[Pin]:
     return [Pin(known.head, f"the head kept here since {seen}", known.signed)]
 
 
-def _comparable(place: Place, checked: Checked, kept: list[Pin], seen: list[list[Pin]]) -> list[Pin]:
+def _within(place: Place, checked: Checked, pins: list[Pin], seen: list[list[Pin]]) -> list[Pin]:
     """Those that lie within a file: it may be older than what was seen since, and that is no rollback. Whoever asks
     for a witness gets its word on this file, or an error."""
-    pins = [*kept, *(pin for each in seen for pin in each)]
-    if not pins or not isinstance(place, FilePlace):
-        return pins
-    last = -1
-    for entry in place.entries():
-        last = entry.index
+    last = max((entry.index for entry in place.entries()), default=-1)
     for each in seen:
         if all(pin.head.index > last for pin in each):
             raise LedgerError(
                 f"{each[0].source} signed row {each[0].head.index}, the file ends at row {last}: it cannot be compared "
                 "and may be a fork. Export the ledger again, or verify without --witness"
             )
-    checked.notes += [
-        f"the file ends at row {last}, before row {pin.head.index} ({pin.source}): it cannot be compared with that "
-        "head, so it may be another ledger"
-        for pin in pins
-        if pin.head.index > last
-    ]
+    for pin in (pin for pin in pins if pin.head.index > last):
+        beyond = f"the file ends at row {last}, before row {pin.head.index} ({pin.source})"
+        checked.notes.append(f"{beyond}: it cannot be compared with that head, so it may be another ledger")
     return [pin for pin in pins if pin.head.index <= last]
 
 
@@ -137,21 +130,18 @@ class Book:
         nodes = self.accounts.by_node
         if who in nodes:
             return [who]
+        by_id = [node for node in nodes if node.startswith(who)] if len(who) >= LEAST_PREFIX else []
         named = [node for node, name in self.names.items() if name == who and node in nodes]
-        if named and not any(node.startswith(who) and node not in named for node in nodes):
-            return named
-        if named:  # whoever chose that name may want to be taken for another
+        if named and set(by_id) - set(named):  # whoever chose that name may want to be taken for another
             raise UserError(f"{who} is the name of one node and the start of another's id: give more of the id")
-        if len(who) >= LEAST_PREFIX:
-            owned = [node for node, account in nodes.items() if account.owner and account.owner.startswith(who)]
-            if owned:
-                return owned
-            found = [node for node in nodes if node.startswith(who)]
-            if len(found) == 1:
-                return found
-            if found:
-                raise UserError(f"{who} is the start of {len(found)} node ids: give more of it")
-        raise UserError(f"the ledger knows no node and no owner {who!r}; give its id, its name, or an owner's key")
+        owned = [node for node, account in nodes.items() if account.owner and account.owner.startswith(who)]
+        if found := named or (owned if len(who) >= LEAST_PREFIX else []):
+            return found
+        if len(by_id) > 1:
+            raise UserError(f"{who} is the start of {len(by_id)} node ids: give more of it")
+        if not by_id:
+            raise UserError(f"the ledger knows no node and no owner {who!r}; give its id, its name, or an owner's key")
+        return by_id
 
 
 def shares_at(where: str, step: int | None, wait_s: float) -> tuple[Shares, dict[str, str]]:

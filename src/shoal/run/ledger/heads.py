@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,33 +98,24 @@ def read_head_file(path: Path, run: str) -> list[Pin]:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the head {path}: {error.strerror}") from error
-    lines = data.splitlines() if path.suffix == ".jsonl" else [data]
-    if path.suffix == ".jsonl" and not data.endswith(b"\n"):
-        lines = lines[:-1]  # a line that was being written when its machine stopped
+    many = path.suffix == ".jsonl"  # without a line that was being written when its machine stopped
+    lines = data[: data.rfind(b"\n") + 1].splitlines() if many else [data]
     found = [pin for line in lines if (pin := _pin(line, f"--head {path}")) is not None]
     if not found:
         raise ConfigError(f"{path} is no ledger head: neither as a hub or a witness signs it nor as shoal keeps it")
-    return [pin for pin in found if pin.head.run == run] if path.suffix == ".jsonl" else found
+    return [pin for pin in found if pin.head.run == run or not many]
 
 
 def _pin(data: bytes, source: str) -> Pin | None:
-    try:
-        kept = KeptHead.model_validate_json(data)
-        return Pin(kept.head, source, kept.signed)
-    except ValidationError:
-        pass
-    try:
-        signed = CertifiedHead.model_validate_json(data).head
-    except ValidationError:
-        try:
-            signed = SignedDocument.model_validate_json(data)
-        except ValidationError:
-            return None
-    try:
-        named = signed.document.get("ledger") if signed.kind == Receipt.kind else signed.document
-        return Pin(LedgerHead.model_validate(named, extra="ignore"), source, signed)
-    except ValidationError:
-        return None
+    for kind in (KeptHead, CertifiedHead, SignedDocument):
+        with suppress(ValidationError):
+            found = kind.model_validate_json(data)
+            if isinstance(found, KeptHead):
+                return Pin(found.head, source, found.signed)
+            signed = found.head if isinstance(found, CertifiedHead) else found
+            named = signed.document.get("ledger") if signed.kind == Receipt.kind else signed.document
+            return Pin(LedgerHead.model_validate(named, extra="ignore"), source, signed)
+    return None
 
 
 # ── ~/.shoal/forks/RUN-INDEX.json: the proof of a fork, which anybody can check without the hub ──────────────────────
@@ -163,16 +155,13 @@ def save_proof(
     return path
 
 
-def is_proof(path: Path) -> bool:
-    """Whether a file is a proof rather than a ledger: entries are one per line."""
+def read_proof(path: Path) -> str | None:
+    """What a proof shows, if the file is one rather than a ledger; raises `LedgerError` if it shows nothing."""
     if not path.is_file():
-        return False
+        return None
     with path.open("rb") as file:
-        return file.read(len(START)) == START
-
-
-def read_proof(path: Path) -> str:
-    """What a proof shows; raises `LedgerError` if it shows nothing."""
+        if file.read(len(START)) != START:  # entries are one per line
+            return None
     try:
         return check_fork(ForkProof.model_validate_json(path.read_bytes()))
     except ValidationError as error:

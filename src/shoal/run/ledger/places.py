@@ -18,9 +18,8 @@ from typing import TypeVar
 import httpx
 from pydantic import ValidationError
 
-from shoal.client import HubClient, split_join_url
+from shoal.client import HubClient
 from shoal.client.http import REACH, open_http
-from shoal.client.known_hubs import known_root
 from shoal.errors import BroadcastError, LedgerError, ProtocolError, UserError
 from shoal.hub.service.context import orders_of
 from shoal.hub.service.stories import evidence_of
@@ -33,7 +32,6 @@ from shoal.protocol import (
     LedgerEntry,
     LedgerHead,
     Message,
-    PolicyManifest,
     SignedDocument,
     document_hash,
     first_problem,
@@ -41,7 +39,7 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
-from shoal.run.folder import RunFolder
+from shoal.run.folder import RunFolder, hub_of
 from shoal.run.ledger.heads import CertifiedHead
 from shoal.runtime.exchange import limited, read_body
 from shoal.runtime.targets import TargetRefused, check_url
@@ -59,8 +57,11 @@ MANIFEST = "the manifest of policy "
 class Place(Rows):
     """A ledger somewhere. `notes` are what could not be fetched, in words; it is filled while pins are looked for.
 
-    A ledger may grow meanwhile: its rows are read as of the last call of `pins`.
+    A ledger may grow meanwhile: its rows are read as of the last call of `pins`. `complete`: no row behind its last one
+    is anywhere else, which cannot be said of a file.
     """
+
+    complete = True
 
     def __init__(self, label: str, root_key: str | None = None) -> None:
         self.label = label
@@ -75,13 +76,14 @@ class Place(Rows):
     def signed_head(self) -> CertifiedHead | None:
         """The hub's own head, signed, if it can be had."""
 
-    @abstractmethod
     def certificates(self) -> tuple[SignedDocument, ...]:
         """What the root key signed for this run's keys, as far as it is at hand beside the rows."""
+        found = self.signed_head()
+        return () if found is None else found.certificates
 
-    @abstractmethod
-    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
+    def trusted(self, run: str, last: LedgerEntry) -> LedgerHead | None:
         """What may be remembered once everything was verified up to `last`: no more than somebody answers for."""
+        return head_of(run, last)
 
     def witnessed(self, public_key: str) -> list[bytes]:  # noqa: ARG002  a file has no sources
         """What a witness published, from every source that has it; nothing of it is verified yet."""
@@ -112,10 +114,9 @@ def open_place(where: str, wait_s: float = 3.0) -> Place:
 
 class HubPlace(Place):
     def __init__(self, where: str, wait_s: float) -> None:
-        url, pinned = split_join_url(where)
-        self._client = HubClient.of_a_person(url, wait_s, known_root([url], pinned))
+        self._client = HubClient.of_a_person(*hub_of(where, wait_s))
         self._run = self._client.trusted_run()
-        super().__init__(url, self._run.info.root_key)
+        super().__init__(self._client.url, self._run.info.root_key)
         self._head = self._client.signed_ledger_head()
 
     def entries(self) -> Iterator[LedgerEntry]:
@@ -134,30 +135,27 @@ class HubPlace(Place):
         return self._run.info.certificates
 
     def witnessed(self, public_key: str) -> list[bytes]:
-        found = (self._download(source, witness_key(public_key), MAX_WITNESS_BYTES) for source in self._sources)
+        found = [self._download(source, witness_key(public_key), MAX_WITNESS_BYTES) for source in self._sources]
         return [data for data in found if data is not None]
 
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
-        manifests = self._manifests()
+        found = self._manifests()
         self._head = self._client.signed_ledger_head()  # after every other head: those of an honest hub are not ahead
-        head = LedgerHead.model_validate(self._head.document)
-        if not manifests:
+        if found is None:
             self.notes.append("no source of this run could be asked for policy manifests, which carry heads")
-        return [Pin(head, "the hub's signed head", self._head), *_pins_of(manifests)]
+        head = LedgerHead.model_validate(self._head.document)
+        return [Pin(head, "the hub's signed head", self._head), *(found or ())]
 
     def signed_head(self) -> CertifiedHead | None:
         hubs = tuple(each for each in self._run.info.certificates if each.document.get("role") == "hub")
         return CertifiedHead(head=self._head, certificates=hubs)
 
-    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
-        return head_of(self._run.run, last)
-
     @property
     def _sources(self) -> tuple[str, ...]:
         return *self._run.info.sources, *self._run.info.last_resort
 
-    def _manifests(self) -> list[SignedDocument]:
-        """Those that the first source which answers as the trainer would still keeps: a relay has fewer versions."""
+    def _manifests(self) -> list[Pin] | None:
+        """Of those that the first source which answers as the trainer would still keeps: a relay has fewer versions."""
         run, key = self._run.run, self._run.trainer_key
         for source in self._sources:
             try:
@@ -165,11 +163,11 @@ class HubPlace(Place):
                 labels = () if head is None else read_head(head, run, key).kept_versions
                 keys = [manifest_key(place) for label in labels if (place := parse_label(label)) is not None]
                 kept = [self._download(source, name, MAX_MANIFEST_BYTES) for name in keys]
-                if found := [_signed_manifest(data, run, key) for data in kept if data is not None]:
-                    return found
+                if found := [data for data in kept if data is not None]:
+                    return _pins_of(found, run, key)
             except (BroadcastError, ProtocolError) as error:
                 self.notes.append(f"{source}: {error}")
-        return []
+        return None
 
     def _download(self, source: str, name: str, max_bytes: int) -> bytes | None:
         """None where a source does not have it, or does not answer: that is noted."""
@@ -212,14 +210,9 @@ def _body(http: httpx.Client, url: str, max_bytes: int, extensions: dict[str, ob
         return read_body(answer, max_bytes)
 
 
-def _signed_manifest(data: bytes, run: str, key: str) -> SignedDocument:
-    """A manifest as its trainer signed it, if it holds."""
-    read_manifest(data, run, key)
-    return SignedDocument.model_validate_json(data)
-
-
-def _pins_of(manifests: Iterable[SignedDocument]) -> list[Pin]:
-    read = [(PolicyManifest.model_validate(signed.document, extra="ignore"), signed) for signed in manifests]
+def _pins_of(manifests: Iterable[bytes], run: str, key: str) -> list[Pin]:
+    """The heads in manifests, if they are as the run's trainer signed them."""
+    read = [(read_manifest(data, run, key), SignedDocument.model_validate_json(data)) for data in manifests]
     return [
         Pin(manifest.ledger_head, f"{MANIFEST}{manifest.policy.label}", signed)
         for manifest, signed in read
@@ -262,29 +255,23 @@ class FolderPlace(Place):
         return [data for tree in trees if (data := tree.read(witness_key(public_key))) is not None]
 
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the folder's own
-        tree, key = Tree(self._folder.path / "origin"), self._folder.trainer_key
-        found = []
-        for path in sorted((self._folder.path / "origin" / "manifests").glob("*.json")):
+        origin, found = self._folder.path / "origin", list[Pin]()
+        for path in sorted((origin / "manifests").glob("*.json")):
             place = parse_label(path.stem)
-            data = None if place is None else tree.read(manifest_key(place))
-            if data is None:
-                continue
+            data = None if place is None else Tree(origin).read(manifest_key(place))
             try:
-                found.append(_signed_manifest(data, self._folder.run_id, key))
+                found += _pins_of([] if data is None else [data], self._folder.run_id, self._folder.trainer_key)
             except BroadcastError as error:
                 raise LedgerError(f"{path} is not a manifest that this run's trainer signed: {error}") from error
         if not found:
             self.notes.append("origin/ has no policy manifest yet, which would carry a head")
         self._look()  # after every other head: those of an honest run are not ahead
-        return _pins_of(found)
+        return found
 
     def signed_head(self) -> CertifiedHead | None:
         """Signed with the hub's key, which is in the folder."""
         signed = sign_document(head_of(self._folder.run_id, self.reader.ledger_last()), self._folder.key("hub"))
         return CertifiedHead(head=signed, certificates=(self._folder.certificate("hub"),))
-
-    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
-        return head_of(self._folder.run_id, last)
 
     def kept(self, submission: str) -> tuple[SignedDocument, bytes]:
         """The lease of a submission as it was signed, and the bytes that were submitted."""
@@ -320,6 +307,8 @@ class FolderPlace(Place):
 
 
 class FilePlace(Place):
+    complete = False
+
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         self.path = path
@@ -342,10 +331,6 @@ class FilePlace(Place):
             found[each.row] = each
         return found
 
-    def certificates(self) -> tuple[SignedDocument, ...]:
-        found = self.signed_head()
-        return () if found is None else found.certificates
-
     def missing_evidence(self) -> str:
         path = evidence_file(self.path)
         return "" if path.is_file() else f"there is no {path.name} beside {self.path}"
@@ -366,7 +351,7 @@ class FilePlace(Place):
         except (OSError, ValidationError) as error:
             raise LedgerError(f"{head_file(self.path)} is damaged, or no head of an export: {error}") from error
 
-    def trusted(self, last: LedgerEntry) -> LedgerHead | None:  # noqa: ARG002  rows behind the head are unproven
+    def trusted(self, run: str, last: LedgerEntry) -> LedgerHead | None:  # noqa: ARG002  no row behind it is proven
         return self._head
 
 

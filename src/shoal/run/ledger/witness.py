@@ -10,6 +10,7 @@ the witness's key themselves (`verify --witness KEY`).
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -19,8 +20,7 @@ from pathlib import Path
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shoal.client import HubClient, split_join_url
-from shoal.client.known_hubs import known_root
+from shoal.client import HubClient
 from shoal.errors import ConfigError, HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
 from shoal.ledger import Chain, Keys, Pin
 from shoal.protocol import (
@@ -33,6 +33,7 @@ from shoal.protocol import (
     open_document,
     sign_document,
 )
+from shoal.run.folder import hub_of
 from shoal.run.ledger.heads import MAX_ROWS, save_proof
 from shoal.run.ledger.places import Place, download, served_rows
 from shoal.runtime.clock import Clock, SystemClock
@@ -45,7 +46,6 @@ from shoal.shardcast.tree import Tree, witness_key
 log = logging.getLogger("shoal.witness")
 
 LOCK_WAIT_S = 5.0
-KEY_HEX = 64
 
 
 class Seen(BaseModel):
@@ -125,11 +125,10 @@ class Witness:
 
 def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, once: bool, stop: StopToken) -> None:
     """Watch until told to stop; a hub that does not answer is asked again."""
-    where, pinned = split_join_url(url)
     ensure_folder(folder)
     with (
         FolderLock(folder).acquire(stop, LOCK_WAIT_S),
-        closing(HubClient.of_a_person(where, 10, known_root([where], pinned), stop)) as client,
+        closing(HubClient.of_a_person(*hub_of(url, 10), stop)) as client,
     ):
         witness = Witness(client, folder, out or [folder])
         log.info("witness %s: readers give this key with verify --witness", witness.key.public_key)
@@ -150,7 +149,7 @@ def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()
     """What a witness, named `KEY` or `KEY@URL`, signed about this run, from every source that has it, and from what was
     `given` by --head; at least one."""
     key, _, url = witness.partition("@")
-    if len(key) != KEY_HEX or not set(key) <= set("0123456789abcdef"):
+    if not re.fullmatch("[0-9a-f]{64}", key):
         raise UserError(f"{key[:80]!r} is no public key of a witness: 64 hex digits, perhaps with @URL after them")
     found = place.witnessed(key)
     statements = [pin.statement for pin in given if pin.statement is not None and pin.statement.signed_by == key]
