@@ -18,7 +18,7 @@ from shoal.protocol import PolicyManifest, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, DownloadSettings, Origin, OriginSettings, Payload
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
-from shoal.shardcast.pool import PoolSettings
+from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.tree import chunk_key, manifest_key
 
 KEY = SigningKey.from_seed(b"\x01" * 32)

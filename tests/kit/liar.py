@@ -42,8 +42,8 @@ from shoal.shardcast import (
     run_relay,
 )
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
+from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.manifest import encode, manifest_hash, place_of
-from shoal.shardcast.pool import PoolSettings
 from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
 
 KEY = SigningKey.from_seed(b"\x11" * 32)

@@ -10,7 +10,6 @@ The forwarder reads nothing of what it carries: who is at the other end is prove
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import selectors
 import socket
@@ -53,7 +52,8 @@ class Forwarder:
         An address that was allowed before keeps the numbers that it was looked up with."""
         wanted: dict[Endpoint, tuple[str, targets.Reach | None]] = {}
         for url in given:  # a name may lead elsewhere by now than to the hub that was met; numbers cannot
-            wanted[targets.endpoint_of(url)] = (url, None if _is_numeric(targets.endpoint_of(url)[0]) else reach)
+            endpoint = targets.endpoint_of(url)
+            wanted[endpoint] = (url, None if targets.numeric(*endpoint) else reach)
         for url in named:
             with contextlib.suppress(targets.TargetRefused):
                 targets.check_url(url)
@@ -82,9 +82,9 @@ class Forwarder:
     def _start(self, endpoint: Endpoint, url: str, reach: targets.Reach | None) -> None:
         proxy, listener = targets.proxy_of(url), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:  # addresses are looked up once; a proxy looks them up itself
-            found = (
-                targets.addresses(*endpoint, reach) if proxy is None else targets.check_behind_proxy(*endpoint, reach)
-            )
+            found = targets.addresses(*endpoint, reach) if proxy is None else []
+            if proxy is not None:
+                targets.check_behind_proxy(*endpoint, reach)
             listener.bind(str(self.folder / targets.socket_name(*endpoint)))
             listener.listen(64)
             listener.setblocking(False)
@@ -116,8 +116,13 @@ class Forwarder:
                         inside.close()
 
     def _carry(self, inside: socket.socket, endpoint: Endpoint, proxy: targets.Proxy | None, found: list[str]) -> None:
+        def reached() -> socket.socket:
+            if proxy is None:
+                return targets.first_answer(found, endpoint[1], CONNECT_S)
+            return proxy.connect(CONNECT_S, tunnel_to=targets.netloc(*endpoint))
+
         try:
-            with contextlib.closing(inside), contextlib.closing(_reached(endpoint, proxy, found)) as outside:
+            with contextlib.closing(inside), contextlib.closing(reached()) as outside:
                 back = threading.Thread(target=_pump, args=(outside, inside), daemon=True)
                 back.start()
                 _pump(inside, outside)
@@ -126,26 +131,6 @@ class Forwarder:
             log.debug("%s:%d cannot be reached: %s", *endpoint, error)
         finally:
             self._places.release()
-
-
-def _is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
-def _reached(endpoint: Endpoint, proxy: targets.Proxy | None, found: list[str]) -> socket.socket:
-    if proxy is None:
-        return targets.first_answer(found, endpoint[1], CONNECT_S)
-    connection, (host, port) = targets.connect_to(proxy, CONNECT_S), endpoint
-    try:
-        targets.open_tunnel(connection, proxy, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", CONNECT_S)
-    except OSError:
-        connection.close()
-        raise
-    return connection
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

@@ -24,6 +24,7 @@ addresses are never asked for through one. Plain sources are asked for by their 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import os
@@ -44,6 +45,10 @@ from shoal.errors import ConfigError
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
+MAX_ANSWER_BYTES = 16 * 1024
+WANTS_PASSWORD = 407
+
+
 @dataclass(frozen=True)
 class Proxy:
     """An HTTP proxy. `shown` is its address without the password, for people."""
@@ -55,8 +60,47 @@ class Proxy:
 
     @property
     def shown(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.secure else 'http'}://{host}:{self.port}"
+        return f"{'https' if self.secure else 'http'}://{netloc(self.host, self.port)}"
+
+    @property
+    def headers(self) -> list[str]:
+        return [f"Proxy-Authorization: {self.authorization}"] if self.authorization else []
+
+    def connect(self, timeout_s: float, tunnel_to: str = "") -> socket.socket:
+        """A connection to the proxy, or through it to `tunnel_to` (host:port); `OSError` if there is none."""
+        connection = socket.create_connection((self.host, self.port), timeout=timeout_s)
+        try:
+            if self.secure:
+                connection = ssl.create_default_context().wrap_socket(connection, server_hostname=self.host)
+            if tunnel_to:
+                self._open_tunnel(connection, tunnel_to, timeout_s)
+                connection.settimeout(timeout_s)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _open_tunnel(self, connection: socket.socket, target: str, timeout_s: float) -> None:
+        ends_at_s = time.monotonic() + timeout_s
+        lines = [f"CONNECT {target} HTTP/1.1", f"Host: {target}", *self.headers]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        head = b""
+        while b"\r\n\r\n" not in head:
+            left_s = ends_at_s - time.monotonic()
+            if left_s <= 0 or len(head) > MAX_ANSWER_BYTES:
+                raise OSError(f"the proxy {self.shown} gives no answer to CONNECT")
+            connection.settimeout(left_s)
+            piece = connection.recv(1)  # byte by byte: what follows the head belongs to the tunnel
+            if not piece:
+                raise OSError(f"the proxy {self.shown} closed the connection")
+            head += piece
+        if head.split(b" ", 2)[1:2] != [b"200"]:
+            said = head.split(b"\r\n", 1)[0].decode("latin-1")[:80]
+            raise OSError(f"the proxy {self.shown} opens no way to {target}: {said}")
+
+
+def netloc(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_own(host: str) -> bool:
@@ -102,52 +146,8 @@ def parse_proxy(text: str) -> Proxy:
     return Proxy(parts.hostname, port, parts.scheme == "https", authorization)
 
 
-MAX_ANSWER_BYTES = 16 * 1024
-WANTS_PASSWORD = 407
-
-
-def connect_to(proxy: Proxy, timeout_s: float) -> socket.socket:
-    """A connection to the proxy itself; `OSError` if there is none."""
-    plain = socket.create_connection((proxy.host, proxy.port), timeout=timeout_s)
-    if not proxy.secure:
-        return plain
-    try:
-        return ssl.create_default_context().wrap_socket(plain, server_hostname=proxy.host)
-    except OSError:
-        plain.close()
-        raise
-
-
-def open_tunnel(connection: socket.socket, proxy: Proxy, target: str, timeout_s: float) -> None:
-    """Ask the proxy to connect to `target` (host:port) and pass on bytes from then on; `OSError` if it does not."""
-    ends_at_s = time.monotonic() + timeout_s
-    lines = [f"CONNECT {target} HTTP/1.1", f"Host: {target}", *authorization_lines(proxy)]
-    connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
-    head = b""
-    while b"\r\n\r\n" not in head:
-        left_s = ends_at_s - time.monotonic()
-        if left_s <= 0 or len(head) > MAX_ANSWER_BYTES:
-            raise OSError(f"the proxy {proxy.shown} gives no answer to CONNECT")
-        connection.settimeout(left_s)
-        piece = connection.recv(1)  # byte by byte: what follows the head belongs to the tunnel
-        if not piece:
-            raise OSError(f"the proxy {proxy.shown} closed the connection")
-        head += piece
-    status = head.split(b" ", 2)[1:2]
-    if status != [b"200"]:
-        said = head.split(b"\r\n", 1)[0].decode("latin-1")[:80]
-        raise OSError(f"the proxy {proxy.shown} opens no way to {target}: {said}")
-
-
-def authorization_lines(proxy: Proxy) -> list[str]:
-    return [f"Proxy-Authorization: {proxy.authorization}"] if proxy.authorization else []
-
-
 SANDBOX = "SHOAL_SANDBOX"
 """Names the folder with the sockets that lead out of a sandbox, to a process inside; unset outside."""
-
-
-IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Nearness(IntEnum):
@@ -208,7 +208,7 @@ def nearness(address: str) -> Nearness:
     return Nearness.PRIVATE if on_link else Nearness.PUBLIC
 
 
-def _source_of(address: str) -> IPAddress | None:
+def _source_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address that this machine would have on the way there; its own address if it is there. Nothing is sent."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
@@ -289,20 +289,17 @@ def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
     except UnicodeError as error:
         raise TargetRefused(f"{host[:200]!r} is no name of a host: {error}") from error
     found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
-    if reach is None or (host, port) in reach.given:
-        return found
-    for address in found:
-        reach.check(host, address)
+    if reach is not None and (host, port) not in reach.given:
+        for address in found:
+            reach.check(host, address)
     return found
 
 
-def check_behind_proxy(host: str, port: int, reach: Reach | None) -> list[str]:
-    """What can be checked of a target that a proxy will look up: an address in numbers, however it is written. None of
-    its addresses is for this machine to connect to."""
+def check_behind_proxy(host: str, port: int, reach: Reach | None) -> None:
+    """Check what can be checked of a target that a proxy will look up: an address in numbers, however written."""
     if reach is not None and (host, port) not in reach.given:
         for address in numeric(host, port):
             reach.check(host, address)
-    return []
 
 
 def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> socket.socket:
@@ -311,8 +308,8 @@ def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> sock
     if inside is None:
         return first_answer(addresses(host, port, reach), port, timeout_s)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
     try:
-        connection.settimeout(timeout_s)
         connection.connect(str(inside))
     except OSError:
         connection.close()
@@ -322,13 +319,10 @@ def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> sock
 
 def first_answer(found: list[str], port: int, timeout_s: float) -> socket.socket:
     """A connection to the first of these addresses that answers."""
-    *earlier, last = found
-    for address in earlier:
-        try:
+    for address in found[:-1]:
+        with contextlib.suppress(OSError):
             return socket.create_connection((address, port), timeout=timeout_s)
-        except OSError:
-            continue
-    return socket.create_connection((last, port), timeout=timeout_s)
+    return socket.create_connection((found[-1], port), timeout=timeout_s)
 
 
 def way_out(host: str, port: int) -> Path | None:
@@ -351,6 +345,6 @@ def numeric(host: str, port: int) -> list[str]:
     """The address that a host is in numbers (also `127.1` or `0x7f000001`); none if it is a name."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except OSError:
+    except (OSError, UnicodeError):
         return []
     return [str(entry[4][0]) for entry in found]

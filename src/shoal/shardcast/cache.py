@@ -3,7 +3,7 @@
     <digest>.json            the signed manifest
     <digest>.part            being filled, sparse; a restart looks through it by hash and fetches only what is missing
     <digest>.bin             whole; mapped read-only, so that tensors are views of it and cost no memory of their own
-    <base>-<digest>.delta    a delta between two of them (…delta.part while it is being fetched)
+    <base>-<digest>.delta    a delta between two of them
 
 Chunks are written straight to their place, so the disk holds a version once, not twice. A chunk that another payload
 here already has is copied instead of fetched. No byte is believed because of its file's name: what this process has
@@ -41,7 +41,7 @@ Donors = Mapping[str, tuple[Path, int]]  # chunk → where another payload on th
 
 
 class PayloadFile:
-    """A payload or a delta being filled; a `Keeper` for the pool."""
+    """A payload or a delta being filled."""
 
     def __init__(
         self, path: Path, chunks: Sequence[Chunk], chunk_size_bytes: int, donors: Donors | None = None
@@ -67,11 +67,12 @@ class PayloadFile:
         if self._resumed and _holds(self._file.fileno(), offsets[0], chunk, scratch):
             self._write(scratch, offsets[1:])
             return True
-        path, offset = self._donors.get(chunk.hash, (None, 0))
-        with suppress(FileNotFoundError):
-            if path is not None and _holds_at(path, offset, chunk, scratch):
-                self._write(scratch, offsets)
-                return True
+        with suppress(KeyError, FileNotFoundError):
+            path, offset = self._donors[chunk.hash]
+            with path.open("rb", buffering=0) as file:
+                if _holds(file.fileno(), offset, chunk, scratch):
+                    self._write(scratch, offsets)
+                    return True
         return False
 
     def keep(self, chunk: Chunk, data: memoryview) -> None:
@@ -92,7 +93,7 @@ class PayloadFile:
 
 
 class PayloadFiles:
-    """Several files filled by one pool; a chunk goes to every one that wants it."""
+    """Several files filled by one pool, whose `Keeper` this is; a chunk goes to every one that wants it."""
 
     def __init__(self, files: Sequence[PayloadFile]) -> None:
         self._files = files
@@ -148,37 +149,34 @@ class PayloadCache:
         """Take over a whole payload that an earlier process left; false if it is not here, or is damaged: then what is
         whole of it is used again when it is filled."""
         if not self.is_whole(manifest.policy):
-            self._reopen(*(self._path(manifest.policy.digest, suffix) for suffix in ("bin", "part")))
+            self._reopen(manifest.policy.digest)
             return False
         self._verified[manifest.policy.digest] = manifest
         return True
 
     def fill(self, manifest: PolicyManifest) -> PayloadFile:
         """The payload's file, to be filled. A whole one left by an earlier process is filled again: by looking."""
-        whole, part = (self._path(manifest.policy.digest, suffix) for suffix in ("bin", "part"))
-        self._reopen(whole, part)
         wanted = {chunk.hash for chunk in manifest.chunks}
         donors = {  # where chunks of it may already lie on this disk
             chunk.hash: (self._path(digest, "bin"), index * other.chunk_size_bytes)
             for digest, other in self.held().items()
             for index, chunk in enumerate(other.chunks)
-            if chunk.hash in wanted
+            if chunk.hash in wanted and digest != manifest.policy.digest
         }
-        return PayloadFile(part, manifest.chunks, manifest.chunk_size_bytes, donors)
+        return PayloadFile(self._reopen(manifest.policy.digest), manifest.chunks, manifest.chunk_size_bytes, donors)
 
     def fill_delta(self, step: Step) -> PayloadFile:
-        whole, part = self._delta_path(step), self._delta_path(step, ".part")
-        self._reopen(whole, part)
-        return PayloadFile(part, step.delta.chunks, step.manifest.chunk_size_bytes)
+        return PayloadFile(self._delta_path(step), step.delta.chunks, step.manifest.chunk_size_bytes)
 
     def finish(self, manifest: PolicyManifest) -> None:
         digest = manifest.policy.digest
-        self._rename(self._path(digest, "part"), self._path(digest, "bin"))
+        part = self._path(digest, "part")
+        try:
+            part.replace(self._path(digest, "bin"))
+        except OSError as error:
+            raise resource_error("rename", part, error) from error
         self._verified[digest] = manifest
         self._made.pop(digest, None)
-
-    def finish_delta(self, step: Step) -> None:
-        self._rename(self._delta_path(step, ".part"), self._delta_path(step))
 
     def travel(self, begin: PolicyRef, steps: Sequence[Step]) -> None:
         """Make the payload of the last step's version out of that of `begin`, in one pass over it, one block in memory.
@@ -225,8 +223,7 @@ class PayloadCache:
                 whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if manifest.size_bytes else b""
         except OSError as error:
             raise resource_error("read", path, error) from error
-        made = self._made.get(manifest.policy.digest)
-        return open_payload(manifest, memoryview(whole), path, made)
+        return open_payload(manifest, memoryview(whole), path, self._made.get(manifest.policy.digest))
 
     def retain(self, count: int) -> None:
         """Keep the `count` payloads used last and remove the rest, abandoned parts included. Mappings stay valid."""
@@ -238,22 +235,20 @@ class PayloadCache:
     def make_room(self, target: PolicyManifest, route: Route, limits: MachineLimits) -> None:
         """See that the route fits on the disk, before a byte of it is written: remove what it does not need, the least
         recently used first. Raises `ResourceError` if it does not fit even so."""
-        needed = route.size_bytes + (target.size_bytes if route.steps else 0)
         filling = {target.policy.digest, *(manifest.policy.digest for manifest in route.manifests())}
+        needed = route.size_bytes + (target.size_bytes if route.steps else 0)
         needed += sum(path.stat().st_size for path in self._folder.glob("*.json") if path.stem in filling)
-        begun = self._used_bytes(filling)
-        used = self._used_bytes()
+        needed -= self._used_bytes(filling)  # what has come already
         others = sorted(
             set(self._digests()) - filling - {route.begin.digest},
             key=lambda digest: max(path.stat().st_mtime_ns for path in self._files_of(digest)),
         )
         most = limits.disk(self._folder)
-        while others and used - begun + needed > most:
+        while others and self._used_bytes(self._digests()) + needed > most:
             self._forget(others.pop(0))
-            used = self._used_bytes()
-        if used - begun + needed <= most:
+        if self._used_bytes(self._digests()) + needed <= most:
             return
-        if limits.disk_bytes is None and needed - begun > shutil.disk_usage(self._folder).free:
+        if limits.disk_bytes is None and needed > shutil.disk_usage(self._folder).free:
             part = self._path(target.policy.digest, "part")
             raise resource_error("write", part, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         what = f"policy {target.policy.label} needs {show_bytes(needed)} of disk with what it is made from"
@@ -269,32 +264,27 @@ class PayloadCache:
     def _files_of(self, digest: str) -> list[Path]:
         return [*self._folder.glob(f"{digest}.*"), *self._folder.glob(f"*-{digest}.*")]
 
-    def _used_bytes(self, digests: Iterable[str] | None = None) -> int:
+    def _used_bytes(self, digests: Iterable[str]) -> int:
         """What lies on the disk; a part that is still being filled is sparse."""
-        owners = set(self._digests()) if digests is None else digests
-        return sum(path.stat().st_blocks * 512 for digest in owners for path in self._files_of(digest))
+        return sum(path.stat().st_blocks * 512 for digest in set(digests) for path in self._files_of(digest))
 
     def _forget(self, digest: str) -> None:
         self._verified.pop(digest, None)
         for path in self._files_of(digest):
             path.unlink(missing_ok=True)
 
-    def _rename(self, source: Path, target: Path) -> None:
-        try:
-            source.replace(target)
-        except OSError as error:
-            raise resource_error("rename", source, error) from error
-
-    def _reopen(self, whole: Path, part: Path) -> None:
-        """What an earlier process left as whole is only believed after another look."""
+    def _reopen(self, digest: str) -> Path:
+        """The part to be filled. What an earlier process left as whole is only believed after another look."""
+        whole, part = self._path(digest, "bin"), self._path(digest, "part")
         if whole.exists():
             whole.replace(part)
+        return part
 
     def _path(self, digest: str, suffix: str) -> Path:
         return self._folder / f"{digest}.{suffix}"
 
-    def _delta_path(self, step: Step, suffix: str = "") -> Path:
-        return self._folder / f"{step.name}.delta{suffix}"
+    def _delta_path(self, step: Step) -> Path:
+        return self._folder / f"{step.name}.delta"
 
     def _read_manifest(self, digest: str) -> PolicyManifest | None:
         if digest in self._verified:
@@ -310,8 +300,3 @@ class PayloadCache:
 def _holds(descriptor: int, offset: int, chunk: Chunk, scratch: memoryview) -> bool:
     """Whether the chunk lies at `offset`; then `scratch` holds it."""
     return read_fully(descriptor, offset, scratch) and blake3(scratch).hexdigest() == chunk.hash
-
-
-def _holds_at(path: Path, offset: int, chunk: Chunk, scratch: memoryview) -> bool:
-    with path.open("rb", buffering=0) as file:
-        return _holds(file.fileno(), offset, chunk, scratch)

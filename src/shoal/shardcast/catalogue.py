@@ -12,29 +12,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.protocol import Chunk
 from shoal.shardcast.manifest import Place
 from shoal.shardcast.tree import Tree
 
 
-@dataclass(frozen=True)
-class Blob:
+class Blob(NamedTuple):
     """A file on disk, of this size."""
 
     path: Path
     size_bytes: int
-
-    @classmethod
-    def whole(cls, path: Path) -> Blob | None:
-        try:
-            return cls(path, path.stat().st_size)
-        except FileNotFoundError:
-            return None
 
 
 class Inventory:
@@ -48,10 +40,10 @@ class Inventory:
 
     def __init__(self, chunks: Sequence[Chunk], here: Container[str] = ()) -> None:
         self._have = bytearray(-(-len(chunks) // 8))
-        self._missing: dict[str, list[int]] = {}
+        self._missing: dict[str, list[int]] = defaultdict(list)
         self.count = 0  # bits that are set
         for index, chunk in enumerate(chunks):
-            self._missing.setdefault(chunk.hash, []).append(index)
+            self._missing[chunk.hash].append(index)
         for chunk_hash in [one for one in self._missing if one in here]:
             self.add(chunk_hash)
 
@@ -119,23 +111,26 @@ class Arrivals:
 
 
 class Catalogue:
-    """What a server may hand out. Asked on the event loop, so no answer may wait for a disk that others write to."""
+    """What a server may hand out: of a tree that somebody publishes into, whatever is there, for that is whole. A relay
+    knows more. Asked on the event loop, so no answer may wait for a disk that others write to."""
 
-    def __init__(self, role: str) -> None:
-        self.role = role
+    role = "origin"
+
+    def __init__(self, folder: Path) -> None:
+        self._tree = Tree(folder)
         self.arrivals = Arrivals()
         self.inventories: dict[Place, Inventory] = {}  # which chunks are here, of the versions known here
 
     def find(self, key: str) -> Blob | None:
         """The bytes of this name, if they may be served now."""
-        raise NotImplementedError
+        path = self._tree.path(key)
+        with contextlib.suppress(FileNotFoundError):
+            return Blob(path, path.stat().st_size)
+        return None
 
     def expects(self, key: str) -> bool:  # noqa: ARG002
         """Whether a name that is not there now is on its way."""
         return False
-
-    def inventory(self, place: Place) -> Inventory | None:
-        return self.inventories.get(place)
 
     def announced(self) -> Iterable[str]:
         """The chunks that are being fetched from upstream."""
@@ -145,22 +140,8 @@ class Catalogue:
         """A file that was found is not there, or too short: whoever can get it again does. Not in the event loop."""
 
     def places(self) -> list[Place]:
-        return sorted(self.inventories)
+        return self._tree.places()
 
     def health(self) -> dict[str, Any]:
         """Numbers for /health; `ok` is false if a person has to look after it."""
         return {"role": self.role, "versions": [f"{place[0]}.{place[1]}" for place in self.places()]}
-
-
-class FolderCatalogue(Catalogue):
-    """A tree that somebody publishes into: what is there is whole, and nothing else is promised."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__("origin")
-        self._tree = Tree(folder)
-
-    def find(self, key: str) -> Blob | None:
-        return Blob.whole(self._tree.path(key))
-
-    def places(self) -> list[Place]:
-        return self._tree.places()

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -20,17 +21,7 @@ from blake3 import blake3
 
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import (
-    WANTS_PASSWORD,
-    Reach,
-    authorization_lines,
-    check_behind_proxy,
-    connect,
-    connect_to,
-    open_tunnel,
-    proxy_of,
-)
-from shoal.shardcast.limits import Throttle
+from shoal.runtime.targets import WANTS_PASSWORD, Reach, check_behind_proxy, connect, netloc, proxy_of
 
 SLICE_S = 0.2
 MAX_ANSWER_HEAD_BYTES = 16 * 1024
@@ -39,6 +30,28 @@ RECEIVE_BYTES = 1024 * 1024
 HASHED_BYTES = 256 * 1024
 
 Check = Callable[[int], str | None]
+
+
+class Throttle:
+    """What this process may receive per second, over all its connections: a bucket. For any number of threads."""
+
+    BURST_S = 1.0  # what may be received at once after a pause
+    SLICE_S = 0.125
+
+    def __init__(self, rate_bytes_s: float) -> None:
+        self.rate_bytes_s = rate_bytes_s
+        self.slice_bytes = max(16 * 1024, int(rate_bytes_s * self.SLICE_S))  # received before the bucket is asked again
+        self._level_bytes = self._full_bytes = rate_bytes_s * self.BURST_S
+        self._filled_at_s = float("-inf")
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int, now_s: float) -> float:
+        """So many bytes have been received; for how long to receive no more."""
+        with self._lock:
+            gained = (now_s - self._filled_at_s) * self.rate_bytes_s
+            self._level_bytes = min(self._full_bytes, self._level_bytes + gained) - size_bytes
+            self._filled_at_s = now_s
+            return max(0.0, -self._level_bytes / self.rate_bytes_s)
 
 
 class Deadline:
@@ -88,7 +101,7 @@ class Address:
 
     @property
     def netloc(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return netloc(self.host, self.port)
 
     @classmethod
     def parse(cls, source: str) -> Address:
@@ -192,12 +205,10 @@ class Connection:
     def _ask(self, target: str, deadline: Deadline) -> Answer:
         if self._socket is None:
             self._socket = self._connect(deadline)
-        address = self._address
-        lines = [f"Host: {address.netloc}", "Accept-Encoding: identity"]
-        where = ""
+        address, lines, where = self._address, [f"Host: {self._address.netloc}", "Accept-Encoding: identity"], ""
         if self._proxy is not None and not address.secure:
             where = f"http://{address.netloc}"
-            lines += authorization_lines(self._proxy)
+            lines += self._proxy.headers
         lines.insert(0, f"GET {where}{address.prefix}{target} HTTP/1.1")
         try:
             self._socket.settimeout(max(0.01, min(deadline.remaining_s(), self._timeouts.stall_s)))
@@ -211,14 +222,21 @@ class Connection:
         return self._answer
 
     def _connect(self, deadline: Deadline) -> socket.socket:
-        address = self._address
+        address, proxy, reach = self._address, self._proxy, self._timeouts.reach
         timeout_s = max(0.01, min(self._timeouts.connect_s, deadline.remaining_s()))
+        way = ""
         try:
-            plain = self._reach(timeout_s)
+            if proxy is None:
+                plain = connect(address.host, address.port, timeout_s, reach)
+            else:
+                way = f" through the proxy {proxy.shown}"
+                check_behind_proxy(address.host, address.port, reach)
+                if proxy.secure and address.secure:
+                    raise OSError("a https:// source is not asked through a https:// proxy: name the proxy as http://")
+                plain = proxy.connect(timeout_s, tunnel_to=address.netloc if address.secure else "")
             if plain.family != socket.AF_UNIX:  # which leads out of a sandbox
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
-            way = f" through the proxy {self._proxy.shown}" if self._proxy is not None else ""
             raise self._broken(f"cannot be reached{way}: {error.strerror or error}") from error
         if not address.secure:
             return plain
@@ -227,24 +245,6 @@ class Connection:
         except OSError as error:
             plain.close()
             raise self._broken(f"cannot be reached: {error.strerror or error}") from error
-
-    def _reach(self, timeout_s: float) -> socket.socket:
-        """A connection on which the source can be asked, TLS still to come."""
-        address, proxy = self._address, self._proxy
-        if proxy is None:
-            return connect(address.host, address.port, timeout_s, self._timeouts.reach)
-        check_behind_proxy(address.host, address.port, self._timeouts.reach)
-        if proxy.secure and address.secure:
-            raise OSError("a https:// source is not asked through a https:// proxy: name the proxy as http://")
-        connection = connect_to(proxy, timeout_s)
-        if address.secure:
-            try:
-                open_tunnel(connection, proxy, address.netloc, timeout_s)
-                connection.settimeout(timeout_s)
-            except OSError:
-                connection.close()
-                raise
-        return connection
 
     def _read_head(self, deadline: Deadline) -> Answer:
         piece = memoryview(bytearray(MAX_ANSWER_HEAD_BYTES))
@@ -278,7 +278,7 @@ class Connection:
             return taken
         stall, throttle = Deadline(self._timeouts.stall_s), self._timeouts.throttle
         if throttle is not None:
-            buffer = buffer[: throttle.slice_of(buffer.nbytes)]
+            buffer = buffer[: throttle.slice_bytes]
         while True:
             # Both are looked at even while bytes come, or a drip would never end.
             if deadline.passed():
@@ -310,8 +310,7 @@ class Connections:
     """One connection to each source that was asked. Used by one thread at a time."""
 
     def __init__(self, stop: StopToken, timeouts: Timeouts) -> None:
-        self._stop = stop
-        self._timeouts = timeouts
+        self._stop, self._timeouts = stop, timeouts
         self._connections: dict[str, Connection] = {}
 
     def to(self, source: str) -> Connection:
@@ -319,8 +318,7 @@ class Connections:
             self._connections[source] = Connection(source, self._stop, self._timeouts)
         return self._connections[source]
 
-    def close(self, sources: Container[str] | None = None) -> None:
-        """Close those to these sources, or all. One that is asked for again is opened again."""
-        for source, connection in self._connections.items():
-            if sources is None or source in sources:
-                connection.close()
+    def close(self) -> None:
+        """One that is asked for again is opened again."""
+        for connection in self._connections.values():
+            connection.close()

@@ -11,7 +11,6 @@ aligned. Files may be bytes in memory or lie on a disk; a folder is all the file
 from __future__ import annotations
 
 import os
-import stat
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,8 +56,7 @@ class FileSpan:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         try:
             with self.path.open("rb", buffering=0) as file:
-                same = os.fstat(file.fileno()).st_size == self.size_bytes
-                whole = same and read_fully(file.fileno(), offset, buffer)
+                whole = read_fully(file.fileno(), offset, buffer)
         except OSError as error:
             raise resource_error("read", self.path, error) from error
         if not whole:
@@ -90,8 +88,7 @@ class Content:
                 raise BroadcastError(f"tensor {tensor.name} is not contiguous in memory; make it so before publishing")
             # a view with a zero in its shape cannot be cast
             parts.append((tensor.name, tensor, tensor.data.cast("B") if tensor.data.nbytes else memoryview(b"")))
-        parts += [(name, None, memoryview(files[name])) for name in sorted(files)]
-        return cls._laid_out(parts)
+        return cls._laid_out([*parts, *((name, None, memoryview(files[name])) for name in sorted(files))])
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, Any]) -> Content:
@@ -108,12 +105,11 @@ class Content:
     @classmethod
     def at(cls, path: Path) -> Content:
         """A file, under its own name, or all files in a folder, under their paths in it."""
-        found = {path.name: path} if path.is_file() else _files_in(path)
         spans: dict[str, FileSpan] = {}
-        for name, file in found.items():
+        for name, file in ({path.name: path} if path.is_file() else _files_in(path)).items():
             try:
-                status = file.stat()
-                file.open("rb").close()
+                with file.open("rb") as opened:
+                    status = os.fstat(opened.fileno())
             except OSError as error:
                 raise ConfigError(f"cannot read {file}: {error.strerror}") from error
             spans[name] = FileSpan(file, status.st_size, status.st_mtime_ns)
@@ -125,16 +121,15 @@ class Content:
     def _laid_out(cls, parts: Sequence[tuple[str, TensorView | None, Span]]) -> Content:
         entries: list[Entry] = []
         offset = 0
-        try:
-            for name, tensor, span in parts:
-                size = span.size_bytes if isinstance(span, FileSpan) else span.nbytes
-                own: dict[str, Any] = {"type": "file"}
-                if tensor is not None:
-                    own = {"type": "tensor", "dtype": tensor.dtype, "shape": tensor.shape}
-                entries.append(Entry(name=name, offset=offset, size_bytes=size, **own))
-                offset += size
-        except ValidationError as error:
-            raise BroadcastError(f"{name!r} cannot be published: {first_problem(error)}") from error
+        for name, tensor, span in parts:
+            size = span.size_bytes if isinstance(span, FileSpan) else span.nbytes
+            own = {} if tensor is None else {"dtype": tensor.dtype, "shape": tensor.shape}
+            try:
+                kind = "file" if tensor is None else "tensor"
+                entries.append(Entry(type=kind, name=name, offset=offset, size_bytes=size, **own))
+            except ValidationError as error:
+                raise BroadcastError(f"{name!r} cannot be published: {first_problem(error)}") from error
+            offset += size
         problem = entries_problem(tuple(entries), offset)
         if problem:
             raise BroadcastError(f"these files and tensors cannot be published: {problem}")
@@ -196,13 +191,9 @@ def _files_in(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for where, folders, names in os.walk(folder, onerror=fail):
         links = [name for name in folders if (Path(where) / name).is_symlink()]
-        for name in [*names, *links]:
-            path = Path(where) / name
+        for path in (Path(where) / name for name in [*names, *links]):
             if not path.is_file():
-                what = "a link to a folder" if path.is_dir() else "a link to nothing that can be read"
-                if not path.is_symlink():
-                    kinds = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
-                    what = kinds.get(stat.S_IFMT(path.lstat().st_mode), "a device")
+                what = "a link to no file that can be read" if path.is_symlink() else "no plain file"
                 raise ConfigError(f"{path} is {what}: only files and folders can be published; remove it first")
             found[path.relative_to(folder).as_posix()] = path
     if not found:

@@ -5,8 +5,8 @@
                                               │                             └─ closed ◄─┘ a delta gives other bytes
                                               └────────────── the deadline covers all of it ──────────────┘
 
-What has arrived stays in the folder whatever happens, so that the next attempt continues from there. The newest head
-ever seen stays there too: not even after a restart does a source get away with an older one.
+What has arrived stays in the folder whatever happens, so that the next attempt resumes from there. The newest head ever
+seen stays there too: not even after a restart does a source get away with an older one.
 
 `Prefetch` fetches each new version in the background, and gives way at once to a fetch that somebody waits for. What
 goes wrong there costs only time: whoever needs the version fetches it then, and hears of the failure.
@@ -31,17 +31,18 @@ from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.cache import PayloadCache, PayloadFiles
 from shoal.shardcast.connection import Deadline
+from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.lookup import Lookup, Route, plan
 from shoal.shardcast.manifest import place_of, read_head
 from shoal.shardcast.payload import Payload
-from shoal.shardcast.pool import ChunkPool, PoolSettings, show_shares
+from shoal.shardcast.pool import ChunkPool, show_shares
 from shoal.shardcast.sources import SourceScores
 from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-GONE_CHECK_S = 1.0
+GONE_CHECK_S = 1.0  # after so long without a byte: does the trainer still offer the version?
 FORGET_S = 10.0  # for a fetch in the background to give way
 BETWEEN_S = 5.0  # for the manifest of a version in between: without it there is another route
 
@@ -85,6 +86,17 @@ class DownloadSettings:
     limits: MachineLimits | None = None
 
 
+@dataclass(frozen=True)
+class _Fetch:
+    """One version that is being fetched."""
+
+    target: PolicyManifest
+    deadline: Deadline
+    on_progress: OnProgress | None
+    background: bool
+    started_s: float = field(default_factory=time.monotonic)
+
+
 class Downloader:
     """Fetches versions of one run into a folder of its own. Several threads may fetch; one at a time does.
 
@@ -125,12 +137,12 @@ class Downloader:
         """The newest version that any source offers; `ManifestRefused` if that is older than one seen before."""
         deadline = Deadline(deadline_s)
         with self._turn(deadline, "the newest version"):
-            found = self._lookup.newest(self._head, deadline)
-            self._cache.run = found.head.run
-            if self._head is None or place_of(found.head) > place_of(self._head):
-                write_atomically(self._head_path, found.data)
-            self._head = found.head
-            return found.head.policy
+            head, data = self._lookup.newest(self._head, deadline)
+            self._cache.run = head.run
+            if self._head is None or place_of(head) > place_of(self._head):
+                write_atomically(self._head_path, data)
+            self._head = head
+            return head.policy
 
     def follower(self) -> Lookup:
         """Who is asked, in a thread of its own, for versions newer than the newest known."""
@@ -158,7 +170,7 @@ class Downloader:
                 self._cache.remember(manifest, data)
             if not self._cache.is_verified(ref) and not self._cache.adopt(manifest):
                 try:
-                    self._obtain(manifest, deadline, on_progress, background)
+                    self._obtain(_Fetch(manifest, deadline, on_progress, background))
                 except ShoalError:
                     self._cache.forget_unused(ref)
                     raise
@@ -187,25 +199,31 @@ class Downloader:
         finally:
             self._lock.release()
 
-    def _obtain(
-        self, manifest: PolicyManifest, deadline: Deadline, on_progress: OnProgress | None, background: bool
-    ) -> None:
+    def _is_too_large(self, manifest: PolicyManifest) -> bool:
+        most = self._settings.max_payload_bytes
+        return most is not None and manifest.size_bytes > most
+
+    def _obtain(self, fetch: _Fetch) -> None:
         """Take the cheapest route; when it turns out to be closed, the next."""
-        closed: set[str] = set()
+        manifest, closed = fetch.target, set[str]()
         refusal: DeltaRefused | None = None
-        transfer = Transfer(self, manifest, deadline, on_progress, background)
         size = len(manifest.model_dump_json())  # that of a version in between is about as large
+
+        def between(ref: PolicyRef) -> PolicyManifest | None:
+            found = self._cache.manifest(ref) or self._lookup.manifest_now(ref, fetch.deadline.tighter(BETWEEN_S))
+            return None if found is None or self._is_too_large(found) else found
+
         while True:
             held = {digest for digest, other in self._cache.held().items() if other.entries == manifest.entries}
             try:
-                route = plan(manifest, held, lambda ref: self._between(ref, deadline), closed, size)
+                route = plan(manifest, held, between, closed, size)
             except VersionNotFound as error:
                 raise refusal or error from None
             self._lookup.close()  # idle meanwhile: a source that counts its clients' connections would count them
             if self._settings.limits is not None:
                 self._cache.make_room(manifest, route, self._settings.limits)
             try:
-                return transfer.take(route)
+                return self._take(route, fetch)
             except (RouteClosed, DeltaRefused) as error:
                 log.warning("%s; another route is taken", error)
                 refusal = error if isinstance(error, DeltaRefused) else refusal
@@ -216,98 +234,72 @@ class Downloader:
             else:
                 closed.update(step.name for step in route.steps)
 
-    def _between(self, ref: PolicyRef, deadline: Deadline) -> PolicyManifest | None:
-        found = self._cache.manifest(ref)
-        if found is None:
-            found = self._lookup.manifest_now(ref, deadline.tighter(BETWEEN_S))
-        return None if found is None or self._is_too_large(found) else found
-
-    def _is_too_large(self, manifest: PolicyManifest) -> bool:
-        most = self._settings.max_payload_bytes
-        return most is not None and manifest.size_bytes > most
-
-
-@dataclass
-class Transfer:
-    """Takes routes to one target until one of them leads there. In the background, it gives way to other fetches."""
-
-    owner: Downloader
-    target: PolicyManifest
-    deadline: Deadline
-    on_progress: OnProgress | None
-    background: bool
-    started_s: float = field(default_factory=time.monotonic)
-
-    def take(self, route: Route) -> None:
+    def _take(self, route: Route, fetch: _Fetch) -> None:
         """Fetch what the route needs and apply it. Raises `RouteClosed` or `DeltaRefused` if another may be better."""
-        cache, settings, stop = self.owner._cache, self.owner._settings, self.owner._stop
+        cache, target = self._cache, fetch.target
         parts = [] if route.whole is None else [cache.fill(route.whole)]
         files = PayloadFiles(parts + [cache.fill_delta(step) for step in route.steps])
-        pool = ChunkPool(self.owner._scores, files, settings.pool)
+        pool = ChunkPool(self._scores, files, self._settings.pool)
         if route.whole is not None:
             pool.want(route.whole, route.whole.chunks)
         for step in route.steps:
             pool.want(step.manifest, step.delta.chunks)
         pool.start()
         try:
-            self._await(route, pool)
+            self._await(route, pool, fetch)
         finally:
-            pool.close(stop.reason or "done")
+            pool.close(self._stop.reason or "done")
             files.close()
         if route.whole is not None:
             cache.finish(route.whole)
-        for step in route.steps:
-            cache.finish_delta(step)
         if route.steps:
             cache.travel(route.begin, route.steps)
         log.info(
             "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
-            self.target.policy.label, pool.fetched_bytes.total() / 1e6, self.target.size_bytes / 1e6,
-            time.monotonic() - self.started_s, route.describe(), show_shares(pool.fetched_bytes) or "nobody",
+            target.policy.label, pool.fetched_bytes.total() / 1e6, target.size_bytes / 1e6,
+            time.monotonic() - fetch.started_s, route.describe(), show_shares(pool.fetched_bytes) or "nobody",
         )  # fmt: skip
 
-    def _await(self, route: Route, pool: ChunkPool) -> None:
-        owner, scores, policy = self.owner, self.owner._scores, f"policy {self.target.policy.label}"
-        patience_s = owner._settings.patience_s
-        next_check, patience, here = Deadline(0), Deadline(patience_s), -1
-        while not pool.wait(TICK_S):
-            self._tell(route, pool)
-            if owner._stop.is_set():
-                raise BroadcastError(f"stopped ({owner._stop.reason}) while fetching {policy}")
-            if self.background and owner._waiting > 0:
+    def _await(self, route: Route, pool: ChunkPool, fetch: _Fetch) -> None:
+        scores, policy, patience_s = self._scores, f"policy {fetch.target.policy.label}", self._settings.patience_s
+        patience, next_check, here = Deadline(patience_s), Deadline(GONE_CHECK_S), -1
+        while True:
+            over, sizes = pool.wait(TICK_S), pool.progress()
+            if fetch.on_progress is not None:
+                seconds, by_source = time.monotonic() - fetch.started_s, dict(pool.fetched_bytes)
+                label = fetch.target.policy.label
+                fetch.on_progress(Progress(label, *sizes, seconds, by_source, route.describe()))
+            if pool.error is not None:
+                raise pool.error
+            if over:
+                return
+            if self._stop.is_set():
+                raise BroadcastError(f"stopped ({self._stop.reason}) while fetching {policy}")
+            if fetch.background and self._waiting > 0:
                 raise Superseded(f"the fetch of {policy} gives way to another; what has come stays")
             if not scores.usable() and scores.kinds():
                 raise ChunkCorrupt(f"{policy} cannot be fetched: every source is dropped: {scores.describe()}")
-            if self.deadline.passed():
+            if fetch.deadline.passed():
                 missing = f"{pool.pending()} chunks are missing"
                 raise BroadcastError(f"{policy} did not arrive before the deadline: {missing}; {scores.describe()}")
-            if (done := pool.progress()[0]) != here:
-                patience, here = Deadline(patience_s), done
+            if sizes[0] != here:
+                patience, next_check, here = Deadline(patience_s), Deadline(GONE_CHECK_S), sizes[0]
             elif patience.passed():
                 raise BroadcastError(f"nothing has arrived for {patience_s:.0f} s: {scores.describe()}")
-            usable = scores.usable()
-            if usable and usable <= pool.absent and next_check.passed():
-                self._check_not_gone(route)
+            elif next_check.passed():
+                self._check_not_gone(route, fetch)
                 next_check = Deadline(GONE_CHECK_S)
-        if pool.error is not None:
-            raise pool.error
-        self._tell(route, pool)
 
-    def _check_not_gone(self, route: Route) -> None:
-        """Nobody has a chunk: is a version of this route no longer offered?"""
-        lookup = self.owner._lookup
-        lookup.check_not_gone(self.target.policy, self.deadline)
-        for ref in {manifest.policy for manifest in route.manifests()} - {self.target.policy}:
-            try:
-                lookup.check_not_gone(ref, self.deadline)
-            except VersionNotFound as error:
-                raise RouteClosed(str(error)) from error
-
-    def _tell(self, route: Route, pool: ChunkPool) -> None:
-        if self.on_progress is not None:
-            sizes, seconds = pool.progress(), time.monotonic() - self.started_s
-            by_source = dict(pool.fetched_bytes)
-            self.on_progress(Progress(self.target.policy.label, *sizes, seconds, by_source, route.describe()))
+    def _check_not_gone(self, route: Route, fetch: _Fetch) -> None:
+        """Is a version of this route no longer offered? Sources are asked at most once, so nobody waits for long."""
+        heads = self._lookup.heads(fetch.deadline)
+        self._lookup.close()
+        self._lookup.check_not_gone(fetch.target.policy, heads)
+        try:
+            for manifest in route.manifests():
+                self._lookup.check_not_gone(manifest.policy, heads)
+        except VersionNotFound as error:
+            raise RouteClosed(str(error)) from error
 
 
 WAIT_S = 10.0  # how long a source may hold the question; below the time after which silence counts as failure
@@ -349,6 +341,8 @@ class Prefetch:
                     unfetched = None if self._fetch(newer) else newer
                 if newer is None or unfetched:
                     self._closing.wait(PACE_S)
+        except Exception:
+            log.exception("fetching ahead has ended; versions are fetched when they are needed")
         finally:
             follower.close()
 
@@ -363,8 +357,5 @@ class Prefetch:
             log.info("could not be fetched ahead: %s", error)
         except ShoalError as error:  # a full disk, say: whoever needs the version ends by it
             log.warning("fetching ahead has ended; versions are fetched when they are needed: %s", error)
-            self._closing.set()
-        except Exception:
-            log.exception("fetching ahead has ended; versions are fetched when they are needed")
             self._closing.set()
         return True

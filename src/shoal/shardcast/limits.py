@@ -1,22 +1,19 @@
-"""What a server bears, what a client may receive per second, and how a relay is set up.
-
-An address of IPv4 is one client. Of IPv6 it is the /64 network, because whoever has one address there has all of them.
-"""
+"""What a server bears, what a client may receive per second, and how a relay is set up."""
 
 from __future__ import annotations
 
 import ipaddress
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.runtime.targets import Reach
+from shoal.shardcast.connection import Throttle, Timeouts
 
-BURST_S = 1.0  # what may be received at once after a pause
-SLICES_PER_S = 8
-MIN_SLICE_BYTES = 16 * 1024
+# Eight chunks at a time over a slow link all arrive late; so a source begins with few, and gets as many as its link
+# bears at this rate each.
+FEW_FLIGHTS, FLIGHT_BYTES_S = 3, 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -31,30 +28,28 @@ class ServerLimits:
     watch_head_s: float = 0.05
 
 
-class Throttle:
-    """What this process may receive per second, over all its connections: a bucket. For any number of threads."""
+@dataclass(frozen=True)
+class PoolSettings:
+    """`min_rate_bytes_s`: a source slower than this is left in the middle of a chunk, whatever the others do."""
 
-    def __init__(self, rate_bytes_s: float) -> None:
-        self.rate_bytes_s = rate_bytes_s
-        self._level_bytes = self._full_bytes = rate_bytes_s * BURST_S
-        self._filled_at_s = float("-inf")
-        self._lock = threading.Lock()
+    connections: int = 8
+    min_rate_bytes_s: float = 32 * 1024
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
-    def slice_of(self, size_bytes: int) -> int:
-        """How much of `size_bytes` to receive before the bucket is asked again."""
-        return min(size_bytes, max(MIN_SLICE_BYTES, int(self.rate_bytes_s / SLICES_PER_S)))
-
-    def take(self, size_bytes: int, now_s: float) -> float:
-        """So many bytes have been received; for how long to receive no more."""
-        with self._lock:
-            gained = (now_s - self._filled_at_s) * self.rate_bytes_s
-            self._level_bytes = min(self._full_bytes, self._level_bytes + gained) - size_bytes
-            self._filled_at_s = now_s
-            return max(0.0, -self._level_bytes / self.rate_bytes_s)
+    @classmethod
+    def throttled(cls, rate_bytes_s: float | None, reach: Reach | None = None) -> PoolSettings:
+        """At most so many bytes per second in all: over so few connections that each of them is worth having, and no
+        source is left because this side is slow."""
+        if rate_bytes_s is None:
+            return cls(timeouts=Timeouts(reach=reach))
+        connections = max(1, min(cls.connections, int(rate_bytes_s / FLIGHT_BYTES_S)))
+        least = min(cls.min_rate_bytes_s, rate_bytes_s / connections / 4)
+        return cls(connections, least, Timeouts(throttle=Throttle(rate_bytes_s), reach=reach))
 
 
 def client_of(address: str) -> str:
-    """Whom an address belongs to, as far as limits go.
+    """Whom an address belongs to, as far as limits go. Of IPv6 that is the /64 network, because whoever has one address
+    there has all of them.
 
     >>> client_of("::ffff:192.0.2.7"), client_of("2001:db8::1:2:3:4%eth0")
     ('192.0.2.7', '2001:db8::/64')
@@ -65,9 +60,7 @@ def client_of(address: str) -> str:
         return address
     if isinstance(parsed, ipaddress.IPv4Address):
         return str(parsed)
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.ip_network((parsed, 64), strict=False))
+    return str(parsed.ipv4_mapped or ipaddress.ip_network((parsed, 64), strict=False))
 
 
 class RelaySettings(BaseModel):
@@ -83,14 +76,6 @@ class RelaySettings(BaseModel):
     connections_per_client: int | None = Field(
         default=256, ge=1, description="connections served to one address (of IPv6: to one /64 network)"
     )
-
-    @property
-    def budget_bytes(self) -> int | None:
-        return None if self.disk_budget_gb is None else int(self.disk_budget_gb * 1e9)
-
-    @property
-    def limits(self) -> ServerLimits:
-        return ServerLimits(connections_per_client=self.connections_per_client)
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ or is thrown away.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import count
 
 from shoal.errors import BroadcastError, ManifestRefused, VersionNotFound
 from shoal.protocol import BroadcastHead, Delta, PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken
+from shoal.runtime.text import count_of
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
 from shoal.shardcast.manifest import (
     MAX_HEAD_BYTES,
@@ -55,12 +56,7 @@ def get_document(connection: Connection, target: str, max_bytes: int, deadline: 
     return None
 
 
-@dataclass(frozen=True)
-class SignedHead:
-    """A head that was believed, and the bytes that it was read from."""
-
-    head: BroadcastHead
-    data: bytes
+SignedHead = tuple[BroadcastHead, bytes]  # a head that was believed, and the bytes that it was read from
 
 
 class Lookup:
@@ -101,9 +97,9 @@ class Lookup:
                     return found
                 answered = True
                 absent.add(source)
-                self._scores.not_ready(source, f"{source} does not have policy {ref.label}")
-            if self._scores.usable() <= absent:
-                self.check_not_gone(ref, deadline)
+                self._scores.failed(source, f"{source} does not have policy {ref.label}", success=None)
+            if self._scores.usable().keys() <= absent:
+                self.check_not_gone(ref, self.heads(deadline))
                 absent.clear()
         if self._stop.is_set():
             raise BroadcastError(f"stopped ({self._stop.reason}) while looking for policy {ref.label}")
@@ -118,11 +114,10 @@ class Lookup:
         for source in sorted(self._scores.usable()):
             try:
                 found = self._ask_manifest(source, ref, deadline)
+                if found is not None:
+                    return found[0]
             except BroadcastError as error:
                 self._scores.note(source, str(error))
-                continue
-            if found is not None:
-                return found[0]
         return None
 
     def heads(self, deadline: Deadline) -> dict[str, SignedHead]:
@@ -132,11 +127,10 @@ class Lookup:
             try:
                 data = get_document(self._connections.to(source), HEAD, MAX_HEAD_BYTES, deadline.tighter(HEAD_S))
                 if data is not None:
-                    heads[source] = self._read_head(data)
-            except ManifestRefused as error:
-                self._refusal = ManifestRefused(f"{source}: {error}")
-                self._scores.note(source, str(self._refusal))
+                    heads[source] = self._read_head(data), data
             except BroadcastError as error:
+                if isinstance(error, ManifestRefused):
+                    self._refusal = error = ManifestRefused(f"{source}: {error}")
                 self._scores.note(source, str(error))
         return heads
 
@@ -144,10 +138,9 @@ class Lookup:
         """The newest valid head of all sources, never older than `known`; why one was refused if there is none."""
         self._refusal = None
         while True:
-            heads = list(self.heads(deadline).values())
-            if heads:
-                newest = max(heads, key=lambda found: place_of(found.head))
-                check_not_rolled_back(newest.head, known)
+            if heads := self.heads(deadline).values():
+                newest = max(heads, key=lambda found: place_of(found[0]))
+                check_not_rolled_back(newest[0], known)
                 return newest
             if deadline.passed() or self._stop.wait(min(1.0, max(0.0, deadline.remaining_s()))):
                 if self._refusal is not None:
@@ -164,7 +157,7 @@ class Lookup:
         try:
             target = f"{HEAD}?wait_s={wait_s:g}{after}"
             data = get_document(self._connections.to(source), target, MAX_HEAD_BYTES, Deadline(wait_s + HEAD_S))
-            found = None if data is None else self._read_head(data).head
+            found = None if data is None else self._read_head(data)
         except BroadcastError as error:
             self._scores.note(source, str(error))
             return None
@@ -173,13 +166,14 @@ class Lookup:
         self.known = found
         return found.policy
 
-    def check_not_gone(self, ref: PolicyRef, deadline: Deadline) -> None:
+    def check_not_gone(self, ref: PolicyRef, heads: Mapping[str, SignedHead]) -> None:
         """Raise `VersionNotFound` if the trainer has signed that it does not offer `ref` any more."""
-        for source, found in self.heads(deadline).items():
-            at, kept = found.head.policy.label, found.head.kept_versions
-            if place_of(found.head) >= (ref.incarnation, ref.version) and ref.label not in kept:
+        for source, (head, _) in heads.items():
+            if place_of(head) >= (ref.incarnation, ref.version) and ref.label not in head.kept_versions:
                 gone = f"policy {ref.label} is no longer offered"
-                raise VersionNotFound(f"{gone}: {source} is at {at} and keeps {', '.join(kept)}")
+                raise VersionNotFound(
+                    f"{gone}: {source} is at {head.policy.label} and keeps {', '.join(head.kept_versions)}"
+                )
 
     def close(self) -> None:
         self._connections.close()
@@ -195,10 +189,10 @@ class Lookup:
             raise ManifestRefused(f"the manifest is for {found}, not {ref.label} with {ref.digest[:16]}…")
         return manifest, data
 
-    def _read_head(self, data: bytes) -> SignedHead:
+    def _read_head(self, data: bytes) -> BroadcastHead:
         head = read_head(data, self.run, self._trusted_key)
         self.run = head.run
-        return SignedHead(head, data)
+        return head
 
 
 MAX_STEPS = 64  # deltas applied in one go; their files are open at the same time
@@ -235,9 +229,7 @@ class Route:
 
     def describe(self) -> str:
         begin = f"all of policy {self.begin.label}" if self.whole else f"policy {self.begin.label}, which is here"
-        if not self.steps:
-            return begin
-        return f"{begin} and {len(self.steps)} delta{'s' if len(self.steps) > 1 else ''}"
+        return f"{begin} and {count_of(len(self.steps), 'delta')}" if self.steps else begin
 
 
 def plan(

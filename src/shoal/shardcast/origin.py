@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -27,34 +27,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.errors import DeltaRefused, ManifestRefused, PolicyMismatch
-from shoal.protocol import (
-    BroadcastHead,
-    Chunk,
-    Delta,
-    LedgerHead,
-    PolicyManifest,
-    PolicyRef,
-    SigningKey,
-    TensorView,
-    content_digest,
-)
+from shoal.protocol import BroadcastHead, Chunk, Delta, LedgerHead, PolicyManifest, PolicyRef, SigningKey, TensorView
+from shoal.protocol.policy import content_digest
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
+from shoal.shardcast import manifest as manifests
 from shoal.shardcast.content import THREADS, Content, chunk_of, in_order
-from shoal.shardcast.manifest import (
-    MAX_CHUNK_BYTES,
-    Place,
-    chunk_size_for,
-    encode,
-    kept_places,
-    manifest_hash,
-    offered,
-    place_of,
-    read_head,
-    read_manifest,
-)
+from shoal.shardcast.manifest import Place, offered, place_of
 from shoal.shardcast.tree import HEAD, ChunkFiles, Tree, chunk_key, manifest_key
 
 log = logging.getLogger(__name__)
@@ -73,7 +54,7 @@ class OriginSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    chunk_size_bytes: int | None = Field(default=None, gt=0, le=MAX_CHUNK_BYTES)
+    chunk_size_bytes: int | None = Field(default=None, gt=0, le=manifests.MAX_CHUNK_BYTES)
     kept_versions: int = Field(default=5, ge=1, le=500)
     anchor_every: int = Field(default=16, ge=1, le=60)
     delta_from_bytes: int = Field(default=128 * 1024, ge=0)
@@ -101,14 +82,14 @@ class _Way:
     def size_bytes(self) -> int:
         return sum(delta.size_bytes for _, delta in self.steps)
 
-    def chunked(self) -> Iterator[tuple[Sequence[Chunk], int]]:
+    @property
+    def chunked(self) -> list[tuple[Sequence[Chunk], int]]:
         """The chunks of the anchor, then of every delta; with their size."""
-        yield self.anchor.chunks, self.anchor.chunk_size_bytes
-        for manifest, delta in self.steps:
-            yield delta.chunks, manifest.chunk_size_bytes
+        steps = [(delta.chunks, manifest.chunk_size_bytes) for manifest, delta in self.steps]
+        return [(self.anchor.chunks, self.anchor.chunk_size_bytes), *steps]
 
 
-class _Told:
+class _DeltaWriter:
     """A delta that is being written, chunk by chunk."""
 
     def __init__(self, put: Callable[[memoryview], Chunk], chunk_size_bytes: int, begin: bytes) -> None:
@@ -121,12 +102,16 @@ class _Told:
         self._pending += part
         self.size_bytes += len(part)
         while len(self._pending) >= self._chunk_size_bytes:
-            self._chunks.append(self._put(memoryview(bytes(self._pending[: self._chunk_size_bytes]))))
-            del self._pending[: self._chunk_size_bytes]
+            self._flush()
 
     def finish(self, base: PolicyRef) -> Delta:
-        rest = [self._put(memoryview(bytes(self._pending)))] if self._pending else []
-        return Delta(base=base, size_bytes=self.size_bytes, chunks=(*self._chunks, *rest))
+        if self._pending:
+            self._flush()
+        return Delta(base=base, size_bytes=self.size_bytes, chunks=tuple(self._chunks))
+
+    def _flush(self) -> None:
+        self._chunks.append(self._put(memoryview(bytes(self._pending[: self._chunk_size_bytes]))))
+        del self._pending[: self._chunk_size_bytes]
 
 
 class Origin:
@@ -146,10 +131,7 @@ class Origin:
         settings: OriginSettings = OriginSettings(),
     ) -> None:  # fmt: skip
         self._tree = Tree(Path(folder))
-        self._run = run
-        self._key = key
-        self._clock = clock
-        self._settings = settings
+        self._run, self._key, self._clock, self._settings = run, key, clock, settings
         self._tree.prepare()
         self._written: set[str] = set()  # chunks that are known to be whole
         self._read: dict[Place, tuple[bytes, PolicyManifest]] = {}  # a large one takes a while to check
@@ -157,7 +139,7 @@ class Origin:
     def head(self) -> BroadcastHead | None:
         """The newest version published, if there is one."""
         data = self._tree.read(HEAD)
-        return None if data is None else read_head(data, self._run, self._key.public_key)
+        return None if data is None else manifests.read_head(data, self._run, self._key.public_key)
 
     def publish(
         self, version: int, content: Content | Path | str | Mapping[str, Any] | Sequence[TensorView], *,
@@ -181,7 +163,7 @@ class Origin:
             superseded = head is not None and place < place_of(head)
             if head is None or place > place_of(head):
                 published = None  # written before a crash and never announced: nobody knows it
-            size = self._settings.chunk_size_bytes or chunk_size_for(content.size_bytes)
+            size = self._settings.chunk_size_bytes or manifests.chunk_size_for(content.size_bytes)
             size = size if published is None else published.chunk_size_bytes
             draft = _Draft(place, content, size, head, ledger_head)
             if published is not None or superseded:
@@ -242,8 +224,8 @@ class Origin:
                 on_progress(done, content.size_bytes)
         content.check_unchanged()
         manifest = self._manifest(draft, chunks, anchor, deltas)
-        signed = encode(manifest, self._key)
-        read_manifest(signed, self._run, self._key.public_key)  # what nobody could read is not announced
+        signed = manifests.encode(manifest, self._key)
+        manifests.read_manifest(signed, self._run, self._key.public_key)  # what nobody could read is not announced
         self._tree.sync_chunks(chunk.hash for chunk in offered(manifest))
         point("trainer.publish.before_manifest")
         self._tree.write(manifest_key(draft.place), signed)
@@ -255,7 +237,7 @@ class Origin:
         for other, manifest in sorted(self._known().items()):
             if other >= place:
                 break
-            bases = [((delta.base.incarnation, delta.base.version), delta) for delta in manifest.deltas]
+            bases = (((delta.base.incarnation, delta.base.version), delta) for delta in manifest.deltas)
             known = ((ways[base], delta) for base, delta in bases if base in ways)
             found = [_Way(way.anchor, (*way.steps, (manifest, delta))) for way, delta in known]
             found += [_Way(manifest)] if manifest.anchor else []
@@ -286,21 +268,21 @@ class Origin:
         wanted = [index for index, base in enumerate(passed) if index == last or place_of(base) in skipped]
         from shoal.shardcast.delta import MAGIC, differences  # needs numpy; a first version does not
 
-        told = {index: _Told(self._put, draft.chunk_size_bytes, MAGIC) for index in reversed(wanted)}
-        payload, *steps = (ChunkFiles(self._tree, *chunked) for chunked in way.chunked())
+        writers = {index: _DeltaWriter(self._put, draft.chunk_size_bytes, MAGIC) for index in reversed(wanted)}
+        payload, *steps = (ChunkFiles(self._tree, *chunked) for chunked in way.chunked)
         try:
             for end, parts in differences(payload, [BufferedReader(step) for step in steps], draft.content, wanted):
-                for index, part in parts.items():
-                    if index in told:
-                        told[index].add(part)
-                        if told[index].size_bytes > DELTA_PAYS * max(end, min(JUDGED_AFTER, draft.content.size_bytes)):
-                            del told[index]
-                if last not in told:
+                most = DELTA_PAYS * max(end, min(JUDGED_AFTER, draft.content.size_bytes))
+                for index in parts.keys() & writers.keys():
+                    writers[index].add(parts[index])
+                    if writers[index].size_bytes > most:
+                        del writers[index]
+                if last not in writers:
                     return ()  # a longer stride pays even less
         except (FileNotFoundError, DeltaRefused) as error:
             log.warning("policy %d.%d is offered whole: an earlier one is not all there: %s", *draft.place, error)
             return ()
-        return tuple(each.finish(passed[index].policy) for index, each in told.items())
+        return tuple(each.finish(passed[index].policy) for index, each in writers.items())
 
     def _is_whole(self, way: _Way) -> bool:
         """Whether every chunk that a version is made from has the hash that was signed."""
@@ -309,9 +291,8 @@ class Origin:
             data = self._tree.read(chunk_key(chunk.hash))
             return data is not None and chunk_of(memoryview(data)) == chunk
 
-        chunks = {chunk.hash: chunk for chunked, _ in way.chunked() for chunk in chunked}
-        unknown = [chunk for hash_, chunk in chunks.items() if hash_ not in self._written]
-        if not all(in_order(check, unknown)):
+        chunks = {chunk.hash: chunk for chunked, _ in way.chunked for chunk in chunked}
+        if not all(in_order(check, [chunk for hash_, chunk in chunks.items() if hash_ not in self._written])):
             return False
         self._written = set(chunks)
         return True
@@ -341,7 +322,7 @@ class Origin:
         if data is None:
             return None
         if place not in self._read or self._read[place][0] != data:
-            self._read[place] = data, read_manifest(data, self._run, self._key.public_key)
+            self._read[place] = data, manifests.read_manifest(data, self._run, self._key.public_key)
         return self._read[place][1]
 
     def _advance(self, manifest: PolicyManifest, kept_versions: int) -> None:
@@ -350,14 +331,15 @@ class Origin:
         assert data is not None
         known = self._known()
         places = [place for place in self._tree.places() if place <= place_of(manifest)]
-        kept = kept_places({place: place not in known or known[place].anchor for place in places}, kept_versions)
-        labels = tuple(f"{incarnation}.{version}" for incarnation, version in sorted(kept))
+        anchors = {place: place not in known or known[place].anchor for place in places}
+        kept = manifests.kept_places(anchors, kept_versions)
         head = BroadcastHead(
-            run=self._run, policy=manifest.policy, manifest_hash=manifest_hash(data), kept_versions=labels,
+            run=self._run, policy=manifest.policy, manifest_hash=manifests.manifest_hash(data),
+            kept_versions=tuple(f"{incarnation}.{version}" for incarnation, version in sorted(kept)),
             created_at_ms=self._clock.now_ms(),
         )  # fmt: skip
         point("trainer.publish.before_head")
-        self._tree.write(HEAD, encode(head, self._key))
+        self._tree.write(HEAD, manifests.encode(head, self._key))
         self._collect(known, kept)
 
     def _known(self) -> dict[Place, PolicyManifest]:
@@ -366,11 +348,10 @@ class Origin:
         for place in self._tree.places():
             try:
                 manifest = self._published(place)
+                if manifest is not None:
+                    known[place] = manifest
             except ManifestRefused as error:
                 log.warning("%s", error)
-                continue
-            if manifest is not None:
-                known[place] = manifest
         return known
 
     def _collect(self, known: dict[Place, PolicyManifest], kept: Collection[Place] = ()) -> None:

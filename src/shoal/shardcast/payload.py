@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from collections import UserDict
@@ -75,32 +74,15 @@ class Payload:
                     raise BroadcastError(f"{entry.name} is not written: {path} is a link, and might lead elsewhere")
                 ensure_folder(path)
             written.append(path / entry.name.split("/")[-1])
-            with _appearing(written[-1]) as temporary, temporary.open("xb", buffering=0) as output:
+            with _appearing(written[-1]) as temporary, temporary.open("xb") as output:
                 if self.path is None:
                     output.write(self.files[entry.name])
-                else:  # by the file: what is looked at through a mapping counts as this process's memory
-                    with self.path.open("rb", buffering=0) as source:
-                        copy_span(source.fileno(), entry.offset, entry.size_bytes, output.fileno())
+                    continue
+                with self.path.open("rb") as source:  # what is read through a mapping counts as this process's memory
+                    source.seek(entry.offset)
+                    for left in range(entry.size_bytes, 0, -COPY_BYTES):
+                        output.write(source.read(min(COPY_BYTES, left)))
         return written
-
-
-def copy_span(source: int, offset: int, size: int, target: int) -> None:
-    """Copy a part of one file to the end of another, inside the kernel where it can."""
-    copied, inside = 0, True
-    while copied < size:
-        count = min(COPY_BYTES, size - copied)
-        try:
-            done = os.copy_file_range(source, target, count, offset + copied) if inside else 0
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            done = 0
-        if done == 0:
-            inside = False
-            done = os.write(target, os.pread(source, count, offset + copied))
-        if done == 0:
-            raise OSError(errno.EIO, "the file is shorter than it was")
-        copied += done
 
 
 @contextlib.contextmanager

@@ -35,28 +35,16 @@ from shoal.protocol import BroadcastHead, Chunk, PolicyManifest
 from shoal.runtime.clock import Backoff
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
+from shoal.shardcast import manifest as manifests
 from shoal.shardcast.catalogue import Blob, Catalogue, Inventory
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
-from shoal.shardcast.limits import RelayConfig
+from shoal.shardcast.limits import PoolSettings, RelayConfig, ServerLimits
 from shoal.shardcast.lookup import MANIFEST_S, get_document
-from shoal.shardcast.manifest import (
-    MAX_HEAD_BYTES,
-    MAX_MANIFEST_BYTES,
-    Place,
-    Selection,
-    check_not_rolled_back,
-    manifest_hash,
-    offered,
-    place_of,
-    read_head,
-    read_manifest,
-    select_versions,
-    size_of,
-)
-from shoal.shardcast.pool import ChunkPool, PoolSettings, show_shares
+from shoal.shardcast.manifest import Place, Selection, check_not_rolled_back, offered, place_of, read_head
+from shoal.shardcast.pool import ChunkPool, show_shares
 from shoal.shardcast.server import TreeServer, serve
 from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, Tree, chunk_key, have_key, manifest_key, parse_label
+from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, chunk_key, have_key, manifest_key, parse_label
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +71,13 @@ class Relay:
     def __init__(self, config: RelayConfig) -> None:
         self._config = config
         self._mirror = Mirror(config)
-        self._server = TreeServer(self._mirror, config.settings.limits)
+        limits = ServerLimits(connections_per_client=config.settings.connections_per_client)
+        self._server = TreeServer(self._mirror, limits)
         self._closing = StopToken()
         self._error: Exception | None = None
+        self._peers = [peer for peer in config.peers if peer not in config.upstreams]
         self._met: set[str] = set()
         self._lock = threading.Lock()
-        self._peers = [peer for peer in config.peers if peer not in config.upstreams]
 
     def run(self, stop: StopToken, on_ready: Callable[[str], None]) -> None:
         self._mirror.load()
@@ -125,62 +114,48 @@ class Relay:
 
     def _meet(self, peer: str) -> bool:
         """Wait until a peer says who it is, and trade with it from then on; false if it is this relay itself."""
-        instance = instance_of(peer, self._closing)
-        if self._closing.is_set():
-            return False
+        connection, attempt, instance = Connection(peer, self._closing, Timeouts()), 0, None
+        while not self._closing.is_set():
+            try:
+                data = get_document(connection, "health", MAX_HEALTH_BYTES, Deadline(MANIFEST_S))
+                instance = json.loads(data or b"{}").get("instance")
+                break
+            except BroadcastError as error:
+                log.debug("%s", error)
+                self._closing.wait(AGAIN.wait_s(attempt))
+                attempt += 1
+            except (ValueError, AttributeError):  # no JSON, or none with names: any server of files
+                break
+        connection.close()
         if instance == self._server.instance:
             log.info("%s is this relay itself: left out of its peers", peer)
             return False
-        if instance is None:
+        if isinstance(instance, str):
+            with self._lock:
+                self._met.add(peer)
+                self._mirror.scores.set_sources(self._config.upstreams, peers=sorted(self._met))
+            self._mirror.pool.follow_sources()
+            log.info("trading chunks with %s", peer)
+        elif not self._closing.is_set():
             log.warning("%s is no relay: its heads are followed; to fetch chunks from it, name it as upstream", peer)
-            return True
-        with self._lock:
-            self._met.add(peer)
-            self._mirror.scores.set_sources(self._config.upstreams, peers=sorted(self._met))
-        self._mirror.pool.follow_sources()
-        log.info("trading chunks with %s", peer)
-        return True
-
-
-def instance_of(source: str, stop: StopToken) -> str | None:
-    """Who serves at this address, asked until it answers; None if it does not say (any server of files)."""
-    connection = Connection(source, stop, Timeouts())
-    attempt = 0
-    while not stop.is_set():
-        try:
-            data = get_document(connection, "health", MAX_HEALTH_BYTES, Deadline(MANIFEST_S))
-            connection.close()
-            said = json.loads(data or b"null")
-            instance = said.get("instance") if isinstance(said, dict) else None
-            return instance if isinstance(instance, str) else None
-        except ValueError:
-            return None
-        except BroadcastError as error:
-            log.debug("%s", error)
-            stop.wait(AGAIN.wait_s(attempt))
-            attempt += 1
-    return None
+        return not self._closing.is_set()
 
 
 class Follower:
     """Keeps asking one upstream for a newer head, and hands it to the mirror with its manifest."""
 
     def __init__(self, upstream: str, config: RelayConfig, mirror: Mirror, stop: StopToken) -> None:
-        self._upstream = upstream
-        self._config = config
-        self._mirror = mirror
-        self._stop = stop
+        self._upstream, self._config, self._mirror, self._stop = upstream, config, mirror, stop
         timeouts = Timeouts(stall_s=config.long_poll_s + Timeouts().stall_s, reach=config.reach)
         self._connection = Connection(upstream, stop, timeouts)
         self._said = ""
-        self._forgiven_s = time.monotonic()
 
     def run(self) -> None:
-        attempt = 0
+        attempt, forgiven_s = 0, time.monotonic()
         while not self._stop.is_set():
             started_s = time.monotonic()
-            if started_s - self._forgiven_s > FORGIVE_S:
-                self._forgiven_s = started_s
+            if started_s - forgiven_s > FORGIVE_S:
+                forgiven_s = started_s
                 self._mirror.scores.restore()
             try:
                 news = self._poll()
@@ -200,7 +175,7 @@ class Follower:
         after = "" if known is None else f"&after={known.policy.label}"
         target = f"{HEAD}?wait_s={self._config.long_poll_s:g}{after}"
         deadline = Deadline(self._config.long_poll_s + MANIFEST_S)
-        data = get_document(self._connection, target, MAX_HEAD_BYTES, deadline)
+        data = get_document(self._connection, target, manifests.MAX_HEAD_BYTES, deadline)
         if data is None:
             self._say(f"{self._upstream} has nothing published yet")
             return False
@@ -214,25 +189,21 @@ class Follower:
             news = self._mirror.adopt_head(head, data, manifest)
             if news:
                 self._say(f"policy {head.policy.label} from {self._upstream}")
-        return self._take_older() or news
-
-    def _take_older(self) -> bool:
-        """Fetch the manifests of older versions that are still offered; one that is not there is asked for later. One
-        that turns out to be no anchor makes the mirror want the one before it."""
+        # The manifests of older versions that are still offered; one that is not there is asked for later. One that
+        # turns out to be no anchor makes the mirror want the one before it.
         asked: set[Place] = set()
-        news = False
         while places := [place for place in self._mirror.missing_places() if place not in asked]:
             asked.update(places)
             for place in places:
                 with self._mirror.promised(place):
-                    data = self._get_manifest(place)
-                    if data is not None:
-                        self._mirror.adopt_manifest(place, data)
+                    older = self._get_manifest(place)
+                    if older is not None:
+                        self._mirror.adopt_manifest(place, older)
                         news = True
         return news
 
     def _get_manifest(self, place: Place) -> bytes | None:
-        return get_document(self._connection, manifest_key(place), MAX_MANIFEST_BYTES, Deadline(MANIFEST_S))
+        return get_document(self._connection, manifest_key(place), manifests.MAX_MANIFEST_BYTES, Deadline(MANIFEST_S))
 
     def _say(self, sentence: str, level: int = logging.INFO) -> None:
         """Log a state once, not once per attempt."""
@@ -244,13 +215,13 @@ class Follower:
 class Mirror(Catalogue):
     """A relay's catalogue and the keeper of its pool. Any thread may call it."""
 
+    role = "relay"
+
     def __init__(self, config: RelayConfig) -> None:
-        super().__init__("relay")
-        self._tree = Tree(config.folder)
+        super().__init__(config.folder)
         self._tree.prepare()
         self.scores = SourceScores(config.upstreams)
-        self._run, self._trusted_key = config.run, config.trusted_key
-        self._settings = config.settings
+        self._run, self._trusted_key, self._settings = config.run, config.trusted_key, config.settings
         self._lock = threading.RLock()
         self._promised: set[str] = set()  # keys of manifests that are being fetched
         # Replaced as a whole, never changed, so that the event loop can look at them at any time:
@@ -268,16 +239,12 @@ class Mirror(Catalogue):
     # a disk. Each look is at one object, which is enough; a file that is removed just then is answered with 404.
 
     def find(self, key: str) -> Blob | None:
-        match = CHUNK.fullmatch(key)
-        if match is not None:
+        if match := CHUNK.fullmatch(key):
             size = self._sizes.get(match[2])
             return Blob(self._tree.path(key), size) if size is not None and match[2] in self._complete else None
-        if key == HEAD:
-            return Blob.whole(self._tree.path(key)) if self.head is not None else None
-        if WITNESS.fullmatch(key):
-            return Blob.whole(self._tree.path(key))
         place = parse_label(key.removeprefix("manifests/").removesuffix(".json"))
-        return Blob.whole(self._tree.path(key)) if place in self._manifests else None
+        served = self.head is not None if key == HEAD else place in self._manifests or WITNESS.fullmatch(key)
+        return super().find(key) if served else None
 
     def expects(self, key: str) -> bool:
         match = CHUNK.fullmatch(key)
@@ -328,17 +295,30 @@ class Mirror(Catalogue):
                 self._tree.put_chunk(chunk.hash, data, durable=False)
             self._arrived(chunk)
 
+    def _arrived(self, chunk: Chunk) -> None:
+        with self._lock:
+            if chunk.hash not in self._sizes:
+                return
+            self._complete.add(chunk.hash)
+            told = [place for place, one in self.inventories.items() if one.add(chunk.hash)]
+            for place in told:
+                if self.inventories[place].complete and place in self._began:
+                    began_s, fetched = self._began[place]
+                    log.info(
+                        "policy %d.%d is whole: %.1f MB, %.1f s after its manifest; from %s",
+                        *place, manifests.size_of([self._manifests[place]]) / 1e6, time.monotonic() - began_s,
+                        show_shares(self.pool.fetched_bytes - fetched) or "this disk",
+                    )  # fmt: skip
+        self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, told))
+
     # What the followers say
 
     def load(self) -> None:
-        """Continue with what an earlier process left."""
+        """Resume with what an earlier process left."""
         self._tree.sweep_temporaries()
         for place in self._tree.places():
             try:
-                manifest = read_manifest(self._tree.read(manifest_key(place)) or b"", self._run, self._trusted_key)
-                if place_of(manifest) != place:
-                    raise ManifestRefused(f"the manifest of policy {manifest.policy.label} lies under another name")
-                self._manifests[place] = manifest
+                self._manifests[place] = self._read(self._tree.read(manifest_key(place)) or b"", place)
             except ManifestRefused as error:
                 log.warning("%s; it is fetched again", error)
                 self._tree.remove_manifest(place)
@@ -354,33 +334,29 @@ class Mirror(Catalogue):
 
     def adopt_head(self, head: BroadcastHead, head_data: bytes, manifest_data: bytes) -> bool:
         """Take a newer head with its manifest; false if another upstream was faster with this or a newer one."""
-        if manifest_hash(manifest_data) != head.manifest_hash:
+        if manifests.manifest_hash(manifest_data) != head.manifest_hash:
             raise ManifestRefused(f"the manifest of policy {head.policy.label} is not the one that its head names")
-        manifest = read_manifest(manifest_data, self._run, self._trusted_key)
+        manifest = self._read(manifest_data, place_of(head))
         if manifest.policy != head.policy:
             raise ManifestRefused(f"the head of policy {head.policy.label} names the manifest of another policy")
         with self._lock:
             if self.head is not None and place_of(head) <= place_of(self.head):
                 check_not_rolled_back(head, self.head)
                 return False
-            self._tree.write(manifest_key(place_of(head)), manifest_data)
+            self._take(place_of(head), manifest, manifest_data)
             self._tree.write(HEAD, head_data)  # after its manifest, so that whoever sees the head finds the manifest
             self.head = head
-            self._manifests = self._manifests | {place_of(head): manifest}
             self._settle()
         self.arrivals.notify(manifest_key(place_of(head)), HEAD)
         return True
 
     def adopt_manifest(self, place: Place, data: bytes) -> None:
         """Take the manifest of an older version that is still kept."""
-        manifest = read_manifest(data, self._run, self._trusted_key)
-        if place_of(manifest) != place:
-            raise ManifestRefused(f"the manifest of policy {manifest.policy.label} was offered as another version")
+        manifest = self._read(data, place)
         with self._lock:
             if place not in self.missing_places():
                 return
-            self._tree.write(manifest_key(place), data)
-            self._manifests = self._manifests | {place: manifest}
+            self._take(place, manifest, data)
             self._settle()
         self.arrivals.notify(manifest_key(place))
 
@@ -409,25 +385,19 @@ class Mirror(Catalogue):
             log.warning("chunk %s… has gone from this disk; it is fetched again", match[2][:16])
             self._complete.discard(match[2])
             self.inventories = {
-                place: Inventory(offered(manifest), self._complete) for place, manifest in self._manifests.items()
+                place: Inventory(offered(one), self._complete) for place, one in self._manifests.items()
             }
             self._want_all()
 
-    def _arrived(self, chunk: Chunk) -> None:
-        with self._lock:
-            if chunk.hash not in self._sizes:
-                return
-            self._complete.add(chunk.hash)
-            told = [place for place, one in self.inventories.items() if one.add(chunk.hash)]
-            for place in told:
-                if self.inventories[place].complete and place in self._began:
-                    began_s, fetched = self._began[place]
-                    log.info(
-                        "policy %d.%d is whole: %.1f MB, %.1f s after its manifest; from %s",
-                        *place, size_of([self._manifests[place]]) / 1e6, time.monotonic() - began_s,
-                        show_shares(self.pool.fetched_bytes - fetched) or "this disk",
-                    )  # fmt: skip
-        self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, told))
+    def _read(self, data: bytes, place: Place) -> PolicyManifest:
+        manifest = manifests.read_manifest(data, self._run, self._trusted_key)
+        if place_of(manifest) != place:
+            raise ManifestRefused(f"the manifest of policy {manifest.policy.label} is offered as another version")
+        return manifest
+
+    def _take(self, place: Place, manifest: PolicyManifest, data: bytes) -> None:
+        self._tree.write(manifest_key(place), data)
+        self._manifests = self._manifests | {place: manifest}
 
     # Deciding what to mirror; all of it under the lock
 
@@ -437,11 +407,11 @@ class Mirror(Catalogue):
         labels = self.head.kept_versions if self.head is not None else ()
         places = {place for place in map(parse_label, labels) if place is not None}
         whole = {place for place, inventory in self.inventories.items() if inventory.complete}
-        candidates = {
-            place: self._manifests.get(place) for place in (self._manifests if self.head is None else places | whole)
-        }
+        candidates = places | whole if self.head is not None else self._manifests
         before, settings = self._selection, self._settings
-        self._selection = select_versions(candidates, settings.kept_versions, settings.budget_bytes)
+        budget = None if settings.disk_budget_gb is None else int(settings.disk_budget_gb * 1e9)
+        known = {place: self._manifests.get(place) for place in candidates}
+        self._selection = manifests.select_versions(known, settings.kept_versions, budget)
         problem = self._budget_problem(self._selection)
         if problem != self._budget_problem(before):
             log.warning("%s", problem or "the newest version fits into the disk budget again")

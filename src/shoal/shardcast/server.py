@@ -27,7 +27,7 @@ import secrets
 import socket
 from asyncio import StreamReader, StreamWriter
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -36,23 +36,25 @@ from urllib.parse import parse_qs
 from shoal.errors import ResourceError
 from shoal.runtime.files import resource_error
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.catalogue import Blob, Catalogue, FolderCatalogue
+from shoal.shardcast.catalogue import Blob, Catalogue
 from shoal.shardcast.connection import parse_headers
 from shoal.shardcast.limits import ServerLimits, client_of
-from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_WITNESS_BYTES, Place
+from shoal.shardcast.manifest import MAX_WITNESS_BYTES, Place
 from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_label
 
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 * 1024
+MAX_QUERY_FIELDS = 8
 MAX_WAIT_S = 60.0
 MAX_HAVE_WAIT_S = 20.0
 HAVE_PAUSE_S = 0.05  # what arrives together is told together
 STOP_POLL_S = 0.1
 PART_S = 1.0
 BACKLOG = 1024
-RETRY_AFTER_S = {429: 2, 503: 2}
-NO_STORE = {"Cache-Control": "no-store"}
+JSON, BYTES, TEXT = "application/json", "application/octet-stream", "text/plain; charset=utf-8"
+IMMUTABLE, REPLACED, NO_STORE = "public, max-age=31536000, immutable", "no-cache", "no-store"
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
@@ -77,17 +79,47 @@ class _Protocol(asyncio.StreamReaderProtocol):
 
 
 @dataclass(frozen=True)
-class _Client:
-    """One connection that was let in."""
+class Request:
+    """What was asked for, and who waits for the answer."""
 
-    reader: StreamReader
+    method: str
+    path: str
+    query: dict[str, list[str]]
+    keep_alive: bool
     writer: StreamWriter
-    gone: asyncio.Future[None]
+
+    @classmethod
+    def parse(cls, head: bytes, writer: StreamWriter) -> Request | None:
+        """None if it is not a request that this server understands: HTTP/1, no body."""
+        first, *lines = head.decode("latin-1").split("\r\n")
+        parts, headers = first.split(" "), parse_headers(lines)
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if len(parts) != 3 or parts[2] not in ("HTTP/1.0", "HTTP/1.1") or not parts[1].startswith("/") or has_body:
+            return None
+        path, _, query = parts[1].partition("?")
+        connection = headers.get("connection", "keep-alive" if parts[2] == "HTTP/1.1" else "close").lower()
+        try:
+            fields = parse_qs(query, max_num_fields=MAX_QUERY_FIELDS) if query else {}
+        except ValueError:
+            return None
+        return cls(parts[0], path, fields, connection == "keep-alive", writer)
+
+    def field(self, name: str) -> str:
+        return self.query.get(name, [""])[0]
+
+    def seconds(self, name: str, most_s: float) -> float:
+        """A field as seconds from 0 to `most_s`; 0 if it is absent or nonsense."""
+        with contextlib.suppress(ValueError):
+            seconds = float(self.field(name))
+            return min(max(seconds, 0.0), most_s) if seconds == seconds else 0.0
+        return 0.0
 
     async def wait_for(self, arrived: asyncio.Future[None]) -> None:
         """Wait for what a held request waits for; a client that hangs up meanwhile gives its place to others."""
-        await asyncio.wait([arrived, self.gone], return_when=asyncio.FIRST_COMPLETED)
-        if self.gone.done():
+        protocol = self.writer.transport.get_protocol()
+        assert isinstance(protocol, _Protocol)
+        await asyncio.wait([arrived, protocol.gone], return_when=asyncio.FIRST_COMPLETED)
+        if protocol.gone.done():
             raise ConnectionResetError("the client hung up")
 
 
@@ -136,11 +168,9 @@ class TreeServer:
         while True:
             await asyncio.sleep(self._limits.watch_head_s)
             blob = self._catalogue.find(HEAD) if self._arrivals.waited_for(HEAD) else None
-            if blob is None:
-                continue
             with contextlib.suppress(OSError):
-                status = blob.path.stat()
-                if (status.st_ino, status.st_mtime_ns) != seen:
+                status = None if blob is None else blob.path.stat()
+                if status is not None and (status.st_ino, status.st_mtime_ns) != seen:
                     seen = (status.st_ino, status.st_mtime_ns)
                     self._arrivals.notify(HEAD)
 
@@ -163,25 +193,22 @@ class TreeServer:
         address, most = client_of((writer.get_extra_info("peername") or ("",))[0]), self._limits.connections_per_client
         is_full = self.connections >= self._limits.max_connections
         if is_full or (most is not None and self._by_client[address] >= most):
-            who = (503, "this server has") if is_full else (429, "your address has")
+            status, who = (503, "this server has") if is_full else (429, "your address has")
             if len(self._tasks) < 2 * self._limits.max_connections + 1:
-                await self._say(writer, who[0], f"{who[1]} as many connections as are allowed")
+                await self._say(writer, None, status, f"{who} as many connections as are allowed")
                 await _part(reader, writer)
             return
-        protocol = writer.transport.get_protocol()
-        assert isinstance(protocol, _Protocol)
-        client = _Client(reader, writer, protocol.gone)
         self.connections += 1
         self._by_client[address] += 1
         try:
             while True:  # requests of one connection, one after the other
                 async with asyncio.timeout(self._limits.idle_s):  # covers silence and dripping alike
                     head = await reader.readuntil(b"\r\n\r\n")
-                request = Request.parse(head)
+                request = Request.parse(head, writer)
                 if request is None:
-                    await self._say(writer, 400, "only plain HTTP/1.1 requests without a body are understood")
+                    await self._say(writer, None, 400, "only plain HTTP/1.1 requests without a body are understood")
                     break
-                await self._answer(request, client)
+                await self._answer(request)
                 if not request.keep_alive:
                     break
             await _part(reader, writer)
@@ -190,104 +217,94 @@ class TreeServer:
             self._by_client[address] -= 1
             self._by_client += Counter()  # without those that are 0
 
-    async def _answer(self, request: Request, client: _Client) -> None:
+    async def _answer(self, request: Request) -> None:
         key = request.path[1:]
         place = parse_label(key.removeprefix("have/")) if key.startswith("have/") else None
         if request.method not in ("GET", "HEAD"):
-            await self._say(client.writer, 405, "only GET and HEAD are allowed", request)
+            await self._say(request.writer, request, 405, "only GET and HEAD are allowed")
         elif key == "health":
             own = {"ok": True, "instance": self.instance, "bytes_out": self.sent_bytes, "connections": self.connections}
             body = json.dumps(own | self._catalogue.health()).encode()
-            await self._send(client.writer, body, {"Content-Type": "application/json", **NO_STORE}, request)
+            await self._send(request.writer, request, body, JSON, NO_STORE)
         elif place is not None:
-            await self._send_have(place, request, client)
-        elif not is_key(key):
-            await self._say(client.writer, 404, "there is no such name in a published tree", request)
-        elif key == HEAD:
-            await self._send_head(request, client)
-        elif WITNESS.fullmatch(key):
-            blob = self._catalogue.find(key)
-            data = None if blob is None or blob.size_bytes > MAX_WITNESS_BYTES else blob.path.read_bytes()
-            await self._send_replaced(data, "there is nothing of this witness here", request, client)
+            await self._send_have(place, request)
+        elif key == HEAD or WITNESS.fullmatch(key):
+            await self._send_replaced(key, request)
+        elif is_key(key):
+            await self._send_key(key, request)
         else:
-            await self._send_key(key, request, client)
+            await self._say(request.writer, request, 404, "there is no such name in a published tree")
 
-    async def _send_key(self, key: str, request: Request, client: _Client) -> None:
+    async def _send_key(self, key: str, request: Request) -> None:
         """A manifest or a chunk, which never change; waiting up to `hold_s` if it is on its way."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.hold_s):
+                while self._catalogue.find(key) is None and self._catalogue.expects(key):
+                    with self._arrivals.waiter(key) as arrived:
+                        if self._catalogue.find(key) is None and self._catalogue.expects(key):
+                            await request.wait_for(arrived)
         blob = self._catalogue.find(key)
-        if blob is None and self._catalogue.expects(key):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._limits.hold_s):
-                    while blob is None and self._catalogue.expects(key):
-                        with self._arrivals.waiter(key) as arrived:
-                            if self._catalogue.find(key) is None and self._catalogue.expects(key):
-                                await client.wait_for(arrived)
-                        blob = self._catalogue.find(key)
-            blob = self._catalogue.find(key)
         if blob is not None:
-            if await self._send_blob(blob, key, request, client):
+            if await self._send_blob(blob, key, request):
                 return
             await asyncio.to_thread(self._catalogue.lost, key)
         if blob is None and self._catalogue.expects(key):
-            await self._say(client.writer, 503, "it is on its way but not here yet", request)
+            await self._say(request.writer, request, 503, "it is on its way but not here yet")
         else:
-            await self._say(client.writer, 404, "this version or chunk is not here", request)
+            await self._say(request.writer, request, 404, "this version or chunk is not here")
 
-    async def _send_head(self, request: Request, client: _Client) -> None:
-        after = parse_label(request.field("after", ""))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(request.seconds("wait_s", MAX_WAIT_S)):
-                while not self._newer_than(after):
-                    with self._arrivals.waiter(HEAD) as arrived:
-                        if not self._newer_than(after):
-                            await client.wait_for(arrived)
-        await self._send_replaced(self._read_head(), "nothing has been published yet", request, client)
-
-    async def _send_replaced(self, data: bytes | None, if_none: str, request: Request, client: _Client) -> None:
-        """A head, or what a witness signed: small, and replaced now and then."""
-        if data is None:
-            await self._say(client.writer, 404, if_none, request)
+    async def _send_replaced(self, key: str, request: Request) -> None:
+        """A head, held until it is new enough, or what a witness signed: small, and replaced now and then."""
+        if key == HEAD:
+            after = parse_label(request.field("after"))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(request.seconds("wait_s", MAX_WAIT_S)):
+                    while not self._is_newer_than(after):
+                        with self._arrivals.waiter(HEAD) as arrived:
+                            if not self._is_newer_than(after):
+                                await request.wait_for(arrived)
+        data = self._read(key)
+        if data is None or (key != HEAD and len(data) > MAX_WITNESS_BYTES):
+            await self._say(request.writer, request, 404, "nothing has been published here yet")
             return
-        headers = {"Content-Type": "application/json", "Cache-Control": "no-cache"}
-        await self._send(client.writer, data, headers, request)
+        await self._send(request.writer, request, data, JSON, REPLACED)
         self.sent_bytes += len(data) if request.method == "GET" else 0
 
-    def _newer_than(self, after: Place | None) -> bool:
-        """The file is our own or was verified before it was written."""
+    def _is_newer_than(self, after: Place | None) -> bool:
+        """Of the head. The file is our own or was verified before it was written."""
         try:
-            policy = json.loads((self._read_head() or b"")[:MAX_HEAD_BYTES])["document"]["policy"]
+            policy = json.loads(self._read(HEAD) or b"")["document"]["policy"]
             return after is None or (int(policy["incarnation"]), int(policy["version"])) > after
         except (ValueError, KeyError, TypeError):
             return False
 
-    def _read_head(self) -> bytes | None:
-        """The head as it is now. Read as one, because another process may replace it between two looks."""
-        blob = self._catalogue.find(HEAD)
+    def _read(self, key: str) -> bytes | None:
+        """Read as one, because another process may replace it between two looks."""
+        blob = self._catalogue.find(key)
         try:
             return None if blob is None else blob.path.read_bytes()
         except FileNotFoundError:
             return None
 
-    async def _send_have(self, place: Place, request: Request, client: _Client) -> None:
-        count = request.field("count", "")
+    async def _send_have(self, place: Place, request: Request) -> None:
+        count = request.field("count")
         more_than = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else -1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(request.seconds("wait_s", MAX_HAVE_WAIT_S)):
                 while True:
                     with self._arrivals.waiter(have_key(place)) as arrived:
-                        inventory = self._catalogue.inventory(place)
-                        if inventory is None or inventory.count > more_than:
+                        inventories = self._catalogue.inventories
+                        if place not in inventories or inventories[place].count > more_than:
                             break
-                        await client.wait_for(arrived)
+                        await request.wait_for(arrived)
                     await asyncio.sleep(HAVE_PAUSE_S)
-        inventory = self._catalogue.inventory(place)
+        inventory = self._catalogue.inventories.get(place)
         if inventory is None:
-            await self._say(client.writer, 404, "there is no map of this version here", request)
+            await self._say(request.writer, request, 404, "there is no map of this version here")
             return
-        maps = inventory.body(self._catalogue.announced())
-        await self._send(client.writer, maps, {"Content-Type": "application/octet-stream", **NO_STORE}, request)
+        await self._send(request.writer, request, inventory.body(self._catalogue.announced()), BYTES, NO_STORE)
 
-    async def _send_blob(self, blob: Blob, key: str, request: Request, client: _Client) -> bool:
+    async def _send_blob(self, blob: Blob, key: str, request: Request) -> bool:
         """False if the bytes are gone (retention); nothing has been sent then."""
         try:
             file = blob.path.open("rb", buffering=0)
@@ -296,35 +313,46 @@ class TreeServer:
         with file:
             if os.fstat(file.fileno()).st_size < blob.size_bytes:
                 return False
-            headers = {
-                "Content-Type": "application/json" if key.endswith(".json") else "application/octet-stream",
-                "Cache-Control": "public, max-age=31536000, immutable",
-            }
-            client.writer.write(answer_head(200, blob.size_bytes, request, headers))
-            size = blob.size_bytes if request.method == "GET" else 0
+            kind, size = JSON if key.endswith(".json") else BYTES, blob.size_bytes if request.method == "GET" else 0
+            request.writer.write(answer_head(200, blob.size_bytes, request, kind, IMMUTABLE))
             async with asyncio.timeout(self._limits.idle_s + size / self._limits.min_rate_bytes_s):
-                await client.writer.drain()
+                await request.writer.drain()
                 if size:
-                    moved = await asyncio.get_running_loop().sendfile(client.writer.transport, file, 0, size)
+                    moved = await asyncio.get_running_loop().sendfile(request.writer.transport, file, 0, size)
                     self.sent_bytes += moved
                     if moved < size:
                         raise ConnectionAbortedError("a file became shorter while it was sent")
         return True
 
-    async def _say(self, writer: StreamWriter, status: int, sentence: str, request: Request | None = None) -> None:
-        """A short answer in words; without a request (it was not understood) the connection ends after it."""
-        headers = {"Content-Type": "text/plain; charset=utf-8", **NO_STORE}
-        if status in RETRY_AFTER_S:
-            headers["Retry-After"] = str(RETRY_AFTER_S[status])
-        await self._send(writer, f"{sentence}\n".encode(), headers, request, status)
+    async def _say(self, writer: StreamWriter, request: Request | None, status: int, sentence: str) -> None:
+        await self._send(writer, request, f"{sentence}\n".encode(), TEXT, NO_STORE, status)
 
     async def _send(
-        self, writer: StreamWriter, body: bytes, headers: dict[str, str], request: Request | None, status: int = 200
+        self, writer: StreamWriter, request: Request | None, body: bytes, kind: str, cache: str, status: int = 200
     ) -> None:
-        head = answer_head(status, len(body), request, headers)
+        head = answer_head(status, len(body), request, kind, cache)
         writer.write(head if request is not None and request.method == "HEAD" else head + body)
         async with asyncio.timeout(self._limits.idle_s):
             await writer.drain()
+
+
+def answer_head(status: int, size_bytes: int, request: Request | None, kind: str, cache: str) -> bytes:
+    """The head of an answer; without a request (it was not understood) the connection ends after it."""
+    connection = "keep-alive" if request is not None and request.keep_alive else "close"
+    lines = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {size_bytes}", f"Connection: {connection}",
+        f"Content-Type: {kind}", f"Cache-Control: {cache}",
+        *(["Retry-After: 2"] if status in (429, 503) else []),
+    ]  # fmt: skip
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def _part(reader: StreamReader, writer: StreamWriter) -> None:
+    """End a connection so that the last answer arrives: closing while bytes lie unread would reset it away."""
+    writer.write_eof()
+    async with asyncio.timeout(PART_S):
+        while await reader.read(MAX_REQUEST_BYTES):
+            pass
 
 
 async def serve(
@@ -341,74 +369,13 @@ async def serve(
         await server.close()
 
 
-async def _part(reader: StreamReader, writer: StreamWriter) -> None:
-    """End a connection so that the last answer arrives: closing while bytes lie unread would reset it away."""
-    writer.write_eof()
-    async with asyncio.timeout(PART_S):
-        while await reader.read(MAX_REQUEST_BYTES):
-            pass
-
-
 def run_origin(folder: Path, host: str, port: int, stop: StopToken, on_ready: Callable[[str], None]) -> None:
     """Serve the tree in `folder`, which an `Origin` publishes into, until `stop`. Port 0 is any free one."""
     Tree(folder).prepare()
-    asyncio.run(serve(TreeServer(FolderCatalogue(folder)), host, port, stop.is_set, on_ready))
-
-
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
+    asyncio.run(serve(TreeServer(Catalogue(folder)), host, port, stop.is_set, on_ready))
 
 
 def local_url(host: str, port: int) -> str:
     """How a server that listens there is reached from this machine."""
     host = EVERYWHERE.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-MAX_QUERY_FIELDS = 8
-
-
-@dataclass(frozen=True)
-class Request:
-    method: str
-    path: str
-    query: dict[str, list[str]]
-    keep_alive: bool
-
-    @classmethod
-    def parse(cls, head: bytes) -> Request | None:
-        """None if it is not a request that this server understands: HTTP/1, no body."""
-        first, *lines = head.decode("latin-1").split("\r\n")
-        parts, headers = first.split(" "), parse_headers(lines)
-        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        if len(parts) != 3 or parts[2] not in ("HTTP/1.0", "HTTP/1.1") or not parts[1].startswith("/") or has_body:
-            return None
-        path, _, query = parts[1].partition("?")
-        connection = headers.get("connection", "keep-alive" if parts[2] == "HTTP/1.1" else "close").lower()
-        try:
-            fields = parse_qs(query, max_num_fields=MAX_QUERY_FIELDS) if query else {}
-        except ValueError:
-            return None
-        return cls(parts[0], path, fields, connection == "keep-alive")
-
-    def field(self, name: str, default: str) -> str:
-        return self.query.get(name, [default])[0]
-
-    def seconds(self, name: str, most_s: float) -> float:
-        """A field as seconds from 0 to `most_s`; 0 if it is absent or nonsense."""
-        try:
-            seconds = float(self.field(name, "0"))
-        except ValueError:
-            return 0.0
-        return min(max(seconds, 0.0), most_s) if seconds == seconds else 0.0
-
-
-def answer_head(status: int, size_bytes: int, request: Request | None, headers: Mapping[str, str]) -> bytes:
-    """The head of an answer; without a request (it was not understood) the connection ends after it."""
-    connection = "keep-alive" if request is not None and request.keep_alive else "close"
-    lines = [
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-        f"Content-Length: {size_bytes}",
-        f"Connection: {connection}",
-    ]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode()

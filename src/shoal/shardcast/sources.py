@@ -12,8 +12,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
@@ -23,9 +22,7 @@ from shoal.shardcast.connection import Address
 
 SMOOTHING = 0.3
 HEALING = 0.01  # a source that always fails keeps 0.01 / 0.3 of its success, so that it is still asked now and then
-UNKNOWN_S = (
-    1.0  # what an unmeasured source is taken to need for a chunk, or for its map; how long it may hold a question
-)
+UNKNOWN_S = 1.0  # what an unmeasured source is taken to need for a chunk, or for its map
 REST = Backoff(first_s=0.1, most_s=2.0)
 
 
@@ -51,18 +48,6 @@ class Standing:
     def seconds(self, size_bytes: int) -> float:
         """What so many bytes take from it, as far as that is known."""
         return UNKNOWN_S if self.bandwidth_bytes_s is None else size_bytes / self.bandwidth_bytes_s
-
-    def judge(self, success: float) -> None:
-        self.success = min(1.0, (1 - SMOOTHING) * self.success + SMOOTHING * success + HEALING)
-
-    def measure(self, size_bytes: int, seconds: float) -> None:
-        rate = max(1.0, size_bytes / max(seconds, 1e-6))  # never 0, which would read as "not known"
-        self.bandwidth_bytes_s = (1 - SMOOTHING) * (self.bandwidth_bytes_s or rate) + SMOOTHING * rate
-
-    def rest(self, now_s: float) -> None:
-        if self.resting_until_s <= now_s:  # several connections failing at once are one failure
-            self.resting_until_s = now_s + REST.wait_s(self.failures)
-            self.failures += 1
 
 
 class SourceScores:
@@ -99,10 +84,10 @@ class SourceScores:
         with self._lock:
             return {source: score.kind for source, score in self._scores.items()}
 
-    def usable(self) -> set[str]:
+    def usable(self) -> dict[str, Kind]:
         """Those that are not dropped, resting or not."""
         with self._lock:
-            return {source for source, score in self._scores.items() if not score.dropped}
+            return {source: score.kind for source, score in self._scores.items() if not score.dropped}
 
     def ready(self) -> dict[str, Standing]:
         """Those that may be asked now: neither dropped nor resting."""
@@ -122,42 +107,38 @@ class SourceScores:
         return random.choices(list(chosen), [standing.weight for standing in chosen.values()])[0] if chosen else None
 
     def succeeded(self, source: str, size_bytes: int, seconds: float) -> None:
-        with self._score(source) as score:
-            score.measure(size_bytes, seconds)
-            score.judge(1.0)
-            score.failures, score.resting_until_s = 0, 0.0
+        self._update(source, success=1.0, rate=size_bytes / max(seconds, 1e-6))
 
-    def failed(self, source: str, problem: str) -> None:
-        with self._score(source, problem) as score:
-            score.judge(0.0)
-            score.rest(self._now_s())
-
-    def not_ready(self, source: str, problem: str) -> None:
-        """It answered, but does not have it (yet): asked again after a rest, its success rate unharmed."""
-        with self._score(source, problem) as score:
-            score.rest(self._now_s())
-
-    def slow(self, source: str, size_bytes: int, seconds: float, problem: str) -> None:
-        """It was left in the middle of a chunk, of which `size_bytes` had come: that much is known of its bandwidth."""
-        with self._score(source, problem) as score:
-            score.measure(size_bytes, seconds)
-            score.rest(self._now_s())
+    def failed(self, source: str, problem: str, success: float | None = 0.0, rate: float | None = None) -> None:
+        """It rests. `success` None: it answered, but does not have it yet, or not fast enough. `rate`: what is known of
+        its bandwidth, if it was left in the middle of a chunk."""
+        self._update(source, problem, success, rate, rests=True)
 
     def drop(self, source: str, problem: str) -> None:
-        with self._score(source, problem) as score:
-            score.dropped = True
+        self._update(source, problem, drop=True)
 
     def note(self, source: str, problem: str) -> None:
         """Remember a problem for `describe`, without any consequence."""
-        with self._score(source, problem):
-            pass
+        self._update(source, problem)
 
-    @contextmanager
-    def _score(self, source: str, problem: str = "") -> Iterator[Standing]:
+    def _update(
+        self, source: str, problem: str = "", success: float | None = None, rate: float | None = None,
+        rests: bool = False, drop: bool = False,
+    ) -> None:  # fmt: skip
         with self._lock:
-            score = self._scores.get(source, Standing())
-            score.problem = problem or score.problem
-            yield score
+            score, now_s = self._scores.get(source, Standing()), self._now_s()
+            score.problem = score.problem if score.dropped else problem or score.problem  # why it was dropped stays
+            score.dropped |= drop
+            if success is not None:
+                score.success = min(1.0, (1 - SMOOTHING) * score.success + SMOOTHING * success + HEALING)
+            if rate is not None:
+                rate = max(1.0, rate)  # never 0, which would read as "not known"
+                score.bandwidth_bytes_s = (1 - SMOOTHING) * (score.bandwidth_bytes_s or rate) + SMOOTHING * rate
+            if success:
+                score.failures, score.resting_until_s = 0, 0.0
+            if rests and score.resting_until_s <= now_s:  # several connections failing at once are one failure
+                score.resting_until_s = now_s + REST.wait_s(score.failures)
+                score.failures += 1
 
     def restore(self) -> None:
         """Forgive those that were dropped."""

@@ -101,10 +101,8 @@ class Node:
             self._end(flight, False)
             return
         self.scores.succeeded(flight.source, SIZE, self.world.now_s - flight.started_s)
-        won = self.plan.win(flight) is not None
-        if won:
-            self.kept.add(flight.chunk.hash)
-        self._end(flight, won)
+        self.kept.add(flight.chunk.hash)
+        self._end(flight, True)
 
     def _ask_for_maps(self) -> None:
         """A question that is held is answered when the map has grown or the time is over."""
@@ -118,7 +116,7 @@ class Node:
                 body = self.world.sources[source].map(self.manifest.chunks)
                 half = -(-question.size // 8)
                 count = 0 if body is None else int.from_bytes(body[:half], "little").bit_count()
-                if body is None or count > question.count or self.world.now_s - asked_s >= question.wait_s:
+                if body is None or count > question.known or self.world.now_s - asked_s >= question.wait_s:
                     self.plan.see(source, question.place, body, asked_s, self.world.now_s)
                     del self.questions[source]
 
@@ -126,7 +124,7 @@ class Node:
         if not self.plan.should_leave(flight, self.world.now_s):
             return False
         elapsed_s = self.world.now_s - flight.started_s
-        self.scores.slow(flight.source, flight.received_bytes, elapsed_s, f"{flight.source} is slow")
+        self.scores.failed(flight.source, f"{flight.source} is slow", None, flight.received_bytes / elapsed_s)
         return True
 
     def _start(self, flight: Flight) -> None:
@@ -136,8 +134,7 @@ class Node:
             self.scores.failed(flight.source, f"{flight.source} is dead")
             self._end(flight, False)
         elif source.busy or flight.chunk.hash not in source.has:
-            if self.plan.lacks(flight, 503 if source.busy else 404, self.world.now_s):
-                self.questions.pop(flight.source, None)
+            self.plan.lacks(flight, 503 if source.busy else 404, self.world.now_s)
             self._end(flight, False)
         else:
             source.sending.append(flight)

@@ -9,7 +9,8 @@ from castsim import SIZE, Node, Source, World, chunks_of, manifest_of, swarm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.shardcast.plan import FEW_FLIGHTS, UNKEPT, Question
+from shoal.shardcast.limits import FEW_FLIGHTS
+from shoal.shardcast.plan import Question
 
 A, B, ORIGIN = "http://a:1", "http://b:1", "http://origin:1"
 CHUNKS = chunks_of(40)
@@ -44,7 +45,6 @@ def test_without_maps_a_source_that_lacks_a_chunk_is_passed_over_and_asked_again
     assert not world.run(10)
     assert node.kept == hashes(0, 39)
     assert 4 <= source.asked[CHUNKS[39].hash] <= 20  # with growing pauses
-    assert node.plan.absent == {A}
     source.has.add(CHUNKS[39].hash)
     assert world.run(5)
 
@@ -143,7 +143,7 @@ def test_a_slow_source_is_left_in_the_middle_and_booked_as_slow() -> None:
     world, node, *_ = following(Source(A, set(ALL), rate_bytes_s=SIZE / 50), Source(B, set(ALL)))
     assert world.run(30)
     assert "slow" in node.scores.describe()
-    assert node.scores.usable() == {A, B}
+    assert set(node.scores.usable()) == {A, B}
 
 
 def test_a_source_that_is_alone_is_never_left_for_being_slow() -> None:
@@ -167,7 +167,7 @@ def test_the_tail_is_hedged_and_the_first_to_arrive_wins() -> None:
     assert slow <= set(other.asked)
     world.step()  # what lost the race is called off at the next look
     assert not stalled.sending
-    assert node.plan.kept_bytes == len(CHUNKS) * SIZE  # each counted once
+    assert node.plan.progress()[0] == len(CHUNKS) * SIZE
 
 
 def test_the_only_chunk_is_hedged_though_nothing_is_known_of_the_other_source() -> None:
@@ -179,23 +179,6 @@ def test_the_only_chunk_is_hedged_though_nothing_is_known_of_the_other_source() 
         node = Node(world, seed, upstreams=[A, B])
         node.want(manifest_of(CHUNKS[:1]))
         assert world.run(5), "it waits for the source that stalls"
-
-
-def test_of_two_that_bring_the_same_chunk_only_the_first_wins() -> None:
-    world = World()
-    for url in (A, B):
-        world.add(Source(url, set(ALL), rate_bytes_s=0.0))
-    node = Node(world, upstreams=[A, B])
-    node.want(manifest_of(CHUNKS[:1]))
-    while len(node.flights) < 2 or not all(flight.source for flight in node.flights):
-        world.step()
-    first, second = node.flights
-    assert first.wanted is second.wanted
-    assert {first.source, second.source} == {A, B}
-    assert node.plan.win(second) == [first]
-    assert first.lost
-    assert node.plan.win(first) is None
-    assert node.plan.win(second) is None
 
 
 def test_equal_sources_are_not_hedged() -> None:
@@ -244,8 +227,8 @@ def test_what_a_relay_announces_is_waited_for_before_the_last_resort_is_asked() 
 def test_a_relay_that_claims_what_it_does_not_have_is_dropped_with_a_reason() -> None:
     world, node, liar, honest = following(Source(A, set(), claims=set(ALL)), Source(B, set(ALL)))
     assert world.run(60)
-    assert node.scores.usable() == {B}
-    assert f"{A} claims chunks that it does not deliver, {UNKEPT} times" in node.scores.describe()
+    assert set(node.scores.usable()) == {B}
+    assert f"{A} claims chunks that it does not deliver" in node.scores.describe()
     assert sum(liar.asked.values()) < 20
     assert set(honest.asked) == ALL
 
@@ -256,14 +239,13 @@ def test_a_relay_that_has_just_removed_a_version_is_not_a_liar() -> None:
         world.step()
     relay.has.clear()
     assert not world.run(10)
-    assert node.scores.usable() == {A}
-    assert node.plan.absent == {A}  # from which the client knows that it may be gone
+    assert set(node.scores.usable()) == {A}
 
 
 def test_a_source_that_is_always_busy_is_asked_ever_more_rarely() -> None:
     world, node, busy, *_ = following(Source(A, set(ALL), busy=True), Source(B, hashes(0, 39)))
     assert not world.run(60)
-    assert node.scores.usable() == {A, B}
+    assert set(node.scores.usable()) == {A, B}
     assert "busy" in node.scores.describe()
     assert sum(busy.asked.values()) < 60
 
@@ -305,7 +287,7 @@ def test_what_is_forgotten_is_left_on_its_way() -> None:
     assert {flight.chunk.hash for flight in lost} == flying
     assert all(flight.lost for flight in lost)
     assert node.plan.pending() == len(CHUNKS) - len(flying)
-    assert node.plan.wanted_bytes == node.plan.pending() * SIZE
+    assert node.plan.progress()[1] == node.plan.pending() * SIZE
     world.step()
     assert not any(flight.lost for flight in source.sending)
 

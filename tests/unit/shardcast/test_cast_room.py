@@ -16,7 +16,7 @@ from shoal.errors import ManifestRefused, ResourceError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, DownloadSettings
-from shoal.shardcast.pool import PoolSettings
+from shoal.shardcast.limits import PoolSettings
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -20,10 +21,10 @@ from kit.cast import Running, chunk_paths, dial, eventually, make_origin, publis
 from shoal.errors import ResourceError
 from shoal.protocol import Chunk
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Content, limits, run_origin
-from shoal.shardcast.catalogue import Blob, Catalogue, FolderCatalogue, Inventory
-from shoal.shardcast.limits import ServerLimits, Throttle, client_of
-from shoal.shardcast.manifest import Place
+from shoal.shardcast import Content, run_origin
+from shoal.shardcast.catalogue import Blob, Catalogue, Inventory
+from shoal.shardcast.connection import Throttle
+from shoal.shardcast.limits import ServerLimits, client_of
 from shoal.shardcast.server import Request, TreeServer, serve
 from shoal.shardcast.tree import chunk_key, have_key
 
@@ -57,33 +58,24 @@ def serving(server: TreeServer, host: str = "127.0.0.1") -> Iterator[str]:
 
 def limited(folder: Path, limits: ServerLimits) -> AbstractContextManager[str]:
     """A server with its own limits."""
-    return serving(TreeServer(FolderCatalogue(folder), limits))
+    return serving(TreeServer(Catalogue(folder), limits))
 
 
 class Shelf(Catalogue):
-    """A catalogue of one version of one chunk, which is there when the test says."""
+    """A catalogue of one version of eight chunks, of which so many are there as the test says; one more is coming."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.path = folder / "payload.part"
         self.path.write_bytes(b"chunk")
-        super().__init__("shelf")
-        self.known: dict[Place, int] = {(0, 1): 0}
-        self.looks = 0
         self.missed: list[str] = []
+        self.set_count(0)
 
     def find(self, key: str) -> Blob | None:
         return Blob(self.path, 5) if key == SHELVED else None
 
     def expects(self, key: str) -> bool:
         return key == SHELVED
-
-    def inventory(self, place: Place) -> Inventory | None:
-        """Bits of as many chunks as the test says; one more is announced."""
-        self.looks += 1
-        if place not in self.known:
-            return None
-        chunks = [Chunk(hash=f"{index:064x}", size_bytes=1) for index in range(8)]
-        return Inventory(chunks, {chunk.hash for chunk in chunks[: self.known[place]]})
 
     def announced(self) -> list[str]:
         return [f"{7:064x}"]
@@ -94,22 +86,14 @@ class Shelf(Catalogue):
     def health(self) -> dict[str, Any]:
         return {**super().health(), "ok": False, "problem": "too little disk"}
 
-    def places(self) -> list[Place]:
-        return list(self.known)
-
-    def set_count(self, place: Place, count: int | None) -> None:
-        if count is None:
-            del self.known[place]
-        else:
-            self.known[place] = count
-        self.arrivals.notify(have_key(place))
+    def set_count(self, count: int | None) -> None:
+        chunks = [Chunk(hash=f"{index:064x}", size_bytes=1) for index in range(8)]
+        here = {chunk.hash for chunk in chunks[:count]}
+        self.inventories = {} if count is None else {(0, 1): Inventory(chunks, here)}
+        self.arrivals.notify(have_key((0, 1)))
 
 
 SHELVED = chunk_key("ab" * 32)
-
-
-def shelved(shelf: Shelf, limits: ServerLimits = ServerLimits()) -> AbstractContextManager[str]:
-    return serving(TreeServer(shelf, limits))
 
 
 def test_head_manifests_and_chunks_are_served_with_the_right_caching(tmp_path: Path, start_origin: Start) -> None:
@@ -299,25 +283,24 @@ def test_stopping_is_quick_even_with_requests_held(tmp_path: Path, start_origin:
 def test_a_file_shorter_than_it_should_be_is_not_found(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
     shelf.path.write_bytes(b"chun")
-    with shelved(shelf) as url:
+    with serving(TreeServer(shelf)) as url:
         assert get(url, f"/{SHELVED}")[0] == 404
     assert shelf.missed == [SHELVED]
 
 
 def test_a_map_is_held_until_more_chunks_are_there(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
-    with shelved(shelf) as url:
+    with serving(TreeServer(shelf)) as url:
         assert get(url, "/have/0.1")[::2] == (200, b"\x00\x80")
         assert get(url, "/have/0.1?count=0&wait_s=0.05")[::2] == (200, b"\x00\x80")
         answers: list[tuple[int, bytes]] = []
         asking = threading.Thread(target=lambda: answers.append(get(url, "/have/0.1?count=1&wait_s=20")[::2]))  # type: ignore[arg-type]
         asking.start()
         eventually(lambda: shelf.arrivals.waited_for("have/0.1"))
-        looks = shelf.looks
-        shelf.set_count((0, 1), 1)  # more than none, but not more than one
-        eventually(lambda: shelf.looks > looks and shelf.arrivals.waited_for("have/0.1"))
+        shelf.set_count(1)  # more than none, but not more than one
+        eventually(lambda: shelf.arrivals.waited_for("have/0.1"))
         assert answers == []
-        shelf.set_count((0, 1), 2)
+        shelf.set_count(2)
         asking.join(5)
         assert answers == [(200, b"\x03\x80")]
         headers = get(url, "/have/0.1")[1]
@@ -326,20 +309,20 @@ def test_a_map_is_held_until_more_chunks_are_there(tmp_path: Path) -> None:
 
 def test_a_map_of_an_unknown_version_is_not_found_and_one_that_goes_lets_go_who_waits(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
-    with shelved(shelf) as url:
+    with serving(TreeServer(shelf)) as url:
         for target in ("/have/0.2?wait_s=20", "/have/", "/have/x", "/have/0.1/", "/have/00.1"):
             assert get(url, target)[0] == 404
         answers: list[int] = []
         asking = threading.Thread(target=lambda: answers.append(get(url, "/have/0.1?count=9&wait_s=20")[0]))
         asking.start()
         eventually(lambda: shelf.arrivals.waited_for("have/0.1"))
-        shelf.set_count((0, 1), None)
+        shelf.set_count(None)
         asking.join(5)
         assert answers == [404]
 
 
 def test_what_a_catalogue_says_of_its_health_counts(tmp_path: Path) -> None:
-    with shelved(Shelf(tmp_path)) as url:
+    with serving(TreeServer(Shelf(tmp_path))) as url:
         health = json.loads(get(url, "/health")[2])
         assert (health["ok"], health["problem"]) == (False, "too little disk")
 
@@ -350,7 +333,7 @@ def test_ipv6_clients_are_let_in_and_counted_by_network(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
     publish(make_origin(tmp_path), 1)
-    server = TreeServer(FolderCatalogue(tmp_path), ServerLimits(connections_per_client=1))
+    server = TreeServer(Catalogue(tmp_path), ServerLimits(connections_per_client=1))
     with serving(server, "::1") as url, dial(url, b"GET /head.json HTTP/1.1\r\n\r\n") as first:
         assert first.recv(15) == b"HTTP/1.1 200 OK"
         with dial(url) as second:
@@ -358,12 +341,6 @@ def test_ipv6_clients_are_let_in_and_counted_by_network(tmp_path: Path) -> None:
 
 
 # Requests as they are read, who counts as one client, and the bucket of a throttle
-
-
-def parsed(head: bytes) -> Request:
-    request = Request.parse(head)
-    assert request is not None
-    return request
 
 
 @pytest.mark.parametrize(
@@ -375,7 +352,9 @@ def parsed(head: bytes) -> Request:
     ],
 )
 def test_keep_alive_is_as_http_says(head: bytes, keep_alive: bool) -> None:
-    assert parsed(head).keep_alive is keep_alive
+    request = Request.parse(head, Mock())
+    assert request is not None
+    assert request.keep_alive is keep_alive
 
 
 @pytest.mark.parametrize(
@@ -383,7 +362,9 @@ def test_keep_alive_is_as_http_says(head: bytes, keep_alive: bool) -> None:
     [("wait_s=3", 3.0), ("wait_s=1e9", 20.0), ("wait_s=-1", 0.0), ("wait_s=nan", 0.0), ("wait_s=x", 0.0), ("", 0.0)],
 )
 def test_seconds_are_bounded_whatever_is_asked(query: str, seconds: float) -> None:
-    assert parsed(f"GET /?{query} HTTP/1.1\r\n\r\n".encode()).seconds("wait_s", 20.0) == seconds
+    request = Request.parse(f"GET /?{query} HTTP/1.1\r\n\r\n".encode(), Mock())
+    assert request is not None
+    assert request.seconds("wait_s", 20.0) == seconds
 
 
 @pytest.mark.parametrize(
@@ -411,7 +392,7 @@ def test_a_bucket_never_gives_more_than_its_rate_and_one_burst(sizes: list[int],
         now_s += pauses[index] if index < len(pauses) else 0.0
         may_go_s = now_s + throttle.take(size, now_s)
         sent += size
-        assert sent <= 1000.0 * (may_go_s - 100.0 + limits.BURST_S) + 1e-3
+        assert sent <= 1000.0 * (may_go_s - 100.0 + Throttle.BURST_S) + 1e-3
 
 
 def test_a_bucket_lets_a_quiet_client_receive_at_once_and_a_busy_one_wait() -> None:
@@ -420,9 +401,3 @@ def test_a_bucket_lets_a_quiet_client_receive_at_once_and_a_busy_one_wait() -> N
     assert throttle.take(500, 50.0) == pytest.approx(0.5)
     assert throttle.take(500, 50.0) == pytest.approx(1.0)  # a second connection waits behind the first
     assert throttle.take(1000, 53.0) == 0.0
-
-
-def test_slices_are_an_eighth_of_a_second_but_not_tiny() -> None:
-    assert Throttle(rate_bytes_s=8e6).slice_of(10**9) == 10**6
-    assert Throttle(rate_bytes_s=1.0).slice_of(10**9) == limits.MIN_SLICE_BYTES
-    assert Throttle(rate_bytes_s=8e6).slice_of(5) == 5

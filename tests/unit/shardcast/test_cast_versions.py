@@ -335,14 +335,14 @@ def test_what_cannot_be_published_is_named(tmp_path: Path) -> None:
     folder.mkdir()
     refused("holds no files")
     os.mkfifo(folder / "pipe")
-    refused("pipe is a pipe")
+    refused("pipe is no plain file")
     (folder / "pipe").unlink()
     (folder / "nowhere").symlink_to(tmp_path / "missing")
-    refused("nowhere is a link to nothing")
+    refused("nowhere is a link to no file")
     (folder / "nowhere").unlink()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / "socket"))
-        refused("socket is a socket")
+        refused("socket is no plain file")
 
 
 def test_a_file_that_changes_while_it_is_published_is_noticed(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def _run_of(sources: Sources, folder: Path, stop: StopToken) -> str | None:
     with closing(Lookup(SourceScores(sources.urls), None, sources.key, stop, Timeouts())) as lookup:
         while not stop.is_set():
             try:
-                return lookup.newest(None, Deadline(ATTEMPT_S)).head.run
+                return lookup.newest(None, Deadline(ATTEMPT_S))[0].run
             except VersionNotFound as error:
                 log.warning("%s; still trying", error)
     return None
