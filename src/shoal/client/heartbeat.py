@@ -32,39 +32,34 @@ class Activity:
     inside `busy`; everything else is `idle_s`."""
 
     def __init__(self, clock: Clock = SystemClock()) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._clock, self._lock = clock, threading.Lock()
         self._began = clock.monotonic_s()
-        self._busy_since: float | None = None
         self._busy_s = 0.0
-        self._doing = ""
-        self._waiting_for = ""
-        self._waiting_since = 0.0
+        self._doing: tuple[str, float] | None = None  # since when
+        self._waiting: tuple[str, float] | None = None
         self._counters: Counter[str] = Counter()
         self._progress: dict[str, int] = {}
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
         """Useful work."""
-        with self._lock:
-            self._doing, self._busy_since = doing, self._clock.monotonic_s()
+        since_s = self._clock.monotonic_s()
+        self._doing = doing, since_s
         try:
             yield
         finally:
             with self._lock:
-                self._busy_s += self._clock.monotonic_s() - (self._busy_since or 0.0)
-                self._doing, self._busy_since = "", None
+                self._busy_s += self._clock.monotonic_s() - since_s
+                self._doing = None
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """A wait: the hub can then say who waits for whom."""
-        with self._lock:
-            self._waiting_for, self._waiting_since = what, self._clock.monotonic_s()
+        self._waiting = what, self._clock.monotonic_s()
         try:
             yield
         finally:
-            with self._lock:
-                self._waiting_for = ""
+            self._waiting = None
 
     def count(self, name: str, amount: int = 1) -> None:
         with self._lock:
@@ -82,17 +77,16 @@ class Activity:
 
     def heartbeat(self) -> Heartbeat:
         with self._lock:
-            now = self._clock.monotonic_s()
-            busy_s = self._busy_s + (now - self._busy_since if self._busy_since is not None else 0.0)
-            idle_s = now - self._began - busy_s
-            counters = {**self._counters, "busy_s": round(busy_s, 3), "idle_s": round(idle_s, 3)}
+            now_s = self._clock.monotonic_s()
+            doing, doing_since_s = self._doing or ("", now_s)
+            waiting_for, waiting_since_s = self._waiting or ("", now_s)
+            busy_s = self._busy_s + now_s - doing_since_s
+            times = {"busy_s": round(busy_s, 3), "idle_s": round(now_s - self._began - busy_s, 3)}
             return Heartbeat(
-                doing=self._doing[:TEXT_LIMIT],
-                waiting_for=self._waiting_for[:TEXT_LIMIT],
-                waiting_s=round(max(0.0, now - self._waiting_since), 3) if self._waiting_for else 0.0,
-                counters=counters,
+                doing=doing[:TEXT_LIMIT], waiting_for=waiting_for[:TEXT_LIMIT],
+                waiting_s=round(max(0.0, now_s - waiting_since_s), 3), counters={**self._counters, **times},
                 progress=dict(self._progress),
-            )
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,10 +105,7 @@ class RegularHeartbeat:
     def __init__(
         self, client: HubClient, every_s: float, activity: Activity, on_reply: Callable[[HeartbeatReply], None]
     ) -> None:
-        self._client = client
-        self._every_s = every_s
-        self._activity = activity
-        self._on_reply = on_reply
+        self._client, self._every_s, self._activity, self._on_reply = client, every_s, activity, on_reply
         self._end = StopToken()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.refusal: HubRefused | None = None

@@ -8,31 +8,35 @@ threads.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import ValidationError
 
 import shoal.protocol as wire
 from shoal import __version__
 from shoal.client.http import open_http
-from shoal.client.known import UNKNOWN_NODE, Introduction, KnownRun
-from shoal.client.transport import Call, ClientOptions, Hubs, HubTime, Transport
+from shoal.client.hubs import Hubs
+from shoal.client.transport import Call, ClientOptions, Known, Transport, parsed
 from shoal.client.trust import TrustedRun
-from shoal.errors import CodecError, HubRefused, ProtocolError, SignatureError
+from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol.codec import pack, unpack
 from shoal.protocol.identity import SigningKey
-from shoal.protocol.signing import SignedDocument, document_hash, first_problem, open_document
+from shoal.protocol.signing import SignedDocument, document_hash, open_document
 from shoal.protocol.submission import ProgressReply, ShownProgress, submission_digest
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 M = TypeVar("M", bound=wire.Message)
-D = TypeVar("D", wire.Lease, wire.EvaluationSlice, wire.HubClock, wire.LedgerHead, wire.Receipt)  # what a hub signs
+D = TypeVar("D", wire.Lease, wire.EvaluationSlice, wire.LedgerHead, wire.Receipt)  # what a hub signs
 
+log = logging.getLogger(__name__)
+
+UNKNOWN_NODE = "auth.unknown_node"  # the hub's code for a key that has not registered
 BULK = "application/msgpack+zstd"
 SUBMISSION_BODIES_LIMITS = wire.BodyLimits(compressed_bytes=2**27, inflated_bytes=2**27)
 TRAINING_BATCH_LIMITS = wire.BodyLimits(compressed_bytes=2**30, inflated_bytes=2**32)  # from the hub, which is trusted
@@ -48,17 +52,8 @@ class HubClient:
         self.key = key
         self.on_receipt: Callable[[SignedDocument], None] | None = None  # gets every verified receipt as it was signed
         self._owns_http = http is None
-        self._http = open_http() if http is None else http
-        self._hubs = Hubs([url] if isinstance(url, str) else url, clock)
-        self._known = KnownRun(root_fingerprint, self._hubs, clock)
-        self._introduction = Introduction()
-        self._transport = Transport(
-            self._http, self._hubs, key, stop, clock, HubTime(clock), options,
-            admit=self._known.admit,
-            opened=lambda signed: self._from_hub(signed, wire.HubClock),
-            reach=lambda: self._known.reach,
-            insists=root_fingerprint is not None,
-        )  # fmt: skip
+        hubs, http = Hubs([url] if isinstance(url, str) else url, clock), http or open_http()
+        self._transport = Transport(http, hubs, key, stop, clock, options, Known(root_fingerprint))
 
     @classmethod
     def of_a_person(
@@ -71,31 +66,29 @@ class HubClient:
     @property
     def url(self) -> str:
         """The address of the hub that is asked now."""
-        return self._hubs.present
+        return self._transport.hubs.present.url
 
     def close(self) -> None:
         if self._owns_http:
-            self._http.close()
+            self._transport.http.close()
 
     def patient(self, patience_s: float) -> HubClient:
         """The same client with another patience; it shares connections and trust, and need not be closed. An attempt
         takes no longer than the patience, and half of it if there is another hub to ask."""
-        other = HubClient.__new__(HubClient)
-        other.__dict__.update(self.__dict__)
-        options = self._transport.options.with_patience(patience_s, len(self._hubs.urls))
-        other._transport = replace(self._transport, options=options)
-        other._owns_http = False
+        other, transport = copy(self), self._transport
+        options = transport.options.with_patience(patience_s, len(transport.hubs.urls))
+        other._transport, other._owns_http = replace(transport, options=options), False
         return other
 
     # The run, for anyone
 
     def trusted_run(self) -> TrustedRun:
         """The run, verified from the root key down; fetched once, and again when a hub's key has changed."""
-        return self._known.get(self._transport)
+        return self._transport.run()
 
     def refreshed_run(self) -> TrustedRun:
         """The run as its hub describes it now: its owner may have added relays, hubs or keys."""
-        return self._known.again(self._transport, self.trusted_run())
+        return self._transport.run_again(self.trusted_run())
 
     def run_info(self) -> wire.RunInfo:
         return self.trusted_run().info
@@ -104,7 +97,7 @@ class HubClient:
         return self._get("/status", wire.RunStatus)
 
     def ledger(self, after: int = -1, limit: int = 500) -> wire.LedgerPage:
-        return self._get("/ledger", wire.LedgerPage, (("after", str(after)), ("limit", str(limit))))
+        return self._get("/ledger", wire.LedgerPage, after=after, limit=limit)
 
     def ledger_head(self) -> wire.LedgerHead:
         return self._from_hub(self._get("/ledger/head", SignedDocument), wire.LedgerHead)
@@ -117,7 +110,7 @@ class HubClient:
 
     def evidence(self, after: int, limit: int) -> wire.EvidencePage:
         """The signed documents behind the `limit` ledger rows after `after`; verify them before you believe them."""
-        return self._get("/ledger/evidence", wire.EvidencePage, (("after", str(after)), ("limit", str(limit))))
+        return self._get("/ledger/evidence", wire.EvidencePage, after=after, limit=limit)
 
     def unit(self, number: int) -> wire.UnitStory:
         return self._get(f"/units/{number}", wire.UnitStory)
@@ -126,11 +119,11 @@ class HubClient:
         return self._get(f"/nodes/{quote(node, safe='')}", wire.NodeStory)
 
     def nodes(self, after: str = "", limit: int = 200) -> wire.NodePage:
-        return self._get("/nodes", wire.NodePage, (("after", after), ("limit", str(limit))))
+        return self._get("/nodes", wire.NodePage, after=after, limit=limit)
 
     def evaluations(self, since: int = 0) -> wire.EvaluationPage:
         """What validators measured of the versions from `since` on."""
-        return self._get("/evaluations", wire.EvaluationPage, (("since", str(since)),))
+        return self._get("/evaluations", wire.EvaluationPage, since=since)
 
     def admin(self, request: wire.AdminRequest) -> wire.AdminReply:
         """An order of the run's owner: signed itself, so that the call is not."""
@@ -151,7 +144,8 @@ class HubClient:
 
     def _introduce(self, message: wire.Registration) -> wire.NodeView:
         answer = self._transport.send(self._signed(Call("POST", "/nodes", message.model_dump_json().encode())))
-        self._introduction.made(message)
+        known = self._transport.known
+        known.registration, known.registered = message, known.registered + 1
         return self._parsed("/nodes", answer, wire.NodeView)
 
     def heartbeat(self, heartbeat: wire.Heartbeat) -> wire.HeartbeatReply:
@@ -178,8 +172,14 @@ class HubClient:
     def submit(self, lease_id: str, body: bytes) -> wire.Receipt:
         """Submit a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""
         path = f"/submissions/{quote(lease_id, safe='')}"
-        answer = self._ask(Call("PUT", path, body, content_type=BULK))
-        return self._receipt(self._parsed(path, answer, SignedDocument), lease_id, submission_digest(body))
+        signed = self._parsed(path, self._ask(Call("PUT", path, body, content_type=BULK)), SignedDocument)
+        receipt = self._from_hub(signed, wire.Receipt)
+        promised = (receipt.node, receipt.lease, receipt.submission)
+        if promised != (self.key.node, lease_id, submission_digest(body)):
+            raise SignatureError(f"the hub's receipt for lease {lease_id} is for something else: {promised}")
+        if self.on_receipt is not None:
+            self.on_receipt(signed)
+        return receipt
 
     # Validators
 
@@ -214,7 +214,7 @@ class HubClient:
             raise SignatureError(f"the hub's calibration {digest[:16]}… is another one")
         trusted = self.trusted_run()
         if signed.signed_by not in trusted.validator_keys:
-            trusted = self._known.again(self._transport, trusted)
+            trusted = self._transport.run_again(trusted)
         made = open_document(signed, wire.Calibration, {trusted.info.root_key, *trusted.validator_keys})
         if made.run != trusted.run:
             raise SignatureError(f"calibration {digest[:16]}… is for run {made.run!r}, not for {trusted.run!r}")
@@ -252,20 +252,11 @@ class HubClient:
             raise SignatureError(f"lease {lease.lease} is for node {lease.node}, not for this one ({self.key.node})")
         return lease
 
-    def _receipt(self, signed: SignedDocument, lease_id: str, submission: str) -> wire.Receipt:
-        receipt = self._from_hub(signed, wire.Receipt)
-        promised = (receipt.node, receipt.lease, receipt.submission)
-        if promised != (self.key.node, lease_id, submission):
-            raise SignatureError(f"the hub's receipt for lease {lease_id} is for something else: {promised}")
-        if self.on_receipt is not None:
-            self.on_receipt(signed)
-        return receipt
-
     def _from_hub(self, signed: SignedDocument, kind: type[D]) -> D:
         """What the hub signed, for this run. An unknown hub key may be a new one: the run is asked about once more."""
         trusted = self.trusted_run()
         if signed.signed_by not in trusted.hub_keys:
-            trusted = self._known.again(self._transport, trusted)
+            trusted = self._transport.run_again(trusted)
         document = open_document(signed, kind, trusted.hub_keys)
         if document.run != trusted.run:
             raise SignatureError(f"the hub's {kind.kind} is for run {document.run!r}, not for {trusted.run!r}")
@@ -275,18 +266,28 @@ class HubClient:
         return replace(call, run=self.trusted_run().run)
 
     def _ask(self, call: Call) -> bytes:
-        """A signed call. A hub that has forgotten this node is told of it again, once, and then asked again."""
-        seen = self._introduction.times
+        """A signed call. A hub that has forgotten this node (it was restored from a backup) is told of it again, once,
+        and then asked again; of several calls that are refused together, one registers."""
+        known, patience_s = self._transport.known, self._transport.options.patience_s
+        seen = known.registered
         try:
             return self._transport.send(self._signed(call))
         except HubRefused as refusal:
-            patience_s = self._transport.options.patience_s
-            if refusal.code != UNKNOWN_NODE or not self._introduction.repeat(seen, self._introduce, patience_s):
+            if refusal.code != UNKNOWN_NODE or known.registration is None:
                 raise
+        if not known.registering.acquire(timeout=patience_s):
+            raise HubUnreachable(f"the hub has forgotten this node, and it is not registered in {patience_s:.0f} s")
+        try:
+            if known.registered == seen:
+                log.warning("the hub does not know this node any more (restored from a backup?): registering again")
+                self._introduce(known.registration)
+        finally:
+            known.registering.release()
         return self._transport.send(self._signed(call))
 
-    def _get(self, path: str, kind: type[M], params: tuple[tuple[str, str], ...] = ()) -> M:
-        return self._parsed(path, self._transport.send(Call("GET", path, params=params)), kind)
+    def _get(self, path: str, kind: type[M], **params: int | str) -> M:
+        pairs = tuple((name, str(value)) for name, value in params.items())
+        return self._parsed(path, self._transport.send(Call("GET", path, params=pairs)), kind)
 
     def _send(self, method: str, path: str, message: wire.Message, wait_s: float = 0.0) -> bytes:
         return self._ask(Call(method, path, message.model_dump_json().encode(), wait_s=wait_s))
@@ -295,8 +296,4 @@ class HubClient:
         return self._parsed(path, self._send("POST", path, message, wait_s), kind)
 
     def _parsed(self, path: str, answer: bytes, kind: type[M]) -> M:
-        try:
-            return kind.model_validate_json(answer, extra="ignore")
-        except ValidationError as error:
-            what = f"the answer of {self.url}{path} is not a {kind.__name__}: {first_problem(error)}"
-            raise ProtocolError(f"{what}; is this address a shoal hub of the same version?") from error
+        return parsed(kind, f"{self.url}{path}", answer)

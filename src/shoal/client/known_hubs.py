@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pydantic import TypeAdapter
+
 from shoal.errors import ConfigError
 from shoal.runtime.files import home, make_home, write_atomically
 
@@ -39,10 +41,8 @@ def known_root(urls: Sequence[str], given: str | None) -> str | None:
 def remember_root(url: str, root_fingerprint: str) -> None:
     """From now on the hub at this address has to belong to this root key."""
     known, address = _load(), _address(url)
-    before = known.get(address)
-    if before == root_fingerprint:
-        return
-    if before is not None:
+    before = known.get(address, root_fingerprint)
+    if before != root_fingerprint:
         log.warning("%s had the root key %s until now; by your join URL it is %s", url, before, root_fingerprint)
     make_home()
     write_atomically(_path(), json.dumps({**known, address: root_fingerprint}, indent=2).encode() + b"\n", mode=0o600)
@@ -65,13 +65,11 @@ def _path() -> Path:
 
 
 def _load() -> dict[str, str]:
-    path = _path()
     try:
-        known = json.loads(path.read_text())
+        return TypeAdapter(dict[str, str]).validate_json(_path().read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; remove it to trust hubs anew") from error
-    if not isinstance(known, dict) or not all(isinstance(value, str) for value in known.values()):
-        raise ConfigError(f"{path} is not a table of hub addresses and fingerprints; remove it to trust hubs anew")
-    return known
+        raise ConfigError(
+            f"{_path()} is not a table of hub addresses and fingerprints; remove it to trust hubs anew"
+        ) from error

@@ -7,15 +7,14 @@
               │                                  └─ 429 ─────────────────────┤
               └──── back-off, or the hub's Retry-After ◄─────────────────────┘   past the patience: HubUnreachable
 
-A page is what a proxy, a load balancer or a hotel's network says in the hub's place, with whatever status. Before a hub
-is first sent something signed, or asked anything where the root key is known, it has to show that it belongs to the run
-(`admit`). Every call is idempotent on the hub's side, so sending it again after a lost answer is always right.
+A page is what a proxy or a hotel's network says in the hub's place, with whatever status. Every call is idempotent on
+the hub's side, so sending it again after a lost answer is always right.
 
-A run may have several hubs. One that does not answer rests, twice as long with every failure in a row, and the next
-that does not rest is asked; when all rest, there is a pause, and then the one that has rested longest is asked.
+    GET /run ─► open_run_info (pinned root; the first answer's if none is pinned) ─► TrustedRun ─► further hubs
 
-What time it is, only a certified hub may say, and only in answer to this very request (`HubClock`): otherwise whoever
-is on the way could collect requests that are dated for next week. No correction exceeds `MAX_CORRECTION_MS`.
+Before a hub is first sent something signed, or asked anything where the root key is known, it has to show that it
+belongs to the run. What time it is, only a certified hub may say, and only in answer to this very request (`HubClock`):
+otherwise whoever is on the way could collect requests that are dated for next week.
 """
 
 from __future__ import annotations
@@ -23,30 +22,25 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from typing import TypeVar
 
 import httpx
 from pydantic import ValidationError
 
 from shoal.client.http import HEADERS, REACH
-from shoal.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    HubRefused,
-    HubUnreachable,
-    ProtocolError,
-    ShutOut,
-    SignatureError,
-)
-from shoal.protocol import HubClock, Problem, SignedDocument, SigningKey, sign_request
-from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME
+from shoal.client.hubs import HubAddress, Hubs
+from shoal.client.trust import TrustedRun, open_run_info
+from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError, ShutOut, SignatureError
+from shoal.protocol import HubClock, Problem, Registration, SignedDocument, SigningKey, open_document, sign_request
+from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME, Message, first_problem
 from shoal.runtime.clock import Backoff, Clock
 from shoal.runtime.exchange import LEAST_BYTES_PER_S, limited, read_body
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import Nearness, Reach, TargetRefused, check_url, nearness_of_hub
+from shoal.runtime.targets import Nearness, Reach, nearness_of_hub
+
+M = TypeVar("M", bound=Message)
 
 log = logging.getLogger(__name__)
 
@@ -55,22 +49,16 @@ MAX_RETRY_AFTER_S = 60.0
 CLOCKS_AGREE_MS = 1_000
 HOUR_MS = 3_600_000
 MAX_CORRECTION_MS = 15 * HOUR_MS  # time zones reach 14: a clock of local time as if it were UTC is no further off
-FIRST_REST_S = 5.0
-LONGEST_REST_S = 300.0
 LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long, however short somebody's patience is
+REFRESH_S = 10.0  # whoever answers with one strange signature after another makes nobody ask for /run all the time
 SHUT_OUT_CODES = ("node.banned", "node.suspended")
 
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """How long a call keeps trying (`patience_s`), how long one attempt may take, and the pauses in between.
-
-    A hub that does not answer for `tell_after_s` is mentioned in the log, once per call. `retries_pages`: what no hub
-    answers (a page, a web server's 404) may come from somebody in the hub's place, for a while.
-
-    >>> ClientOptions.of_a_person(10.0).patience_s
-    10.0
-    """
+    """How long a call keeps trying (`patience_s`), how long one attempt may take, and the pauses in between. A hub that
+    does not answer for `tell_after_s` is mentioned in the log, once per call. `retries_pages`: what no hub answers may
+    come from somebody in the hub's place, for a while."""
 
     patience_s: float = 60.0
     connect_timeout_s: float = 10.0
@@ -86,11 +74,7 @@ class ClientOptions:
         return cls(wait_s, connect_s, answer_s, tell_after_s=math.inf, retries_pages=False)
 
     def with_patience(self, patience_s: float, hubs: int) -> ClientOptions:
-        """The same with another patience, which one hub that is frozen does not use up if there are several.
-
-        >>> ClientOptions().with_patience(5.0, hubs=2).answer_timeout_s
-        2.5
-        """
+        """Another patience, which one hub that is frozen does not use up if there are several."""
         attempt_s = max(LEAST_ATTEMPT_S, patience_s / min(hubs, 2))
         connect_s, answer_s = min(self.connect_timeout_s, attempt_s), min(self.answer_timeout_s, attempt_s)
         return replace(self, patience_s=patience_s, connect_timeout_s=connect_s, answer_timeout_s=answer_s)
@@ -117,142 +101,24 @@ class _Again(Exception):
     """This attempt failed in a way that another one may mend; `elsewhere`: at another hub, at once. `is_page`: somebody
     answered who is no hub, nor a proxy that says that its hub is away (5xx)."""
 
-    def __init__(
-        self, message: str, after_s: float | None = None, elsewhere: bool = False, is_page: bool = False
-    ) -> None:
-        super().__init__(message)
-        self.after_s = after_s
-        self.elsewhere = elsewhere
-        self.is_page = is_page
-
-
-class HubTime:
-    """What requests are dated by: this machine's clock, corrected once the hub has said that theirs differ too much."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._ahead_ms = 0  # of the hub's clock; one number, so that threads may share it without a lock
-
-    def now_ms(self) -> int:
-        return self._clock.now_ms() + self._ahead_ms
-
-    def learn(self, hub_ms: int) -> None:
-        """Go by the hub's clock, which shows `hub_ms`; refuse if this machine's is too far from it."""
-        ahead_ms = hub_ms - self._clock.now_ms()
-        if abs(ahead_ms) > MAX_CORRECTION_MS:
-            side = "behind" if ahead_ms > 0 else "ahead of"
-            off = f"this machine's clock is {abs(ahead_ms) / HOUR_MS:.1f} hours {side} the hub's"
-            advice = f"at most {MAX_CORRECTION_MS // HOUR_MS} hours are corrected: set this machine's clock (NTP)"
-            raise HubRefused(HTTPStatus.UNAUTHORIZED, "auth.skew", f"{off}; {advice}")
-        if abs(ahead_ms - self._ahead_ms) < CLOCKS_AGREE_MS:
-            return  # another thread was told the same
-        self._ahead_ms = ahead_ms
-        log.warning(
-            "the hub's clock is %.0f s %s this machine's: requests are dated by the hub's from now on",
-            abs(ahead_ms) / 1000, "ahead of" if ahead_ms > 0 else "behind",
-        )  # fmt: skip
+    def __init__(self, why: str, after_s: float | None = None, elsewhere: bool = False, is_page: bool = False) -> None:
+        super().__init__(why)
+        self.after_s, self.elsewhere, self.is_page = after_s, elsewhere, is_page
 
 
 @dataclass
-class _Hub:
-    url: str
-    failures: int = 0
-    rests_until_s: float = 0.0
-    verified: bool = False
-    named: bool = False  # by another hub, not by the user
+class Known:
+    """What copies of a client, with any patience, share: the run, this node's registration, the hub's time."""
 
-
-class Hubs:
-    """Threads may share it."""
-
-    def __init__(self, urls: Sequence[str], clock: Clock) -> None:
-        if not urls:
-            raise ConfigError("no hub was given: give the run's join URL")
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._known = [_Hub(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
-        self._present = 0
-
-    @property
-    def present(self) -> str:
-        with self._lock:
-            return self._known[self._present].url
-
-    @property
-    def urls(self) -> list[str]:
-        with self._lock:
-            return [hub.url for hub in self._known]
-
-    def named(self, urls: Iterable[str]) -> None:
-        """Further addresses of the same run, behind those given; they replace the ones that were named before, but for
-        the present one. What is no address is left out."""
-        with self._lock:
-            present, known = self._known[self._present], {hub.url: hub for hub in self._known}
-            given = [hub for hub in self._known if not hub.named or hub is present]
-            named = []
-            for url in dict.fromkeys(url.rstrip("/") for url in urls):
-                with suppress(TargetRefused):
-                    check_url(url)
-                    named.append(known.get(url) or _Hub(url, named=True))
-            self._known = [*given, *(hub for hub in named if hub not in given)]
-            self._present = given.index(present)
-
-    def answered(self, url: str) -> None:
-        with self._lock:
-            for hub in self._at(url):
-                hub.failures, hub.rests_until_s = 0, 0.0
-
-    def failed(self, url: str) -> bool:
-        """That one did not answer. True if another can be asked at once, which is then the present one."""
-        with self._lock:
-            now_s = self._clock.monotonic_s()
-            for hub in self._at(url):
-                hub.failures += 1
-                hub.rests_until_s = now_s + min(FIRST_REST_S * 2 ** min(hub.failures - 1, 10), LONGEST_REST_S)
-            if self._known[self._present].url != url:
-                return True  # another thread has moved on already
-            return self._choose(self._present + 1)
-
-    def is_checked(self, url: str) -> bool:
-        """Whether the place of this address is checked: not at the first contact with one that the user gave."""
-        with self._lock:
-            return any(hub.named or hub.verified for hub in self._at(url))
-
-    def is_verified(self, url: str) -> bool:
-        """Whether the hub at this address was seen to belong to the run."""
-        with self._lock:
-            return any(hub.verified for hub in self._at(url))
-
-    def verified(self, url: str) -> None:
-        with self._lock:
-            for hub in self._at(url):
-                hub.verified = True
-
-    def drop(self, url: str) -> bool:
-        """Never ask that one again: it belongs to another run. False if there is no other, and it stays."""
-        with self._lock:
-            index = next((i for i, hub in enumerate(self._known) if hub.url == url), None)
-            if index is None:
-                return True
-            if len(self._known) == 1:
-                return False
-            del self._known[index]
-            if self._present > index:
-                self._present -= 1
-            elif self._present == index:
-                self._choose(index)
-            return True
-
-    def _at(self, url: str) -> list[_Hub]:
-        return [hub for hub in self._known if hub.url == url]
-
-    def _choose(self, first: int) -> bool:
-        """Make the next from `first` on that does not rest the present one; False if all rest."""
-        now_s, count = self._clock.monotonic_s(), len(self._known)
-        order = [(first + offset) % count for offset in range(count)]
-        rested = [index for index in order if self._known[index].rests_until_s <= now_s]
-        self._present = rested[0] if rested else min(order, key=lambda index: self._known[index].rests_until_s)
-        return bool(rested)
+    pinned: str | None  # root fingerprint
+    trusted: TrustedRun | None = None
+    refreshed_s: float = -math.inf
+    ahead_ms: int = 0  # of the hub's clock before this machine's
+    registration: Registration | None = None
+    registered: int = 0  # times
+    fetching: threading.Lock = field(default_factory=threading.Lock)
+    changing: threading.Lock = field(default_factory=threading.Lock)
+    registering: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True)
@@ -264,119 +130,172 @@ class Transport:
     key: SigningKey
     stop: StopToken
     clock: Clock
-    hub_time: HubTime
     options: ClientOptions
-    admit: Callable[[str, bytes, Nearness], None]  # what a hub says of the run, and how near it is; raises: a lie
-    opened: Callable[[SignedDocument], HubClock]  # the hub's time, if a hub of the run signed it
-    reach: Callable[[], Reach | None]  # where the run's hubs may send this machine; None until one is known
-    insists: bool = False  # the root key is known: a hub shows that it belongs to it before anything else is asked
+    known: Known
 
     def send(self, call: Call) -> bytes:
         """The body of a hub's answer, or `HubRefused`, `HubUnreachable`; `DeadlineExceeded` if told to stop."""
         began = self.clock.monotonic_s()
         attempt, told = 0, False
+        insists = call.run is not None or self.known.pinned is not None
         while True:
-            url = self.hubs.present
+            hub = self.hubs.present
             try:
-                if call is not RUN and (call.run is not None or self.insists) and not self.hubs.is_verified(url):
-                    self._meet(url)
-                content = self._meet(url) if call is RUN else self._exchange(call, url)[0]
-                self.hubs.answered(url)
+                if call is not RUN and insists and not hub.verified:
+                    self._meet(hub)
+                content = self._meet(hub) if call is RUN else self._exchange(call, hub)[0]
+                hub.answered()
                 if told:
-                    log.info("the hub at %s answers again, after %.0f s", url, self.clock.monotonic_s() - began)
+                    log.info("the hub at %s answers again, after %.0f s", hub.url, self.clock.monotonic_s() - began)
                 return content
             except _Again as failure:
-                if failure.is_page and not self.options.retries_pages and len(self.hubs.urls) == 1:
+                urls = self.hubs.urls
+                if failure.is_page and not self.options.retries_pages and len(urls) == 1:
                     raise HubUnreachable(
-                        f"{url} {failure}; check the address, and whether a proxy or a network's login page answers"
+                        f"{hub.url} {failure}; check the address, and whether a proxy or a network's login page answers"
                     ) from failure
                 tried_s = self.clock.monotonic_s() - began
                 pause = self.options.backoff.wait_s(attempt) if failure.after_s is None else failure.after_s
-                if failure.elsewhere and self.hubs.failed(url):
-                    log.warning("the hub at %s does not answer (%s): going on with %s", url, failure, self.hubs.present)
+                if failure.elsewhere and self.hubs.failed(hub):
+                    log.warning(
+                        "the hub at %s does not answer (%s): asking %s", hub.url, failure, self.hubs.present.url
+                    )
                     pause = 0.0
                 if tried_s + pause > self.options.patience_s:
-                    urls = self.hubs.urls
                     raise HubUnreachable(
                         f"no usable answer from the hub{'s' if len(urls) > 1 else ''} at {', '.join(urls)} "
                         f"({call.method} {call.path}) for {tried_s:.0f} s: {failure}; "
                         "check the address, that the hub is running, and this machine's network"
                     ) from failure
                 if not told and tried_s >= self.options.tell_after_s:
-                    log.warning("the hub at %s does not answer %s (%s); trying again", url, call.path, failure)
+                    log.warning("the hub at %s does not answer %s (%s); trying again", hub.url, call.path, failure)
                     told = True
                 if self.stop.wait(pause):
                     raise DeadlineExceeded(f"stopped ({self.stop.reason}) while calling the hub: {failure}") from None
                 attempt += pause > 0
 
-    def _meet(self, url: str) -> bytes:
+    def run(self) -> TrustedRun:
+        """The run; asked for at the first call. Whoever asks for it anew, for however long, keeps nobody waiting."""
+        if self.known.trusted is None:
+            with self.known.fetching:
+                if self.known.trusted is None:
+                    self.send(RUN)
+        assert self.known.trusted is not None, "a description that is not believed raises"
+        return self.known.trusted
+
+    def run_again(self, seen: TrustedRun) -> TrustedRun:
+        """The run as its hub describes it now, if that is not `seen` any more. Asks at most every few seconds."""
+        with self.known.fetching:
+            now_s = self.clock.monotonic_s()
+            if self.known.trusted is seen and now_s - self.known.refreshed_s >= REFRESH_S:
+                self.known.refreshed_s = now_s
+                self.send(RUN)
+            return self.known.trusted or seen
+
+    def admit(self, url: str, content: bytes, near: Nearness) -> None:
+        """Believe what the hub at `url`, which is so near, says of the run, or raise with what is wrong. A hub at a
+        further address has to describe the same run by the same root key."""
+        signed = parsed(SignedDocument, f"{url}/run", content)
+        with self.known.changing:
+            known = self.known.trusted
+            pinned = self.known.pinned if known is None else known.root_fingerprint
+            found = open_run_info(signed, pinned, frozenset() if known is None else known.revoked)
+            if known is not None and found.run != known.run:
+                raise SignatureError(f"the hub at {url} belongs to run {found.run!r}, not to {known.run!r}")
+            nearest = near if known is None else min(near, known.reach.nearest)
+            self.known.trusted = replace(found, reach=Reach(nearest))
+        self.hubs.named(found.info.hubs)
+
+    def _meet(self, hub: HubAddress) -> bytes:
         """Ask a hub what it runs. One of another run is never asked again, unless it is the only one there is."""
-        content, near = self._exchange(RUN, url)
+        content, near = self._exchange(RUN, hub)
         try:
-            self.admit(url, content, near)
+            self.admit(hub.url, content, near)
         except SignatureError as error:
-            if not self.hubs.drop(url):
+            if not self.hubs.drop(hub):
                 raise
-            log.warning("the hub at %s is left out from now on: %s", url, error)
+            log.warning("the hub at %s is left out from now on: %s", hub.url, error)
             raise _Again(str(error), after_s=0.0) from error
         except ProtocolError as error:
             if len(self.hubs.urls) == 1:
                 raise
             raise _Again(str(error), elsewhere=True) from error
-        self.hubs.verified(url)
+        hub.verified = True
         return content
 
-    def _exchange(self, call: Call, url: str) -> tuple[bytes, Nearness]:
+    def _exchange(self, call: Call, hub: HubAddress) -> tuple[bytes, Nearness]:
         """The body of the answer, and how near the hub is that gave it."""
-        request = self._request(call, url)
-        if call.run is not None:
-            target = request.url.raw_path.decode("ascii")
-            at_ms = self.hub_time.now_ms()
-            request.headers.update(sign_request(self.key, call.run, call.method, target, call.body, at_ms))
-        options = self.options  # for one attempt, up to the first byte of the answer's body
-        allowed_s = options.connect_timeout_s + options.answer_timeout_s + call.wait_s
+        request, options = self._request(call, hub), self.options
+        allowed_s = options.connect_timeout_s + options.answer_timeout_s + call.wait_s  # up to the answer's first byte
         try:
             with limited(allowed_s + len(call.body) / LEAST_BYTES_PER_S, self.stop, self.clock):
                 response = self.http.send(request, stream=True)
                 try:
                     stream = response.extensions.get("network_stream")  # none: from this process
                     peer = None if stream is None else stream.get_extra_info("server_addr")
-                    near = nearness_of_hub(url, str(peer[0]) if isinstance(peer, tuple) else None)
+                    near = nearness_of_hub(hub.url, str(peer[0]) if isinstance(peer, tuple) else None)
                     content = read_body(response, call.max_bytes)
                 finally:
                     response.close()
         except (httpx.TransportError, httpx.DecodingError) as error:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise _Again(what, elsewhere=True) from error
-        hub_ms = self._hub_ms(request, response, content)
-        if hub_ms is not None and abs(hub_ms - int(request.headers[HEADER_TIME])) >= CLOCKS_AGREE_MS:
-            self.hub_time.learn(hub_ms)
-            raise _Again("the clocks of the hub and of this machine differ")
+        if response.status_code == HTTPStatus.UNAUTHORIZED and HEADER_NONCE in request.headers:
+            self._learn_time(request, content)
         return _sorted_out(response, content), near
 
-    def _request(self, call: Call, url: str) -> httpx.Request:
+    def _request(self, call: Call, hub: HubAddress) -> httpx.Request:
         headers = {**HEADERS, **({"content-type": call.content_type} if call.body else {})}
         timeout = httpx.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s)
-        reach = {REACH: self.reach()} if self.hubs.is_checked(url) else None
+        reach = None if self.known.trusted is None else self.known.trusted.reach  # where hubs may send this machine
+        is_checked = hub.named or hub.verified  # not at the first contact with one that the user gave
         try:
-            return self.http.build_request(
-                call.method, url + call.path, params=list(call.params) or None, content=call.body, headers=headers,
-                timeout=timeout, extensions=reach,
+            request = self.http.build_request(
+                call.method, hub.url + call.path, params=list(call.params) or None, content=call.body, headers=headers,
+                timeout=timeout, extensions={REACH: reach} if is_checked else None,
             )  # fmt: skip
         except httpx.InvalidURL as error:
-            raise _Again(f"{url} is no address: {error}", elsewhere=True) from error
+            raise _Again(f"{hub.url} is no address: {error}", elsewhere=True) from error
+        if call.run is not None:
+            target, at_ms = request.url.raw_path.decode("ascii"), self.clock.now_ms() + self.known.ahead_ms
+            request.headers.update(sign_request(self.key, call.run, call.method, target, call.body, at_ms))
+        return request
 
-    def _hub_ms(self, request: httpx.Request, response: httpx.Response, content: bytes) -> int | None:
-        """What time it is at the hub, if it has refused this very request for its date and has signed that."""
-        problem = _problem(content) if response.status_code == HTTPStatus.UNAUTHORIZED else None
-        if problem is None or problem.clock is None or HEADER_NONCE not in request.headers:
-            return None
+    def _learn_time(self, request: httpx.Request, content: bytes) -> None:
+        """Go by the hub's clock from now on, if it has refused this very request for its date and has signed that."""
+        problem = _problem(content)
+        if problem is None or problem.clock is None:
+            return
         try:
-            clock = self.opened(problem.clock)
+            clock = open_document(problem.clock, HubClock, self.run().hub_keys)
         except ProtocolError as error:
             log.warning("%s says what time it is, and is not believed: %s", request.url.host, error)
-            return None
-        return clock.now_ms if (clock.node, clock.nonce) == (self.key.node, request.headers[HEADER_NONCE]) else None
+            return
+        asked = (self.run().run, self.key.node, request.headers[HEADER_NONCE])
+        if (clock.run, clock.node, clock.nonce) != asked:
+            return
+        if abs(clock.now_ms - int(request.headers[HEADER_TIME])) < CLOCKS_AGREE_MS:
+            return
+        ahead_ms = clock.now_ms - self.clock.now_ms()
+        side = "ahead of" if ahead_ms > 0 else "behind"
+        if abs(ahead_ms) > MAX_CORRECTION_MS:
+            off = f"the hub's clock is {abs(ahead_ms) / HOUR_MS:.1f} hours {side} this machine's"
+            advice = f"at most {MAX_CORRECTION_MS // HOUR_MS} hours are corrected: set this machine's clock (NTP)"
+            raise HubRefused(HTTPStatus.UNAUTHORIZED, "auth.skew", f"{off}; {advice}")
+        if abs(ahead_ms - self.known.ahead_ms) >= CLOCKS_AGREE_MS:  # else another thread was told the same
+            self.known.ahead_ms = ahead_ms
+            text = "the hub's clock is %.0f s %s this machine's: requests are dated by the hub's from now on"
+            log.warning(text, abs(ahead_ms) / 1000, side)
+        raise _Again("the clocks of the hub and of this machine differ")
+
+
+def parsed(kind: type[M], where: str, content: bytes) -> M:
+    """The message in the answer of `where`; fields that a newer hub adds are ignored."""
+    try:
+        return kind.model_validate_json(content, extra="ignore")
+    except ValidationError as error:
+        what = f"the answer of {where} is not a {kind.__name__}: {first_problem(error)}"
+        raise ProtocolError(f"{what}; is this address a shoal hub of the same version?") from error
 
 
 def _sorted_out(response: httpx.Response, content: bytes) -> bytes:

@@ -54,8 +54,7 @@ class TrustedRun:
         """The one key that signs policies; a run with none, or with several, cannot be followed."""
         keys = self.keys["trainer"]
         if len(keys) != 1:
-            count = f"run {self.run} has {len(keys)} trainer keys and must have exactly one"
-            raise ProtocolError(f"{count}; its owner has to issue one trainer certificate")
+            raise ProtocolError(f"run {self.run} has {len(keys)} trainer keys; its owner has to certify exactly one")
         return next(iter(keys))
 
 
@@ -104,7 +103,7 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
     except ValueError as error:
         raise SignatureError(f"the hub's description of the run names no root key: {error}") from error
     root_fingerprint = fingerprint(claimed_root)
-    if pinned is not None and root_fingerprint != pinned:
+    if pinned not in (None, root_fingerprint):
         who = f"another run or an impostor answers at this address: its root key is {root_fingerprint}, not {pinned}"
         raise SignatureError(f"{who}; ask the run's owner for the whole join URL and use that")
     info = open_document(signed, RunInfo, signed.signed_by)  # well-formed; that its signer is the hub comes next
@@ -115,16 +114,13 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
     revoked = revoked | frozenset(info.revoked)
     found: dict[str, set[str]] = {role: set() for role in get_args(Role)}
     for each in info.certificates:
-        if each.document.get("role") not in found:
-            continue  # a role that came after this version of shoal: it is nobody whom we would have to trust
-        certificate = open_document(each, RoleCertificate, claimed_root)
-        if certificate.run != info.run:
-            raise SignatureError(f"a certificate is for run {certificate.run!r}, not for {info.run!r}")
-        found[certificate.role].add(certificate.public_key)
+        if each.document.get("role") in found:  # else of a role that came after this version: nobody whom we trust
+            certificate = open_document(each, RoleCertificate, claimed_root)
+            if certificate.run != info.run:
+                raise SignatureError(f"a certificate is for run {certificate.run!r}, not for {info.run!r}")
+            found[certificate.role].add(certificate.public_key)
     keys = {role: frozenset(holders - revoked) for role, holders in found.items()}
-    if signed.signed_by in revoked:
-        gone = f"the hub's key {signed.signed_by[:16]}… was revoked: this is not the run's hub any more"
-        raise SignatureError(f"{gone}; ask the run's owner for the join URL")
     if signed.signed_by not in keys["hub"]:
-        raise SignatureError(f"the hub's key {signed.signed_by[:16]}… is not certified by the run's root key")
+        why = "was revoked" if signed.signed_by in revoked else "is not certified by the run's root key"
+        raise SignatureError(f"the hub's key {signed.signed_by[:16]}… {why}; ask the run's owner for the join URL")
     return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys, revoked=revoked)

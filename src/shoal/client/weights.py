@@ -38,9 +38,7 @@ class Following:
     """`Downloader.fetch` from the sources that the hub names by now. A hub that does not answer changes nothing."""
 
     def __init__(self, client: HubClient, downloader: Downloader, clock: Clock = SystemClock()) -> None:
-        self._client = client
-        self._downloader = downloader
-        self._clock = clock
+        self._client, self._downloader, self._clock = client, downloader, clock
         info = client.run_info()
         self._sources = (info.sources, info.last_resort)
         self._looked_s = clock.monotonic_s()

@@ -8,8 +8,7 @@ from fake_run import HUB, NODE, ROOT, STRANGER, ScriptedHub, TickingStop, answer
 from fake_run import key as key_of
 
 from shoal.client import ClientOptions, HubClient
-from shoal.client.known import KnownRun
-from shoal.client.transport import FIRST_REST_S, LONGEST_REST_S, Hubs
+from shoal.client.hubs import FIRST_REST_S, LONGEST_REST_S, Hubs
 from shoal.client.trust import one_run, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, SignedDocument, fingerprint
@@ -20,69 +19,69 @@ A, B, C = "http://a:1", "http://b:1", "http://c:1"
 REPLY = HeartbeatReply(node=NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE))
 
 
-def test_one_that_works_is_not_changed_and_a_failed_one_rests() -> None:
+def hubs_of(*urls: str) -> tuple[Hubs, ManualClock]:
     clock = ManualClock()
-    hubs = Hubs([A, B + "/", A], clock)
+    return Hubs(urls, clock), clock
+
+
+def test_one_that_works_is_not_changed_and_a_failed_one_rests() -> None:
+    hubs, clock = hubs_of(A, B + "/", A)
     assert hubs.urls == [A, B]
-    assert hubs.present == A
-    assert hubs.failed(A)
-    assert hubs.present == B
+    first = hubs.present
+    assert first.url == A
+    assert hubs.failed(first)
+    second = hubs.present
     clock.advance(10 * FIRST_REST_S)
-    assert hubs.present == B, "the present one is left only when it fails"
-    assert hubs.failed(B)
-    assert hubs.present == A, "it has rested long enough"
-    assert not hubs.failed(A), "both rest: somebody has to wait"
-    assert hubs.present == B, "the one that has rested longest is tried next"
+    assert hubs.present.url == B, "the present one is left only when it fails"
+    assert hubs.failed(second)
+    assert hubs.present is first, "it has rested long enough"
+    assert not hubs.failed(first), "both rest: somebody has to wait"
+    assert hubs.present is second, "the one that has rested longest is tried next"
 
 
 def test_a_rest_doubles_up_to_a_bound_and_is_forgotten_after_an_answer() -> None:
-    clock = ManualClock()
-    hubs = Hubs([A, B], clock)
+    hubs, clock = hubs_of(A, B)
+    first, second = hubs._known
     for _ in range(20):
-        hubs.failed(A)
-    hubs.failed(B)
+        hubs.failed(first)
+    hubs.failed(second)
     clock.advance(LONGEST_REST_S - 1)
     assert not hubs.failed(hubs.present)
     clock.advance(2)
-    hubs.answered(A)
-    hubs.failed(A)
+    first.answered()
+    hubs.failed(first)
     clock.advance(FIRST_REST_S + 1)
-    hubs.failed(B)
-    assert hubs.present == A
+    hubs.failed(second)
+    assert hubs.present is first
 
 
 def test_another_thread_that_has_moved_on_is_followed() -> None:
-    hubs = Hubs([A, B], ManualClock())
-    assert hubs.failed(A)
-    assert hubs.failed(A), "this thread's call was to the one that was left meanwhile"
-    assert hubs.present == B
+    hubs, _ = hubs_of(A, B)
+    first = hubs.present
+    assert hubs.failed(first)
+    assert hubs.failed(first), "this thread's call was to the one that was left meanwhile"
+    assert hubs.present.url == B
 
 
-def test_further_addresses_come_behind_those_known_and_nonsense_is_left_out() -> None:
-    hubs = Hubs([A], ManualClock())
+def test_named_addresses_come_behind_those_given_and_replace_those_named_before_but_for_the_present_one() -> None:
+    hubs, _ = hubs_of(A)
     hubs.named([B + "/", A, "ftp://x", "", B])
     assert hubs.urls == [A, B]
-
-
-def test_addresses_that_are_named_replace_those_named_before_but_for_the_present_one() -> None:
-    hubs = Hubs([A], ManualClock())
     for number in range(100):
         hubs.named([f"http://named-{number}:1", B])
     assert hubs.urls == [A, "http://named-99:1", B]
-    hubs.failed(A)
-    assert hubs.present == "http://named-99:1"
-    hubs.named([C])
-    assert hubs.urls == [A, "http://named-99:1", C]
-    assert hubs.present == "http://named-99:1"
-    hubs.named([])
-    assert hubs.urls == [A, "http://named-99:1"]
+    hubs.failed(hubs.present)
+    assert hubs.present.url == "http://named-99:1"
+    for named, urls in (([C], [A, "http://named-99:1", C]), ([], [A, "http://named-99:1"])):
+        hubs.named(named)
+        assert hubs.urls == urls
+        assert hubs.present.url == "http://named-99:1"
 
 
 def test_the_last_address_is_not_dropped() -> None:
-    hubs = Hubs([A, B], ManualClock())
-    assert hubs.drop(A)
-    assert hubs.present == B
-    assert not hubs.drop(B)
+    hubs, _ = hubs_of(A, B)
+    assert hubs.drop(hubs.present)
+    assert not hubs.drop(hubs.present)
     assert hubs.urls == [B]
 
 
@@ -194,7 +193,7 @@ def test_when_all_are_down_it_waits_and_comes_back_to_whichever_is_up_first() ->
             net.down.discard("a")
         return net.handle(request)
 
-    client._http._transport = httpx.MockTransport(until_it_is_up)
+    client._transport.http._transport = httpx.MockTransport(until_it_is_up)
     client.heartbeat(Heartbeat())
     assert client.url == A
     assert 30 <= sum(net.stop.waits) < 60
@@ -250,10 +249,9 @@ def test_strange_signatures_do_not_make_it_ask_all_the_time() -> None:
 
 def test_what_a_near_hub_may_name_stays_so_after_an_answer_of_a_far_one() -> None:
     """The relays of a run on a local network are there, whichever of its hubs answers."""
-    clock, content = ManualClock(), signed(run_info()).model_dump_json().encode()
-    known = KnownRun(None, Hubs([A, B], clock), clock)
+    transport, content = Network(a=HONEST).client(A, B)._transport, HONEST.model_dump_json().encode()
     found = []
     for url, near in ((A, Nearness.PUBLIC), (B, Nearness.PRIVATE), (A, Nearness.PUBLIC)):
-        known.admit(url, content, near)
-        found.append(known.reach)
+        transport.admit(url, content, near)
+        found.append(transport.run().reach)
     assert found == [Reach(Nearness.PUBLIC), Reach(Nearness.PRIVATE), Reach(Nearness.PRIVATE)]

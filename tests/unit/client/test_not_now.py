@@ -89,7 +89,7 @@ def test_who_asks_for_the_run_anew_keeps_nobody_from_calling() -> None:
     client = Frozen("read").client()
     trusted = client.trusted_run()
     found: list[object] = []
-    with client._known._fetching:  # as another thread has it for a minute, with the hub frozen
+    with client._transport.known.fetching:  # as another thread has it for a minute, with the hub frozen
         caller = threading.Thread(target=lambda: found.append(client.trusted_run()))
         caller.start()
         caller.join(10)
