@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.algorithms.filters import carries_signal
+from shoal.algorithms.advantages import carries_signal
 from shoal.engines.dialogue import greedy_answers
 from shoal.engines.protocol import Completion, GenerationRequest
 from shoal.engines.torch import TorchEngine

@@ -5,7 +5,8 @@ Legend: G rollouts of one group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -15,54 +16,36 @@ Advantage = Callable[[Tensor], Tensor]
 STD_FLOOR = 1e-6
 
 
-def group_mean(rewards_G: Tensor) -> Tensor:
-    """`r − mean(r)`: unbiased up to scale, and a group that is nearly solved is not blown up.
+def carries_signal(rewards: Sequence[float]) -> bool:
+    """Whether a group can teach anything: all rewards are finite, and not all are equal."""
+    return all(map(isfinite, rewards)) and any(reward != rewards[0] for reward in rewards)
 
-    >>> group_mean(torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    tensor([ 0.7500, -0.2500, -0.2500, -0.2500])
-    """
+
+def group_mean(rewards_G: Tensor) -> Tensor:
+    """`r − mean(r)`: unbiased up to scale, and a group that is nearly solved is not blown up."""
     return rewards_G - rewards_G.mean()
 
 
 def group_mean_std(rewards_G: Tensor) -> Tensor:
-    """`(r − mean(r)) / (std(r) + 1e-6)`, with the population's standard deviation (defined for one rollout too).
-
-    >>> group_mean_std(torch.tensor([1.0, 0.0]))
-    tensor([ 1.0000, -1.0000])
-    """
+    """`(r − mean(r)) / (std(r) + 1e-6)`, with the population's standard deviation (defined for one rollout too)."""
     return group_mean(rewards_G) / (rewards_G.std(correction=0) + STD_FLOOR)
 
 
 def group_mean_sample_std(rewards_G: Tensor) -> Tensor:
-    """`group_mean_std` with the sample's standard deviation: divided by G − 1, not G. A group of one: 0.
-
-    >>> group_mean_sample_std(torch.tensor([1.0, 0.0]))
-    tensor([ 0.7071, -0.7071])
-    """
+    """`group_mean_std` with the sample's standard deviation: divided by G − 1, not G. A group of one: 0."""
     return group_mean(rewards_G) / (rewards_G.std(correction=min(1, len(rewards_G) - 1)) + STD_FLOOR)
 
 
 def rloo(rewards_G: Tensor) -> Tensor:
-    """`r − mean of the others` = G / (G − 1) · (r − mean): the baseline of a rollout does not know its own reward.
-
-    A group of one has nobody to compare with: 0.
-
-    >>> rloo(torch.tensor([1.0, 0.0, 0.0]))
-    tensor([ 1.0000, -0.5000, -0.5000])
-    """
+    """`r − mean of the others` = G / (G − 1) · (r − mean): the baseline of a rollout does not know its own reward. A
+    group of one: 0."""
     size = len(rewards_G)
     return group_mean(rewards_G) * (size / max(1, size - 1))
 
 
 def dr_grpo(rewards_G: Tensor) -> Tensor:
-    """`r − mean(r)`, as `group_mean`: Dr. GRPO's first half, no division by the deviation.
-
-    Its second half, no division by a completion's own length, is `normalisation = "constant"` in [trainer.objective],
-    which comes with the word unless another is given.
-
-    >>> dr_grpo(torch.tensor([1.0, 0.0]))
-    tensor([ 0.5000, -0.5000])
-    """
+    """`r − mean(r)`, as `group_mean`: Dr. GRPO's first half. Its second half, no division by a completion's own length,
+    is `normalisation = "constant"` in [trainer.objective], which comes with the word unless another is given."""
     return group_mean(rewards_G)
 
 
@@ -70,12 +53,8 @@ def max_rl(rewards_G: Tensor) -> Tensor:
     """`(r − mean(r)) / mean(r)`, and 0 for all where nothing succeeded: the rarer the success, the more it weighs.
 
     For rewards of 0 and 1 the sum over a group is the mean score of its successes, an estimate of the gradient of
-    log(pass rate). A reward in between counts as a part of a success; one below 0 (a length penalty) as none, since a
-    mean near or below 0 would otherwise turn the sign or explode. So values lie in [−1, G − 1], and a scale of the
-    rewards does not matter.
-
-    >>> max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    tensor([ 3., -1., -1., -1.])
+    log(pass rate): 1, 0, 0, 0 give 3, −1, −1, −1. A reward in between counts as a part of a success; one below 0 (a
+    length penalty) as none, since a mean near or below 0 would turn the sign or explode. So values lie in [−1, G − 1].
     """
     success_G = rewards_G.clamp(min=0)
     mean = success_G.mean()

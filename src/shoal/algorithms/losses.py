@@ -25,19 +25,17 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossTokens:
-    """What a loss may look at. `logprobs_N` carries the gradient; the others are data. `behaviour_N` are the
-    log-probabilities recorded when the tokens were drawn, and verified since."""
+    """What a loss may look at. `logprobs_N` and `entropy_N` carry gradients; the others are data. `behaviour_N` was
+    recorded when the tokens were drawn, and verified since; `recomputed_N` is the trainer's own of the step's
+    beginning, `reference_N` of the policy that training began with: both None unless asked for. `sequence_N` says which
+    completion each token belongs to: 0 … S − 1, never decreasing; None: all of one."""
 
     logprobs_N: Tensor
     behaviour_N: Tensor
     advantages_N: Tensor
-    # Of the policy that the step began with, by the trainer itself. None unless the loss or `ratio_base` asks for it.
     recomputed_N: Tensor | None = None
-    # Of the policy that training began with. None unless the objective has a KL term.
     reference_N: Tensor | None = None
-    # Of the distribution that each token was drawn from; carries the gradient.
     entropy_N: Tensor | None = None
-    # Which completion each token belongs to: 0 … S − 1, never decreasing. None: all of one completion.
     sequence_N: Tensor | None = None
 
 
@@ -67,8 +65,7 @@ class LossParameters:
 class LossOutput:
     """The loss of each token, and what to report: `mean` values are averaged over the step's tokens, of `peak` values
     the largest is kept. Neither carries a gradient. Losses with a ratio report `ratio_mean`, `ratio_max` and
-    `clip_fraction`: how many tokens a clip, cap or mask has taken gradient from. Those that mask say `masked_fraction`,
-    too; those with a separate weight `weight_mean`."""
+    `clip_fraction`: how many tokens a clip, cap or mask has taken gradient from."""
 
     loss_N: Tensor
     mean: Mapping[str, Tensor] = field(default_factory=dict)
@@ -83,54 +80,29 @@ def base(tokens: LossTokens, parameters: LossParameters) -> Tensor:
     return recomputed(tokens) if parameters.recomputed_base else tokens.behaviour_N
 
 
-def log_ratio(tokens: LossTokens, parameters: LossParameters) -> Tensor:
-    """log r, without any bound. Carries the gradient."""
-    return tokens.logprobs_N - base(tokens, parameters)
-
-
-def ratio(tokens: LossTokens, parameters: LossParameters | None = None) -> Tensor:
-    """r: how much more probable each token has become. Beyond e^±20 it is held, and carries no gradient."""
-    return bounded_exp(log_ratio(tokens, parameters or LossParameters()))
-
-
-def bounded_exp(log_N: Tensor) -> Tensor:
-    return log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
 def recomputed(tokens: LossTokens) -> Tensor:
     if tokens.recomputed_N is None:
         raise ValueError("this loss takes the trainer's own log-probabilities (recomputed_N), and none were given")
     return tokens.recomputed_N
 
 
-def two_sided_clip(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """`−min(min(r, δ)·A, clip(r, 1−ε, 1+ε)·A)`. PPO's clip leaves a token with negative advantage and exploding ratio
-    unbounded; δ bounds it. For example with A = −1, ε = 0.2, δ = 4 and r = 10 the loss is 4 (PPO: 10), and no gradient
-    flows."""
-    ratio_N, advantages_N = ratio(tokens, parameters), tokens.advantages_N
-    unclipped_N = ratio_N.clamp(max=parameters.delta) * advantages_N
-    objective_N = torch.minimum(unclipped_N, clipped(ratio_N, parameters) * advantages_N)
-    too_high_N = (advantages_N < 0) & (ratio_N > parameters.delta)
-    return reported(-objective_N, ratio_N, beyond_clip(ratio_N, advantages_N, parameters) | too_high_N)
+def bounded_exp(log_N: Tensor) -> Tensor:
+    """Beyond e^±20 it is held, and carries no gradient."""
+    return log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def ppo_clip(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """`−min(r·A, clip(r, 1−ε, 1+ε)·A)`; δ is not used. With `epsilon_high` above ε it is clip-higher. With A = 1, ε =
-    0.2 and r = 1.25 the loss is −1.2 and no gradient flows; with `epsilon_high` = 0.28 both are −1.25."""
-    ratio_N, advantages_N = ratio(tokens, parameters), tokens.advantages_N
-    objective_N = torch.minimum(ratio_N * advantages_N, clipped(ratio_N, parameters) * advantages_N)
-    return reported(-objective_N, ratio_N, beyond_clip(ratio_N, advantages_N, parameters))
+def ratio(tokens: LossTokens, parameters: LossParameters) -> Tensor:
+    """r: how much more probable each token has become."""
+    return bounded_exp(tokens.logprobs_N - base(tokens, parameters))
 
 
-def clipped(ratio_N: Tensor, parameters: LossParameters) -> Tensor:
-    return ratio_N.clamp(1 - parameters.epsilon, 1 + parameters.upper_epsilon)
-
-
-def beyond_clip(ratio_N: Tensor, advantages_N: Tensor, parameters: LossParameters) -> Tensor:
-    """Where the clip is active: the ratio has already moved by more than ε in the advantage's direction."""
-    up_N = (advantages_N > 0) & (ratio_N > 1 + parameters.upper_epsilon)
-    down_N = (advantages_N < 0) & (ratio_N < 1 - parameters.epsilon)
-    return up_N | down_N
+def clip(ratio_N: Tensor, advantages_N: Tensor, parameters: LossParameters) -> tuple[Tensor, Tensor]:
+    """PPO's objective, `min(r·A, clip(r, 1−ε, 1+ε)·A)`, and where the clip is active: the ratio has already moved by
+    more than ε in the advantage's direction."""
+    low, high = 1 - parameters.epsilon, 1 + parameters.upper_epsilon
+    objective_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
+    stopped_N = (advantages_N > 0) & (ratio_N > high) | (advantages_N < 0) & (ratio_N < low)
+    return objective_N, stopped_N
 
 
 def reported(loss_N: Tensor, ratio_N: Tensor, stopped_N: Tensor, **means: Tensor) -> LossOutput:
@@ -142,6 +114,23 @@ def reported(loss_N: Tensor, ratio_N: Tensor, stopped_N: Tensor, **means: Tensor
         mean={name: values_N.detach().to(ratio_N.dtype) for name, values_N in mean.items()},
         peak={"ratio_max": ratio_N},
     )
+
+
+def two_sided_clip(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """`−min(min(r, δ)·A, clip(r, 1−ε, 1+ε)·A)`. PPO's clip leaves a token with negative advantage and exploding ratio
+    unbounded; δ bounds it. For example with A = −1, ε = 0.2, δ = 4 and r = 10 the loss is 4 (PPO: 10), and no gradient
+    flows."""
+    ratio_N, advantages_N = ratio(tokens, parameters), tokens.advantages_N
+    objective_N, stopped_N = clip(ratio_N.clamp(max=parameters.delta), advantages_N, parameters)
+    return reported(-objective_N, ratio_N, stopped_N | (advantages_N < 0) & (ratio_N > parameters.delta))
+
+
+def ppo_clip(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """`−min(r·A, clip(r, 1−ε, 1+ε)·A)`; δ is not used. With `epsilon_high` above ε it is clip-higher. With A = 1, ε =
+    0.2 and r = 1.25 the loss is −1.2 and no gradient flows; with `epsilon_high` = 0.28 both are −1.25."""
+    ratio_N = ratio(tokens, parameters)
+    objective_N, stopped_N = clip(ratio_N, tokens.advantages_N, parameters)
+    return reported(-objective_N, ratio_N, stopped_N)
 
 
 def plain(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
@@ -164,37 +153,9 @@ def tis(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
 
 def cispo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
     """`−min(r, 1 + ε_high)·A·log π`, the minimum without gradient: no token loses its gradient by a clip. As its
-    authors run it, without a floor. The cap is 1 + `epsilon_high` where that is given, else `ratio_cap`: then the same
-    as `tis`, which others came to from importance sampling."""
+    authors run it, without a floor. Without `epsilon_high` the cap is `ratio_cap`: then it is `tis`."""
     high = parameters.epsilon_high
     return _capped(tokens, parameters, parameters.ratio_cap if high is None else 1 + high)
-
-
-def decoupled(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """Decoupled PPO: `−w·min(u·A, clip(u, 1−ε, 1+ε)·A)`, u = π / proximal, w = min(proximal / behaviour, cap). The
-    proximal policy is the one that the step began with: the clip bounds what this step changes, w corrects for the
-    staleness before it. So `recomputed_N` is always needed, and `recomputed_base` says nothing."""
-    proximal_N, advantages_N = recomputed(tokens), tokens.advantages_N
-    before_N = bounded_exp(proximal_N - tokens.behaviour_N).detach()
-    weight_N = before_N.clamp(max=parameters.ratio_cap)
-    moved_N = bounded_exp(tokens.logprobs_N - proximal_N)
-    objective_N = torch.minimum(moved_N * advantages_N, clipped(moved_N, parameters) * advantages_N)
-    stopped_N = beyond_clip(moved_N, advantages_N, parameters) | (before_N > parameters.ratio_cap)
-    return reported(-weight_N * objective_N, moved_N, stopped_N, weight_mean=weight_N)
-
-
-def dppo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """`−r·A + λ·(log r)²`, the first term masked where the probability has moved enough in A's direction. "Enough" is
-    `move_limit` in probability, not in ratio: a token that went from 0.001 to 0.003 is no danger, one from 0.9 to 0.6
-    is, though its ratio moved less. The second term (λ = `log_ratio_penalty`) pulls every token back, also those that
-    are masked or have no advantage; its gradient is 2λ·log r, nothing on policy."""
-    log_ratio_N, advantages_N = log_ratio(tokens, parameters), tokens.advantages_N
-    ratio_N = bounded_exp(log_ratio_N)
-    moved_N = tokens.logprobs_N.detach().exp() - base(tokens, parameters).exp()
-    masked_N = moved_N * advantages_N.sign() > parameters.move_limit
-    policy_N = torch.where(masked_N, torch.zeros_like(ratio_N), -ratio_N * advantages_N)
-    loss_N = policy_N + parameters.log_ratio_penalty * log_ratio_N.square()
-    return reported(loss_N, ratio_N, masked_N, masked_fraction=masked_N)
 
 
 def _capped(tokens: LossTokens, parameters: LossParameters, cap: float) -> LossOutput:
@@ -203,22 +164,49 @@ def _capped(tokens: LossTokens, parameters: LossParameters, cap: float) -> LossO
     return reported(loss_N, ratio_N, (ratio_N > cap) & (tokens.advantages_N != 0))
 
 
+def decoupled(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """Decoupled PPO: `−w·min(u·A, clip(u, 1−ε, 1+ε)·A)`, u = π / proximal, w = min(proximal / behaviour, cap). The
+    proximal policy is the one that the step began with: the clip bounds what this step changes, w corrects for the
+    staleness before it. So `recomputed_N` is always needed, and `recomputed_base` says nothing."""
+    proximal_N = recomputed(tokens)
+    before_N = bounded_exp(proximal_N - tokens.behaviour_N).detach()
+    weight_N = before_N.clamp(max=parameters.ratio_cap)
+    moved_N = bounded_exp(tokens.logprobs_N - proximal_N)
+    objective_N, stopped_N = clip(moved_N, tokens.advantages_N, parameters)
+    stopped_N = stopped_N | (before_N > parameters.ratio_cap)
+    return reported(-weight_N * objective_N, moved_N, stopped_N, weight_mean=weight_N)
+
+
+def dppo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """`−r·A + λ·(log r)²`, the first term masked where the probability has moved enough in A's direction. "Enough" is
+    `move_limit` in probability, not in ratio: a token that went from 0.001 to 0.003 is no danger, one from 0.9 to 0.6
+    is, though its ratio moved less. The second term (λ = `log_ratio_penalty`) pulls every token back, also those that
+    are masked or have no advantage; its gradient is 2λ·log r, nothing on policy."""
+    base_N, advantages_N = base(tokens, parameters), tokens.advantages_N
+    log_ratio_N = tokens.logprobs_N - base_N
+    ratio_N = bounded_exp(log_ratio_N)
+    moved_N = tokens.logprobs_N.detach().exp() - base_N.exp()
+    masked_N = moved_N * advantages_N.sign() > parameters.move_limit
+    policy_N = torch.where(masked_N, torch.zeros_like(ratio_N), -ratio_N * advantages_N)
+    loss_N = policy_N + parameters.log_ratio_penalty * log_ratio_N.square()
+    return reported(loss_N, ratio_N, masked_N, masked_fraction=masked_N)
+
+
 def gspo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
-    """`−min(s·A, clip(s, 1−ε, 1+ε)·A)` at every token of a completion: its mean is the loss of the completion. The
-    gradient flows through s to all tokens of the completion: each gets −A·s, or nothing if s is clipped. Its authors
-    take ε = 3e-4, `epsilon_high` = 4e-4 (a mean of logarithms moves far less than one of them) and the normalisation
+    """`−min(s·A, clip(s, 1−ε, 1+ε)·A)` at every token of a completion, s its geometric mean of ratios. The gradient
+    flows through s to all tokens of the completion: each gets −A·s, or nothing if s is clipped. Its authors take
+    ε = 3e-4, `epsilon_high` = 4e-4 (a mean of logarithms moves far less than one of them) and the normalisation
     "samples": with these, which `TrainerSettings` fills in, the step's loss is exactly theirs."""
-    advantages_N = tokens.advantages_N
-    mean_N = bounded_exp(sequence_mean(log_ratio(tokens, parameters), tokens.sequence_N))
-    objective_N = torch.minimum(mean_N * advantages_N, clipped(mean_N, parameters) * advantages_N)
-    return reported(-objective_N, mean_N, beyond_clip(mean_N, advantages_N, parameters))
+    mean_N = bounded_exp(sequence_mean(tokens.logprobs_N - base(tokens, parameters), tokens.sequence_N))
+    objective_N, stopped_N = clip(mean_N, tokens.advantages_N, parameters)
+    return reported(-objective_N, mean_N, stopped_N)
 
 
 def geometric_mask(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
     """A completion is trained on iff `mask_low ≤ s ≤ mask_high`; what stays has the loss of `tis`. A completion that
     today's policy would hardly write says little about it, whichever of its tokens it is. With [0.99, 1.01], four
     tokens of ratio 1 and one of 1.1: s = 1.1^(1/5) = 1.0192, so that all five are left out."""
-    log_ratio_N = log_ratio(tokens, parameters).detach()
+    log_ratio_N = (tokens.logprobs_N - base(tokens, parameters)).detach()
     ratio_N, mean_N = bounded_exp(log_ratio_N), bounded_exp(sequence_mean(log_ratio_N, tokens.sequence_N))
     masked_N = (mean_N < parameters.mask_low) | (mean_N > parameters.mask_high)
     weight_N = torch.where(masked_N, torch.zeros_like(ratio_N), ratio_N.clamp(max=parameters.ratio_cap))
@@ -228,11 +216,8 @@ def geometric_mask(tokens: LossTokens, parameters: LossParameters) -> LossOutput
 
 
 def sequence_mean(values_N: Tensor, sequence_N: Tensor | None) -> Tensor:
-    """At every token the mean over its completion's tokens. Carries the gradient.
-
-    >>> sequence_mean(torch.tensor([1.0, 3.0, 7.0]), torch.tensor([0, 0, 1]))
-    tensor([2., 2., 7.])
-    """
+    """At every token the mean over its completion's tokens. Carries the gradient. Values 1, 3, 7 of the completions 0,
+    0, 1 give 2, 2, 7."""
     if sequence_N is None:
         return values_N.mean().expand_as(values_N)
     none_S = torch.zeros_like(values_N)  # as many as tokens: enough, and a GPU need not be asked how many there are

@@ -42,12 +42,8 @@ def minibatches(count: int, parts: int, *, seed: int, step: int) -> list[list[in
 @dataclass(frozen=True)
 class Cost:
     """What a sequence costs to compute: every token the same, and attention by the square of the length.
-
-    Whole numbers, so that every machine compares them alike.
-
-    >>> Cost(linear=100, quadratic=2).of(10)
-    1200
-    """
+    Whole
+       numbers, so that every machine compares them alike."""
 
     linear: int
     quadratic: int
@@ -58,49 +54,35 @@ class Cost:
 
 def packs(lengths: Sequence[int], token_budget: int, cost: Cost, ranks: int = 1) -> list[list[int]]:
     """Indices in bins of at most `token_budget` tokens, about equally costly; a multiple of `ranks`, if there are as
-    many sequences.
-
-    A sequence longer than the budget stands alone: it is trained on, not dropped. As few bins as first-fit finds, then
-    each sequence, longest first, to the cheapest bin that has room for it.
+    many sequences. One longer than the budget stands alone: it is trained on, not dropped. As few bins as first-fit
+    finds, then each sequence, longest first, to the cheapest bin that has room for it; as first-fit packed them, if one
+    is left over.
 
     >>> packs([3, 8, 4, 7], token_budget=16, cost=Cost(1, 0))
     [[1, 0], [3, 2]]
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    fewest = _first_fit(order, lengths, token_budget)
-    count = min(-(-len(fewest) // ranks) * ranks, len(lengths))
-    return _levelled(order, lengths, token_budget, cost, count) or fewest
-
-
-def _first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    bins: list[list[int]] = []
+    fewest: list[list[int]] = []
     room = np.zeros(len(order), dtype=np.int64)  # of bins that are open; the others have none
     for index in order:
-        fits = np.flatnonzero(room[: len(bins)] >= lengths[index])
+        fits = np.flatnonzero(room[: len(fewest)] >= lengths[index])
         if len(fits):
-            bins[fits[0]].append(index)
+            fewest[fits[0]].append(index)
             room[fits[0]] -= lengths[index]
         else:
-            room[len(bins)] = token_budget - lengths[index]
-            bins.append([index])
-    return bins
-
-
-def _levelled(
-    order: Sequence[int], lengths: Sequence[int], token_budget: int, cost: Cost, count: int
-) -> list[list[int]] | None:
-    """The sequences spread over `count` bins by cost; None if one is left over, since first-fit packs tighter."""
+            room[len(fewest)] = token_budget - lengths[index]
+            fewest.append([index])
+    count = min(-(-len(fewest) // ranks) * ranks, len(lengths))
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens, costs = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     for index in order:
-        length = lengths[index]
-        free = np.flatnonzero((tokens == 0) | (tokens + length <= token_budget))
+        free = np.flatnonzero((tokens == 0) | (tokens + lengths[index] <= token_budget))
         if not len(free):
-            return None
+            return fewest
         chosen = free[costs[free].argmin()]
         bins[chosen].append(index)
-        tokens[chosen] += length
-        costs[chosen] += cost.of(length)
+        tokens[chosen] += lengths[index]
+        costs[chosen] += cost.of(lengths[index])
     return bins
 
 

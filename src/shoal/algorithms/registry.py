@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
-
 from shoal.algorithms import advantages, losses
 from shoal.algorithms.advantages import Advantage
 from shoal.algorithms.losses import Loss
-from shoal.errors import ConfigError
-
-T = TypeVar("T")
 
 _ADVANTAGES = (
     advantages.group_mean, advantages.group_mean_std, advantages.group_mean_sample_std, advantages.rloo,
@@ -25,17 +19,3 @@ LOSSES: dict[str, Loss] = {each.__name__: each for each in _LOSSES}
 
 # Losses that need the trainer's own log-probabilities of the step's beginning, whatever `ratio_base` says.
 NEEDS_RECOMPUTED: frozenset[str] = frozenset({"decoupled"})
-
-
-def advantage_named(name: str) -> Advantage:
-    return _named(ADVANTAGES, "advantage", name)
-
-
-def loss_named(name: str) -> Loss:
-    return _named(LOSSES, "loss", name)
-
-
-def _named(registry: Mapping[str, T], what: str, name: str) -> T:
-    if name not in registry:
-        raise ConfigError(f"there is no {what} called {name!r}; choose one of: {', '.join(sorted(registry))}")
-    return registry[name]

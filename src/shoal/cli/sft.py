@@ -30,22 +30,15 @@ if TYPE_CHECKING:
     from shoal.run.sources import ModelSource, TaskSource
     from shoal.runtime.stop import StopToken
     from shoal.trainer.demonstrations.choosing import Choice, Corpus, Course, Outcome
-    from shoal.trainer.demonstrations.training import WarmStartParts
+    from shoal.trainer.demonstrations.training import WarmStart
 
 ABOUT, MARK = "sft.json", ".shoal-sft"
-Data = Annotated[
-    list[Path],
-    typer.Option(
-        "--data", metavar="FILE",
-        help="Demonstrations: JSON lines, Parquet, a folder of them; columns messages, prompt and completion, or text. "
-        "May be repeated.",
-    ),
-]  # fmt: skip
+DATA = "Demonstrations: JSON lines, Parquet, a folder; columns messages, prompt and completion, or text. Repeatable."
 
 
 def sft(
     model: Model,
-    data: Data,
+    data: Annotated[list[Path], typer.Option("--data", metavar="FILE", help=DATA)],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="The model to write.")],
     env: Annotated[
         str | None, typer.Option(metavar="SPEC", help=f"Whose held-out tasks stay out, and who verifies. {SPEC_HELP}")
@@ -132,10 +125,9 @@ class WarmStartRequest:
             refuse_unused(override)
         asked = parse_config(f"[trainer]\n{DEFAULTS}", Recipe, "--set", own).trainer
         self.settings = asked.model_copy(update={"loss": LOSS})  # no recipe may name it
-        if self.choice.verify and self.env is None:
-            raise ConfigError("--verify: give the environment that knows what is right, for example --env recipe.toml")
-        if self.env is None and theirs:
-            raise ConfigError(f"--set {theirs[0]}: there is no environment here; give one with --env")
+        if self.env is None and (theirs or self.choice.verify):
+            said = f"--set {theirs[0]}" if theirs else "--verify"
+            raise ConfigError(f"{said}: there is no environment here; give one with --env")
         refuse_foreign(self.out)
         self.refuse_foreign_work()
         require_trackers(self.settings.tracking)
@@ -149,9 +141,8 @@ class WarmStartRequest:
     def refuse_foreign_work(self) -> None:
         """The work folder is emptied in the end, so that it must be marked, empty, or not there."""
         work = self.work
-        if not work.exists() and not work.is_symlink():
-            return
-        if not work.is_dir() or not ((work / MARK).is_file() or {path.name for path in work.iterdir()} <= {".lock"}):
+        own = work.is_dir() and ((work / MARK).is_file() or {path.name for path in work.iterdir()} <= {".lock"})
+        if not own and (work.exists() or work.is_symlink()):
             raise ConfigError(f"{work} is there and is not of a warm start: move it away, or choose another --out")
 
     def about(self, model: ModelSource) -> dict[str, Any]:
@@ -198,7 +189,7 @@ class WarmStartRequest:
                     judge.prepare()  # what is wrong with it is said before rows are read
                 except EnvironmentSetupError as error:
                     raise ConfigError(f"--rank {choice.rank}: {error}") from error
-            asking = Asking(environment, pool, choice.min_reward, data.has_tasks) if environment else None
+            asking = Asking(environment, pool, choice.min_reward) if environment else None
             progress = around.enter_context(counted("choosing", Console(stderr=True), unit="rows"))
             return choose(data, encoder, choice, asking, judge, progress, self.stop.is_set)
 
@@ -210,9 +201,7 @@ class WarmStartRequest:
         from shoal.evaluation.records import difference
         from shoal.runtime.files import write_atomically
         from shoal.runtime.lock import FolderLock
-        from shoal.runtime.metrics import MetricsLog
         from shoal.runtime.text import shoal_command
-        from shoal.trainer.demonstrations.training import METRICS, VALIDATION, WarmStart
 
         out, work, about = self.out, self.work, self.about(model)
         if (out / ABOUT).is_file():
@@ -229,24 +218,18 @@ class WarmStartRequest:
             write_atomically(work / MARK, json.dumps(about, indent=2).encode())
             corpus, outcome = self.choose(model)
             typer.echo("\n".join(["demonstrations:", *outcome.lines()]))
-            run = WarmStart(self._parts(model, about, corpus), self.stop)
             with counted("training", Console(stderr=True), unit="steps") as report:
-                finished = run.run(report)
+                finished = self._warm_start(model, about, corpus).run(report)
             if not finished:
                 typer.echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
                 return STOPPED_CODE
             for folder in (work / "checkpoints", *(() if self.settings.tracking else (work,))):
                 shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
-        rows = MetricsLog(out / METRICS).rows()
-        for name, word in (("loss", "loss"), (VALIDATION, "validation loss")):
-            values = [row[name] for row in rows if name in row]
-            if values:
-                typer.echo(f"{word}: {values[0]:.4g} at the beginning, {values[-1]:.4g} at the end")
         typer.echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {self.env or '…'}")
         return 0
 
-    def _parts(self, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStartParts:
-        from shoal.trainer.demonstrations.training import WarmStartParts
+    def _warm_start(self, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStart:
+        from shoal.trainer.demonstrations.training import WarmStart
         from shoal.trainer.export import ModelCard, hub_name
         from shoal.trainer.folder import Progress
         from shoal.trainer.learner import make_deterministic, new_learner, starting_model
@@ -260,8 +243,8 @@ class WarmStartRequest:
             Progress(run, 0), base_model=hub_name(model.name if model.run else model.where),
             environment=self.source.label if self.source else "", trained_on="demonstrations",
         )  # fmt: skip
-        return WarmStartParts(
-            folder=self.work, out=self.out, run=run, learner=new_learner(loaded.model, settings), files=loaded.files,
-            corpus=corpus, course=self.course, card=card, extra={ABOUT: text},
+        return WarmStart(
+            folder=self.work, out=self.out, name=run, learner=new_learner(loaded.model, settings), files=loaded.files,
+            corpus=corpus, course=self.course, card=card, stop=self.stop, extra={ABOUT: text},
             trackers=open_trackers(settings.tracking, Tracked(self.work, run, about)),
         )  # fmt: skip

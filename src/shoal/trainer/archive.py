@@ -22,7 +22,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shoal.algorithms.filters import staleness
 from shoal.protocol import Batch, TrainingBatch, TrainingRollout, unpack_tokens
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 
@@ -70,7 +69,7 @@ def as_table(batch: Batch, rollouts: TrainingBatch, decode: Decode) -> Any:
     said: list[TrainingRollout] = [rollout for group in rollouts.groups for rollout in group.rollouts]
     columns: dict[str, Any] = {name: [] for name in SCHEMA.names}
     for written, group in zip(batch.groups, rollouts.groups, strict=True):
-        count, age = len(group.rollouts), staleness(batch.step, group.version)
+        count, age = len(group.rollouts), batch.step - group.version
         same = {
             "step": batch.step, "unit": group.unit, "task": group.task, "node": written.node, "version": group.version,
             "staleness": age, "prompt": decode(group.prompt_ids.tolist()), "prompt_ids": group.prompt_ids,

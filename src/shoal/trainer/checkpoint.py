@@ -14,10 +14,9 @@ What is written is a copy (`Captured`), so that it may be written while training
     weights, moments of a CPU ─── copied in front of the next step ──► host memory that every later copy uses again
                      of a GPU ─── copied beside it, on a stream of its own; the optimizer waits for the copy ──┘
 
-Of several ranks the first gathers all rows and writes; any number of ranks reads them again, each its own rows.
-
-The learning rate and the order of minibatches follow from the version, metrics rows and
-batches are found by it, so that the version is the only cursor. No pickle: nothing in a checkpoint can run code.
+Of several ranks the first gathers all rows and writes; any number of ranks reads them again, each its own rows. The
+version is the only cursor: rates, the order of minibatches, rows and batches follow from it. No pickle: nothing in a
+checkpoint can run code.
 """
 
 from __future__ import annotations
@@ -66,31 +65,14 @@ MOMENTS = "optimizer/"
 PART_BYTES = 2**30
 START = "start.json"
 
-Captured = Mapping[str, Callable[[Path], None]]
-"""The large files of a checkpoint by name, each as that which writes it to a path; nobody changes their contents before
-they are written."""
+Captured = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of each large file of a checkpoint; nobody changes them before they are written."""
 
 
 def part_name(name: str, number: int, count: int) -> str:
-    """The file of one part.
-
-    >>> part_name("model.safetensors", 0, 2)
-    'model-00001-of-00002.safetensors'
-    """
+    """`training.safetensors`, the first of two parts: `training-00001-of-00002.safetensors`."""
     stem, _, suffix = name.rpartition(".")
     return f"{stem}-{number + 1:05d}-of-{count:05d}.{suffix}"
-
-
-def part_files(folder: Path, name: str) -> list[Path]:
-    """The files that together are `name`: itself if it is there whole, else its parts."""
-    if (folder / name).is_file():
-        return [folder / name]
-    stem, _, suffix = name.rpartition(".")
-    pattern = re.compile(rf"{re.escape(stem)}-(\d{{5}})-of-(\d{{5}})\.{re.escape(suffix)}", re.ASCII)
-    found = {match[0]: int(match[2]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
-    if set(found.values()) != {len(found)}:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: of {name} there are the parts {sorted(found)}")
-    return [folder / part for part in sorted(found)]
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -102,7 +84,13 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def read_tensors(folder: Path, name: str) -> Iterator[tuple[str, tuple[int, ...], Callable[..., Tensor]]]:
     """Name, shape and reader of every tensor of a file or its parts; the reader takes the rows that are wanted."""
-    for path in part_files(folder, name):
+    paths = [folder / name]
+    if not paths[0].is_file():
+        paths = sorted(folder.glob(part_name(name, 0, 1).replace("00001", "[0-9]" * 5)))
+        found = [path.name for path in paths]
+        if not found or found != [part_name(name, number, len(paths)) for number in range(len(paths))]:
+            raise CheckpointError(f"the checkpoint {folder} is damaged: of {name} there are the parts {found}")
+    for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 - no dictionary
@@ -123,8 +111,7 @@ def captured_files(weights: Mapping[str, Tensor], training: Mapping[str, Tensor]
         parts[begins * count // sizes[-1]][name] = tensor
     parts = [part for part in parts if part]
     names = [TRAINING] if count == 1 else [part_name(TRAINING, number, len(parts)) for number in range(len(parts))]
-    files = {MODEL: weights, **dict(zip(names, parts, strict=True))}
-    return {name: partial(save_tensors, tensors=tensors) for name, tensors in files.items()}
+    return {MODEL: weights, **dict(zip(names, parts, strict=True))}
 
 
 @dataclass(frozen=True)
@@ -136,7 +123,6 @@ class StoredCheckpoint:
     files: Mapping[str, bytes]
 
     def tensors(self, name: str = MODEL) -> dict[str, Tensor]:
-        """The tensors of a file."""
         return {key: read() for key, _shape, read in read_tensors(self.folder, name)}
 
 
@@ -157,12 +143,12 @@ class CheckpointStore:
     ) -> Path:
         """Make what was captured durable, then remove what need not be kept; `scores` are those known by version."""
         ensure_folder(self.folder)
-        hidden = self.folder / f"{HIDDEN}{progress.name}"
+        hidden, target = self.folder / f"{HIDDEN}{progress.name}", self.folder / progress.name
 
-        def put(part: tuple[str, Callable[[Path], None]]) -> tuple[str, str]:
+        def put(file: tuple[str, Mapping[str, Tensor]]) -> tuple[str, str]:
             """Write one large file; its name and its hash, as it can be read."""
-            part[1](hidden / part[0])
-            return part[0], _file_hash(hidden / part[0])
+            save_tensors(hidden / file[0], file[1])
+            return file[0], _file_hash(hidden / file[0])
 
         try:
             self._sweep()
@@ -175,7 +161,6 @@ class CheckpointStore:
             sealed = json.dumps({**content, "hash": _content_hash(content)}, indent=2).encode() + b"\n"
             write_atomically(hidden / MANIFEST, sealed)
             point("trainer.checkpoint.before_rename")
-            target = self.folder / progress.name
             if target.exists():  # the same state again (it was damaged, or replayed); the one before it still stands
                 target.rename(self.folder / f"{HIDDEN}replaced-{progress.name}")
             hidden.rename(target)
@@ -193,10 +178,8 @@ class CheckpointStore:
         """Remove the checkpoints that are kept for no reason any more, but none of those just `written`. One that is
         known to be damaged keeps no other from being kept. It is left there: somebody may mend it."""
         sound = self.sound()
-        kept = self._retention.kept(sound, scores) | set(written)
-        for place in sound:
-            if place not in kept:
-                shutil.rmtree(self.folder / "{}.{}".format(*place))
+        for place in set(sound) - self._retention.kept(sound, scores) - set(written):
+            shutil.rmtree(self.folder / "{}.{}".format(*place))
 
     def prune_finished(self, scores: Mapping[int, float]) -> None:
         """The run is finished: only the newest and the best stay; no guard looks back, no score is waited for."""
@@ -223,15 +206,18 @@ class CheckpointStore:
     def at(self, place: Place) -> StoredCheckpoint:
         """The checkpoint of one version and incarnation, if all its bytes are as they were written; else a
         `CheckpointError` that names the file that is not."""
-        folder = self.folder / "{}.{}".format(*place)
-        content = _read_manifest(folder)
-        for name, expected in content["files"].items():
-            try:
-                found = _file_hash(folder / name)
-            except OSError as error:
-                raise CheckpointError(f"the checkpoint {folder} is damaged: {name}: {error.strerror}") from error
-            if found != expected:
-                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} does not match its hash")
+        folder, name = self.folder / "{}.{}".format(*place), MANIFEST
+        try:
+            content: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+            intact = content.pop("hash") == _content_hash(content) and content["format"] == FORMAT
+            for name, expected in content["files"].items() if intact else ():
+                intact = intact and _file_hash(folder / name) == expected
+                if not intact:
+                    break
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} cannot be read: {error}") from error
+        if not intact:
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not as it was written")
         progress = Progress(content["run"], content["version"], content["incarnation"])
         if progress.name != folder.name:
             raise CheckpointError(f"the checkpoint {folder} is damaged: it says that it is {progress.name}")
@@ -285,22 +271,6 @@ def _content_hash(content: Mapping[str, Any]) -> str:
 
 def _file_hash(path: Path) -> str:
     return blake3().update_mmap(path).hexdigest()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
-        recorded = content.pop("hash")
-        intact = bool(_content_hash(content) == recorded)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST}: {error.strerror}") from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read") from error
-    if not intact:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} does not match its own hash")
-    if content["format"] != FORMAT:
-        raise CheckpointError(f"the checkpoint {folder} has format {content['format']}; this shoal reads {FORMAT}")
-    return content
 
 
 @dataclass(frozen=True)
@@ -383,6 +353,8 @@ class Copies:
 
     def _begin(self, learner: Learner, with_training: bool) -> Copied:
         """Nobody reads what it returns before it has arrived."""
+        # Adapters are published as they are: they are small, and are merged exactly when they are exported.
+        published = DTYPES[learner.settings.publish_dtype] if learner.settings.lora is None else None
         frozen = {name for name, weight in learner.model.named_parameters() if not weight.requires_grad}
         kept = {} if learner.masters is None else learner.masters.frozen  # on the CPU already, and nobody changes them
         weights, exact = dict[str, Tensor](), dict[str, Tensor]()
@@ -391,7 +363,7 @@ class Copies:
                 weights[name] = exact[name] = value
                 continue
             whole = learner.ranks.whole(value)  # one at a time: all of them may be more than a device can hold
-            weights[name] = self._copy_one(name, whole, name in frozen, published_type(learner))
+            weights[name] = self._copy_one(name, whole, name in frozen, published)
             if with_training:
                 exact[name] = self._copy_one(name, whole, name in frozen)
         if not with_training:
@@ -426,11 +398,6 @@ class Copies:
                     self._room(kept, weight, weight.dtype)
 
 
-def published_type(learner: Learner) -> torch.dtype | None:
-    """The type that is published; None for adapters, which are small, and are merged exactly when they are exported."""
-    return DTYPES[learner.settings.publish_dtype] if learner.settings.lora is None else None
-
-
 def weights_digest(model: str | Path) -> str:
     """Of all weight files of a model folder, names included: the same folder, or a copy of it, has the same digest."""
     paths = sorted(model_folder(model).glob("*.safetensors"))
@@ -438,26 +405,19 @@ def weights_digest(model: str | Path) -> str:
 
 
 def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed: bool) -> None:
-    """When a run begins, write down from what; when it resumes and the reference is needed, compare. For example after
-    `model.path` was pointed at another folder: with a KL term that is an error, without one it changes nothing, since
-    the weights come from the checkpoint."""
+    """When a run begins, write down from which weights; when it resumes and the reference (a KL term) is needed,
+    compare: `model.path` may point at another folder by then."""
     path = folder / START
     if begins:
         ensure_folder(folder)
         write_atomically(path, json.dumps({"weights": digest()}).encode() + b"\n")
-        return
-    if not needed:
-        return
-    anew = "or begin a new run from an export of this one (shoal export)"
-    try:
-        recorded = str(json.loads(path.read_bytes())["weights"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"trainer.objective.kl is measured from the policy that the run began with, and {path}, which says which "
-            f"one that was, cannot be read; put it back from a backup, {anew}"
-        ) from error
-    if digest() != recorded:
-        raise CheckpointError(
-            f"the model folder does not hold the weights that this run began with ({path} says {recorded[:16]}…), and "
-            f"trainer.objective.kl is measured from them; put that model back, {anew}"
-        )
+    elif needed:
+        try:
+            recorded = json.loads(path.read_bytes())["weights"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            recorded = f"unknown: {error}"
+        if digest() != recorded:
+            raise CheckpointError(
+                f"trainer.objective.kl is measured from the weights that this run began with ({path}: {recorded}), and "
+                "the model folder does not hold them; put them back, or begin a new run from an export of this one"
+            )

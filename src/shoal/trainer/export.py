@@ -5,8 +5,6 @@
 `shoal.json` marks an export and lists its files. A folder without it is somebody's and is never overwritten. In one
 that is an export already, or empty, files take the places of the older ones, the weights last; whatever else is there
 (LICENSE, .git) stays. A kill in between leaves a folder without weights, which nobody takes for a model.
-
-The card is README.md for people and for the Hugging Face hub: front matter, facts, last measurements.
 """
 
 from __future__ import annotations
@@ -32,13 +30,12 @@ from shoal.models.lora import merged
 from shoal.protocol import LedgerHead, PolicyManifest
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
-from shoal.trainer.checkpoint import CheckpointStore, StoredCheckpoint
+from shoal.trainer.checkpoint import MODEL, CheckpointStore, StoredCheckpoint
 from shoal.trainer.folder import HIDDEN, MARK, Progress, ranked, refuse_foreign, scores_of, written_files
 from shoal.trainer.publisher import cast
 from shoal.trainer.record import latest_metrics
 
 log = logging.getLogger(__name__)
-
 
 CACHED = re.compile(r"models--([\w.\-]+?)--([\w.\-]+)", re.ASCII)
 ON_THE_HUB = re.compile(r"[\w.\-]+/[\w.\-]+", re.ASCII)
@@ -46,13 +43,33 @@ KINDS = {
     "rollouts": "Trained by reinforcement learning with shoal on rollouts that were each verified before training.",
     "demonstrations": "Trained with shoal to imitate demonstrations.",
 }
-USAGE = """```python
+README = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [shoal]
+{base}---
+
+# {title}
+
+{kind}
+
+{facts}
+```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
+
+## Last measured
+
+{measured}
+## Licence
+
+That of the model it was trained from, where nothing else was agreed.
 """
+Which = int | Literal["newest", "best"]  # a version, the newest checkpoint, or that with the best held-out score
+LOOKS = 3  # a trainer may remove a checkpoint while it is read; another one is there by then
 
 
 @dataclass(frozen=True)
@@ -78,15 +95,27 @@ class ModelCard:
         return json.dumps(values, indent=2).encode() + b"\n"
 
     def as_readme(self, dtype: str) -> str:
-        progress = self.progress
-        measured = {name: f"{value:.6g}" for name, value in sorted(self.metrics.items())}
-        kind = KINDS[self.trained_on] if progress.version else "The model that the run began with: not trained yet."
-        return (
-            f"{_front_matter(self)}\n# {progress.run}, version {progress.version}\n\n{kind}\n\n"
-            f"{_table(('fact', 'value'), _facts(self, dtype))}\n{USAGE}\n"
-            f"## Last measured\n\n{_table(('metric', 'value'), measured)}\n"
-            "## Licence\n\nThat of the model it was trained from, where nothing else was agreed.\n"
+        """README.md for people and for the Hugging Face hub, which refuses names of models that it does not know."""
+        progress, head, base = self.progress, self.ledger_head, self.base_model or "not recorded"
+        on_the_hub = bool(ON_THE_HUB.fullmatch(self.base_model))
+        facts = {"run": f"`{progress.run}`", "version": f"{progress.version} (incarnation {progress.incarnation})"}
+        facts |= {"this version is": self.chosen} if self.chosen else {}
+        facts["trained from"] = base if on_the_hub or not self.base_model else f"{base} (a local model)"
+        facts |= {"environment": self.environment or "not recorded", "weights": dtype}
+        if self.trained_on == "rollouts":  # demonstrations need no hub: nothing is published, and there is no ledger
+            facts["policy digest"] = f"`{self.digest}`" if self.digest else "not recorded"
+            facts["ledger head (index / hash)"] = f"{head.index} / `{head.hash}`" if head else "not recorded"
+        return README.format(
+            base=f"base_model: {self.base_model}\n" if on_the_hub else "",
+            title=f"{progress.run}, version {progress.version}",
+            kind=KINDS[self.trained_on] if progress.version else "The model that the run began with: not trained yet.",
+            facts=_table("fact", facts),
+            measured=_table("metric", {name: f"{value:.6g}" for name, value in sorted(self.metrics.items())}),
         )
+
+
+def _table(title: str, rows: Mapping[str, str]) -> str:
+    return "".join(f"| {key} | {value} |\n" for key, value in {title: "value", "---": "---", **rows}.items())
 
 
 def hub_name(path: str | Path) -> str:
@@ -94,45 +123,9 @@ def hub_name(path: str | Path) -> str:
 
     >>> hub_name("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899d")
     'Qwen/Qwen3-0.6B'
-    >>> hub_name("models/my-model")
-    'my-model'
     """
     cached = next((match for part in Path(path).parts if (match := CACHED.fullmatch(part))), None)
     return f"{cached[1]}/{cached[2]}" if cached else Path(path).name
-
-
-def _front_matter(card: ModelCard) -> str:
-    """What the Hugging Face hub reads. It refuses names that it does not know, so only one that looks like its own."""
-    base = f"base_model: {card.base_model}\n" if ON_THE_HUB.fullmatch(card.base_model) else ""
-    return f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [shoal]\n{base}---\n"
-
-
-def _facts(card: ModelCard, dtype: str) -> dict[str, str]:
-    progress, head, published, base = card.progress, card.ledger_head, {}, card.base_model or "not recorded"
-    if card.base_model and not ON_THE_HUB.fullmatch(card.base_model):  # no name that the hub could look up
-        base += " (a local model, not one of the Hugging Face hub: there is no `base_model` above)"
-    if card.trained_on == "rollouts":  # demonstrations need no hub: nothing is published, and there is no ledger
-        published["policy digest"] = f"`{card.digest}`" if card.digest else "not recorded"
-        published["ledger head (index / hash)"] = f"{head.index} / `{head.hash}`" if head else "not recorded"
-    return {
-        "run": f"`{progress.run}`",
-        "version": f"{progress.version} (incarnation {progress.incarnation})",
-        **({"this version is": card.chosen} if card.chosen else {}),
-        "trained from": base,
-        "environment": card.environment or "not recorded",
-        "weights": dtype,
-        **published,
-    }
-
-
-def _table(header: tuple[str, str], rows: Mapping[str, str]) -> str:
-    lines = [f"| {header[0]} | {header[1]} |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
-    return "\n".join(lines) + "\n"
-
-
-MODEL = "model.safetensors"
-Which = int | Literal["newest", "best"]  # a version, the newest checkpoint, or that with the best held-out score
-LOOKS = 3  # a trainer may remove a checkpoint while it is read; another one is there by then
 
 
 def export_policy(
@@ -160,8 +153,7 @@ def export_policy(
         config = {key: value for key, value in read_config(files).items() if key != "torch_dtype"} | {"dtype": dtype}
         for name, data in {**files, "config.json": json.dumps(config, indent=2).encode() + b"\n"}.items():
             write_atomically(hidden / name, data)
-        write_atomically(hidden / "README.md", card.as_readme(dtype).encode())
-        write_atomically(hidden / MARK, card.as_json())
+        write_card(hidden, card, dtype)
         sync_folder(hidden)
         if there:  # one after the other; the mark is always there, weights never beside another's configuration
             for name in (MODEL, *sorted(set(written_files(destination)) - {*card.files})):
@@ -181,9 +173,9 @@ def export_policy(
 
 
 def write_card(destination: Path, card: ModelCard, dtype: str = "float32") -> None:
-    """Put another card into an export: what became known of its model later."""
+    """Put a card into an export, also later: what became known of its model. The list of files stays."""
     write_atomically(destination / "README.md", card.as_readme(dtype).encode())
-    write_atomically(destination / MARK, replace(card, files=written_files(destination)).as_json())
+    write_atomically(destination / MARK, replace(card, files=card.files or written_files(destination)).as_json())
 
 
 def export_checkpoint(
@@ -193,8 +185,8 @@ def export_checkpoint(
     """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer. Of a given
     card, all that the folder tells is filled in: progress, metrics, scores; digest and ledger head from the manifest
     under which that version was published."""
-    log_of = MetricsLog(trainer_folder / "metrics.jsonl")
-    scores, store = scores_of(log_of), CheckpointStore(trainer_folder / "checkpoints", keep=1)
+    rows = MetricsLog(trainer_folder / "metrics.jsonl")
+    scores, store = scores_of(rows), CheckpointStore(trainer_folder / "checkpoints", keep=1)
     for look in range(LOOKS):
         stored, chosen = _choose(store, which, scores)
         try:
@@ -204,14 +196,12 @@ def export_checkpoint(
             if stored.folder.is_dir() or look == LOOKS - 1:
                 raise
             log.info("the checkpoint %s was removed meanwhile; looking again", stored.folder)
-    given, version = card or ModelCard(stored.progress), stored.progress.version
-    manifest = manifest_of(stored.progress)
-    filled = replace(
-        given, progress=stored.progress, digest=manifest.policy.digest if manifest else given.digest,
-        ledger_head=manifest.ledger_head if manifest else given.ledger_head, metrics=latest_metrics(log_of, version),
-        scores=scores, chosen=chosen,
-    )  # fmt: skip
-    return export_policy(destination, tensors, stored.files, filled, dtype)
+    version, manifest = stored.progress.version, manifest_of(stored.progress)
+    card = replace(card or ModelCard(stored.progress), progress=stored.progress, scores=scores)
+    card = replace(card, metrics=latest_metrics(rows, version), chosen=chosen + beside_the_best(version, scores))
+    if manifest is not None:
+        card = replace(card, digest=manifest.policy.digest, ledger_head=manifest.ledger_head)
+    return export_policy(destination, tensors, stored.files, card, dtype)
 
 
 def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -> tuple[StoredCheckpoint, str]:
@@ -221,6 +211,10 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
         raise CheckpointError(
             f"there is no checkpoint in {store.folder} yet; wait for the trainer's first, then export again"
         )
+    if which == "newest":
+        stored = store.newest()
+        assert stored is not None, "there are checkpoints"
+        return stored, "the newest that was saved"
     if which == "best":
         best = ranked(places, scores)
         if not best:
@@ -228,21 +222,14 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
                 f"no checkpoint in {store.folder} has a held-out score yet (trainer.evaluate_every); export the newest "
                 "one by leaving out --best, or wait for a score"
             )
-        beside = beside_the_best(best[0][0], scores)
         if scores[best[0][0]] < max(scores.values()):
-            log.warning(
-                "version %d has the best score of the checkpoints kept, but not of the run%s", best[0][0], beside
-            )
-        return store.at(best[0]), f"the best of {len(best)} kept, by held-out score{beside}"
-    if which == "newest":
-        stored = store.newest()
-        assert stored is not None, "there are checkpoints"
-        return stored, "the newest that was saved" + beside_the_best(stored.progress.version, scores)
+            log.warning("version %d has the best score of the checkpoints kept, but not of the run", best[0][0])
+        return store.at(best[0]), f"the best of {len(best)} kept, by held-out score"
     of_version = [place for place in places if place[0] == which]
     if not of_version:
         there = ", ".join(str(version) for version in sorted({version for version, _ in places}))
         raise ConfigError(f"there is no checkpoint of version {which} in {store.folder}; those kept are {there}")
-    return store.at(of_version[0]), "the one that was asked for" + beside_the_best(which, scores)
+    return store.at(of_version[0]), "the one that was asked for"
 
 
 def beside_the_best(version: int, scores: Mapping[int, float]) -> str:

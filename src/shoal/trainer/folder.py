@@ -3,7 +3,7 @@
 Which checkpoints are kept is a function of their numbers and of the scores known, so that a resume decides the same:
 
     newest `keep`                  what a resume needs, and one more should it be damaged
-    best `keep_best`               by held-out score; of equal ones the newer, which has learnt from more
+    best `keep_best`               by held-out score; of equal ones the newer, which was trained on more
     newest `AWAITED` of those      that are measured but have no score yet: one of them may turn out to be the best
     first of every block           of `lookback` versions, back to one that is that old: whatever a guard stops the run
                                    for, there is a checkpoint from before it began
@@ -27,6 +27,12 @@ Place = tuple[int, int]
 
 AWAITED = 2
 """The hub never has more versions than that measured at a time."""
+
+MARK = "shoal.json"
+"""Marks an export, by what is in it. A folder without it is somebody's and is never overwritten."""
+
+HIDDEN = ".exporting"
+"""Where an export into a folder that is there is written first."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +75,8 @@ class Retention:
         return kept
 
 
-def scores_of(metrics: MetricsLog) -> dict[int, float]:
-    """The held-out score of every version that has one."""
-    return {int(row["step"]): row["held_out"] for row in metrics.rows() if "held_out" in row}
-
-
 def ranked(places: Sequence[Place], scores: Mapping[int, float]) -> list[Place]:
-    """Those that have a score, the best first.
-
-    >>> ranked([(0, 0), (5, 0), (5, 1), (9, 0)], {0: 0.2, 5: 0.8, 9: 0.8, 12: 1.0})
-    [(9, 0), (5, 1), (0, 0)]
-    """
+    """Those that have a score, the best first; of equal ones the newer."""
     scored = [place for place in _last_lives(places) if place[0] in scores]
     return sorted(scored, key=lambda place: (scores[place[0]], place), reverse=True)
 
@@ -89,38 +86,32 @@ def _last_lives(places: Sequence[Place]) -> list[Place]:
     return sorted(dict(sorted(places)).items(), reverse=True)
 
 
-MARK = "shoal.json"
-"""Marks an export, by what is in it. A folder without it is somebody's and is never overwritten."""
-
-HIDDEN = ".exporting"
-"""Where an export into a folder that is there is written first."""
+def scores_of(metrics: MetricsLog) -> dict[int, float]:
+    """The held-out score of every version that has one."""
+    return {int(row["step"]): row["held_out"] for row in metrics.rows() if "held_out" in row}
 
 
 def refuse_foreign(destination: Path) -> None:
     """Whatever is at the destination must be an export, an empty folder, or nothing."""
     if not destination.exists() and not destination.is_symlink():
         return
-    if destination.is_dir():
-        names = {entry.name for entry in destination.iterdir()}
-        if names <= {HIDDEN} or _facts(destination) is not None:
-            return
+    if destination.is_dir() and ({entry.name for entry in destination.iterdir()} <= {HIDDEN} or _facts(destination)):
+        return
     raise ConfigError(f"{destination} exists and is not an export of shoal; choose another folder, or move it away")
 
 
 def written_files(folder: Path) -> tuple[str, ...]:
     """The files that the export in a folder consists of, as it says itself; none if it does not say so."""
-    listed = (_facts(folder) or {}).get("files")
+    listed = _facts(folder).get("files")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return tuple(name for name in names if name not in ("", ".", "..") and Path(name).name == name)
 
 
-def _facts(folder: Path) -> dict[str, Any] | None:
-    """What the mark of an export says; None if there is none, or a file of that name that no export wrote."""
+def _facts(folder: Path) -> dict[str, Any]:
+    """What the mark of an export says; nothing if there is none, or a file of that name that no export wrote."""
     try:
-        facts = json.loads((folder / MARK).read_bytes())
-        progress = facts["progress"]
-        named = isinstance(progress["run"], str)
-        counted = all(type(progress[name]) is int for name in ("version", "incarnation"))
+        facts: dict[str, Any] = json.loads((folder / MARK).read_bytes())
+        types = [type(facts["progress"][name]) for name in ("run", "version", "incarnation")]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return facts if named and counted else None
+        return {}
+    return facts if types == [str, int, int] else {}

@@ -4,9 +4,9 @@
                  ├► judge ◄─ the step's numbers ─► alarm_NAME in the row, sentences for log and hub; stop: the run ends
                  └► at the end: conclude ◄─ how the last version sees its own batch
 
-One table has all guards: name, limit, measure, action, words; the [trainer.guards] settings are made of it. A measure
-is a function of the rows in metrics.jsonl (never `held_out`, which may come later) and of the numbers at hand: a
-resumed run decides as the uninterrupted one did. It is None where there is too little to judge by. Imports no torch.
+One table has all guards. A measure is a function of the rows in metrics.jsonl (never `held_out`, which may come later)
+and of the numbers at hand: a resumed run decides as the uninterrupted one did. It is None where there is too little to
+judge by. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,7 +35,7 @@ SLOPE_ROWS = 16
 HISTORY = 2000  # rows that are looked back upon
 LEAST_LOSS = 0.05  # of reward: what is smaller is noise, whatever its share
 NOISE = 4.0  # times the mean difference of two rows: small batches reach and lose an extreme by chance
-CALM = 5  # rows without it end an episode: what comes back after that is said again
+CALM = 5  # rows without an alarm end its episode
 LOOKBACK = 20  # versions: more than any guard needs to notice; a checkpoint from before that is kept
 ALARM = "alarm_"
 RUN_OF_NOT_FINITE = "not_finite_updates"  # how many there were in a row when the step ended
@@ -48,7 +48,7 @@ def holds(value: float) -> float:
     return value
 
 
-Real = Annotated[float, AfterValidator(holds)]  # a number of the settings that ends in arithmetic with float32
+Real = Annotated[float, AfterValidator(holds)]
 
 
 def values_of(rows: Sequence[Row], *names: str) -> list[float]:
@@ -57,9 +57,18 @@ def values_of(rows: Sequence[Row], *names: str) -> list[float]:
     return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
 
 
+def mean_of(values: Sequence[float]) -> float:
+    return sum(value / len(values) for value in values)  # divided first: the sum of huge ones would be infinite
+
+
 def smoothed(values: Sequence[float]) -> list[float]:
     """Means of the last five each: [1, 2, 3, 4] → [1.5, 2, 2.5]."""
-    return [_mean(values[max(0, end - SMOOTH) : end]) for end in range(2, len(values) + 1)]
+    return [mean_of(values[max(0, end - SMOOTH) : end]) for end in range(2, len(values) + 1)]
+
+
+def noise(values: Sequence[float]) -> float:
+    """What chance explains: some times how far one value is from the next on average, which hardly has a trend."""
+    return NOISE * mean_of([abs(after - before) for before, after in itertools.pairwise(values)] or [0.0])
 
 
 def latest(name: str) -> Measure:
@@ -68,13 +77,13 @@ def latest(name: str) -> Measure:
 
 def recent(name: str) -> Measure:
     """Its mean over the last rows."""
-    return lambda rows, row: next(iter(smoothed(values_of([*rows[-SMOOTH + 1 :], row], name))[-1:]), None)
+    return lambda rows, row: next(reversed(smoothed(values_of([*rows[-SMOOTH + 1 :], row], name))), None)
 
 
 def without_tokens(rows: Sequence[Row], row: Row) -> float | None:
     """How many steps in a row, this one included, had no token to train on."""
-    counts = values_of([*rows[-HISTORY:], row], "tokens")
-    return float(next((age for age, tokens in enumerate(reversed(counts)) if tokens), len(counts)))
+    counts = reversed(values_of([*rows[-HISTORY:], row], "tokens"))
+    return float(sum(1 for _ in itertools.takewhile(lambda tokens: not tokens, counts)))
 
 
 def spike(name: str) -> Measure:
@@ -94,21 +103,21 @@ def growth(rows: Sequence[Row], row: Row) -> float | None:
     if len(norms) < SLOPE_ROWS:
         return None
     slope, _ = statistics.linear_regression(range(SLOPE_ROWS), list(map(math.log, norms)))
-    return math.exp(min(50.0, slope * (SLOPE_ROWS - 1)))  # beyond e^50 a growth needs no digits
+    return math.exp(min(50.0, slope * (SLOPE_ROWS - 1)))
 
 
 def rise_again(rows: Sequence[Row], row: Row) -> float | None:
     """Which share of its fall the entropy has regained since its lowest point; None unless it has fallen."""
     entropies = values_of([*rows[-HISTORY:], row], "entropy")
-    curve, noise = smoothed(entropies), NOISE * _waver(entropies)
+    curve, chance = smoothed(entropies), noise(entropies)
     if not curve:
         return None
     lowest = curve.index(min(curve))
     peak = max(curve[: lowest + 1])
     fall, rise = peak - curve[lowest], curve[-1] - curve[lowest]
-    if not max(0.2 * abs(peak), noise) < fall < math.inf:  # less is no fall, it wavers
+    if not max(0.2 * abs(peak), chance) < fall < math.inf:  # less is no fall, it wavers
         return None
-    return rise / fall if rise > noise else 0.0
+    return rise / fall if rise > chance else 0.0
 
 
 def lost(rows: Sequence[Row], row: Row) -> float | None:
@@ -118,22 +127,13 @@ def lost(rows: Sequence[Row], row: Row) -> float | None:
     looked_at = [*rows[-HISTORY:], row]
     rewards = values_of(looked_at, "sampled_reward", "reward_mean")
     curve = smoothed(rewards)
-    if not curve or not max(curve) - curve[-1] > max(LEAST_LOSS, NOISE * _waver(rewards)):
+    if not curve or not max(curve) - curve[-1] > max(LEAST_LOSS, noise(rewards)):
         return 0.0
     scale = max(curve) - min(0.0, *rewards)
     if min(rewards) < 0:  # the lowest one seen is no natural zero: the spread of single rewards is a scale, too
-        scale = max(scale, _mean(values_of(looked_at, "reward_std") or [0.0]))
+        scale = max(scale, mean_of(values_of(looked_at, "reward_std") or [0.0]))
     share = (max(curve) - curve[-1]) / scale
     return share if math.isfinite(share) else None
-
-
-def _waver(values: Sequence[float]) -> float:
-    """How far one value is from the next on average: noise, but hardly any trend."""
-    return _mean([abs(after - before) for before, after in itertools.pairwise(values)] or [0.0])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(value / len(values) for value in values)  # divided first: the sum of huge ones would be infinite
 
 
 LOWER = "What to do: lower trainer.learning_rate"
@@ -187,20 +187,18 @@ GUARDS = (
         advice=f"An update destroyed the policy, or workers run another model. {LOWER}; take an earlier version"),
     Guard("truncation", 0.5, recent("truncated_fraction"), most=1.0,
         seen="{:.0%} of the completions were cut off by their length limit, over 5 steps",
-        advice="What to do: raise run.max_new_tokens, or reward shorter answers; see also trainer.mask_truncated"),
+        advice="What to do: raise run.max_new_tokens, or reward shorter answers"),
     Guard("no_signal", 2, without_tokens, least=-1.0,
         seen="{:.0f} steps in a row had no token to train on",
-        advice="Rewards were equal in each group. What to do: other tasks (shoal filter), raise run.group_size or "
-        "run.max_new_tokens"),
+        advice="Rewards were equal in each group. What to do: other tasks (shoal filter), a larger run.group_size"),
     Guard("reward_collapse", 0.9, lost, None, "stop", most=1.0,
         seen="{:.0%} of the best mean reward of 5 steps was lost",
         advice=f"Hardly any rollout earns anything. {LOWER}, and begin again from an earlier version"),
 )  # fmt: skip
-ENDING = Guard(  # a warm start has no recorded log-probabilities: at its end, the loss of its last batch is judged
-    "divergence", 3.0, latest("rise"), rows=SLOPE_ROWS,
-    seen="the loss of its batch is {:.3g} nats per token higher than that of the first step",
-    advice=f"The training has destroyed what the model knew. {LOWER} or trainer.grad_clip")  # fmt: skip
 RULES = {guard.name: guard for guard in GUARDS}
+# A warm start has no recorded log-probabilities: at its end, the loss of its last batch is judged.
+RISEN = "the loss of its batch is {:.3g} nats per token higher than that of the first step"
+ENDING = replace(RULES["divergence"], of_step=latest("rise"), seen=RISEN)
 
 
 class GuardRule(BaseModel):
@@ -219,7 +217,6 @@ class GuardSettings(BaseModel):
     __pydantic_extra__: dict[str, GuardRule]
 
     def rule(self, name: str) -> Any:
-        """A guard's rule, with its limit and its reaction."""
         return self.__pydantic_extra__[name]
 
     @model_validator(mode="after")
@@ -229,8 +226,7 @@ class GuardSettings(BaseModel):
             raise ValueError(f"there is no guard {unknown[0]!r}; there are {', '.join(RULES)}")
         for name, guard in RULES.items():
             given = rules.pop(name, GuardRule())
-            limit = guard.limit if given.limit is None else given.limit
-            react = given.react or guard.react
+            limit, react = guard.limit if given.limit is None else given.limit, given.react or guard.react
             if not guard.least < limit <= guard.most:
                 raise ValueError(f"{name}.limit = {limit:g} must be above {guard.least:g}, at most {guard.most:g}")
             if react not in guard.reactions and not (guard.of_update and react == "skip"):
@@ -241,7 +237,7 @@ class GuardSettings(BaseModel):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A guard whose limit is passed. `is_new`: it was calm before, so people hear of it. It may be `rows` old."""
+    """A guard whose limit is passed. `is_new`: it was calm before, so people hear of it."""
 
     name: str
     step: int
@@ -249,7 +245,6 @@ class Alarm:
     react: str
     is_new: bool
     message: str
-    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -259,39 +254,28 @@ class Judged:
     alarms: tuple[Alarm, ...]
     numbers: Mapping[str, float]
 
-    @classmethod
-    def of(cls, *alarms: Alarm, **numbers: float) -> Judged:
-        judged = cls(alarms, numbers | {f"{ALARM}{alarm.name}": alarm.value for alarm in alarms})
-        for sentence in judged.news().values():
-            log.warning("%s", sentence)
-        return judged
-
     def news(self) -> dict[str, str]:
         """Code → sentence, of those that people should hear of now."""
         return {f"guard.{each.name}": each.message for each in self.alarms if each.is_new or each.react == "stop"}
 
     @property
-    def stops(self) -> bool:
-        return any(alarm.react == "stop" for alarm in self.alarms)
+    def stopping(self) -> Alarm | None:
+        return next((alarm for alarm in self.alarms if alarm.react == "stop"), None)
 
     def refuse(self, folder: Path, versions: Iterable[int]) -> None:
         """Raise `TrainingDiverged` if a guard stops the run; `versions` are those of the checkpoints in `folder`."""
-        alarm = next((alarm for alarm in self.alarms if alarm.react == "stop"), None)
-        if alarm is None:
+        if (alarm := self.stopping) is None:
             return
         # Which checkpoint to go back to: the newest from before whatever the guard looked at.
-        kept = sorted(versions)
-        good = max((version for version in kept if version <= max(0, alarm.step - alarm.rows + 1)), default=None)
-        ended = f"{alarm.message}. The run was stopped at version {alarm.step}"
-        ended += "" if kept and kept[-1] > alarm.step else "; nothing newer was saved or published"
-        if good is None:
-            said = f"There is no checkpoint from before it began in {folder}; there are versions {kept}"
-        else:
-            run = folder.parent  # of a run, if it is a trainer's
-            take = f"; to take it out: {shoal_command()} export {run.parent} OUT --version {good}"
-            take = take if run.name == "trainer" else ""
-            said = f"The last good checkpoint, from before it began, is version {good} in {folder}{take}"
-        raise TrainingDiverged(f"{ended}. {said}")
+        kept, oldest = sorted(versions), max(0, alarm.step - RULES[alarm.name].rows + 1)
+        good = max((version for version in kept if version <= oldest), default=None)
+        newer = "" if kept and kept[-1] > alarm.step else "; nothing newer was saved or published"
+        said = f"There is no checkpoint from before it began in {folder}; there are versions {kept}"
+        if good is not None:
+            said = f"The last good checkpoint, from before it began, is version {good} in {folder}"
+            if folder.parent.name == "trainer":  # of a run, which can export it
+                said += f"; to take it out: {shoal_command()} export {folder.parent.parent} OUT --version {good}"
+        raise TrainingDiverged(f"{alarm.message}. The run was stopped at version {alarm.step}{newer}. {said}")
 
 
 def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
@@ -300,9 +284,10 @@ def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
     for name, guard in RULES.items():
         fired = [index for index, row in enumerate(rows) if f"{ALARM}{name}" in row]
         if fired and fired[-1] >= len(rows) - CALM:
-            breaks = [after for before, after in itertools.pairwise(fired) if after - before > CALM]
-            last, begun = rows[fired[-1]], rows[(breaks or fired[:1])[-1]]
-            found[name] = (int(begun["step"]), f"{guard.seen.format(last[ALARM + name])} in step {last['step']}")
+            begun = [fired[0], *(after for before, after in itertools.pairwise(fired) if after - before > CALM)][-1]
+            last = rows[fired[-1]]
+            seen = f"{guard.seen.format(last[ALARM + name])} in step {last['step']}"
+            found[name] = (int(rows[begun]["step"]), seen)
     return found
 
 
@@ -339,27 +324,33 @@ class Watch:
             own = self.settings.rule("not_finite")
             react = "stop" if own.react == "stop" or self._not_finite >= own.limit else "skip"
             alarm = self._alarm(RULES["not_finite"], float(self._not_finite), react=react)
-        if alarm:
-            self._refused[alarm.name] = alarm
+        self._refused |= {alarm.name: alarm} if alarm else {}
         return alarm.message if alarm else None
 
     def judge(self, metrics: Row) -> Judged:
         """What is wrong with the step that was trained, and the numbers that its row must hold."""
         measured = (self._alarm(guard, guard.of_step(self.rows, metrics)) for guard in GUARDS)
-        alarms = {alarm.name: alarm for alarm in measured if alarm} | self._refused
         count = {RUN_OF_NOT_FINITE: float(self._not_finite)} if self._not_finite else {}
-        return Judged.of(*alarms.values(), **count)
+        return self._judged([*filter(None, measured), *self._refused.values()], count)
 
     def conclude(self, step: int, seen: Row) -> Judged:
         """What is wrong with the version that the last step made. `seen`: how it sees the batch that it was made of."""
         self._step, when = step, f"after step {step}, the last"
         if not all(map(math.isfinite, seen.values())):
-            said = f"{when}: weights, or the log-probabilities that they give, are NaN, infinite or huge. "
-            said += f"The step has destroyed the policy. {LOWER} or trainer.grad_clip"
-            return Judged.of(Alarm("not_finite", step, 1.0, "stop", True, said))
+            said = f"{when}: weights, or log-probabilities by them, are NaN, infinite or huge. {LOWER} or grad_clip"
+            return self._judged([Alarm("not_finite", step, 1.0, "stop", True, said)])
         judging = (ENDING, *(guard for guard in GUARDS if guard.of_beginning))
         found = (self._alarm(guard, guard.of_step(self.rows, seen), when) for guard in judging)
-        return Judged.of(*{alarm.name: alarm for alarm in found if alarm}.values())
+        return self._judged(filter(None, found))
+
+    def _judged(self, alarms: Iterable[Alarm], numbers: Mapping[str, float] = {}) -> Judged:
+        """One alarm of each guard, the last; what is news is logged."""
+        by_name = {alarm.name: alarm for alarm in alarms}
+        values = {f"{ALARM}{name}": alarm.value for name, alarm in by_name.items()}
+        judged = Judged(tuple(by_name.values()), {**numbers, **values})
+        for sentence in judged.news().values():
+            log.warning("%s", sentence)
+        return judged
 
     def _alarm(self, guard: Guard, value: float | None, when: str = "", react: str = "") -> Alarm | None:
         """The alarm of a guard that is not off and has measured something beyond its limit. `react`: it surely has."""
@@ -369,6 +360,6 @@ class Watch:
             return None
         value = min(value, sys.float_info.max)  # a quotient of huge numbers may be infinite, which no row holds
         is_new = not any(f"{ALARM}{name}" in row for row in self.rows[-CALM:])
-        said = f"{when or f'step {self._step}'}: {guard.seen.format(value)} (trainer.guards.{name}.limit = "
-        said += f"{own.limit:g}). {guard.advice}"
-        return Alarm(name, self._step, value, react or own.react, is_new, said, guard.rows)
+        limit = f"trainer.guards.{name}.limit = {own.limit:g}"
+        said = f"{when or f'step {self._step}'}: {guard.seen.format(value)} ({limit}). {guard.advice}"
+        return Alarm(name, self._step, value, react or own.react, is_new, said)

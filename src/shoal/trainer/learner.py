@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.algorithms.advantages import Advantage
 from shoal.algorithms.losses import Loss, LossParameters
 from shoal.algorithms.packing import Cost
-from shoal.algorithms.registry import advantage_named, loss_named
+from shoal.algorithms.registry import ADVANTAGES, LOSSES
 from shoal.errors import CheckpointError, ConfigError
 from shoal.models.load import DTYPES, LoadedModel, adapted, load_model
 from shoal.models.lora import AdapterShape
@@ -195,8 +195,8 @@ def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = Non
         ratio_cap=objective.ratio_cap, recomputed_base=objective.ratio_base == "recomputed",
     )  # fmt: skip
     return Learner(
-        model=model, optimizer=optimizer, settings=settings, advantage=advantage_named(settings.advantage),
-        loss=loss_named(settings.loss), loss_parameters=parameters, ranks=ranks, masters=masters, reference=reference,
+        model=model, optimizer=optimizer, settings=settings, advantage=ADVANTAGES[settings.advantage],
+        loss=LOSSES[settings.loss], loss_parameters=parameters, ranks=ranks, masters=masters, reference=reference,
         packed=packed, cost=cost_of(model),
     )  # fmt: skip
 

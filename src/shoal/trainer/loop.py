@@ -26,8 +26,7 @@ checkpoint is loaded, the batches written down since then are trained on again, 
 what was published (`publisher`).
 
 Guards judge what a step begins with. So that nothing ends as a model unjudged, the last version looks back at the batch
-that it was made of before it is saved, published and exported; and if its held-out score, which comes later, has lost
-nearly all of the best one, the export is taken back.
+that it was made of before it is saved, published and exported.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
 from shoal.trainer.held_out import HeldOut
 from shoal.trainer.learner import Learner
 from shoal.trainer.publisher import Publisher
-from shoal.trainer.record import RunRecord, Stopwatch, Trackers, finite, named
+from shoal.trainer.record import RunRecord, Stopwatch, Trackers
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.shards import Actions
 from shoal.trainer.step import StepWork, Stopped
@@ -144,26 +143,19 @@ class TrainingRun:
         if stored is None:
             log.info("no checkpoint: starting from %s", parts.base_model or "the model")
         else:
-            self._refuse_foreign_checkpoint(stored.progress, published)
+            progress, seen = stored.progress, published.version if published else -1
+            if progress.run != self._info.run or progress.version > seen + 1:
+                raise CheckpointError(
+                    f"the newest checkpoint in {self._store.folder} is version {progress.version} of run "
+                    f"{progress.run}, but the hub has seen version {seen} of run {self._info.run} at most; restore the "
+                    "hub's folder, point the trainer at the folder of this run, or move the checkpoints away"
+                )
             parts.actions.restore(parts.learner, stored)
-            self.version = self._saved = stored.progress.version
-            incarnation = max(incarnation, stored.progress.incarnation)
+            self.version = self._saved = progress.version
+            incarnation = max(incarnation, progress.incarnation)
             log.info("resuming at version %d from %s", self.version, stored.folder)
         self._watch.rows = self._record.resume(self.version)
         return incarnation
-
-    def _refuse_foreign_checkpoint(self, progress: Progress, published: PolicyRef | None) -> None:
-        hub_version = published.version if published else -1
-        if progress.run != self._info.run:
-            raise CheckpointError(
-                f"the checkpoints in {self._store.folder} belong to run {progress.run}, the hub's run is "
-                f"{self._info.run}; point the trainer at the folder of this run, or move the checkpoints away"
-            )
-        if progress.version > hub_version + 1:
-            raise CheckpointError(
-                f"the newest checkpoint is version {progress.version}, but the hub has seen version {hub_version} at "
-                "most; restore the hub's folder, or move the checkpoints away to train on what the hub has"
-            )
 
     def _new_publisher(self, incarnation: int, published: PolicyRef | None) -> Publisher:
         parts, head, settings = self._parts, self._parts.origin.head(), self._settings
@@ -179,7 +171,7 @@ class TrainingRun:
         step, watch = self.version, self._stopwatch
         with watch.lap("wait_s"):
             batch, rollouts = self._batch_of(step)
-        metrics = finite(step, self._train(batch, rollouts))
+        metrics = self._train(batch, rollouts)
         with watch.lap("publish_wait_s"):
             self._publisher.wait()  # so that the hub is never more than one version behind a checkpoint
         times = {"hidden_s": self._publisher.worked_s, "save_s": self._publisher.saved_s, **watch.row()}
@@ -193,7 +185,7 @@ class TrainingRun:
     def _heed(self, judged: Judged) -> None:
         """A guard may end the run here, before the version is saved or published; the hub hears why first."""
         self._record.warn(judged)
-        if judged.stops:
+        if judged.stopping:
             self._publisher.wait()
             self._record.report(self._record.take())
             judged.refuse(self._store.folder, [version for version, _ in self._store.sound()])
@@ -252,11 +244,9 @@ class TrainingRun:
         return batch, rollouts
 
     def _work(self, batch: Batch, rollouts: TrainingBatch) -> StepWork:
-        info = self._info
-        return StepWork(
-            batch.step, rollouts.groups, info.sampling.temperature, info.max_staleness, self._parts.seed,
-            info.sampling.max_new_tokens,
-        )  # fmt: skip
+        sampling, bound = self._info.sampling, self._info.max_staleness
+        seed, longest = self._parts.seed, sampling.max_new_tokens
+        return StepWork(batch.step, rollouts.groups, sampling.temperature, bound, seed, longest)
 
     def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
         """Train on a batch. It is archived meanwhile, also if training fails: one will want to look at it then."""
@@ -283,7 +273,8 @@ class TrainingRun:
         if self._settings.evaluate_every:
             with self.activity.waiting(f"the score of version {self.version}"):
                 score = self._held_out.last(self.version)
-            self._record.add(self.version, named(score), self._held_out.known(self.version))
+            own = {} if score is None else {"held_out": score}
+            self._record.add(self.version, own, self._held_out.known(self.version))
             self._record.report(self._record.take())
             write_card(folder, self._card(manifest), dtype)
         self._store.prune_finished(self._record.scores)

@@ -43,6 +43,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ALWAYS = ("wait_s", "train_s", "copy_s", "publish_wait_s")
+PROJECT = "shoal"
+ANSWER_S = 30.0  # the longest wait for Weights & Biases, at the start and at the end
+NOT_SHOWN = ("step", "at_ms")
+SHOWN = ("sampled_reward", "reward_mean", "held_out", "loss", "validation_loss", "grad_norm", "idle_fraction")
+Row = Mapping[str, float]
 
 
 class Stopwatch:
@@ -75,12 +80,6 @@ class Stopwatch:
         return {**laps, "step_s": step_s, **fractions}
 
 
-Row = Mapping[str, float]
-PROJECT = "shoal"
-ANSWER_S = 30.0  # the longest wait for Weights & Biases, at the start and at the end
-NOT_SHOWN = ("step", "at_ms")
-
-
 @dataclass(frozen=True)
 class Tracked:
     """What is tracked: `run` names it wherever it is shown, and is the same after a resume."""
@@ -101,7 +100,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All that were asked for. No method raises."""
+    """Implements `Tracker` for all that were asked for. No method raises."""
 
     def __init__(self, trackers: Mapping[str, Tracker] | None = None) -> None:
         self._trackers = dict(trackers or {})
@@ -127,12 +126,6 @@ class Trackers:
                 del self._trackers[name]
                 said = "%s gets no more metrics until the trainer is started again (%s: %s); metrics.jsonl has them all"
                 log.warning(said, name, type(error).__name__, error)
-
-
-def open_trackers(words: Iterable[str], tracked: Tracked) -> Trackers:
-    """The trackers of these words; `ConfigError` if one is not installed."""
-    require_trackers(words)
-    return Trackers({word: TRACKERS[word](tracked) for word in words})
 
 
 def require_trackers(words: Iterable[str]) -> None:
@@ -201,7 +194,7 @@ class WeightsAndBiases:
         if self._cursor.exists():
             known = json.loads(self._cursor.read_bytes())
             self._step, self._count = int(known["step"]), int(known["count"])
-        self._run = start_wandb(self._tracked, choose_mode(os.environ))
+        self._run = start_wandb(self._tracked)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")  # scores of earlier steps come later
         for row in rows:
@@ -226,14 +219,20 @@ class WeightsAndBiases:
         write_atomically(self._cursor, json.dumps({"step": self._step, "count": self._count}).encode())
 
 
-def start_wandb(tracked: Tracked, mode: str) -> Any:
+def start_wandb(tracked: Tracked) -> Any:
+    """Offline or disabled by `WANDB_MODE`, else online if there is a key: without one, W&B would ask a person."""
     import wandb
 
+    mode = os.environ.get("WANDB_MODE", "")
+    if mode not in ("offline", "disabled"):
+        mode = "online" if wandb.api.api_key else "offline"
+        if mode == "offline":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports of errors go over the network, too
+    log.info("metrics go to Weights & Biases (%s)", mode)
     settings = wandb.Settings(
         console="off", silent=True, disable_code=True, disable_git=True, init_timeout=ANSWER_S,
         finish_timeout=ANSWER_S, finish_timeout_raises=False,
     )  # fmt: skip
-    log.info("metrics go to Weights & Biases (%s)", mode)
     return wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT), id=tracked.run, name=tracked.run, dir=str(tracked.folder),
         config=dict(tracked.settings), mode=cast(Any, mode), resume="allow" if mode == "online" else None,
@@ -241,30 +240,12 @@ def start_wandb(tracked: Tracked, mode: str) -> Any:
     )  # fmt: skip
 
 
-def choose_mode(environ: Mapping[str, str]) -> str:
-    """`WANDB_MODE` if it is set, else online if there is a key. Never online without one: that would ask a person."""
-    wanted = environ.get("WANDB_MODE", "")
-    if wanted in ("offline", "disabled", "dryrun"):
-        return "disabled" if wanted == "disabled" else "offline"
-    if _has_key():
-        return "online"
-    # Reports of errors go over the network, too.
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    if wanted:
-        log.warning('WANDB_MODE is "%s", but there is no key: set WANDB_API_KEY or run `wandb login`', wanted)
-    return "offline"
-
-
-def _has_key() -> bool:
-    import wandb
-
-    return bool(wandb.api.api_key)
-
-
 TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
-SHOWN = ("sampled_reward", "reward_mean", "held_out", "loss", "validation_loss", "grad_norm", "idle_fraction")
+def open_trackers(words: Iterable[str], tracked: Tracked) -> Trackers:
+    """The trackers of these words."""
+    return Trackers({word: TRACKERS[word](tracked) for word in words})
 
 
 class RunRecord:
@@ -272,9 +253,7 @@ class RunRecord:
 
     def __init__(self, path: Path, hub: HubClient | None, trackers: Trackers, clock: Clock) -> None:
         self._metrics = MetricsLog(path)
-        self._hub = hub
-        self._trackers = trackers
-        self._clock = clock
+        self._hub, self._trackers, self._clock = hub, trackers, clock
         self._unreported: list[Row] = []
         self._alarms: dict[int, dict[str, str]] = {}  # by step, what the hub has not been told yet
         self.scores: dict[int, float] = {}
@@ -283,22 +262,24 @@ class RunRecord:
         """The rows of the steps before a version; those that are trained again are dropped."""
         self._metrics.rewind(version, keep=("held_out",))
         self.scores = scores_of(self._metrics)
-        before = [row for row in self._metrics.rows() if row["step"] < version]
+        before: list[Row] = [row for row in self._metrics.rows() if row["step"] < version]
         if version > len(before):
-            log.warning(
-                "%s has %d of the %d steps that were done: guards, best score and a slowed rate go by these",
-                self._metrics.path, len(before), version,
-            )  # fmt: skip
+            said = "%s has %d of the %d steps that were done: guards, best score and a slowed rate go by these"
+            log.warning(said, self._metrics.path, len(before), version)
         self._trackers.begin(before)
-        return list(before)
+        return before
 
     def add(self, step: int, metrics: Row, measured: Mapping[int, float]) -> None:
-        """The row of a step. Of the held-out scores `measured` meanwhile, its own goes into it, others into theirs."""
-        own = named(measured.get(step))
-        for earlier, score in measured.items():
-            if earlier != step:
-                self.amend(earlier, named(score))
-        row = self._metrics.append(step, {**own, **metrics, "at_ms": float(self._clock.now_ms())})
+        """The row of a step, without numbers that overflowed (rewards of 1e200 have no variance). Of the held-out
+        scores `measured` meanwhile, its own goes into it, others into theirs."""
+        left_out = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+        if left_out:
+            log.warning("step %d: no finite number, so not in its row: %s", step, ", ".join(left_out))
+        shown = {name: value for name, value in metrics.items() if name not in left_out}
+        own = {"held_out": measured[step]} if step in measured else {}
+        for earlier in sorted(measured.keys() - {step}):
+            self.amend(earlier, {"held_out": measured[earlier]})
+        row = self._metrics.append(step, {**own, **shown, "at_ms": float(self._clock.now_ms())})
         self._unreported.append(row)
         self._trackers.write(row)
         self.scores |= dict(measured) | ({step: row["held_out"]} if "held_out" in row else {})
@@ -336,16 +317,4 @@ def latest_metrics(metrics: MetricsLog, version: int) -> dict[str, float]:
     for row in metrics.rows():
         if row["step"] <= version:
             latest.update(row)
-    return {name: value for name, value in latest.items() if name not in ("step", "at_ms")}
-
-
-def named(score: float | None) -> dict[str, float]:
-    return {} if score is None else {"held_out": score}
-
-
-def finite(step: int, metrics: Row) -> dict[str, float]:
-    """The numbers of a row. One that overflows (rewards of 1e200 have no variance) says nothing, and ends nothing."""
-    left_out = sorted(name for name, value in metrics.items() if not math.isfinite(value))
-    if left_out:
-        log.warning("step %d: no finite number, so not in its row: %s", step, ", ".join(left_out))
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return {name: value for name, value in latest.items() if name not in NOT_SHOWN}

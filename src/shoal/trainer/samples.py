@@ -1,7 +1,7 @@
 """From the hub's groups to samples, and from samples to log-probabilities. Knows no loss.
 
     TrainingGroup ─► a reward missing? ─► equal? ─► advantage per rollout ─► truncated and masked? ─► Sample
-                       └ counted: no_sample  └ counted: without_signal         └ counted: truncated
+                       └ counted: unscored   └ counted: without_signal         └ counted: truncated
     samples ─lay─► Laid (tensors on the device) ─score(model)─► log-probability and entropy of every drawn token
 
 The hub has dropped, and replaced, groups whose *task* rewards are equal. What is left out here has no advantage to
@@ -25,8 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.algorithms.advantages import Advantage
-from shoal.algorithms.filters import allowed, carries_signal, is_truncated
+from shoal.algorithms.advantages import Advantage, carries_signal
 from shoal.algorithms.packing import flatten, pad
 from shoal.errors import ProtocolError
 from shoal.models.logprobs import Head, TokenLogprobs, hidden_states, token_logprobs
@@ -38,8 +37,7 @@ from shoal.protocol.submission import drawn_mask
 @dataclass(frozen=True)
 class Sample:
     """One completion to train on. `behaviour` is the log-probability of each of its tokens when it was drawn. `drawn`
-    says which tokens the model drew. The others were given by the environment: the model reads them, and learns nothing
-    from them."""
+    says which tokens the model drew; the others were given by the environment: they are read, and carry no loss."""
 
     prompt_ids: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int64]
@@ -64,14 +62,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The groups that are trained on, each a list of samples, and what was left out."""
+    """The groups that are trained on, each a list of samples, and what was left out. `unscored` are rollouts of which a
+    number is missing: the reward, or the log-probability of a token that was drawn."""
 
     groups: list[list[Sample]]
     without_signal: int
     rollouts: int
     truncated: int
-    # Rollouts of which a number is missing: the reward, or the log-probability of a token that was drawn.
-    no_sample: int = 0
+    unscored: int = 0
 
     @property
     def tokens(self) -> int:
@@ -81,17 +79,24 @@ class Prepared:
 
 def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncated: bool) -> Prepared:
     """Samples with advantages, by group, in the order given."""
-    made = [_samples(group, advantage, mask_truncated) for group in groups]
-    kept = [[sample for sample in samples if sample.is_recorded] for samples in made]
-    unrecorded = sum(map(len, made)) - sum(map(len, kept))
+    kept, unrecorded = [], 0
+    for group in groups:
+        rewards = [rollout.reward for rollout in group.rollouts]
+        # In float64: the mean of large rewards is rounded, and a deviation of nearly nothing blows the rounding up.
+        advantages = advantage(torch.tensor(rewards, dtype=torch.float64)).tolist() if carries_signal(rewards) else []
+        samples = [
+            _sample(group, rollout, value)
+            for rollout, value in zip(group.rollouts, advantages, strict=False)
+            if any(advantages) and rollout.tokens and not (mask_truncated and rollout.finish == "length")
+        ]
+        kept.append([sample for sample in samples if sample.is_recorded])
+        unrecorded += len(samples) - len(kept[-1])
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return Prepared(
-        groups=[samples for samples in kept if samples],
-        without_signal=sum(not samples for samples in kept),
-        rollouts=len(rollouts),
-        truncated=sum(is_truncated(rollout.finish) for rollout in rollouts),
-        no_sample=sum(not isfinite(rollout.reward) for rollout in rollouts) + unrecorded,
-    )
+        groups=[samples for samples in kept if samples], without_signal=sum(not samples for samples in kept),
+        rollouts=len(rollouts), truncated=sum(rollout.finish == "length" for rollout in rollouts),
+        unscored=sum(not isfinite(rollout.reward) for rollout in rollouts) + unrecorded,
+    )  # fmt: skip
 
 
 def all_recorded(groups: Sequence[TrainingGroup]) -> list[Sample]:
@@ -100,41 +105,21 @@ def all_recorded(groups: Sequence[TrainingGroup]) -> list[Sample]:
     return [sample for sample in made if sample.trained and sample.is_recorded]
 
 
-def check_staleness(groups: Sequence[TrainingGroup], step: int, bound: int) -> None:
-    """The hub keeps the bound; a batch that breaks it is refused whole, since training on it would not be the run."""
+def check_groups(groups: Sequence[TrainingGroup], step: int, max_staleness: int, vocabulary: int) -> None:
+    """The hub keeps the bound, and validators let no other token pass; a batch that breaks either is refused whole. A
+    token that a model does not have would end the process without saying where it came from, on a GPU not at once."""
     for group in groups:
-        if not allowed(step, group.version, bound):
+        if not 0 <= step - group.version <= max_staleness:
             raise ProtocolError(
-                f"the hub's batch for step {step} holds unit {group.unit} of version {group.version}, "
-                f"outside versions {max(0, step - bound)}…{step} that max_staleness = {bound} allows"
+                f"the hub's batch for step {step} holds unit {group.unit} of version {group.version}, outside versions "
+                f"{max(0, step - max_staleness)}…{step} that max_staleness = {max_staleness} allows"
             )
-
-
-def check_tokens(groups: Sequence[TrainingGroup], vocabulary: int) -> None:
-    """Validators let nothing else pass. A token that a model does not have would end the process without saying where
-    it came from, on a GPU not even at once."""
-    for group in groups:
         if not group.prompt:
             raise ProtocolError(f"unit {group.unit} has an empty prompt: nothing predicts the first token after it")
         read = (group.prompt_ids, *(rollout.token_ids for rollout in group.rollouts))
         largest = max(int(ids.max(initial=0)) for ids in read)
         if largest >= vocabulary:
             raise ProtocolError(f"unit {group.unit} holds token {largest}; the policy knows {vocabulary} tokens")
-
-
-def _samples(group: TrainingGroup, advantage: Advantage, mask_truncated: bool) -> list[Sample]:
-    rewards = [rollout.reward for rollout in group.rollouts]
-    if not carries_signal(rewards):
-        return []
-    # In float64: the mean of large rewards is rounded, and a deviation of nearly nothing blows the rounding up.
-    advantages = advantage(torch.tensor(rewards, dtype=torch.float64)).tolist()
-    if not any(advantages):
-        return []
-    return [
-        _sample(group, rollout, value)
-        for rollout, value in zip(group.rollouts, advantages, strict=True)
-        if rollout.tokens and not (mask_truncated and is_truncated(rollout.finish))
-    ]
 
 
 def _sample(group: TrainingGroup, rollout: TrainingRollout, advantage: float) -> Sample:

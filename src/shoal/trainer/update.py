@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shoal.algorithms.losses import LossOutput, LossTokens
-from shoal.algorithms.terms import TermWeights, absolute_difference, divergence, effective_share, ratio_sums, with_terms
+from shoal.algorithms.terms import divergence, effective_share, ratio_sums, with_terms
 from shoal.errors import TrainingDiverged
 from shoal.models.logprobs import TokenLogprobs
 from shoal.models.lora import without_adapters
@@ -41,6 +41,33 @@ log = logging.getLogger(__name__)
 # Sums that become something else than a mean over tokens.
 TOKENS, POSITIONS, INPUTS = "_tokens", "_positions", "_inputs"
 RATIO, RATIO_SQUARED = "_ratio", "_ratio_squared"
+
+
+@dataclass
+class Numbers:
+    """Sums and peaks over all processes, of one update or several. `tokens`: how many tokens each sum is of, so that
+    an update that did not measure something does not count in its mean."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: Numbers) -> None:
+        for mine, theirs in ((self.sums, other.sums), (self.tokens, other.tokens)):
+            for name, value in theirs.items():
+                mine[name] = mine.get(name, 0.0) + value
+        for name, value in other.peaks.items():
+            self.peaks[name] = max(self.peaks.get(name, value), value)
+
+    def means(self) -> dict[str, float]:
+        """For example `{"loss": 0.2, "effective_samples": 0.98, "ratio_max": 1.4, …}`."""
+        means = {name: total / self.tokens[name] for name, total in self.sums.items() if not name.startswith("_")}
+        if INPUTS in self.sums:
+            means["padding_fraction"] = 1 - self.sums[INPUTS] / self.sums[POSITIONS]
+        if RATIO in self.sums:
+            share = effective_share(self.sums[RATIO], self.sums[RATIO_SQUARED], int(self.tokens[RATIO]))
+            means["effective_samples"] = share
+        return means | self.peaks
 
 
 @dataclass
@@ -63,60 +90,28 @@ class Tally:
 
     def reduced(self, ranks: Ranks) -> Numbers:
         """Over all processes. This is where a GPU is waited for: once an update."""
-        sums = ranks.total(torch.stack(list(self.sums.values()))).tolist()
+        sums = dict(zip(self.sums, ranks.total(torch.stack(list(self.sums.values()))).tolist(), strict=True))
         peaks = ranks.peak(torch.stack(list(self.peaks.values()))).tolist() if self.peaks else []
-        return Numbers(dict(zip(self.sums, sums, strict=True)), dict(zip(self.peaks, peaks, strict=True)))
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """One update's sums and peaks, over all processes."""
-
-    sums: Mapping[str, float]
-    peaks: Mapping[str, float]
-
-    def means(self) -> dict[str, float]:
-        """For example `{"loss": 0.2, "effective_samples": 0.98, "ratio_max": 1.4, …}`."""
-        return _means(self.sums, dict.fromkeys(self.sums, self.sums[TOKENS])) | dict(self.peaks)
+        return Numbers(sums, dict.fromkeys(sums, sums[TOKENS]), dict(zip(self.peaks, peaks, strict=True)))
 
 
 @dataclass
 class Totals:
-    """A step's numbers: what an update did not measure does not count in the mean of those that did. `grad_norm` is the
-    mean of the updates that were made, if any was; `grad_norm_max` is of the skipped ones, too."""
+    """A step's numbers. `grad_norm` is the mean of the updates that were made, if any was; `grad_norm_max` is of the
+    skipped ones, too."""
 
-    sums: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, float] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=Numbers)
     grad_norms: list[float] = field(default_factory=list)
     made_norms: list[float] = field(default_factory=list)
     skipped: int = 0
 
-    def add(self, numbers: Numbers, grad_norm: float, *, made: bool = True) -> None:
-        for name, value in numbers.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-            self.tokens[name] = self.tokens.get(name, 0.0) + numbers.sums[TOKENS]
-        for name, value in numbers.peaks.items():
-            self.peaks[name] = max(self.peaks.get(name, value), value)
-        self.grad_norms.append(grad_norm)
-        if made:
-            self.made_norms.append(grad_norm)
-
     def metrics(self) -> dict[str, float]:
         """The row's numbers; of a step in which nothing was measured only how many updates were skipped."""
+        skipped = {"skipped_updates": float(self.skipped)}
         if not self.grad_norms:
-            return {"skipped_updates": float(self.skipped)}
+            return skipped
         norms = {"grad_norm": float(np.mean(self.made_norms or self.grad_norms)), "grad_norm_max": max(self.grad_norms)}
-        return {**_means(self.sums, self.tokens), **self.peaks, **norms, "skipped_updates": float(self.skipped)}
-
-
-def _means(sums: Mapping[str, float], tokens: Mapping[str, float]) -> dict[str, float]:
-    means = {name: total / tokens[name] for name, total in sums.items() if not name.startswith("_")}
-    if INPUTS in sums:
-        means["padding_fraction"] = 1 - sums[INPUTS] / sums[POSITIONS]
-    if RATIO in sums:
-        means["effective_samples"] = effective_share(sums[RATIO], sums[RATIO_SQUARED], int(tokens[RATIO]))
-    return means
+        return {**self.numbers.means(), **norms, **skipped}
 
 
 Veto = Callable[[Mapping[str, float]], str | None]
@@ -155,9 +150,9 @@ class Update:
 
     learner: Learner
     plan: StepPlan
-    totals: Totals
     interrupted: Callable[[], bool]
-    veto: Veto
+    veto: Veto = lambda _numbers: None
+    totals: Totals = field(default_factory=Totals)
 
     def run(self, batches: Sequence[Micro], recomputed: Sequence[Tensor] | None, *, first: bool) -> None:
         """`recomputed` are the log-probabilities of the step's beginning, by micro-batch; None: not asked for. In the
@@ -165,31 +160,30 @@ class Update:
         learner, tally = self.learner, Tally()
         learner.optimizer.zero_grad(set_to_none=True)
         for number, batch in enumerate(batches):
-            self.stop_if_told()
+            self._stop_if_told()
             self._accumulate(batch, tally, recomputed[number] if recomputed else None, first=first)
         gradients = [weight.grad for weight in learner.trained().values() if weight.grad is not None]
         self._finish(tally.reduced(learner.ranks), learner.ranks.norm(gradients))
         learner.optimizer.zero_grad(set_to_none=True)
 
-    def stop_if_told(self) -> None:
-        if self.learner.ranks.any(self.interrupted()):
-            raise Stopped
-
     @torch.no_grad()
     def logprobs(self, batch: Micro) -> Tensor:
         """Of the policy as it is, without a gradient."""
-        self.stop_if_told()
+        self._stop_if_told()
         return self._score(self.learner.model, self._lay(batch)).logprobs
 
     @torch.no_grad()
     def look(self, batch: Micro, tally: Tally) -> None:
         """How far the policy as it is now is from what was recorded, without learning from it."""
-        self.stop_if_told()
+        self._stop_if_told()
         laid = self._lay(batch)
-        logprobs_N = self._score(self.learner.model, laid).logprobs
-        gap_N, kl_N = absolute_difference(logprobs_N, laid.behaviour_N), divergence(logprobs_N, laid.behaviour_N)
-        values = {TOKENS: torch.ones_like(gap_N), "mismatch": gap_N, "mismatch_kl": kl_N}
-        tally.add(values, {}, counted=bool(batch.samples))
+        difference_N = self._score(self.learner.model, laid).logprobs - laid.behaviour_N
+        values = {"mismatch": difference_N.abs(), "mismatch_kl": divergence(difference_N)}
+        tally.add({TOKENS: torch.ones_like(difference_N), **values}, {}, counted=bool(batch.samples))
+
+    def _stop_if_told(self) -> None:
+        if self.learner.ranks.any(self.interrupted()):
+            raise Stopped
 
     def _lay(self, batch: Micro) -> Laid:
         return lay(batch.samples or [DUMMY], self.learner.device, packed=self.learner.packed)
@@ -212,8 +206,8 @@ class Update:
             recomputed_N=recomputed_N, reference_N=reference_N, entropy_N=scored.entropy, sequence_N=laid.sequence_N,
         )  # fmt: skip
         objective, parameters = learner.settings.objective, learner.loss_parameters
-        terms = TermWeights(kl=objective.kl, entropy=objective.entropy)
-        output = with_terms(learner.loss(tokens, parameters), tokens, parameters, terms)
+        output = learner.loss(tokens, parameters)
+        output = with_terms(output, tokens, parameters, kl=objective.kl, entropy=objective.entropy)
         weights = torch.tensor(batch.weights or [0.0], dtype=torch.float32, device=laid.sequence_N.device)
         torch.autograd.backward((output.loss_N * weights.index_select(0, laid.sequence_N)).sum())
         self._tally(tally, laid, tokens, output, counted=bool(batch.samples))
@@ -225,26 +219,28 @@ class Update:
         values = {TOKENS: ones_N, "loss": output.loss_N, "entropy": tokens.entropy_N, **output.mean}
         peaks = dict(output.peak)
         if self.plan.recorded:
-            values[RATIO], values[RATIO_SQUARED] = ratio_sums(tokens.logprobs_N, laid.behaviour_N)
+            values[RATIO], values[RATIO_SQUARED] = ratio_sums(tokens.logprobs_N - laid.behaviour_N)
         if self.plan.recorded and tokens.recomputed_N is not None:
-            gap_N = absolute_difference(tokens.recomputed_N, laid.behaviour_N)
-            values |= {"mismatch": gap_N, "mismatch_kl": divergence(tokens.recomputed_N, laid.behaviour_N)}
-            peaks["mismatch_max"] = gap_N
+            difference_N = tokens.recomputed_N - laid.behaviour_N
+            peaks["mismatch_max"] = values["mismatch"] = difference_N.abs()
+            values["mismatch_kl"] = divergence(difference_N)
         values[POSITIONS] = ones_N.new_full((), laid.ids.numel())
         values[INPUTS] = ones_N.new_full((), laid.inputs)
         tally.add(values, peaks, counted=counted)
 
     def _finish(self, numbers: Numbers, norm: Tensor) -> None:
         """Apply the gradient, skip it, or refuse it: the same in every process."""
-        learner = self.learner
+        learner, totals = self.learner, self.totals
         seen = {**numbers.means(), "grad_norm": float(norm)}
         finite = math.isfinite(seen["grad_norm"]) and math.isfinite(seen["loss"])
         reason = self.veto(seen)
         refused = learner.ranks.any(reason is not None)
         if finite:
-            self.totals.add(numbers, seen["grad_norm"], made=not refused)
+            totals.numbers.add(numbers)
+            totals.grad_norms.append(seen["grad_norm"])
+            totals.made_norms += [] if refused else [seen["grad_norm"]]
         if refused:
-            self.totals.skipped += 1
+            totals.skipped += 1
             log.warning("an update of step %d was skipped: %s", self.plan.step, reason or "another process refused it")
         elif not finite:
             raise TrainingDiverged(

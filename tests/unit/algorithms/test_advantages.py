@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.algorithms.filters import allowed, carries_signal, is_truncated, staleness
-from shoal.algorithms.registry import ADVANTAGES, LOSSES, advantage_named, loss_named
-from shoal.errors import ConfigError
+from shoal.algorithms.advantages import carries_signal
+from shoal.algorithms.registry import ADVANTAGES
 from shoal.protocol.verdict import MAX_REWARD
 
 NAMES = sorted(ADVANTAGES)
@@ -22,7 +21,7 @@ COARSE = st.lists(st.integers(-8, 8).map(lambda eighths: eighths / 8), min_size=
 
 
 def of(name: str, rewards: list[float]) -> list[float]:
-    values: list[float] = advantage_named(name)(torch.tensor(rewards, dtype=torch.float64)).tolist()
+    values: list[float] = ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64)).tolist()
     return values
 
 
@@ -60,7 +59,7 @@ def test_equal_rewards_carry_no_advantage(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_advantages_keep_the_order(name: str) -> None:
     rewards = torch.tensor([0.1, 0.9, 0.3, 0.3, 1.0])
-    assert torch.equal(advantage_named(name)(rewards).argsort(stable=True), rewards.argsort(stable=True))
+    assert torch.equal(ADVANTAGES[name](rewards).argsort(stable=True), rewards.argsort(stable=True))
 
 
 @settings(max_examples=60)
@@ -108,14 +107,6 @@ def test_max_rl_is_bounded_by_the_size_of_the_group(rewards: list[float]) -> Non
     assert max(values) <= (len(values) - 1) * (1 + 1e-5)
 
 
-def test_an_unknown_word_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="dr_grpo, group_mean, group_mean_sample_std, group_mean_std, max_rl, rloo"):
-        advantage_named("grpo")
-    with pytest.raises(ConfigError, match=r"no loss called 'clip'; choose one of: .*ppo_clip, tis, two_sided_clip"):
-        loss_named("clip")
-    assert loss_named("ppo_clip") is LOSSES["ppo_clip"]
-
-
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
@@ -125,13 +116,3 @@ def test_an_unknown_word_is_refused_with_the_choices() -> None:
 )  # fmt: skip
 def test_groups_that_teach(rewards: list[float], expected: bool) -> None:
     assert carries_signal(rewards) is expected
-    assert (is_truncated("length"), is_truncated("eos")) == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("step", "version", "bound", "expected"),
-    [(0, 0, 0, True), (1, 0, 0, False), (1, 0, 1, True), (5, 3, 2, True), (5, 2, 2, False), (5, 6, 2, False)],
-)
-def test_the_staleness_bound(step: int, version: int, bound: int, expected: bool) -> None:
-    assert allowed(step, version, bound) is expected
-    assert staleness(step, version) == step - version

@@ -191,7 +191,7 @@ def said(capsys: Capture, *arguments: object) -> str:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--verify"], "--verify: give the environment that knows what is right"),
+        (["--verify"], "--verify: there is no environment here; give one with --env"),
         (["--best", "0.5"], "belong together"),
         (["--rank", "there"], "belong together"),
         (["--set", "trainer.loss=plain"], "trainer.loss means nothing to a warm start"),
@@ -200,10 +200,7 @@ def said(capsys: Capture, *arguments: object) -> str:
         (["--set", "run.steps=3"], "only settings of [trainer] and [environment] matter here"),
         (["--set", "environment.options.max_digits=9"], "there is no environment here; give one with --env"),
         (["--require", "("], "--require (: no regular expression"),
-        (
-            ["--max-tokens", "2"],
-            "no demonstration is left of 4 (left out by: length 4); for example by length: row 0 (demos.jsonl",
-        ),
+        (["--max-tokens", "2"], "no demonstration is left: read 4; - readable 0; - length 4 e.g. row 0 (demos.jsonl"),
         (["--env", "srt"], "there is no environment 'srt' (did you mean 'sort'?)"),
     ],
 )

@@ -135,7 +135,7 @@ def test_weights_that_are_no_numbers_are_seen_without_any_batch() -> None:
         made.model.model.norm.weight[0] = torch.inf
     seen = look_back(made, StepWork(0, [], temperature=1.0, max_staleness=0))
     judged = Watch(GuardSettings()).conclude(0, seen)
-    assert judged.stops
+    assert judged.stopping
     assert judged.numbers == {"alarm_not_finite": 1.0}
 
 

@@ -112,12 +112,6 @@ def test_form(tmp_path: Path, wanted: str, good: str, bad: str) -> None:
     assert reasons(outcome) == {1: f"form: no {wanted} in it"}
 
 
-def test_characters_that_the_tokenizer_does_not_know(tmp_path: Path) -> None:
-    rows = [{"text": "plain"}, {"text": "naïve"}]
-    _, outcome = chosen(tmp_path, rows)
-    assert reasons(outcome) == {1: "characters: characters that the tokenizer does not know"}
-
-
 def test_held_out_tasks_of_a_generator_and_of_a_data_set(tmp_path: Path) -> None:
     sort = build(EnvironmentSettings(name="sort"))
     held_out, train = sort.tasks("held_out")[0], sort.tasks("train")[0]
@@ -155,27 +149,13 @@ def test_verified_by_the_environment(tmp_path: Path) -> None:
         {"prompt": "another=", "completion": tasks[3].answer, "task": tasks[3].id},
         {"prompt": tasks[3].prompt, "completion": tasks[3].answer, "task": "sort/nowhere"},
     ]
-    _, outcome = chosen(tmp_path, rows, asking=Asking(sort, Failing(sort), has_tasks=True), verify=True)
+    _, outcome = chosen(tmp_path, rows, asking=Asking(sort, Failing(sort)), verify=True)
     assert reasons(outcome) == {
         1: "verified: its reward is below 1",
         2: "verified: could not be scored: broken",
-        3: "verified: no task of the environment asks this",
-        4: "verified: no task of the environment asks this",
+        3: "verified: it names no task of the environment that asks this",
+        4: "verified: it names no task of the environment that asks this",
     }
-
-
-def test_verified_by_the_question_where_no_task_is_named(tmp_path: Path) -> None:
-    questions = put(
-        tmp_path / "q.jsonl", [{"question": f"{number}+1", "answer": str(number + 1)} for number in range(20)]
-    )
-    data = build(EnvironmentSettings(name="dataset", data=questions, options={"grader": "exact"}))
-    task = data.tasks("train")[3]
-    rows = [{"prompt": task.prompt, "completion": task.answer}, {"prompt": "who knows", "completion": "x"}]
-    _, outcome = chosen(tmp_path, rows, asking=Asking(data, DirectScorer(data)), verify=True)
-    assert reasons(outcome) == {1: "verified: no task of the environment asks this"}
-    many = build(EnvironmentSettings(name="sort", train_size=2_000_000))
-    with pytest.raises(ConfigError, match="name them in a column task"):
-        chosen(tmp_path, rows, asking=Asking(many, DirectScorer(many)), verify=True)
 
 
 class Longest:
@@ -204,7 +184,7 @@ def test_the_best_by_rank(tmp_path: Path) -> None:
 def test_filters_see_only_what_those_before_have_kept(tmp_path: Path) -> None:
     rows = [sort_row("7654321"), sort_row("7654321"), sort_row("21"), sort_row("21")]
     _, outcome = chosen(tmp_path, rows, max_tokens=9)
-    assert outcome.counts == {"readable": 0, "length": 2, "characters": 0, "duplicates": 1}
+    assert outcome.counts == {"readable": 0, "length": 2, "duplicates": 1}
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -217,7 +197,6 @@ def test_the_table(tmp_path: Path) -> None:
     )
     assert by_filter[1:] == [
         "  - length              1   e.g. row 2 (demos.jsonl line 3): more than 9 tokens",
-        "  - characters          0",
         "  - duplicates          1   e.g. row 3 (demos.jsonl line 4): the same as row 0",
     ]
 

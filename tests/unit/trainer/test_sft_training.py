@@ -21,7 +21,7 @@ from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore
 from shoal.trainer.demonstrations.choosing import Corpus, Course
-from shoal.trainer.demonstrations.training import LAST_BATCH, VALIDATION, WarmStart, WarmStartParts
+from shoal.trainer.demonstrations.training import LAST_BATCH, VALIDATION, WarmStart
 from shoal.trainer.export import ModelCard
 from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner, new_learner
@@ -102,14 +102,16 @@ def corpus(tmp_path: Path) -> Corpus:
     return chosen(tmp_path, sort_rows(28))[0]
 
 
-def parts(tmp: Path, corpus: Corpus, name: str = "work", **changes: Any) -> WarmStartParts:
+def warm(tmp: Path, corpus: Corpus, name: str = "work", **changes: Any) -> WarmStart:
+    """A warm start as a new process would make it."""
     settings = changes.pop("settings", SETTINGS)
     values: dict[str, Any] = {
-        "folder": tmp / name, "out": tmp / f"{name}.model", "run": "sft-test", "files": sort_files(), "corpus": corpus,
-        "learner": new_learner(tiny_model(), settings), "course": COURSE, "card": ModelCard(Progress("sft-test", 0)),
+        "folder": tmp / name, "out": tmp / f"{name}.model", "name": "sft-test", "files": sort_files(),
+        "corpus": corpus, "learner": new_learner(tiny_model(), settings), "course": COURSE,
+        "card": ModelCard(Progress("sft-test", 0)),
     }  # fmt: skip
     (tmp / name).mkdir(exist_ok=True)
-    return WarmStartParts(**{**values, **changes})
+    return WarmStart(**{**values, **changes})
 
 
 def mean_loss(learner: Learner, corpus: Corpus, numbers: list[int]) -> float:
@@ -126,37 +128,30 @@ def mean_loss(learner: Learner, corpus: Corpus, numbers: list[int]) -> float:
     return total / count
 
 
-def rows(of: WarmStartParts) -> list[dict[str, float]]:
+def rows(of: WarmStart) -> list[dict[str, float]]:
     return MetricsLog(of.folder / "metrics.jsonl").rows()
 
 
 def test_it_learns_and_its_numbers_are_those_by_hand(tmp_path: Path, corpus: Corpus) -> None:
-    given = parts(tmp_path, corpus)
-    run = WarmStart(given, StopToken())
-    first = run.batches[0].tolist()
+    run = warm(tmp_path, corpus, extra={"sft.json": b"{}"})
     validation = run.validation.tolist()
-    expected = [mean_loss(given.learner, corpus, first), mean_loss(given.learner, corpus, validation)]
+    expected = [mean_loss(run.learner, corpus, numbers) for numbers in (run.batches[0].tolist(), validation)]
     told: list[tuple[int, int]] = []
     assert run.run(lambda done, steps, _note: told.append((done, steps)))
     assert told == [(done, 6) for done in range(7)]
-    found = rows(given)
+    found = rows(run)
     assert [found[0]["loss"], found[0][VALIDATION]] == pytest.approx(expected, rel=1e-4)
-    assert found[-1][VALIDATION] == pytest.approx(mean_loss(given.learner, corpus, validation), rel=1e-4)
+    assert found[-1][VALIDATION] == pytest.approx(mean_loss(run.learner, corpus, validation), rel=1e-4)
     assert found[-1][VALIDATION] < 0.95 * found[0][VALIDATION]
     assert [row["step"] for row in found] == list(range(7))
     assert [row["step"] for row in found if VALIDATION in row] == [0, 3, 6]
     rates = [row["learning_rate"] / 3e-3 for row in found[:6]]
     assert rates == pytest.approx([0.5, 1, 1, 0.8536, 0.5, 0.1464], abs=1e-4)
-
-
-def test_the_export_is_the_model_that_was_trained(tmp_path: Path, corpus: Corpus) -> None:
-    given = parts(tmp_path, corpus, extra={"sft.json": b"{}"})
-    assert WarmStart(given, StopToken()).run()
-    loaded = load_model(given.out)
-    assert same(dict(loaded.model.named_parameters()), weights(given.learner))
-    assert (given.out / "sft.json").read_bytes() == b"{}"
-    assert (given.out / "metrics.jsonl").read_bytes() == (given.folder / "metrics.jsonl").read_bytes()
-    card = json.loads((given.out / "shoal.json").read_bytes())
+    # What is exported is the model that was trained.
+    assert same(dict(load_model(run.out).model.named_parameters()), weights(run.learner))
+    assert (run.out / "sft.json").read_bytes() == b"{}"
+    assert (run.out / "metrics.jsonl").read_bytes() == (run.folder / "metrics.jsonl").read_bytes()
+    card = json.loads((run.out / "shoal.json").read_bytes())
     assert card["progress"]["version"] == 6
     assert VALIDATION in card["metrics"]
 
@@ -175,17 +170,22 @@ class Stopping(StopToken):
         return super().is_set()
 
 
-@pytest.mark.parametrize("looks", [0, 2, 4])
-def test_stopped_it_saves_and_goes_on_bit_for_bit(tmp_path: Path, corpus: Corpus, looks: int) -> None:
-    whole = parts(tmp_path, corpus, "whole")
-    assert WarmStart(whole, StopToken()).run()
-    stopped = parts(tmp_path, corpus, "stopped")
-    run = WarmStart(stopped, Stopping(looks))
-    assert not run.run()
+@pytest.mark.parametrize("looks", [0, 2, 4, None])
+def test_stopped_or_killed_it_goes_on_bit_for_bit(tmp_path: Path, corpus: Corpus, looks: int | None) -> None:
+    whole = warm(tmp_path, corpus, "whole")
+    assert whole.run()
+    if looks is None:  # killed: the checkpoint is of version 2; the row of step 2 is written, and its weights are lost
+        run = warm(tmp_path, corpus, "stopped")
+        run._resume()
+        for _ in range(3):
+            run._advance()
+    else:
+        run = warm(tmp_path, corpus, "stopped", stop=Stopping(looks))
+        assert not run.run()
     assert run.version < 6
-    assert not stopped.out.exists()
-    resumed = parts(tmp_path, corpus, "stopped")
-    assert WarmStart(resumed, StopToken()).run()
+    assert not run.out.exists()
+    resumed = warm(tmp_path, corpus, "stopped")
+    assert resumed.run()
     assert same(weights(resumed.learner), weights(whole.learner))
     kept = ("step", "loss", VALIDATION, "grad_norm", "learning_rate")
     assert [[row.get(name) for name in kept] for row in rows(resumed)] == [
@@ -193,25 +193,10 @@ def test_stopped_it_saves_and_goes_on_bit_for_bit(tmp_path: Path, corpus: Corpus
     ]
 
 
-def test_killed_after_any_row_it_goes_on_bit_for_bit(tmp_path: Path, corpus: Corpus) -> None:
-    whole = parts(tmp_path, corpus, "whole")
-    assert WarmStart(whole, StopToken()).run()
-    killed = parts(tmp_path, corpus, "killed")
-    run = WarmStart(killed, StopToken())
-    run._resume()
-    for _ in range(3):  # the checkpoint is of version 2; the row of step 2 is written, and its weights are lost
-        run._advance()
-    resumed = parts(tmp_path, corpus, "killed")
-    assert WarmStart(resumed, StopToken()).run()
-    assert same(weights(resumed.learner), weights(whole.learner))
-    assert [row["loss"] for row in rows(resumed)[:6]] == [row["loss"] for row in rows(whole)[:6]]
-
-
 def test_checkpoints_of_another_warm_start_are_refused(tmp_path: Path, corpus: Corpus) -> None:
-    assert not WarmStart(parts(tmp_path, corpus), Stopping(3)).run()
-    other = replace(parts(tmp_path, corpus), run="sft-other")
+    assert not warm(tmp_path, corpus, stop=Stopping(3)).run()
     with pytest.raises(CheckpointError, match="are of another warm start"):
-        WarmStart(other, StopToken()).run()
+        replace(warm(tmp_path, corpus), name="sft-other").run()
 
 
 def settings(**values: Any) -> TrainerSettings:
@@ -219,14 +204,9 @@ def settings(**values: Any) -> TrainerSettings:
     return TrainerSettings.model_validate({**common, "loss": "cross_entropy", **values})
 
 
-def warm_start(tmp: Path, corpus: Corpus, with_: TrainerSettings, **course: Any) -> WarmStart:
-    (tmp / "work").mkdir(exist_ok=True)
-    parts = WarmStartParts(
-        folder=tmp / "work", out=tmp / "out", run="sft-test", learner=new_learner(tiny_model(), with_),
-        files=sort_files(), corpus=corpus, course=Course(**{"batch": 8, "validation": 0, **course}),
-        card=ModelCard(Progress("sft-test", 0)),
-    )  # fmt: skip
-    return WarmStart(parts, StopToken())
+def warm_start(tmp: Path, corpus: Corpus, with_: TrainerSettings, steps: int) -> WarmStart:
+    course = Course(batch=8, validation=0, steps=steps)
+    return warm(tmp, corpus, settings=with_, course=course, out=tmp / "out")
 
 
 def written(tmp: Path) -> list[dict[str, float]]:
@@ -306,7 +286,7 @@ def test_a_version_that_was_saved_unjudged_is_judged_by_a_resume(tmp_path: Path,
     stopped = warm_start(tmp_path, corpus, settings(learning_rate=10.0), steps=1)
     stopped._resume()
     stopped._advance()
-    stopped._stop.set("test")
+    stopped.stop.set("test")
     assert not stopped.run()
     assert saved(tmp_path) == [1]
     message = diverges(tmp_path, warm_start(tmp_path, corpus, settings(learning_rate=10.0), steps=1))

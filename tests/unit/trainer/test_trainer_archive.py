@@ -22,6 +22,7 @@ from shoal.protocol import (
     pack_logprobs,
     pack_tokens,
 )
+from shoal.protocol.submission import pack_spans
 from shoal.trainer.archive import SCHEMA, RolloutArchive
 from shoal.trainer.shards import Actions
 
@@ -34,7 +35,7 @@ def group(unit: int, version: int, prompt: str, *completions: tuple[str, str, fl
     for text, finish, reward in completions:
         ids = [*TOKENIZER.encode(text), *([EOS] if finish == "eos" else [])]
         logprobs = pack_logprobs([-0.5 * (index + 1) for index in range(len(ids))])
-        rollouts.append(TrainingRollout(pack_tokens(ids), logprobs, finish, reward))  # type: ignore[arg-type]
+        rollouts.append(TrainingRollout(pack_tokens(ids), logprobs, finish, reward, pack_spans([(0, 1)])))  # type: ignore[arg-type]
     return TrainingGroup(unit, f"sort/{unit}", version, pack_tokens(TOKENIZER.encode(prompt)), rollouts)
 
 
@@ -74,7 +75,7 @@ def test_a_row_is_a_rollout_with_its_texts_tokens_and_reward(archive: RolloutArc
     assert rows[0] == {
         "step": 7, "unit": 40, "sample": 0, "task": "sort/40", "node": "node-40", "version": 6, "staleness": 1,
         "prompt": "31=", "completion": "13", "prompt_ids": list(TOKENIZER.encode("31=")),
-        "token_ids": [*TOKENIZER.encode("13"), EOS], "logprobs": [-0.5, -1.0, -1.5], "given": [], "finish": "eos",
+        "token_ids": [*TOKENIZER.encode("13"), EOS], "logprobs": [-0.5, -1.0, -1.5], "given": [0, 1], "finish": "eos",
         "reward": 1.0,
     }  # fmt: skip
     seen = [(row["unit"], row["sample"], row["node"], row["staleness"], row["completion"]) for row in rows[1:]]

@@ -11,7 +11,7 @@ from shoal.algorithms.registry import ADVANTAGES
 from shoal.errors import ProtocolError
 from shoal.hub.state.audits import has_equal_rewards
 from shoal.protocol import RolloutReward, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
-from shoal.trainer.samples import Prepared, check_staleness, prepare
+from shoal.trainer.samples import Prepared, check_groups, prepare
 
 
 def rollout(
@@ -33,22 +33,22 @@ def test_samples_carry_the_advantages_of_their_rollouts() -> None:
     made = of(group(rollout(1.0, tokens=2), rollout(0.0, tokens=5)), group(rollout(0.5), rollout(0.0), unit=1))
     assert [[sample.advantage for sample in samples] for samples in made.groups] == [[0.5, -0.5], [0.25, -0.25]]
     assert (made.tokens, sum(map(len, made.groups)), made.rollouts) == (13, 4, 4)
-    assert (made.without_signal, made.truncated, made.no_sample) == (0, 0, 0)
+    assert (made.without_signal, made.truncated, made.unscored) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
-def test_a_group_with_a_reward_that_is_no_number_is_no_sample_and_counted(missing: float) -> None:
+def test_a_group_with_a_reward_that_is_nan_or_infinite_is_unscored_and_counted(missing: float) -> None:
     made = of(group(rollout(1.0), rollout(missing), rollout(0.0)), group(rollout(1.0), rollout(0.0), unit=1))
-    assert (len(made.groups), made.without_signal, made.no_sample) == (1, 1, 1)
+    assert (len(made.groups), made.without_signal, made.unscored) == (1, 1, 1)
 
 
-def test_a_rollout_whose_log_probability_is_no_number_is_no_sample_and_counted() -> None:
+def test_a_rollout_whose_log_probability_is_nan_is_unscored_and_counted() -> None:
     broken = rollout(1.0, logprobs=[-0.5, math.nan, -0.5])
     made = of(group(broken, rollout(0.0), rollout(0.0)))
     # its reward is a real outcome, and stays in the mean
     assert [sample.advantage for sample in made.groups[0]] == pytest.approx([-1 / 3, -1 / 3])
-    assert (made.no_sample, made.without_signal, sum(map(len, made.groups))) == (1, 0, 2)
-    assert of(group(broken, rollout(0.0, logprobs=[-math.inf] * 3))).no_sample == 2
+    assert (made.unscored, made.without_signal, sum(map(len, made.groups))) == (1, 0, 2)
+    assert of(group(broken, rollout(0.0, logprobs=[-math.inf] * 3))).unscored == 2
 
 
 def test_a_completion_without_tokens_is_no_completion() -> None:
@@ -59,7 +59,7 @@ def test_a_completion_without_tokens_is_no_completion() -> None:
 
 def test_equal_rewards_teach_nothing_and_are_counted() -> None:
     made = of(group(rollout(1.0), rollout(1.0)), group(rollout(1.0), rollout(0.0), unit=1))
-    assert (len(made.groups), made.without_signal, made.no_sample) == (1, 1, 0)
+    assert (len(made.groups), made.without_signal, made.unscored) == (1, 1, 0)
 
 
 def test_large_rewards_are_not_rounded_into_advantages() -> None:
@@ -105,7 +105,7 @@ def test_truncated_samples_are_masked_if_so_wanted_and_always_counted() -> None:
 def test_groups_that_are_too_old_or_not_yet_possible_are_refused(version: int, fits: bool) -> None:
     groups = [group(rollout(1.0), rollout(0.0), unit=9, version=version)]
     if fits:
-        check_staleness(groups, step=5, bound=2)
+        check_groups(groups, 5, 2, 90)
     else:
         with pytest.raises(ProtocolError, match=f"unit 9 of version {version}, outside versions 3…5"):
-            check_staleness(groups, step=5, bound=2)
+            check_groups(groups, 5, 2, 90)

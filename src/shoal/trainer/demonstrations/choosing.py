@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from hashlib import sha256
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +36,7 @@ from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, Unu
 from shoal.rewards import Job, Scorer
 from shoal.rewards.panel import PartJudge, Piece
 from shoal.rewards.protocol import settled
-from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder, Tokens
+from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder
 from shoal.trainer.settings import LossName, TrainerSettings
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ FORMS = {
 }
 READABLE, RANK = "readable", "rank"
 TOGETHER = 256  # candidates that a filter is asked about at a time; a process that is told to stop does so within them
-MOST_TASKS = 1_000_000
+SCHEMA = pa.schema({"ids": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_()), "question": pa.int64()})
 
 
 class Interrupted(Exception):
@@ -80,62 +79,31 @@ class Choice:
                 raise ConfigError(f"--require {wanted}: no regular expression ({error}), nor one of {known}") from error
 
 
-@dataclass
-class Candidate:
-    """A demonstration on its way through the filters."""
-
-    said: Demonstration
-    sequences: tuple[Tokens, ...]
-
-    @property
-    def question(self) -> bytes:
-        """The digest of what it answers, or of the text itself."""
-        said = self.said
-        return question_digest(said.prompt, said.messages[:-2]) if said.messages else question_digest(said.text)
-
-    @property
-    def digest(self) -> bytes:
-        """Of what is said, by whom, and which of it is trained on, but for how much space there is, case and width."""
-        said = self.said.messages or (("", self.said.text),)
-        parts = [
-            f"{role}{index >= self.said.given and role == 'assistant'}\0"
-            + " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-            for index, (role, text) in enumerate(said)
-        ]
-        return sha256("\0".join(parts).encode(errors="surrogatepass")).digest()
+Filter = Callable[[Sequence[Demonstration]], list[str]]
 
 
-Filter = Callable[[Sequence[Candidate]], list[str]]
+def each_by(reason: Callable[[Demonstration], str]) -> Filter:
+    return lambda candidates: [reason(each) for each in candidates]
 
 
-def cheap_filters(choice: Choice, most: int | None, unknown: int | None) -> dict[str, Filter]:
-    """Those that look at the demonstration alone, or at those before it. `unknown`: the tokenizer's token for that."""
+def cheap_filters(choice: Choice, most: float) -> dict[str, Filter]:
+    """Those that look at the demonstration alone, or at those before it."""
     first: dict[bytes, int] = {}
     patterns = [(wanted, re.compile(FORMS.get(wanted, wanted))) for wanted in choice.require]
 
-    def form(each: Candidate) -> str:
-        return next((f"no {wanted} in it" for wanted, found in patterns if not found.search(each.said.completion)), "")
+    def form(each: Demonstration) -> str:
+        return next((f"no {wanted} in it" for wanted, found in patterns if not found.search(each.completion)), "")
 
-    def length(each: Candidate) -> str:
-        tokens = max((len(sequence.ids) for sequence in each.sequences), default=0)
+    def length(each: Demonstration) -> str:
         if not each.sequences:
             return "no token of it would be trained on"
-        return f"more than {most} tokens" if most is not None and tokens > most else ""
+        return f"more than {most} tokens" if max(len(sequence.ids) for sequence in each.sequences) > most else ""
 
-    def characters(each: Candidate) -> str:
-        found = unknown is not None and any(unknown in sequence.ids for sequence in each.sequences)
-        return "characters that the tokenizer does not know" if found else ""
+    def duplicates(each: Demonstration) -> str:
+        row = first.setdefault(each.digest, each.row)
+        return "" if row == each.row else f"the same as row {row}"
 
-    def duplicates(each: Candidate) -> str:
-        row = first.setdefault(each.digest, each.said.row)
-        return "" if row == each.said.row else f"the same as row {row}"
-
-    asked = [*([form] if patterns else []), length, characters, duplicates]
-    return {reason.__name__: each_by(reason) for reason in asked}
-
-
-def each_by(reason: Callable[[Candidate], str]) -> Filter:
-    return lambda candidates: [reason(each) for each in candidates]
+    return {reason.__name__: each_by(reason) for reason in [*([form] if patterns else []), length, duplicates]}
 
 
 @dataclass(frozen=True)
@@ -145,7 +113,6 @@ class Asking:
     environment: Environment
     scorer: Scorer | None = None
     least: float = 1.0
-    has_tasks: bool = False
 
     @cached_property
     def _held_out(self) -> tuple[frozenset[bytes], list[GeneratingEnvironment]]:
@@ -161,23 +128,22 @@ class Asking:
                 digests |= set(task_digests(inner, "held_out"))
         return frozenset(digests), drawing
 
-    def held_out(self, candidate: Candidate) -> str:
+    def held_out(self, said: Demonstration) -> str:
         """Every question of a conversation counts, not only the last, with what was said before it and without."""
-        said = candidate.said
         prompts = [(text, said.messages[:index]) for index, (role, text) in enumerate(said.messages) if role == "user"]
-        asked = {candidate.question, *(question_digest(*each) for each in prompts)}
+        asked = {said.question, *(question_digest(*each) for each in prompts)}
         asked |= {prompt_digest(text) for text, _before in prompts or [(said.text, ())]}
         listed, drawing = self._held_out
         drawn = (part.holds_out(prompt) for part in drawing for prompt, _before in prompts)
         return "" if asked.isdisjoint(listed) and not any(drawn) else "the environment holds this task out"
 
-    def verified(self, candidates: Sequence[Candidate]) -> list[str]:
+    def verified(self, candidates: Sequence[Demonstration]) -> list[str]:
         """The last words are scored as rollouts are; a failure of the machinery is no reward at all."""
         assert self.scorer is not None
         begun = prompt_settings_of(self.environment).thinking
         tasks = {index: task for index, each in enumerate(candidates) if (task := self._task(each))}
-        jobs = [Job(task, candidates[index].said.completion.removeprefix(begun)) for index, task in tasks.items()]
-        reasons = ["no task of the environment asks this"] * len(candidates)
+        jobs = [Job(task, candidates[index].completion.removeprefix(begun)) for index, task in tasks.items()]
+        reasons = ["it names no task of the environment that asks this"] * len(candidates)
         for index, score in zip(tasks, settled(self.scorer.scores, jobs) if jobs else (), strict=True):
             if isinstance(score, ScoringFailure):
                 reasons[index] = f"could not be scored: {' '.join(str(score).split())[:160]}"
@@ -185,61 +151,10 @@ class Asking:
                 reasons[index] = "" if score.value >= self.least else f"its reward is below {self.least:g}"
         return reasons
 
-    @cached_property
-    def _ids(self) -> dict[bytes, str]:
-        """Task of each question, for demonstrations that name none."""
-        tasks, found = self.environment.tasks("train"), dict[bytes, str]()
-        if len(tasks) > MOST_TASKS:
-            raise ConfigError(
-                f"--verify: the environment has {len(tasks):,} tasks, too many to look for each demonstration's; "
-                "name them in a column task (shoal data demos writes it)"
-            )
-        for index in range(len(tasks)):
-            try:
-                found[task_digest(tasks[index])] = tasks[index].id
-            except EnvironmentSetupError:
-                continue
-        return found
-
-    def _task(self, candidate: Candidate) -> str:
-        named = candidate.said.task
-        if not named:
-            return "" if self.has_tasks else self._ids.get(candidate.question, "")
-        try:
-            return named if task_digest(self.environment.task(named)) == candidate.question else ""
-        except EnvironmentSetupError:
-            return ""
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """The best by a reward model: a share of all. What is best is known at the end."""
-
-    judge: PartJudge
-    share: float
-    _values: list[tuple[float, int]] = field(default_factory=list)
-
-    def reasons(self, candidates: Sequence[Candidate]) -> list[str]:
-        """Leaves out only what could not be judged."""
-        pieces = [
-            Piece(each.said.prompt, after_thinking(each.said.completion), history=each.said.messages[:-2])
-            for each in candidates
-        ]
-        reasons = []
-        for each, value in zip(candidates, self.judge.values(pieces), strict=True):
-            failed = isinstance(value, ScoringFailure) or not math.isfinite(value)
-            reasons.append(f"could not be judged: {value}" if failed else "")
-            if not failed:
-                self._values.append((float(value), each.said.row))  # type: ignore[arg-type]
-        return reasons
-
-    def worst(self) -> Iterator[int]:
-        """Rows that are not among the best; of equal ones the earlier row is the better."""
-        ordered = sorted(self._values, key=lambda each: (-each[0], each[1]))
-        return (row for _value, row in ordered[math.ceil(self.share * len(ordered)) :])
-
-
-SCHEMA = pa.schema({"ids": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_()), "question": pa.int64()})
+    def _task(self, said: Demonstration) -> str:
+        with suppress(EnvironmentSetupError):
+            return said.task if said.task and task_digest(self.environment.task(said.task)) == said.question else ""
+        return ""
 
 
 class Corpus:
@@ -286,15 +201,12 @@ class Outcome:
         found = Counter(name for name, _reason in self.left_out.values())
         return {name: found[name] for name in self.filters}
 
-    def example(self, name: str) -> str:
-        found = ((row, reason) for row, (by, reason) in sorted(self.left_out.items()) if by == name)
-        return next((f"row {row} ({self.data.where(row)}): {reason}" for row, reason in found), "")
-
     def lines(self) -> list[str]:
         """For people: rows, what each filter left out with an example, and what is kept."""
         counts = {"read": self.data.rows, **{f"- {name}": n for name, n in self.counts.items()}, "kept": len(self.kept)}
-        width = max(map(len, counts))
-        examples = {f"- {name}": f"   e.g. {said}" for name in self.filters if (said := self.example(name))}
+        width, examples = max(map(len, counts)), dict[str, str]()
+        for row, (name, reason) in sorted(self.left_out.items()):
+            examples.setdefault(f"- {name}", f"   e.g. row {row} ({self.data.where(row)}): {reason}")
         return [f"  {name:<{width}}  {count:>9,}{examples.get(name, '')}" for name, count in counts.items()]
 
 
@@ -305,15 +217,30 @@ def choose(
 ) -> tuple[Corpus, Outcome]:  # fmt: skip
     """`asking` with an environment, `judge` for a rank. If nothing is left, that is an error which says what left it
     out."""
-    most = min((each for each in (choice.max_tokens, encoder.positions) if each is not None), default=None)
-    filters = cheap_filters(choice, most, encoder.tokenizer.unknown_token_id)
+    ranked: list[tuple[float, int]] = []  # value and row; what is best is known at the end
+
+    def rank(candidates: Sequence[Demonstration]) -> list[str]:
+        """Leaves out only what could not be judged."""
+        assert judge is not None
+        pieces = [
+            Piece(each.prompt, after_thinking(each.completion), history=each.messages[:-2]) for each in candidates
+        ]
+        values, reasons = judge.values(pieces), [""] * len(candidates)
+        for number, value in enumerate(values):
+            if isinstance(value, ScoringFailure) or not math.isfinite(value):
+                reasons[number] = f"could not be judged: {value}"
+            else:
+                ranked.append((-value, candidates[number].row))
+        return reasons
+
+    limits = [each for each in (choice.max_tokens, encoder.positions) if each is not None]
+    filters = cheap_filters(choice, min(limits, default=math.inf))
     filters |= {"held out": each_by(asking.held_out)} if asking else {}
     filters |= {"verified": asking.verified} if asking and choice.verify else {}
-    ranked = Ranked(judge, choice.best) if judge and choice.best else None
-    filters |= {RANK: ranked.reasons} if ranked else {}
+    filters |= {RANK: rank} if judge else {}
     outcome = Outcome(data, (READABLE, *filters))
 
-    def candidates() -> Iterator[Candidate]:
+    def candidates() -> Iterator[Demonstration]:
         for number, found in enumerate(data.read()):
             if number % TOGETHER == 0:
                 progress(number, data.rows)
@@ -322,7 +249,7 @@ def choose(
             try:
                 if isinstance(found, UnusableTask):
                     raise found
-                yield Candidate(found, tuple(each for each in encoder.encode(found) if each.trained.any()))
+                yield replace(found, sequences=tuple(each for each in encoder.encode(found) if each.trained.any()))
             except UnusableTask as error:
                 outcome.left_out[number] = (READABLE, str(error))
 
@@ -330,21 +257,17 @@ def choose(
     while left := list(islice(waiting, TOGETHER)):
         for name, reasons in filters.items():
             judged = list(zip(left, reasons(left) if left else (), strict=True))
-            outcome.left_out |= {each.said.row: (name, reason) for each, reason in judged if reason}
+            outcome.left_out |= {each.row: (name, reason) for each, reason in judged if reason}
             left = [each for each, reason in judged if not reason]
         kept = [(each, tokens) for each in left for tokens in each.sequences]
-        columns = [[s.ids for _, s in kept], [s.trained for _, s in kept], [each.said.begins for each, _ in kept]]
+        columns = [[s.ids for _, s in kept], [s.trained for _, s in kept], [each.begins for each, _ in kept]]
         tables.append(pa.table(columns, schema=SCHEMA))
-        rows += [each.said.row for each, _ in kept]
-    outcome.left_out |= dict.fromkeys(ranked.worst() if ranked else (), (RANK, "others are ranked higher"))
+        rows += [each.row for each, _ in kept]
+    worst = sorted(ranked)[math.ceil((choice.best or 1) * len(ranked)) :]  # of equal ones the earlier row is the better
+    outcome.left_out |= {row: (RANK, "others are ranked higher") for _value, row in worst}
     if not outcome.kept:
-        counts = {name: count for name, count in outcome.counts.items() if count}
-        by = next(iter(counts))
-        raise ConfigError(
-            f"no demonstration is left of {data.rows:,} (left out by: "
-            f"{', '.join(f'{name} {count:,}' for name, count in counts.items())}); "
-            f"for example by {by}: {outcome.example(by)}"
-        )
+        left_out = "; ".join(" ".join(line.split()) for line in outcome.lines())
+        raise ConfigError(f"no demonstration is left: {left_out}")
     mask = pa.array([row not in outcome.left_out for row in rows], pa.bool_())
     return Corpus(pa.concat_tables(tables).filter(mask).combine_chunks()), outcome
 
@@ -396,33 +319,28 @@ class Course:
 
     def timetable(self, questions: Numbers) -> tuple[tuple[Numbers, ...], Numbers]:
         """The sequences of every step, and those that are kept for validation; `questions` are those of all."""
-        aside = self._aside(questions)
+        # Those of the lowest questions, each with all its answers, until they are enough.
+        share = min(len(questions) // VALIDATION_SHARE, MOST_VALIDATION)
+        wanted = share if self.validation is None else self.validation
+        asked, answers = np.unique(questions, return_counts=True)
+        enough = int(np.searchsorted(np.cumsum(answers), wanted)) + 1 if wanted else 0
+        aside = np.flatnonzero(np.isin(questions, asked[:enough])).astype(np.int64)
         others = np.setdiff1d(np.arange(len(questions)), aside)
         if not len(others):
             raise ConfigError(
                 f"all {len(questions)} sequences are kept for validation, so that none is left to train on: "
                 "lower --validation, or give more demonstrations"
             )
-        epochs = range(self.epochs) if self.steps is None else count()
         # As even as can be: a last batch of one sequence would weigh as much as one of many.
         batches = math.ceil(len(others) / self.batch)
-        every = (batch for epoch in epochs for batch in np.array_split(self._order(others, epoch), batches))
-        return tuple(islice(every, self.steps)), aside
 
-    def _aside(self, questions: Numbers) -> Numbers:
-        """Those of the lowest questions, each with all its answers, until they are enough; questions with more answers
-        than are wanted come last, the fewest first."""
-        total = len(questions)
-        wanted = min(total // VALIDATION_SHARE, MOST_VALIDATION) if self.validation is None else self.validation
-        asked, answers = np.unique(questions, return_counts=True)
-        order = np.lexsort((asked, np.where(answers > wanted, answers, 0)))
-        enough = int(np.searchsorted(np.cumsum(answers[order]), wanted)) + 1 if wanted else 0
-        return np.flatnonzero(np.isin(questions, asked[order[:enough]])).astype(np.int64)
+        def in_order() -> Iterator[Numbers]:
+            for epoch in range(self.epochs) if self.steps is None else count():
+                # The raw bits of a counter-based generator: the same on every machine and in every version.
+                shuffle = np.random.Philox(key=[self.seed, epoch]).random_raw(len(others))
+                yield from np.array_split(others[np.argsort(shuffle, kind="stable")], batches)
 
-    def _order(self, others: Numbers, epoch: int) -> Numbers:
-        # The raw bits of a counter-based generator: the same on every machine and in every version.
-        shuffle = np.random.Philox(key=[self.seed, epoch]).random_raw(len(others))
-        return others[np.argsort(shuffle, kind="stable")]
+        return tuple(islice(in_order(), self.steps)), aside
 
     def rate_factor(self, step: int, steps: int, warmup: int) -> float:
         """What the rate of a step is multiplied by: 1 while it warms up, then a cosine to almost 0."""

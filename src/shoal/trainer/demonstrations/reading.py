@@ -11,9 +11,10 @@ control token among them, then the end-of-sequence token. Nothing is searched fo
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.environments.data.cache import data_digest
-from shoal.environments.data.locating import locate
+from shoal.environments.data.locating import DataFile, locate
 from shoal.environments.data.readers import Broken, Table, rows_of
 from shoal.environments.formats import conversation, messages_of, required
-from shoal.environments.questions import prompt_digest
+from shoal.environments.questions import prompt_digest, question_digest
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, UnusableTask
 from shoal.models.folder import read_config
 from shoal.models.prompts import Manner, PromptEncoder
@@ -37,14 +38,28 @@ THINKING, TAIL = "<think>", 8  # tokens at the end of a prompt that tell how the
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Token ids, and which are trained on. The first never is: nothing comes before it that could predict it."""
+
+    ids: npt.NDArray[np.int32]
+    trained: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, ids: Sequence[int], trained: Sequence[bool]) -> Tokens:
+        return cls(np.array(ids, np.int32), np.array([False, *trained[1:]], np.bool_))
+
+
+@dataclass(frozen=True)
 class Demonstration:
-    """What somebody said, to be imitated. Messages before number `given` are context; bare text has no messages."""
+    """What somebody said, to be imitated. Messages before number `given` are context; bare text has no messages.
+    `sequences` are its tokens, once it is encoded."""
 
     row: int
     messages: tuple[Message, ...] = ()
     given: int = 0
     text: str = ""
     task: str = ""
+    sequences: tuple[Tokens, ...] = ()
 
     @property
     def completion(self) -> str:
@@ -57,42 +72,64 @@ class Demonstration:
         return self.messages[-2][1] if self.messages else ""
 
     @property
+    def question(self) -> bytes:
+        """The digest of what it answers, or of the text itself."""
+        return question_digest(self.prompt, self.messages[:-2]) if self.messages else question_digest(self.text)
+
+    @property
     def begins(self) -> int:
         """A number that conversations share which begin with the same question."""
         asked = next((text for role, text in self.messages if role == "user"), self.text)
         return int.from_bytes(prompt_digest(asked)[:7], "big")
+
+    @property
+    def digest(self) -> bytes:
+        """Of what is said, by whom, and which of it is trained on, but for how much space there is, case and width."""
+        parts = [
+            f"{role}{index >= self.given and role == 'assistant'}\0"
+            + " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+            for index, (role, text) in enumerate(self.messages or (("", self.text),))
+        ]
+        return sha256("\0".join(parts).encode(errors="surrogatepass")).digest()
 
 
 class Demonstrations:
     """All rows of all files, numbered through. `digest` names their content, `layout` the columns that count."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        with _in_words():
-            files = [file for path in paths for file in locate(path)]
-            empty = next((file.path for file in files if file.path.stat().st_size == 0), None)
-            if empty:
-                raise ConfigError(f"{empty} is empty: there is nothing to train on; check --data")
-            self._table = Table(files)
-            (_, first), *others = self._table.columns_by_file
-            self.layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(first)), "")
-            if not self.layout:
-                raise ConfigError(
-                    f"no demonstrations are in the columns {', '.join(first)}: there must be messages (a list of role "
-                    "and content), or prompt and completion, or text; rename the columns"
-                )
-            self._task = next((name for name in TASK_COLUMNS if name in first), None)
-            self._columns = [*LAYOUTS[self.layout], *([self._task] if self._task else [])]
-            for path, columns in others:
-                lacking = next((name for name in LAYOUTS[self.layout] if name not in columns), None)
-                if lacking:
-                    raise ConfigError(
-                        f"the files differ: {path} has no column {lacking}, which {self._table.paths[0]} has; it has "
-                        f"{', '.join(columns)}: train on files of one layout at a time, or rename columns"
-                    )
-            for kind in {file.kind for file in files}:  # lines say no types, so that only files of a kind can agree
-                Table([file for file in files if file.kind == kind]).agree(self._columns)
+        try:
+            self._table = self._checked([file for path in paths for file in locate(path)])
             self.digest = data_digest(self._table.paths)
-        self.rows, self.where, self.has_tasks = self._table.rows, self._table.where, self._task is not None
+        except EnvironmentSetupError as error:  # data is named in a recipe elsewhere, and here by --data
+            said = str(error).replace("environment.options.split", "--data to the files of one split")
+            raise ConfigError(said.replace("environment.data", "--data")) from error
+        self.rows, self.where = self._table.rows, self._table.where
+
+    def _checked(self, files: Sequence[DataFile]) -> Table:
+        """All files as one table, if they have something in them, and the columns of one layout."""
+        empty = next((file.path for file in files if file.path.stat().st_size == 0), None)
+        if empty:
+            raise ConfigError(f"{empty} is empty: there is nothing to train on; check --data")
+        table = Table(files)
+        (_, first), *others = table.columns_by_file
+        self.layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(first)), "")
+        if not self.layout:
+            raise ConfigError(
+                f"no demonstrations are in the columns {', '.join(first)}: there must be messages (a list of role "
+                "and content), or prompt and completion, or text; rename the columns"
+            )
+        self._task = next((name for name in TASK_COLUMNS if name in first), None)
+        self._columns = [*LAYOUTS[self.layout], *([self._task] if self._task else [])]
+        for path, columns in others:
+            lacking = next((name for name in LAYOUTS[self.layout] if name not in columns), None)
+            if lacking:
+                raise ConfigError(
+                    f"the files differ: {path} has no column {lacking}, which {table.paths[0]} has; it has "
+                    f"{', '.join(columns)}: train on files of one layout at a time, or rename columns"
+                )
+        for kind in {file.kind for file in files}:  # lines say no types, so that only files of a kind can agree
+            Table([file for file in files if file.kind == kind]).agree(self._columns)
+        return table
 
     def read(self) -> Iterator[Demonstration | UnusableTask]:
         """Every row in order: a demonstration, or what is wrong with it."""
@@ -117,16 +154,6 @@ class Demonstrations:
         return Demonstration(number, _alternating(messages), task=task)
 
 
-@contextmanager
-def _in_words() -> Iterator[None]:
-    """Data is named in a recipe elsewhere, and here by --data."""
-    try:
-        yield
-    except EnvironmentSetupError as error:
-        said = str(error).replace("environment.options.split", "--data to the files of one split")
-        raise ConfigError(said.replace("environment.data", "--data")) from error
-
-
 def _refuse_losses(messages: str | Sequence[Mapping[str, Any]]) -> None:
     """Without its call of a tool, a turn would be trained on as one that ends there."""
     for key in LOST if not isinstance(messages, str) else ():
@@ -146,18 +173,6 @@ def _alternating(messages: tuple[Message, ...]) -> tuple[Message, ...]:
             raise UnusableTask(f"message {begin + index} is of the role {role}, not {due}: turns must alternate")
         required(text, f"the content of message {begin + index}")
     return messages[: last + 1]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Token ids, and which are trained on. The first never is: nothing comes before it that could predict it."""
-
-    ids: npt.NDArray[np.int32]
-    trained: npt.NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, ids: Sequence[int], trained: Sequence[bool]) -> Tokens:
-        return cls(np.array(ids, np.int32), np.array([False, *trained[1:]], np.bool_))
 
 
 class Encoder:
@@ -189,8 +204,8 @@ class Encoder:
         said = demonstration.messages
         ids: tuple[int, ...] = () if said else self._spoken(demonstration.text)
         trained = [True] * len(ids)
-        for index in (index for index, (role, _) in enumerate(said) if role == "assistant"):
-            if index < demonstration.given:
+        for index, (role, text) in enumerate(said):
+            if role != "assistant" or index < demonstration.given:
                 continue
             asked = self._prompts.encode(said[index - 1][1], said[: index - 1])
             if not asked:
@@ -198,7 +213,14 @@ class Encoder:
             if ids and asked[: len(ids)] != ids:
                 yield Tokens.of(ids, trained)
                 trained = []
-            spoken = self._spoken(self._unsaid(asked, said[index][1]))
+            # What is left to say where the prompt has begun the answer already (`<think>`).
+            tail, left = self.tokenizer.decode(asked[-TAIL:]), text.lstrip()
+            for begun in (self._thinking, THINKING):
+                if begun and tail.rstrip().endswith(begun) and left.startswith(begun):
+                    text = left.removeprefix(begun)
+                    text = text.lstrip("\n") if tail.endswith("\n") else text
+                    break
+            spoken = self._spoken(text)
             trained += [False] * (len(asked) - len(trained)) + [True] * len(spoken)
             ids = asked + spoken
         yield Tokens.of(ids, trained)
@@ -206,12 +228,3 @@ class Encoder:
     def _spoken(self, text: str) -> tuple[int, ...]:
         """Words of the assistant, with the end of its turn. Control tokens that they spell are spelt out."""
         return (*self.tokenizer.encode_plain(text), self.tokenizer.eos_token_id)
-
-    def _unsaid(self, asked: tuple[int, ...], text: str) -> str:
-        """What is left to say where the prompt has begun the answer already (`<think>`)."""
-        tail, said = self.tokenizer.decode(asked[-TAIL:]), text.lstrip()
-        for begun in (self._thinking, THINKING):
-            if begun and tail.rstrip().endswith(begun) and said.startswith(begun):
-                rest = said.removeprefix(begun)
-                return rest.lstrip("\n") if tail.endswith("\n") else rest
-        return text
