@@ -33,7 +33,7 @@ from pathlib import Path
 
 from cast_parts.report import publish, table
 
-from shoal.environments.graders.mathematics import MathematicsGrader
+from shoal.environments.graders.mathematics.grader import MathematicsGrader
 
 GROUP = 8
 DATA = Path(__file__).parents[1] / "tests" / "data"

@@ -232,7 +232,7 @@ class DatasetEnvironment:
                 looked = usable[np.linspace(0, len(usable) - 1, min(PROBED, len(usable))).astype(int)].tolist()
                 fine = looked and (opened.checked or any(not self._wrong(opened, row) for row in looked))
                 if kind and not fine:
-                    why = self._wrong(opened, looked[0] if looked else int(rows[0])) or "repeated ids"
+                    why = self._wrong(opened, looked[0] if looked else int(rows[0]))
                     told.append(f"kind {kind!r}, {count_of(len(rows), 'row')} ({why})")
             types = opened.layout.kinds and "task_type" in "".join(told)
             if told:

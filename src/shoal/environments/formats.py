@@ -24,6 +24,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from shoal.environments.generated import Options
+from shoal.environments.graders.mathematics.answer import final_answer
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
@@ -151,20 +152,6 @@ def parsed(value: object, column: str) -> Any:
         raise UnusableTask(f"{column} is no JSON: {' '.join(str(error).split())[:120]}") from None
 
 
-def final_answer(text: str) -> str:
-    """What a worked solution comes to: what follows `####`, or the last box; the text itself if it has neither."""
-    _work, mark, after = text.rpartition("####")
-    if mark:
-        return after.strip()
-    start = max((text.rfind(box) + len(box) for box in ("\\boxed{", "\\fbox{") if box in text), default=len(text))
-    depth = 1
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start:end].strip() or text
-    return text
-
-
 # Which columns
 
 
@@ -238,6 +225,8 @@ ANSWERS = (
     "answer", "final_answer", "ground_truth", "expected_answer", "gold", "target", "label", "solution", "output",
     "reward_model",
 )  # fmt: skip
+WORKED = ("####", "\\boxed", "\\fbox")
+"""What a worked solution has where it comes to its answer."""
 KINDS = ("question_type", "problem_type", "ability")
 """Columns that say of which kind a row is: those of NuminaMath and Eurus-2-RL-Data."""
 AIME_LARGEST = 999
@@ -269,7 +258,9 @@ def _answer(column: str, grader: str, row: Row) -> str:
     if isinstance(value, list) and mathematics:
         return json.dumps({"answers": value})
     text = answer_text(value, column)
-    return final_answer(text) if mathematics and column.lower() in ("answer", "solution") else text
+    if not mathematics or column.lower() not in ("answer", "solution") or not any(mark in text for mark in WORKED):
+        return text
+    return final_answer(text) or text
 
 
 def aime(columns: Names, wanted: DatasetOptions) -> Format:

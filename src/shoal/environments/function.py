@@ -15,16 +15,13 @@ nothing that came over the network is ever loaded this way. The validator calls 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.machinery import SourceFileLoader
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from shoal.environments import protocol
 from shoal.environments.protocol import SPLITS, DialogueRule, Score, Split, Task
@@ -44,7 +41,7 @@ class FunctionEnvironment:
             raise EnvironmentSetupError(
                 f"cannot read the reward file {file}: {error.strerror or error}; check environment.file"
             ) from None
-        module = _load(file)
+        module = _load(file, source)
         self.name, self._file = file.stem, file
         self.digest = hashlib.sha256(b"shoal/function/%d\n" % held_out_size + source).hexdigest()
         wanted = "score(prompt, completion, answer) or score(task, completion)"
@@ -117,22 +114,13 @@ def _number(value: object, problem: str) -> float:
     return number
 
 
-class _AsItIs(SourceFileLoader):
-    """Without compiled files, which Python takes for this one's if it was changed twice in a second."""
-
-    def path_stats(self, path: str) -> Mapping[str, Any]:
-        raise OSError(f"{path} is compiled anew")
-
-
-def _load(file: Path) -> ModuleType:
+def _load(file: Path, source: bytes) -> ModuleType:
     if file.suffix != ".py":
         raise EnvironmentSetupError(f"the reward file {file} is no Python file (its name must end in .py)")
-    loader = _AsItIs(f"shoal_reward_{file.stem}", str(file))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(f"shoal_reward_{file.stem}")
+    module.__file__ = str(file)
     try:
-        loader.exec_module(module)
+        exec(compile(source, str(file), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:  # a user's file may raise anything while it loads
         told = f"{type(error).__name__}: {error}"
         raise EnvironmentSetupError(f"the reward file {file} does not load: {told}") from error

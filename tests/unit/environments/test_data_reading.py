@@ -113,29 +113,13 @@ def test_decoded_row_groups_are_kept_within_a_bound_in_bytes() -> None:
     assert pieces.get(4) is not None
 
 
-def test_rows_of_a_huge_group_come_from_small_ones_that_are_written_once(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows, decoded, read = described(50), list[int](), pq.ParquetFile.read_row_group
-
-    def counted(file: pq.ParquetFile, group: int, **options: Any) -> Any:
-        decoded.append(file.metadata.row_group(group).num_rows)
-        return read(file, group, **options)
-
-    monkeypatch.setattr(readers, "PIECE_BYTES", 100)
+def test_a_row_of_a_large_group_is_decoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "BATCH_ROWS", 7)
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
-    path = write_parquet(tmp_path / "a.parquet", rows)
-    for _ in range(2):
-        environment = open_data(path)
-        for number in (0, 6, 7, 49):
-            assert environment.task(f"{number}/p{number}").answer == rows[number]["verification_info"]
-    assert decoded
-    assert max(decoded) == 7
-    written = [each for each in own_cache.iterdir() if each.name.startswith("rows-")]
-    assert len(written) == caplog.text.count("row_group_size=1000 avoids it") >= 1
-    written[0].unlink()  # a cache may be deleted at any time
-    assert environment.task("3/p3").answer == rows[3]["verification_info"]
+    rows = described(50)
+    environment = open_data(write_parquet(tmp_path / "a.parquet", rows))
+    for number in (49, 0, 6, 7, 48):
+        assert environment.task(f"{number}/p{number}").answer == rows[number]["verification_info"]
+    assert max(piece.num_rows for piece in environment._main.table._kept._pieces.values()) == 7
 
 
 @pytest.mark.slow

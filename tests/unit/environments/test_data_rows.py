@@ -163,7 +163,6 @@ __all__ = ["own_cache"]
 SHALLOW: list[tuple[str, Any, str]] = [
     ("prompt", None, "prompt is missing"), ("prompt", "", "prompt is empty"), ("prompt", " \n\t", "prompt is empty"),
     ("task_type", "riddle", "task_type 'riddle' is unknown"), ("task_type", None, "task_type 'None' is unknown"),
-    ("problem_id", "p2", "problem_id 'p2' is that of an earlier row"),
 ]  # fmt: skip
 DEEP: list[tuple[Any, str]] = [
     (None, "verification_info is missing"), ("", "verification_info is empty"),

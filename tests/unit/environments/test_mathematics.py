@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.mathematics import pairs
-from shoal.environments.graders.mathematics import MathematicsGrader, MathVerifyGrader
+from shoal.environments.graders.mathematics.grader import MathematicsGrader, MathVerifyGrader
 from shoal.environments.graders.registry import Grader, grader
 from shoal.errors import ScoringFailure
 

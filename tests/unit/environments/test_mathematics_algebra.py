@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.environments.graders.mathematics import MathematicsGrader, algebra
+from shoal.environments.graders.mathematics import algebra
 from shoal.environments.graders.mathematics.algebra import Helper, SymbolicEquality
 from shoal.environments.graders.mathematics.formula import TooLarge
+from shoal.environments.graders.mathematics.grader import MathematicsGrader
 from shoal.errors import ScoringFailure
 
 FIFTY_FIVE = ("\\sum_{k=1}^{10} k", "55")

@@ -1,8 +1,8 @@
 """What reads the files of a data set: rows by number, and all rows in batches; only the columns that are asked for.
 
     Table       all files as one: rows are numbered through, in the order of the files
-    Parquet     its row groups are decoded when one of their rows is asked for, and kept within a bound in bytes; one
-                that is too large for that is written anew into the cache folder once, in small row groups
+    Parquet     a row group is decoded up to the row that is asked for, in pieces, which are kept within a bound in
+                bytes (a file with row groups of a gigabyte is better written anew with row_group_size=1000)
     JSON lines  where each line begins is found once, and a line is decoded when it is asked for: row n is line n + 1
 
 `pyarrow.dataset` decodes a whole row group before it gives the first batch of it (800 MB instead of 330 MB for one of
@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import bisect
-import logging
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -31,17 +30,15 @@ import pyarrow.parquet as pq
 from shoal.environments.data import cache
 from shoal.environments.data.locating import DataFile
 from shoal.errors import EnvironmentSetupError, UnusableTask
-from shoal.runtime.files import resource_error
 
 if TYPE_CHECKING:
     import numpy as np
 
-log = logging.getLogger("shoal.environments")
 ROW_LIMIT_BYTES = 16 * 2**20
 """Of one row's text: what is larger is no task."""
 BATCH_ROWS, BATCH_BYTES = 8192, 16 * 2**20
-KEPT_BYTES, PIECE_BYTES = 96 * 2**20, 80 * 2**20
-"""Of decoded row groups: all that are kept, and the largest."""
+KEPT_BYTES = 96 * 2**20
+"""Of decoded rows that are kept."""
 CHUNK_BYTES = 8 * 2**20
 LINES_AT_ONCE, LOOKED_AT = 1024, 100  # lines that tell which columns there are
 OPEN_AT_ONCE = 64
@@ -98,11 +95,9 @@ def _unreadable(path: Path, kind: str, error: Exception) -> EnvironmentSetupErro
 class ParquetSource:
     """One file. It is read, not mapped: mapped pages would count as this process's memory."""
 
-    def __init__(self, path: Path, kept: Pieces, most_bytes: float | None = None) -> None:
+    def __init__(self, path: Path, kept: Pieces) -> None:
         self.path, self._kept = path, kept
-        self._most_bytes = PIECE_BYTES if most_bytes is None else most_bytes
-        self._small: dict[tuple[int, tuple[str, ...]], ParquetSource] = {}
-        self._size = lru_cache(maxsize=None)(self._unpacked_bytes)
+        self._at_once = lru_cache(maxsize=None)(self._rows_at_once)
         with _reading(path):
             self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema, found = self._file.schema_arrow, self._file.metadata
@@ -119,60 +114,32 @@ class ParquetSource:
 
     def row(self, index: int, columns: tuple[str, ...]) -> dict[str, Any]:
         group = bisect.bisect_right(self._starts, index) - 1
-        offset = index - self._starts[group]
+        place, offset = divmod(index - self._starts[group], self._at_once(group, columns))
         with _reading(self.path):
-            decoded = self._kept.get(self.path, group, columns)
-            if decoded is None and self._size(group, columns) > self._most_bytes:
-                return self._in_small_groups(group, columns).row(offset, columns)
-            if decoded is None:
-                decoded = self._file.read_row_group(group, columns=list(columns), use_threads=False)
-                self._kept.put(decoded, self.path, group, columns)
-            return dict(decoded.slice(offset, 1).to_pylist()[0])
+            piece = self._kept.get(self.path, group, columns, place)
+            if piece is None:  # a row group is decoded from its beginning; what is passed is kept, too
+                for number, piece in zip(range(place + 1), self._batches(group, columns), strict=False):
+                    self._kept.put(piece, self.path, group, columns, number)
+            return dict(piece.slice(offset, 1).to_pylist()[0])
 
     def _batches(self, group: int, columns: tuple[str, ...]) -> Iterator[Any]:
-        rows = self._starts[group + 1] - self._starts[group]
-        row_bytes = max(1, self._size(group, columns) // max(1, rows))
-        at_once = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+        at_once = self._at_once(group, columns)
         yield from self._file.iter_batches(batch_size=at_once, row_groups=[group], columns=list(columns))
 
-    def _unpacked_bytes(self, group: int, columns: tuple[str, ...]) -> int:
+    def _rows_at_once(self, group: int, columns: tuple[str, ...]) -> int:
         found = self._file.metadata.row_group(group)
         chunks = (found.column(number) for number in range(found.num_columns))
-        named = (one for one in chunks if one.path_in_schema.partition(".")[0] in columns)
-        return sum(int(one.total_uncompressed_size) for one in named)
-
-    def _in_small_groups(self, group: int, columns: tuple[str, ...]) -> ParquetSource:
-        """A row group that takes too long to be decoded for one row, as a file in the cache folder."""
-        path = cache.cache_folder() / f"{cache.entry_name('rows', cache.identity(self.path), group, columns)}.parquet"
-        if not path.exists():  # the cache may be deleted at any time
-            log.warning(
-                "%s has row groups above %d MB: they are written into %s once; row_group_size=1000 avoids it",
-                self.path, PIECE_BYTES // 2**20, path.parent,
-            )  # fmt: skip
-            self._small.pop((group, columns), None)
-            scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                schema = pa.schema([self._file.schema_arrow.field(name) for name in columns])
-                with pq.ParquetWriter(scratch, schema) as writer:
-                    for batch in self._batches(group, columns):
-                        writer.write_batch(batch.select(list(columns)))
-                scratch.replace(path)
-            except OSError as error:
-                raise resource_error("write a large row group into", path.parent, error) from None
-            finally:
-                scratch.unlink(missing_ok=True)
-        if (group, columns) not in self._small:
-            self._small[group, columns] = ParquetSource(path, self._kept, float("inf"))
-        return self._small[group, columns]
+        size = sum(
+            int(one.total_uncompressed_size) for one in chunks if one.path_in_schema.partition(".")[0] in columns
+        )
+        return max(1, min(BATCH_ROWS, BATCH_BYTES * int(found.num_rows) // max(1, size)))
 
     def close(self) -> None:
-        for source in (*self._small.values(), self):
-            source._file.close()
+        self._file.close()
 
 
 class Pieces:
-    """Decoded row groups, the last used ones, of all files together."""
+    """Decoded rows, the last used ones, of all files together."""
 
     def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
         self._limit_bytes, self.size_bytes = limit_bytes, 0
@@ -184,8 +151,9 @@ class Pieces:
         return self._pieces.get(key)
 
     def put(self, piece: Any, *key: object) -> None:
-        self._pieces[key] = piece
-        self.size_bytes += piece.nbytes
+        if self.get(*key) is None:
+            self._pieces[key] = piece
+            self.size_bytes += piece.nbytes
         while self.size_bytes > self._limit_bytes and len(self._pieces) > 1:
             self.size_bytes -= self._pieces.popitem(last=False)[1].nbytes
 

@@ -30,7 +30,7 @@ from shoal.errors import EnvironmentSetupError, UnusableTask
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Graders = Callable[[str], Grader]
-VERSION, CHECK_VERSION = 4, 1
+VERSION, CHECK_VERSION = 5, 1
 MOST_KINDS = MOST_REASONS = 1000
 SHOWN = 20
 SLACK = 1e-9  # of a solve rate that was written with fewer digits
@@ -155,8 +155,8 @@ def scan(table: Table, layout: Format, rates: str, band: tuple[float, float] | N
 
 def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -> Scan:
     problems, graders, kinds = Problems(), set[str](), dict[str, int]()
-    digests, kept, ids, kind_of = bytearray(), list[float](), list[int](), list[int]()
-    columns = dict.fromkeys([*layout.asks, *filter(None, (layout.id, rates))])
+    digests, kept, kind_of = bytearray(), list[float](), list[int]()
+    columns = dict.fromkeys([*layout.asks, *filter(None, [rates])])
     for batch in table.scan(tuple(columns)):
         first, size = len(kind_of), len(batch[layout.asks[0]])
         for number, row in enumerate(rows_of(batch), first):
@@ -172,21 +172,13 @@ def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -
         for kind in (value[:100] if isinstance(value, str) else "" for value in said):
             known = kind if kind in kinds or len(kinds) < MOST_KINDS else ""  # what comes after very many is of none
             kind_of.append(kinds.setdefault(known, len(kinds)))
-        if layout.id:  # the hash of nothing is 0
-            texts = (
-                b"" if value is None else str(value).encode(errors="replace") for value in values_of(batch[layout.id])
-            )
-            ids += map(hash, texts)
         for rate in values_of(batch[rates]) if rates else [band[0]] * size:
             if isinstance(rate, str):
                 raise EnvironmentSetupError(f"column {rates} holds text, not solve rates; check options.solve_rate")
             kept.append(rate if isinstance(rate, int | float) else np.nan)
     matrix = np.frombuffer(bytes(digests), np.uint8).reshape(-1, DIGEST_BYTES)
-    usable: Flags = np.asarray(matrix.any(axis=1))
-    if layout.id:
-        usable = usable & ~_repeats(np.array(ids, np.int64), layout.id, table, problems, usable)
     within = (np.array(kept) >= band[0] - SLACK) & (np.array(kept) <= band[1] + SLACK)
-    numbers = np.array(kind_of, np.int32)
+    usable, numbers = np.asarray(matrix.any(axis=1)), np.array(kind_of, np.int32)
     return Scan(matrix, usable, within, numbers, tuple(kinds), tuple(sorted(graders)), problems)
 
 
@@ -197,21 +189,6 @@ def _digest(row: dict[str, Any] | Broken, layout: Format) -> bytes:
     if len(question.prompt) > ROW_LIMIT_BYTES:
         raise UnusableTask(f"the prompt is too large: {TOO_LARGE}")
     return question_digest(question.prompt, question.history)
-
-
-def _repeats(hashes: Numbers, column: str, table: Table, problems: Problems, usable: Flags) -> Flags:
-    """Rows whose id an earlier row has. Equal hashes of 64 bits are taken for equal ids."""
-    order = np.argsort(hashes, kind="stable")
-    again = np.zeros(len(hashes), bool)
-    same = (hashes[order][1:] == hashes[order][:-1]) & (hashes[order][1:] != 0)
-    again[order[1:][same]] = True
-    again &= usable
-    for count, row in enumerate(np.flatnonzero(again).tolist()):
-        told = "its id"
-        with suppress(UnusableTask):  # an id that is no text
-            told = f"{column} {str(table.row(row, (column,))[column])[:60]!r}" if count < 100 else told
-        problems.add(row, f"{told} is that of an earlier row")
-    return again
 
 
 # train and held out

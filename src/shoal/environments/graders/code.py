@@ -20,15 +20,13 @@ from shoal.environments.sandbox import Limits, Ran, Sandbox, require_sandbox
 from shoal.errors import ScoringFailure
 
 MAX_CODE_BYTES = 1_000_000
-# Imported once for all tests, where a program names them: none of them does anything when it is imported.
+# Imported once for all tests where a program has the word: none of them does anything when it is imported.
 WARM = frozenset({
     "abc", "array", "asyncio", "bisect", "calendar", "cmath", "collections", "contextlib", "copy", "dataclasses",
     "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math",
     "numbers", "operator", "queue", "random", "re", "statistics", "string", "struct", "textwrap", "threading", "time",
     "typing", "unicodedata",
 })  # fmt: skip
-WARM_FOR_CALLS = ("bisect", "collections", "functools", "heapq", "itertools", "json", "math", "random", "re", "typing")
-_IMPORTED = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w., \t]+)", re.MULTILINE)
 _ERROR = re.compile(rb"^([A-Za-z_][\w.]{0,60})(?::|$)")
 
 
@@ -67,7 +65,8 @@ class CodeGrader:
         if len(code) > MAX_CODE_BYTES:
             return Score(value=0.0, parts={"tests": 0.0}, notes=f"the program is longer than {MAX_CODE_BYTES} bytes")
         cases = tests.cases
-        with Sandbox(code, tests.limits, _warm(code, calls=any(case.called for case in cases))) as sandbox:
+        warm = WARM.intersection(re.findall(r"[a-z]+", code.decode(errors="replace"))) | ({"json"} if wanted else set())
+        with Sandbox(code, tests.limits, tuple(sorted(warm))) as sandbox:
             for number, case in enumerate(cases):
                 wrong = _wrong(case, sandbox.run(case.given, called=case.called), tests.limits)
                 if wrong:
@@ -93,14 +92,6 @@ def _wrong(case: Test, ran: Ran, limits: Limits) -> str:
             if case.passed(ran.output, ran.returned):
                 return ""
             return "returned another value" if case.called else "printed something else"
-
-
-def _warm(code: bytes, *, calls: bool) -> tuple[str, ...]:
-    """Modules that the program is going to import, as far as they are known to be harmless."""
-    named = _IMPORTED.findall(code.decode("utf-8", errors="replace"))
-    words = {word.strip().partition(".")[0] for names in named for word in names.split(",")}
-    mentioned = {word.split()[0] for word in words if word.split()}
-    return tuple(sorted((mentioned & WARM) | set(WARM_FOR_CALLS if calls else ())))
 
 
 # The blocks of code in a completion: fenced as CommonMark has it, and with what models do besides: text before a fence

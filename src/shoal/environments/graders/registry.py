@@ -60,11 +60,11 @@ def grader(name: str) -> Grader:
 
             return CodeGrader()
         case "mathematics":
-            from shoal.environments.graders.mathematics import MathematicsGrader
+            from shoal.environments.graders.mathematics.grader import MathematicsGrader
 
             return MathematicsGrader()
         case "math-verify":
-            from shoal.environments.graders.mathematics import MathVerifyGrader
+            from shoal.environments.graders.mathematics.grader import MathVerifyGrader
 
             return MathVerifyGrader()
         case "choice" | "exact" as plain:

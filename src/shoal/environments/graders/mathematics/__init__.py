@@ -7,7 +7,3 @@ equality    Comparison: when two readings are the same answer
 formula     tree, same_value: formulas, compared exactly or to sixty digits
 algebra     same: math-verify in a helper process, for what the grammar does not read
 """
-
-from shoal.environments.graders.mathematics.grader import MathematicsGrader, MathVerifyGrader
-
-__all__ = ["MathVerifyGrader", "MathematicsGrader"]

@@ -91,13 +91,14 @@ def readings(text: str) -> tuple[Form, ...]:
 
 
 def _read(text: str, depth: int) -> Form:
-    if depth > _DEEPEST:
+    if depth > _DEEPEST or text.isdigit():
         return Form("value", text=text)
     special = _special(text, depth)
     if special is not None:
         return special
-    if ";" in text and "=" in text and len(cases := _split(text, ";")) > 1 and all("," in case for case in cases):
-        return Form("", tuple(Form("()", _read(case, depth + 1).items) for case in cases))  # p=1,q=2; p=3,q=4
+    cases = _split(text, ";") if ";" in text and "=" in text else []
+    if len(cases) > 1 and all("," in case for case in cases):  # p=1,q=2; p=3,q=4
+        return Form("", tuple(Form("()", _read(case, depth + 1).items) for case in cases))
     items = _listed(text)
     if len(items) > 1:
         return _list(items, depth, both=bool(_AND.search(text)), either=bool(_OR.search(text)))
@@ -109,30 +110,25 @@ def _read(text: str, depth: int) -> Form:
 
 def _special(text: str, depth: int) -> Form | None:
     """Forms that are told by their whole text."""
-    if text.isdigit():
-        return Form("value", text=text)
     if text.startswith("]") or text.endswith("["):
         return _bracketed(text, depth)
     if _WHOLE_THOUSANDS.fullmatch(text):
         return Form("value", text=text.replace(",", ""))
-    builder = _BUILDER.fullmatch(text) if text.startswith("\\{") else None
-    if builder:
+    if text.startswith("\\{") and (builder := _BUILDER.fullmatch(text)):
         return _read(plain(builder[1]), depth + 1)
     if "\\begin" in text:
-        cases, matrix = _CASES.fullmatch(text), _MATRIX.fullmatch(text)
-        if cases:
+        if cases := _CASES.fullmatch(text):
             return _list([plain(row) for row in cases[2].split("\\\\") if row.strip()] or [""], depth + 1)
+        matrix = _MATRIX.fullmatch(text)
         rows = re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2].replace("\\hline", "")) if matrix else []
         cells = tuple(_group("row", row.split("&"), depth) for row in rows if row.strip())
         if matrix is None or "\\begin" in matrix[2] or len({len(row.items) for row in cells}) != 1:
             return None
         return Form("bars" if "v" in matrix[1].lower() else "matrix", cells, text)
-    if "R" in text or "eal" in text:
-        if _REALS.fullmatch(text):
-            return Form("()", (LOW, HIGH))
-        but = _ALL_BUT.fullmatch(text)
-        return Form("\\ne", (Form("value", text="x"), _list(_listed(but[1]), depth + 1))) if but else None
-    return None
+    if _REALS.fullmatch(text):
+        return Form("()", (LOW, HIGH))
+    but = _ALL_BUT.fullmatch(text)
+    return Form("\\ne", (Form("value", text="x"), _list(_listed(but[1]), depth + 1))) if but else None
 
 
 def _listed(text: str) -> list[str]:
@@ -165,25 +161,19 @@ def _list(items: list[str], depth: int, both: bool = False, either: bool = False
     read = tuple(_read(plain(item), depth + 1) for item in items)
     if read[0].kind == "=" and len(read) > 1 and not any(item.kind in RELATIONS for item in read[1:]):
         return Form("=", (read[0].items[0], Form("", (read[0].items[1], *read[1:]))))
-    unequal = [item.kind in INEQUALITIES for item in read]
-    if any(unequal) and all(item.kind in (*INEQUALITIES, *INTERVALS) for item in read):
-        between = None if either else _between(read)
-        if both:
-            return between or Form("and", read)
-        low, high = (number(tree(item.text)) for item in between.items) if between else (None, None)
-        rising = low is not None and high is not None and bool(low.real < high.real)
-        return between if between and rising else Form("or", read)
-    return Form("", _flattened(read))
-
-
-def _between(bounds: tuple[Form, ...]) -> Form | None:
-    """The interval between a lower and an upper bound of the same name."""
-    lower = [bound for bound in bounds if bound.kind in (">", "\\ge")]
-    upper = [bound for bound in bounds if bound.kind in ("<", "\\le")]
-    if len(lower) != 1 or len(upper) != 1 or lower[0].items[0] != upper[0].items[0]:
-        return None
-    brackets = ("(" if lower[0].kind == ">" else "[") + (")" if upper[0].kind == "<" else "]")
-    return Form(brackets, (lower[0].items[1], upper[0].items[1]))
+    unequal = any(item.kind in INEQUALITIES for item in read)
+    if not unequal or not all(item.kind in (*INEQUALITIES, *INTERVALS) for item in read):
+        return Form("", _flattened(read))
+    lower, upper = ([item for item in read if item.kind in kinds] for kinds in ((">", "\\ge"), ("<", "\\le")))
+    between = None
+    if not either and len(lower) == 1 == len(upper) and lower[0].items[0] == upper[0].items[0]:
+        brackets = ("(" if lower[0].kind == ">" else "[") + (")" if upper[0].kind == "<" else "]")
+        between = Form(brackets, (lower[0].items[1], upper[0].items[1]))
+    if both:
+        return between or Form("and", read)
+    low, high = (number(tree(item.text)) for item in between.items) if between else (None, None)
+    rising = low is not None and high is not None and bool(low.real < high.real)
+    return between if between and rising else Form("or", read)
 
 
 def _flattened(items: tuple[Form, ...]) -> tuple[Form, ...]:
@@ -206,25 +196,22 @@ def _relation(text: str, depth: int) -> Form | None:
     names = [_SIGN_NAMES.get(sign[0], sign[0]) for sign in signs]
     starts, ends = [0, *(sign.end() for sign in signs)], [*(sign.start() for sign in signs), len(text)]
     sides = [plain(text[start:end]) for start, end in zip(starts, ends, strict=True)]
-    if len(sides) == 2 and not all(sides):
-        return _read(sides[1] or sides[0], depth + 1)
     if not all(sides):
-        return None
-    read = [_read(side, depth + 1) for side in sides]
-    if names[-1] == "\\approx" and (len(read) > 2 or not _NAMES.fullmatch(sides[0])):
+        return _read(sides[1] or sides[0], depth + 1) if len(sides) == 2 else None
+    read, named = [_read(side, depth + 1) for side in sides], bool(_NAMES.fullmatch(sides[0]))
+    if names[-1] == "\\approx" and (len(read) > 2 or not named):
         read, names = [*read[:-2], Form("\\approx", (read[-2], read[-1]))], names[:-1]
         if not names:
             return read[0]
     if len(read) == 2:  # x \in [0,1] and x \equiv 7 say what x is; A \to B and 5 \equiv 3 something else
-        named = bool(_NAMES.fullmatch(sides[0]))
         if names[0] == "\\in" and named:
             return read[1]
         return Form("=" if names[0] in ("\\equiv", "\\approx") and named else names[0], tuple(read))
     if all(name == "=" for name in names):
         return Form("=", (read[0], read[-1], *read[1:-1]))
-    if len(read) == 3 and all(name in (">", "\\ge") for name in names):
+    if len(read) == 3 and set(names) <= {">", "\\ge"}:
         read, names = read[::-1], [{">": "<", "\\ge": "\\le"}[name] for name in reversed(names)]
-    if len(read) == 3 and all(name in ("<", "\\le") for name in names):  # 1 < x \le 2 is an interval
+    if len(read) == 3 and set(names) <= {"<", "\\le"}:  # 1 < x \le 2 is an interval
         return Form(("(" if names[0] == "<" else "[") + (")" if names[1] == "<" else "]"), (read[0], read[2]))
     return None
 
@@ -256,13 +243,12 @@ def _whole(inner: str) -> bool:
 
 
 def _single(text: str, depth: int) -> Form:
-    infinite = _INFINITY.fullmatch(text)
-    if infinite:
+    if infinite := _INFINITY.fullmatch(text):
         return LOW if infinite[1] == "-" else HIGH
     if _PLUS_MINUS.search(text):  # 1 \pm 2 is 3 and -1; several signs go together
         upper = _PLUS_MINUS.sub(lambda sign: "+" if sign[1] == "pm" else "-", text)
         lower = _PLUS_MINUS.sub(lambda sign: "-" if sign[1] == "pm" else "+", text)
-        return Form("", (_value(plain(upper).lstrip("+ ")), _value(plain(lower).lstrip("+ "))))
+        return Form("", tuple(_value(plain(one).lstrip("+ ")) for one in (upper, lower)))
     if text in ("\\emptyset", "\\{ \\}"):
         return Form("{}")
     terms = _RATIO.split(text)
@@ -377,19 +363,15 @@ def _split_unit(text: str) -> tuple[str, Unit | None]:
     known = re.findall(r"[a-z]+", words.lower())
     more = known[:1] in (["squared"], ["cubed"]) or "times" in known[:-1] or not _SAYS_MORE.isdisjoint(known)
     if more or len(known) > 5 or _NO_WORDS.search(quoted):
-        return text, None if quoted or not _MATHEMATICAL & set(known) else unit
-    if not all(map(_is_unit, _WORD.findall(_TEXT.sub(" ", trailing["unit"])))):
-        return text, unit
+        return text, None if quoted or _MATHEMATICAL.isdisjoint(known) else unit
+    for per, word in _WORD.findall(_TEXT.sub(" ", trailing["unit"])):  # a bare word is a unit, or no product of letters
+        spelled = (per or len(word) > 1) and word not in ("amp", "bit") and _singular(word) in _UNITS
+        if len(word) < 4 and not spelled:
+            return text, unit
     return _multiplied(trailing["body"].strip(), words, unit)
 
 
 _MATHEMATICAL = frozenset("pi sqrt sin cos tan ln log exp mod and or".split())  # noqa: SIM905
-
-
-def _is_unit(found: tuple[str, str]) -> bool:
-    """Whether a bare word is a unit, or long enough to be no product of variables."""
-    per, word = found
-    return len(word) > 3 or ((bool(per) or len(word) > 1) and word not in ("amp", "bit") and _singular(word) in _UNITS)
 
 
 def _singular(word: str) -> str:
@@ -399,7 +381,11 @@ def _singular(word: str) -> str:
 
 
 def _multiplied(body: str, words: str, unit: Unit) -> tuple[str, Unit | None]:
-    """The number times what the first words say, and the unit that the other words are."""
+    """The number times what the first words say, and the unit that the other words are.
+
+    `cm^2`, "sq cm" and "square centimeters" are ('cm', 'square'), kilojoules are "kJ". A short sign that is not in the
+    table is a unit too, as it is; other words are left out.
+    """
     pieces = list(_PIECE.finditer(words))
     factors = [_FACTORS.get(_singular(piece[0])) for piece in pieces]
     count = next((index for index, factor in enumerate(factors) if factor is None), len(factors))
@@ -407,14 +393,8 @@ def _multiplied(body: str, words: str, unit: Unit) -> tuple[str, Unit | None]:
         return body, None
     if count:
         body = "*".join([body.replace(",", ""), *(factor for factor in factors[:count] if factor)])
-    return body, unit or _canonical(pieces[count:])
-
-
-def _canonical(pieces: list[re.Match[str]]) -> Unit:
-    """`cm^2`, "sq cm" and "square centimeters" are ('cm', 'square'), kilojoules are "kJ". A short sign that is not in
-    the table is a unit too, as it is; other words are left out."""
     found: list[str] = []
-    for piece in pieces:
+    for piece in pieces[count:]:
         sign, word = piece[0], _singular(piece[0])
         prefix = next((name for name in _PREFIXES if name and word.startswith(name)), "")
         if piece[1]:
@@ -426,8 +406,8 @@ def _canonical(pieces: list[re.Match[str]]) -> Unit:
     if "deg" in found and ("C" in found or "F" in found):
         found.remove("deg")
     at = found.index("per") if "per" in found else len(found)
-    unit = (*sorted(found[:at]), *found[at : at + 1], *sorted(found[at + 1 :]))
-    return _COMPOUND.get(unit, unit)
+    whole = (*sorted(found[:at]), *found[at : at + 1], *sorted(found[at + 1 :]))
+    return body, unit or _COMPOUND.get(whole, whole)
 
 
 def units_agree(gold: Unit, given: Unit) -> bool:
