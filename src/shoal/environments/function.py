@@ -19,6 +19,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -41,7 +42,7 @@ class FunctionEnvironment:
             raise EnvironmentSetupError(
                 f"cannot read the reward file {file}: {error.strerror or error}; check environment.file"
             ) from None
-        module = _load(file, source)
+        module = _load(file)
         self.name, self._file = file.stem, file
         self.digest = hashlib.sha256(b"shoal/function/%d\n" % held_out_size + source).hexdigest()
         wanted = "score(prompt, completion, answer) or score(task, completion)"
@@ -114,13 +115,20 @@ def _number(value: object, problem: str) -> float:
     return number
 
 
-def _load(file: Path, source: bytes) -> ModuleType:
+class _AsItIs(SourceFileLoader):
+    """Without compiled files, which Python takes for this one's if it was changed twice in a second."""
+
+    def path_stats(self, path: str) -> Mapping[str, object]:
+        raise OSError(f"{path} is compiled anew")
+
+
+def _load(file: Path) -> ModuleType:
     if file.suffix != ".py":
         raise EnvironmentSetupError(f"the reward file {file} is no Python file (its name must end in .py)")
     module = ModuleType(f"shoal_reward_{file.stem}")
     module.__file__ = str(file)
     try:
-        exec(compile(source, str(file), "exec", dont_inherit=True), vars(module))
+        _AsItIs(module.__name__, str(file)).exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything while it loads
         told = f"{type(error).__name__}: {error}"
         raise EnvironmentSetupError(f"the reward file {file} does not load: {told}") from error
