@@ -12,22 +12,21 @@ own answer counts. That makes it harder, not impossible: a judge's word is not p
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import os
 import re
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 import httpx
 
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.panel import Piece
-from shoal.runtime.clock import Backoff, Clock, SystemClock
+from shoal.runtime.clock import Backoff
 from shoal.runtime.exchange import check_plain
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import is_own
@@ -37,8 +36,8 @@ log = logging.getLogger(__name__)
 KEY = "SHOAL_JUDGE_KEY"
 AT_ONCE, TRIES = 8, 5
 MAX_ANSWER_BYTES, MAX_TOKENS, LONGEST_LINE = 1 << 20, 1024, 500
-MOST = 10.0
 LONGEST_PAUSE_S = 30.0
+LOOK_S = 0.1  # how often a wait looks at the stop token
 
 DEFAULT_PROMPT = """You judge how good an answer is.
 
@@ -67,109 +66,110 @@ class UnreadableAnswer(Exception):
 
 
 class ChatJudge:
-    """Implements `PartJudge`. At most `AT_ONCE` questions are under way; together they have a deadline, too."""
+    """Implements `PartJudge`. At most `AT_ONCE` questions are under way; each has a deadline, and all together."""
 
     def __init__(
-        self,
-        settings: JudgeSettings,
-        stop: StopToken,
-        backoff: Backoff = Backoff(first_s=0.5, most_s=LONGEST_PAUSE_S),
-        clock: Clock = SystemClock(),
+        self, settings: JudgeSettings, stop: StopToken, backoff: Backoff = Backoff(first_s=0.5, most_s=LONGEST_PAUSE_S)
     ) -> None:
-        self._settings, self._stop, self._backoff, self._clock = settings, stop, backoff, clock
+        self._settings, self._stop, self._backoff = settings, stop, backoff
         self._where = f"the judge {settings.label} at {settings.url}"
 
     def prepare(self) -> None:
-        """Ask once. What no waiting would mend is an `EnvironmentSetupError`: an address that is none, a key that is
-        not taken. A judge that is not there yet, or says something odd, is warned of: it may come."""
+        """Ask once. What no waiting would mend is an `EnvironmentSetupError`: a malformed address, a key that is not
+        taken. A judge that is not there yet, or says something odd, is warned of: it may come."""
         check_address(self._settings)
         name = self._where
+
+        async def ask() -> float:
+            async with self._client() as client:
+                return grade(await self._ask(client, TRIAL))
+
         try:
-            grade(self._ask(TRIAL, self._clock.monotonic_s() + self._settings.timeout_s))
+            asyncio.run(ask())
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
             if 400 <= status < 500 and status not in BUSY:
                 raise EnvironmentSetupError(f"{name} refuses to judge, with HTTP {status}: {_advice(status)}") from None
             log.warning("%s answers with HTTP %d; until that changes, no group gets a reward", name, status)
-        except (httpx.HTTPError, httpx.StreamError) as error:
+        except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
             log.warning("%s does not answer (%s); until it does, no group gets a reward", name, type(error).__name__)
         except UnreadableAnswer as error:
             log.warning("%s gave no number from 0 to 10 in its last line when it was tried: %s", name, error)
 
     def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
-        if not pieces:
-            return []
-        rounds = -(-len(pieces) // AT_ONCE)
-        until_s = self._clock.monotonic_s() + (rounds + TRIES) * self._settings.timeout_s
         try:
             check_address(self._settings)
         except EnvironmentSetupError as error:
             return [ScoringFailure(str(error))] * len(pieces)
-        with ThreadPoolExecutor(min(AT_ONCE, len(pieces)), thread_name_prefix="judge") as threads:
-            found = list(threads.map(lambda piece: self._value(piece, until_s), pieces))
-        if self._stop.is_set():
-            raise DeadlineExceeded(f"judging was given up: {self._stop.reason}")
-        return found
+        return asyncio.run(self._values(pieces)) if pieces else []
 
     def close(self) -> None:
         """Nothing stays open between questions."""
 
-    def _value(self, piece: Piece, until_s: float) -> float | ScoringFailure:
-        where = self._where
-        said, unreadable = "was not asked", 0
-        for attempt in range(TRIES):
-            if self._stop.is_set() or self._clock.monotonic_s() >= until_s:
-                return ScoringFailure(f"{where} took too long in all; at last it {said}")
-            pause_s = self._backoff.wait_s(attempt)
-            try:
-                return grade(self._ask(piece, until_s))
-            except UnreadableAnswer as error:
-                said, unreadable = f"gave no number from 0 to 10 in its last line ({error})", unreadable + 1
-                if unreadable > 1:
-                    break
-                continue
-            except httpx.HTTPStatusError as error:
-                status = error.response.status_code
-                said = f"answered with HTTP {status}"
-                if status != 429 and status < 500:
-                    break
-                with suppress(ValueError):
-                    asked_s = float(error.response.headers.get("retry-after", "0"))
-                    pause_s = max(pause_s, min(LONGEST_PAUSE_S, asked_s))
-            except (httpx.HTTPError, httpx.StreamError) as error:
-                said = f"did not answer ({type(error).__name__})"
-            except (httpx.InvalidURL, ValueError) as error:  # of what was to be sent: no waiting mends it
-                said = f"could not be asked ({type(error).__name__})"
-                break
-            self._stop.wait(min(pause_s, max(0.0, until_s - self._clock.monotonic_s())))
-        log.warning("%s %s", where, said)
-        return ScoringFailure(f"{where} {said}")
+    async def _values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
+        free, rounds = asyncio.Semaphore(AT_ONCE), -(-len(pieces) // AT_ONCE)
+        async with self._client() as client:
+            asked = [asyncio.create_task(self._value(client, free, piece)) for piece in pieces]
+            left_s = (rounds + TRIES) * self._settings.timeout_s
+            while left_s > 0 and not self._stop.is_set() and not all(each.done() for each in asked):
+                await asyncio.wait(asked, timeout=LOOK_S, return_when=asyncio.ALL_COMPLETED)
+                left_s -= LOOK_S
+            for each in asked:
+                each.cancel()
+            await asyncio.wait(asked)
+        if self._stop.is_set():
+            raise DeadlineExceeded(f"judging was given up: {self._stop.reason}")
+        late = ScoringFailure(f"{self._where} took too long in all")
+        return [late if each.cancelled() else each.result() for each in asked]
 
-    def _ask(self, piece: Piece, until_s: float) -> str:
+    async def _value(self, client: httpx.AsyncClient, free: asyncio.Semaphore, piece: Piece) -> float | ScoringFailure:
+        said, unreadable = "", 0
+        async with free:
+            for attempt in range(TRIES):
+                pause_s = self._backoff.wait_s(attempt)
+                try:
+                    return grade(await self._ask(client, piece))
+                except UnreadableAnswer as error:
+                    said, unreadable = f"gave no number from 0 to 10 in its last line ({error})", unreadable + 1
+                    if unreadable > 1:
+                        break
+                except httpx.HTTPStatusError as error:
+                    status = error.response.status_code
+                    said = f"answered with HTTP {status}"
+                    if status != 429 and status < 500:
+                        break
+                    with suppress(ValueError):
+                        asked_s = float(error.response.headers.get("retry-after", "0"))
+                        pause_s = max(pause_s, min(LONGEST_PAUSE_S, asked_s))
+                except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
+                    said = f"did not answer ({type(error).__name__})"
+                except (httpx.InvalidURL, ValueError) as error:  # of what was to be sent: no waiting mends it
+                    said = f"could not be asked ({type(error).__name__})"
+                    break
+                await asyncio.sleep(pause_s)
+        log.warning("%s %s", self._where, said)
+        return ScoringFailure(f"{self._where} {said}")
+
+    def _client(self) -> httpx.AsyncClient:
+        key = os.environ.get(KEY, "")
+        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
+        own = is_own(httpx.URL(self._settings.url).host)  # a proxy could not reach this machine's own addresses
+        return httpx.AsyncClient(headers=headers, timeout=None, trust_env=not own)
+
+    async def _ask(self, client: httpx.AsyncClient, piece: Piece) -> str:
         body = {
             "model": self._settings.model, "temperature": 0, "max_tokens": MAX_TOKENS,
             "messages": [{"role": "user", "content": question(self._settings.prompt or DEFAULT_PROMPT, piece)}],
         }  # fmt: skip
-        address = self._settings.url.rstrip("/") + "/chat/completions"
-        ends_s = min(until_s, self._clock.monotonic_s() + self._settings.timeout_s)
-        answer, key = bytearray(), os.environ.get(KEY, "")
-        left_s = max(0.0, ends_s - self._clock.monotonic_s())
-        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
-        own = is_own(httpx.URL(self._settings.url).host)  # a proxy could not reach this machine's own addresses
-        # A client for each question: closing it is what ends one whose headers come drop by drop.
-        with (
-            httpx.Client(headers=headers, timeout=self._settings.timeout_s, trust_env=not own) as client,
-            _ending(client, left_s),
-            client.stream("POST", address, json=body) as response,
-        ):
+        address, answer = self._settings.url.rstrip("/") + "/chat/completions", bytearray()
+        # httpx limits single receives only: a head that comes drop by drop would hold its caller for ever
+        async with asyncio.timeout(self._settings.timeout_s), client.stream("POST", address, json=body) as response:
             response.raise_for_status()
             check_plain(response)
-            for part in response.iter_bytes():
+            async for part in response.aiter_bytes():
                 answer += part
                 if len(answer) > MAX_ANSWER_BYTES:
                     raise UnreadableAnswer(f"more than {MAX_ANSWER_BYTES} bytes")
-                if self._clock.monotonic_s() > ends_s or self._stop.is_set():
-                    raise httpx.ReadTimeout("the answer came too slowly")
         try:
             text = json.loads(bytes(answer))["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -179,37 +179,15 @@ class ChatJudge:
         return text
 
 
-@contextmanager
-def _ending(client: httpx.Client, within_s: float) -> Iterator[None]:
-    """Close the client when its time is up: whoever reads from it then gets an error, which becomes a time-out."""
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        client.close()
-
-    timer = threading.Timer(within_s, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except (OSError, RuntimeError, httpx.TransportError, httpx.StreamError) as error:
-        if late.is_set():
-            raise httpx.ReadTimeout("the answer came too slowly") from error
-        raise
-    finally:
-        timer.cancel()
-
-
 def check_address(settings: JudgeSettings) -> None:
     """Whether the address and the key can be used at all, without asking anybody (`EnvironmentSetupError`)."""
-    what = f"environment.judges: the url of {settings.label}, {settings.url!r}"
     try:
         url = httpx.URL(settings.url)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError("it has no scheme or no host")
     except (httpx.InvalidURL, ValueError) as error:
-        raise EnvironmentSetupError(f"{what}, is no address: {error}; write it as http://HOST:PORT/v1") from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise EnvironmentSetupError(f"{what}, is no address; write it as http://HOST:PORT/v1")
+        what = f"environment.judges: the url of {settings.label}, {settings.url!r}, is no address"
+        raise EnvironmentSetupError(f"{what}: {error}; write it as http://HOST:PORT/v1") from None
     key = os.environ.get(KEY, "")
     if not (key.isascii() and key.isprintable()) or key != key.strip():
         raise EnvironmentSetupError(
@@ -244,6 +222,6 @@ def grade(text: str) -> float:
             if isinstance(known, dict):
                 last = str(known.get("score", ""))
     numbers = NUMBER.findall(last)
-    if len(numbers) != 1 or not 0 <= float(numbers[0]) <= MOST:
+    if len(numbers) != 1 or not 0 <= float(numbers[0]) <= 10:
         raise UnreadableAnswer(repr(last[:80]))
-    return float(numbers[0]) / MOST
+    return float(numbers[0]) / 10

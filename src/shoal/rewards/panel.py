@@ -3,13 +3,13 @@
     reward = task's (or what its length made of it) + Σ weight · part         parts: task, judge.LABEL, …
 
 A part is what the judge said, or with `use = "rank"` the rank within the group. A judge that fails leaves the group
-unscored: what it would have said is unknown, and 0 is something that it may say. Judges are asked about a few groups at
-a time; those for which there is no time are left for later (`NotBegun`).
+unscored: what it would have said is unknown, and 0 is something that it may say. Judges are asked about one group at a
+time; those for which there is no time are left for later (`NotBegun`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -22,7 +22,6 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 PART = "judge."
-PORTION = 64  # pieces that are asked about together, but at least one group
 ALL_S = 600.0
 
 
@@ -86,30 +85,38 @@ class Panel:
     def add(self, groups: Sequence[Sequence[ScoredPiece]]) -> list[list[Score] | ScoringFailure]:
         """The scores of each group with what every judge says; a group that one of them fails on has none.
 
-        At least the first groups are judged, however long it takes.
+        At least the first group is judged, however long it takes.
         """
-        if not self.seats:
-            return [[entry.score for entry in group] for group in groups]
         ends_s = self.clock.monotonic_s() + self.all_s
         results: list[list[Score] | ScoringFailure] = []
-        for portion in _portions(groups):
-            if results and self.clock.monotonic_s() >= ends_s:
-                results += [NotBegun(f"judging took longer than {self.all_s:g} s in all")] * len(portion)
-            else:
-                results += self._judged(portion)
+        for group in groups:
+            is_late = bool(self.seats and results) and self.clock.monotonic_s() >= ends_s
+            late = f"judging took longer than {self.all_s:g} s in all"
+            results.append(NotBegun(late) if is_late else self._judged(group))
         return results
 
-    def _judged(self, groups: Sequence[Sequence[ScoredPiece]]) -> list[list[Score] | ScoringFailure]:
-        results: list[list[Score] | ScoringFailure] = [[entry.score for entry in group] for group in groups]
-        for seat in self.seats:
-            open_ = [index for index, result in enumerate(results) if isinstance(result, list)]
-            pieces = list(dict.fromkeys(entry.piece for index in open_ for entry in groups[index]))
-            said = dict(zip(pieces, seat.judge.values(pieces), strict=True)) if pieces else {}
-            for index in open_:
-                scores, values = results[index], [said[entry.piece] for entry in groups[index]]
-                assert isinstance(scores, list)
-                results[index] = _counted(seat, scores, values)
-        return results
+    def _judged(self, group: Sequence[ScoredPiece]) -> list[Score] | ScoringFailure:
+        scores = [entry.score for entry in group]
+        for seat in self.seats if group else ():
+            pieces = list(dict.fromkeys(entry.piece for entry in group))
+            said = dict(zip(pieces, seat.judge.values(pieces), strict=True))
+            numbers: list[float] = []
+            for entry in group:
+                value = said[entry.piece]
+                if isinstance(value, ScoringFailure):
+                    return value
+                numbers.append(float(value))
+            if seat.settings.use == "rank":
+                numbers = ranks(numbers)
+            scores = [
+                replace(
+                    score,
+                    value=score.value + seat.settings.weight * number,
+                    parts={"task": score.value, **score.parts, seat.part: number},
+                )
+                for score, number in zip(scores, numbers, strict=True)
+            ]
+        return scores
 
     def prepare(self) -> None:
         for seat in self.seats:
@@ -118,33 +125,6 @@ class Panel:
     def close(self) -> None:
         for seat in self.seats:
             seat.judge.close()
-
-
-def _portions(groups: Sequence[Sequence[ScoredPiece]]) -> Iterator[Sequence[Sequence[ScoredPiece]]]:
-    portion: list[Sequence[ScoredPiece]] = []
-    for group in groups:
-        if portion and sum(map(len, portion)) + len(group) > PORTION:
-            yield portion
-            portion = []
-        portion.append(group)
-    if portion:
-        yield portion
-
-
-def _counted(seat: Seated, scores: list[Score], values: list[float | ScoringFailure]) -> list[Score] | ScoringFailure:
-    failure = next((value for value in values if isinstance(value, ScoringFailure)), None)
-    if failure is not None:
-        return failure
-    numbers = [float(value) for value in values if not isinstance(value, ScoringFailure)]
-    if seat.settings.use == "rank":
-        numbers = ranks(numbers)
-    weight = seat.settings.weight
-    return [
-        replace(
-            score, value=score.value + weight * number, parts={"task": score.value, **score.parts, seat.part: number}
-        )
-        for score, number in zip(scores, numbers, strict=True)
-    ]
 
 
 def ranks(numbers: Sequence[float]) -> list[float]:
