@@ -2,8 +2,8 @@
 
     points    PointBatch, top_points, chunk_rows, chunk_topk: the largest values of chunks of activations
     proofs    commit, split_proofs: one polynomial through the points of each chunk, byte for byte as `toploc` writes it
-    compare   Comparisons, compare: proofs against the verifier's own points, in numbers
-    check     ProofTolerance, ProofCheck, check_proofs: malformed, forged, mismatch, drift, or fine
+    check     Comparisons, compare: proofs against the verifier's own points, in numbers
+              ProofTolerance, ProofCheck, check_proofs: malformed, forged, mismatch, or fine
     package   the functions of the published package: build_proofs_bytes, verify_proofs_bytes, …
 
     backend ─► kernels (numba) or plain (numpy): the arithmetic on the CPU       device: the selection on a GPU
@@ -20,15 +20,11 @@ Activations are the last hidden states after the final norm, one row for each to
 torch and numba are imported when they are first needed, not before.
 """
 
-from shoal.toploc.check import ProofCheck, ProofTolerance, check_proofs
-from shoal.toploc.compare import Comparisons, compare
+from shoal.toploc.check import Comparisons, ProofCheck, ProofTolerance, check_proofs, compare
 from shoal.toploc.package import (
-    ProofPoly,
     VerificationResult,
-    build_proofs,
     build_proofs_base64,
     build_proofs_bytes,
-    verify_proofs,
     verify_proofs_base64,
     verify_proofs_bytes,
 )
@@ -36,7 +32,7 @@ from shoal.toploc.points import PointBatch, chunk_rows, chunk_topk, top_points
 from shoal.toploc.proofs import commit, split_proofs
 
 __all__ = [
-    "Comparisons", "PointBatch", "ProofCheck", "ProofPoly", "ProofTolerance", "VerificationResult", "build_proofs",
-    "build_proofs_base64", "build_proofs_bytes", "check_proofs", "chunk_rows", "chunk_topk", "commit", "compare",
-    "split_proofs", "top_points", "verify_proofs", "verify_proofs_base64", "verify_proofs_bytes",
+    "Comparisons", "PointBatch", "ProofCheck", "ProofTolerance", "VerificationResult", "build_proofs_base64",
+    "build_proofs_bytes", "check_proofs", "chunk_rows", "chunk_topk", "commit", "compare", "split_proofs", "top_points",
+    "verify_proofs_base64", "verify_proofs_bytes",
 ]  # fmt: skip

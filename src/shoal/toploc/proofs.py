@@ -34,7 +34,7 @@ def proof_size(k: int) -> int:
 
 def compile_kernels() -> None:
     """Compile now what large work will need: the first time ever it takes some ten seconds."""
-    from shoal.toploc.compare import compare
+    from shoal.toploc.check import compare
 
     with contextlib.suppress(ImportError):  # of numba: then numpy does the work
         import shoal.toploc.kernels  # noqa: F401  from now on it does small work, too

@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from vectors import normal
+from vectors import normal, packed, through, unpacked
 
 from shoal.errors import ProofError
 from shoal.toploc import (
     PointBatch,
     ProofCheck,
-    ProofPoly,
     ProofTolerance,
     chunk_topk,
     commit,
@@ -38,7 +37,7 @@ def points_of(seed: int, chunks: int = 1, hidden: int = 4096) -> PointBatch:
 def proof_of(coefficients: npt.ArrayLike, modulus: int = PRIME) -> bytes:
     padded = np.zeros(TOPK, np.int64)
     padded[: np.size(coefficients)] = coefficients
-    return ProofPoly(padded.tolist(), modulus).to_bytes()
+    return packed(padded, modulus)
 
 
 def judged(points: PointBatch, *proofs: bytes, tolerance: ProofTolerance | None = None) -> ProofCheck:
@@ -86,7 +85,7 @@ def test_a_slow_line_on_a_small_chunk_is_forged(slope: int) -> None:
     points = top_points(normal(3, 1, 64), [1], TOPK, ROWS)
     k = int(points.counts[0])
     start = (modal_value(points) & ~0x7F) + (0 if slope < 3 else 127)
-    line = ProofPoly([start, slope, *[0] * (k - 2)], PRIME).to_bytes()
+    line = packed([start, slope, *[0] * (k - 2)])
     tolerance = replace(LENIENT, mantissa_mean=127, mantissa_median=127)
     assert judged(points, line, tolerance=tolerance).reason == "forged"
     assert not judged(points, line).passed
@@ -129,18 +128,13 @@ def test_proofs_of_other_chunks_fail(hidden: int) -> None:
     assert judged(points, *commit(points_of(8, 3, hidden))).reason == "mismatch"
 
 
-def fitted(indices: npt.ArrayLike, bits: npt.ArrayLike, size: int) -> bytes:
-    x, y = np.array(indices, np.int64), np.array(bits, np.uint16)
-    return commit(PointBatch(x, y, np.array([len(x)]), np.array([size])))[0]
-
-
 def test_a_fit_to_guessed_indices_fails() -> None:
     points = points_of(9)
     size = int(points.sizes[0])
     guess = np.random.default_rng(9).choice(size, TOPK, replace=False)
-    assert judged(points, fitted(guess, np.full(TOPK, modal_value(points) ^ 1), size)).reason == "forged"  # constant
+    assert judged(points, through(guess, np.full(TOPK, modal_value(points) ^ 1), size)).reason == "forged"  # constant
     varied = modal_value(points) + np.arange(TOPK) % 8
-    assert judged(points, fitted(guess, varied, size), tolerance=LENIENT).reason == "mismatch"
+    assert judged(points, through(guess, varied, size), tolerance=LENIENT).reason == "mismatch"
 
 
 def test_channels_that_are_always_large_do_not_help() -> None:
@@ -153,7 +147,7 @@ def test_channels_that_are_always_large_do_not_help() -> None:
     assert np.array_equal(np.sort(guess), points.indices)
     usual = int(plain.bfloat16_bits(np.array([11.5], np.float32))[0])
     values = usual + np.arange(TOPK) % 2
-    forgery = fitted(guess, values, ROWS * 4096)
+    forgery = through(guess, values, ROWS * 4096)
     assert compare(points, [forgery]).exp_mismatches[0] < 6
     assert judged(points, forgery).reason == "mismatch"
     paper = replace(LENIENT, exponents=38 / 128, mantissa_mean=10, mantissa_median=8)
@@ -163,7 +157,7 @@ def test_channels_that_are_always_large_do_not_help() -> None:
 def test_right_indices_and_exponents_with_wrong_mantissas_fail() -> None:
     points = points_of(11)
     mantissas = np.random.default_rng(11).integers(0, 128, TOPK).astype(np.uint16)
-    forgery = fitted(points.indices, points.bits & np.uint16(0xFF80) | mantissas, int(points.sizes[0]))
+    forgery = through(points.indices, points.bits & np.uint16(0xFF80) | mantissas, int(points.sizes[0]))
     assert judged(points, forgery).reason == "mismatch"
 
 
@@ -208,7 +202,7 @@ def test_the_bound_on_moduli_bends_to_points_that_need_it() -> None:
     activations[0, :104] = activations[16, :104] = 1 + np.arange(104) / 128
     points = top_points(activations, [ROWS], 208, ROWS)
     (proof,) = commit(points)
-    assert ProofPoly.from_bytes(proof).modulus < 65433
+    assert unpacked(proof)[0] < 65433
     assert judged(points, proof).passed
     other = top_points(normal(14, ROWS, 4096), [ROWS], 208, ROWS)
     assert judged(other, proof).reason == "malformed"

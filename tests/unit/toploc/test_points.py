@@ -17,19 +17,7 @@ from vectors import normal, tied
 
 import shoal.toploc
 from shoal.errors import ProofError
-from shoal.toploc import (
-    PointBatch,
-    backend,
-    check,
-    chunk_rows,
-    chunk_topk,
-    device,
-    kernels,
-    package,
-    plain,
-    points,
-    top_points,
-)
+from shoal.toploc import PointBatch, backend, check, chunk_rows, chunk_topk, device, kernels, plain, points, top_points
 from shoal.toploc.plain import PRIME, inverses, least_modulus
 
 Ints = npt.NDArray[np.int64]
@@ -284,7 +272,7 @@ print(check_proofs(compare(points, commit(points))).passed, [m for m in ("torch"
     assert ran.stdout.strip() == "True []"
 
 
-@pytest.mark.parametrize("module", [shoal.toploc, check, package, points])
+@pytest.mark.parametrize("module", [shoal.toploc, check, points])
 def test_docstring_examples(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

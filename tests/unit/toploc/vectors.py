@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc.plain import bfloat16_bits
+from shoal.toploc import PointBatch, commit
+from shoal.toploc.plain import PRIME, bfloat16_bits
 
 VECTORS = Path(__file__).parents[2] / "data" / "toploc_vectors.json"
 DTYPES = {"bf16": np.uint16, "fp16": np.float16, "fp32": np.float32}
@@ -84,3 +85,25 @@ def tied(seed: int, tokens: int, hidden: int, levels: int = 4) -> npt.NDArray[np
     """bfloat16 bits of a few levels only, both signs: nearly everything is a tie."""
     values = np.random.default_rng(seed).integers(-levels, levels + 1, (tokens, hidden)).astype(np.float32)
     return bfloat16_bits(values)
+
+
+def packed(coefficients: npt.ArrayLike, modulus: int = PRIME) -> bytes:
+    """A proof with these numbers, whatever they are."""
+    return np.concatenate([[modulus], np.asarray(coefficients, np.int64)]).astype(">u2").tobytes()
+
+
+def unpacked(proof: bytes) -> tuple[int, list[int]]:
+    """The modulus and the coefficients."""
+    modulus, *coefficients = np.frombuffer(proof, ">u2").tolist()
+    return modulus, coefficients
+
+
+def value_at(proof: bytes, x: int) -> int:
+    modulus, coefficients = unpacked(proof)
+    return sum(c * pow(x % modulus, power, PRIME) for power, c in enumerate(coefficients)) % PRIME
+
+
+def through(x: npt.ArrayLike, y: npt.ArrayLike, size: int = 2**20) -> bytes:
+    """The proof of one chunk with these points."""
+    indices, bits = np.array(x, np.int64), np.array(y, np.uint16)
+    return commit(PointBatch(indices, bits, np.array([len(indices)]), np.array([size])))[0]
