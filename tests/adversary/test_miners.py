@@ -14,7 +14,6 @@ from kit.miner import (
     EarlyExit,
     Mine,
     Miner,
-    Rewritten,
     Speculative,
     above,
     early_end,
@@ -23,6 +22,7 @@ from kit.miner import (
     int8,
     no_end,
     repeated_ends,
+    rewritten,
     typical,
 )
 from kit.trial import Judged, Trial, docket
@@ -34,10 +34,10 @@ from shoal.protocol import Outcome, Rollout, Severity, Submission, Verdict, pack
 FILLER, SPACE = 5, 4  # the digit 0, and " "
 GROUPS = 16
 BANNED_BY = {  # groups that it takes at most; 2 statistical failures, or 1 that is certain
-    "repeated-ends": (lambda e: Rewritten(e, repeated_ends), 1, {"termination.past_eos"}),
-    "early-ends": (lambda e: Rewritten(e, early_end), 1, {"sampling.seed"}),
-    "one-early-end-in-each-group": (lambda e: Rewritten(e, early_end, most=1), 2, {"sampling.seed"}),
-    "one-end-suppressed-in-each-group": (lambda e: Rewritten(e, no_end(e, FILLER), most=1), 2, {"sampling.seed"}),
+    "repeated-ends": (lambda e: rewritten(e, repeated_ends), 1, {"termination.past_eos"}),
+    "early-ends": (lambda e: rewritten(e, early_end), 1, {"sampling.seed"}),
+    "one-early-end-in-each-group": (lambda e: rewritten(e, early_end, most=1), 2, {"sampling.seed"}),
+    "one-end-suppressed-in-each-group": (lambda e: rewritten(e, no_end(e, FILLER), most=1), 2, {"sampling.seed"}),
     "int8-cache": (lambda e: CoarseCache(e, int8), 3, {"proofs.drift", "proofs.mismatch"}),
     "fp8-cache": (lambda e: CoarseCache(e, fp8), 2, {"proofs.drift", "proofs.mismatch"}),
     "int8-cache-vouched-for": (lambda e: CoarseCache(e, int8, vouching=True), GROUPS, {"sampling.seed"}),
@@ -182,7 +182,7 @@ def test_a_completion_spelt_with_more_tokens_is_rejected_though_it_says_the_same
         ids = [rollout.token_ids.tolist() for rollout in each.submission.rollouts]
         return [mine.loaded.tokenizer.decode(tokens).replace(" ", "") for tokens in ids]
 
-    first = tried(mine, lambda engine: Rewritten(engine, split)).judged[0]
+    first = tried(mine, lambda engine: rewritten(engine, split)).judged[0]
     assert text(first) == text(honest.judged[0])
     assert first.tokens > honest.judged[0].tokens
     assert (first.verdict.reason, first.verdict.severity) == ("sampling.seed", Severity.CERTAIN)

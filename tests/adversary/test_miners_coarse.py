@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kit.miner import EarlyExit, Mine, Miner, Rewritten, early_end, no_end
+from kit.miner import EarlyExit, Mine, Miner, early_end, no_end, rewritten
 from kit.trial import Judged, Trial, docket
 from shoal.adversary import Cheat
 from shoal.engines import Engine, PrefillRequest
@@ -76,7 +76,7 @@ def test_one_end_in_each_group_that_no_seed_gives_is_never_accepted(name: str, c
 
     def make(engine: Engine, _loot: object) -> Engine:
         change = early_end if name == "an early end" else no_end(engine, FILLER)
-        return Rewritten(engine, change, most=1)
+        return rewritten(engine, change, most=1)
 
     trial = coarse.tried(Miner(make), range(24))
     limit = coarse.judge.profiles[coarse.profile].sampling.distance

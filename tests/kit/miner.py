@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kit.trial import PROFILES, Court
 from shoal.adversary import Cheat, Loot
-from shoal.adversary.base import Disguise, Rewriter, vouched
+from shoal.adversary.base import Disguise, rewriting, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.protocol import Groups
 from shoal.engines.rows import GrowingLayer
@@ -93,20 +93,18 @@ class Miner(Cheat):
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Rewritten(Rewriter):
+def rewritten(engine: Engine, change: Callable[[Any, GenerationRequest], Any], most: int = 10**6) -> Engine:
     """`change` gives other tokens for a completion, or None: it stays as it is. At most `most` of each group."""
 
-    def __init__(self, engine: Engine, change: Callable[[Any, GenerationRequest], Any], most: int = 10**6) -> None:
-        super().__init__(engine)
-        self._change, self._most = change, most
-
-    def rewrite(self, request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
-        found, left = list(group), self._most
+    def rewrite(_engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
+        found, left = list(group), most
         for index, each in enumerate(group):
-            tokens = self._change(each.token_ids, request) if left else None
+            tokens = change(each.token_ids, request) if left else None
             if tokens is not None:
                 found[index], left = finished(each, tokens, request), left - 1
         return found
+
+    return Disguise(engine, rewriting(rewrite))
 
 
 def finished(completion: Completion, tokens: Any, request: GenerationRequest) -> Completion:

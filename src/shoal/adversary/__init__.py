@@ -1,6 +1,6 @@
 """Cheats: what a worker could try, for attacking your own run (`shoal join --cheat NAME`).
 
-    base       Cheat, Loot: its hooks (profile, fetch, engine, shown, submission); cheating, Disguise, vouched
+    base       Cheat, Loot: its hooks (profile, fetch, engine, shown, submission); Disguise, rewriting, vouched
     tokens     other seeds than the lease's: best-of, own-dice, grind, greedy, cold, loose; completions rewritten: edit,
                answer, early-end, cut-short, pad, run-on, swap-prompt
     weights    other weights: stale, small-model, int8, int4, and those that let the right ones vouch for them; forged

@@ -10,20 +10,21 @@ loose               stale         best-of, int8    show-random         forged pr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace as replace_fields
 
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.protocol import Groups
 from shoal.engines.shelf import Fetch
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
 from shoal.models import TextTokenizer
-from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
+from shoal.protocol import Lease, PolicyRef, ProofParameters, Rollout, Submission, TensorView
 from shoal.protocol.submission import ShownProgress
 from shoal.toploc import commit
 
@@ -42,6 +43,12 @@ class Loot:
     build: Callable[[Mapping[str, bytes]], Engine]
 
 
+Draw = Callable[[Engine, Sequence[GenerationRequest], ProofParameters | None], Groups]
+"""What an engine generates, given the honest engine."""
+Rewrite = Callable[[Engine, GenerationRequest, list[Completion]], list[Completion]]
+"""Other completions for those that were drawn for a request."""
+
+
 class Cheat:
     """One way to cheat: `what` it does, for people, and the `reasons` for which it may be rejected, or refused.
 
@@ -51,8 +58,6 @@ class Cheat:
     name: ClassVar[str]
     what: ClassVar[str]
     reasons: ClassVar[frozenset[str]]
-    disguise: ClassVar[type[Disguise] | None] = None
-    """What its engine is wrapped in."""
 
     def profile(self, profile: str, _known: Sequence[str], /) -> str:
         """What it says that it generates with; `_known` are those that the run takes work of."""
@@ -62,9 +67,9 @@ class Cheat:
         """How policies are had."""
         return fetch
 
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
+    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
         """What generates; `engine` has no policy yet."""
-        return engine if self.disguise is None else self.disguise(engine, loot)
+        return engine
 
     def shown(self, progress: ShownProgress, _lease: Lease, /) -> ShownProgress:
         """What is shown of a group that is being generated."""
@@ -75,17 +80,26 @@ class Cheat:
         return submission
 
 
-def cheating(name: str, what: str, reasons: Collection[str], **hooks: Callable[..., Any]) -> type[Cheat]:
-    """A cheat of one hook: a `disguise`, or a function in the place of one of `Cheat`'s methods."""
-    own = {key: hook if key == "disguise" else staticmethod(hook) for key, hook in hooks.items()}
+def cheating(
+    name: str, what: str, reasons: Collection[str], draw: Draw | None = None, **hooks: Callable[..., Any]
+) -> type[Cheat]:
+    """A cheat of one hook: functions in the place of `Cheat`'s methods, or `draw` in the place of its engine's."""
+    if draw is not None:
+        hooks["engine"] = lambda engine, _loot: Disguise(engine, draw)
+    own = {key: staticmethod(hook) for key, hook in hooks.items()}
     return type(name, (Cheat,), {"name": name, "what": what, "reasons": frozenset(reasons), **own})
 
 
-class Disguise:
-    """An engine to hang a cheat on: everything is the real one's until it is overridden."""
+def each_rollout(change: Callable[[Rollout], Rollout]) -> Callable[[Submission, Lease], Submission]:
+    """The hook that submits every rollout changed."""
+    return lambda given, _lease: replace_fields(given, rollouts=[change(rollout) for rollout in given.rollouts])
 
-    def __init__(self, engine: Engine, _loot: Loot | None = None) -> None:
-        self._engine, self.name = engine, engine.name
+
+class Disguise:
+    """An engine to hang a cheat on: everything is the real one's but what `draw`, or a subclass, replaces."""
+
+    def __init__(self, engine: Engine, draw: Draw | None = None) -> None:
+        self._engine, self._draw, self.name = engine, draw, engine.name
         self.vocabulary_size, self.hidden_size = engine.vocabulary_size, engine.hidden_size
 
     @property
@@ -104,7 +118,8 @@ class Disguise:
         self._engine.load_policy(ref, tensors)
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        return self._engine.generate(requests, proof)
+        draw = self._draw
+        return self._engine.generate(requests, proof) if draw is None else draw(self._engine, requests, proof)
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         return self._engine.prefill(requests, proof)
@@ -115,19 +130,18 @@ class Disguise:
         return self._engine.greedy(prompts, max_new_tokens, eos_token_id)
 
 
-class Rewriter(Disguise):
-    """Generates honestly, rewrites the completions, and lets the right policy vouch for what came of it.
+def rewriting(rewrite: Rewrite) -> Draw:
+    """Draw honestly, rewrite the completions, and let the right policy vouch for what came of it.
 
     Log-probabilities and proofs are then honest ones of tokens that were never drawn: only the seeds can tell.
     """
 
-    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        drawn = self._engine.generate(requests, None)
-        groups = [self.rewrite(request, group) for request, group in zip(requests, drawn, strict=True)]
-        return vouched(self._engine, requests, groups, proof)
+    def draw(engine: Engine, requests: Sequence[GenerationRequest], proof: ProofParameters | None) -> Groups:
+        drawn = engine.generate(requests, None)
+        groups = [rewrite(engine, request, group) for request, group in zip(requests, drawn, strict=True)]
+        return vouched(engine, requests, groups, proof)
 
-    def rewrite(self, request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
-        raise NotImplementedError
+    return draw
 
 
 def vouched(
@@ -141,16 +155,16 @@ def vouched(
         for each in group
     ]
     answers = iter(engine.prefill(asked, proof))
-    return [[_told(each, answers) for each in group] for group in groups]
 
+    def told(completion: Completion) -> Completion:
+        answer = next(answers)
+        proofs = b"".join(commit(answer.points)) if answer.points is not None else b""
+        logprobs = np.array(answer.logprobs)
+        for start, length in completion.given:
+            logprobs[start : start + length] = 0.0
+        return replace(completion, logprobs=logprobs, proofs=proofs)
 
-def _told(completion: Completion, answers: Iterator[Prefill]) -> Completion:
-    answer = next(answers)
-    proofs = b"".join(commit(answer.points)) if answer.points is not None else b""
-    logprobs = np.array(answer.logprobs)
-    for start, length in completion.given:
-        logprobs[start : start + length] = 0.0
-    return replace(completion, logprobs=logprobs, proofs=proofs)
+    return [[told(each) for each in group] for group in groups]
 
 
 _listing = threading.Lock()
@@ -171,34 +185,29 @@ class Worth:
         if task is None:
             return likelihood
         environment, tokenizer = _environment(self._loot.environment), self.tokenizer
-        return lambda completion: environment.score(task, tokenizer.decode(_last_turn(completion))).value
+
+        def reward(completion: Completion) -> float:
+            ids: list[int] = completion.token_ids.tolist()
+            last = sum(completion.given[-1]) if completion.given else 0  # of a dialogue what the model says last
+            return environment.score(task, tokenizer.decode(ids[last:])).value
+
+        return reward
 
     def task(self, prompt_ids: Sequence[int]) -> Task | None:
         """The task of this prompt, if anyone can know it."""
         if self._loot.environment not in ENVIRONMENTS or "tokenizer.json" not in self._loot.files:
             return None
-        return _tasks(self._loot.environment).get(self.tokenizer.decode(prompt_ids))
+        with _listing:  # every training task by its prompt: takes seconds, once
+            return _listed(self._loot.environment).get(self.tokenizer.decode(prompt_ids))
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         return TextTokenizer(self._loot.files)
 
 
-def _last_turn(completion: Completion) -> list[int]:
-    """What is scored: of a dialogue what the model says last."""
-    ids: list[int] = completion.token_ids.tolist()
-    return ids[sum(completion.given[-1]) :] if completion.given else ids
-
-
 @cache
 def _environment(name: str) -> Environment:
     return build(EnvironmentSettings(name=name))
-
-
-def _tasks(name: str) -> Mapping[str, Task]:
-    """Every training task by its prompt; listing them takes seconds, once."""
-    with _listing:
-        return _listed(name)
 
 
 @cache

@@ -6,15 +6,15 @@ Some lie about the progress that they show on probation: to keep a lease longer 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Loot, cheating
-from shoal.adversary.tokens import ChoosingEngine, OwnSeeds
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Loot, cheating, each_rollout
+from shoal.adversary.tokens import by_own_seeds, choosing
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.protocol import Groups
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
@@ -22,12 +22,13 @@ from shoal.protocol.submission import ShownChunks, ShownProgress, pack_spans
 
 NUDGE = 0.05
 FAR_TOKEN = 2**31
+HONEST_UNITS = 12
+LIES = frozenset({"progress.seed", "progress.prefix"})
+COPIED = frozenset({"duplicate.rollout", "duplicate.proof", "proofs.malformed"})
 
-Change = Callable[[Rollout], Rollout]
 
-
-def _far(rollout: Rollout) -> Rollout:
-    return replace(rollout, tokens=pack_tokens(np.full_like(rollout.token_ids, FAR_TOKEN)))
+def _with_logprobs(rollout: Rollout, values: npt.NDArray[np.float32]) -> Rollout:
+    return replace(rollout, logprobs=pack_logprobs(values))
 
 
 def _given(rollout: Rollout) -> Rollout:
@@ -37,18 +38,7 @@ def _given(rollout: Rollout) -> Rollout:
         return rollout
     logprobs = rollout.logprob_values
     logprobs[1:-1] = 0.0
-    return replace(with_logprobs(rollout, logprobs), given=pack_spans([(1, middle)]))
-
-
-def each_rollout(submission: Submission, change: Change) -> Submission:
-    return replace(submission, rollouts=[change(rollout) for rollout in submission.rollouts])
-
-
-def with_logprobs(rollout: Rollout, values: npt.NDArray[np.float32]) -> Rollout:
-    return replace(rollout, logprobs=pack_logprobs(values))
-
-
-LIES = frozenset({"progress.seed", "progress.prefix"})
+    return replace(_with_logprobs(rollout, logprobs), given=pack_spans([(1, middle)]))
 
 
 def _made_up(chunks: ShownChunks) -> ShownChunks:
@@ -57,16 +47,10 @@ def _made_up(chunks: ShownChunks) -> ShownChunks:
     return replace(chunks, tokens=pack_tokens((tokens + shift) % 16))
 
 
-COPIED = frozenset({"duplicate.rollout", "duplicate.proof", "proofs.malformed"})
-
-
-class Copying(Disguise):
-    """Generates for the first seed of a group and submits that for all of them."""
-
-    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        asked = [dataclasses.replace(request, seeds=request.seeds[:1]) for request in requests]
-        drawn = self._engine.generate(asked, proof)
-        return [group * len(request.seeds) for request, group in zip(requests, drawn, strict=True)]
+def _copied(engine: Engine, requests: Sequence[GenerationRequest], proof: ProofParameters | None) -> Groups:
+    """Generates for the first seed of a group only."""
+    drawn = engine.generate([dataclasses.replace(request, seeds=request.seeds[:1]) for request in requests], proof)
+    return [group * len(request.seeds) for request, group in zip(requests, drawn, strict=True)]
 
 
 class ReplayFirst(Cheat):
@@ -97,57 +81,47 @@ class Steal(Cheat):
         return replace(submission, rollouts=found[0].rollouts) if found else submission
 
 
-HONEST_UNITS = 12
-
-
 class Sleeper(Cheat):
     name = "sleeper"
     what = f"is honest for {HONEST_UNITS} groups, and from then on does what best-of does"
     reasons = OTHER_TOKENS
 
     def __init__(self, honest_units: int = HONEST_UNITS) -> None:
-        self._honest_units = honest_units
-
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        return Sleeping(engine, ChoosingEngine(engine, loot), self._honest_units)
-
-
-class Sleeping(Disguise):
-    """One engine until it has answered `honest_units` requests, another from then on."""
-
-    def __init__(self, engine: Engine, awake: Engine, honest_units: int) -> None:
-        super().__init__(engine)
-        self._awake = awake
         self._honest_left = honest_units
 
-    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        honest, rest = requests[: self._honest_left], requests[self._honest_left :]
-        self._honest_left -= len(honest)
-        return [
-            *(self._engine.generate(honest, proof) if honest else ()),
-            *(self._awake.generate(rest, proof) if rest else ()),
-        ]
+    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
+        awake = choosing(engine, loot)
+
+        def draw(engine: Engine, requests: Sequence[GenerationRequest], proof: ProofParameters | None) -> Groups:
+            honest, rest = requests[: self._honest_left], requests[self._honest_left :]
+            self._honest_left -= len(honest)
+            first = engine.generate(honest, proof) if honest else []
+            return [*first, *(awake.generate(rest, proof) if rest else [])]
+
+        return Disguise(engine, draw)
 
 
 CHEATS = (
     cheating(
         "copy", "generates one completion of every group and submits it for all of them", OTHER_TOKENS | COPIED,
-        disguise=Copying,
+        draw=_copied,
     ),
     ReplayFirst,
     Steal,
     cheating(
         "logprobs", f"reports log-probabilities that are {NUDGE} too low, so that training trusts its tokens more",
         {"logprobs.mismatch"},
-        submission=lambda given, _: each_rollout(given, lambda one: with_logprobs(one, one.logprob_values - NUDGE)),
+        submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values - NUDGE)),
     ),
     cheating(
         "nan", "reports log-probabilities that are no numbers, to spoil the weights for everybody", {"shape.logprobs"},
-        submission=lambda given, _: each_rollout(given, lambda one: with_logprobs(one, one.logprob_values * np.nan)),
+        submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values * np.nan)),
     ),
     cheating(
         "vocabulary", "submits tokens that the policy does not have", {"shape.vocabulary"},
-        submission=lambda given, _: each_rollout(given, _far),
+        submission=each_rollout(
+            lambda one: replace(one, tokens=pack_tokens(np.full_like(one.token_ids, FAR_TOKEN)))
+        ),
     ),
     cheating(
         "claim-prompt", "submits another prompt than its lease gave", {"prompt.mismatch"},
@@ -167,8 +141,7 @@ CHEATS = (
     cheating(
         "claim-given",
         "draws by seeds of its own, and says that the environment gave the tokens, so that no seeds are looked at",
-        OTHER_TOKENS | {"dialogue.forged"}, disguise=OwnSeeds,
-        submission=lambda given, _: each_rollout(given, _given),
+        OTHER_TOKENS | {"dialogue.forged"}, draw=by_own_seeds, submission=each_rollout(_given),
     ),
     cheating(
         "few", "submits only half of every group", {"submission.group", "shape.rollouts"},

@@ -1,7 +1,7 @@
-"""Steering inside the tolerance: a cheat for whoever knows how far off a token may be and still pass.
+"""Steering inside the tolerance: cheats for whoever knows how far off a token may be and still pass.
 
 Where the uniform falls next to the edge of a token's interval, within the tolerance, the token on the other side of the
-edge passes too. The steerer always takes that one: the completion goes another way, and no single token betrays it.
+edge passes too. `Steer` always takes that one; `Branch` tries a few such places and keeps what pays best.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ BRANCHES = 4
 SEEDS = 2**20
 REACH = 2e-6  # twice what float32 moves an interval by on average: farther ones show in the sum of distances
 SPACING = 2.0 / SEEDS  # so near there is a seed to every uniform
+MAX_VOCABULARY = 4096  # `Steer` looks at every token of the vocabulary, one by one
 
-Value = Callable[[Completion], float]
+Tokens = npt.NDArray[np.int32]
 
 
 class Branch(Cheat):
@@ -35,12 +36,8 @@ class Branch(Cheat):
     )
     reasons = frozenset({"sampling.seed", "sampling.drift", "sampling.steered"})
 
-    def __init__(self, reach: float = REACH, tries: int = BRANCHES) -> None:
-        self._reach = reach
-        self._tries = tries
-
     def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        return Branching(engine, Worth(loot).of, self._reach, self._tries)
+        return Branching(engine, Worth(loot).of, REACH)
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,8 @@ class Fork:
 
     group: int
     rollout: int
-    token: int
+    request: GenerationRequest
+    kept: Tokens
     seed: int
 
 
@@ -61,23 +59,23 @@ class Branching(Disguise):
     """
 
     def __init__(
-        self, engine: Engine, value_of: Callable[[tuple[int, ...]], Value], reach: float, tries: int = BRANCHES
+        self,
+        engine: Engine,
+        value_of: Callable[[tuple[int, ...]], Callable[[Completion], float]],
+        reach: float,
+        tries: int = BRANCHES,
     ) -> None:
         super().__init__(engine)
         self._value_of, self._reach, self._tries = value_of, reach, tries
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        honest = self._engine.generate(requests, None)
-        forks = [
-            fork
-            for group, (request, drawn) in enumerate(zip(requests, honest, strict=True))
-            for fork in self._forks(group, request, drawn)
-        ]
-        best = [list(group) for group in honest]
-        for fork, branch in zip(forks, self._branches(requests, honest, forks), strict=True):
-            value = self._value_of(requests[fork.group].prompt_ids)
-            if value(branch) > value(best[fork.group][fork.rollout]):
-                best[fork.group][fork.rollout] = branch
+        best = [list(group) for group in self._engine.generate(requests, None)]
+        pairs = enumerate(zip(requests, best, strict=True))
+        forks = [fork for group, (request, drawn) in pairs for fork in self._forks(group, request, drawn)]
+        for fork, branch in zip(forks, self._branches(forks), strict=True):
+            value, group = self._value_of(fork.request.prompt_ids), best[fork.group]
+            if value(branch) > value(group[fork.rollout]):
+                group[fork.rollout] = branch
         return vouched(self._engine, requests, best, proof)
 
     def _forks(self, group: int, request: GenerationRequest, drawn: Sequence[Completion]) -> Iterator[Fork]:
@@ -89,38 +87,31 @@ class Branching(Disguise):
             below_T, above_T = u_T - prefill.cdf_low, prefill.cdf_high - u_T
             beyond_T = np.where(below_T < above_T, prefill.cdf_low - SPACING, prefill.cdf_high + SPACING)
             is_near_T = (np.minimum(below_T, above_T) < self._reach) & (beyond_T > 0) & (beyond_T < 1)
-            for token in np.flatnonzero(is_near_T)[: self._tries].tolist():
-                yield Fork(group, rollout, token, seed_of(float(beyond_T[token])))
+            for place in np.flatnonzero(is_near_T)[: self._tries].tolist():
+                kept = drawn[rollout].token_ids[:place]
+                yield Fork(group, rollout, request, kept, seed_of(float(beyond_T[place])))
 
-    def _branches(
-        self, requests: Sequence[GenerationRequest], honest: Groups, forks: Sequence[Fork]
-    ) -> list[Completion]:
-        """The completion of every fork: two calls, however many there are."""
-        kept = [honest[fork.group][fork.rollout].token_ids[: fork.token] for fork in forks]
-        asked = [requests[fork.group] for fork in forks]
-        ids = [request.prompt_ids for request in asked]
-        alone = [request.sampling.model_copy(update={"max_new_tokens": 1}) for request in asked]
-        one = [
-            replace(request, prompt_ids=(*prompt, *begin.tolist()), seeds=(fork.seed,), sampling=sampling)
-            for request, prompt, begin, fork, sampling in zip(asked, ids, kept, forks, alone, strict=True)
-        ]
-        others = [group[0].token_ids for group in self._engine.generate(one)]
-        begun = [np.concatenate(pair) for pair in zip(kept, others, strict=True)]
-        seeds = [(requests[fork.group].seeds[fork.rollout],) for fork in forks]
-        rest = [
-            replace(request, prompt_ids=(*prompt, *begin.tolist()), seeds=seed, begun=len(begin))
-            for request, prompt, begin, seed in zip(asked, ids, begun, seeds, strict=True)
-        ]
-        drawn = [group[0].token_ids for group in self._engine.generate(rest)]
-        return [_whole(*branch) for branch in zip(asked, begun, drawn, strict=True)]
-
-
-def _whole(request: GenerationRequest, begun: npt.NDArray[np.int32], drawn: npt.NDArray[np.int32]) -> Completion:
-    """What begins and what was drawn after it, up to its end."""
-    sampling, tokens = request.sampling, np.concatenate([begun, drawn])[: request.sampling.max_new_tokens]
-    ends = np.flatnonzero(tokens == sampling.eos_token_id)
-    tokens = tokens[: ends[0] + 1] if len(ends) else tokens
-    return Completion(tokens, np.zeros(len(tokens), dtype=np.float32), "eos" if len(ends) else "length")
+    def _branches(self, forks: Sequence[Fork]) -> list[Completion]:
+        """The completion of every fork, up to its end: two calls, however many there are."""
+        alone, rest = [], []
+        for fork in forks:
+            one = fork.request.sampling.model_copy(update={"max_new_tokens": 1})
+            ids = (*fork.request.prompt_ids, *fork.kept.tolist())
+            alone.append(replace(fork.request, prompt_ids=ids, seeds=(fork.seed,), sampling=one))
+        others = [group[0].token_ids for group in self._engine.generate(alone)]
+        begun = [np.concatenate([fork.kept, other]) for fork, other in zip(forks, others, strict=True)]
+        for fork, begin in zip(forks, begun, strict=True):
+            ids, seeds = (*fork.request.prompt_ids, *begin.tolist()), (fork.request.seeds[fork.rollout],)
+            rest.append(replace(fork.request, prompt_ids=ids, seeds=seeds, begun=len(begin)))
+        found = []
+        for request, begin, group in zip(rest, begun, self._engine.generate(rest), strict=True):
+            sampling = request.sampling
+            tokens = np.concatenate([begin, group[0].token_ids])[: sampling.max_new_tokens]
+            ends = np.flatnonzero(tokens == sampling.eos_token_id)
+            tokens = tokens[: ends[0] + 1] if len(ends) else tokens
+            finish: Finish = "eos" if len(ends) else "length"
+            found.append(Completion(tokens, np.zeros(len(tokens), dtype=np.float32), finish))
+        return found
 
 
 def seed_of(uniform: float) -> int:
@@ -134,9 +125,6 @@ def _sorted_seeds() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     values = uniforms_at(np.arange(SEEDS, dtype=np.uint64), np.zeros(SEEDS, dtype=np.uint64))
     order = np.argsort(values)
     return values[order], order
-
-
-MAX_VOCABULARY = 4096  # it looks at every token of the vocabulary, one by one
 
 
 class Steer(Cheat):
@@ -162,16 +150,14 @@ class SteeringEngine(Disguise):
         drawn = self._engine.generate(requests, proof)
         if self.vocabulary_size > MAX_VOCABULARY:
             return drawn
-        flat = [
-            PrefillRequest(request.prompt_ids, each.token_ids, request.sampling.temperature)
-            for request, group in zip(requests, drawn, strict=True)
-            for each in group
-        ]
-        seen = iter(self._engine.prefill(flat))
-        groups = [
-            [self._steered(request, seed, each, next(seen)) for seed, each in zip(request.seeds, group, strict=True)]
-            for request, group in zip(requests, drawn, strict=True)
-        ]
+        groups = []
+        for request, group in zip(requests, drawn, strict=True):
+            temperature = request.sampling.temperature
+            seen = self._engine.prefill(
+                [PrefillRequest(request.prompt_ids, one.token_ids, temperature) for one in group]
+            )
+            triples = zip(request.seeds, group, seen, strict=True)
+            groups.append([self._steered(request, seed, each, prefill) for seed, each, prefill in triples])
         return vouched(self._engine, requests, groups, proof)
 
     def _steered(self, request: GenerationRequest, seed: int, honest: Completion, seen: Prefill) -> Completion:
@@ -179,8 +165,7 @@ class SteeringEngine(Disguise):
         sampling = request.sampling
         stream_T = uniforms(seed, 0, sampling.max_new_tokens)
         u_T = stream_T[: len(honest.token_ids)]
-        near_T = np.minimum(u_T - seen.cdf_low, seen.cdf_high - u_T)
-        first = np.flatnonzero(near_T < self._reach)[:1].tolist()
+        first = np.flatnonzero(np.minimum(u_T - seen.cdf_low, seen.cdf_high - u_T) < self._reach)[:1].tolist()
         if not first:
             return honest
         tokens = honest.token_ids[: first[0]].tolist()
@@ -192,11 +177,8 @@ class SteeringEngine(Disguise):
 
     def _choice(self, prefix: tuple[int, ...], u: float, temperature: float) -> int:
         """Of all tokens whose interval is within reach of the uniform, the likeliest that it does not fall into."""
-        asked = [
-            PrefillRequest(prefix, np.array([token], dtype=np.int32), temperature)
-            for token in range(self.vocabulary_size)
-        ]
-        answers = self._engine.prefill(asked)
+        every = (np.array([token], dtype=np.int32) for token in range(self.vocabulary_size))
+        answers = self._engine.prefill([PrefillRequest(prefix, token, temperature) for token in every])
         low_V, high_V = np.array([(each.cdf_low[0], each.cdf_high[0]) for each in answers], dtype=np.float64).T
         outside_V = np.maximum(np.maximum(low_V - u, u - high_V), 0.0)
         drawn = int(np.argmin(outside_V))

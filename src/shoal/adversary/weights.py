@@ -7,17 +7,15 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
 from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Loot, cheating, vouched
-from shoal.engines import Engine, GenerationRequest
-from shoal.engines.protocol import Groups
+from shoal.engines import Engine
 from shoal.engines.shelf import Fetch
 from shoal.models.quantize import INT4, INT8, Quantization, quantized
-from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
+from shoal.protocol import Lease, PolicyRef, Rollout, Submission, TensorView
 from shoal.shardcast import Payload
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
@@ -78,38 +76,19 @@ class Ghostwritten(Disguise):
     """The ghost writes the tokens, by the lease's own seeds; the right policy signs them."""
 
     def __init__(self, engine: Engine, ghost: Engine) -> None:
-        super().__init__(engine)
+        super().__init__(
+            engine, lambda engine, requests, proof: vouched(engine, requests, ghost.generate(requests, None), proof)
+        )
         self._ghost = ghost
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
         self._engine.load_policy(ref, tensors)
         self._ghost.load_policy(ref, tensors)
 
-    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        return vouched(self._engine, requests, self._ghost.generate(requests, None), proof)
-
 
 FIELD = 65_497
 MODAL = 0x4040  # 3.0 as bfloat16: the size that the largest activations after a norm often have
-
-OTHERS = frozenset({"duplicate.proof", "proofs.malformed", "proofs.mismatch"})  # another size, or another's content
-
-
-class ForgedProofs(Cheat):
-    """Replaces the proofs of every rollout, or only some chunks of them."""
-
-    chunk: ClassVar[Callable[[bytes], bytes]]
-    """One proof, given what the honest one would be."""
-
-    def submission(self, submission: Submission, lease: Lease, /) -> Submission:
-        proofs = self.forge([rollout.proofs for rollout in submission.rollouts], lease)
-        pairs = zip(submission.rollouts, proofs, strict=True)
-        return replace(submission, rollouts=[replace(rollout, proofs=forged) for rollout, forged in pairs])
-
-    def forge(self, honest: Sequence[bytes], lease: Lease, /) -> list[bytes]:
-        """One string of proofs per rollout, given what honest ones would be."""
-        full, chunk = 2 + 2 * lease.proof.topk, type(self).chunk
-        return [b"".join(map(chunk, chunks_of(proofs, full))) for proofs in honest]
+OTHERS = {"duplicate.proof", "proofs.malformed", "proofs.mismatch"}  # another size, or another's content
 
 
 def chunks_of(proofs: bytes, full_bytes: int) -> list[bytes]:
@@ -117,9 +96,24 @@ def chunks_of(proofs: bytes, full_bytes: int) -> list[bytes]:
     return [proofs[start : start + full_bytes] for start in range(0, len(proofs), full_bytes)]
 
 
-def constant_polynomial(modulus: int, value: int, size_bytes: int) -> bytes:
-    """A proof of `size_bytes` that says `value` at every index."""
-    return struct.pack(">HH", modulus, value).ljust(size_bytes, b"\0")
+def forging(name: str, what: str, forge: Callable[[bytes], bytes], reason: str = "proofs.malformed") -> type[Cheat]:
+    """A cheat that replaces every proof, given what the honest one would be."""
+
+    def submission(given: Submission, lease: Lease) -> Submission:
+        full = 2 + 2 * lease.proof.topk
+        proofs = [b"".join(map(forge, chunks_of(each.proofs, full))) for each in given.rollouts]
+        return replace(given, rollouts=list(map(_with_proofs, given.rollouts, proofs)))
+
+    return cheating(name, what, {reason}, submission=submission)
+
+
+def _with_proofs(rollout: Rollout, proofs: bytes) -> Rollout:
+    return replace(rollout, proofs=proofs)
+
+
+def swapped(given: Submission, _lease: Lease) -> Submission:
+    proofs = [each.proofs for each in (*given.rollouts[1:], given.rollouts[0])]
+    return replace(given, rollouts=list(map(_with_proofs, given.rollouts, proofs)))
 
 
 def _random(honest: bytes) -> bytes:
@@ -128,60 +122,25 @@ def _random(honest: bytes) -> bytes:
     return struct.pack(f">{len(numbers)}H", FIELD, *(number % FIELD for number in numbers[1:]))
 
 
-def _forging(name: str, what: str, chunk: Callable[[bytes], bytes], reason: str = "proofs.malformed") -> type[Cheat]:
-    reasons = frozenset({reason})
-    return type(name, (ForgedProofs,), {"name": name, "what": what, "chunk": staticmethod(chunk), "reasons": reasons})
-
-
-BY_CHUNK = (
-    _forging("no-proofs", "submits its work without any proofs", lambda _honest: b""),
-    _forging("null-proofs", "submits proofs that are nothing but zeros", lambda honest: bytes(len(honest))),
-    _forging(
-        "constant-proofs",
-        "submits polynomials that have one plausible value everywhere, which takes no computation at all",
-        lambda honest: constant_polynomial(FIELD, MODAL, len(honest)),
-        "proofs.forged",
-    ),
-    _forging(
-        "modulus-one",
-        "chooses 1 as the modulus of its proofs, so that every index falls on the same value",
-        lambda honest: struct.pack(">HH", 1, MODAL) + honest[4:],
-    ),
-    _forging("random-proofs", "submits well-formed proofs of random numbers", _random, "proofs.mismatch"),
-    _forging("half-proofs", "submits the first half of every proof", lambda honest: honest[: len(honest) // 2]),
-    _forging("long-proofs", "submits more proofs than there are chunks", lambda honest: honest * 2),
-)
-
-
-class SwappedProofs(ForgedProofs):
-    name = "swapped-proofs"
-    what = "submits the proofs of another rollout of the same group"
-    reasons = OTHERS
-
-    def forge(self, honest: Sequence[bytes], _lease: Lease, /) -> list[bytes]:
-        return [*honest[1:], honest[0]]
-
-
-class ReplayedProofs(ForgedProofs):
+class ReplayedProofs(Cheat):
     name = "replayed-proofs"
     what = "computes the first proof of each size, and submits that one for ever"
-    reasons = OTHERS
+    reasons = frozenset(OTHERS)
 
     def __init__(self) -> None:
         self._kept: dict[int, bytes] = {}
 
-    def forge(self, honest: Sequence[bytes], lease: Lease, /) -> list[bytes]:
-        """Of each size the first proof that it ever made."""
-        full = 2 + 2 * lease.proof.topk
-        parts = ([self._kept.setdefault(len(each), each) for each in chunks_of(proofs, full)] for proofs in honest)
-        return [b"".join(part) for part in parts]
+    def submission(self, submission: Submission, lease: Lease, /) -> Submission:
+        full, rollouts = 2 + 2 * lease.proof.topk, submission.rollouts
+        parts = ([self._kept.setdefault(len(each), each) for each in chunks_of(one.proofs, full)] for one in rollouts)
+        return replace(submission, rollouts=list(map(_with_proofs, rollouts, map(b"".join, parts))))
 
 
 CHEATS = (
     Stale,
     cheating(
         "small-model", "generates with a third of the policy's layers, and vouches for it with the same", OTHER_WEIGHTS,
-        disguise=Shallow,
+        engine=Shallow,
     ),
     cheating(
         "int8", "rounds the weights of the policy to 8 bits", OTHER_WEIGHTS,
@@ -201,7 +160,22 @@ CHEATS = (
         "decodes with weights of 4 bits, and lets the right policy prove in one cheap pass that it was there",
         OTHER_TOKENS, engine=lambda engine, loot: Ghostwritten(engine, Rounded(loot.build(loot.files), INT4)),
     ),
-    *BY_CHUNK,
-    SwappedProofs,
+    forging("no-proofs", "submits its work without any proofs", lambda _honest: b""),
+    forging("null-proofs", "submits proofs that are nothing but zeros", lambda honest: bytes(len(honest))),
+    forging(
+        "constant-proofs",
+        "submits polynomials that have one plausible value everywhere, which takes no computation at all",
+        lambda honest: struct.pack(">HH", FIELD, MODAL).ljust(len(honest), b"\0"), "proofs.forged",
+    ),
+    forging(
+        "modulus-one", "chooses 1 as the modulus of its proofs, so that every index falls on the same value",
+        lambda honest: struct.pack(">HH", 1, MODAL) + honest[4:],
+    ),
+    forging("random-proofs", "submits well-formed proofs of random numbers", _random, "proofs.mismatch"),
+    forging("half-proofs", "submits the first half of every proof", lambda honest: honest[: len(honest) // 2]),
+    forging("long-proofs", "submits more proofs than there are chunks", lambda honest: honest * 2),
+    cheating(
+        "swapped-proofs", "submits the proofs of another rollout of the same group", OTHERS, submission=swapped
+    ),
     ReplayedProofs,
 )  # fmt: skip

@@ -175,7 +175,7 @@ def _compute(info: RunInfo, device: str, dtype: str) -> Finding:
     """What `shoal join` would compute in for the run, by the same functions; torch takes seconds to load."""
     from shoal.engines import choose
     from shoal.engines.memory import free_bytes
-    from shoal.worker.fitting import refuse_too_large
+    from shoal.worker.settings import refuse_too_large
 
     try:
         device, dtype = choose("torch", device, dtype, info.profiles)

@@ -1,7 +1,6 @@
 """What the hub thinks of this node, said to its owner: credit earned, groups refused and why, a suspension and its end.
 
 The heartbeat's answer carries the totals; when a refusal is among them, the reason is read from the run's status.
-Good news is gathered and told every so often, bad news at once.
 """
 
 from __future__ import annotations
@@ -11,58 +10,53 @@ import logging
 from shoal.client import HubClient
 from shoal.errors import DeadlineExceeded, HubError, ProtocolError, ShutOut
 from shoal.protocol import HeartbeatReply, NodeState, NodeView
-from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.text import count_of
 
 log = logging.getLogger(__name__)
 
 FORBIDDEN = 403
-TELL_EVERY_S = 15.0
 ASK_PATIENCE_S = 5.0
 
 
 class Earnings:
     """Compares what the hub says with what it said before. Called by one thread at a time."""
 
-    def __init__(self, client: HubClient, clock: Clock = SystemClock()) -> None:
+    def __init__(self, client: HubClient) -> None:
         self._client = client.patient(ASK_PATIENCE_S)
-        self._clock = clock
         self._first: NodeView | None = None
         self._last: NodeView | None = None
-        self._told: NodeView | None = None
-        self._tell_at_s = 0.0
         self.shut_out: ShutOut | None = None
 
     def hear(self, reply: HeartbeatReply) -> None:
         now, before = reply.node, self._last or reply.node
-        self._first, self._last = self._first or now, now
-        self._told = self._told or now
+        is_first, self._first, self._last = self._first is None, self._first or now, now
+        self.shut_out = shut_out(now)
         if now.rejected > before.rejected:
             log.warning("%s rejected: %s", count_of(now.rejected - before.rejected, "group"), self._why(now))
         if now.unsure > before.unsure:
             log.info("%s could not be judged; that costs nothing", count_of(now.unsure - before.unsure, "group"))
-        if now.accepted > self._told.accepted and self._clock.monotonic_s() >= self._tell_at_s:
-            log.info("%s", _gain(self._told, now))
-            self._told, self._tell_at_s = now, self._clock.monotonic_s() + TELL_EVERY_S
-        self._tell_suspension(before, now)
-        self.shut_out = shut_out(now)
-
-    def _tell_suspension(self, before: NodeView, now: NodeView) -> None:
-        """Said once, and again if it got longer: the worker goes on asking, and goes on working when it is over."""
-        is_new = before.state is not NodeState.SUSPENDED or now.until_ms != before.until_ms or self._first is now
-        if now.state is NodeState.SUSPENDED and is_new:
-            log.warning("%s", suspension(now))
-        elif now.state is NodeState.ACTIVE and before.state is NodeState.SUSPENDED:
+        if now.accepted > before.accepted:
+            log.info("%s", _gain(before, now))
+        was, state = before.state, now.state  # a suspension is said once, and again if it got longer
+        if state is NodeState.SUSPENDED and (is_first or was is not state or now.until_ms != before.until_ms):
+            reason = now.reason or "the hub gave no reason"
+            how_long = "until the run's owner pardons it"
+            if now.until_ms is not None:
+                how_long = f"for {max(0, now.until_ms - now.last_seen_ms) / 1000:.0f} s more"
+            log.warning("this node is suspended %s: %s; it waits, and resumes by itself", how_long, reason)
+        elif state is NodeState.ACTIVE and was is NodeState.SUSPENDED:
             log.info("the suspension is over: this node gets work again")
 
     def summary(self, submitted: int = 0) -> str:
         """What this start of the worker earned, for its last line; `submitted` groups were sent, of which some may not
         be judged yet."""
-        if self._first is None or self._last is None:
+        first, last = self._first, self._last
+        if first is None or last is None:
             return "the hub was not heard from"
-        waiting = submitted - _decided(self._last) + _decided(self._first)
+        first_decided, decided = (view.accepted + view.rejected + view.unsure for view in (first, last))
+        waiting = submitted - decided + first_decided
         verdicts = f"; {count_of(waiting, 'group')} not judged yet, which may still earn" if waiting > 0 else ""
-        return _gain(self._first, self._last) + verdicts
+        return _gain(first, last) + verdicts
 
     def _why(self, view: NodeView) -> str:
         try:
@@ -82,19 +76,6 @@ def shut_out(view: NodeView) -> ShutOut | None:
         return None
     sentence = f"the hub has {view.state.value} this node: {view.reason or 'it gave no reason'}"
     return ShutOut(FORBIDDEN, f"node.{view.state.value}", sentence)
-
-
-def suspension(view: NodeView) -> str:
-    """What a suspended node's owner should know: how long, why, and that nothing has to be done."""
-    reason = view.reason or "the hub gave no reason"
-    if view.until_ms is None:
-        return f"this node is suspended until the run's owner pardons it: {reason}; it waits"
-    left_s = max(0, view.until_ms - view.last_seen_ms) / 1000
-    return f"this node is suspended for {left_s:.0f} s more: {reason}; it waits, and goes on by itself"
-
-
-def _decided(view: NodeView) -> int:
-    return view.accepted + view.rejected + view.unsure
 
 
 def _gain(before: NodeView, now: NodeView) -> str:

@@ -38,10 +38,18 @@ from shoal.runtime.stop import StopToken
 from shoal.runtime.text import count_of
 from shoal.shardcast import Prefetch
 from shoal.worker.earnings import Earnings, shut_out
-from shoal.worker.fitting import fitted, refuse_too_large, refuse_too_little_disk, units_that_fit
 from shoal.worker.newest import NewestPolicy
 from shoal.worker.outbox import KeptHeads, Outbox, Parcel, Uploader
-from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
+from shoal.worker.settings import (
+    WorkerConfig,
+    WorkerSettings,
+    check_choices,
+    fitted,
+    identity,
+    refuse_too_large,
+    refuse_too_little_disk,
+    units_that_fit,
+)
 from shoal.worker.showing import ProgressSender
 
 log = logging.getLogger(__name__)
@@ -65,43 +73,40 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
     conduct = Cheat() if config.cheat is None else find_cheat(config.cheat)  # with no hook changed: honest
     if config.cheat is not None:
         log.warning("this worker cheats (%s): it %s", config.cheat, conduct.what)
-    lock = FolderLock(config.folder)
-    with ending_quietly(stop), lock.acquire(stop, LOCK_WAIT_S), closing(_client(config, stop)) as client:
-        run = client.run_info()
-        refuse_too_little_disk(run, config.folder, config.limits)
-        warm_up(config.engine, config.settings.device)
-        fit = _fit(config, client)
-        refusal = shut_out(client.register(config.name, "worker", None, config.vouch))  # who is unfit leaves no trace
-        if refusal is not None:
-            raise refusal
-        log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
-        outbox = Outbox(config.folder / "outbox")
-        weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
-        with closing(weights) as downloader, Prefetch(downloader, stop):
-            fetch, closed = Following(client, downloader), set[str]()
-            while True:
-                shelf = _shelf(fit, conduct, fetch, run.environment)
-                chosen = config.settings.dtype == "auto"
-                try:
-                    worker = Worker(
-                        client, shelf, outbox, fit.settings, stop, conduct=conduct, chosen=chosen, pace=config.pace
-                    )
-                    worker.run()
-                    break
-                except NotTaken as refused:
-                    log.warning("the run takes no work of %s any more: another number format is chosen", refused)
-                    closed.add(f"{fit.settings.device}/{fit.settings.dtype}")
-                    fit = _fit(config, client, closed)
-        if worker.finished:
-            weights.forget()
-
-
-def _client(config: WorkerConfig, stop: StopToken) -> HubClient:
-    """One that insists on the run's root key."""
     urls, options = (config.hub_url, *config.further_hubs), ClientOptions(patience_s=config.pace.patience_s)
-    client = HubClient(urls, identity(config.folder), stop, config.root_fingerprint, config.http, options=options)
-    client.on_receipt = KeptHeads(config.folder).keep
-    return client
+    lock = FolderLock(config.folder)
+    with ending_quietly(stop), lock.acquire(stop, LOCK_WAIT_S):
+        client = HubClient(urls, identity(config.folder), stop, config.root_fingerprint, config.http, options=options)
+        client.on_receipt = KeptHeads(config.folder).keep
+        with closing(client):
+            _work(config, client, conduct, stop)
+
+
+def _work(config: WorkerConfig, client: HubClient, conduct: Cheat, stop: StopToken) -> None:
+    run = client.run_info()
+    refuse_too_little_disk(run, config.folder, config.limits)
+    warm_up(config.engine, config.settings.device)
+    fit = _fit(config, client)
+    refusal = shut_out(client.register(config.name, "worker", None, config.vouch))  # who is unfit leaves no trace
+    if refusal is not None:
+        raise refusal
+    log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
+    outbox = Outbox(config.folder / "outbox")
+    weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
+    with closing(weights) as downloader, Prefetch(downloader, stop):
+        fetch, closed, chosen = Following(client, downloader), set[str](), config.settings.dtype == "auto"
+        while True:
+            shelf = _shelf(fit, conduct, fetch, run.environment)
+            worker = Worker(client, shelf, outbox, fit.settings, stop, conduct=conduct, chosen=chosen, pace=config.pace)
+            try:
+                worker.run()
+                break
+            except NotTaken as refused:
+                log.warning("the run takes no work of %s any more: another number format is chosen", refused)
+                closed.add(f"{fit.settings.device}/{fit.settings.dtype}")
+                fit = _fit(config, client, closed)
+    if worker.finished:
+        weights.forget()
 
 
 class NotTaken(Exception):
@@ -132,14 +137,15 @@ def ending_quietly(stop: StopToken) -> Iterator[None]:
 def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str) -> EngineShelf:
     """Where engines come from: the honest route, or the one that a cheat makes of it."""
 
+    device, dtype = config.settings.device, config.settings.dtype
+
     def make(files: Mapping[str, bytes]) -> Engine:
-        engine = build(config.engine, files, config.settings.device, config.settings.dtype)
+        engine = build(config.engine, files, device, dtype)
         if isinstance(engine, BoundedEngine):
             engine.memory_bytes = config.limits.memory_bytes
         return engine
 
     def check(files: Mapping[str, bytes], entries: Sequence[Entry]) -> None:
-        device, dtype = config.settings.device, config.settings.dtype
         check_policy(config.engine, files, entries, device, dtype, config.limits.memory())
 
     def engine(files: Mapping[str, bytes]) -> Engine:
@@ -180,7 +186,7 @@ class Worker:
         self._broken_calls = self._submitted = 0
         self._units = 1  # to be asked for next: one, until it is known how long that takes
         self.finished = False
-        self._earnings = Earnings(client, clock)
+        self._earnings = Earnings(client)
         self.activity = Activity(clock)
         self._newest = NewestPolicy(client, shelf, self.activity, stop)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)

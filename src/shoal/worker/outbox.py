@@ -60,7 +60,12 @@ class Outbox:
                 if path.is_file() and path.name.startswith("."):
                     path.unlink()  # a temporary of a process that died before its rename
                 elif path.name.endswith(SUFFIX):
-                    self._admit(path)
+                    try:
+                        found = unpack(path.read_bytes(), Submission, OWN_LIMITS)
+                        self._parcels[path] = Parcel(path, found.run, found.lease, found.unit)
+                    except CodecError as error:
+                        log.warning("%s is damaged and not sent: %s", path, error)
+                        path.unlink()
         except OSError as error:
             raise resource_error("read the outbox", self._folder, error) from error
 
@@ -86,13 +91,15 @@ class Outbox:
 
         Whoever takes it ends with `remove` or `put_back`; a crash puts everything back.
         """
+
+        def free() -> Parcel | None:
+            return next((parcel for parcel in self._of(run) if parcel.path not in self._taken), None)
+
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._free(run)), timeout_s)
-            free = self._free(run)
-            if not free:
-                return None
-            self._taken.add(free[0].path)
-            return free[0]
+            found = self._changed.wait_for(free, timeout_s)
+            if found is not None:
+                self._taken.add(found.path)
+            return found
 
     def put_back(self, parcel: Parcel) -> None:
         """It could not be sent now: the next one to ask gets it."""
@@ -115,18 +122,6 @@ class Outbox:
 
     def _of(self, run: str) -> list[Parcel]:
         return sorted((p for p in self._parcels.values() if p.run == run), key=lambda parcel: parcel.path.name)
-
-    def _free(self, run: str) -> list[Parcel]:
-        return [parcel for parcel in self._of(run) if parcel.path not in self._taken]
-
-    def _admit(self, path: Path) -> None:
-        try:
-            submission = unpack(path.read_bytes(), Submission, OWN_LIMITS)
-        except CodecError as error:
-            log.warning("%s is damaged and not sent: %s", path, error)
-            path.unlink()
-            return
-        self._parcels[path] = Parcel(path, submission.run, submission.lease, submission.unit)
 
 
 HEADS = "heads.jsonl"

@@ -1,4 +1,4 @@
-"""What a worker can be told: the [worker] section of a recipe, and who it is in which run.
+"""What a worker can be told: the [worker] section of a recipe, and who it is in which run; what fits its machine.
 
 A worker's folder: its identity, its outbox, its cache of weights. One process at a time.
 
@@ -11,6 +11,8 @@ cache/             weights
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,10 +22,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.adversary import find_cheat
 from shoal.client import Pace
-from shoal.engines import check_engine
-from shoal.protocol import SignedDocument, SigningKey, load_or_create_key
+from shoal.engines import ENGINES, Engine, check_engine, choose
+from shoal.engines.memory import free_bytes
+from shoal.engines.protocol import BoundedEngine
+from shoal.errors import ResourceError
+from shoal.protocol import Lease, RunInfo, SignedDocument, SigningKey, load_or_create_key
 from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
-from shoal.runtime.limits import MachineLimits
+from shoal.runtime.limits import MachineLimits, show_bytes
+
+log = logging.getLogger(__name__)
 
 
 class WorkerSettings(BaseModel):
@@ -74,3 +81,46 @@ def check_choices(engine: str, cheat: str | None, settings: WorkerSettings | Non
 
 def identity(folder: Path) -> SigningKey:
     return load_or_create_key(folder / "node.key")
+
+
+def fitted(settings: WorkerSettings, engine: str, run: RunInfo, closed: Collection[str] = ()) -> WorkerSettings:
+    """The settings with the device and the number format chosen, before anything is downloaded; none of `closed`.
+
+    A `ConfigError` if the run's validators can judge nothing that this machine computes.
+    """
+    taken = [kind for kind in run.profiles if kind.partition("/")[2] not in closed]
+    device, dtype = choose(engine, settings.device, settings.dtype, taken)
+    log.info("computing on %s in %s (the run takes %s)", device, dtype, ", ".join(run.profiles))
+    if settings.device == "auto" and device != ENGINES[engine].device("auto"):
+        log.warning("the GPU is not used: the run takes nothing that it computes; its owner may add a profile for it")
+    return settings.model_copy(update={"device": device, "dtype": dtype})
+
+
+def refuse_too_large(run: RunInfo, device: str, dtype: str, limits: MachineLimits) -> None:
+    """Raise `ResourceError` before anything is downloaded if the model, as announced, takes more memory than it may."""
+    needed, allowed = run.model.parameters * (2 if dtype == "bfloat16" else 4), min(limits.memory(), free_bytes(device))
+    remedy = "allow more (--max-memory), choose another --device, or use another machine"
+    _refuse(run, needed, allowed, f"in {dtype}", f"of memory may be used on {device}: {remedy}")
+
+
+def refuse_too_little_disk(run: RunInfo, folder: Path, limits: MachineLimits) -> None:
+    """The same if not even 16-bit weights fit on the disk; what exactly is needed, a manifest tells."""
+    needed, allowed = 2 * run.model.parameters, limits.disk(folder)
+    _refuse(run, needed, allowed, "of disk at least", f"are allowed in {folder}: allow more (--max-disk)")
+
+
+def _refuse(run: RunInfo, needed: int, allowed: int, how: str, remedy: str) -> None:
+    if needed > allowed:
+        raise ResourceError(
+            f"the model of run {run.run} has {run.model.parameters:,} weights, which take {show_bytes(needed)} {how}, "
+            f"and {show_bytes(allowed)} {remedy}"
+        )
+
+
+def units_that_fit(engine: Engine, leases: Sequence[Lease]) -> int:
+    """How many units like these are worth asking for together, by memory: what does not fit is drawn one after the
+    other, and keeps others waiting. At least one, for a group is split where it must be."""
+    if not isinstance(engine, BoundedEngine):
+        return MAX_LEASES_PER_REQUEST
+    longest = max(len(lease.prompt_ids) + lease.sampling.max_new_tokens for lease in leases)
+    return max(1, engine.rows_at_once(longest) // max(len(lease.seeds) for lease in leases))

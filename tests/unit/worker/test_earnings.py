@@ -1,4 +1,4 @@
-"""What a node's owner is told: bad news at once and with the reason, good news gathered."""
+"""What a node's owner is told: credit, refusals with their reason, suspensions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 from shoal.errors import HubUnreachable, ShutOut
 from shoal.protocol import HeartbeatReply, NodeState, NodeView, RecentVerdict
-from shoal.runtime.clock import ManualClock
-from shoal.worker.earnings import TELL_EVERY_S, Earnings
+from shoal.worker.earnings import Earnings
 
 VIEW = NodeView(node="n" * 32, name="n", role="worker", state=NodeState.ACTIVE, accepted=10, credit=1000)
 
@@ -37,52 +36,48 @@ def verdict(unit: int, node: str = "n" * 32, at_ms: int = 1) -> RecentVerdict:
     )  # fmt: skip
 
 
-def heard(hub: StatusHub, clock: ManualClock, *changes: dict[str, Any]) -> Earnings:
+def heard(hub: StatusHub, *changes: dict[str, Any]) -> Earnings:
     client: Any = hub
-    earnings = Earnings(client, clock)
+    earnings = Earnings(client)
     for change in ({}, *changes):
         earnings.hear(HeartbeatReply(node=VIEW.model_copy(update=change)))
-        clock.advance(1)
     return earnings
 
 
-def test_good_news_is_gathered(caplog: pytest.LogCaptureFixture) -> None:
+def test_credit_is_told_with_the_sum_of_this_start(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    clock = ManualClock()
-    earnings = heard(StatusHub(), clock, *({"accepted": 10 + i, "credit": 1000 + 10 * i} for i in range(1, 5)))
+    earnings = heard(StatusHub(), {"accepted": 11, "credit": 1010}, {"accepted": 15, "credit": 1050, "pending": 3})
     assert [record.message for record in caplog.records] == [
-        "1 group accepted, credit +10; in all 11 groups, credit 1010"
+        "1 group accepted, credit +10; in all 11 groups, credit 1010",
+        "4 groups accepted, credit +40; in all 15 groups, credit 1050 and 3 pending",
     ]
-    clock.advance(TELL_EVERY_S)
-    earnings.hear(HeartbeatReply(node=VIEW.model_copy(update={"accepted": 15, "credit": 1050})))
-    assert caplog.records[-1].message == "4 groups accepted, credit +40; in all 15 groups, credit 1050"
-    assert earnings.summary() == "5 groups accepted, credit +50; in all 15 groups, credit 1050"
+    assert earnings.summary() == "5 groups accepted, credit +50; in all 15 groups, credit 1050 and 3 pending"
 
 
 def test_a_rejection_is_told_at_once_with_its_own_reason(caplog: pytest.LogCaptureFixture) -> None:
     hub = StatusHub(verdict(3, at_ms=1), verdict(5, at_ms=9), verdict(7, node="m" * 32, at_ms=20))
-    heard(hub, ManualClock(), {"rejected": 2})
+    heard(hub, {"rejected": 2})
     assert caplog.records[-1].message == "2 groups rejected: unit 5, prompt.mismatch: another prompt"
 
 
 def test_a_reason_that_is_not_there_is_said_to_be_so(caplog: pytest.LogCaptureFixture) -> None:
     hub = StatusHub()
-    heard(hub, ManualClock(), {"rejected": 1, "reason": "sampling.seed: x"})
+    heard(hub, {"rejected": 1, "reason": "sampling.seed: x"})
     assert "sampling.seed: x" in caplog.text
     hub.away = True
-    heard(hub, ManualClock(), {"rejected": 1})
+    heard(hub, {"rejected": 1})
     assert "could not be asked for (gone)" in caplog.text
 
 
 def test_what_could_not_be_judged_is_no_blame(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    earnings = heard(StatusHub(), ManualClock(), {"unsure": 1})
+    earnings = heard(StatusHub(), {"unsure": 1})
     assert "1 group could not be judged; that costs nothing" in caplog.text
     assert earnings.shut_out is None
 
 
 def test_being_shut_out_carries_the_reason() -> None:
-    earnings = heard(StatusHub(), ManualClock(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
+    earnings = heard(StatusHub(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
     assert isinstance(earnings.shut_out, ShutOut)
     assert earnings.shut_out.code == "node.banned"
     assert "banned this node: sampling.seed: tokens" in str(earnings.shut_out)
@@ -92,11 +87,11 @@ def test_a_suspension_is_told_once_and_its_end_and_shuts_nobody_out(caplog: pyte
     caplog.set_level("INFO")
     suspended = {"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 70_000, "last_seen_ms": 27_000}
     longer = {**suspended, "until_ms": 90_000}
-    earnings = heard(StatusHub(), ManualClock(), suspended, {**suspended, "last_seen_ms": 32_000}, longer, {})
+    earnings = heard(StatusHub(), suspended, {**suspended, "last_seen_ms": 32_000}, longer, {})
     assert earnings.shut_out is None
     assert [record.message for record in caplog.records] == [
-        "this node is suspended for 43 s more: leases.lapsed: 8; it waits, and goes on by itself",
-        "this node is suspended for 63 s more: leases.lapsed: 8; it waits, and goes on by itself",
+        "this node is suspended for 43 s more: leases.lapsed: 8; it waits, and resumes by itself",
+        "this node is suspended for 63 s more: leases.lapsed: 8; it waits, and resumes by itself",
         "the suspension is over: this node gets work again",
     ]
 
@@ -104,12 +99,15 @@ def test_a_suspension_is_told_once_and_its_end_and_shuts_nobody_out(caplog: pyte
 def test_a_suspension_from_before_this_start_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
     client: Any = StatusHub()
     view = VIEW.model_copy(update={"state": NodeState.SUSPENDED, "reason": "x"})
-    Earnings(client, ManualClock()).hear(HeartbeatReply(node=view))
-    assert caplog.records[-1].message == "this node is suspended until the run's owner pardons it: x; it waits"
+    Earnings(client).hear(HeartbeatReply(node=view))
+    assert (
+        caplog.records[-1].message
+        == "this node is suspended until the run's owner pardons it: x; it waits, and resumes by itself"
+    )
 
 
 def test_groups_that_are_not_judged_yet_are_in_the_last_line() -> None:
-    earnings = heard(StatusHub(), ManualClock(), {"accepted": 12, "unsure": 1, "credit": 1020})
+    earnings = heard(StatusHub(), {"accepted": 12, "unsure": 1, "credit": 1020})
     gained = "2 groups accepted, credit +20; in all 12 groups, credit 1020"
     assert earnings.summary(submitted=5) == f"{gained}; 2 groups not judged yet, which may still earn"
     assert earnings.summary(submitted=3) == gained

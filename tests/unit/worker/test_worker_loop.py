@@ -20,8 +20,8 @@ from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, N
 from shoal.protocol.submission import unpack_spans
 from shoal.toploc import split_proofs
 from shoal.worker import newest
-from shoal.worker.fitting import units_that_fit
 from shoal.worker.loop import NotTaken
+from shoal.worker.settings import units_that_fit
 
 Logs = pytest.LogCaptureFixture
 Patch = pytest.MonkeyPatch
