@@ -337,7 +337,7 @@ def test_padding_to_ten_million_tokens_is_ignored():
         ({"model": {"type": "Unigram", "unk_id": 0, "vocab": [["x" * 2000, 0.0]]}}, "a token of more than 1024"),
         ({"model": {"type": "WordPiece", "vocab": {}, "unk_token": "x" * 2000}}, "a token of more than 1024"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 65}}, "normalizer has too many steps"),
-        ({"pre_tokenizer": nested(200)}, "its steps are nested too deep"),
+        ({"pre_tokenizer": nested(200)}, "its pre_tokenizer has too many steps"),
         ({"normalizer": replacing("z", Regex="z" * 3000)}, "a pattern that can take forever"),
         ({"normalizer": replacing("z", Regex=5)}, "a pattern that can take forever"),
         ({"normalizer": replacing("zz", Regex="z|zzz")}, "normalizer replaces"),

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.models.head_tables import usable
-from shoal.models.logprobs import Head, hidden_states, token_logprobs
+from shoal.models.logprobs import Head, hidden_states, token_logprobs, usable
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, add_adapters, merged
 from shoal.models.packed import Packed, compile_layers, packed_states, supports_packing
 from shoal.models.tiny import build_tiny

@@ -25,9 +25,8 @@ from shoal.hub.state.reputation import recent
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.shardcast import Payload
-from shoal.validator.judge import Judge
+from shoal.validator.judge import Judge, SecondEngines
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
-from shoal.validator.second import SecondEngines
 from shoal.validator.verdicts import Docket
 
 RUN, SECRET, SEED = "trial-000000000000", b"trial", 0

@@ -39,29 +39,24 @@ class Asking:
 
     def ids(self, task: Task) -> tuple[int, ...]:
         """The prompt's tokens, as the hub sends them; the task says its length target already."""
+        unknown, detail, ids = self.encoder.tokenizer.unknown_token_id, "", tuple[int, ...]()
         try:
             ids = self.encoder.encode(task.prompt, task.history)
+            reason = "" if ids else "has no tokens"
         except UnicodeEncodeError as error:
-            raise self._problem(task, f"is no proper text: {error}", "is no proper text") from error
-        if not ids:
-            raise self._problem(task, "has no tokens: a prompt needs at least one", "has no tokens")
-        unknown = self.encoder.tokenizer.unknown_token_id
+            reason, detail = "is no proper text", str(error)
         if unknown is not None and unknown in ids:
-            reason = "has characters that the model's tokenizer does not know"
-            raise self._problem(task, f"{reason}: {task.prompt!r:.300}", reason)
-        if self._room is not None and len(ids) > self._room:
-            room = max(0, self._room)
-            counted = f"has {len(ids)} tokens; with run.max_new_tokens the model has room for {room}"
-            reason = (
-                f"and its completion are longer than the model's context (room for {room}: ask for fewer new tokens)"
-            )
-            raise self._problem(task, counted, reason)
-        return ids
-
-    def _problem(self, task: Task, what: str, reason: str) -> CannotBeAsked:
-        return CannotBeAsked(f"the prompt of task {task.id} of environment {self._name} {what}", f"the prompt {reason}")
+            reason, detail = "has characters that the model's tokenizer does not know", f"{task.prompt!r:.300}"
+        elif self._room is not None and len(ids) > self._room:
+            room = f"room for {max(0, self._room)} tokens: ask for fewer new ones with run.max_new_tokens"
+            reason, detail = f"and its completion are longer than the model's context ({room})", f"it has {len(ids)}"
+        if not reason:
+            return ids
+        sentence = f"the prompt of task {task.id} of environment {self._name} {reason}"
+        raise CannotBeAsked(f"{sentence}: {detail}" if detail else sentence, f"the prompt {reason}")
 
     def check(self, task: Task) -> None:
         """Whether a task can be asked, with the length target whose number is longest."""
-        longest = max(self._budget.settings.targets, key=lambda target: len(str(target))) if self._budget else None
-        self.ids(task if self._budget is None or longest is None else self._budget.ask(task, longest))
+        if self._budget is not None and self._budget.settings.targets:
+            task = self._budget.ask(task, max(self._budget.settings.targets, key=lambda target: len(str(target))))
+        self.ids(task)

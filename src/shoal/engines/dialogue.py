@@ -6,7 +6,7 @@
 Both ask `reply`, which depends on the tokens alone; so what a worker drew reads the same everywhere. The rules:
 
     a turn ends with the end-of-sequence token
-    to it the tool's text is given, framed (`DialogueTerms`), and the model goes on
+    to it the tool's text is given, framed (`DialogueTerms`), and the model continues
     the dialogue is over, "eos", when the tool says nothing or the model has had `max_turns` turns
     it is cut off, "length", at the length limit, or where what would be given leaves no room for another token
 """
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal
 
 from shoal.engines.protocol import Engine, Finish, Respond
 from shoal.environments import Environment, Task, dialogue_of, has_dialogues, prompt_settings_of
@@ -29,14 +29,6 @@ from shoal.protocol import DialogueTerms, Lease, SamplingParameters
 from shoal.protocol.submission import Spans
 
 
-class Texts(Protocol):
-    """How a policy's tokens become text and back."""
-
-    def encode_plain(self, text: str) -> tuple[int, ...]: ...
-
-    def decode_many(self, completions: Sequence[list[int]]) -> list[str]: ...
-
-
 class Characters:
     """Tokens that are characters: of a policy without a tokenizer (the scripted engine's)."""
 
@@ -45,6 +37,10 @@ class Characters:
 
     def decode_many(self, completions: Sequence[list[int]]) -> list[str]:
         return ["".join(map(chr, ids)) for ids in completions]
+
+
+Texts = TextTokenizer | Characters
+"""How a policy's tokens become text and back."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +81,14 @@ class Dialogue:
         given = (*self.terms.before, *self.texts.encode_plain(said), *self.terms.after)
         return given[: self.max_new_tokens] or None  # what is longer leaves no room either way
 
-    def _walk(self, token_ids: Sequence[int]) -> Iterator[tuple[Sequence[Sequence[int]], int, tuple[int, ...] | None]]:
-        """At each end of a turn: the turns so far, the place after it, and the reply, which is passed over."""
+    def _walk(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, ...] | None]]:
+        """At each end of a turn: how many turns there are, the place after it, and the reply, which is passed over."""
         turns, at = list[Sequence[int]](), 0
-        while True:
-            try:
-                end = token_ids.index(self.eos_token_id, at)
-            except ValueError:
-                return
+        while self.eos_token_id in token_ids[at:]:
+            end = token_ids.index(self.eos_token_id, at)
             turns.append(token_ids[at:end])
             given = self.reply(turns)
-            yield turns, end + 1, given
+            yield len(turns), end + 1, given
             if given is None:
                 return
             at = end + 1 + len(given)
@@ -110,8 +103,7 @@ class Dialogue:
         One that is not `whole` may stop anywhere, also in the middle of the tool's words.
         """
         spans, count = list[tuple[int, int]](), 0
-        for turns, at, given in self._walk(token_ids):
-            count = len(turns)
+        for count, at, given in self._walk(token_ids):
             if given is None or at + len(given) >= self.max_new_tokens:
                 finish: Finish = "eos" if given is None else "length"
                 return Reading(tuple(spans), count, finish, "" if at == len(token_ids) else "past end", at)
@@ -155,19 +147,13 @@ class Line:
         if self._queue:
             self._queue.popleft()
         elif token == self.eos_token_id:
-            return self._turn_over()
+            given = self.respond(self.tokens)
+            self.finish = self.finish if given else "eos"
+            if not given or len(self.tokens) + len(given) >= self.max_new_tokens:
+                return False
+            self.given.append((len(self.tokens), len(given)))
+            self._queue.extend(given)
         return len(self.tokens) < self.max_new_tokens
-
-    def _turn_over(self) -> bool:
-        given = self.respond(self.tokens)
-        if not given:
-            self.finish = "eos"
-            return False
-        if len(self.tokens) + len(given) >= self.max_new_tokens:
-            return False
-        self.given.append((len(self.tokens), len(given)))
-        self._queue.extend(given)
-        return True
 
 
 def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
@@ -243,15 +229,9 @@ def greedy_lines(
     while unfinished:
         asked = [(*prompts[n], *lines[n].tokens) for n in unfinished]
         room = limit - min(len(lines[n].tokens) for n in unfinished)
-        turns = engine.greedy(asked, room, eos)
-        unfinished = [n for n, turn in zip(unfinished, turns, strict=True) if _continues(lines[n], turn.tolist())]
+        pairs = zip(unfinished, engine.greedy(asked, room, eos), strict=True)
+        unfinished = [n for n, turn in pairs if all(lines[n].take(token) for token in turn.tolist())]
+        for line in (lines[n] for n in unfinished):  # what is said to the turn
+            while line.forced is not None:
+                line.take(line.forced)
     return lines
-
-
-def _continues(line: Line, turn: Sequence[int]) -> bool:
-    """Take a turn, and what is said to it; whether there is another."""
-    if not all(line.take(token) for token in turn):
-        return False
-    while line.forced is not None:
-        line.take(line.forced)
-    return True

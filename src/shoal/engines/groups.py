@@ -74,10 +74,5 @@ def submission_of(lease: Lease, completions: Sequence[Completion], engine: str) 
 
 
 def rollout_of(completion: Completion) -> Rollout:
-    return Rollout(
-        tokens=pack_tokens(completion.token_ids),
-        logprobs=pack_logprobs(completion.logprobs),
-        finish=completion.finish,
-        proofs=completion.proofs,
-        given=pack_spans(completion.given),
-    )
+    tokens, logprobs = pack_tokens(completion.token_ids), pack_logprobs(completion.logprobs)
+    return Rollout(tokens, logprobs, completion.finish, completion.proofs, pack_spans(completion.given))

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engines.fused import fuse
 from shoal.engines.memory import release_memory
-from shoal.engines.pages import PAGE, PagedCache, decoding, shapes_of
+from shoal.engines.pages import PAGE, PagedCache, decoding, fuse, shapes_of
 from shoal.models.logprobs import Head
 from shoal.sampling.sampler import sample
 from shoal.sampling.stream_torch import LOW_32, as_uniforms, philox4x32

@@ -136,7 +136,7 @@ def resolved(name: str, device: str, dtype: str) -> tuple[str, str]:
     found = ENGINES[name].device(device)
     formats = ENGINES[name].formats(found)
     if dtype not in ("auto", *formats):
-        raise ConfigError(f"{_named(found)} does not compute in {dtype}: choose float32, or the device cpu")
+        raise ConfigError(f"{_described(found)} does not compute in {dtype}: choose float32, or the device cpu")
     return found, formats[0] if dtype == "auto" else dtype
 
 
@@ -151,36 +151,29 @@ def choose(name: str, device: str, dtype: str, taken: Collection[str]) -> tuple[
     check_engine(name, device, dtype)
     entry = ENGINES[name]
     first = entry.device(device)
-    able = [
-        (each, found)
-        for each in dict.fromkeys((first, "cpu") if device == "auto" else (first,))
-        for found in entry.formats(each)
-        if dtype in ("auto", found)
-    ]
-    for found in able:
-        if f"{entry.profile}/{found[0]}/{found[1]}" in taken:
+    devices = dict.fromkeys((first, "cpu") if device == "auto" else (first,))
+    able = [(each, found) for each in devices for found in entry.formats(each) if dtype in ("auto", found)]
+    kinds = {f"{entry.profile}/{each}/{found}": (each, found) for each, found in able}
+    for kind, found in kinds.items():
+        if kind in taken:
             return found
-    kinds = " or ".join(f"{entry.profile}/{each}/{found}" for each, found in able)
     raise ConfigError(
         f"no validator of the run can judge what this machine computes, so that it would earn nothing: the run takes "
-        f"work of {', '.join(taken)}; {_named(first)} computes as {kinds or f'nothing in {dtype}'}. Choose another "
-        "--device or --dtype, or ask the run's owner for a profile of yours (`shoal doctor --calibrate` measures one)"
+        f"work of {', '.join(taken)}; {_described(first)} computes as {' or '.join(kinds) or f'nothing in {dtype}'}. "
+        "Choose another --device or --dtype, or ask the run's owner for a profile of yours (`shoal doctor --calibrate` "
+        "measures one)"
     )
 
 
-def _named(device: str) -> str:
+def _described(device: str) -> str:
     """The device in words: of a GPU its name, and its generation where that is too old for bfloat16."""
     if device == "cpu":
         return "this machine, on its processor,"
     import torch
 
-    capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    old = (
-        ""
-        if "bfloat16" in ENGINES["torch"].formats(device)
-        else f" (compute capability {capability}; bfloat16 needs 8.0)"
-    )
-    return f"the GPU {torch.cuda.get_device_name()}{old}"
+    name, capability = torch.cuda.get_device_name(), ".".join(map(str, torch.cuda.get_device_capability()))
+    is_old = "bfloat16" not in ENGINES["torch"].formats(device)
+    return f"the GPU {name}" + (f" (compute capability {capability}; bfloat16 needs 8.0)" if is_old else "")
 
 
 def build(name: str, files: Files, device: str = "cpu", dtype: str = "float32") -> Engine:
@@ -188,5 +181,4 @@ def build(name: str, files: Files, device: str = "cpu", dtype: str = "float32") 
 
     `device` "auto" is a GPU if there is one. `dtype` is what it computes in ("auto": the fastest of the device).
     """
-    found = resolved(name, device, dtype)
-    return ENGINES[name].make(files, *found)
+    return ENGINES[name].make(files, *resolved(name, device, dtype))

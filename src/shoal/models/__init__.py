@@ -6,12 +6,11 @@
     prompts    PromptEncoder: a task as the model's prompt, by its chat template if it has one (no torch)
     state      policy_state, apply_state, to_torch, to_view: a model's weights, named, tied ones once
     locked     transformers without its ways to run code of a model or to reach a hub
-    rules      check_values, without_loading_keys: what a config.json may say (no torch)
     load       LoadedModel, load_model, model_from_files: a causal language model from a folder or from its files
     logprobs   hidden_states, Head, token_logprobs: log-probabilities in float32, by chunks, differentiable
     packed     Packed, packed_states, supports_packing: sequences end to end, none of which sees another;
                compile_layers, decoder_layers: one program for all layers of a model (GPU)
-    head_tables, head_kernels: one tile of logits and the slopes that flow back into it, plain and by Triton
+    head_kernels: one tile of logits and the slopes that flow back into it, by Triton
     quantize   quantized, INT8, INT4: weights rounded to few bits, to attack and to calibrate with (no torch)
     tiny       build_tiny, build_tokenizer: the built-in policy of the demo, small enough for one CPU core
 

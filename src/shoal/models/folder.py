@@ -49,18 +49,14 @@ def model_folder(name: str | Path) -> Path:
 
 def read_files(folder: Path) -> dict[str, bytes]:
     """The files that describe the model (configuration, tokenizer), by name: all that a policy needs but weights."""
-    files = {}
-    for name in DESCRIPTION_FILES:
-        path = folder / name
-        if not path.is_file():
-            continue
+    paths = {name: folder / name for name in DESCRIPTION_FILES if (folder / name).is_file()}
+    for path in paths.values():
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ModelError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
-        files[name] = path.read_bytes()
     for name in ("config.json", "tokenizer.json"):
-        if name not in files:
+        if name not in paths:
             raise ModelError(f"the model folder {folder} has no {name}")
-    return files
+    return {name: path.read_bytes() for name, path in paths.items()}
 
 
 def check_files(entries: Iterable[Entry]) -> None:
@@ -120,17 +116,43 @@ REMEDY = "download it again, or save the model again with save_pretrained"
 
 
 def check_weights(folder: Path) -> None:
-    """Raise `ModelError` unless the folder has weights, and every file of them is whole."""
+    """Raise `ModelError` unless the folder has weights, and every file of them, and of their list, is there whole."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"the model folder {folder} has no *.safetensors file: save the model with save_pretrained")
     for index in sorted(folder.glob("*.safetensors.index.json")):
-        _check_index(index)
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} is no list of weight files: {error}; {REMEDY}") from error
+        missing = sorted(name for name in names if not (index.parent / name).is_file())
+        if missing:
+            raise ModelError(f"{index} names {missing[0]}, which is not there; {REMEDY}")
     for file in files:
         try:
-            _check_file(file)
+            damage = _damage(file)
         except OSError as error:
             raise ModelError(f"cannot read the weights {file}: {error.strerror}") from error
+        if damage:
+            raise ModelError(f"the weights {file} are damaged or cut short: {damage}; {REMEDY}")
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a file of weights, by its size and its header; empty if nothing is."""
+    size_bytes = file.stat().st_size
+    with file.open("rb") as opened:
+        header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+    data_bytes = size_bytes - LENGTH_BYTES - header_bytes
+    if size_bytes < LENGTH_BYTES or header_bytes > MAX_HEADER_BYTES or data_bytes < 0:
+        return f"its {size_bytes} bytes hold no whole header"
+    try:
+        spans = [entry["data_offsets"] for entry in read_header(file).values()]
+        if not all(0 <= begin <= end for begin, end in spans):
+            return "its header cannot be read (a tensor ends before it begins)"
+        last = max((int(end) for _, end in spans), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its header cannot be read ({error})"
+    return "" if last == data_bytes else f"it should hold {last} bytes of weights and holds {data_bytes}"
 
 
 def check_targets(folder: Path, targets: Iterable[str]) -> None:
@@ -186,39 +208,6 @@ def read_header(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         entries: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(LENGTH_BYTES), "little")))
     return {name: entry for name, entry in entries.items() if name != "__metadata__"}
-
-
-def _check_index(index: Path) -> None:
-    """A model in several files has a list of them."""
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is no list of weight files: {error}; {REMEDY}") from error
-    missing = sorted(name for name in names if not (index.parent / name).is_file())
-    if missing:
-        raise ModelError(f"{index} names {missing[0]}, which is not there; {REMEDY}")
-
-
-def _check_file(file: Path) -> None:
-    size_bytes = file.stat().st_size
-    with file.open("rb") as opened:
-        header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
-        if size_bytes < LENGTH_BYTES or header_bytes > min(MAX_HEADER_BYTES, size_bytes - LENGTH_BYTES):
-            raise _damaged(file, f"its {size_bytes} bytes hold no whole header")
-    try:
-        spans = [entry["data_offsets"] for entry in read_header(file).values()]
-        if not all(0 <= begin <= end for begin, end in spans):
-            raise ValueError("a tensor ends before it begins")
-        last = max((int(end) for _, end in spans), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(file, f"its header cannot be read ({error})") from error
-    data_bytes = size_bytes - LENGTH_BYTES - header_bytes
-    if last != data_bytes:
-        raise _damaged(file, f"it should hold {last} bytes of weights and holds {data_bytes}")
-
-
-def _damaged(file: Path, how: str) -> ModelError:
-    return ModelError(f"the weights {file} are damaged or cut short: {how}; {REMEDY}")
 
 
 NUMPY_TYPES: dict[str, str] = {

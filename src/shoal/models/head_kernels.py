@@ -1,4 +1,4 @@
-"""Triton kernels of the head: what `models/head_tables.py` computes on a GPU.
+"""Triton kernels of the head: what `models/logprobs.py` computes on a GPU.
 
 One program per row, or per row and block of the vocabulary.
 A row is read once for its log-probability and its entropy, and once more for the slopes of both.

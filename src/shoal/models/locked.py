@@ -41,16 +41,11 @@ def refuse_kernel(*_arguments: Any, **_options: Any) -> Any:
 def lock() -> None:
     """Replace the functions where they are defined and in every module that has already imported them by name."""
     huggingface_hub.constants.HF_HUB_OFFLINE = True  # where it was imported before this module
-    refusals = {
-        "resolve_trust_remote_code": trust_nothing,
-        "get_kernel": refuse_kernel,
-        **dict.fromkeys(IMPORTERS, refuse_code),
-    }
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "transformers"]
-    for module in modules:
-        for name, refusal in refusals.items():
-            if name in vars(module):
-                setattr(module, name, refusal)
+    refusals = dict.fromkeys(IMPORTERS, refuse_code)
+    refusals |= {"resolve_trust_remote_code": trust_nothing, "get_kernel": refuse_kernel}
+    for module in [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "transformers"]:
+        for name in refusals.keys() & vars(module).keys():
+            setattr(module, name, refusals[name])
     library = logging.getLogger("transformers")  # what it says of a policy's files goes through our log, cleaned
     library.handlers.clear()
     library.propagate = True

@@ -1,7 +1,9 @@
 """Log-probabilities of given tokens under softmax(logits / T), head and softmax in float32 whatever the model's type.
 
 The float32 head on both sides (here and in the engine) removes most of the mismatch between rollouts and training.
-A table [tokens, vocabulary] is never made whole: it is computed in tiles, and recomputed in the backward pass.
+A table [tokens, vocabulary] is never made whole: it is computed in tiles, and recomputed in the backward pass. A tile
+has two ways with one meaning: plain torch, whose numbers on a CPU engines and validators rely on, and two Triton
+kernels that read it once each. Both take and give float32; slopes may be narrower (`dtype`).
 
 N: tokens, H: hidden size, V: vocabulary, B: rows, T: positions.
 """
@@ -10,7 +12,12 @@ N: tokens, H: hidden size, V: vocabulary, B: rows, T: positions.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +26,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shoal.errors import ModelError
-from shoal.models.head_tables import Slopes, TokenMeasures, measure, slopes
 
+log = logging.getLogger(__name__)
+
+BLOCK = 4096
+SLOPE_BLOCK = 2048
+LEAST_LOGPROB = -200.0  # as in the kernels: e to its power is 0 in float32, and 0 · −∞ would be no number
 TILE_ELEMENTS = 2**24
 GPU_TILE_ELEMENTS = 2**28
 # What architectures call the number that they cap or multiply their logits with; a power of -1: they divide by it.
@@ -111,8 +122,7 @@ class TokenLogprobs(NamedTuple):
 
 def hidden_states(model: Any, input_ids_BT: Tensor, **arguments: Any) -> Tensor:
     """The last hidden states [B, T, H] of a model, after the final norm: what the head sees."""
-    output = model.base_model(input_ids=input_ids_BT, use_cache=False, **arguments)
-    states: Tensor = output.last_hidden_state
+    states: Tensor = model.base_model(input_ids=input_ids_BT, use_cache=False, **arguments).last_hidden_state
     return states
 
 
@@ -126,18 +136,8 @@ def token_logprobs(
     else:  # tiles are of one size and a multiple of what a GPU's matrix products are made of
         tiles = max(1, -(-count * vocabulary // GPU_TILE_ELEMENTS))
         rows = max(1, -(-count // tiles // 128) * 128)
-    how = _How(temperature, rows, head.scale, head.cap)
-    found = _TokenLogprobs.apply(hidden_NH, head.weight, head.bias, targets_N, how)  # type: ignore[no-untyped-call]
-    return TokenLogprobs(*found)
-
-
-class _How(NamedTuple):
-    """All that is no tensor."""
-
-    temperature: float
-    rows: int
-    scale: float
-    cap: float | None
+    others = (targets_N, temperature, rows, head.scale, head.cap)
+    return TokenLogprobs(*_TokenLogprobs.apply(hidden_NH, head.weight, head.bias, *others))  # type: ignore[no-untyped-call]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -147,76 +147,146 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, how: _How
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, temperature: float,
+        rows: int, scale: float, cap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        head = Head(weight_VH, bias_V, how.scale, how.cap)
+        head = Head(weight_VH, bias_V, scale, cap)
         tiles = [
-            measure(head.logits(hidden), targets, how.temperature)
-            for hidden, targets in zip(torch.split(hidden_NH, how.rows), torch.split(targets_N, how.rows), strict=True)
+            measure(head.logits(hidden), targets, temperature)
+            for hidden, targets in zip(torch.split(hidden_NH, rows), torch.split(targets_N, rows), strict=True)
         ]
         measured = TokenMeasures(*(each[0] if len(each) == 1 else torch.cat(each) for each in zip(*tiles, strict=True)))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, *measured)
-        ctx.how = how
+        ctx.temperature, ctx.rows, ctx.rescaling = temperature, rows, (scale, cap)
         return measured.logprobs_N, measured.entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, logprobs_N: Tensor | None, entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the hidden states, the weights and the bias; None for those that nobody wants."""
         hidden_NH, weight_VH, bias_V, targets_N, *measured = ctx.saved_tensors
         if logprobs_N is None and entropy_N is None:
-            return (None,) * 5
+            return (None,) * 8
         slopes_N = torch.zeros_like(measured[0]) if logprobs_N is None else logprobs_N.contiguous()
-        given = Slopes(slopes_N, entropy_N)
-        whole = _Whole(hidden_NH, targets_N, TokenMeasures(*measured), given)
-        wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        head = Head(weight_VH, bias_V, ctx.how.scale, ctx.how.cap)
-        return (*_gradients(head, whole, wanted, ctx.how.temperature, ctx.how.rows), None, None)
+        head, wanted = Head(weight_VH, bias_V, *ctx.rescaling), ctx.needs_input_grad
+        to_hidden_NH = torch.empty_like(hidden_NH) if wanted[0] else None
+        to_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wanted[1] else None
+        to_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wanted[2] and bias_V is not None else None
+        narrow = hidden_NH.is_cuda and hidden_NH.dtype == weight_VH.dtype
+        dtype = weight_VH.dtype if narrow else torch.float32
+        for start in range(0, hidden_NH.shape[0], ctx.rows):
+            tile = slice(start, start + ctx.rows)
+            part, here = hidden_NH[tile], TokenMeasures(*(each[tile] for each in measured))
+            given = Slopes(slopes_N[tile], None if entropy_N is None else entropy_N[tile].contiguous())
+            logits_NV, through = head.logits(part), dtype if head.is_plain else torch.float32
+            slopes_NV = slopes(logits_NV, targets_N[tile], here, given, ctx.temperature, through)
+            if not head.is_plain:  # slopes of hidden @ weight.T + bias, rounded once
+                slopes_NV = head.through(slopes_NV, logits_NV).to(dtype)
+            del logits_NV
+            if to_hidden_NH is not None:
+                to_hidden_NH[tile] = slopes_NV @ weight_VH.to(dtype)
+            if to_weight_VH is not None and dtype == torch.float32:
+                to_weight_VH.addmm_(slopes_NV.T, part.float())
+            elif to_weight_VH is not None:  # in float32: products of 16-bit numbers are exact there
+                torch.addmm(to_weight_VH, slopes_NV.T, part.to(dtype), out_dtype=torch.float32, out=to_weight_VH)
+            if to_bias_V is not None:
+                to_bias_V += slopes_NV.sum(dim=0, dtype=torch.float32)
+            del slopes_NV  # or it would be there beside the next tile's
+        to_weight = None if to_weight_VH is None else to_weight_VH.to(weight_VH.dtype)
+        to_bias = None if to_bias_V is None else to_bias_V.to(bias_V.dtype)
+        return to_hidden_NH, to_weight, to_bias, None, None, None, None, None
 
 
-class _Whole(NamedTuple):
-    """What the backward pass knows of all tokens."""
+class TokenMeasures(NamedTuple):
+    """Per token: its log-probability, the entropy of its distribution, and log Σ exp(logit / temperature)."""
 
-    hidden_NH: Tensor
-    targets_N: Tensor
-    measured: TokenMeasures
-    given: Slopes
-
-    def part(self, tile: slice) -> _Whole:
-        entropy_N = self.given.entropy_N
-        given = Slopes(self.given.logprobs_N[tile], None if entropy_N is None else entropy_N[tile].contiguous())
-        measured = TokenMeasures(*(each[tile] for each in self.measured))
-        return _Whole(self.hidden_NH[tile], self.targets_N[tile], measured, given)
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    logsum_N: Tensor
 
 
-def _gradients(
-    head: Head, whole: _Whole, wanted: tuple[bool, bool, bool], temperature: float, rows: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of the hidden states, the weights and the bias; None for those that nobody wants."""
-    hidden_NH = torch.empty_like(whole.hidden_NH) if wanted[0] else None
-    weight_VH = torch.zeros_like(head.weight, dtype=torch.float32) if wanted[1] else None
-    bias_V = torch.zeros_like(head.bias, dtype=torch.float32) if wanted[2] and head.bias is not None else None
-    narrow = whole.hidden_NH.is_cuda and whole.hidden_NH.dtype == head.weight.dtype
-    dtype = head.weight.dtype if narrow else torch.float32
-    for start in range(0, whole.hidden_NH.shape[0], rows):
-        tile = slice(start, start + rows)
-        part = whole.part(tile)
-        logits_NV, given = head.logits(part.hidden_NH), dtype if head.is_plain else torch.float32
-        slopes_NV = slopes(logits_NV, part.targets_N, part.measured, part.given, temperature, given)
-        if not head.is_plain:  # slopes of hidden @ weight.T + bias, rounded once
-            slopes_NV = head.through(slopes_NV, logits_NV).to(dtype)
-        del logits_NV
-        if hidden_NH is not None:
-            hidden_NH[tile] = slopes_NV @ head.weight.to(dtype)
-        if weight_VH is not None and dtype == torch.float32:
-            weight_VH.addmm_(slopes_NV.T, part.hidden_NH.float())
-        elif weight_VH is not None:  # in float32 whatever the factors' type: products of 16-bit numbers are exact there
-            torch.addmm(weight_VH, slopes_NV.T, part.hidden_NH.to(dtype), out_dtype=torch.float32, out=weight_VH)
-        if bias_V is not None:
-            bias_V += slopes_NV.sum(dim=0, dtype=torch.float32)
-        del slopes_NV  # or it would be there beside the next tile's
-    return (
-        hidden_NH,
-        None if weight_VH is None else weight_VH.to(head.weight.dtype),
-        None if bias_V is None or head.bias is None else bias_V.to(head.bias.dtype),
-    )
+@dataclass(frozen=True)
+class Slopes:
+    """What flows back into a tile's log-probabilities, and into its entropies if anybody asked for them."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor | None
+
+
+def measure(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenMeasures:
+    if usable(logits_NV):
+        return _measure_fused(logits_NV, targets_N, temperature)
+    all_NV = functional.log_softmax(logits_NV / temperature, dim=-1)
+    chosen_N = all_NV.gather(1, targets_N[:, None])[:, 0]
+    all_NV.clamp_(min=LEAST_LOGPROB)
+    entropy_N = -all_NV.exp().mul_(all_NV).sum(dim=-1)
+    return TokenMeasures(chosen_N, entropy_N, torch.zeros_like(chosen_N))
+
+
+def slopes(
+    logits_NV: Tensor, targets_N: Tensor, measured: TokenMeasures, given: Slopes, temperature: float, dtype: torch.dtype
+) -> Tensor:
+    """How the sum of (given slope × value) changes with each logit: [N, V] of `dtype`. In plain torch it is computed in
+    place: three tables are there at a time, four if entropies have a slope."""
+    if usable(logits_NV):
+        return _slopes_fused(logits_NV, targets_N, measured, given, temperature, dtype)
+    all_NV = functional.log_softmax(logits_NV / temperature, dim=-1).clamp_(min=LEAST_LOGPROB)
+    weight_NV = all_NV.exp()
+    if given.entropy_N is None:
+        slopes_NV = weight_NV.mul_(-given.logprobs_N[:, None])
+    else:
+        slopes_NV = weight_NV * -given.logprobs_N[:, None]
+        weight_NV.mul_(given.entropy_N[:, None]).mul_(all_NV.add_(measured.entropy_N[:, None]))
+        slopes_NV -= weight_NV
+    slopes_NV.scatter_add_(1, targets_N[:, None], given.logprobs_N[:, None])
+    return slopes_NV.div_(temperature).to(dtype)
+
+
+def usable(logits_NV: Tensor) -> bool:
+    """Whether the kernels can serve this tile; if not, plain torch gives the same answers."""
+    return logits_NV.is_cuda and logits_NV.shape[0] > 0 and _compiles(logits_NV.device)
+
+
+@cache
+def _compiles(device: torch.device) -> bool:
+    """Triton comes with CUDA builds of torch, but needs a C compiler on the machine: tried once."""
+    if find_spec("triton") is None:
+        return False
+    logits, targets, one = torch.zeros(1, 2, device=device), torch.zeros(1, device=device).long(), torch.ones(1)
+    try:
+        measured = _measure_fused(logits, targets, 1.0)
+        _slopes_fused(logits, targets, measured, Slopes(one.to(device), None), 1.0, torch.float32)
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        log.warning("the head runs without its Triton kernels, slower but with the same results: %s", error)
+        return False
+    return True
+
+
+def _measure_fused(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenMeasures:
+    from shoal.models.head_kernels import measure_rows  # there may be no Triton
+
+    count, vocabulary = logits_NV.shape
+    # Three, not parts of one: Triton compiles anew where an address is aligned otherwise, as parts are at odd counts.
+    logprobs_N, entropy_N, logsum_N = (logits_NV.new_empty(count) for _ in range(3))
+    measure_rows[(count,)](
+        logits_NV, targets_N, logprobs_N, entropy_N, logsum_N, 1 / temperature, vocabulary, logits_NV.stride(0),
+        BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+    return TokenMeasures(logprobs_N, entropy_N, logsum_N)
+
+
+def _slopes_fused(
+    logits_NV: Tensor, targets_N: Tensor, measured: TokenMeasures, given: Slopes, temperature: float, dtype: torch.dtype
+) -> Tensor:
+    from shoal.models.head_kernels import slope_rows
+
+    count, vocabulary = logits_NV.shape
+    found_NV = torch.empty((count, vocabulary), dtype=dtype, device=logits_NV.device)
+    entropy_slopes_N = given.logprobs_N if given.entropy_N is None else given.entropy_N
+    slope_rows[(count, -(-vocabulary // SLOPE_BLOCK))](
+        logits_NV, targets_N, measured.logsum_N, measured.entropy_N, given.logprobs_N, entropy_slopes_N, found_NV,
+        1 / temperature, vocabulary, logits_NV.stride(0),
+        BLOCK=SLOPE_BLOCK, WITH_ENTROPY=given.entropy_N is not None, num_warps=8,
+    )  # fmt: skip
+    return found_NV

@@ -71,7 +71,13 @@ def add_adapters(model: nn.Module, shape: AdapterShape) -> None:
     found = adapted_layers(model, shape.targets)
     model.requires_grad_(False)
     for name, layer in found.items():
-        down, up = _beginning(name, layer, shape.rank)
+        down = torch.empty((shape.rank, layer.in_features), dtype=layer.weight.dtype, device=layer.weight.device)
+        up = torch.zeros((layer.out_features, shape.rank), dtype=down.dtype, device=down.device)  # nothing changes yet
+        if not down.is_meta:  # A follows from the layer's name, so that every start of a run has the same
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+            bound = (1.0 / layer.in_features) ** 0.5
+            random = torch.rand(down.shape, generator=torch.Generator().manual_seed(seed))
+            down.copy_(random * (2 * bound) - bound)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, AdaptedLinear(layer, shape.scale, down, up))
 
@@ -122,25 +128,10 @@ def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[d
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
     """The layers by name, in the model's order; never the output layer: log-probabilities take its weight alone.
     `ModelError` for a target that no such layer is called by."""
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head = cast(Any, model).get_output_embeddings()
-    inner = {name: module for name, module in linear.items() if module is not head}
-    known = sorted({_last(name) for name in inner})
-    refuse_unknown_targets(targets, known)
-    return {name: module for name, module in inner.items() if _last(name) in targets}
-
-
-def _beginning(name: str, layer: nn.Linear, rank: int) -> tuple[Tensor, Tensor]:
-    """A follows from the layer's name, so that every start of a run has the same; B = 0, so that nothing changes."""
-    like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-    if layer.weight.is_meta:
-        return torch.empty((rank, layer.in_features), **like), torch.empty((layer.out_features, rank), **like)
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
-    generator = torch.Generator().manual_seed(seed)
-    bound = (1.0 / layer.in_features) ** 0.5
-    down = torch.rand((rank, layer.in_features), generator=generator) * (2 * bound) - bound
-    return down.to(**like), torch.zeros((layer.out_features, rank), **like)
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+    last = {name: name.rpartition(".")[2] for name in linear}
+    refuse_unknown_targets(targets, sorted(set(last.values())))
+    return {name: module for name, module in linear.items() if last[name] in targets}

@@ -55,6 +55,12 @@ REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "alibi", "cach
 PROBE_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 
+# How this version of torch is told that attention is causal, and that heads share keys. Not in the function: what is
+# compiled cannot ask for a signature.
+VARLEN_KNOWN = inspect.signature(varlen_attn).parameters
+VARLEN_OPTIONS: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in VARLEN_KNOWN else {"is_causal": True}
+VARLEN_OPTIONS |= {"enable_gqa": True} if "enable_gqa" in VARLEN_KNOWN else {}
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -185,16 +191,6 @@ def packed_attention(
         assert packed_places is not None
         attended_TGD = _rows(query_TGD, key_TGD, value_TGD, packed_rows, packed_places, scaling)
     return attended_TGD[None], None
-
-
-def _varlen_options() -> dict[str, Any]:
-    """How this version of torch is told that attention is causal, and that heads share keys."""
-    known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return {**causal, "enable_gqa": True} if "enable_gqa" in known else causal
-
-
-VARLEN_OPTIONS = _varlen_options()  # not in the function, since what is compiled cannot ask for a signature
 
 
 def _rows(

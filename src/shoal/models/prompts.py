@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from shoal.errors import ModelError
 from shoal.models.folder import read_config
@@ -62,9 +62,13 @@ class PromptEncoder:
                 "environment.prompt.chat is true, but the model has no chat template (chat_template.jinja, or "
                 "chat_template in tokenizer_config.json): use a model that has one, or leave chat out"
             )
-        self._template = None if source is None else _compiled(source)
-        self._words = {} if source is None else special_words(files)
-        self._controls = {} if source is None else _control_tokens(files)
+        self._template, self._words, self._controls = None, dict[str, str](), dict[str, int]()
+        if source is not None:
+            self._template, self._words, self._controls = (
+                _compiled(source),
+                special_words(files),
+                _control_tokens(files),
+            )
 
     @classmethod
     def of(cls, files: Mapping[str, bytes], manner: Manner) -> Self:
@@ -86,7 +90,14 @@ class PromptEncoder:
         if self._template is None:
             ids = self.tokenizer.encode("\n".join(text for _role, text in messages))
             return ids + self.tokenizer.encode(self._thinking) if self._thinking else ids
-        return self._encode_rendered(self._begun(self._render(self._disarmed(messages))))
+        text, words = self._begun(self._render(self._disarmed(messages))), list(self._controls)
+        ids = ()
+        for index, piece in enumerate(re.split(f"{OPENING}([0-9]+){CLOSING}", text)):
+            if index % 2:  # a control token that a message spelt, letter by letter
+                ids += self.tokenizer.encode_plain(words[int(piece)])
+            elif piece:
+                ids += self.tokenizer.encode(piece)
+        return ids
 
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens around words that a tool says after the model's turn, which ended with its own last token: those
@@ -121,17 +132,6 @@ class PromptEncoder:
             found.append((role, text))
         return found
 
-    def _encode_rendered(self, text: str) -> tuple[int, ...]:
-        """The ids of a rendered text: control tokens of the template as such, those of messages letter by letter."""
-        words = list(self._controls)
-        ids: tuple[int, ...] = ()
-        for index, piece in enumerate(re.split(f"{OPENING}([0-9]+){CLOSING}", text)):
-            if index % 2:
-                ids += self.tokenizer.encode_plain(words[int(piece)])
-            elif piece:
-                ids += self.tokenizer.encode(piece)
-        return ids
-
     def _render(self, messages: Sequence[Message]) -> str:
         import jinja2
 
@@ -154,12 +154,13 @@ def template_source(files: Mapping[str, bytes]) -> str | None:
             return files["chat_template.jinja"].decode()
         except UnicodeDecodeError as error:
             raise ModelError(f"the model's chat_template.jinja is no text: {error}") from error
-    if "tokenizer_config.json" not in files:
-        return None
-    given = read_config(files, "tokenizer_config.json").get("chat_template")
+    given = (
+        read_config(files, "tokenizer_config.json").get("chat_template") if "tokenizer_config.json" in files else None
+    )
     if isinstance(given, list):
-        named = {str(one.get("name")): one.get("template") for one in given if isinstance(one, dict)}
-        given = named.get("default")
+        given = next(
+            (one.get("template") for one in given if isinstance(one, dict) and one.get("name") == "default"), None
+        )
     return given if isinstance(given, str) and given else None
 
 
@@ -167,8 +168,7 @@ def special_words(files: Mapping[str, bytes]) -> dict[str, str]:
     """`bos_token` and its like, by name, as templates write them."""
     words: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        values = read_config(files, name) if name in files else {}
-        for key, value in values.items():
+        for key, value in read_config(files, name).items() if name in files else ():
             word = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(word, str):
                 words[key] = word
@@ -204,17 +204,16 @@ def _compiled(source: str) -> Template:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-    environment.filters["tojson"] = to_json
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    # jinja's own filter escapes for HTML and takes no options.
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, indent=None: json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent
+    )
     environment.globals |= {"raise_exception": refuse, "strftime_now": FROZEN_NOW.strftime}
     try:
         return environment.from_string(source)

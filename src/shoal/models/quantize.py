@@ -42,22 +42,19 @@ INT8 = Quantization(bits=8)
 INT4 = Quantization(bits=4, group=64)
 
 
-def quantized(tensors: Mapping[str, TensorView], how: Quantization) -> dict[str, TensorView]:
-    """All tensors of a policy, the matrices of its linear layers rounded; names, shapes and types are unchanged."""
-    return {name: _rounded(view, how) for name, view in tensors.items()}
-
-
 def is_rounded(name: str, shape: Sequence[int]) -> bool:
     """Whether a weight of this name and shape is the matrix of a linear layer."""
     return len(shape) == 2 and not any(part in name for part in UNTOUCHED)
 
 
-def _rounded(view: TensorView, how: Quantization) -> TensorView:
-    if not is_rounded(view.name, view.shape) or view.dtype not in ("F32", "BF16"):
-        return view
-    if view.dtype == "F32":
-        return from_numpy(view.name, how.round(as_numpy(view).astype(np.float32)))
-    wide = (as_numpy(view).astype(np.uint32) << 16).view(np.float32)
-    bits = how.round(wide).view(np.uint32)
-    narrow = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # to the nearest, ties to even
-    return from_numpy(view.name, narrow, "BF16")
+def quantized(tensors: Mapping[str, TensorView], how: Quantization) -> dict[str, TensorView]:
+    """All tensors of a policy, the matrices of its linear layers rounded; names, shapes and types are unchanged."""
+    found = dict(tensors)
+    for name, view in tensors.items():
+        if is_rounded(view.name, view.shape) and view.dtype == "F32":
+            found[name] = from_numpy(view.name, how.round(as_numpy(view).astype(np.float32)))
+        elif is_rounded(view.name, view.shape) and view.dtype == "BF16":
+            bits = how.round((as_numpy(view).astype(np.uint32) << 16).view(np.float32)).view(np.uint32)
+            narrow = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # to the nearest, ties to even
+            found[name] = from_numpy(view.name, narrow, "BF16")
+    return found

@@ -12,9 +12,10 @@ import base64
 import binascii
 import json
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -110,36 +111,37 @@ def check_tokenizer(data: bytes) -> None:
         raise ModelError(f"the model's tokenizer.json cannot be read: {error}") from error
     if not isinstance(described, dict):
         raise ModelError("the model's tokenizer.json cannot be read: it is no object")
+    problem = next(_problems(described), None)
+    if problem is not None:
+        raise ModelError(f"the model's tokenizer.json is refused: {problem}")
+
+
+def _problems(described: dict[str, Any]) -> Iterator[str]:
     if any(len(token) > MAX_TOKEN for token in _tokens(described)):
-        raise _refusal(f"it has a token of more than {MAX_TOKEN} characters")
+        yield f"it has a token of more than {MAX_TOKEN} characters"
     for part in ("normalizer", "pre_tokenizer", "decoder"):
-        steps = list(_steps(described.get(part)))
+        steps = list(islice(_steps(described.get(part)), MAX_STEPS + 1))
         counts = Counter(str(step.get("type")) for step in steps)
         if len(steps) > MAX_STEPS or any(counts[kind] > 2 for kind in ONCE_OR_TWICE):
-            raise _refusal(f"its {part} has too many steps")
+            yield f"its {part} has too many steps"
         for step in steps:
-            _check_step(part, step)
-
-
-def _check_step(part: str, step: dict[str, Any]) -> None:
-    pattern = step.get("pattern")
-    given = next(iter(pattern.values()), None) if isinstance(pattern, dict) else pattern
-    is_regex = isinstance(pattern, dict) and "Regex" in pattern
-    if is_regex and part == "decoder":  # which sees a whole completion at once
-        raise _refusal("the decoder has a pattern, and known ones have none")
-    if is_regex and (not isinstance(given, str) or len(given) > MAX_PATTERN or _is_slow(given)):
-        raise _refusal(
-            f"the {part} has a pattern that can take forever: a repeated group, a reference back, or several "
-            "repetitions before something that may not be there"
-        )
-    if step.get("type") == "Replace":
-        longest = 1 if is_regex else len(str(given or ""))
-        if not given or len(str(step.get("content", ""))) > longest:
-            raise _refusal(f"the {part} replaces something by more than it was")
-    if step.get("type") == "Prepend" and len(str(step.get("prepend", ""))) > MAX_CHARACTER:
-        raise _refusal(f"the {part} adds more than {MAX_CHARACTER} characters")
-    if step.get("type") == "Precompiled" and _longest_mapped(step.get("precompiled_charsmap")) > MAX_CHARACTER:
-        raise _refusal(f"the {part} makes more than {MAX_CHARACTER} bytes of one character")
+            pattern, kind = step.get("pattern"), step.get("type")
+            given = next(iter(pattern.values()), None) if isinstance(pattern, dict) else pattern
+            is_regex = isinstance(pattern, dict) and "Regex" in pattern
+            if is_regex and part == "decoder":  # which sees a whole completion at once
+                yield "the decoder has a pattern, and known ones have none"
+            if is_regex and (not isinstance(given, str) or len(given) > MAX_PATTERN or _is_slow(given)):
+                yield (
+                    f"the {part} has a pattern that can take forever: a repeated group, a reference back, or several "
+                    "repetitions before something that may not be there"
+                )
+            longest = 1 if is_regex else len(str(given or ""))
+            if kind == "Replace" and (not given or len(str(step.get("content", ""))) > longest):
+                yield f"the {part} replaces something by more than it was"
+            if kind == "Prepend" and len(str(step.get("prepend", ""))) > MAX_CHARACTER:
+                yield f"the {part} adds more than {MAX_CHARACTER} characters"
+            if kind == "Precompiled" and _longest_mapped(step.get("precompiled_charsmap")) > MAX_CHARACTER:
+                yield f"the {part} makes more than {MAX_CHARACTER} bytes of one character"
 
 
 def _is_slow(pattern: str) -> bool:
@@ -177,17 +179,15 @@ def _longest_mapped(charsmap: Any) -> int:
     return max(map(len, texts.split(b"\0")))
 
 
-def _steps(described: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """All steps, those inside a sequence too; counted only as far as it takes to refuse them."""
-    if not isinstance(described, dict):
-        return
-    yield described
-    if depth > MAX_STEPS:
-        raise _refusal("its steps are nested too deep")
-    for name in ("normalizers", "pretokenizers", "decoders"):
-        inner = described.get(name)
-        for step in inner if isinstance(inner, list) else ():
-            yield from _steps(step, depth + 1)
+def _steps(described: Any) -> Iterator[dict[str, Any]]:
+    """All steps, those inside a sequence, too, however deep."""
+    waiting = deque([described])
+    while waiting:
+        step = waiting.popleft()
+        if isinstance(step, dict):
+            yield step
+            inner = (step.get(name) for name in ("normalizers", "pretokenizers", "decoders"))
+            waiting.extend(each for steps in inner if isinstance(steps, list) for each in steps)
 
 
 def _tokens(described: dict[str, Any]) -> Iterator[str]:
@@ -200,7 +200,3 @@ def _tokens(described: dict[str, Any]) -> Iterator[str]:
         vocabulary = model.get("vocab")
         for token in vocabulary if isinstance(vocabulary, dict | list) else ():
             yield token if isinstance(token, str) else str(token[0]) if isinstance(token, list) and token else ""
-
-
-def _refusal(what: str) -> ModelError:
-    return ModelError(f"the model's tokenizer.json is refused: {what}")

@@ -156,7 +156,7 @@ def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
     """What was measured, for people."""
     profile = measured.profile
     for name, bands in measured.bands.items():
-        yield f"honest {profile.key}, seen by {name}: {bands.tokens} tokens, {bands.chunks} proofs"
+        yield f"honest {profile.key}, seen by {name}: {bands.tokens} tokens"
         yield (
             f"  seeds     {bands.outside_rate:.2%} of tokens outside, by {bands.distance_max:.2g} at most"
             f" (limit {profile.sampling.distance:g})"

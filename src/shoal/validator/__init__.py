@@ -4,7 +4,8 @@ settings   ValidatorSettings, ValidatorConfig, profile_keys, measurable_kinds
 calibrate  measure: the limits of one kind of worker; limits: Calibrator, which keeps them in force
 profiles   Profile, load_profiles, to_toml: what honest rounding may explain, by what a worker generates with
 loop       run_validator, Validator: claim audits, judge, report
-judge      Judge: verdicts on the submissions of one policy, with one batched prefill; recheck: once more, later
+judge      Judge: verdicts on the submissions of one policy, with one batched prefill, and a second look at what fails;
+           recheck: once more, later
 checks     BEFORE_PREFILL, AFTER_PREFILL: every check, cheapest first, and the table of reason codes
 case       Case, Finding: what a check sees and says; replay_all: the prefill; SeenWork: so that copies show
 canary     Canary: a known cheat now and then, which must be caught; SelfTest: the same before joining

@@ -53,7 +53,6 @@ FEW_OUTSIDE = 8  # tokens outside their interval: of fewer a policy's limits of 
 ACCIDENTS = AccidentLimits(first=2e-3, later=1e-4)  # assumed in coarse formats before any is seen
 MOST_ACCIDENTS = AccidentLimits(first=0.02, later=2e-3)  # more would be an excuse
 MOST_SHARED = 0.5  # where a group has so few events that nothing can be said
-SMALLER_IS_WIDER = frozenset({"tokens", "chunks", "values", "outside_probability_min"})
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,10 @@ class Bands:
     """
 
     tokens: int
-    chunks: int
-    values: int
     limits: Profile
-    entropy_mean: float
     outside_rate: float
     outside_distance: float
     distance_max: float
-    outside_probability_min: float
     logprob_mean: float
     logprob_max: float
     exponent_rate: float
@@ -108,14 +103,10 @@ class Bands:
         mismatches, values = int(compared.exp_mismatches.sum()), int(compared.k.sum())
         return cls(
             tokens=len(pool.distance),
-            chunks=len(compared),
-            values=values,
             limits=functools.reduce(_raised, beside, limits),
-            entropy_mean=float(pool.nats.mean()),
             outside_rate=float(pool.outside.mean()),
             outside_distance=float(pool.distance.sum()) / max(1, int(pool.outside.sum())),
             distance_max=float(pool.distance.max()),
-            outside_probability_min=float(np.exp(pool.logprobs[pool.outside]).min(initial=1.0)),
             logprob_mean=float(np.abs(pool.delta).mean()),
             logprob_max=float(np.abs(pool.delta).max()),
             exponent_rate=mismatches / values,
@@ -125,16 +116,16 @@ class Bands:
 
     def joined(self, other: Bands) -> Bands:
         """The wider of both in everything: limits for a validator of either kind."""
-        mine, theirs = self._plain(), other._plain()
-        pick: dict[str, Any] = {n: (min if n in SMALLER_IS_WIDER else max)(mine[n], theirs[n]) for n in mine}
-        return Bands(**pick, limits=widest(self.limits, other.limits))
+        worst = {name: max(value, getattr(other, name)) for name, value in self._plain().items()}
+        limits, tokens = widest(self.limits, other.limits), min(self.tokens, other.tokens)
+        return Bands(**{**vars(self), **worst, "tokens": tokens, "limits": limits})
 
     def numbers(self) -> dict[str, float]:
         """For the profile's `[measured]` table; four digits are enough."""
-        return {name: float(f"{value:.4g}") for name, value in self._plain().items() if name != "tokens"}
+        return {name: float(f"{value:.4g}") for name, value in self._plain().items()}
 
     def _plain(self) -> dict[str, float]:
-        return {name: value for name, value in vars(self).items() if name != "limits"}
+        return {name: value for name, value in vars(self).items() if name not in ("limits", "tokens")}
 
 
 @dataclass(frozen=True, eq=False)

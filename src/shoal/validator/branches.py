@@ -44,8 +44,8 @@ LONGEST = 512  # a block of so many steps of decoding takes up to 15 s
 FIRST_S = 12.0  # counted as spent at first: the first verdicts of a process wait for no branch
 
 Score = Callable[[Sequence[Group]], Sequence[Scored | ScoringFailure]]
-JudgedCase = tuple[Case, Sequence[RolloutReward], float]
-"""What was accepted so far, its rewards, and of which share of its tokens branches are decoded."""
+JudgedCase = tuple[Case, Sequence[RolloutReward] | None, float]
+"""What was accepted so far, its rewards if it was scored, and of which share of its tokens branches are decoded."""
 
 
 def by_tolerance(case: Case) -> npt.NDArray[np.bool_]:
@@ -137,7 +137,7 @@ class Lookout:
         began_s, nothing = self.clock.monotonic_s(), [NO_BRANCHES] * len(judged)
         if self._spent_s > self.time_share * (began_s - self._began_s):
             return nothing
-        looks = [look for case, _, share in judged for look in self._chosen(case, share)]
+        looks = [look for case, scored, share in judged if scored is not None for look in self._chosen(case, share)]
         if not looks:
             return nothing
         try:
@@ -151,7 +151,7 @@ class Lookout:
             ended = [(look.rollout, whole) for look, tokens in mine if (whole := look.ended(tokens)) is not None]
             shown = Branches(looked=len(mine), tokens=sum(min(look.limit, len(tokens)) for look, tokens in mine))
             scored = score([Group(case.lease, [whole for _, whole in ended])])[0] if ended else None
-            if isinstance(scored, Scored):
+            if rewards is not None and isinstance(scored, Scored):
                 pairs = [(rollout, reward.value) for (rollout, _), reward in zip(ended, scored.rewards, strict=True)]
                 gained = differences([each.value for each in rewards], pairs)
                 shown = shown.model_copy(update={"differences": gained})

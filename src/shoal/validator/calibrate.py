@@ -278,8 +278,6 @@ class Subject:
 
     def honest(self) -> dict[str, list[Case]]:
         """Groups drawn by the worker as it is: many rows at a time, few, and with other kernels."""
-        from shoal.engines.kernels import attention, attention_kernels
-
         plan, found = self._plan, dict[str, list[Case]]()
         tokens = min(VARIANT_TOKENS, plan.tokens)
         if self._is_gpu:  # the largest first: others fit into its memory, and one more row costs next to nothing
@@ -300,7 +298,9 @@ class Subject:
             found[MAIN] = self.drawn(MAIN, plan.rows(plan.tokens, self._token_row_s), plan.tokens)
         model, (path, device, _) = model_of(self._worker), self._worker.kind.split("/")
         # With pages there is one attention kernel: what varies is the batch.
-        for name in () if device == "cuda" and path != PLAIN else attention_kernels(model):
+        kernels = ("eager", "flash", "efficient", "math") if device == "cuda" else ("eager", "math")
+        is_fixed = (device == "cuda" and path != PLAIN) or model.config._attn_implementation != "sdpa"
+        for name in () if is_fixed else kernels:
             try:
                 with attention(model, name):
                     rows = plan.rows(tokens, self._token_row_s)
@@ -341,6 +341,24 @@ def model_of(engine: Engine) -> Any:
     if model is None:
         raise ConfigError(f"the engine {engine.name} has no model to measure")
     return model
+
+
+@contextmanager
+def attention(model: Any, name: str) -> Iterator[None]:
+    """Compute attention with another kernel: the same in another order, so rounded in another way. One that cannot is a
+    `RuntimeError`."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    of_torch = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+    before = model.config._attn_implementation
+    if name not in of_torch:
+        model.set_attn_implementation(name)
+    try:
+        with sdpa_kernel(getattr(SDPBackend, of_torch[name])) if name in of_torch else nullcontext():
+            yield
+    finally:
+        if name not in of_torch:
+            model.set_attn_implementation(before)
 
 
 @contextmanager

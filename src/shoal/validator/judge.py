@@ -16,6 +16,22 @@ scorer, and the memory of what was accepted (`SeenWork`): nothing here talks to 
 Judging again (`recheck`) what was accepted: the same checks on the kept bytes, against the verdict that was signed
 then. A difference means that the validator of then, or this machine, is wrong. What this machine cannot decide (another
 number format, a judge that does not answer) is unknown, and proves nothing.
+
+A second look at work that the first one would reject or leave open: in the worker's own number format.
+
+    first look                 second look          verdict
+    fails for certain          fails, too           rejected, certain
+                               passes or open       unsure (`second.passed`)
+    fails by statistics        fails, too           rejected, statistical
+                               passes or open       unsure (`second.passed`)
+                               not possible here    unsure (`second.missing`)
+    open (an accident)         passes               accepted
+                               anything else        unsure, as before
+
+A validator that computes in another format than the worker sees rounding of two formats; in the worker's own it sees
+less of it, and independently. Where both have the same format, and to confirm what is certain where this machine has no
+other, the group is prefilled again alone: a fault of one batch or of the memory does not repeat itself. An accident in
+the validator's own coarse format may be the validator's: it is looked at in float32 where there is the memory for that.
 """
 
 from __future__ import annotations
@@ -28,15 +44,18 @@ from typing import Literal
 
 import msgspec
 
-from shoal.engines import PLAIN, Engine
+from shoal.engines import PLAIN, Engine, build
 from shoal.engines.dialogue import dialogue_for, texts_of
-from shoal.engines.shelf import LoadedPolicy
+from shoal.engines.memory import release_memory
+from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
-from shoal.errors import ConfigError, ScoringFailure
+from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, ModelError, ResourceError, ScoringFailure
 from shoal.protocol import (
     Audit,
+    CheckResult,
     Lease,
     Outcome,
+    PolicyRef,
     Severity,
     SignedDocument,
     Tally,
@@ -50,9 +69,8 @@ from shoal.protocol.verdict import Branches
 from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.validator import second
 from shoal.validator.branches import Lookout
-from shoal.validator.case import Case, Finding, Replay, SeenWork, read_body, replay_all
+from shoal.validator.case import Case, Finding, Replay, SeenWork, passed, read_body, replay_all, unsure
 from shoal.validator.checks import (
     AFTER_PREFILL,
     BEFORE_PREFILL,
@@ -71,6 +89,8 @@ from shoal.validator.verdicts import (
     MACHINERY_PREFILL,
     MACHINERY_PROFILE,
     MACHINERY_REWARD,
+    MACHINERY_SECOND_MISSING,
+    MACHINERY_SECOND_PASSED,
     NO_BRANCHES,
     NOTHING_COUNTED,
     Docket,
@@ -88,6 +108,45 @@ SHOWN_REASONS: Mapping[str, str] = {
     "sampling": "progress.seed",
 }
 """What a failed check of shown progress is called, by the check. Others are about the hub's own framing."""
+
+
+SECOND_WAIT_S = 30.0
+
+OtherEngine = Callable[[PolicyRef, str], Engine | None]
+"""An engine of this policy that computes in a number format; None if this machine has none."""
+
+
+class SecondEngines:
+    """One more engine, of another number format than the validator's own. It is made when it is first needed, follows
+    the policies that it is asked for, and is dropped when nothing is to be audited (`drop`)."""
+
+    def __init__(self, engine: str, device: str, fetch: Fetch) -> None:
+        self._engine, self._device, self._fetch = engine, device, fetch
+        self._dtype = ""
+        self._shelf: EngineShelf | None = None
+        self._failed: tuple[PolicyRef, str] | None = None
+
+    def get(self, policy: PolicyRef, dtype: str) -> Engine | None:
+        """Tried once for each policy and format: a machine without the memory for it is not asked at every audit."""
+        if self._failed == (policy, dtype):
+            return None
+        if self._shelf is None or self._dtype != dtype:
+            self.drop()
+            self._shelf = EngineShelf(self._fetch, lambda files: build(self._engine, files, self._device, dtype), 1)
+            self._dtype = dtype
+        try:
+            return self._shelf.get(policy, SECOND_WAIT_S).engine
+        except (BroadcastError, ConfigError, DeadlineExceeded, ModelError, ResourceError) as error:
+            log.warning("no second look in %s is possible, so what needs one is unsure: %s", dtype, error)
+            self._failed = (policy, dtype)
+            self.drop()
+            return None
+
+    def drop(self) -> None:
+        """Give its memory back."""
+        if self._shelf is not None:
+            self._shelf = None
+            release_memory()
 
 
 @dataclass
@@ -117,7 +176,7 @@ class Judge:
     pick: Callable[[int], int] = field(default=secrets.randbelow, repr=False)
     lookout: Lookout | None = field(default=None, repr=False)  # None: no branches are looked at
     calibrations: Callable[[str], Profiles | None] = field(default=lambda _digest: None, repr=False)  # by digest
-    second_engine: second.Engines = field(default=lambda _policy, _dtype: None, repr=False)
+    second_engine: OtherEngine = field(default=lambda _policy, _dtype: None, repr=False)
     plain_kinds: set[str] = field(default_factory=set, repr=False)  # that dialogues were decoded as
 
     def knows(self, lease: Lease) -> bool:
@@ -153,7 +212,14 @@ class Judge:
         ]
         held = [entry for entry in judged if isinstance(entry, _Open)]
         rewarded = self._rewards([Group(entry.case.lease, entry.case.rollouts) for entry in held], loaded)
-        found = iter(zip(rewarded, self._branches(held, rewarded, loaded), strict=True))
+        branches = [NO_BRANCHES] * len(held)
+        if self.lookout is not None:
+            pairs = zip(held, rewarded, strict=True)
+            looked = [
+                (e.case, s.rewards if isinstance(s, Scored) else None, e.docket.audit.look_share) for e, s in pairs
+            ]
+            branches = self.lookout.look(looked, loaded.engine, lambda groups: self._rewards(groups, loaded))
+        found = iter(zip(rewarded, branches, strict=True))
         decided = [self._decided(entry, *next(found)) if isinstance(entry, _Open) else entry for entry in judged]
         told = [_told(each) if each is not None and each.depth == "progress" else each for each in decided]
         return [verdict for verdict in told if verdict is not None]
@@ -259,36 +325,21 @@ class Judge:
         if format_of(engine.kind) != dtype:
             other = self.second_engine(loaded.ref, dtype) if dtype in case.profile.validators else None
             if other is None and first[-1].severity is not Severity.CERTAIN:
-                return second.settle(case, first, None, ())
+                return _settled(case, first, None, ())
             engine = other or engine
         elif first[-1].unsure and dtype != "float32":  # an accident may be this validator's own: float32 has none
             engine = self.second_engine(loaded.ref, "float32") or engine
         [replay] = replay_all(engine, [case])
         if isinstance(replay, Exception) or not replay.is_finite:
-            return second.settle(case, first, None, ())
+            return _settled(case, first, None, ())
         again = replace(case, replay=replay)
-        return second.settle(case, first, again, run_all(AFTER_PREFILL, again))
+        return _settled(case, first, again, run_all(AFTER_PREFILL, again))
 
     def _rewards(self, groups: Sequence[Group], loaded: LoadedPolicy) -> list[Scored | ScoringFailure]:
         if not groups:
             return []
         scoring = Scoring(self.environment, self.scorer or DirectScorer(self.environment), self.panel)
         return scoring.score(groups, texts_of(loaded.files).decode_many)
-
-    def _branches(
-        self, entries: Sequence[_Open], rewarded: Sequence[Scored | ScoringFailure], loaded: LoadedPolicy
-    ) -> list[Branches]:
-        """What the seeds' branches showed of each entry: of those that were replayed and scored."""
-        judged = {
-            place: (entry.case, scored.rewards, entry.docket.audit.look_share)
-            for place, (entry, scored) in enumerate(zip(entries, rewarded, strict=True))
-            if self.lookout is not None and entry.case.replay is not None and isinstance(scored, Scored)
-        }
-        found: dict[int, Branches] = {}
-        if self.lookout is not None:
-            seen = self.lookout.look(list(judged.values()), loaded.engine, lambda groups: self._rewards(groups, loaded))
-            found = dict(zip(judged, seen, strict=True))
-        return [found.get(place, NO_BRANCHES) for place in range(len(entries))]
 
     def _decided(self, entry: _Open, scored: Scored | ScoringFailure, branches: Branches) -> Verdict | None:
         docket, case, findings, tally = entry.docket, entry.case, entry.findings, entry.tally
@@ -318,6 +369,28 @@ class Judge:
         if self.shuffle_rewards:
             rewards = shuffled(rewards, case.lease.run, case.lease.unit)
         return docket.accepted(findings, rewards, case.generated, now_ms, tally, self.panel.unreproducible)
+
+
+def _settled(
+    case: Case, first: list[Finding], again: Case | None, second: Sequence[Finding]
+) -> tuple[list[Finding], Tally]:
+    """All findings, the one that decides last, and what joins the node's record. `again` is the case with the second
+    replay and `second` what was found of it; None if there is no second look."""
+    last, dtype = first[-1], format_of(case.lease.profile)
+    if again is None:
+        if last.unsure or last.severity is Severity.CERTAIN:
+            return first, case.tally
+        message = f"this validator cannot compute in {dtype} to confirm it with a second look: {last.result.message}"
+        return [*first, unsure(MACHINERY_SECOND_MISSING, message, format=dtype)], case.tally
+    found = second[-1]
+    if last.unsure:
+        return ([*first[:-1], passed("second", format=dtype)] if found.passed else first), case.tally
+    if found.passed or found.unsure:
+        message = f"seen in {dtype}, the worker's own number format, the group is in order: {last.result.message}"
+        return [*first, unsure(MACHINERY_SECOND_PASSED, message, format=dtype, first=last.reason)], again.tally
+    evidence = {**found.result.evidence, "format": dtype, "reason": found.reason}
+    confirmed = CheckResult(check="second", passed=False, evidence=evidence, message=found.result.message)
+    return [*first[:-1], Finding(confirmed, found.reason, found.severity), last], case.tally
 
 
 def _unfinished(case: Case) -> Case:

@@ -51,11 +51,10 @@ from shoal.shardcast import Prefetch
 from shoal.toploc.proofs import compile_kernels
 from shoal.validator.branches import Lookout
 from shoal.validator.canary import Canary
-from shoal.validator.judge import Judge
+from shoal.validator.judge import Judge, SecondEngines
 from shoal.validator.limits import Calibrator
 from shoal.validator.profiles import load_profiles
 from shoal.validator.rewards import Notebook
-from shoal.validator.second import SecondEngines
 from shoal.validator.settings import MEASURING, ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
 from shoal.validator.side_jobs import Ahead, Generating, SliceRunner
 from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket

@@ -30,6 +30,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from shoal.client import Activity, HubClient
 from shoal.engines import GenerationRequest
@@ -69,24 +70,21 @@ MOST_SAVED_S = 120.0
 PROBLEM_LIMIT = 200
 
 
+@dataclass
 class SliceRunner:
-    """A validator's part in evaluations: when it is ready for a slice, and one slice from the hub to the hub."""
+    """A validator's part in evaluations: when it is ready for a slice, and one slice from the hub to the hub.
 
-    def __init__(
-        self,
-        client: HubClient,
-        shelf: EngineShelf,
-        environment: Environment,
-        scorer: Scorer | None,
-        activity: Activity,
-        stop: StopToken,
-        clock: Clock = SystemClock(),
-    ) -> None:
-        """Without a `scorer`, scores are computed in this process."""
-        self._client, self._shelf, self._activity = client, shelf, activity
-        self._environment, self._scorer = environment, scorer or DirectScorer(environment)
-        self._stop, self._clock = stop, clock
-        self._saved_s = 0.0
+    Without a `scorer`, scores are computed in this process.
+    """
+
+    client: HubClient
+    shelf: EngineShelf
+    environment: Environment
+    scorer: Scorer | None
+    activity: Activity
+    stop: StopToken
+    clock: Clock = field(default_factory=SystemClock)
+    _saved_s: float = 0.0
 
     @property
     def readiness(self) -> Readiness:
@@ -96,42 +94,42 @@ class SliceRunner:
     @contextmanager
     def auditing(self) -> Iterator[None]:
         """Whatever is done meanwhile saves up time for slices."""
-        began_s = self._clock.monotonic_s()
+        began_s = self.clock.monotonic_s()
         yield
-        took_s = self._clock.monotonic_s() - began_s
+        took_s = self.clock.monotonic_s() - began_s
         self._saved_s = min(self._saved_s + took_s * SHARE / (1 - SHARE), MOST_SAVED_S)
 
     def measure(self, signed: SignedDocument | None) -> None:
         """Answer and score a slice, and say so; and more of them, while there are any and time is saved up. A hub that
         does not want one any more is no failure."""
-        while signed is not None and not self._stop.is_set():
-            began_s = self._clock.monotonic_s()
+        while signed is not None and not self.stop.is_set():
+            began_s = self.clock.monotonic_s()
             try:
-                report = self._measured(self._client.open_slice(signed))
+                report = self._measured(self.client.open_slice(signed))
                 if report is not None:
-                    self._client.report_evaluation(sign_document(report, self._client.key))
-                    self._activity.count("evaluated", len(report.scores))
+                    self.client.report_evaluation(sign_document(report, self.client.key))
+                    self.activity.count("evaluated", len(report.scores))
             except (HubRefused, ProtocolError) as error:
                 log.warning("a slice of an evaluation was not taken: %s", error)
-            self._saved_s -= self._clock.monotonic_s() - began_s
+            self._saved_s -= self.clock.monotonic_s() - began_s
             more = self._saved_s > 0
-            signed = self._client.audits(AuditRequest(max_audits=1, evaluate="only")).evaluation if more else None
+            signed = self.client.audits(AuditRequest(max_audits=1, evaluate="only")).evaluation if more else None
 
     def _measured(self, part: EvaluationSlice) -> EvaluationReport | None:
         try:
-            with self._activity.waiting(f"policy {part.policy.label}"):
-                loaded = self._shelf.get(part.policy, self._shelf.wait_s)
+            with self.activity.waiting(f"policy {part.policy.label}"):
+                loaded = self.shelf.get(part.policy, self.shelf.wait_s)
         except (BroadcastError, DeadlineExceeded) as error:
-            if self._stop.is_set():
+            if self.stop.is_set():
                 return None
             log.warning("policy %s could not be fetched, so it is not evaluated: %s", part.policy.label, error)
             return self._report(part, problem=f"the policy could not be fetched: {error}")
-        with self._activity.busy(f"evaluating {len(part.tasks)} held-out tasks by policy {part.policy.label}"):
+        with self.activity.busy(f"evaluating {len(part.tasks)} held-out tasks by policy {part.policy.label}"):
             return self.report(part, loaded)
 
     def report(self, part: EvaluationSlice, loaded: LoadedPolicy) -> EvaluationReport:
         """One score per task of the slice, in order; None where the scoring machinery failed."""
-        environment = self._environment
+        environment = self.environment
         if part.environment_digest != environment.digest:
             return self._report(part, problem="the validator has another environment than the run")
         if not part.tasks:
@@ -146,7 +144,7 @@ class SliceRunner:
             return self._report(part, problem=f"the validator's engine failed: {error}")
         texts = texts_of(loaded.files).decode_many(answers)
         jobs = [Job(task.task, text) for task, text in zip(part.tasks, texts, strict=True)]
-        results = settled(self._scorer.scores, jobs)
+        results = settled((self.scorer or DirectScorer(self.environment)).scores, jobs)
         failures = [result for result in results if isinstance(result, ScoringFailure)]
         if failures:
             log.warning("%d of %d held-out tasks could not be scored: %s", len(failures), len(jobs), failures[0])
@@ -159,56 +157,59 @@ class SliceRunner:
         printable = "".join(each if each.isprintable() else " " for each in problem)[:PROBLEM_LIMIT]
         return EvaluationReport(
             run=part.run, policy=part.policy, first=part.first, environment_digest=part.environment_digest,
-            scores=scores, problem=printable, decided_at_ms=self._clock.now_ms(),
+            scores=scores, problem=printable, decided_at_ms=self.clock.now_ms(),
         )  # fmt: skip
 
 
 MAX_LEFT = 16
 
 
+@dataclass
 class Generating:
     """A validator's part in generating. `left` are leases that it could not do: the hub gives them to another."""
 
-    def __init__(self, client: HubClient, shelf: EngineShelf, activity: Activity, stop: StopToken) -> None:
-        self._client, self._shelf, self._activity, self._stop = client, shelf, activity, stop
-        self.left: tuple[str, ...] = ()
+    client: HubClient
+    shelf: EngineShelf
+    activity: Activity
+    stop: StopToken
+    left: tuple[str, ...] = ()
 
     def generate(self, signed: Sequence[SignedDocument]) -> None:
         """Generate and submit the groups of these leases."""
-        leases = [self._client.open_own_lease(each) for each in signed]
+        leases = [self.client.open_own_lease(each) for each in signed]
         for policy in dict.fromkeys(lease.policy for lease in leases):
-            if self._stop.is_set():
+            if self.stop.is_set():
                 return
             together = [lease for lease in leases if lease.policy == policy]
             try:
                 self._generate(policy, together)
             except (BroadcastError, DeadlineExceeded, ResourceError, ProtocolError) as error:
-                if self._stop.is_set():
+                if self.stop.is_set():
                     return
                 log.warning("%d units that nobody could judge were not generated: %s", len(together), error)
                 self._leave(together)
 
     def _generate(self, policy: PolicyRef, leases: Sequence[Lease]) -> None:
-        with self._activity.waiting(f"policy {policy.label}"):
-            loaded = self._shelf.get(policy, self._shelf.wait_s)
-        with self._activity.busy(f"generating {len(leases)} units that nobody could judge, by policy {policy.label}"):
-            groups = generate(loaded, leases, self._activity.generated)
+        with self.activity.waiting(f"policy {policy.label}"):
+            loaded = self.shelf.get(policy, self.shelf.wait_s)
+        with self.activity.busy(f"generating {len(leases)} units that nobody could judge, by policy {policy.label}"):
+            groups = generate(loaded, leases, self.activity.generated)
         for lease, completions in zip(leases, groups, strict=True):
             if not is_finite(completions):
                 log.error("unit %d: this machine computed log-probabilities that are NaN or infinite", lease.unit)
                 self._leave([lease])
                 continue
             try:
-                self._client.submit(lease.lease, pack(submission_of(lease, completions, loaded.engine.name)))
-                self._activity.count("generated")
+                self.client.submit(lease.lease, pack(submission_of(lease, completions, loaded.engine.name)))
+                self.activity.count("generated")
             except HubRefused as refusal:  # it came too late: another has it, or nobody needs it any more
                 log.warning("unit %d, which this validator generated, was not taken: %s", lease.unit, refusal)
             finally:
-                self._activity.ended(lease.lease)
+                self.activity.ended(lease.lease)
 
     def _leave(self, leases: Sequence[Lease]) -> None:
         for lease in leases:
-            self._activity.ended(lease.lease)
+            self.activity.ended(lease.lease)
         self.left = (*self.left, *(lease.lease for lease in leases))[-MAX_LEFT:]
 
 
@@ -217,6 +218,7 @@ CHUNKS = 2  # of each rehearsed rollout: a whole one, and what follows it
 PROMPT_TOKENS = 32
 
 
+@dataclass
 class Ahead:
     """Which policy is the newest, and whether it is loaded. `hear` may be called by another thread than the rest.
 
@@ -224,18 +226,21 @@ class Ahead:
     an audit was computed once, so that no rehearsal is needed. `has_measured`: limits were measured in this process.
     """
 
-    def __init__(self, client: HubClient, shelf: EngineShelf, judge: Judge, keeps_others: bool, clock: Clock) -> None:
-        self._client, self._shelf, self._judge = client, shelf, judge
-        self._keeps_others, self._clock = keeps_others, clock
-        self._loaded: PolicyRef | None = None
-        self.newest: PolicyRef | None = None
-        self.rehearsed = self.has_measured = False
+    client: HubClient
+    shelf: EngineShelf
+    judge: Judge
+    keeps_others: bool
+    clock: Clock
+    newest: PolicyRef | None = None
+    rehearsed: bool = False
+    has_measured: bool = False
+    _loaded: PolicyRef | None = None
 
     @property
     def is_due(self) -> bool:
         """Whether there is a policy to be loaded ahead."""
         wanted = self.newest is not None and self.newest != self._loaded
-        return wanted and (self._keeps_others or not self.is_ready)
+        return wanted and (self.keeps_others or not self.is_ready)
 
     @property
     def is_ready(self) -> bool:
@@ -247,20 +252,20 @@ class Ahead:
 
     def prepare(self) -> None:
         """Load the newest policy, if it is not loaded. If that fails, it is tried again later, or by an audit."""
-        newest, began_s = self.newest, self._clock.monotonic_s()
+        newest, began_s = self.newest, self.clock.monotonic_s()
         if newest is None or not self.is_due:
             return
         try:
-            loaded = self._shelf.get(newest, WAIT_S if self.is_ready else self._shelf.wait_s)
+            loaded = self.shelf.get(newest, WAIT_S if self.is_ready else self.shelf.wait_s)
         except (BroadcastError, DeadlineExceeded) as error:
             log.info("policy %s could not be loaded ahead: %s", newest.label, error)
             return
-        loaded_s = self._clock.monotonic_s()
+        loaded_s = self.clock.monotonic_s()
         log.info("policy %s was loaded ahead of audits in %.2f s", newest.label, loaded_s - began_s)
         if not self.rehearsed:
             self.rehearsed = True
-            rehearse(self._judge, loaded, self._client.run_info(), self.has_measured)
-            log.info("an audit was rehearsed in %.2f s", self._clock.monotonic_s() - loaded_s)
+            rehearse(self.judge, loaded, self.client.run_info(), self.has_measured)
+            log.info("an audit was rehearsed in %.2f s", self.clock.monotonic_s() - loaded_s)
         self._loaded = newest
 
 

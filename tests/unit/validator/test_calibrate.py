@@ -268,10 +268,10 @@ def test_limits_have_room_above_what_was_seen_and_are_never_tighter_than_those_o
 def test_bands_of_two_validators_are_joined_to_the_wider(measured: tuple[Measurement, list[str]]) -> None:
     one = measured[0].bands["cpu/float32"]
     far = one.limits.model_copy(update={"sampling": SeedTolerance(distance=0.3, floor=1e-18)})
-    other = dataclasses.replace(one, distance_max=0.5, outside_probability_min=1e-5, tokens=one.tokens - 1, limits=far)
+    other = dataclasses.replace(one, distance_max=0.5, tokens=one.tokens - 1, limits=far)
     both = one.joined(other)
     assert both.limits.sampling == SeedTolerance(distance=0.3, floor=1e-18)
-    assert (both.distance_max, both.outside_probability_min, both.tokens) == (0.5, 1e-5, one.tokens - 1)
+    assert (both.distance_max, both.tokens) == (0.5, one.tokens - 1)
     assert other.joined(one) == both
 
 

@@ -18,8 +18,8 @@ from shoal.protocol import Outcome, PolicyRef, ProofParameters, Severity, Verdic
 from shoal.validator import Judge, judge
 from shoal.validator.case import Case, Finding, failed, passed, unsure
 from shoal.validator.checks import AFTER_PREFILL
+from shoal.validator.judge import SecondEngines
 from shoal.validator.profiles import Profile
-from shoal.validator.second import SecondEngines
 
 COARSE = "scripted/cpu/bfloat16"
 RIGHT, WRONG = 3.0, 4.0

@@ -29,10 +29,9 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader
 from shoal.shardcast.server import run_origin
 from shoal.validator import Judge, ValidatorConfig, load_profiles
-from shoal.validator.judge import KeptSubmission, Rechecked, recheck
+from shoal.validator.judge import KeptSubmission, Rechecked, SecondEngines, recheck
 from shoal.validator.limits import profiles_of
 from shoal.validator.profiles import Profiles
-from shoal.validator.second import SecondEngines
 
 FETCH_S = 600.0
 START_S = 30.0
