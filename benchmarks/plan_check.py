@@ -1,7 +1,11 @@
-"""Claim: `shoal plan` says what a run takes of disk and memory, role by role, to within a fifth.
+"""Claim: `shoal plan` says what a run takes of disk, memory, links and time, role by role, to within a fifth.
 
     .venv/bin/python benchmarks/plan_check.py                        # 20 M weights in float32, 6 steps, on a CPU
     .venv/bin/python benchmarks/plan_check.py --publish bfloat16
+    .venv/bin/python benchmarks/plan_check.py --run FOLDER           # times and links of a finished run on a GPU
+
+`--run` reads what a run with staleness 0 left (`one_gpu.py --keep`): its stages follow one another, so that each has
+the GPU for itself. Its first two steps, in which kernels are compiled, do not count; of the others the median does.
 
 A real `shoal run` of a random model with the reward of recipes/sums.py. Its processes' peaks of resident memory
 (VmHWM) are read twice a second, the sizes of its folders ten times, and once when it has ended. Its held-out scores
@@ -12,7 +16,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import re
+import sqlite3
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,7 +49,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--publish", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--run", type=Path, help="a finished run's folder: compare times and links with it")
+    parser.add_argument("--model", type=Path, help="its model, if it is no longer where the run had it")
     options = parser.parse_args()
+    if options.run:
+        compare_times(options.run, options.model)
+        return
     with tempfile.TemporaryDirectory(prefix="plan-check-") as temporary:
         folder = Path(temporary)
         make_model(folder / "model", options.width, options.layers)
@@ -127,6 +140,65 @@ def print_tables(planned: object, memory: Sizes, disk: Sizes, ended: Sizes) -> N
         if one.name in disk:
             row("disk", one.name, one.running, disk[one.name])
             row("disk", f"{one.name}, finished", one.finished, ended[one.name])
+
+
+SKIPPED = 2
+FETCHED = re.compile(r"policy 0\.(\d+): ([\d.]+) MB \(of ([\d.]+) MB\) in ([\d.]+) s by policy")
+JUDGED = re.compile(r"(\d+) submissions by policy 0\.(\d+) judged and reported in ([\d.]+) s")
+
+
+def compare_times(run: Path, model: Path | None) -> None:
+    """What the plan says of the run's recipe, beside what the run took; completions as long as they were."""
+    recipe = load_recipe(run / "recipe.toml", (f"model.path={model}",) if model else ())
+    rows = [json.loads(line) for line in (run / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "step_s" in row]
+    share = statistics.mean(row["tokens"] for row in steps) / (
+        recipe.run.groups_per_step * recipe.run.group_size * recipe.run.max_new_tokens
+    )
+    planned = _planning(recipe, 1, 141, None, Speeds(length_share=share))
+    stages = {one.name: one.seconds for one in planned.stages()}
+    later = steps[SKIPPED:]
+    fetches = [
+        (float(megabytes), float(seconds))
+        for version, megabytes, _, seconds in FETCHED.findall((run / "logs" / "worker-0.log").read_text())
+        if int(version) >= SKIPPED
+    ]
+    judged: dict[int, float] = defaultdict(float)
+    for _, version, seconds in JUDGED.findall((run / "logs" / "validator-0.log").read_text()):
+        judged[int(version)] += float(seconds)
+    seen = {
+        "generate": [seconds for version, seconds in generated(run / "hub" / "hub.db").items() if version >= SKIPPED],
+        "audit": [seconds for version, seconds in judged.items() if version >= SKIPPED],
+        "train": [row["train_s"] for row in later],
+        "publish": [row["hidden_s"] - row["save_s"] for row in later],
+        "apply": [seconds for _, seconds in fetches],
+    }
+    workers, validators = planned.workers, planned.validators
+    stages["generate"], stages["audit"] = (
+        stages["generate"] * workers,
+        stages["audit"] * validators,
+    )  # there was one of each
+    print("| stage, s a step | planned | measured, median | planned / measured |\n|---|--:|--:|--:|")
+    for name, seconds in seen.items():
+        middle = statistics.median(seconds)
+        print(f"| {name} | {stages[name]:.2f} | {middle:.2f} | {stages[name] / middle:.2f} |")
+    links = {name: delta for name, delta, _ in planned.links()}
+    measured = statistics.median(megabytes for megabytes, _ in fetches)
+    print(f"| delta into each worker, MB | {links['into each worker and validator'] / 1e6:.2f} | {measured:.2f} | "
+          f"{links['into each worker and validator'] / 1e6 / measured:.2f} |")  # fmt: skip
+    whole = [float(all_) for _, _, all_, _ in FETCHED.findall((run / "logs" / "worker-0.log").read_text())]
+    payload = planned.payload / 1e6
+    print(f"| a whole version, MB | {payload:.1f} | {whole[0]:.1f} | {payload / whole[0]:.2f} |")
+
+
+def generated(database: Path) -> dict[int, float]:
+    """By version, the seconds from the first lease to the last submission."""
+    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        found = connection.execute(
+            "select l.version, max(s.received_at_ms) - min(l.issued_at_ms) from submissions s "
+            "join leases l on l.lease = s.lease group by l.version"
+        )
+        return {version: milliseconds / 1000 for version, milliseconds in found}
 
 
 def row(_kind: str, name: str, planned: float, measured: float) -> None:

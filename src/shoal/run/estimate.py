@@ -105,9 +105,15 @@ class Planning:
         return self.delta if self.delta < self.payload else 0.0
 
     @property
+    def _changed(self) -> float:
+        """The share of a bfloat16 payload that a step changes: more at higher rates, and by more optimizer steps."""
+        trainer = self.recipe.trainer
+        return min(1.0, self.speeds.delta_share * (trainer.learning_rate / 1e-6) ** 0.86 * trainer.minibatches**0.83)
+
+    @property
     def delta(self) -> float:
         """What most versions travel as: in float32 nearly every value changes, a step twice as long in one more bit."""
-        trainer, share = self.recipe.trainer, self.speeds.delta_share
+        trainer, share = self.recipe.trainer, self._changed
         if trainer.lora is not None:
             return 4.0 * self.shape.trained
         if trainer.publish_dtype == "float32":
@@ -204,24 +210,39 @@ class Planning:
     # Time, machines, money
 
     @property
-    def worker_tokens_s(self) -> float:
-        """The sequences that fit together, each a token further whenever the weights were read once."""
-        if self.speeds.worker_tokens_s:
-            return self.speeds.worker_tokens_s
+    def _length(self) -> float:
+        return self.recipe.run.max_new_tokens * self.speeds.length_share
+
+    @property
+    def _rows(self) -> int:
+        """The sequences of a worker's batch that fit together."""
         run, weights = self.recipe.run, self.shape.weights * WIDTHS[self.worker_dtype]
         row = max(1, self.shape.cached_bytes * run.max_new_tokens)
         fit = int(BATCH_SHARE * max(0, self.memory_bytes - weights) / row)
-        rows = max(1, min(fit, run.group_size * self.recipe.worker.units_per_lease))
-        return rows / self._token_s
+        return max(1, min(fit, run.group_size * self.recipe.worker.units_per_lease))
+
+    def _token_s(self, rows: int) -> float:
+        """One token of so many sequences: the weights are read once, and of each sequence half of it on average."""
+        weights = self.shape.weights * WIDTHS[self.worker_dtype]
+        cached = rows * self._length / 2 * self.shape.cached_bytes
+        return self.speeds.decode_s + weights / 1e9 / self.speeds.generate_gb_s + cached / 1e9 / self.speeds.cache_gb_s
 
     @property
-    def _token_s(self) -> float:
-        weights = self.shape.weights * WIDTHS[self.worker_dtype]
-        return max(self.speeds.token_s, weights / 1e9 / self.speeds.generate_gb_s)
+    def worker_tokens_s(self) -> float:
+        batch_s = self.speeds.batch_s + self._length * self._token_s(self._rows)
+        return self.speeds.worker_tokens_s or self._rows * self._length / batch_s
 
     @property
     def audit_tokens_s(self) -> float:
-        return self.speeds.audit_tflops * 1e12 / (2 * self.shape.weights)
+        """Prefill and checks, what each group takes besides, and branches: those of a claim are decoded together, with
+        the overhead of two for each token."""
+        run, speeds = self.recipe.run, self.speeds
+        claim = min(self.chosen.max_audits, run.groups_per_step)
+        tokens = claim * run.group_size * self._length
+        branches = min(1.0, speeds.branch_share * claim * run.group_size) * self._length
+        branches *= self._token_s(1) + speeds.decode_s
+        prefill_s = tokens * 2 * self.shape.weights / (speeds.audit_tflops * 1e12)
+        return tokens / (prefill_s + claim * speeds.audit_group_s + branches)
 
     @property
     def train_s(self) -> float:
@@ -231,19 +252,30 @@ class Planning:
         operations += 2.0 if settings.objective.kl > 0 else 0.0
         if settings.objective.ratio_base == "recomputed":
             operations += 2.0 * (settings.minibatches - 1) / settings.minibatches
-        return self.tokens * operations * self.shape.weights / (self.processes * self.speeds.train_tflops * 1e12)
+        computed_s = self.tokens * operations * self.shape.weights / (self.processes * self._train_tflops * 1e12)
+        return computed_s + self.speeds.train_least_s
+
+    @property
+    def _train_tflops(self) -> float:
+        return self.speeds.train_tflops if self.recipe.trainer.memory.compile else self.speeds.eager_tflops
 
     @property
     def publish_s(self) -> float:
-        return self.payload / 1e9 / self.speeds.publish_gb_s
+        return self.speeds.publish_least_s + self.payload / 1e9 / self.speeds.publish_gb_s
 
     @property
     def step_s(self) -> float:
         """The trainer decides how long a step takes, where there are as many machines as are needed; but a completion
-        must not take longer than the steps that it may be old."""
-        run = self.recipe.run
-        completion_s = run.max_new_tokens * self.speeds.length_share * self._token_s
-        return max(self.train_s, self.publish_s + self._saving_s, completion_s / (run.max_staleness + 1))
+        must not take longer than the steps that it may be old. With staleness 0 one stage follows another."""
+        completion_s, publish_s = self.speeds.batch_s + self._length * self._token_s(self._rows), self.publish_s
+        if self.recipe.run.max_staleness == 0:
+            checked_s = self.tokens / self.audit_tokens_s
+            return completion_s + checked_s + self.train_s + self._saving_s + publish_s + self._apply_s
+        return max(self.train_s, publish_s + self._saving_s, completion_s / (self.recipe.run.max_staleness + 1))
+
+    @property
+    def _apply_s(self) -> float:
+        return self.payload / 1e9 / self.speeds.apply_gb_s if self._beside else 0.0
 
     @property
     def _saving_s(self) -> float:
@@ -264,17 +296,16 @@ class Planning:
                     f"{count_of(self.workers, 'worker')} of {self.worker_tokens_s:,.0f} tokens/s")  # fmt: skip
         yield Stage("audit", self.tokens / self.audit_tokens_s / self.validators,
                     f"{count_of(self.validators, 'validator')} of {self.audit_tokens_s:,.0f} tokens/s")  # fmt: skip
-        yield Stage("train", self.train_s, f"{count_of(self.processes, 'device')} of {speeds.train_tflops:g} TFLOP/s")
+        yield Stage("train", self.train_s, f"{count_of(self.processes, 'device')} of {self._train_tflops:g} TFLOP/s")
         every = count_of(self.chosen.checkpoint_every, "step")
         yield Stage("save", self._saving_s, f"a checkpoint every {every}, per step")
         yield Stage("publish", self.publish_s, f"{gb:,.3g} GB at {speeds.publish_gb_s:g} GB/s")
         yield Stage("transfer", copies * self.delta / speeds.link_bytes_s,
                     f"out of a relay with {speeds.workers_per_relay:g} workers; a whole version: "
                     f"{copies * self.payload / speeds.link_bytes_s:,.0f} s")  # fmt: skip
-        applied = gb / speeds.apply_gb_s if self._beside else 0.0
         yield Stage(
             "apply",
-            applied,
+            self._apply_s,
             f"on a worker's disk at {speeds.apply_gb_s:g} GB/s; a whole version is checked as it comes",
         )
 

@@ -125,7 +125,7 @@ def test_the_command_says_that_it_fits(capsys: Capture) -> None:
     assert "of 4.00: fits (activations are an estimate" in said
     assert "guessed" not in said
     assert "1 to train" in said
-    assert ", 1 validator\n" in said
+    assert "machines needed: 1 to train, " in said
     assert main(["plan", str(TINY), "--memory", "8", "--parameters", "1e7"]) == 0
     assert "guessed from --parameters" in capsys.readouterr().out
 
@@ -238,11 +238,12 @@ def test_disk_of_every_role() -> None:
     assert found["trainer: checkpoints"] == (5 * 384, 2 * 384)
     assert found["trainer: export"] == (64, 64)
     # 6, 4 and 3 versions, back to a whole one of every 16; deltas from the version 1, 2, 4 and 8 before
-    deltas = [(n + n // 2 + n // 4 + n // 8) * 0.064 for n in (20, 18, 17)]
+    delta = 0.064 * 4**0.83  # 0.1 % of it by each of 4 optimizer steps, which change some values twice
+    deltas = [(n + n // 2 + n // 4 + n // 8) * delta for n in (20, 18, 17)]
     assert found["origin"] == pytest.approx((2 * 64 + deltas[0], 2 * 64 + deltas[1]))
     assert found["each relay"] == pytest.approx((2 * 64 + deltas[2], 0))
-    assert found["each validator"] == pytest.approx((4 * 64 + 4 * 0.064, 0))
-    assert found["each worker"] == pytest.approx((3 * 64 + 3 * 0.064, 0))
+    assert found["each validator"] == pytest.approx((4 * 64 + 4 * delta, 0))
+    assert found["each worker"] == pytest.approx((3 * 64 + 3 * delta, 0))
     tokens = 256 * 16 * 8192 * 400
     assert found["hub"][1] == pytest.approx((tokens * 14 + 256 * 400 * 10_000 + 300_000) / 1e9)
 
@@ -275,27 +276,44 @@ def test_a_short_run_keeps_its_first_checkpoint_which_has_no_moments() -> None:
 
 
 def test_time_machines_and_money() -> None:
-    """33,554,432 tokens. Training: x 6 x 32e9 / (8 x 266e12) = 3,027.5 s. Audits: 2,500 tokens/s, 13,422 s: 5 of them.
+    """33,554,432 tokens. Training: x 6 x 32e9 / (8 x 127e12) = 6,341.0 s, and 0.9. Audits, of a group of 131,072
+    tokens: 52.4 s by 160 TFLOP/s, 0.07 s, and for 0.32 of them a branch of 8,192 tokens of 46.3 ms each: 754
+    tokens/s, so 8 validators.
 
-    A worker has room for int(0.8 x (131 GiB - 64 GB) / (500,000 x 32,768)) = 3 sequences, 64 / 1500 s a token: 70.3
-    tokens/s; 477,219 s of one, 158 of them. In all 171 GPUs for 400 x 3,027.5 s at 2 an hour.
+    A worker has room for int(0.8 x (131 GiB - 64 GB) / (500,000 x 32,768)) = 3 sequences. A token takes 1.5 ms,
+    64 / 1500 s, and 3 x 4,096 x 500,000 bytes at 3.3e12: 46.0 ms. With 0.25 s a batch 65.1 tokens/s: 82 workers.
     """
     found = planning()
     stages = {one.name: one.seconds for one in found.stages()}
-    assert stages["train"] == found.step_s == pytest.approx(3027.5, abs=0.1)
-    assert (found.workers, found.validators) == (158, 5)
-    assert stages["publish"] == pytest.approx(64 / 2.05)
-    assert stages["transfer"] == pytest.approx(11 * 64e6 * 1.2 / 125e6)
-    assert stages["apply"] == 64
+    assert stages["train"] == found.step_s == pytest.approx(6341.9, abs=0.1)
+    assert found.worker_tokens_s == pytest.approx(65.13, abs=0.01)
+    assert found.audit_tokens_s == pytest.approx(754.0, abs=0.5)
+    assert (found.workers, found.validators) == (82, 8)
+    assert stages["publish"] == pytest.approx(0.25 + 64 / 2.05)
+    assert stages["transfer"] == pytest.approx(11 * 64e6 * 4**0.83 * 1.2 / 125e6)
+    assert stages["apply"] == pytest.approx(64 / 1.2)
     assert stages["save"] == pytest.approx(384 / 7)
-    assert found.cost(2.0) == pytest.approx(171 * 2 * 400 * found.step_s / 3600)
-    patient = planning(speeds=Speeds(token_s=2.0))
-    assert patient.step_s == pytest.approx(8192 * 2.0 / 3), "no step is shorter than a completion may be old"
+    assert found.cost(2.0) == pytest.approx(98 * 2 * 400 * found.step_s / 3600)
+    patient = planning(speeds=Speeds(decode_s=3.0))
+    assert patient.step_s == pytest.approx((0.25 + 8192 * 3.0445) / 3, rel=1e-5), "a completion may be 3 steps old"
+
+
+def test_with_staleness_0_a_step_is_the_sum_of_its_stages() -> None:
+    found = planning(LARGE.replace("max_staleness = 2", "max_staleness = 0"))
+    checked_s = found.tokens / found.audit_tokens_s
+    named = {one.name: one.seconds for one in found.stages()}
+    rest = sum(named[name] for name in ("train", "save", "publish", "apply"))
+    assert found.step_s == pytest.approx(0.25 + 8192 * 0.0460285 + checked_s + rest, rel=1e-6)
+
+
+def test_compiled_layers_train_faster() -> None:
+    compiled = planning(LARGE.replace("recompute = true", "recompute = true\ncompile = true"))
+    assert compiled.train_s == pytest.approx(3027.5 + 0.9, abs=0.1)
 
 
 def test_a_speed_that_is_given_changes_what_follows_from_it() -> None:
     found = planning(speeds=Speeds(worker_tokens_s=1000, link_mbit=100))
-    assert found.workers == 12
+    assert found.workers == 6
     assert found.chosen.policy_wait_s > planning().chosen.policy_wait_s
 
 
