@@ -108,7 +108,8 @@ class Planning:
     def _changed(self) -> float:
         """The share of a bfloat16 payload that a step changes: more at higher rates, and by more optimizer steps."""
         trainer = self.recipe.trainer
-        return min(1.0, self.speeds.delta_share * (trainer.learning_rate / 1e-6) ** 0.86 * trainer.minibatches**0.83)
+        rate, updates = float(trainer.learning_rate), float(trainer.minibatches)
+        return min(1.0, self.speeds.delta_share * (rate / 1e-6) ** 0.86 * updates**0.83)
 
     @property
     def delta(self) -> float:

@@ -56,7 +56,7 @@ from shoal.validator.limits import Calibrator
 from shoal.validator.profiles import load_profiles
 from shoal.validator.rewards import Notebook
 from shoal.validator.settings import MEASURING, ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
-from shoal.validator.side_jobs import Ahead, Generating, SliceRunner
+from shoal.validator.side_jobs import Ahead, Generating, SliceRunner, rehearse_with_tiny
 from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
 
 log = logging.getLogger(__name__)
@@ -142,6 +142,8 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
             client, shelf, judge, settings, stop, kind=kind, calibrator=calibrator, idle=others.drop,
             chosen=replace(chosen, keep_versions=loaded), pace=config.pace,
         )  # fmt: skip
+        if kind.startswith("torch/cuda"):
+            rehearse_with_tiny(judge, run, "cuda")
         role.run()
     if role.finished:
         weights.forget()

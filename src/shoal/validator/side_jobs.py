@@ -28,12 +28,13 @@ this before the first submission is there.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shoal.client import Activity, HubClient
-from shoal.engines import GenerationRequest
+from shoal.engines import GenerationRequest, build
 from shoal.engines.dialogue import Talks, greedy_answers, texts_of
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
@@ -60,7 +61,7 @@ from shoal.validator.case import ENGINE_ERRORS, Case, Replay, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.specimens import Terms
+from shoal.validator.specimens import POLICY, Terms
 
 log = logging.getLogger(__name__)
 
@@ -267,6 +268,19 @@ class Ahead:
             rehearse(self.judge, loaded, self.client.run_info(), self.has_measured)
             log.info("an audit was rehearsed in %.2f s", self.clock.monotonic_s() - loaded_s)
         self._loaded = newest
+
+
+def rehearse_with_tiny(judge: Judge, run: RunInfo, device: str) -> None:
+    """On a GPU the first use of a kernel takes seconds, for a tiny model as for a large one: paid before there is a
+    policy, not while workers wait for limits."""
+    from shoal.models.load import load_model  # torch
+    from shoal.models.state import policy_views
+
+    began_s, tiny = time.monotonic(), load_model("tiny", "bfloat16")
+    made = build("torch", tiny.files, device, "bfloat16")
+    made.load_policy(None, policy_views(tiny.model))
+    rehearse(judge, LoadedPolicy(POLICY, made, tiny.files), run)
+    log.info("kernels were loaded with a tiny model in %.2f s", time.monotonic() - began_s)
 
 
 def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: bool = False) -> None:

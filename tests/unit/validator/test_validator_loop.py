@@ -50,7 +50,16 @@ from shoal.protocol import (
 from shoal.rewards import DirectScorer, Job
 from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import StopToken
-from shoal.validator import Judge, Validator, ValidatorConfig, ValidatorSettings, load_profiles, run_validator
+from shoal.validator import (
+    Judge,
+    Validator,
+    ValidatorConfig,
+    ValidatorSettings,
+    load_profiles,
+    run_validator,
+    side_jobs,
+)
+from shoal.validator.checks import run_all
 from shoal.validator.side_jobs import Ahead
 from shoal.validator.verdicts import Docket
 
@@ -167,6 +176,15 @@ class OneShelf(ListShelf):
     def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
         self.asked.append(ref.version)
         return LoadedPolicy(ref, self.engine, {})
+
+
+def test_a_rehearsal_with_the_tiny_model_computes_what_an_audit_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, judge = list[str](), Judge(LengthEnvironment(), load_profiles())
+    monkeypatch.setattr(
+        side_jobs, "run_all", lambda checks, case: seen.append(case.lease.profile) or run_all(checks, case)
+    )
+    side_jobs.rehearse_with_tiny(judge, ListHub().run_info(), "cpu")
+    assert seen == ["torch/cpu/bfloat16"]
 
 
 @pytest.mark.parametrize(("has_measured", "prefills"), [(False, 1), (True, 0)])
