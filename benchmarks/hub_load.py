@@ -26,7 +26,7 @@ from load_parts.servers import RUN, Server, key_of
 from load_parts.wire import Latencies, Wire
 
 from shoal import ledger
-from shoal.hub.state.machines import SubmissionState
+from shoal.hub.state.rows import SubmissionState
 from shoal.hub.storage import open_storage
 from shoal.ledger import credit_for
 

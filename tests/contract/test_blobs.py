@@ -12,7 +12,7 @@ from kit import Request
 from kit.s3 import KEYS, Shop, s3_server
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub.storage.blobs import LEFT_OVER_S, BlobFolder, Blobs, open_blobs
-from shoal.hub.storage.s3 import Bucket, S3Blobs
+from shoal.hub.storage.s3 import S3Blobs
 from shoal.protocol import submission_digest
 
 Spoil = Callable[[str, bytes], None]
@@ -31,7 +31,7 @@ def place(request: Request, tmp_path: Path) -> tuple[Blobs, Spoil]:
         return BlobFolder(tmp_path / "blobs"), lambda name, body: _write(tmp_path / "blobs" / name, body)
     shop: Shop = request.getfixturevalue("shop")
     prefix = submission_digest(str(tmp_path).encode())[:12]  # of its own, for the bucket is shared
-    blobs = S3Blobs(Bucket.at(f"s3://{shop.bucket}/{prefix}", shop.endpoint, KEYS), KEYS)
+    blobs = S3Blobs(f"s3://{shop.bucket}/{prefix}", shop.endpoint, KEYS)
     return blobs, lambda name, body: shop.put(f"{prefix}/blobs/{name}", body)
 
 
@@ -83,13 +83,13 @@ class TestMistakes:
     @pytest.mark.parametrize("url", ["http://bucket", "s3:///prefix", "bucket", "s3://bucket?x=1"])
     def test_a_storage_that_is_no_bucket_is_named(self, url: str) -> None:
         with pytest.raises(ConfigError, match=r"hub\.storage = .* write s3://BUCKET/PREFIX"):
-            Bucket.at(url)
+            S3Blobs(url, environment=KEYS)
 
     def test_an_endpoint_that_is_no_server_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"hub\.storage_endpoint"):
-            Bucket.at("s3://bucket", "127.0.0.1:9000")
+            S3Blobs("s3://bucket", "127.0.0.1:9000", KEYS)
 
     def test_a_bucket_that_is_not_there_is_one_sentence_about_what_to_check(self, shop: Shop) -> None:
-        blobs = S3Blobs(Bucket.at("s3://no-such-bucket", shop.endpoint, KEYS), KEYS)
+        blobs = S3Blobs("s3://no-such-bucket", shop.endpoint, KEYS)
         with pytest.raises(ResourceError, match=r"cannot write a submission in s3://no-such-bucket.*check that the bu"):
             blobs.put(b"bytes")

@@ -10,9 +10,9 @@ from sqlalchemy import create_engine, select, text
 
 from kit import Patch
 from shoal.errors import ConfigError
-from shoal.hub.storage import StaleRow, opening, postgres, tables
+from shoal.hub import storage
+from shoal.hub.storage import StaleRow, open_storage, postgres, tables
 from shoal.hub.storage.copying import connection_of, copy_rows, extents, snapshot
-from shoal.hub.storage.opening import open_storage
 from shoal.hub.storage.postgres import LIMITS, parsed
 from shoal.hub.storage.sqlite import SqliteStorage
 
@@ -84,7 +84,7 @@ def test_a_database_that_is_busy_is_tried_again(database_url: str, tmp_path: Pat
         patch.setattr(postgres, "PostgresStorage", busy)
         open_storage(database_url, tmp_path).close()
         assert next(tries) == 3
-        patch.setattr(opening, "ATTEMPTS", 1)
+        patch.setattr(storage, "ATTEMPTS", 1)
         tries = iter(range(100))
         with pytest.raises(StaleRow):
             open_storage(database_url, tmp_path)

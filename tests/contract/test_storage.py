@@ -16,8 +16,7 @@ from kit.storage import POLICY, apply, lease, leased, node, on_postgres, submiss
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
 from shoal.hub.state.commands import AddBatch, AddPolicy, AddShown, AddVerdict, Command, RaiseAlarm, Record, Save
-from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import Progress, ShownRow, UnitRow
+from shoal.hub.state.rows import LeaseState, Progress, ShownRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
 from shoal.hub.storage.tables import Outgoing
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Sums, Tally
@@ -589,7 +588,7 @@ def test_what_was_shown_of_leases_is_kept_part_by_part(storage: Storage) -> None
 def test_what_was_shown_is_dropped_after_the_lease_has_ended_and_its_submission_is_judged(storage: Storage) -> None:
     apply(storage, *leased(0), *leased(1), *leased(2))
     apply(storage, *(AddShown(ShownRow(f"u{number}a0", part, (1,), b"x")) for number in range(3) for part in range(2)))
-    ended = [lease(0).to(LeaseState.EXPIRED, 100), lease(1).to(LeaseState.SUBMITTED, 100)]
+    ended = [lease(0).to(LeaseState.EXPIRED, ended_at_ms=100), lease(1).to(LeaseState.SUBMITTED, ended_at_ms=100)]
     apply(storage, *(Save(row, LeaseState.ACTIVE) for row in ended), Save(submission(1), None))
     with storage.write() as transaction:
         assert transaction.forget_shown(100) == 0

@@ -12,8 +12,7 @@ import pytest
 from kit import Request
 from kit.storage import apply, leased, node, on_postgres, submission
 from shoal.hub.state.commands import Command, Save, SaveTask
-from shoal.hub.state.machines import EvaluationState
-from shoal.hub.state.rows import EvaluationRow, Pool, TaskRow
+from shoal.hub.state.rows import EvaluationRow, EvaluationState, Pool, TaskRow
 from shoal.hub.storage import SqliteStorage, StaleRow, Storage
 
 IMPLEMENTATIONS: dict[str, Callable[[Request, Path], Storage]] = {

@@ -10,8 +10,7 @@ import pytest
 
 from kit import Request, TempPaths
 from shoal.hub.state.commands import AddVerdict, Command, Record, Save
-from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
+from shoal.hub.state.rows import LeaseRow, LeaseState, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import Presence, Reader, SqliteStorage, Storage
 from shoal.hub.storage.postgres import PostgresStorage
 from shoal.hub.storage.reader import LEASES_TOLD, NodeGroup

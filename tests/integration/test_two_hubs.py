@@ -50,9 +50,8 @@ from shoal.errors import ConfigError, ResourceError
 from shoal.hub import run_hub
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import Refusal, Save
-from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.reputation import NEWER, Suspicion
-from shoal.hub.state.rows import LeaseRow, NodeRow, UnitRow
+from shoal.hub.state.rows import LeaseRow, LeaseState, NodeRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import postgres as postgres_module
 from shoal.hub.storage import tables
 from shoal.hub.storage.postgres import PostgresStorage

@@ -8,8 +8,19 @@ from typing import Any, TypeVar
 
 from shoal.hub.state import leases
 from shoal.hub.state.commands import Command, Save
-from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, Progress, Rules, SubmissionRow, UnitRow
+from shoal.hub.state.rows import (
+    Holding,
+    LeaseRow,
+    LeaseState,
+    Moment,
+    NodeRow,
+    Progress,
+    Rules,
+    SubmissionRow,
+    SubmissionState,
+    UnitRow,
+    UnitState,
+)
 from shoal.protocol import Outcome, PolicyRef, RolloutReward, Verdict
 
 T = TypeVar("T")

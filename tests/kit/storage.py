@@ -8,8 +8,7 @@ from sqlalchemy import text
 
 from kit import Request
 from shoal.hub.state.commands import Command, Save
-from shoal.hub.state.machines import UnitState
-from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
+from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow, UnitState
 from shoal.hub.storage import Storage, tables
 from shoal.hub.storage.postgres import PostgresStorage
 from shoal.protocol import PolicyRef

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.hub.state.commands import AddPolicy, AddVerdict, Save
-from shoal.hub.state.machines import LeaseState
-from shoal.hub.state.rows import InHand, Progress, UnitRow
+from shoal.hub.state.rows import InHand, LeaseState, Progress, UnitRow
 from shoal.hub.storage import SqliteStorage, StaleRow
 from shoal.protocol import NodeState, PolicyRef
 from shoal.simulator import Scenario, Simulation, WorkerKind
@@ -82,7 +81,9 @@ def test_a_write_that_fails_leaves_the_kept_sums_as_they_were(tmp_path: Path) ->
             assert row is not None
             transaction.apply([Save(row.to(NodeState.SUSPENDED, passed=99), row.state)])
             held = transaction.holdings()
-            transaction.apply([Save(each.lease.to(LeaseState.EXPIRED, 1), each.lease.state) for each in held])
+            transaction.apply(
+                [Save(each.lease.to(LeaseState.EXPIRED, ended_at_ms=1), each.lease.state) for each in held]
+            )
             transaction.apply([AddPolicy(PolicyRef(incarnation=9, version=9, digest="d" * 64), 1)])
             assert (transaction.progress(), transaction.newcomers_in_hand(node)) != before
             transaction.apply([AddVerdict("absent", "{}")])

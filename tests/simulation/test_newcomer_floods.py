@@ -12,14 +12,15 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Lease, LeaseRelease, ProofParameters
+from shoal.protocol import LeaseRelease, ProofParameters
 from shoal.simulator import Scenario, Simulation, WorkerKind
-from shoal.simulator.workers import TOKENS, SimulatedWorker
+from shoal.simulator.workers import TOKENS, Generating, SimulatedWorker
 
 HOME, ADDRESS, FLOOD = "192.0.2.0/24", "192.0.2.7", "198.51.100.0/24"
 THREE = (FLOOD, "203.0.113.0/24", "2001:db8:1::/48")
@@ -30,14 +31,14 @@ KEYS = 12
 class GivesBack(SimulatedWorker):
     """Takes units and gives them back a second later, with a fresh key once it is suspended."""
 
-    def _take(self, lease: Lease, life: int) -> None:
-        self._leases[lease.lease] = (lease, self._world.now_s + 1)
-        self._world.at(1.0, lambda: self._give_back(lease, life))
+    def _take(self, lease: dict[str, Any], life: int) -> None:
+        self._work[lease["lease"]] = Generating(lease, self._world.now_s + 1)
+        self._world.at(1.0, lambda: self._give_back(lease["lease"]))
 
-    def _give_back(self, lease: Lease, life: int) -> None:
+    def _give_back(self, name: str) -> None:
         row = self._world.signed_in(self.node)
-        self._world.hub.work.release(row, LeaseRelease(leases=(lease.lease,)))
-        self._leases.clear()
+        self._world.hub.work.release(row, LeaseRelease(leases=(name,)))
+        self._work.clear()
         if row.suspensions:
             self.node = ""
             self._life += 1

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.commands import Save
-from shoal.hub.state.machines import SubmissionState
+from shoal.hub.state.rows import SubmissionState
 from shoal.protocol import NodeState
 from shoal.simulator import Scenario, Simulation, WorkerKind, problems
 
@@ -133,7 +133,7 @@ class TestTheInvariantsCanFail:
         simulation.world.receipts["f" * 64] = receipt.model_copy(update={"submission": "f" * 64})
         assert any("is not there" in problem for problem in problems(simulation.world))
         del simulation.world.receipts["f" * 64]
-        simulation.world.blobs._bodies.pop(name)
+        simulation.world.blobs.pop(name)
         assert any("are lost" in problem for problem in problems(simulation.world))
 
     def test_credit_from_nowhere(self, simulation: Simulation) -> None:

@@ -279,7 +279,7 @@ def validator_lines(recipe: Recipe) -> Iterator[str]:
 
 def refuse_changed(folder: RunFolder, environment: Environment) -> None:
     """Other tasks or rewards than the run began with are refused by its hub; here before anything is started for it."""
-    from shoal.hub.storage.opening import DATABASE_FILE, open_storage
+    from shoal.hub.storage import DATABASE_FILE, open_storage
 
     hub = folder.path / "hub"
     if folder.recipe.hub.database or not (hub / DATABASE_FILE).is_file():

@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from shoal import protocol
 from shoal.hub.changes import Topic
 from shoal.hub.state.batches import batch_digest
-from shoal.protocol.lease import Lease
-from shoal.protocol.node import Heartbeat
-from shoal.protocol.policy import PolicyAnnouncement, PolicyRef
-from shoal.protocol.signing import SignedDocument, sign_document
-from shoal.protocol.verdict import Audit, AuditRequest, Outcome, RolloutReward, Severity, Verdict, VerdictReport
+from shoal.protocol import Outcome, SignedDocument, sign_document
+from shoal.protocol.verdict import Audit, AuditRequest
 from shoal.simulator.workers import RETRY_S, TOKENS, SimulatedWorker
 from shoal.simulator.world import RUN, HubDown, Scenario, SimulationResult, World
 
 
 def beat(world: World, node: str) -> None:
     with suppress(HubDown):
-        world.hub.membership.heartbeat(world.signed_in(node), Heartbeat())
+        world.hub.membership.heartbeat(world.signed_in(node), protocol.Heartbeat())
     world.at(world.scenario.heartbeat_s, lambda: beat(world, node))
 
 
@@ -27,8 +25,7 @@ class SimulatedValidator:
     kind = "validator"
 
     def __init__(self, world: World, number: int) -> None:
-        self._world = world
-        self._key = world.key(f"validator/{number}")
+        self._world, self._key = world, world.key(f"validator/{number}")
         self.node = ""
 
     def arrive(self) -> None:
@@ -37,24 +34,24 @@ class SimulatedValidator:
         self.ask()
 
     def ask(self) -> None:
+        world = self._world
         try:
-            row = self._world.signed_in(self.node)
-            reply = self._world.hub.checking.audits(row, AuditRequest(max_audits=self._world.scenario.claims))
+            request = AuditRequest(max_audits=world.scenario.claims)
+            reply = world.hub.checking.audits(world.signed_in(self.node), request)
         except HubDown:
-            self._world.at(RETRY_S, self.ask)
+            world.at(RETRY_S, self.ask)
             return
         if not reply.audits:
-            self._world.wait(Topic.AUDITS, self)
+            world.wait(Topic.AUDITS, self)
             return
-        takes_s = len(reply.audits) * self._world.scenario.audit_s
         verdicts = [self._verdict(audit) for audit in reply.audits if audit.depth != "progress"]
-        self._world.at(takes_s, lambda: self._report(verdicts))
+        world.at(len(reply.audits) * world.scenario.audit_s, lambda: self._report(verdicts))
 
     def _report(self, verdicts: Sequence[SignedDocument]) -> None:
         if verdicts:
+            report = protocol.VerdictReport(verdicts=tuple(verdicts))
             try:
-                row = self._world.signed_in(self.node)
-                refused = self._world.hub.checking.verdicts(row, VerdictReport(verdicts=tuple(verdicts))).refused
+                refused = self._world.hub.checking.verdicts(self._world.signed_in(self.node), report).refused
             except HubDown:
                 self._world.at(RETRY_S, lambda: self._report(verdicts))
                 return
@@ -63,24 +60,17 @@ class SimulatedValidator:
         self.ask()
 
     def _verdict(self, audit: Audit) -> SignedDocument:
-        world, lease = self._world, Lease.model_validate(audit.lease.document)
+        world, lease, size = self._world, audit.lease.document, self._world.scenario.run.group_size
         lied = audit.submission in world.lies and audit.depth == "full"
         teaches = world.random.random() >= 1 / world.scenario.equal
-        rewards = tuple(RolloutReward(value=float(index * teaches)) for index in range(world.scenario.run.group_size))
-        verdict = Verdict(
-            run=RUN,
-            submission=audit.submission,
-            unit=lease.unit,
-            node=lease.node,
+        rewards = tuple(protocol.RolloutReward(value=float(index * teaches)) for index in range(size))
+        verdict = protocol.Verdict(
+            run=RUN, submission=audit.submission, unit=lease["unit"], node=lease["node"],
             outcome=Outcome.REJECTED if lied else Outcome.ACCEPTED,
-            severity=Severity.CERTAIN if lied else None,
-            reason="sampling.seed" if lied else "",
-            rewards=() if lied else rewards,
-            generated_tokens=0 if lied else TOKENS * world.scenario.run.group_size,
-            depth=audit.depth,
-            decided_at_ms=world.clock.now_ms(),
-            environment_digest=lease.environment_digest,
-        )
+            severity=protocol.Severity.CERTAIN if lied else None, reason="sampling.seed" if lied else "",
+            rewards=() if lied else rewards, generated_tokens=0 if lied else TOKENS * size, depth=audit.depth,
+            decided_at_ms=world.clock.now_ms(), environment_digest=lease["environment_digest"],
+        )  # fmt: skip
         return sign_document(verdict, self._key)
 
 
@@ -88,8 +78,7 @@ class SimulatedTrainer:
     kind = "trainer"
 
     def __init__(self, world: World) -> None:
-        self._world = world
-        self._key = world.key("trainer")
+        self._world, self._key = world, world.key("trainer")
         self._version = 0
         self.node = ""
 
@@ -103,12 +92,13 @@ class SimulatedTrainer:
         self._announce()
 
     def _announce(self) -> None:
-        ref = PolicyRef(incarnation=0, version=self._version, digest=f"{self._version:064x}")
-        document = PolicyAnnouncement(run=RUN, policy=ref, created_at_ms=self._world.clock.now_ms())
+        world = self._world
+        ref = protocol.PolicyRef(incarnation=0, version=self._version, digest=f"{self._version:064x}")
+        document = protocol.PolicyAnnouncement(run=RUN, policy=ref, created_at_ms=world.clock.now_ms())
         try:
-            self._world.hub.training.announce(self._world.signed_in(self.node), sign_document(document, self._key))
+            world.hub.training.announce(world.signed_in(self.node), sign_document(document, self._key))
         except HubDown:
-            self._world.at(RETRY_S, self._announce)
+            world.at(RETRY_S, self._announce)
             return
         if not self.finished:
             self.ask()
@@ -148,11 +138,10 @@ class Simulation:
     def __init__(self, folder: Path, scenario: Scenario) -> None:
         self.world = World(folder, scenario)
         self.trainer = SimulatedTrainer(self.world)
-        self.validators = [SimulatedValidator(self.world, number) for number in range(scenario.validators)]
         self.workers = [SimulatedWorker(self.world, crew) for crew in scenario.crews for _ in range(crew.count)]
         self.world.at(0, self.trainer.arrive)
-        for validator in self.validators:
-            self.world.at(0, validator.arrive)
+        for number in range(scenario.validators):
+            self.world.at(0, SimulatedValidator(self.world, number).arrive)
         for worker in self.workers:
             self.world.at(self.world.random.uniform(0, scenario.arrive_s), worker.arrive)
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.environments import Score, Split, Task
-from shoal.errors import ResourceError
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.hub.changes import Topic
 from shoal.hub.service import Hub
@@ -41,12 +40,10 @@ from shoal.runtime.clock import ManualClock
 class WorkerKind:
     """Workers of one kind. Times are means; each worker's pace is its own, and `spread` says how much they differ.
 
-    Those that are `proven` are past probation when they arrive. `lies` is the part of its groups that fail the audit.
-    One that does not `deliver` takes leases and submits nothing. If it `pretends`, it says and shows that it
-    makes progress all the same. `network` and `address` are where they ask from. One that dies does so without a
-    word after about `lives_s`, and is back `away_s` later: with its key, or, if it is banned and `fresh_keys`, with a
-    new one.
-    """
+    `proven`: past probation when they arrive. `lies`: the part of its groups that fail the audit. One that does not
+    `deliver` takes leases and submits nothing; if it `pretends`, it says and shows progress all the same. `network` and
+    `address` are where they ask from. One dies without a word after about `lives_s`, and is back `away_s` later: with
+    its key, or, if it is banned and `fresh_keys`, with a new one."""
 
     count: int
     group_s: float = 60.0
@@ -69,8 +66,7 @@ class Scenario:
 
     Workers arrive within `arrive_s`. Each of `validators` needs `audit_s` for a group and claims `claims` at a time;
     one group in `equal` teaches nothing. The trainer needs `train_s` for a step and dies in the middle of one step in
-    `trainer_dies`. The hub is stopped every `restarts_s` and is back after `down_s`.
-    """
+    `trainer_dies`. The hub is stopped every `restarts_s` and is back after `down_s`."""
 
     crews: tuple[WorkerKind, ...]
     seed: int = 0
@@ -89,24 +85,17 @@ class Scenario:
     down_s: float = 5.0
 
 
-class MemoryBlobs:
-    """Implements `storage.blobs.Blobs`."""
-
-    def __init__(self) -> None:
-        self._bodies: dict[str, bytes] = {}
-
+class MemoryBlobs(dict[str, bytes]):
     def put(self, body: bytes) -> str:
         name = submission_digest(body)
-        self._bodies[name] = body
+        self[name] = body
         return name
 
-    def get(self, name: str) -> bytes:
-        if name not in self._bodies:
-            raise ResourceError(f"there is no submission {name}")
-        return self._bodies[name]
+    def get(self, name: str) -> bytes:  # type: ignore[override]
+        return self[name]
 
     def has(self, name: str) -> bool:
-        return name in self._bodies
+        return name in self
 
 
 TICK_S = 1.0
@@ -124,20 +113,17 @@ class HubDown(Exception):
 
 
 class WaitingActor(Protocol):
-    """Somebody who asked in vain. `kind` tells those apart whom the hub treats differently."""
+    """Somebody who asked in vain, and waits again if asking is in vain again. `kind` tells those apart whom the hub
+    treats differently."""
 
     @property
     def kind(self) -> str: ...
 
-    def ask(self) -> None:
-        """Ask again; who gets nothing waits again."""
-        ...
+    def ask(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What a simulated run came to."""
-
     seconds: float
     events: int
     steps: int
@@ -174,20 +160,16 @@ class World:
         self.at(POLL_S, self._poll)
         self.at(scenario.restarts_s, self._stop_hub)
 
-    # Time
-
     @property
     def now_s(self) -> float:
         return (self._now_ms - self._began_ms) / 1000
 
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Do that after so many seconds."""
         if delay_s < math.inf:
             self._made += 1
             heapq.heappush(self._heap, (self._now_ms + max(1, round(delay_s * 1000)), self._made, action))
 
     def about(self, mean_s: float) -> float:
-        """A random time with that mean."""
         return self.random.expovariate(1 / mean_s) if mean_s < math.inf else math.inf
 
     def run(self, until: Callable[[], bool]) -> SimulationResult:
@@ -210,8 +192,6 @@ class World:
             steps = reader.progress().next_step
         return SimulationResult(self.now_s, self.events, steps, last.hash if last else "", dict(self.counts))
 
-    # The hub, and whoever waits for it
-
     @property
     def hub(self) -> Hub:
         if self._hub is None:
@@ -219,7 +199,6 @@ class World:
         return self._hub
 
     def known(self, node: str) -> NodeRow:
-        """What the hub knows of a node."""
         with self.hub.context.storage.read() as reader:
             row = reader.node(node)
         assert row is not None, "actors register first"
@@ -242,7 +221,6 @@ class World:
         return self.hub.membership.register(registration).node
 
     def prove(self, node: str) -> None:
-        """Let a worker have passed its probation."""
         with self.storage.write() as transaction:
             row = transaction.node(node)
             assert row is not None, "actors register first"
@@ -285,8 +263,6 @@ class World:
             self._serve(topic)
         self.at(POLL_S, self._poll)
 
-    # What happens by itself
-
     def _tick(self) -> None:
         if self._hub is not None:
             self._hub.upkeep.tick()
@@ -309,16 +285,10 @@ class World:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "secret").write_text(hashlib.sha256(f"{self.scenario.seed}/secret".encode()).hexdigest())
         return HubConfig(
-            folder=folder,
-            run_id=RUN,
-            run=self.scenario.run,
-            settings=self.scenario.hub,
-            environment=NumberedTasks(),
-            encode=lambda task: list(task.prompt.encode()),
-            eos_token_id=0,
-            key=self.key("hub"),
-            root_key=self._root.public_key,
-        )
+            folder=folder, run_id=RUN, run=self.scenario.run, settings=self.scenario.hub,
+            environment=NumberedTasks(), encode=lambda task: list(task.prompt.encode()), eos_token_id=0,
+            key=self.key("hub"), root_key=self._root.public_key,
+        )  # fmt: skip
 
     @property
     def rules(self) -> Rules:

@@ -16,8 +16,7 @@ from shoal.hub import HubConfig, run_hub
 from shoal.hub.service import Hub
 from shoal.hub.state import credits, nodes
 from shoal.hub.state.commands import AddVerdict, Record, Save
-from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import LeaseRow, SubmissionRow, UnitRow
+from shoal.hub.state.rows import LeaseRow, LeaseState, SubmissionRow, SubmissionState, UnitRow, UnitState
 from shoal.ledger import credit_for, head_of
 from shoal.run.folder import RunFolder, port_of
 from shoal.run.recipe import Recipe

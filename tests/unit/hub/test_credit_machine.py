@@ -23,8 +23,7 @@ from kit.machine import Play
 from shoal import ledger
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import Refusal
-from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState
-from shoal.hub.state.rows import SubmissionRow
+from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, SubmissionRow, SubmissionState
 from shoal.protocol import Audit, Lease, NodeState, Outcome, Receipt, Severity
 from shoal.runtime import crash
 

@@ -157,7 +157,7 @@ class Counted:
 def test_readers_make_the_hub_post_now_and_then_only(bench: Bench) -> None:
     hub, clock = bench.hub, ManualClock()
     posting = Posting(hub.context, clock)
-    page = posting._post_page = Counted(posting._post_page)  # type: ignore[method-assign]
+    page = posting._post_all = Counted(posting._post_all)  # type: ignore[method-assign]
 
     def recorded() -> None:
         with hub.context.storage.write() as transaction:

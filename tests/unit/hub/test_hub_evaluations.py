@@ -14,8 +14,7 @@ from shoal import protocol
 from shoal.environments import Split, Task
 from shoal.hub.state import evaluations
 from shoal.hub.state.commands import Command, Refusal, Save
-from shoal.hub.state.machines import EvaluationState, IllegalMove
-from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, Moment
+from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, EvaluationState, IllegalMove, Moment
 
 PLAN = EvaluationPlan(every=2, tasks=40)
 

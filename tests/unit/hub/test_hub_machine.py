@@ -14,8 +14,7 @@ from kit.machine import Play
 from shoal import ledger
 from shoal.hub.state import newcomers, nodes, pacing
 from shoal.hub.state.commands import Refusal
-from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import Moment, NodeRow
+from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, LeaseState, Moment, NodeRow, SubmissionState, UnitState
 from shoal.hub.state.units import TRUSTED_AFTER, VOID_ATTEMPTS, VOID_STALE
 from shoal.protocol import Audit, Batch, Lease, NodeState, Outcome, Receipt, Severity
 

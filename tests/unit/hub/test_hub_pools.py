@@ -191,7 +191,7 @@ class TestUnusable:
         play.announce(0)
         assert play.lease(play.workers[0], 3) == []
         status = play.hub.reporting.status()
-        assert "none of the 64 tasks drawn for unit 0 can be used" in status.alarms[0]
+        assert "none of 64 tasks drawn for unit 0 can be used" in status.alarms[0]
         assert any("no task that was drawn for unit 0 can be used" in wait.what for wait in status.waits)
 
     def test_a_prompt_that_is_too_long_is_passed_over(self, tmp_path: Path) -> None:

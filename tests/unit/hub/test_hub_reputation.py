@@ -16,8 +16,7 @@ from shoal.hub.state import credits, draws, reputation
 from shoal.hub.state.commands import Record
 from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.draws import audit_fraction
-from shoal.hub.state.machines import SubmissionState
-from shoal.hub.state.rows import Moment, NodeRow, Progress, SubmissionRow
+from shoal.hub.state.rows import Moment, NodeRow, Progress, SubmissionRow, SubmissionState
 
 SETTINGS = {"audit": "reputation", "credit_window_s": 100, "audit_s": 30}
 CAUGHT = {"outcome": protocol.Outcome.REJECTED, "reason": "sampling.seed"}

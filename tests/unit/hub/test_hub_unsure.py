@@ -117,7 +117,7 @@ def test_only_four_attempts_of_validators_give_a_unit_up_with_an_alarm(play: Pla
         found.append(state_of(play, lease.unit))
     assert found == [("open", 3), ("open", 4), ("open", 5), ("void", 6)]
     alarms = play.hub.reporting.status().alarms
-    assert any("units were given up, each after 4 attempts of the validators" in alarm for alarm in alarms)
+    assert any("units were given up, each after 4 attempts of validators" in alarm for alarm in alarms)
 
 
 def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(

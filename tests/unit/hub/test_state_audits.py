@@ -26,8 +26,7 @@ from kit.state import (
 from shoal.hub.state import audits, nodes, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Refusal
-from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import NodeRow, Progress
+from shoal.hub.state.rows import LeaseState, NodeRow, Progress, SubmissionState, UnitState
 from shoal.protocol import NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
 from shoal.protocol.verdict import Branches
 

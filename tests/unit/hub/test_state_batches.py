@@ -11,8 +11,7 @@ import pytest
 from kit.state import NOW_MS, lease, leases_in, moment, of_type, policy, submission, unit, units_in
 from shoal.hub.state import batches
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal
-from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import Progress, UnitRow
+from shoal.hub.state.rows import LeaseState, Progress, SubmissionState, UnitRow, UnitState
 from shoal.protocol import Batch
 
 

@@ -25,9 +25,8 @@ from kit.state import (
 from shoal.hub.state import leases, nodes, submissions
 from shoal.hub.state.commands import Command, Refusal
 from shoal.hub.state.leases import Ask
-from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.pacing import Tempo
-from shoal.hub.state.rows import Holding, LeaseRow, Moment, Progress, SubmissionRow
+from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, Moment, Progress, SubmissionRow, UnitState
 from shoal.hub.state.submissions import Arrival
 from shoal.protocol import NodeState
 

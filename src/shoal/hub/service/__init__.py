@@ -1,21 +1,5 @@
 """What the hub does: each call is one or two transactions around a decision of `hub.state`.
 
-    context     Context: configuration, storage, secret, clock; `decision()`, `retry()`
-    membership  Membership: register, heartbeat
-    work        Work: lease, release, submit                     (workers)
-    drawing     Drawing: which task a unit gets, and its prompt
-    turns       Turns: whose turn it is among newcomers
-    showing     Showing: chunks of a lease at work               (workers on probation; looked at by validators)
-    calibrating Calibrating: terms, publish, document           (validators, the owner; documents: anyone)
-    checking    Checking: audits, verdicts, bodies               (validators)
-    evaluating  Evaluating: slices of evaluations, reports       (validators; results: anyone)
-    training    Training: announce, batch, rollouts, report      (trainer)
-    reporting   Reporting: run_info, status, figures, ledger     (anyone)
-    stories     Stories: unit, node, nodes: why                  (anyone)
-    admin       Administration: act                              (the owner)
-    readiness   standstill: who is missing; validator_alarms
-    upkeep      Upkeep: tick; Posting: the ledger's outbox
-
 Services are synchronous and know nothing of HTTP: a refusal is an exception (`state.commands.Refusal`).
 """
 

@@ -29,13 +29,13 @@ class Administration:
         )  # fmt: skip
 
     def act(self, request: AdminRequest) -> AdminReply:
-        """Carry an order out, once. The same order again gets the same state, and an answer that says so."""
-        context = self._context
+        """The same order again gets the same state, and an answer that says so."""
+        context, config = self._context, self._context.config
         try:
-            action = open_admin(request, context.config.run_id, context.config.root_key)
+            action = open_admin(request, config.run_id, config.root_key)
         except ProtocolError as error:
             raise Refusal(403, "admin.signature", f"the order does not hold: {error}") from error
-        by_root = request.action.signed_by == context.config.root_key
+        by_root = request.action.signed_by == config.root_key
         with context.storage.read() as reader:  # who repeats old orders makes nobody wait
             if self._is_repeated(orders_of(reader), request, action, context.clock.now_ms()):
                 return REPEATED
@@ -94,15 +94,10 @@ def _ban(transaction: Writer, node: NodeRow, reason: str, now_ms: int) -> list[C
 
 def _body(action: AdminAction, request: AdminRequest, by_root: bool) -> dict[str, Any]:
     """What the ledger keeps: the order in words, and as it was signed, so that nobody can have made it up."""
-    body: dict[str, Any] = {
-        "verb": action.verb.value,
-        "target": action.target,
-        "reason": action.reason,
-        "by": "root" if by_root else node_id(request.action.signed_by),
-        "order": request.model_dump(mode="json"),
-    }
+    by = "root" if by_root else node_id(request.action.signed_by)
+    body = {"verb": action.verb.value, "target": action.target, "reason": action.reason, "by": by}
     if action.verb in orders.SANCTIONS:
         body["node"] = action.target
     elif action.verb is AdminVerb.REVOKE:
         body["node"] = node_id(action.target)
-    return body
+    return {**body, "order": request.model_dump(mode="json")}

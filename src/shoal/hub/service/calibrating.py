@@ -27,15 +27,11 @@ class Calibrating:
 
     def terms(self, transaction: Writer, kind: str) -> CalibrationTerms:
         """What a worker of this kind is judged by; its limits are wanted from now on."""
-        config = self._context.config
-        in_force = in_force_of(transaction)
+        config, in_force = self._context.config, in_force_of(transaction)
         if kind not in calibrations.taken(InForce(owners=in_force.owners), config.profiles, config.measurable):
             known = calibrations.taken(in_force, config.profiles, config.measurable)
-            sentence = (
-                f"no validator of this run can judge work of {kind}; the run takes {', '.join(known)}: choose by "
-                "--device and --dtype (worker.device and worker.dtype of a recipe) one of these, or measure yours with "
-                "`shoal doctor --calibrate` and ask the run's owner to open it (`shoal admin calibrate`)"
-            )
+            takes = f"no validator of this run can judge work of {kind}; the run takes {', '.join(known)}"
+            sentence = f"{takes}: choose one by --device and --dtype, or have yours opened (`shoal admin calibrate`)"
             raise Refusal(403, "profile.unknown", sentence)
         wanted = wanted_of(transaction)
         if kind not in wanted:
@@ -44,41 +40,34 @@ class Calibrating:
 
     def publish(self, signed: SignedDocument) -> None:
         """Put a calibration in force: a validator's for all leases from now on, the owner's for the kinds in it."""
-        context, digest = self._context, document_hash(signed)
+        context, config, digest = self._context, self._context.config, document_hash(signed)
         with context.decision(exclusive=True) as (transaction, moment):
-            made, by_owner = self._open(transaction, signed)
+            certified = {
+                str(each.document.get("public_key"))
+                for each in orders_of(transaction).trusted(config.certificates)
+                if each.document.get("role") == "validator"
+            }
+            try:
+                made = open_document(signed, Calibration, {config.root_key, *certified})
+            except ProtocolError as error:
+                raise Refusal(403, "calibration.signature", f"the calibration does not hold: {error}") from error
+            if made.run != config.run_id:
+                raise Refusal(422, "calibration.run", f"the calibration is for run {made.run[:80]}")
             before = in_force_of(transaction)
-            if by_owner:
+            if signed.signed_by == config.root_key:
                 after = calibrations.open_kinds(before, digest, made)
             else:
                 after = calibrations.put_in_force(before, digest, made, moment.progress.policy)
             transaction.put_setting(f"{SETTING}/{digest}", signed.model_dump_json())
             transaction.put_setting(SETTING, after.model_dump_json())
-            step = moment.progress.next_step
-            transaction.apply(
-                [
-                    RaiseAlarm(step, f"calibration.refused.{format_of(kind)}", _closed(kind, why), moment.now_ms)
-                    for kind, why in made.refused.items()
-                    if kind not in before.refused
-                ]
-            )
+            for kind, why in made.refused.items():
+                if kind not in before.refused:
+                    message = (
+                        f"the limits measured for {kind} are not used: {why}. Change worker.dtype or validator.dtype"
+                    )
+                    code = f"calibration.refused.{format_of(kind)}"
+                    transaction.apply([RaiseAlarm(moment.progress.next_step, code, message, moment.now_ms)])
         context.changes.notify(Topic.LEASES, Topic.AUDITS)
-
-    def _open(self, transaction: Writer, signed: SignedDocument) -> tuple[Calibration, bool]:
-        """The calibration, and whether the owner signed it; raises unless one who may has signed it for this run."""
-        config = self._context.config
-        certified = {
-            str(each.document.get("public_key"))
-            for each in orders_of(transaction).trusted(config.certificates)
-            if each.document.get("role") == "validator"
-        }
-        try:
-            made = open_document(signed, Calibration, {config.root_key, *certified})
-        except ProtocolError as error:
-            raise Refusal(403, "calibration.signature", f"the calibration does not hold: {error}") from error
-        if made.run != config.run_id:
-            raise Refusal(422, "calibration.run", f"the calibration is for run {made.run[:80]}")
-        return made, signed.signed_by == config.root_key
 
     def document(self, digest: str) -> SignedDocument:
         with self._context.storage.read() as reader:
@@ -88,23 +77,12 @@ class Calibrating:
         return SignedDocument.model_validate_json(text)
 
 
-def _closed(kind: str, why: str) -> str:
-    return (
-        f"the limits that were measured for {kind} are not used: {why}. Let workers compute in another format "
-        "(worker.dtype), or validators in a finer one (validator.dtype)"
-    )
-
-
 def in_force_of(reader: Reader) -> InForce:
-    """What is in force; asked for with every lease, so that the last few are kept parsed."""
     return _parsed(reader.setting(SETTING) or "{}")
 
 
+_parsed = lru_cache(maxsize=8)(InForce.model_validate_json)
+
+
 def wanted_of(reader: Reader) -> tuple[str, ...]:
-    """The kinds that workers have asked for leases with, at whichever hub."""
     return tuple((reader.setting(WANTED) or "").split())
-
-
-@lru_cache(maxsize=8)
-def _parsed(text: str) -> InForce:
-    return InForce.model_validate_json(text)

@@ -16,25 +16,13 @@ from shoal.hub.service.work import Work
 from shoal.hub.state import audits, newcomers, pacing, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import Refusal
-from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.reputation import NEWER, STEERED, Suspicion
-from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
+from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow, SubmissionState
 from shoal.hub.storage import Reader, Writer
+from shoal.protocol import verdict as messages
 from shoal.protocol.codec import pack
 from shoal.protocol.signing import SignedDocument, open_document
-from shoal.protocol.verdict import (
-    Audit,
-    AuditReply,
-    AuditRequest,
-    Outcome,
-    RefusedVerdict,
-    Severity,
-    SubmissionBodies,
-    Verdict,
-    VerdictReply,
-    VerdictReport,
-    look_share,
-)
+from shoal.protocol.verdict import AuditReply, AuditRequest, Outcome, RefusedVerdict, Severity, Verdict
 from shoal.runtime.crash import point
 
 MAX_BODIES_BYTES = 64 * 1024 * 1024
@@ -49,9 +37,8 @@ class Checking:
         self._owed = 0.0  # tokens of audits saved up for newcomers
 
     def audits(self, node: NodeRow, request: AuditRequest) -> AuditReply:
-        """Submissions to check, claimed for this validator until their deadline; units to generate that nobody could
-        judge; and a slice of an evaluation, if it wants one now, or if there is nothing to check. Audits do not wait
-        for the tasks of a slice to be made."""
+        """Submissions to check, claimed for this validator; units to generate that nobody could judge; and a slice of
+        an evaluation, if it wants one now, or if there is nothing to check."""
         evaluates = request.evaluate != "no" and self._context.rules.evaluation is not None
         if evaluates and request.evaluate != "idle":
             self._evaluating.prepare(node)
@@ -89,21 +76,21 @@ class Checking:
                 idle = not claims and slice_ is None
                 shown = self._showing.audit(reader, moment, (audit.size_bytes for audit in found), idle)
                 found = found if shown is None else (*found, shown)
-            digest, wanted_kinds = in_force_of(reader).digest, wanted_of(reader)
+            calibration = {"calibration": in_force_of(reader).digest, "wanted": wanted_of(reader)}
         if found:
             point("hub.audit.after_commit")
         if found or slice_ is not None:
             context.waits.done(node_label(node))
             evaluation = None if slice_ is None else self._evaluating.document(slice_)
-            return AuditReply(audits=found, evaluation=evaluation, calibration=digest, wanted=wanted_kinds)
+            return AuditReply(audits=found, evaluation=evaluation, **calibration)
         finished = pacing.is_finished(moment.rules, moment.progress) and not pending
         if finished and not (evaluates and self._evaluating.pending()):
             context.waits.done(node_label(node))
-            return AuditReply(waiting="the run is finished", finished=True, calibration=digest, wanted=wanted_kinds)
+            return AuditReply(waiting="the run is finished", finished=True, **calibration)
         halted = orders.halted(moment.now_ms)
         waiting = "submissions: none is waiting to be checked" + (f"; {halted}" if halted else "")
         context.waits.waiting(node_label(node), waiting, moment.now_ms)
-        return AuditReply(waiting=waiting, calibration=digest, wanted=wanted_kinds)
+        return AuditReply(waiting=waiting, **calibration)
 
     def _next(self, transaction: Writer, moment: Moment, count: int) -> list[SubmissionRow]:
         """What is audited next: the lowest units; while established nodes are here, newcomers' by their share."""
@@ -115,9 +102,9 @@ class Checking:
         chosen, self._owed = newcomers.choose(established, waiting, self._owed, count, share)
         return chosen
 
-    def verdicts(self, node: NodeRow, report: VerdictReport) -> VerdictReply:
-        """Apply the verdicts that this very validator signed; those that do not fit are named. In one transaction, or
-        where hubs share a database in one for each node: nobody is locked for another's sake."""
+    def verdicts(self, node: NodeRow, report: messages.VerdictReport) -> messages.VerdictReply:
+        """Apply the verdicts that this very validator signed; those that do not fit are named. Where hubs share a
+        database, in one transaction for each node: nobody is locked for another's sake."""
         rulings, refused = list[Ruling](), list[RefusedVerdict]()
         for signed in report.verdicts:
             try:
@@ -131,9 +118,8 @@ class Checking:
         refused += [each for part in parts.values() or [[]] for each in self._rule(node, part)]
         failed = any(ruling.verdict.outcome != Outcome.ACCEPTED for ruling in rulings)
         # what waited for a light audit may wait for a full one now, and a unit for a validator to generate it
-        again = (Topic.AUDITS,) if failed else ()
-        self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *again)
-        return VerdictReply(refused=tuple(refused))
+        self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *((Topic.AUDITS,) if failed else ()))
+        return messages.VerdictReply(refused=tuple(refused))
 
     def _rule(self, validator: NodeRow, rulings: Sequence[Ruling]) -> list[RefusedVerdict]:
         refused, counted = list[RefusedVerdict](), list[tuple[NodeRow, Verdict]]()
@@ -173,7 +159,7 @@ class Checking:
         if sum(row.size_bytes for row in known.values()) + sum(map(len, shown.values())) > MAX_BODIES_BYTES:
             raise Refusal(413, "submission.too_many", f"together they exceed {MAX_BODIES_BYTES} bytes: ask for fewer")
         bodies = [shown[name] if name in shown else self._context.blobs.get(name) for name in names]
-        return pack(SubmissionBodies(bodies), level=1)
+        return pack(messages.SubmissionBodies(bodies), level=1)
 
     def _open(self, node: NodeRow, signed: SignedDocument) -> Ruling:
         try:
@@ -208,25 +194,30 @@ class Checking:
             node = replace(node, kind=str(profile))  # it may have asked for another kind of lease since
             since_ms = moment.now_ms - reputation.WITHIN_MS
             case = replace(case, node=node, kin=transaction.kin(node.kind, verdict.reason, since_ms))
+        name = node.node
         return replace(
-            case,
-            holdings=transaction.holdings(node.node),
-            untrained=transaction.untrained(node.node),
-            light=transaction.light_audits(node.node),
-            pending=transaction.pending_credit(node.node),
-        )
+            case, holdings=transaction.holdings(name), untrained=transaction.untrained(name),
+            light=transaction.light_audits(name), pending=transaction.pending_credit(name),
+        )  # fmt: skip
 
-    def _audit(self, reader: Reader, row: SubmissionRow) -> Audit:
+    def _audit(self, reader: Reader, row: SubmissionRow) -> messages.Audit:
         holding, node = reader.holding(row.lease), reader.node(row.node)
         assert holding is not None, "a foreign key ties a submission to its lease"
         assert node is not None, "a foreign key ties a submission to its node"
-        return Audit(
+        groups = reputation.evidence_groups(node)
+        evidence = max([node.gains.value, *(_suspicion(reader, key).evidence.value for key in groups)])
+        # of newer nodes' evidence only nodes on probation are held liable: others have been looked at
+        distrusted: Literal["", "its owner", "newcomers"] = ""
+        if node.owner and _suspicion(reader, f"gains/{node.owner}").distrusted:
+            distrusted = "its owner"
+        elif node.on_probation and _suspicion(reader, NEWER).distrusted:
+            distrusted = "newcomers"
+        return messages.Audit(
             submission=row.submission, size_bytes=row.size_bytes,
             lease=self._context.signed_before(holding.lease.document), received_at_ms=row.received_at_ms,
             deadline_ms=row.claimed_until_ms or 0, depth=row.depth, record=node.record,
             shown=self._showing.prefixes(reader, row.lease), newcomer=node.on_probation, trusted=node.trusted,
-            gains=node.gains, look_share=look_share(node.passed, _evidence(reader, node)),
-            distrusted=_distrusted(reader, node),
+            gains=node.gains, look_share=messages.look_share(node.passed, evidence), distrusted=distrusted,
         )  # fmt: skip
 
 
@@ -236,7 +227,6 @@ def _suspicion(reader: Reader, key: str) -> Suspicion:
 
 
 def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdict) -> None:
-    """Count what a verdict says of branches for its node's owner and for all newer nodes, too."""
     for key, whose in reputation.evidence_groups(node).items():
         before = _suspicion(transaction, key)
         after = before.after(verdict)
@@ -244,20 +234,6 @@ def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdic
             transaction.put_setting(key, after.model_dump_json())
         if after.distrusted and not before.distrusted:
             transaction.apply([reputation.gains_alarm(moment, whose)])
-
-
-def _evidence(reader: Reader, node: NodeRow) -> float:
-    """The largest evidence that counts against the node: its own, its owner's, that of all newer nodes."""
-    together = [_suspicion(reader, key).evidence.value for key in reputation.evidence_groups(node)]
-    return max(node.gains.value, *together) if together else node.gains.value
-
-
-def _distrusted(reader: Reader, node: NodeRow) -> Literal["", "its owner", "newcomers"]:
-    """Whose evidence speaks against tokens of this node that pass only by tolerance. Of the newer ones' only nodes on
-    probation are held liable: others have been looked at."""
-    if node.owner and _suspicion(reader, f"gains/{node.owner}").distrusted:
-        return "its owner"
-    return "newcomers" if node.on_probation and _suspicion(reader, NEWER).distrusted else ""
 
 
 def _refused(submission: str, refusal: Refusal) -> RefusedVerdict:

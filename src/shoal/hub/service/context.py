@@ -33,9 +33,8 @@ from shoal.hub.state.commands import Record, Refusal
 from shoal.hub.state.leases import Absence
 from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
-from shoal.hub.storage import Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
+from shoal.hub.storage import DATABASE_FILE, Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
-from shoal.hub.storage.opening import DATABASE_FILE
 from shoal.protocol import Document, NodeView, SignedDocument, sign_document
 from shoal.protocol.signing import sign_values
 from shoal.runtime.clock import Clock, SharedClock, SteadyClock
@@ -59,8 +58,8 @@ log = logging.getLogger("shoal.hub")
 
 
 def retry(call: Callable[[], T]) -> T:
-    """The answer of a service. A decision whose rows changed under it was undone as a whole, so it can be made anew;
-    every call of the hub may be repeated, for callers do so too. Nothing else in the hub repeats a decision."""
+    """A decision whose rows changed under it was undone as a whole, so it can be made anew. Nothing else in the hub
+    repeats a decision."""
     for attempt in range(ATTEMPTS):
         try:
             return call()
@@ -75,22 +74,22 @@ def retry(call: Callable[[], T]) -> T:
 
 class Context:
     def __init__(self, config: HubConfig, clock: Clock, storage: Storage | None = None) -> None:
-        self.config = config
-        self.rules = config.rules
+        self.config, self.rules = config, config.rules
         self.tasks = config.environment.tasks("train")
         if len(self.tasks) == 0:
             raise EnvironmentSetupError(f"environment {config.environment.name} has no tasks in its train split")
         ensure_folder(config.folder, private=True)
         self.blobs = open_blobs(config.settings.storage, config.settings.storage_endpoint, config.folder / "blobs")
         self.storage: Storage = storage or open_storage(config.settings.database, config.folder)
-        self.secret = _load_or_create_secret(config.folder / "secret", self._is_new())
+        with self.storage.read() as reader:
+            self._require_restored(reader)
+            is_new, written_ms = reader.setting("run") is None, reader.written_ms()
+        self.secret = _load_or_create_secret(config.folder / "secret", is_new)
         self._shared_clock = SharedClock(clock)
         self._agree_on_time()
-        self.clock = self._steady(self._shared_clock)
+        self.clock = self._steady(self._shared_clock, written_ms)
         self.started_ms = self.clock.now_ms()
-        self.changes = Changes()
-        self.waits = Waits()
-        self.turns = Turns()
+        self.changes, self.waits, self.turns = Changes(), Waits(), Turns()
         self.failure: ShoalError | None = None
         self.holder = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         self.leads = False
@@ -118,19 +117,15 @@ class Context:
         """The hub cannot keep its promises any more: the process ends with the first such error (`server`)."""
         self.failure = self.failure or error
 
-    def _steady(self, clock: Clock) -> SteadyClock:
+    def _steady(self, clock: Clock, written_ms: int) -> SteadyClock:
         """The hub's time. Leases, claims and nonces are dated with it: it never goes back, not even over a restart."""
-        with self.storage.read() as reader:
-            written_ms = reader.written_ms()
         now_ms = clock.now_ms()
         if self.storage.is_shared:  # somebody's wrong clock must not become everybody's: the database's is right
             written_ms = min(written_ms, now_ms + NOTABLE_MS)
         self.was_away(min(written_ms or now_ms, now_ms), max(now_ms, written_ms))
-        if written_ms - now_ms > NOTABLE_MS:
-            behind = (
-                "this machine's clock is %.0f s behind what the hub wrote down last: the hub's own continues from there"
-            )
-            log.warning(behind, (written_ms - now_ms) / 1000)
+        if (behind_ms := written_ms - now_ms) > NOTABLE_MS:
+            message = "this machine's clock is %.0f s behind what the hub wrote down last; the hub continues from there"
+            log.warning(message, behind_ms / 1000)
         return SteadyClock(clock, written_ms)
 
     def _agree_on_time(self) -> None:
@@ -149,19 +144,17 @@ class Context:
 
     @contextmanager
     def decision(self, sweep: bool = False, exclusive: bool = False) -> Iterator[tuple[Writer, Moment]]:
-        """One write transaction: read rows, decide, apply. `sweep` ends overdue leases first. `exclusive` decisions
-        change what all others rely on (the newest policy, the next step): nobody decides anything beside them, at
-        whichever hub. Others do not sweep where hubs share a database: a sweep touches the nodes of others, and the
-        leader does it every second."""
+        """One write transaction. `sweep` ends overdue leases first. Beside `exclusive` decisions, which change what all
+        others rely on (the newest policy, the next step), nobody decides anything, at whichever hub. Others do not
+        sweep where hubs share a database: a sweep touches the nodes of others, and the leader does it every second."""
         swept = False
-        sweep = sweep and (exclusive or not self.storage.is_shared)
         with self.storage.write(exclusive=exclusive) as transaction:
             moment = self.moment(transaction)
-            overdue = self.unspared(transaction.overdue_holdings(moment.now_ms) if sweep else [], moment.now_ms)
-            if overdue:
-                transaction.apply(leases.expire(moment, overdue, holders(transaction, overdue), self.absence))
-                moment = self.moment(transaction)
-                swept = True
+            if sweep and (exclusive or not self.storage.is_shared):
+                overdue = self.unspared(transaction.overdue_holdings(moment.now_ms), moment.now_ms)
+                if overdue:
+                    transaction.apply(leases.expire(moment, overdue, holders(transaction, overdue), self.absence))
+                    moment, swept = self.moment(transaction), True
             yield transaction, moment
         if swept:
             self.changes.notify(Topic.LEASES, Topic.BATCHES)
@@ -180,11 +173,6 @@ class Context:
         """What a decision goes by. Units alive are 0 unless `counted`: not all need to know how many there are."""
         return Moment(self.rules, reader.progress(counted=counted), self.clock.now_ms())
 
-    def _is_new(self) -> bool:
-        with self.storage.read() as reader:
-            self._require_restored(reader)
-            return reader.setting("run") is None
-
     def _require_restored(self, reader: Reader) -> None:
         """Rows that a restore copied belong to the folder that it made at its end: the hub there is the first."""
         mark, restored = reader.setting(INCOMING), self.config.folder / RESTORED
@@ -195,7 +183,6 @@ class Context:
             )
 
     def _begin_run(self) -> None:
-        """Write down what the run is on the first start; refuse to continue it as something else."""
         folder, identity = self.config.folder, self._identity()
         with self.storage.write(exclusive=True) as transaction:
             known = transaction.setting("run")
@@ -212,26 +199,32 @@ class Context:
                 transaction.apply([Record("run", self._first_row(identity), self.clock.now_ms())])
                 point("hub.start.before_commit")
                 return
-        changed = [(key, value) for key, value in json.loads(known).items() if identity.get(key) != value]
-        for key, value in changed:
-            if key == "environment_digest":
-                raise ConfigError(
-                    f"the environment {self.config.environment.name} (tasks, options or reward file) has changed since "
-                    f"the run in {folder.parent} began: put it back, or start a new run with another --dir"
-                )
-            if key == "secret_hash":
-                raise ConfigError(
-                    f"the secret in {folder / 'secret'} is not the one that this run began with: all hubs of a run "
-                    "need the same, so copy it from the hub that began the run, or restore it from a backup"
-                )
-            raise ConfigError(
-                f"{folder} holds a run whose {key} is {value!r}, not {identity.get(key)!r}: continue it with the same "
-                "settings, or use another folder"
-            )
+        remedies = {
+            "environment_digest": "the environment (tasks, options or reward file) has changed: put it back",
+            "secret_hash": f"copy {folder / 'secret'} from the hub that began the run, or restore it from a backup",
+        }
+        for key, value in json.loads(known).items():
+            if identity.get(key) != value:
+                remedy = remedies.get(key, "continue it with the same settings")
+                found = f"{folder} holds a run whose {key} is {value!r}, not {identity.get(key)!r}"
+                raise ConfigError(f"{found}: {remedy}, or use another folder")
+
+    def _identity(self) -> dict[str, Any]:
+        """What may not change while a run lasts. `steps` may: a run can be continued for longer."""
+        return {
+            "run": self.config.run_id,
+            "root_key": self.config.root_key,
+            "environment_digest": self.config.environment.digest,
+            "secret_hash": hashlib.sha256(b"shoal/secret/v1\n" + self.secret).hexdigest(),
+            "eos_token_id": self.config.eos_token_id,
+            "audit": self.config.settings.audit,
+            "pools": None if self.config.pools is None else self.config.pools.model_dump(mode="json"),
+            **self.config.run.model_dump(mode="json", exclude={"steps", "name"}),
+        }
 
     def _first_row(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """What a reader of the ledger needs to check the rest: the root key, how much a group can earn at most, how
-        it is audited, and the certificate of the hub's key, which signs receipts."""
+        """What a reader of the ledger needs to check the rest; among it the certificate of the hub's key, which signs
+        receipts."""
         told = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens", "audit")
         hubs = [each for each in self.config.certificates if each.document.get("role") == "hub"]
         return {**{key: identity[key] for key in told}, "certificates": [each.model_dump(mode="json") for each in hubs]}
@@ -255,28 +248,12 @@ class Context:
                 content = f"the blobs of shoal run {self.config.run_id} ({secrets.token_hex(8)})\n"
                 transaction.put_setting(BLOB_STORE, self.blobs.put(content.encode()))
 
-    def _identity(self) -> dict[str, Any]:
-        """What may not change while a run lasts. `steps` may: a run can be continued for longer."""
-        return {
-            "run": self.config.run_id,
-            "root_key": self.config.root_key,
-            "environment_digest": self.config.environment.digest,
-            "secret_hash": hashlib.sha256(b"shoal/secret/v1\n" + self.secret).hexdigest(),
-            "eos_token_id": self.config.eos_token_id,
-            "audit": self.config.settings.audit,
-            "pools": None if self.config.pools is None else self.config.pools.model_dump(mode="json"),
-            **self.config.run.model_dump(mode="json", exclude={"steps", "name"}),
-        }
-
 
 def _load_or_create_secret(path: Path, is_new: bool) -> bytes:
     """The run's secret: without it nobody can tell the seeds of a unit in advance. Readable by its owner only."""
     if not path.exists():
         if not is_new:
-            raise ConfigError(
-                f"the run's secret {path} is missing: restore it from a backup, or copy it from another hub of the "
-                "run; without it no unit is the same"
-            )
+            raise ConfigError(f"the run's secret {path} is missing: restore it from a backup, or copy another hub's")
         write_atomically(path, secrets.token_hex(SECRET_BYTES).encode(), mode=0o600)
         point("hub.start.after_secret")
     try:
@@ -298,18 +275,14 @@ def holders(transaction: Writer, holdings: Sequence[Holding]) -> dict[str, NodeR
 
 
 def orders_of(reader: Reader) -> Orders:
-    """What the run's owner has ordered; asked for with every lease, so that the last few are kept parsed."""
     return _parsed(reader.setting(ORDERS) or "{}")
 
 
-@lru_cache(maxsize=8)
-def _parsed(text: str) -> Orders:
-    return Orders.model_validate_json(text)
+_parsed = lru_cache(maxsize=8)(Orders.model_validate_json)
 
 
 def require_trusted(reader: Reader, public_key: str) -> Orders:
-    """What is in force; raise if it says that this key is trusted for nothing. To be asked inside of the decision: the
-    key may have been revoked since its request was let in."""
+    """To be asked inside of the decision: the key may have been revoked since its request was let in."""
     orders = orders_of(reader)
     if public_key in orders.revoked:
         raise Refusal(403, "auth.revoked", "the run's owner has revoked this key: ask for another certificate")
@@ -328,7 +301,6 @@ _COMMON: dict[tuple[type, type[BaseModel]], tuple[str, ...]] = {}  # model_field
 
 
 def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: int) -> NodeView:
-    """A node as others see it: trust, liveness and sanction, each by itself."""
     last_seen_ms = presence.last_seen_ms if presence else node.registered_at_ms
     derived = {
         "strikes": node.strikes, "on_probation": node.on_probation, "doing": presence.doing if presence else "",

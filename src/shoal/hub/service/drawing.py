@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -23,7 +23,7 @@ from shoal.errors import EnvironmentSetupError, ModelError, UnusableTask
 from shoal.hub.service.context import Context
 from shoal.hub.state import draws
 from shoal.hub.state.commands import Command
-from shoal.hub.state.rows import Moment, TaskRow, UnitRow
+from shoal.hub.state.rows import Moment, UnitRow
 from shoal.hub.storage import Reader, StaleRow
 from shoal.protocol import DialogueTerms
 from shoal.protocol.lease import MAX_PROMPT_TOKENS
@@ -49,8 +49,6 @@ class NotReady(StaleRow):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a unit asks: the tokens, the length that they name, and how the environment answers."""
-
     ids: tuple[int, ...]
     length_target: int | None = None
     dialogue: DialogueTerms | None = None
@@ -76,8 +74,6 @@ class Drawing:
         self._has_dialogues = has_dialogues(context.config.environment)
         self.unusable = 0  # tasks passed over since the start because they cannot be used
 
-    # ── before a decision ────────────────────────────────────────────────────────────────────────────────────────
-
     def prepare(self, first: int, count: int) -> None:
         """Make the tasks of the units from `first` on; at least one, and as many more as `MAKING_S` allows."""
         clock = self._context.clock
@@ -89,22 +85,18 @@ class Drawing:
                 return
 
     def prepare_again(self, units: Sequence[UnitRow]) -> None:
-        """Make the prompts of units that have their tasks."""
         for unit in units:
             with self._making:
                 sheet = self._sheet(unit.unit)
                 if unit.task not in sheet.prompts:
                     sheet.prompts[unit.task] = self._prompt_or_error(unit.unit, unit.task)
 
-    # ── inside of it ─────────────────────────────────────────────────────────────────────────────────────────────
-
     def fresh_units(self, reader: Reader, moment: Moment, count: int) -> tuple[list[UnitRow], list[Command]]:
-        """New units in order of their numbers, up to one that has no task or whose task is not made; and the alarms
-        that this may deserve. Who can have some does not wait until the tasks of more are made."""
+        """New units in order of their numbers, up to one that has no task or whose task is not made; and alarms that
+        this deserves."""
         units, alarms = list[UnitRow](), list[Command]()
         for number in range(moment.progress.next_unit, moment.progress.next_unit + count):
-            sheet = self._known(number)
-            picked = self._pick(number, sheet, reader.task_rows(_named(sheet)) if moment.rules.pools else {})
+            picked = self._pick(number, self._known(number), reader)
             if picked.unknown is not None:
                 if not units:
                     raise NotReady(first=number)
@@ -125,25 +117,27 @@ class Drawing:
             raise found
         return found
 
-    # ── how ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _pick(self, unit: int, sheet: Sheet, rows: Mapping[str, TaskRow]) -> draws.Pick:
+    def _pick(self, unit: int, sheet: Sheet, reader: Reader | None) -> draws.Pick:
+        rules, rows = self._context.rules.pools, {}
+        if rules is not None:
+            names = [name for name in sheet.names if name is not None]
+            if reader is None:
+                with self._context.storage.read() as own:
+                    rows = own.task_rows(names)
+            else:
+                rows = reader.task_rows(names)
         known = [
             draws.Drawn(
                 name, rows.get(name or ""), isinstance(sheet.prompts[name], Prompt) if name in sheet.prompts else None
             )
             for name in sheet.names
         ]
-        return draws.pick(self._context.rules.pools, self._context.config.run.seed, unit, known)
+        return draws.pick(rules, self._context.config.run.seed, unit, known)
 
     def _make(self, unit: int, sheet: Sheet) -> draws.Pick:
-        """Pick the task of a unit, and make what has to be known for that, one thing after the other."""
-        tasks, made, rows = self._context.tasks, dict[str, tuple[int, Task]](), dict[str, TaskRow]()
+        tasks, made = self._context.tasks, dict[str, tuple[int, Task]]()
         while True:
-            if self._context.rules.pools is not None:
-                with self._context.storage.read() as reader:
-                    rows = reader.task_rows(_named(sheet))
-            picked = self._pick(unit, sheet, rows)
+            picked = self._pick(unit, sheet, None)
             attempt = picked.unknown
             if attempt is None:
                 return picked
@@ -190,7 +184,6 @@ class Drawing:
         return Prompt(ids, target, DialogueTerms(tool=rule.tool, max_turns=rule.max_turns, before=before, after=after))
 
     def pass_over(self, split: str, index: int, error: Exception) -> None:
-        """Count a task that cannot be used; the first time, say so."""
         with self._lock:
             self.unusable += 1
             is_new = (split, index) not in self._named and len(self._named) < MOST_NAMED
@@ -211,7 +204,3 @@ class Drawing:
     def _known(self, unit: int) -> Sheet:
         with self._lock:
             return self._sheets.get(unit) or Sheet()
-
-
-def _named(sheet: Sheet) -> list[str]:
-    return [name for name in sheet.names if name is not None]

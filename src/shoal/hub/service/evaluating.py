@@ -25,8 +25,8 @@ MOST_VERSIONS = 1024
 
 
 class Evaluating:
-    """Slices out, reports in. `drawing` makes prompts as it does for units. The tasks of a slice may take long to make.
-    So that is done by `prepare`, neither in a transaction nor while the time of a claim runs, and by one at a time."""
+    """Slices out, reports in. What takes long is done by `prepare`: in no transaction, while no claim's time runs, by
+    one at a time."""
 
     def __init__(self, context: Context, drawing: Drawing) -> None:
         self._context = context
@@ -44,28 +44,36 @@ class Evaluating:
         if not self._making.acquire(blocking=False):
             return False
         try:
-            self._made[rows[0].first, rows[0].tasks] = self._make(rows[0])
+            split, found = self._context.config.environment.tasks("held_out"), []
+            for index in range(rows[0].first, min(rows[0].first + rows[0].tasks, len(split))):
+                try:
+                    task = split[index]
+                    prompt = self._drawing.prompt(task, HELD_OUT, index)
+                    found.append(EvaluationTask(task=task.id, prompt_ids=prompt.ids))
+                except (EnvironmentSetupError, ModelError) as error:  # left out: it is unscored
+                    self._drawing.pass_over(HELD_OUT, index, error)
+            self._made[rows[0].first, rows[0].tasks] = tuple(found)
         finally:
             self._making.release()
         self._context.changes.notify(Topic.AUDITS)
         return True
 
     def claim(self, transaction: Writer, moment: Moment, validator: NodeRow, wanted: bool) -> EvaluationRow | None:
-        """A slice for this validator, if it is `wanted` and one is ready. What it had before it has lost."""
         transaction.apply(evaluations.put_back(transaction.evaluations_under_way(), validator.node, moment.now_ms))
         if not wanted:
             return None
         rows = [row for row in transaction.evaluations_under_way() if (row.first, row.tasks) in self._made]
         chosen = evaluations.claim(moment, rows, validator.node)
-        transaction.apply([] if chosen is None else [chosen])
-        return None if chosen is None else chosen.row
+        if chosen is None:
+            return None
+        transaction.apply([chosen])
+        return chosen.row
 
     def pending(self) -> bool:
         with self._context.storage.read() as reader:
             return bool(reader.evaluations_under_way())
 
     def expire(self, now_ms: int) -> bool:
-        """Open again what validators claimed and did not report in time; whether there was any."""
         with self._context.storage.read() as reader:
             late = evaluations.put_back(reader.evaluations_under_way(), "", now_ms)
         if late:
@@ -75,34 +83,15 @@ class Evaluating:
         return bool(late)
 
     def document(self, row: EvaluationRow) -> SignedDocument:
-        """The slice as it goes to its validator."""
         config = self._context.config
-        return sign_document(
-            EvaluationSlice(
-                run=config.run_id,
-                policy=row.policy,
-                first=row.first,
-                tasks=self._made[row.first, row.tasks],
-                sampling=config.sampling,
-                environment_digest=config.environment.digest,
-                deadline_ms=row.claimed_until_ms or 0,
-            ),
-            config.key,
-        )
-
-    def _make(self, row: EvaluationRow) -> tuple[EvaluationTask, ...]:
-        """The held-out tasks of a slice. Those that cannot be used are left out: they are unscored."""
-        split, found = self._context.config.environment.tasks("held_out"), []
-        for index in range(row.first, min(row.first + row.tasks, len(split))):
-            try:
-                task = split[index]
-                found.append(EvaluationTask(task=task.id, prompt_ids=self._drawing.prompt(task, HELD_OUT, index).ids))
-            except (EnvironmentSetupError, ModelError) as error:
-                self._drawing.pass_over(HELD_OUT, index, error)
-        return tuple(found)
+        made = EvaluationSlice(
+            run=config.run_id, policy=row.policy, first=row.first, tasks=self._made[row.first, row.tasks],
+            sampling=config.sampling, environment_digest=config.environment.digest,
+            deadline_ms=row.claimed_until_ms or 0,
+        )  # fmt: skip
+        return sign_document(made, config.key)
 
     def report(self, node: NodeRow, signed: SignedDocument) -> None:
-        """Take what a validator measured. The same again is harmless."""
         context = self._context
         try:
             said = open_document(signed, EvaluationReport, node.public_key)
@@ -114,8 +103,7 @@ class Evaluating:
         with context.decision() as (transaction, moment):
             require_trusted(transaction, node.public_key)
             row = transaction.evaluation(said.policy.incarnation, said.policy.version, said.first)
-            document = signed.model_dump_json()
-            transaction.apply(evaluations.report(row, said, node.node, document, moment.now_ms))
+            transaction.apply(evaluations.report(row, said, node.node, signed.model_dump_json(), moment.now_ms))
 
     def page(self, since: int) -> EvaluationPage:
         with self._context.storage.read() as reader:
@@ -127,8 +115,6 @@ def require_environment(context: Context, digest: str, code: str, what: str) -> 
     """Refuse what was scored with other tasks, or by other rules, than the run's."""
     own = identity_of(context.config.environment)
     if digest and digest != own.digest:
-        sentence = (
-            f"the {what} is of environment {digest[:16]}…, the run's is {own.name} ({own.digest[:16]}…): "
-            "start the validator with the recipe and the data of this run"
-        )
+        what = f"the {what} is of environment {digest[:16]}…, the run's is {own.name} ({own.digest[:16]}…)"
+        sentence = f"{what}: start the validator with the recipe and the data of this run"
         raise Refusal(422, code, sentence)

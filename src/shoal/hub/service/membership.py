@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from shoal.errors import ProtocolError
 from shoal.hub.service.context import Context, node_view, require_trusted
 from shoal.hub.service.readiness import validator_alarms
 from shoal.hub.state import leases, nodes, pacing
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import Moment, NodeRow
-from shoal.hub.storage import Presence, Writer
+from shoal.hub.storage import Presence
 from shoal.protocol.identity import node_id
 from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeView, Registration, RoleCertificate, Vouch, check_spoken
 from shoal.protocol.signing import open_document
@@ -25,7 +23,7 @@ class Membership:
         self._context = context
 
     def register(self, registration: Registration) -> NodeView:
-        """Take a node in. The request's signature was checked against the key in the registration."""
+        """The request's signature was checked against the key in the registration."""
         try:
             check_spoken("node", registration.protocol_version)
         except ProtocolError as error:
@@ -43,36 +41,30 @@ class Membership:
         return view
 
     def heartbeat(self, node: NodeRow, heartbeat: Heartbeat) -> HeartbeatReply:
-        now_ms = self._context.clock.now_ms()
+        """On probation progress has to be shown (`showing`), not said: fresh keys cost nothing, and may say
+        anything."""
+        now_ms, said, deadlines = self._context.clock.now_ms(), heartbeat.progress, dict[str, int]()
+        presence = Presence(
+            node=node.node, last_seen_ms=now_ms, doing=heartbeat.doing, waiting_for=heartbeat.waiting_for,
+            waiting_since_ms=now_ms - round(heartbeat.waiting_s * 1000), counters=heartbeat.counters,
+        )  # fmt: skip
         with self._context.storage.write(durable=False) as transaction:
-            presence = Presence(
-                node=node.node, last_seen_ms=now_ms, doing=heartbeat.doing, waiting_for=heartbeat.waiting_for,
-                waiting_since_ms=now_ms - round(heartbeat.waiting_s * 1000), counters=heartbeat.counters,
-            )  # fmt: skip
             fresh = transaction.node(node.node) or node
             moment = Moment(self._context.rules, transaction.progress(counted=False), now_ms)
             if fresh.role == "validator":
-                said = transaction.presence(node.node)
-                transaction.apply(validator_alarms(fresh, said, presence, moment.progress.next_step))
+                before = transaction.presence(node.node)
+                transaction.apply(validator_alarms(fresh, before, presence, moment.progress.next_step))
             transaction.put_presence(presence)
-            deadlines = self._renew(transaction, moment, fresh, heartbeat.progress)
+            if said:
+                holdings = [held for held in transaction.holdings(node.node) if held.lease.lease in said]
+                renewed = [] if fresh.on_probation else leases.renew(moment, holdings, said)
+                transaction.apply(renewed)
+                deadlines = {held.lease.lease: held.lease.deadline_ms for held in holdings}
+                deadlines |= {each.row.lease: each.row.deadline_ms for each in renewed}
         return HeartbeatReply(
-            node=node_view(fresh, presence, moment.rules, now_ms),
-            policy=moment.progress.policy,
-            finished=pacing.is_finished(moment.rules, moment.progress),
-            deadlines=deadlines,
-        )
-
-    def _renew(self, transaction: Writer, moment: Moment, node: NodeRow, progress: Mapping[str, int]) -> dict[str, int]:
-        """The deadlines of the leases that the node is at work on, later ones where it has made progress. On probation
-        that has to be shown (`showing`), not said: fresh keys cost nothing, and may say anything."""
-        if not progress:
-            return {}
-        holdings = [held for held in transaction.holdings(node.node) if held.lease.lease in progress]
-        renewed = [] if node.on_probation else leases.renew(moment, holdings, progress)
-        transaction.apply(renewed)
-        rows = {held.lease.lease: held.lease for held in holdings} | {each.row.lease: each.row for each in renewed}
-        return {name: row.deadline_ms for name, row in rows.items()}
+            node=node_view(fresh, presence, moment.rules, now_ms), policy=moment.progress.policy,
+            finished=pacing.is_finished(moment.rules, moment.progress), deadlines=deadlines,
+        )  # fmt: skip
 
     def _check_role(self, registration: Registration) -> None:
         """Trusted roles need a certificate of the root key for this run, this role and this very key."""

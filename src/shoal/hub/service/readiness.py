@@ -38,35 +38,27 @@ AUDITED = ("accepted", "rejected", "unsure")
 def canary_problem(node: NodeRow, presence: Presence) -> str:
     """What a validator's counters say about its audits, if it is bad."""
     counters, who = presence.counters, node_label(node)
-    missed, caught = counters.get(MISSED, 0), counters.get(CAUGHT, 0)
-    if missed > 0:
-        return (
-            f"{who} let {missed:.0f} known-bad submissions pass: stop it, look at its profiles (is a tolerance too "
-            "wide?), and do not rely on what it accepted since it was started"
-        )
+    if (missed := counters.get(MISSED, 0)) > 0:
+        return f"{who} let {missed:.0f} known-bad submissions pass: stop it, and do not rely on what it accepted"
     audited = sum(counters.get(name, 0) for name in AUDITED)
-    if audited >= CANARY_WITHIN and caught <= 0:
+    if audited >= CANARY_WITHIN and counters.get(CAUGHT, 0) <= 0:
         return f"{who} made {audited:.0f} audits and met no known-bad submission among them: its audits are untested"
     return ""
 
 
 def scoring_problem(node: NodeRow, presence: Presence) -> str:
-    """What a validator's counters say about its scoring, if it is bad."""
     counters, who = presence.counters, node_label(node)
     if counters.get(ABSTAINED, 0) > 0:
-        return (
-            f"{who} has another environment, or other data, than the run and abstains from what it cannot score: start "
-            "it with the run's recipe and data"
-        )
+        return f"{who} has another environment, or other data, than the run: start it with the run's recipe and data"
     audited, failed = sum(counters.get(name, 0) for name in AUDITED), counters.get(NO_SAMPLE, 0)
     if failed >= MANY_UNSCORED and failed > UNSCORED_SHARE * audited:
-        return f"{who} could not score {failed:.0f} of {audited:.0f} groups, which are no samples: its log says why"
+        return f"{who} could not score {failed:.0f} of {audited:.0f} groups: its log says why"
     return ""
 
 
 def validator_alarms(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:
-    """An alarm for each known-bad submission that a validator says it let pass, and when its audits are untested or
-    its scoring fails; its further heartbeats add none."""
+    """An alarm for each known-bad submission that a validator says it let pass, and once when another problem
+    begins."""
     earlier = before or Presence(node.node)
     missed_more = now.counters.get(MISSED, 0) > earlier.counters.get(MISSED, 0)
     alarms = []
@@ -77,14 +69,13 @@ def validator_alarms(node: NodeRow, before: Presence | None, now: Presence, step
 
 
 def no_sample(nodes: Sequence[NodeRow], presences: Mapping[str, Presence]) -> int:
-    """Groups that validators could not score, by their heartbeats: since each of them was started."""
     validators = [presences[node.node] for node in nodes if node.role == "validator" and node.node in presences]
     return round(sum(presence.counters.get(NO_SAMPLE, 0) for presence in validators))
 
 
 def standstill(context: Context, reader: Reader, now_ms: int) -> list[str]:
-    """Why the run stands still for want of somebody, a sentence for each role; empty while there is somebody, before
-    the first policy, when the run is finished, and when its owner has halted it."""
+    """Why the run stands still for want of somebody, a sentence for each role; none before the first policy, when the
+    run is finished, and while its owner has halted it."""
     progress = reader.progress()
     over = progress.policy is None or pacing.is_finished(context.rules, progress)
     if over or orders_of(reader).halted(now_ms):
@@ -107,41 +98,29 @@ def _nobody(context: Context, reader: Reader, role: str, now_ms: int) -> str:
         start += f" (the run takes {', '.join(taken)})"
     if not known:
         return f"nobody is here to {DOING[role]}: no {role} has come yet; {start}"
-    return f"nobody is left to {DOING[role]}: {_fate(reader, known, now_ms)}; {start}"
-
-
-def _fate(reader: Reader, known: Sequence[NodeRow], now_ms: int) -> str:
-    """What became of the one that was heard of last, a sanctioned one before others."""
     presences = reader.presences_named([row.node for row in known])
-    heard = {
-        row.node: presences[row.node].last_seen_ms if row.node in presences else row.registered_at_ms for row in known
-    }
+    heard = {row.node: row.registered_at_ms for row in known} | {k: each.last_seen_ms for k, each in presences.items()}
     row = max(known, key=lambda each: (heard[each.node], each.state is not NodeState.ACTIVE))
     who, see = node_label(row), f"`shoal why {row.node[:8]}` says more"
+    fate = f"{who} was heard of {(now_ms - heard[row.node]) // 1000} s ago for the last time"
     if row.state is NodeState.BANNED:
-        return f"{who} was banned for {row.reason} ({see}, `shoal admin pardon` takes it back)"
-    if row.state is NodeState.SUSPENDED:
+        fate = f"{who} was banned for {row.reason} ({see}, `shoal admin pardon` takes it back)"
+    elif row.state is NodeState.SUSPENDED:
         left = "" if row.until_ms is None else f" for {max(0, -(-(row.until_ms - now_ms) // 1000))} s more"
-        return f"{who} is suspended{left}: {row.reason} ({see})"
-    return f"{who} was heard of {(now_ms - heard[row.node]) // 1000} s ago for the last time"
+        fate = f"{who} is suspended{left}: {row.reason} ({see})"
+    return f"nobody is left to {DOING[role]}: {fate}; {start}"
 
 
 def _unjudgeable(context: Context, reader: Reader, now_ms: int) -> list[str]:
-    """That all workers here are of kinds that no validator can judge yet."""
-    rows = [row for row in reader.nodes_ranked("seen", NEWEST) if row.role == "worker"]
-    presences = reader.presences_named([row.node for row in rows])
-    here = [
-        row
-        for row in rows
-        if row.state is NodeState.ACTIVE
-        and row.node in presences
-        and presences[row.node].last_seen_ms >= now_ms - nodes.HERE_MS
-    ]
-    in_force, profiles = in_force_of(reader), context.config.profiles
+    in_force = in_force_of(reader)
     if not in_force.digest and now_ms - context.started_ms < MEASURING_MS:
         return []
-    kinds = sorted({row.kind for row in here if row.kind})
-    waiting = [calibrations.terms(in_force, kind, profiles).waiting for kind in kinds]
-    if not kinds or not all(waiting) or any(not row.kind for row in here):
+    rows = [row for row in reader.nodes_ranked("seen", NEWEST) if row.role == "worker"]
+    seen = {each.node: each.last_seen_ms for each in reader.presences_named([row.node for row in rows]).values()}
+    since_ms = now_ms - nodes.HERE_MS
+    here = [row for row in rows if row.state is NodeState.ACTIVE and seen.get(row.node, since_ms - 1) >= since_ms]
+    kinds = sorted({row.kind for row in here})
+    waiting = [calibrations.terms(in_force, kind, context.config.profiles).waiting for kind in kinds if kind]
+    if not waiting or not all(waiting) or "" in kinds:
         return []
     return [f"no worker here is of a kind that can be judged now ({', '.join(kinds)}): {waiting[0]}"]

@@ -11,24 +11,18 @@ from shoal.hub.service.readiness import MAX_TRUSTED, no_sample, standstill
 from shoal.hub.service.upkeep import Posting
 from shoal.hub.state import calibrations, evaluations, pacing
 from shoal.hub.state.calibrations import InForce
-from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UnitState
 from shoal.hub.state.orders import Orders
-from shoal.hub.state.rows import NodeRow
+from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, NodeRow, UnitState
 from shoal.hub.storage import Reader
 from shoal.hub.storage.reader import Rank
 from shoal.protocol.node import RunInfo
 from shoal.protocol.policy import LedgerHead
 from shoal.protocol.signing import SignedDocument, sign_document
-from shoal.protocol.status import LedgerPage, OwnerOrders, RecentVerdict, RunStatus, Wait
+from shoal.protocol.status import LedgerPage, RecentVerdict, RunStatus, Wait
 
-VERDICTS_SHOWN = 20
-VERDICTS_SEARCHED = 500
-REFUSALS_SHOWN = 100
-REPORTS_SHOWN = 200
-ALARMS_SHOWN = 20
-VERSIONS_SHOWN = 64
-MAX_PENDING = 1000
-MAX_WAITING = 500
+VERDICTS_SHOWN, VERDICTS_SEARCHED, REFUSALS_SHOWN = 20, 500, 100
+REPORTS_SHOWN, ALARMS_SHOWN, VERSIONS_SHOWN = 200, 20, 64
+MAX_PENDING, MAX_WAITING = 1000, 500
 NODES_SHOWN = 200
 """Of more nodes than this, a status shows those that matter most; `GET /nodes` has all."""
 RANKS: tuple[tuple[Rank, int], ...] = (("trusted", 40), ("sanctioned", 40), ("credit", 60), ("seen", NODES_SHOWN))
@@ -43,14 +37,22 @@ class Reporting:
         self._run_info: tuple[Orders, InForce, SignedDocument] | None = None
 
     def run_info(self) -> SignedDocument:
-        """The run, signed; anew whenever its owner has ordered something that everybody must know, or what it takes has
-        changed."""
+        """The run, signed; anew whenever something in it has changed."""
         with self._context.storage.read() as reader:
             orders, in_force = orders_of(reader), in_force_of(reader)
-        known = self._run_info
-        if known is None or known[:2] != (orders, in_force):
-            known = self._run_info = (orders, in_force, self._sign_run_info(orders, in_force))
-        return known[2]
+        if self._run_info is None or self._run_info[:2] != (orders, in_force):
+            config = self._context.config
+            info = RunInfo(
+                run=config.run_id, name=config.run.name, root_key=config.root_key,
+                certificates=orders.trusted(config.certificates), sources=orders.sources(config.sources),
+                last_resort=config.last_resort, environment=config.environment.name,
+                environment_digest=config.environment.digest, sampling=config.sampling, proof=config.proof,
+                profiles=calibrations.taken(in_force, config.profiles, config.measurable),
+                group_size=config.run.group_size, max_staleness=config.run.max_staleness, steps=config.run.steps,
+                hubs=config.settings.advertise, revoked=orders.revoked, model=config.model,
+            )  # fmt: skip
+            self._run_info = (orders, in_force, sign_document(info, config.key))
+        return self._run_info[2]
 
     def ledger_head(self) -> SignedDocument:
         self._posting.post_for_reader()
@@ -63,7 +65,7 @@ class Reporting:
             return LedgerPage(entries=tuple(reader.ledger_after(after, limit)), head=self._head(reader))
 
     def status(self) -> RunStatus:
-        config, now_ms = self._context.config, self._context.clock.now_ms()
+        config, rules, now_ms = self._context.config, self._context.rules, self._context.clock.now_ms()
         self._posting.post_for_reader()
         with self._context.storage.read() as reader:  # where hubs share a database, only its leader sweeps
             overdue = not self._context.storage.is_shared and bool(reader.overdue_holdings(now_ms))
@@ -72,21 +74,21 @@ class Reporting:
                 pass  # the sweep is the whole decision
         with self._context.storage.read() as reader:
             progress, counts, units = reader.progress(), reader.node_counts(), reader.unit_counts()
-            nodes = _notable(reader, sum(counts.values()))
+            nodes, orders = _notable(reader, sum(counts.values())), orders_of(reader)
             presences = reader.presences_named([node.node for node in nodes])
             outgoing = reader.outbox(1)
-            measures = self._context.rules.evaluation is not None
-            slices = reader.evaluations_since(0, VERSIONS_SHOWN) if measures else []
+            slices = reader.evaluations_since(0, VERSIONS_SHOWN) if rules.evaluation is not None else []
+            drained = orders.conduct == "draining" and not (units[UnitState.LEASED] or units[UnitState.SUBMITTED])
             return RunStatus(
                 run=config.run_id, name=config.run.name, now_ms=now_ms,
-                finished=pacing.is_finished(self._context.rules, progress), steps=config.run.steps,
+                finished=pacing.is_finished(rules, progress), steps=config.run.steps,
                 step=progress.policy.version if progress.policy else 0, policy=progress.policy,
                 max_staleness=config.run.max_staleness, units=units, submissions=reader.submission_counts(),
-                nodes=tuple(node_view(node, presences.get(node.node), self._context.rules, now_ms) for node in nodes),
+                nodes=tuple(node_view(node, presences.get(node.node), rules, now_ms) for node in nodes),
                 waits=tuple(self._waits(reader, now_ms)), verdicts=tuple(_recent(reader)),
                 reports=tuple(reader.reports(REPORTS_SHOWN)), alarms=tuple(reader.alarms(ALARMS_SHOWN)),
-                ledger=self._head(reader), standing=_standing(orders_of(reader), units), node_counts=counts,
-                outbox=reader.outbox_length() if outgoing else 0,
+                ledger=self._head(reader), standing=orders.standing.model_copy(update={"drained": drained}),
+                node_counts=counts, outbox=reader.outbox_length() if outgoing else 0,
                 outbox_since_ms=outgoing[0].at_ms if outgoing else None,
                 pools=reader.pool_counts() if config.pools is not None else {},
                 evaluations=tuple(evaluations.results(slices)), no_sample=no_sample(nodes, presences),
@@ -95,8 +97,7 @@ class Reporting:
 
     def _waits(self, reader: Reader, now_ms: int) -> list[Wait]:
         """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet. Of
-        very many, those that have waited longest. Once the last batch is written, only the trainer counts: it may wait
-        for a publication to be taken, say."""
+        very many, those that have waited longest. Once the last batch is written, only the trainer counts."""
         progress, rules = reader.progress(), self._context.rules
         if pacing.is_finished(rules, progress):
             return []
@@ -123,38 +124,17 @@ class Reporting:
     def _head(self, reader: Reader) -> LedgerHead:
         return ledger.head_of(self._context.config.run_id, reader.ledger_last())
 
-    def _sign_run_info(self, orders: Orders, in_force: InForce) -> SignedDocument:
-        config = self._context.config
-        info = RunInfo(
-            run=config.run_id, name=config.run.name, root_key=config.root_key,
-            certificates=orders.trusted(config.certificates), sources=orders.sources(config.sources),
-            last_resort=config.last_resort, environment=config.environment.name,
-            environment_digest=config.environment.digest, sampling=config.sampling, proof=config.proof,
-            profiles=calibrations.taken(in_force, config.profiles, config.measurable), group_size=config.run.group_size,
-            max_staleness=config.run.max_staleness, steps=config.run.steps, hubs=config.settings.advertise,
-            revoked=orders.revoked, model=config.model,
-        )  # fmt: skip
-        return sign_document(info, config.key)
-
 
 def _notable(reader: Reader, total: int) -> list[NodeRow]:
     """All nodes, or of very many: the trusted, those in trouble, those who did most, and who was heard of last."""
     if total <= NODES_SHOWN:
         return reader.nodes()
-    found: dict[str, NodeRow] = {}
-    for rank, count in RANKS:
-        found.update((row.node, row) for row in reader.nodes_ranked(rank, count))
+    found = {row.node: row for rank, count in RANKS for row in reader.nodes_ranked(rank, count)}
     return list(found.values())[:NODES_SHOWN]
 
 
-def _standing(orders: Orders, units: dict[str, int]) -> OwnerOrders:
-    """What the owner ordered; a run that drains is drained once nothing is out and nothing waits for a verdict."""
-    out = units[UnitState.LEASED.value] + units[UnitState.SUBMITTED.value]
-    return orders.standing.model_copy(update={"drained": orders.conduct == "draining" and out == 0})
-
-
 def _folded(what: str, waiting: list[tuple[int, str, int]]) -> list[Wait]:
-    """Units by whom they wait for, one line each: `units 3–18 (16) wait for worker-0`, since the longest of them."""
+    """`units 3–18 (16) wait for worker-0`, since the longest of them."""
     by_whom: dict[str, list[tuple[int, int]]] = {}
     for unit, whom, since_ms in waiting:
         by_whom.setdefault(whom, []).append((unit, since_ms))
@@ -185,8 +165,8 @@ class Figure:
 
 
 def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Figure]:
-    """`late` is how many submissions this hub has refused because their unit had gone to somebody else, `unusable` how
-    many tasks it has passed over because they cannot be used."""
+    """`late` submissions were refused by this hub because their unit had gone to somebody else, `unusable` tasks passed
+    over."""
     now_ms = context.clock.now_ms()
     with context.storage.read() as reader:
         fleet, progress, last = reader.fleet(now_ms - SILENT_AFTER_MS), reader.progress(), reader.ledger_last()
@@ -201,7 +181,9 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Fig
     }
     waits = context.waits.current(now_ms)
     waited_s = max((now_ms - wait.since_ms for wait in waits), default=0) / 1000
-    waste = pacing.waste(units, submissions.get("accepted", 0), late, sum(group.lapsed for group in fleet))
+    # what was accepted and fills no unit that was, or will be, trained on or dropped came too late
+    accepted = submissions["accepted"]
+    stale = max(0, accepted - sum(units[state] for state in ("accepted", "dropped", "trained")))
     figures = [
         Figure("units", "Units, by state.", {(state,): count for state, count in units.items()}, "state"),
         Figure("submissions", "Submissions, by state.", {(s,): n for s, n in submissions.items()}, "state"),
@@ -218,10 +200,10 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> list[Fig
         Figure("waiting", "Nodes whose polls have got nothing yet.", len(waits)),
         Figure("waiting_seconds", "How long the longest of them waits.", waited_s),
         Figure("halted", "1 while the owner has paused the run, or lets it drain.", halted),
-        Figure("wasted_groups", "Groups that were accepted too late to be trained on.", waste.stale),
-        Figure("late_submissions", "Submissions refused since the start: their unit was gone.", waste.late),
-        Figure("lapsed_leases", "Leases that were let lapse.", waste.lapsed),
-        Figure("wasted_fraction", "Of all groups submitted, those that were too late.", waste.fraction),
+        Figure("wasted_groups", "Groups that were accepted too late to be trained on.", stale),
+        Figure("late_submissions", "Submissions refused since the start: their unit was gone.", late),
+        Figure("lapsed_leases", "Leases that were let lapse.", sum(group.lapsed for group in fleet)),
+        Figure("wasted_fraction", "Of all groups submitted, those too late.", (stale + late) / max(1, accepted + late)),
         Figure("no_sample", "Groups that the validators known now could not score.", unscored),
         Figure("unusable_tasks", "Tasks passed over since the start: they cannot be used.", unusable),
     ]

@@ -17,28 +17,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from heapq import heappop, heappush, heapreplace
 
+from shoal import protocol
 from shoal.errors import CodecError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
 from shoal.hub.state import draws, leases, submissions
 from shoal.hub.state.commands import AddShown, Refusal, Save
-from shoal.hub.state.machines import LeaseState
-from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow
+from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol.codec import BodyLimits, pack, unpack
-from shoal.protocol.lease import Lease
-from shoal.protocol.signing import SignedDocument
-from shoal.protocol.submission import (
-    SHOWN_BYTES,
-    SUBMISSION_FORMAT,
-    ProgressReply,
-    Rollout,
-    ShownPrefix,
-    ShownProgress,
-    Submission,
-    pack_tokens,
-    submission_digest,
-)
+from shoal.protocol.submission import SHOWN_BYTES, ProgressReply, ShownPrefix, ShownProgress
 from shoal.protocol.verdict import Audit, Outcome, Severity, Verdict
 
 SHOWN_LIMITS = BodyLimits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYTES)
@@ -61,7 +49,6 @@ class Showing:
         self._owed_bytes = 0.0
 
     def show(self, node: NodeRow, lease: str, body: bytes) -> ProgressReply:
-        """Take chunks of a lease at work, and give it more time if there are more than before."""
         try:
             said = unpack(body, ShownProgress, SHOWN_LIMITS)
         except CodecError as error:
@@ -110,7 +97,7 @@ class Showing:
                 return None
             self._owed_bytes = max(0.0, self._owed_bytes - len(body))
             self._looked_at[row.lease] = row.progress
-            name = submission_digest(body)
+            name = protocol.submission_digest(body)
             self._given[name] = (row.lease, body)
             while len(self._given) > MOST_GIVEN:
                 del self._given[next(iter(self._given))]
@@ -127,7 +114,6 @@ class Showing:
                 heappush(self._due, (row.deadline_ms, row.lease, row.progress))
 
     def _search(self, reader: Reader, now_ms: int) -> None:
-        """Find what others were shown, now and then; and forget what has ended."""
         every_ms = SEARCH_SHARED_MS if self._context.storage.is_shared else SEARCH_EVERY_MS
         if now_ms - self._searched_ms >= every_ms:
             self._searched_ms = now_ms
@@ -153,45 +139,35 @@ class Showing:
                 return row
         return None
 
-    def _sampled(self, reader: Reader, row: LeaseRow, signed: SignedDocument) -> bytes:
+    def _sampled(self, reader: Reader, row: LeaseRow, signed: protocol.SignedDocument) -> bytes:
         """A submission with nothing in it but what was shown of one rollout, which nobody can tell in advance."""
-        shown, lease = self._shown(reader, row.lease), Lease.model_validate(signed.document)
+        shown, lease = self._shown(reader, row.lease), protocol.Lease.model_validate(signed.document)
         tokens = [len(shown.get(rollout, (b"", b""))[0]) for rollout in range(self._context.rules.group_size)]
         fraction = draws.audit_fraction(self._context.secret, f"progress/{row.lease}/{sum(tokens)}")
         picked = submissions.next_shown_rollout(tokens, fraction)
-        nothing = Rollout(tokens=b"", logprobs=b"", finish="length")
-        rollouts = [nothing] * len(tokens)
-        rollouts[picked] = Rollout(tokens=shown[picked][0], logprobs=b"", finish="length", proofs=shown[picked][1])
-        return pack(
-            Submission(
-                format=SUBMISSION_FORMAT,
-                run=lease.run,
-                node=row.node,
-                lease=row.lease,
-                unit=row.unit,
-                incarnation=row.incarnation,
-                version=row.version,
-                policy_digest=row.digest,
-                prompt=pack_tokens(lease.prompt_ids),
-                rollouts=rollouts,
-            )
-        )
+        rollouts = [protocol.Rollout(tokens=b"", logprobs=b"", finish="length")] * len(tokens)
+        ids, proofs = shown[picked]
+        rollouts[picked] = protocol.Rollout(tokens=ids, logprobs=b"", finish="length", proofs=proofs)
+        made = protocol.Submission(
+            format=protocol.SUBMISSION_FORMAT, run=lease.run, node=row.node, lease=row.lease, unit=row.unit,
+            incarnation=row.incarnation, version=row.version, policy_digest=row.digest,
+            prompt=protocol.pack_tokens(lease.prompt_ids), rollouts=rollouts,
+        )  # fmt: skip
+        return pack(made)
 
     def body(self, name: str) -> bytes | None:
-        """What a validator was given under this name, if this process still has it."""
         return self._given[name][1] if name in self._given else None
 
     def keep(self, verdicts: Iterable[Verdict]) -> None:
-        """Store what these verdicts are about, for whoever wants to check them. Before they are applied."""
+        """Store what these verdicts are about, for whoever wants to check them."""
         for verdict in verdicts:
             body = self.body(verdict.submission)
             if body is not None and _is_failure(verdict):
                 self._context.blobs.put(body)
 
     def receive(self, transaction: Writer, moment: Moment, verdict: Verdict) -> SubmissionRow:
-        """Make what failed the submission of its lease; the verdict is applied to that like any other. The lease may
-        have ended meanwhile: to give it back or let it lapse does not undo what was shown. The unit is left alone,
-        whoever has it now; the ban ends the lease and frees the unit if the node still holds it."""
+        """Make what failed the submission of its lease, which may have ended meanwhile: to give it back does not undo
+        what was shown. The unit is left alone, whoever has it now; the ban frees it if the node still holds it."""
         if verdict.submission not in self._given:
             raise unknown_submission(verdict.submission)
         lease, body = self._given[verdict.submission]

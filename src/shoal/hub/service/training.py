@@ -24,7 +24,6 @@ class Training:
         self._context = context
 
     def announce(self, node: NodeRow, signed: SignedDocument) -> None:
-        """A version is out: work is given out under it from now on."""
         context = self._context
         try:
             announcement = open_document(signed, PolicyAnnouncement, node.public_key)
@@ -49,22 +48,20 @@ class Training:
         context.changes.notify(*Topic)
 
     def batch(self, node: NodeRow, step: int) -> BatchReply:
-        """The batch of a step: the one written down, or a new one written down now, or what it waits for."""
-        context = self._context
+        context, batch, waiting = self._context, None, ""
         if context.storage.is_shared:  # look first: an exclusive decision stops all hubs for a moment
             with context.storage.read() as reader:
-                moment = context.moment(reader, counted=False)
-                waiting = self._choose(reader, moment, step)[1] if reader.batch(step) is None else ""
-            if waiting:
-                context.waits.waiting(node_label(node), f"a batch: {waiting}", moment.now_ms)
-                return BatchReply(waiting=waiting)
-        with context.decision(sweep=True, exclusive=True) as (transaction, moment):
-            require_trusted(transaction, node.public_key)
-            batch = transaction.batch(step)
-            waiting = "" if batch is not None else self._write_down(transaction, moment, step)
-            batch = batch or transaction.batch(step)
+                if reader.batch(step) is None:
+                    waiting = self._choose(reader, context.moment(reader, counted=False), step)[1]
+        if not waiting:
+            with context.decision(sweep=True, exclusive=True) as (transaction, moment):
+                require_trusted(transaction, node.public_key)
+                batch = transaction.batch(step)
+                if batch is None:
+                    waiting = self._write_down(transaction, moment, step)
+                    batch = transaction.batch(step)
         if batch is None:
-            context.waits.waiting(node_label(node), f"a batch: {waiting}", moment.now_ms)
+            context.waits.waiting(node_label(node), f"a batch: {waiting}", context.clock.now_ms())
             return BatchReply(waiting=waiting)
         point("hub.batch.after_commit")
         context.waits.done(node_label(node))
@@ -72,7 +69,7 @@ class Training:
         return BatchReply(batch=batch)
 
     def _choose(self, reader: Reader, moment: Moment, step: int) -> tuple[list[UnitRow] | None, str]:
-        """The units of the batch, or None and what it waits for. None while the run is paused."""
+        """The units of the batch, or None and what it waits for."""
         orders = orders_of(reader)
         halted = orders.halted(moment.now_ms)
         if orders.conduct == "paused":
@@ -84,7 +81,6 @@ class Training:
         return chosen, waiting
 
     def _write_down(self, transaction: Writer, moment: Moment, step: int) -> str:
-        """Write the batch down if it is complete; otherwise what it waits for."""
         chosen, waiting = self._choose(transaction, moment, step)
         if chosen is None:
             return waiting
@@ -95,8 +91,7 @@ class Training:
             tasks = {unit.unit: unit.task for unit in (*chosen, *lost.values())}
             sampled = replace(sampled, tasks=tasks, known=transaction.task_rows(sorted(set(tasks.values()))))
         leases = [holding.lease for holding in transaction.holdings()] if moment.rules.max_staleness else []
-        _batch, commands = batches.write_down(moment, transaction.alive_units(), chosen, sampled, leases)
-        transaction.apply(commands)
+        transaction.apply(batches.write_down(moment, transaction.alive_units(), chosen, sampled, leases)[1])
         point("hub.batch.before_commit")
         return ""
 

@@ -32,14 +32,27 @@ class _Party:
     within: OrderedDict[str, _Party] = field(default_factory=OrderedDict)
 
     def before(self, own: _Party, now_ms: int) -> int:
-        """How many of those inside wait and have had fewer turns than `own`."""
         return sum(
             each.waits_ms is not None and each.taken < own.taken and now_ms - each.waits_ms <= WAITS_MS
             for each in self.within.values()
         )
 
+    def took(self, own: _Party, units: int) -> None:
+        for each in self.within.values():
+            if each.taken > own.taken:
+                each.yields_ms = None  # it yielded to this one, and not in vain
+        own.taken += units
+        own.waits_ms = own.yields_ms = None
+
     def earned(self, now_ms: int) -> None:
         self.taken, self.waits_ms = -1, now_ms  # before those who have had no turn yet: they may never deliver
+
+    def forget(self, now_ms: int, most: int) -> None:
+        while True:
+            name, each = next(iter(self.within.items()))
+            if len(self.within) <= most and now_ms - each.asked_ms <= FORGOTTEN_MS:
+                return
+            del self.within[name]
 
 
 @dataclass(frozen=True)
@@ -55,8 +68,6 @@ class Place:
 
 
 class Turns:
-    """Turns of newcomers; the empty network (this machine's own) is one like any other. Threads may share it."""
-
     def __init__(self) -> None:
         self._networks = _Party()
         self._lock = threading.Lock()
@@ -64,18 +75,18 @@ class Turns:
     def ahead(self, place: Place, now_ms: int, longest_ms: int) -> tuple[int, int]:
         """How many other networks, and how many others inside this one, wait and have had fewer turns. Who has yielded
         for `longest_ms` in vain is behind nobody."""
+        found = [0, 0]
         with self._lock:
-            found = [0, 0]
             for depth, (around, own) in enumerate(self._path(place)):
                 if own.yields_ms is None or now_ms - own.yields_ms < longest_ms:
                     found[min(depth, 1)] += around.before(own, now_ms)
-            return found[0], found[1]
+        return found[0], found[1]
 
     def taken(self, place: Place) -> int:
         """How many units newcomers at this address have got since a group of one of them was accepted."""
         with self._lock:
             path = [own.taken for _, own in self._path(place)]
-            return max(0, path[1]) if len(path) > 1 else 0
+        return max(0, path[1]) if len(path) > 1 else 0
 
     def _path(self, place: Place) -> Iterator[tuple[_Party, _Party]]:
         around = self._networks
@@ -94,37 +105,19 @@ class Turns:
                 around.within.move_to_end(name)
                 own.asked_ms = now_ms
                 if units:
-                    _took(around, own, units)
+                    around.took(own, units)
                 elif depth or not only_inside:
                     own.waits_ms = now_ms
                 if yielded and own.yields_ms is None and around.before(own, now_ms):
                     own.yields_ms = now_ms
-                _forget(around, now_ms, REMEMBERED[depth])
+                around.forget(now_ms, REMEMBERED[depth])
                 around = own
 
     def earned(self, network: str, node: str, now_ms: int) -> None:
         with self._lock:
-            found = self._networks.within.get(network)
-            if found is None:
-                return
+            found = self._networks.within.get(network, _Party())
             found.earned(now_ms)
             for address in found.within.values():
                 if node in address.within:
                     address.earned(now_ms)
                     address.within[node].earned(now_ms)
-
-
-def _took(around: _Party, own: _Party, units: int) -> None:
-    for each in around.within.values():
-        if each.taken > own.taken:
-            each.yields_ms = None  # it yielded to this one, and not in vain
-    own.taken += units
-    own.waits_ms = own.yields_ms = None
-
-
-def _forget(around: _Party, now_ms: int, most: int) -> None:
-    while True:
-        name, oldest = next(iter(around.within.items()))
-        if len(around.within) <= most and now_ms - oldest.asked_ms <= FORGOTTEN_MS:
-            return
-        del around.within[name]

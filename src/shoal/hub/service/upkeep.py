@@ -16,9 +16,8 @@ from shoal.hub.limits import Buckets
 from shoal.hub.service.context import Context, holders
 from shoal.hub.service.evaluating import Evaluating
 from shoal.hub.state import audits, credits, leases
-from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS
 from shoal.hub.state.nodes import HERE_MS
-from shoal.hub.state.rows import Moment
+from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, Moment
 from shoal.hub.storage import Reader
 from shoal.protocol import LedgerEntry
 from shoal.protocol.signing import MAX_SKEW_MS
@@ -43,8 +42,6 @@ log = logging.getLogger("shoal.hub")
 
 
 class Posting:
-    """The ledger's outbox, moved into the hash chain in order, by the leader alone."""
-
     def __init__(self, context: Context, clock: Clock = SystemClock()) -> None:
         self._context = context
         self._clock = clock  # readers' buckets go by real time, whatever clock the hub goes by
@@ -52,7 +49,6 @@ class Posting:
         self._readers = Buckets(READ_POSTS_PER_S, READ_POSTS / READ_POSTS_PER_S)
 
     def post(self) -> None:
-        """Move all that is in the outbox now, if this hub leads."""
         if self._context.leads:
             with self._lock:
                 self._post_all()
@@ -74,25 +70,20 @@ class Posting:
 
     def _post_all(self) -> None:
         for _ in range(0, self._outgoing(), POSTED_AT_A_TIME):
-            self._post_page()
-
-    def _post_page(self) -> None:
-        with self._context.storage.write(exclusive=True) as transaction:
-            outgoing, last = transaction.outbox(POSTED_AT_A_TIME), transaction.ledger_last()
-            entries: list[LedgerEntry] = []
-            for row in outgoing:
-                last = ledger.append(last, row.kind, row.body, row.at_ms)
-                entries.append(last)
+            with self._context.storage.write(exclusive=True) as transaction:
+                outgoing, last = transaction.outbox(POSTED_AT_A_TIME), transaction.ledger_last()
+                entries: list[LedgerEntry] = []
+                for row in outgoing:
+                    last = ledger.append(last, row.kind, row.body, row.at_ms)
+                    entries.append(last)
+                if entries:
+                    transaction.post(entries, outgoing[-1].id)
+                    point("hub.ledger.before_commit")
             if entries:
-                transaction.post(entries, outgoing[-1].id)
-                point("hub.ledger.before_commit")
-        if entries:
-            point("hub.ledger.after_commit")
+                point("hub.ledger.after_commit")
 
 
 class Upkeep:
-    """`tick` is called about once a second, so that a run continues although nobody asks for anything."""
-
     def __init__(self, context: Context, posting: Posting, evaluating: Evaluating) -> None:
         self._context = context
         self._posting = posting
@@ -133,8 +124,7 @@ class Upkeep:
         self._alarms = newest
 
     def _forget(self, now_ms: int) -> None:
-        """Nonces, in pages, and later than one hub would need: another hub's clock may be behind by as much as is
-        allowed. And what was shown of leases that have ended."""
+        """Nonces later than one hub would need: another hub's clock may be behind by as much as is allowed."""
         if now_ms - self._forgot_at_ms < FORGET_EVERY_MS:
             return
         self._forgot_at_ms = now_ms
@@ -158,7 +148,6 @@ class Upkeep:
             context.changes.notify(Topic.AUDITS)
 
     def _end_silent(self, now_ms: int) -> None:
-        """End the leases of workers that have not been heard of for long, if the hub has listened all the while."""
         context, since_ms = self._context, now_ms - HERE_MS
         if since_ms < context.absence.until_ms:
             return
@@ -171,7 +160,7 @@ class Upkeep:
             context.changes.notify(Topic.LEASES, Topic.BATCHES)
 
     def _mature(self, now_ms: int) -> None:
-        """Give out pending credit that is due. Also when the run is finished, or the policy of audits was changed."""
+        """Also when the run is finished, or the policy of audits was changed."""
         context = self._context
         with context.storage.read() as reader:
             moment = Moment(context.rules, reader.progress(counted=False), now_ms)
@@ -179,9 +168,8 @@ class Upkeep:
         if is_due:
             with context.decision(exclusive=True) as (transaction, moment):
                 due = transaction.due_credit(_due_until_ms(transaction, moment), MATURED_PER_TICK)
-                found = [transaction.node(name) for name in dict.fromkeys(row.node for row in due)]
+                nodes = transaction.nodes_named(list({row.node for row in due}))
                 verdicts = transaction.verdicts_of([row.submission for row in due])
-                nodes = {row.node: row for row in found if row}
                 transaction.apply(credits.mature(due, nodes, verdicts, moment.now_ms))
                 point("hub.credit.before_commit")
             point("hub.credit.after_commit")

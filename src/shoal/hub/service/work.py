@@ -18,7 +18,8 @@ from shoal.hub.service.context import Context, node_label, orders_of, shared
 from shoal.hub.service.drawing import Drawing, NotReady
 from shoal.hub.service.turns import Place
 from shoal.hub.state import draws, leases, newcomers, nodes, pacing, reputation, submissions
-from shoal.hub.state.commands import Command, Refusal, Save
+from shoal.hub.state.calibrations import CalibrationTerms
+from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
 from shoal.ledger import head_of
@@ -42,8 +43,7 @@ class Work:
         self._calibrating = calibrating
         self._limits = context.config.submission_limits
         self.drawing = Drawing(context)
-        # When an established node asked last, and who delivered when: of this process. A new hub waits for the next to
-        # ask; of several hubs each goes by those that ask and deliver there, which are a part of all of them.
+        # When an established node asked last, and who delivered when: as far as this process knows.
         self._asked_ms: int | None = None
         self._delivered_ms: dict[str, int] = {}
         self._delivered_lock = threading.Lock()
@@ -54,8 +54,7 @@ class Work:
 
     def lease(self, node: NodeRow, request: LeaseRequest, network: str = "", address: str = "") -> LeaseReply:
         """Leases for a worker, or none and why. Tasks are made before the decision, which is made anew (`retry`) if
-        others took those units meanwhile. `network` is where it asks from (empty: this very machine), `address` from
-        where in it; that is not kept."""
+        others took those units meanwhile. It asks from `network` (empty: this very machine), there from `address`."""
         self.drawing.prepare(self._next_unit, request.max_units)
         try:
             return self._lease(node, request, Place(network, address, node.node))
@@ -69,12 +68,7 @@ class Work:
         context, planned = self._context, leases.LeasePlan()
         with context.decision(sweep=True) as (transaction, moment):
             terms = self._calibrating.terms(transaction, request.profile)
-            fresh = self._arrived(transaction, node, moment, place.network, request.profile, terms.measured)
-            lost: list[Command] = []
-            if request.held is not None:  # what the worker has lost ends
-                held, holdings = frozenset(request.held), transaction.holdings(node.node)
-                lost = [*leases.abandon(moment, fresh, holdings, request.request, held)]
-                transaction.apply(lost)
+            fresh, lost = self._arrived(transaction, node, moment, request, place.network, terms)
             known = transaction.requested_leases(node.node, request.request)
             halted = orders_of(transaction).halted(moment.now_ms) or terms.waiting
             if known:  # the same request gets the same leases again
@@ -89,14 +83,15 @@ class Work:
                     raise NotReady(again=missing)
                 new, alarms = self.drawing.fresh_units(transaction, moment, planned.fresh)
                 issued = leases.issue(moment, ask, planned, new)
-                granted = self._issue(transaction, moment, issued, request.profile, terms.calibration, alarms)
+                granted = self._issue(transaction, moment, issued, request.profile, terms.calibration)
+                transaction.apply(alarms)
             if granted:
                 point("hub.lease.before_commit")
         if granted:
             point("hub.lease.after_commit")
         self._next_unit = max([self._next_unit, moment.progress.next_unit, *(lease.unit + 1 for lease in granted)])
-        short = bool(planned.short)
-        if fresh.on_probation and not known and (short or granted):  # who has another reason than a lack does not wait
+        # who has another reason than a lack of units does not wait for its turn
+        if fresh.on_probation and not known and (planned.short or granted):
             inside = not granted and planned.short == "inside"
             context.turns.asked(place, len(granted), moment.now_ms, planned.yields, inside)
         if lost:
@@ -108,66 +103,30 @@ class Work:
             context.waits.waiting(node_label(node), f"a unit: {planned.waiting}", moment.now_ms)
         return LeaseReply(
             leases=tuple(context.signed_before(lease.document) for lease in granted),
-            waiting="" if granted else planned.waiting,
-            finished=finished,
-            policy=moment.progress.policy,
+            waiting="" if granted else planned.waiting, finished=finished, policy=moment.progress.policy,
             held_back=not granted and planned.held_back,
-        )
-
-    def _issue(
-        self,
-        transaction: Writer,
-        moment: Moment,
-        issued: list[tuple[LeaseRow, UnitRow]],
-        profile: str,
-        calibration: str,
-        alarms: list[Command],
-    ) -> list[LeaseRow]:
-        """Sign leases and write them down."""
-        signed = [
-            (replace(lease, document=self._lease_document(lease, unit, profile, calibration)), unit)
-            for lease, unit in issued
-        ]
-        transaction.apply([*leases.issued(signed, moment.progress.next_unit), *alarms])
-        return [lease for lease, _ in signed]
-
-    def entrust(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
-        """Leases for a validator: those that it holds, or else some of the units that nobody could judge."""
-        context, left = self._context, frozenset(request.left)
-        with context.storage.read() as reader:
-            units = reader.open_units(ENTRUSTED, entrusted=True)
-            if not units and not reader.holdings(node.node):
-                return ()
-        self.drawing.prepare_again(units)
-        with context.decision(sweep=True) as (transaction, moment):
-            holdings = transaction.holdings(node.node)
-            transaction.apply(leases.give_up(moment, holdings, left))
-            held = [each.lease for each in holdings if each.lease.lease not in left]
-            if not held and not orders_of(transaction).halted(moment.now_ms):
-                units = transaction.open_units(ENTRUSTED, entrusted=True)
-                made = [unit for unit in units if self.drawing.is_made(unit)]  # others come with the next request
-                planned = leases.entrust(moment, made)
-                name = f"entrusted-u{units[0].unit}a{units[0].attempt}" if units else ""
-                ask = leases.Ask(transaction.node(node.node) or node, name, len(units), held=0)
-                issued = leases.issue(moment, ask, planned)
-                held = self._issue(transaction, moment, issued, request.generates, "", [])
-        return tuple(context.signed_before(lease.document) for lease in held)
+        )  # fmt: skip
 
     def _arrived(
-        self, transaction: Writer, node: NodeRow, moment: Moment, network: str, kind: str, measured: bool
-    ) -> NodeRow:
-        """The node as it is now; a suspension that is over ends here, where that matters."""
+        self, transaction: Writer, node: NodeRow, moment: Moment, request: LeaseRequest, network: str,
+        terms: CalibrationTerms,
+    ) -> tuple[NodeRow, bool]:  # fmt: skip
         before, commands = nodes.lift(transaction.node(node.node) or node, moment.now_ms)
-        fresh = replace(before if measured else reputation.unmeasured(before), network=network, kind=kind)
+        measured = before if terms.measured else reputation.unmeasured(before)
+        fresh = replace(measured, network=network, kind=request.profile)
         if fresh != before:
             commands.append(Save(fresh, fresh.state))
         transaction.apply(commands)
-        return fresh
+        if request.held is None:
+            return fresh, False
+        holdings = transaction.holdings(node.node)
+        lost = leases.abandon(moment, fresh, holdings, request.request, frozenset(request.held))
+        transaction.apply(lost)
+        return fresh, bool(lost)
 
     def _ask(
         self, transaction: Writer, moment: Moment, node: NodeRow, request: LeaseRequest, place: Place
     ) -> tuple[leases.Ask, list[UnitRow], Moment]:
-        """The request with all that decides about it, the units that are open, and the moment to decide at."""
         fresh = transaction.node(node.node) or node  # what lapsed just now may have cost it something
         held = len(transaction.holdings(node.node))
         open_units = transaction.open_units(request.max_units)
@@ -183,7 +142,6 @@ class Work:
         return ask, open_units, moment
 
     def _tempo(self, reader: Reader, moment: Moment) -> pacing.Tempo | None:
-        """How fast the run goes by its last batches; looked up once a step."""
         step = moment.progress.next_step
         if self._tempo_at[0] != step:
             found = [reader.batch(number) for number in range(max(0, step - pacing.LAST_BATCHES), step)]
@@ -206,22 +164,55 @@ class Work:
             taken=self._context.turns.taken(place),
         )  # fmt: skip
 
-    def _note_delivery(self, node: str, moment: Moment) -> None:
-        """Who delivered last is last in the dictionary, so that what no longer counts goes from its front."""
-        with self._delivered_lock:
-            self._delivered_ms.pop(node, None)
-            self._delivered_ms[node] = moment.now_ms
-            since_ms = _counts_since_ms(moment)
-            while (oldest := next(iter(self._delivered_ms))) != node and self._delivered_ms[oldest] < since_ms:
-                del self._delivered_ms[oldest]
+    def _issue(
+        self, transaction: Writer, moment: Moment, issued: list[tuple[LeaseRow, UnitRow]], profile: str,
+        calibration: str,
+    ) -> list[LeaseRow]:  # fmt: skip
+        config, identity = self._context.config, identity_of(self._context.config.environment)
+        signed = []
+        for lease, unit in issued:
+            try:
+                prompt = self.drawing.prompt_of(unit)
+            except (EnvironmentSetupError, ModelError) as error:  # it was usable when it was drawn
+                raise ConfigError(f"unit {unit.unit} cannot be given out again: {error}") from error
+            document = Lease(
+                **shared(lease, Lease), run=config.run_id, policy=lease.policy, task=unit.task, prompt_ids=prompt.ids,
+                seeds=draws.unit_seeds(self._context.secret, config.run_id, unit.unit, config.run.group_size),
+                sampling=config.sampling, proof=config.proof, profile=profile, calibration=calibration,
+                environment=identity.name, environment_version=identity.version, environment_digest=identity.digest,
+                data_digest=identity.data_digest, length_target=prompt.length_target, dialogue=prompt.dialogue,
+            )  # fmt: skip
+            signed.append((replace(lease, document=self._context.sign(document)), unit))
+        transaction.apply(leases.issued(signed, moment.progress.next_unit))
+        return [lease for lease, _ in signed]
+
+    def entrust(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
+        """Leases for a validator: those that it holds, or else some of the units that nobody could judge."""
+        context, left = self._context, frozenset(request.left)
+        with context.storage.read() as reader:
+            units = reader.open_units(ENTRUSTED, entrusted=True)
+            if not units and not reader.holdings(node.node):
+                return ()
+        self.drawing.prepare_again(units)
+        with context.decision(sweep=True) as (transaction, moment):
+            holdings = transaction.holdings(node.node)
+            transaction.apply(leases.give_up(moment, holdings, left))
+            held = [each.lease for each in holdings if each.lease.lease not in left]
+            if not held and not orders_of(transaction).halted(moment.now_ms):
+                units = transaction.open_units(ENTRUSTED, entrusted=True)
+                made = [unit for unit in units if self.drawing.is_made(unit)]  # others come with the next request
+                planned = leases.entrust(moment, made)
+                name = f"entrusted-u{units[0].unit}a{units[0].attempt}" if units else ""
+                ask = leases.Ask(transaction.node(node.node) or node, name, len(units), held=0)
+                held = self._issue(transaction, moment, leases.issue(moment, ask, planned), request.generates, "")
+        return tuple(context.signed_before(lease.document) for lease in held)
 
     def release(self, node: NodeRow, request: LeaseRelease) -> None:
-        """Give leases back. Those of others are looked up beforehand, where that locks nothing of theirs."""
+        """Others' leases are looked up beforehand, where that locks nothing of theirs."""
         with self._context.storage.read() as reader:
-            found = [reader.holding(lease) for lease in dict.fromkeys(request.leases)]
-        for held in found:
-            if held is not None:
-                submissions.check_owner(held, node.node, held.lease.lease)  # whose a lease is never changes
+            for lease in dict.fromkeys(request.leases):
+                if (held := reader.holding(lease)) is not None:
+                    submissions.check_owner(held, node.node, lease)  # whose a lease is never changes
         with self._context.decision() as (transaction, moment):
             fresh = transaction.node(node.node) or node
             own = [held for held in transaction.holdings(node.node) if held.lease.lease in request.leases]
@@ -245,11 +236,18 @@ class Work:
             transaction.lock_nodes([node.node])
             status, row, fresh, holding = self._receive(transaction, moment, node, arrival)
             if status == submissions.CREATED:
-                row = replace(row, receipt=self._receipt(transaction, row))
+                head = head_of(context.config.run_id, transaction.ledger_last())
+                receipt = Receipt(run=context.config.run_id, ledger=head, **shared(row, Receipt))
+                row = replace(row, receipt=context.sign(receipt))
                 transaction.apply(submissions.received(fresh, holding, row, moment.now_ms))
             point("hub.submit.before_commit")
         point("hub.submit.after_commit")
-        self._note_delivery(node.node, moment)
+        with self._delivered_lock:  # who delivered last is last, so that what no longer counts goes from the front
+            self._delivered_ms.pop(node.node, None)
+            self._delivered_ms[node.node] = moment.now_ms
+            since_ms = _counts_since_ms(moment)
+            while self._delivered_ms[oldest := next(iter(self._delivered_ms))] < since_ms:
+                del self._delivered_ms[oldest]
         context.changes.notify(Topic.AUDITS)
         return status, context.signed_before(row.receipt)
 
@@ -275,8 +273,7 @@ class Work:
             raise
 
     def _check_header(self, body: bytes, row: SubmissionRow) -> int:
-        """Refuse what cannot be meant: bytes that are no submission, or one of another run, node, lease or unit.
-        Returns how many tokens a prefill of it has."""
+        """Refuse what cannot be meant; returns how many tokens a prefill of it has."""
         try:
             submission = unpack(body, Submission, self._limits)
         except CodecError as error:
@@ -287,44 +284,10 @@ class Work:
             raise Refusal(422, "submission.group", sentence)
         expected = {"run": self._context.config.run_id, "node": row.node, "lease": row.lease, "unit": row.unit}
         for name, value in {"format": SUBMISSION_FORMAT, **expected}.items():
-            found = getattr(submission, name)
-            if found != value:
+            if (found := getattr(submission, name)) != value:
                 sentence = f"the submission's {name} is {found!r}; this lease has {value!r}"
                 raise Refusal(422, "submission.mismatch", sentence)
         return sum(len(submission.prompt) + len(rollout.tokens) for rollout in rollouts) // 4
-
-    def _receipt(self, reader: Reader, row: SubmissionRow) -> str:
-        run = self._context.config.run_id
-        return self._context.sign(Receipt(run=run, ledger=head_of(run, reader.ledger_last()), **shared(row, Receipt)))
-
-    def _lease_document(self, lease: LeaseRow, unit: UnitRow, profile: str, calibration: str) -> str:
-        config = self._context.config
-        try:
-            prompt = self.drawing.prompt_of(unit)
-        except (EnvironmentSetupError, ModelError) as error:
-            # It was usable when it was drawn: the data or the tokenizer are not the same.
-            raise ConfigError(f"unit {unit.unit} cannot be given out again: {error}") from error
-        identity = identity_of(config.environment)
-        return self._context.sign(
-            Lease(
-                **shared(lease, Lease),
-                run=config.run_id,
-                policy=lease.policy,
-                task=unit.task,
-                prompt_ids=prompt.ids,
-                seeds=draws.unit_seeds(self._context.secret, config.run_id, unit.unit, config.run.group_size),
-                sampling=config.sampling,
-                proof=config.proof,
-                profile=profile,
-                calibration=calibration,
-                environment=identity.name,
-                environment_version=identity.version,
-                environment_digest=identity.digest,
-                data_digest=identity.data_digest,
-                length_target=prompt.length_target,
-                dialogue=prompt.dialogue,
-            )
-        )
 
 
 def _counts_since_ms(moment: Moment) -> int:

@@ -25,8 +25,18 @@ from typing import Literal
 
 from shoal.hub.state import credits, nodes, pacing, reputation
 from shoal.hub.state.commands import AddVerdict, Command, Record, Refusal, Save, alarm
-from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
-from shoal.hub.state.rows import Filled, Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
+from shoal.hub.state.rows import (
+    UNDECIDED_SUBMISSIONS,
+    Filled,
+    Holding,
+    Moment,
+    NodeRow,
+    Rules,
+    SubmissionRow,
+    SubmissionState,
+    UnitRow,
+    UnitState,
+)
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
 from shoal.protocol import Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
 from shoal.protocol.verdict import Branches
@@ -37,18 +47,14 @@ TASK_PART, JUDGE_PART = "task", "judge."
 
 
 def expire(submissions: Sequence[SubmissionRow], now_ms: int) -> list[Command]:
-    """Put back what a validator claimed and did not judge in time."""
-    return [_put_back(row) for row in _claimed(submissions) if (row.claimed_until_ms or 0) <= now_ms]
+    claimed = [row for row in submissions if row.state == SubmissionState.AUDITING]
+    return [_put_back(row) for row in claimed if (row.claimed_until_ms or 0) <= now_ms]
 
 
 def abandon(submissions: Sequence[SubmissionRow], validator: str, left: Container[str]) -> list[Command]:
     """Put back what a validator that asks for more claimed before: it has lost it, but for those `left` for later."""
-    own = [row for row in _claimed(submissions) if row.validator == validator]
-    return [_put_back(row) for row in own if row.submission not in left]
-
-
-def _claimed(submissions: Sequence[SubmissionRow]) -> list[SubmissionRow]:
-    return [row for row in submissions if row.state == SubmissionState.AUDITING]
+    claimed = [row for row in submissions if row.state == SubmissionState.AUDITING and row.validator == validator]
+    return [_put_back(row) for row in claimed if row.submission not in left]
 
 
 def _put_back(row: SubmissionRow) -> Save[SubmissionRow]:
@@ -58,19 +64,15 @@ def _put_back(row: SubmissionRow) -> Save[SubmissionRow]:
 def claim(moment: Moment, waiting: Sequence[SubmissionRow], validator: str, count: int) -> list[Save[SubmissionRow]]:
     """Give up to `count` received submissions to a validator, lowest unit first: batches need those first."""
     free = sorted((row for row in waiting if row.state == SubmissionState.RECEIVED), key=lambda row: row.unit)
-    until_ms = moment.now_ms + moment.rules.audit_ms
-    return [
-        Save(row.to(SubmissionState.AUDITING, validator=validator, claimed_until_ms=until_ms), row.state)
-        for row in free[:count]
-    ]
+    changes = {"validator": validator, "claimed_until_ms": moment.now_ms + moment.rules.audit_ms}
+    return [Save(row.to(SubmissionState.AUDITING, **changes), row.state) for row in free[:count]]
 
 
 @dataclass(frozen=True)
 class VerdictCase:
-    """All that a verdict may touch: the submission, its unit, its node, the leases that the node holds, and what else
-    it has at stake if an audit fails: accepted groups in no batch (`untrained`), what waits for a `light` audit, and
-    what it has `pending` credit for. `leased_at_ms` is when the submission's lease was issued, 0 where nothing has
-    failed; `kin` are nodes of the same kind."""
+    """All that a verdict may touch. `untrained`, `light` and `pending` are what else the node has at stake if an audit
+    fails: accepted groups in no batch, what waits for a light audit, pending credit. `leased_at_ms` is 0 where nothing
+    has failed; `kin` are nodes of the same kind."""
 
     submission: SubmissionRow
     unit: UnitRow
@@ -94,15 +96,12 @@ class VerdictCase:
 
 @dataclass(frozen=True)
 class Ruling:
-    """A verdict, who gave it, and its signed form."""
-
     verdict: Verdict
     validator: str
     document: str
 
 
 def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
-    """Apply a verdict."""
     verdict, submission = ruling.verdict, case.submission
     _require_fitting(moment.rules, case, verdict)
     if submission.state not in UNDECIDED_SUBMISSIONS:
@@ -145,10 +144,7 @@ def _wasted(moment: Moment, case: VerdictCase, verdict: Verdict) -> list[Command
     node = replace(case.node, rejected=case.node.rejected + rejected, unsure=case.node.unsure + (not rejected))
     commands: list[Command] = [Save(node, case.node.state)]
     if rejected:
-        message = (
-            f"a validator rejected a group that validator {node.name} had generated itself ({verdict.reason}): one of "
-            f"the two is broken; `shoal why {case.unit.unit}` has the verdict"
-        )
+        message = f"validator {node.name} generated a group that another one rejected ({verdict.reason}): one is broken"
         commands.append(alarm(moment, f"trusted.{verdict.reason}", message))
     return commands + (fail(moment, [case.unit], verdict.reason, trusted=True) if case.is_current else [])
 
@@ -163,19 +159,16 @@ def _judge_again(submission: SubmissionRow, verdict: Verdict) -> list[Command]:
 
 
 def disagreement(moment: Moment, submission: SubmissionRow, ruling: Ruling) -> list[Command]:
-    """An alarm if a refused verdict contradicts the one that stands: accepted by one validator, rejected by another."""
-    contradicts = {
-        SubmissionState.ACCEPTED: Outcome.REJECTED,
-        SubmissionState.PULLED: Outcome.REJECTED,
-        SubmissionState.REJECTED: Outcome.ACCEPTED,
+    accepted, rejected = Outcome.ACCEPTED, Outcome.REJECTED
+    opposite = {
+        SubmissionState.ACCEPTED: rejected,
+        SubmissionState.PULLED: rejected,
+        SubmissionState.REJECTED: accepted,
     }
-    if contradicts.get(submission.state) != ruling.verdict.outcome:
+    if opposite.get(submission.state) != ruling.verdict.outcome:
         return []
-    message = (
-        f"validators {submission.validator} and {ruling.validator} disagree about unit {submission.unit} "
-        f"({ruling.verdict.reason or submission.reason}); the first verdict stands. One of them is wrong: run "
-        "`shoal doctor --selftest` on both, and stop the one that fails"
-    )
+    who = f"validators {submission.validator} and {ruling.validator} disagree about unit {submission.unit}"
+    message = f"{who}; the first verdict stands: run `shoal doctor --selftest` on both, and stop the one that fails"
     return [alarm(moment, "verdict.disagreement", message)]
 
 
@@ -201,14 +194,14 @@ def _require_fitting(rules: Rules, case: VerdictCase, verdict: Verdict) -> None:
 
 
 def _accept(moment: Moment, case: VerdictCase, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
-    progress, unit, commands = moment.progress, case.unit, list[Command]()
-    if case.node.trusted:  # a validator's own group is neither credit nor trust
-        commands.append(Save(replace(case.node, accepted=case.node.accepted + 1), case.node.state))
+    progress, unit, before, commands = moment.progress, case.unit, case.node, list[Command]()
+    if before.trusted:  # a validator's own group is neither credit nor trust
+        commands.append(Save(replace(before, accepted=before.accepted + 1), before.state))
     else:
-        widened = nodes.widened(moment.rules, reputation.passed(case.node, ruling.verdict))
+        widened = nodes.widened(moment.rules, reputation.passed(before, ruling.verdict))
         node, record = credits.earn(widened, decided, ruling.document, moment.now_ms)
-        joined = [] if case.node.on_chain else nodes.joined(node, moment.now_ms)
-        commands += [Save(node, case.node.state), *joined, record]
+        joined = [] if before.on_chain else nodes.joined(node, moment.now_ms)
+        commands += [Save(node, before.state), *joined, record]
     if not case.is_current:
         return commands  # the unit is void meanwhile; the work was done, so its credit stays
     if pacing.is_stale(moment.rules, progress.next_step, case.submission.version):
@@ -221,21 +214,19 @@ def _accept(moment: Moment, case: VerdictCase, decided: SubmissionRow, ruling: R
 
 
 def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
-    verdict, now_ms = ruling.verdict, moment.now_ms
+    verdict, now_ms, node, severity = ruling.verdict, moment.now_ms, case.node, ruling.verdict.severity
     commands: list[Command] = []
-    if case.node.on_chain:
+    if node.on_chain:
         body = {
-            "node": case.node.node, "unit": case.submission.unit, "submission": case.submission.submission,
-            "reason": verdict.reason, "severity": verdict.severity.value if verdict.severity else "",
+            "node": node.node, "unit": case.submission.unit, "submission": case.submission.submission,
+            "reason": verdict.reason, "severity": severity.value if severity else "",
             "validator": ruling.validator, "verdict": document_hash(ruling.document),
         }  # fmt: skip
         commands.append(Record("rejected", body, now_ms))
-    severity = verdict.severity
-    if severity is Severity.STATISTICAL and case.node.statistical > 0 and case.is_before_failure:
+    if severity is Severity.STATISTICAL and node.statistical > 0 and case.is_before_failure:
         severity = None  # a second strike needs fresh data: this comes of the same machine in the same state
-    node = case.node
     if severity is not None:
-        node, voided = credits.void(case.node, case.pending, verdict.reason, now_ms)
+        node, voided = credits.void(node, case.pending, verdict.reason, now_ms)
         commands += voided
     commands += nodes.reject(node, verdict, severity, case.holdings, now_ms)
     if severity is not None:
@@ -269,7 +260,6 @@ def pull(untrained: Sequence[Filled], verdict: Verdict, banned: bool, now_ms: in
 
 
 def audit_fully(waiting: Sequence[SubmissionRow], but: str) -> list[Command]:
-    """Have all of `waiting` audited fully, except the submission `but`. Light audits under way are given up."""
     commands: list[Command] = []
     for row in waiting:
         if row.submission != but:
@@ -278,21 +268,16 @@ def audit_fully(waiting: Sequence[SubmissionRow], but: str) -> list[Command]:
     return commands
 
 
-# ── what a group's rewards say about its task: the task's own part of them, without what length or a judge added ──────
-
-
 def task_rewards(rewards: Sequence[RolloutReward]) -> list[float]:
-    """The part `task` of every reward; the whole ones, unless all have that part."""
+    """The task's own part of every reward, without what length or a judge added; the whole ones, unless all have it."""
     if all(TASK_PART in reward.parts for reward in rewards):
         return [reward.parts[TASK_PART] for reward in rewards]
     return [reward.value for reward in rewards]
 
 
 def has_equal_rewards(rewards: Sequence[RolloutReward], of: Literal["task", "total"] = "task") -> bool:
-    """Whether a group teaches nothing: the task's part of the reward (else the whole) is the same everywhere; or, `of`
-    the total, the whole is. A length bonus may differ while the task's answer does not; such a group is dropped all the
-    same. What judges say is worth learning, also where the task's own reward is the same. A group of one rollout is
-    kept."""
+    """Whether a group teaches nothing: the task's part of the reward is the same everywhere, whatever length adds, and
+    so is what judges say; or, `of` the total, the whole is. A group of one rollout is kept."""
     if of == "total":
         return len(rewards) > 1 and len({reward.value for reward in rewards}) == 1
     judged = [sorted(item for item in reward.parts.items() if item[0].startswith(JUDGE_PART)) for reward in rewards]

@@ -17,8 +17,18 @@ from dataclasses import dataclass, field, replace
 
 from shoal.hub.state import draws, pacing
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, Save
-from shoal.hub.state.machines import UNDECIDED_UNITS, LeaseState, UnitState
-from shoal.hub.state.rows import LeaseRow, Moment, Progress, Rules, SubmissionRow, TaskRow, UnitRow
+from shoal.hub.state.rows import (
+    UNDECIDED_UNITS,
+    LeaseRow,
+    LeaseState,
+    Moment,
+    Progress,
+    Rules,
+    SubmissionRow,
+    TaskRow,
+    UnitRow,
+    UnitState,
+)
 from shoal.hub.state.units import VOID_INCARNATION, VOID_STALE
 from shoal.protocol import Batch, BatchGroup, PolicyRef, canonical_json
 
@@ -34,8 +44,8 @@ def announce(
     leases: Sequence[LeaseRow] = (),
     batched: Sequence[UnitRow] = (),
 ) -> list[Command]:
-    """Make `policy` the newest one. `known` is what was announced before under its (incarnation, version), `batched`
-    are the units in batches that are not marked trained yet."""
+    """`known` is what was announced before under this (incarnation, version), `batched` are the units in batches that
+    are not marked trained yet."""
     newest, now_ms, next_step = moment.progress.policy, moment.now_ms, moment.progress.next_step
     if known is not None:
         if known.digest != policy.digest:
@@ -53,8 +63,8 @@ def announce(
     commands: list[Command] = [AddPolicy(policy, now_ms), Record("policy", body, now_ms)]
     if newest is not None and policy.incarnation > newest.incarnation:
         active = [lease for lease in leases if lease.state == LeaseState.ACTIVE]
+        commands += [Save(lease.to(LeaseState.VOID, ended_at_ms=now_ms), lease.state) for lease in active]
         void = [unit for unit in alive if unit.alive]
-        commands += [Save(lease.to(LeaseState.VOID, now_ms), lease.state) for lease in active]
         commands += [Save(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in void]
     trained = [unit for unit in batched if unit.step is not None and unit.step < policy.version]
     return commands + [Save(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
@@ -64,7 +74,9 @@ def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> tuple[list[Un
     """The units of the batch of `step` in order, or None and what it waits for."""
     rules, progress = moment.rules, moment.progress
     _require_next(rules, progress, step)
-    ready = sorted((unit for unit in alive if _is_usable(rules, step, unit)), key=lambda unit: unit.unit)
+    accepted = [unit for unit in alive if unit.state == UnitState.ACCEPTED and unit.step is None]
+    fresh = (unit for unit in accepted if unit.version is not None and not pacing.is_stale(rules, step, unit.version))
+    ready = sorted(fresh, key=lambda unit: unit.unit)
     undecided = [unit for unit in alive if unit.state in UNDECIDED_UNITS]
     chosen = ready[: rules.groups_per_step]
     wanted = pacing.wanted_groups(rules, progress)
@@ -84,10 +96,25 @@ def too_few(moment: Moment, alive: Mapping[UnitState, int], step: int) -> str:
     return _waiting(progress, accepted, wanted, alive) if accepted < wanted else ""
 
 
+def _require_next(rules: Rules, progress: Progress, step: int) -> None:
+    if step >= rules.steps:
+        raise Refusal(409, "batch.finished", f"the run has {rules.steps} steps: there is no step {step}")
+    if step != progress.next_step:
+        raise Refusal(409, "batch.order", f"step {step} comes after step {progress.next_step}, which has no batch yet")
+
+
+def _waiting(progress: Progress, ready: int, wanted: int, alive: Mapping[UnitState, int]) -> str:
+    details = [f"{alive[state]} {state.value}" for state in UnitState if state in UNDECIDED_UNITS and alive.get(state)]
+    rest = f" ({', '.join(details)})" if details else NOBODY_ASKS
+    if progress.policy is None:
+        rest = " (no policy has been published yet)"
+    return f"step {progress.next_step}: {ready} of {wanted} groups{rest}"
+
+
 @dataclass(frozen=True)
 class Sampled:
-    """What was accepted for a step: the submissions of its chosen units by name, and those dropped meanwhile. `tasks`
-    are the tasks of all their units, `known` the rows that these tasks have; where difficulty counts."""
+    """What was accepted for a step: the submissions of its chosen units by name, and those dropped meanwhile; where
+    difficulty counts, the tasks of their units and the rows that these have."""
 
     chosen: Mapping[str, SubmissionRow]
     dropped: Sequence[SubmissionRow] = ()
@@ -102,23 +129,16 @@ def write_down(
     sampled: Sampled,
     leases: Sequence[LeaseRow] = (),
 ) -> tuple[Batch, list[Command]]:
-    """The batch of the next step and what writing it down changes. `leases` are the active ones."""
     rules, step, now_ms = moment.rules, moment.progress.next_step, moment.now_ms
-    groups = []
-    for unit in chosen:
-        row = sampled.chosen[unit.submission or ""]
-        group = BatchGroup(
-            unit=unit.unit, submission=row.submission, node=row.node, policy=row.policy, rewards=row.rewards
-        )
-        groups.append(group)
-    rewards = [*(group.rewards for group in groups), *(row.rewards for row in sampled.dropped)]
+    rows = [sampled.chosen[unit.submission or ""] for unit in chosen]
+    groups = [
+        BatchGroup(unit=row.unit, submission=row.submission, node=row.node, policy=row.policy, rewards=row.rewards)
+        for row in rows
+    ]
     batch = Batch(
-        step=step,
-        groups=tuple(groups),
-        dropped_groups=moment.progress.dropped,
-        sampled_reward=mean_reward(rewards),
-        written_at_ms=now_ms,
-    )
+        step=step, groups=tuple(groups), dropped_groups=moment.progress.dropped,
+        sampled_reward=mean_reward(row.rewards for row in (*rows, *sampled.dropped)), written_at_ms=now_ms,
+    )  # fmt: skip
     # The unit stays accepted until the next version is out; what changes is the step it belongs to.
     commands: list[Command] = [AddBatch(batch)]
     commands += [Save(replace(unit, step=step), unit.state) for unit in chosen]
@@ -150,29 +170,9 @@ def mean_reward(groups: Iterable[Sequence[float]]) -> float | None:
     return math.fsum(rewards) / len(rewards) if rewards else None
 
 
-def _require_next(rules: Rules, progress: Progress, step: int) -> None:
-    if step >= rules.steps:
-        raise Refusal(409, "batch.finished", f"the run has {rules.steps} steps: there is no step {step}")
-    if step != progress.next_step:
-        raise Refusal(409, "batch.order", f"step {step} comes after step {progress.next_step}, which has no batch yet")
-
-
-def _is_usable(rules: Rules, step: int, unit: UnitRow) -> bool:
-    accepted = unit.state == UnitState.ACCEPTED and unit.step is None
-    return accepted and unit.version is not None and not pacing.is_stale(rules, step, unit.version)
-
-
-def _waiting(progress: Progress, ready: int, wanted: int, alive: Mapping[UnitState, int]) -> str:
-    details = [f"{alive[state]} {state.value}" for state in UnitState if state in UNDECIDED_UNITS and alive.get(state)]
-    rest = f" ({', '.join(details)})" if details else NOBODY_ASKS
-    if progress.policy is None:
-        rest = " (no policy has been published yet)"
-    return f"step {progress.next_step}: {ready} of {wanted} groups{rest}"
-
-
 def too_old(rules: Rules, step: int, alive: Sequence[UnitRow], leases: Sequence[LeaseRow]) -> list[UnitRow]:
-    """The alive units whose groups are too old for `step`, or will be when they come in: those that are accepted, that
-    wait for a verdict, or that are leased under an old policy. A place that they hold is lost to units of use."""
+    """The alive units whose groups are too old for `step`, or will be when they come in. A place that they hold is
+    lost."""
     leased = {lease.unit: lease.version for lease in leases if lease.state == LeaseState.ACTIVE}
     versions = {unit.unit: leased.get(unit.unit) if unit.state == UnitState.LEASED else unit.version for unit in alive}
     return [

@@ -29,10 +29,6 @@ class InForce(Message):
     owners: dict[str, str] = Field(default={})
     owners_at_ms: int = 0
 
-    @property
-    def formats(self) -> set[str]:
-        return {format_of(kind) for kind in (*self.kinds, *self.owners)}
-
 
 @dataclass(frozen=True)
 class CalibrationTerms:
@@ -45,13 +41,12 @@ class CalibrationTerms:
 
 
 def terms(in_force: InForce, kind: str, built_in: Collection[str]) -> CalibrationTerms:
-    """The terms for a worker of this kind, which the run takes."""
     if kind in in_force.owners:
         return CalibrationTerms(in_force.owners[kind])
     if kind in in_force.kinds or kind in built_in:
         return CalibrationTerms(in_force.digest)
     number_format = format_of(kind)
-    if kind not in in_force.refused and number_format in {format_of(each) for each in in_force.kinds}:
+    if kind not in in_force.refused and number_format in map(format_of, in_force.kinds):
         return CalibrationTerms(in_force.digest, measured=False)
     for refused, why in in_force.refused.items():
         if format_of(refused) == number_format:
@@ -61,14 +56,14 @@ def terms(in_force: InForce, kind: str, built_in: Collection[str]) -> Calibratio
 
 def taken(in_force: InForce, built_in: Collection[str], measurable: Collection[str]) -> tuple[str, ...]:
     """The kinds that a run takes work of: a worker chooses by them before it downloads anything."""
-    closed = {format_of(kind) for kind in in_force.refused} - in_force.formats
+    closed = set(map(format_of, in_force.refused)) - set(map(format_of, (*in_force.kinds, *in_force.owners)))
     open_kinds = (kind for kind in measurable if format_of(kind) not in closed and kind not in in_force.refused)
     return tuple(dict.fromkeys([*built_in, *open_kinds, *in_force.owners]))
 
 
 def put_in_force(in_force: InForce, digest: str, made: Calibration, policy: PolicyRef | None) -> InForce:
-    """After a validator's calibration. Raises unless it follows the one in force, and was measured with this
-    incarnation of the policy."""
+    """After a validator's calibration: it must follow the one in force, and be measured with this incarnation's
+    policy."""
     if made.replaces != in_force.digest:
         sentence = "another came into force meanwhile: fetch it, join what was measured with it, and try again"
         raise Refusal(409, "calibration.outdated", sentence)

@@ -55,8 +55,6 @@ class AddBatch:
 
 @dataclass(frozen=True)
 class AddVerdict:
-    """Keep the signed verdict as it came, for whoever wants to check it later."""
-
     submission: str
     document: str
 

@@ -38,7 +38,6 @@ def due_until_ms(moment: Moment, is_all_judged: bool) -> int:
 
 
 def earn(node: NodeRow, accepted: SubmissionRow, verdict: str, now_ms: int) -> tuple[NodeRow, Record]:
-    """What an accepted submission brings its node; `verdict` is the signed one as JSON."""
     amount, body = credit_for(accepted.generated_tokens), _proven(accepted, verdict)
     if accepted.matures_at_ms is None:
         return replace(node, credit=node.credit + amount), Record("credit", body, now_ms)
@@ -49,14 +48,14 @@ def earn(node: NodeRow, accepted: SubmissionRow, verdict: str, now_ms: int) -> t
 def mature(
     due: Sequence[SubmissionRow], nodes: Mapping[str, NodeRow], verdicts: Mapping[str, str], now_ms: int
 ) -> list[Command]:
-    """Turn pending credit whose window has passed into credit. `nodes` are those of the `due` submissions, `verdicts`
-    the signed ones on them."""
+    """Turn pending credit whose window has passed into credit. `verdicts` are the signed ones on what is `due`."""
     after = dict(nodes)
     commands: list[Command] = []
     for row in due:
         node, amount = after[row.node], credit_for(row.generated_tokens)
         after[row.node] = replace(node, pending=node.pending - amount, credit=node.credit + amount)
-        commands += [_settled(row), Record("credit", _proven(row, verdicts[row.submission]), now_ms)]
+        commands.append(Save(replace(row, matures_at_ms=None), row.state))
+        commands.append(Record("credit", _proven(row, verdicts[row.submission]), now_ms))
     return commands + [Save(after[name], node.state) for name, node in nodes.items() if after[name] != node]
 
 
@@ -64,13 +63,10 @@ def void(node: NodeRow, pending: Sequence[SubmissionRow], reason: str, now_ms: i
     """The node without its pending credit, and what that writes down (the node itself is left to the caller)."""
     commands: list[Command] = []
     for row in pending:
-        commands += [_settled(row), Record("void", {**_body(row), "reason": reason}, now_ms)]
+        commands.append(Save(replace(row, matures_at_ms=None), row.state))
+        commands.append(Record("void", {**_body(row), "reason": reason}, now_ms))
     lost = sum(credit_for(row.generated_tokens) for row in pending)
     return replace(node, pending=node.pending - lost), commands
-
-
-def _settled(row: SubmissionRow) -> Save[SubmissionRow]:
-    return Save(replace(row, matures_at_ms=None), row.state)
 
 
 def _proven(row: SubmissionRow, verdict: str) -> dict[str, Any]:

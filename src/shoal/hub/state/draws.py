@@ -30,7 +30,6 @@ NO_TASK, EXHAUSTED = "tasks.unusable", "pools.exhausted"
 
 
 def unit_seeds(secret: bytes, run: str, unit: int, count: int) -> tuple[str, ...]:
-    """One 64-bit seed per rollout, as 16 hex digits."""
     texts = [f"shoal/seed/v1\n{run}\n{unit}\n{index}".encode() for index in range(count)]
     return tuple(hmac.new(secret, text, hashlib.sha256).hexdigest()[:16] for text in texts)
 
@@ -76,27 +75,22 @@ def share(seed: int, unit: int, attempt: int) -> float:
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Where `position` of `range(size)` goes under the permutation named `key`."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    value = _feistel(position, half_bits, key)
-    while value >= size:  # leaves the range at most 3 times out of 4 on average: ends, because it is one cycle
-        value = _feistel(value, half_bits, key)
-    return value
-
-
-def _feistel(value: int, half_bits: int, key: str) -> int:
-    mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
-    for turn in range(FEISTEL_ROUNDS):
-        digest = hashlib.sha256(f"shoal/tasks/v1\n{key}\n{turn}\n{right}".encode()).digest()
-        left, right = right, left ^ (int.from_bytes(digest[:8], "big") & mask)
-    return (left << half_bits) | right
+    mask, value = (1 << half_bits) - 1, position
+    while True:  # leaves the range at most 3 times out of 4 on average: ends, because it is one cycle
+        left, right = value >> half_bits, value & mask
+        for turn in range(FEISTEL_ROUNDS):
+            digest = hashlib.sha256(f"shoal/tasks/v1\n{key}\n{turn}\n{right}".encode()).digest()
+            left, right = right, left ^ (int.from_bytes(digest[:8], "big") & mask)
+        value = (left << half_bits) | right
+        if value < size:
+            return value
 
 
 @dataclass(frozen=True)
 class Drawn:
     """A task drawn for a unit (None: its data cannot be used), its row, and whether its prompt can be asked (None: not
-    known yet, for to find out takes longer than anything else here)."""
+    known)."""
 
     task: str | None
     row: TaskRow | None = None
@@ -139,33 +133,23 @@ def pick(rules: PoolRules | None, seed: int, unit: int, known: Sequence[Drawn]) 
 
 
 def alarms(moment: Moment, unit: int, picked: Pick) -> list[Command]:
-    """What the run's owner should know about how this unit got its task, if anything."""
     if picked.task is None:
-        message = (
-            f"none of the {MOST_DRAWN} tasks drawn for unit {unit} can be used, so no unit is made any more; look for "
-            "unusable tasks in the hub's log, and mend the data"
-        )
+        message = f"none of {MOST_DRAWN} tasks drawn for unit {unit} can be used: see the hub's log, and mend the data"
         return [alarm(moment, NO_TASK, message)]
     if picked.exhausted:
-        message = (
-            f"all of the {MOST_DRAWN} tasks drawn for a unit are retired (solved), so that it is one of these again: "
-            "the policy has outgrown the tasks; harder ones would teach it more"
-        )
+        message = f"all of {MOST_DRAWN} tasks drawn for a unit are retired (solved): harder ones would teach more"
         return [alarm(moment, EXHAUSTED, message)]
     return []
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the group of a unit came to: the part of its task that it solved."""
-
     unit: int
     task: str
     rate: float
 
 
 def fold(rules: PoolRules, known: Mapping[str, TaskRow], results: Sequence[Result]) -> list[Command]:
-    """The rows of the tasks that were seen, after these results in order of unit. `known` are their rows before."""
     rows = dict(known)
     for result in sorted(results, key=lambda each: each.unit):
         rows[result.task] = after(rules, rows.get(result.task), result)
@@ -173,7 +157,6 @@ def fold(rules: PoolRules, known: Mapping[str, TaskRow], results: Sequence[Resul
 
 
 def after(rules: PoolRules, row: TaskRow | None, result: Result) -> TaskRow:
-    """A task's row after one more group."""
     before = row or TaskRow(result.task)
     rate = result.rate if before.groups == 0 else RECENT * result.rate + (1 - RECENT) * before.rate
     solved = before.solved + 1 if result.rate >= 1 else 0

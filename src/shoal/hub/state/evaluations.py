@@ -14,8 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from shoal.hub.state.commands import Command, Refusal, Save
-from shoal.hub.state.machines import EvaluationState
-from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, Moment
+from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, EvaluationState, Moment
 from shoal.protocol import Evaluation, EvaluationReport, PolicyRef
 
 SLICE = 32
@@ -36,26 +35,23 @@ def is_due(plan: EvaluationPlan, steps: int, version: int) -> bool:
 
 
 def offer(moment: Moment, policy: PolicyRef, tasks: int, under_way: Sequence[EvaluationRow]) -> list[Command]:
-    """The slices of a version that has just been announced, if it is due. There are `tasks` held-out tasks."""
     plan = moment.rules.evaluation
     if plan is None or not is_due(plan, moment.rules.steps, policy.version):
         return []
-    begun = {(row.incarnation, row.version) for row in under_way if row.state is not EvaluationState.OPEN}
-    kept = {name for name in begun if name[0] == policy.incarnation}
+    begun = {row.version for row in under_way if row.state is not EvaluationState.OPEN}
     commands: list[Command] = [
         Save(row.to(EvaluationState.VOID, validator=None, claimed_until_ms=None), row.state)
         for row in under_way
-        if row.state in OPEN and (row.incarnation, row.version) not in kept
+        if row.state in OPEN and (row.incarnation != policy.incarnation or row.version not in begun)
     ]
-    for first in range(0, min(plan.tasks, tasks), SLICE):
-        count = min(SLICE, min(plan.tasks, tasks) - first)
-        row = EvaluationRow(policy.incarnation, policy.version, first, policy.digest, count)
+    end = min(plan.tasks, tasks)
+    for first in range(0, end, SLICE):
+        row = EvaluationRow(policy.incarnation, policy.version, first, policy.digest, min(SLICE, end - first))
         commands.append(Save(row, None))
     return commands
 
 
 def claim(moment: Moment, under_way: Sequence[EvaluationRow], validator: str) -> Save[EvaluationRow] | None:
-    """The next slice for a validator, of the oldest version first."""
     free = [row for row in under_way if row.state is EvaluationState.OPEN]
     if not free:
         return None
@@ -66,12 +62,8 @@ def claim(moment: Moment, under_way: Sequence[EvaluationRow], validator: str) ->
 
 def put_back(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> list[Save[EvaluationRow]]:
     """Open again what this validator had claimed, for it asks for more and so has lost it, and whatever ran out."""
-    return [
-        _failed(row)
-        for row in under_way
-        if row.state is EvaluationState.CLAIMED
-        and (row.validator == validator or (row.claimed_until_ms or 0) <= now_ms)
-    ]
+    claimed = [row for row in under_way if row.state is EvaluationState.CLAIMED]
+    return [_failed(row) for row in claimed if row.validator == validator or (row.claimed_until_ms or 0) <= now_ms]
 
 
 def free(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> list[EvaluationRow]:
@@ -102,8 +94,7 @@ def report(
         sentence = f"{len(said.scores)} scores for a slice of {row.tasks} tasks at {said.first}"
         raise Refusal(422, "evaluation.scores", sentence)
     found = {"scores": said.scores, "document": document, "decided_at_ms": now_ms}
-    done = row.to(EvaluationState.DONE, validator=validator, claimed_until_ms=None, **found)
-    return [Save(done, row.state)]
+    return [Save(row.to(EvaluationState.DONE, validator=validator, claimed_until_ms=None, **found), row.state)]
 
 
 def results(rows: Iterable[EvaluationRow]) -> list[Evaluation]:
@@ -114,15 +105,16 @@ def results(rows: Iterable[EvaluationRow]) -> list[Evaluation]:
         if known and known[0].incarnation != row.incarnation:
             known.clear()
         known.append(row)
-    found = [_result(slices) for _version, slices in sorted(by_version.items())]
-    return [each for each in found if each.scored or not each.complete]
-
-
-def _result(slices: Sequence[EvaluationRow]) -> Evaluation:
-    scores = [score for row in slices for score in row.scores if score is not None]
-    return Evaluation(
-        policy=slices[0].policy, tasks=sum(row.tasks for row in slices), scored=len(scores),
-        mean=math.fsum(scores) / len(scores) if scores else None, complete=all(row.state not in OPEN for row in slices),
-        partial=any(row.state is EvaluationState.VOID for row in slices),
-        decided_at_ms=max((row.decided_at_ms or 0 for row in slices), default=0),
-    )  # fmt: skip
+    found = []
+    for _version, slices in sorted(by_version.items()):
+        scores = [score for row in slices for score in row.scores if score is not None]
+        complete = all(row.state not in OPEN for row in slices)
+        if scores or not complete:
+            made = Evaluation(
+                policy=slices[0].policy, tasks=sum(row.tasks for row in slices), scored=len(scores),
+                mean=math.fsum(scores) / len(scores) if scores else None, complete=complete,
+                partial=any(row.state is EvaluationState.VOID for row in slices),
+                decided_at_ms=max(row.decided_at_ms or 0 for row in slices),
+            )  # fmt: skip
+            found.append(made)
+    return found

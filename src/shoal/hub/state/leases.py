@@ -15,36 +15,27 @@ from typing import Literal
 
 from shoal.hub.state import newcomers, nodes, pacing
 from shoal.hub.state.commands import Command, Refusal, Save
-from shoal.hub.state.machines import LeaseState, UnitState
-from shoal.hub.state.rows import PROBATION_AUDITS, Holding, LeaseRow, Moment, NodeRow, Rules, UnitRow
+from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, Moment, NodeRow, Rules, UnitRow, UnitState
 from shoal.hub.state.units import fail
 from shoal.protocol import NodeState, PolicyRef
 
 FIRST_LEASE = 4
-"""How often `lease_s` an unproven worker has at most for a lease: enough for a slow machine to show what it can do, and
-not much for one that only says so."""
+"""How often `lease_s` an unproven worker has at most for a lease: enough for a slow machine to show what it can do."""
 PACE_MARGIN = 2
 LONG_TRIES = 2
-"""First leases in a row that last long at once: a machine may be started again in its first, and who sits on them gets
-short ones after that."""
-Short = Literal["", "everywhere", "inside"]
+"""First leases in a row that last long at once: a machine may be restarted in its first."""
 
 
 @dataclass(frozen=True)
 class Absence:
-    """Nobody could reach the hub between these times: it was stopped or suspended, or its database was away.
-
-    from ──────────── away ──────────── until ──── grace ────┐
-         deadlines that fall in here, of leases given out    └─► end only now, and count as nobody's fault
-         before the hub was back                                 (what was overdue before, is overdue)
-    """
+    """Nobody could reach the hub between these times. Deadlines of leases given out before its end that fall into it,
+    or into the grace after it, end with the grace, and count as nobody's fault."""
 
     from_ms: int
     until_ms: int
     grace_ms: int
 
     def struck(self, lease: LeaseRow) -> bool:
-        """Whether the absence took from a lease the time in which its work would have been submitted."""
         return lease.issued_at_ms < self.until_ms and self.from_ms < lease.deadline_ms < self.until_ms + self.grace_ms
 
     def spares(self, lease: LeaseRow, now_ms: int) -> bool:
@@ -53,9 +44,8 @@ class Absence:
 
 @dataclass(frozen=True)
 class Ask:
-    """A worker's request: `held` leases are active already. `tempo` is how fast the run goes, if that is known.
-    `policy` is the one that the worker has loaded (None: whichever is the newest); `behind` if it asks for leases under
-    it though a newer one is out."""
+    """`held` leases are active already. `policy` is the one that the worker has loaded (None: whichever is the newest);
+    `behind` if it asks for leases under it though a newer one is out."""
 
     node: NodeRow
     request: str
@@ -71,12 +61,12 @@ class Ask:
 class LeasePlan:
     """What a request may have: these open units `again` and so many `fresh` ones, under a policy. If nothing comes of
     it, the reason in words; `held_back` if the reason is in the node, not in a lack of units. `short` if the node could
-    start at once and only a unit is wanting: there is none, newcomers have their share, or it `yields` to others;
-    "inside" if it is others of its own network that have them, or are first."""
+    start at once and only a unit is wanting ("inside": others of its own network have them, or are first), or it
+    `yields` to others."""
 
     waiting: str = ""
     held_back: bool = False
-    short: Short = ""
+    short: Literal["", "everywhere", "inside"] = ""
     yields: bool = False
     again: tuple[UnitRow, ...] = ()
     fresh: int = 0
@@ -84,11 +74,10 @@ class LeasePlan:
 
 
 def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> LeasePlan:
-    """Which units, and how many new ones, a worker may have now."""
-    nodes.require_welcome(ask.node)
-    if ask.node.state is NodeState.SUSPENDED:
-        return LeasePlan(nodes.suspended_for(ask.node, moment.now_ms), held_back=True)
-    rules, progress, crowd = moment.rules, moment.progress, ask.crowd
+    node, rules, progress, crowd = ask.node, moment.rules, moment.progress, ask.crowd
+    nodes.require_welcome(node)
+    if node.state is NodeState.SUSPENDED:
+        return LeasePlan(nodes.suspended_for(node, moment.now_ms), held_back=True)
     policy = progress.policy
     if policy is None or pacing.is_finished(rules, progress):
         return LeasePlan("the run is finished" if policy else "no policy has been published yet")
@@ -98,66 +87,55 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> LeasePlan:
             return LeasePlan(waiting, held_back=True)
         policy = ask.policy
         moment = replace(moment, progress=replace(progress, policy=policy))  # so are room and time left
-    most = nodes.window(rules, ask.node)
+    most = nodes.window(rules, node)
     if ask.held >= most:
         waiting = f"this node holds {ask.held} leases, the most that it may hold now: submit or release some"
         return LeasePlan(waiting, held_back=True)
-    count = pacing.lease_size(moment, ask.tempo, ask.node.pace_ms, ask.held, min(ask.max_units, most - ask.held))
+    count = pacing.lease_size(moment, ask.tempo, node.pace_ms, ask.held, min(ask.max_units, most - ask.held))
     if count <= 0:
-        waiting = (
-            f"a group takes this node {ask.node.pace_ms / 1000:.1f} s and it holds {ask.held}: with more, they would "
-            f"be back when policy {policy.label} is too old to train on"
-        )
+        pace = f"a group takes this node {node.pace_ms / 1000:.1f} s and it holds {ask.held}"
+        waiting = f"{pace}: more would be back when policy {policy.label} is too old to train on"
         return LeasePlan(waiting, held_back=True)
-    room = newcomers.room_for(moment, ask.node, crowd)
-    if room is not None and room < 1:
+    allowed = newcomers.room_for(moment, node, crowd)
+    if allowed is not None and allowed < 1:
         return _crowded(moment, ask)
-    again = open_units if newcomers.may_try_again(moment, ask.node, crowd) else ()
-    free = len(again) + pacing.room(rules, moment.progress)
-    left = newcomers.left_by_turns(moment, ask.node, crowd, free)
+    again = open_units if newcomers.may_try_again(moment, node, crowd) else ()
+    room = pacing.room(rules, moment.progress)
+    free = len(again) + room
+    left = newcomers.left_by_turns(moment, node, crowd, free)
     if left < 1 <= free:
         waiting = "newcomers of other networks are first: they had fewer units"
         return LeasePlan(waiting, held_back=True, short="everywhere", yields=True)
-    left = min(left, newcomers.left_inside(moment, ask.node, crowd, left))
+    left = min(left, newcomers.left_inside(moment, node, crowd, left))
     if left < 1 <= free:
         waiting = "other newcomers of this network are first: they had fewer units"
         return LeasePlan(waiting, held_back=True, short="inside", yields=True)
-    if ask.node.lapses and newcomers.is_brief(moment, ask.node, crowd):
-        waiting = (
-            "units are left for `lease_s` only, and this node's last lease came to nothing: it gets one that lasts "
-            "longer when other new keys have finished theirs"
-        )
+    if node.lapses and newcomers.is_brief(moment, node, crowd):
+        waiting = "this node's last lease came to nothing: it gets another when other new keys have finished theirs"
         return LeasePlan(waiting, held_back=True, short="everywhere")
-    count = min(count, left) if room is None else min(count, left, room)
+    count = min(count, left, count if allowed is None else allowed)
     chosen = tuple(sorted(again, key=lambda unit: unit.unit)[:count])
-    fresh = min(count - len(chosen), pacing.room(rules, moment.progress))
     held_back = len(again) < len(open_units)
-    return LeasePlan(why_no_unit(moment), held_back, "everywhere", again=chosen, fresh=fresh, policy=policy)
+    return LeasePlan(
+        why_no_unit(moment), held_back, "everywhere", again=chosen, fresh=min(count - len(chosen), room), policy=policy
+    )
 
 
 def _crowded(moment: Moment, ask: Ask) -> LeasePlan:
-    """Newcomers have their share: all together, those of the node's network, or the node itself."""
-    own = newcomers.own_room(moment, ask.node, ask.crowd)
-    if own is not None and own < 1 and ask.crowd.in_hand.own:
+    own, in_hand = newcomers.own_room(moment, ask.node, ask.crowd), ask.crowd.in_hand
+    if own is not None and own < 1 and in_hand.own:
         waiting = "this node has one unit in hand, the most that it may have until its first group is accepted"
         return LeasePlan(waiting, held_back=True)
     if own is not None and own < 1:
-        units = ask.crowd.in_hand.unproven[ask.node.network]
-        waiting = (
-            f"other new keys of this network have {units} units in hand, the most that they may have together until "
-            "one of their groups is accepted"
-        )
+        units = in_hand.unproven[ask.node.network]
+        waiting = f"other new keys of this network have {units} units in hand, their most until a group is accepted"
         return LeasePlan(waiting, held_back=True, short="inside")
     counted, most = newcomers.counted(moment, ask.node, ask.crowd), newcomers.most_in_hand(moment)
-    waiting = (
-        f"nodes on probation have {counted} units in hand, and may have {most} together while established "
-        f"ones are here: a place comes free with every group that is judged; probation ends after {PROBATION_AUDITS}"
-    )
+    waiting = f"nodes on probation have {counted} units in hand, and may have {most} while established ones are here"
     return LeasePlan(waiting, held_back=True, short="everywhere")
 
 
 def why_no_unit(moment: Moment) -> str:
-    """Why there is nothing to give out, in words."""
     rules, progress = moment.rules, moment.progress
     label = progress.policy.label if progress.policy else "?"
     if pacing.room(rules, progress) > 0:
@@ -179,34 +157,24 @@ def entrust(moment: Moment, units: Sequence[UnitRow]) -> LeasePlan:
 def issue(
     moment: Moment, ask: Ask, planned: LeasePlan, fresh: Sequence[UnitRow] = ()
 ) -> list[tuple[LeaseRow, UnitRow]]:
-    """The leases that come of a plan, each with its unit as it was; `fresh` are those that were made by it."""
-    units, policy = [*planned.again, *fresh], planned.policy
+    units, policy, now_ms = [*planned.again, *fresh], planned.policy, moment.now_ms
     if policy is None:
         return []
     under = replace(moment, progress=replace(moment.progress, policy=policy))
     brief = newcomers.is_brief(under, ask.node, ask.crowd)
-    first_ms = at_first_ms(moment.rules, ask.node, ask.held + len(units), brief)
+    deadline_ms = now_ms + at_first_ms(moment.rules, ask.node, ask.held + len(units), brief)
+    hard_ms = now_ms + longest_ms(moment.rules, ask.node, brief)
     return [
         (
-            LeaseRow(
-                lease=f"u{unit.unit}a{unit.attempt}",  # unique, because every lease of a unit has its own attempt
-                unit=unit.unit,
-                node=ask.node.node,
-                attempt=unit.attempt,
-                request=ask.request,
-                incarnation=policy.incarnation,
-                version=policy.version,
-                digest=policy.digest,
-                issued_at_ms=moment.now_ms,
-                deadline_ms=moment.now_ms + first_ms,
-                hard_deadline_ms=moment.now_ms + longest_ms(moment.rules, ask.node, brief),
-                granted=len(units),
-                brief=brief,
+            LeaseRow(  # its name is unique, because every lease of a unit has its own attempt
+                f"u{unit.unit}a{unit.attempt}", unit.unit, ask.node.node, unit.attempt, ask.request,
+                policy.incarnation, policy.version, policy.digest, now_ms, deadline_ms, hard_deadline_ms=hard_ms,
+                granted=len(units), brief=brief,
             ),
             unit,
         )
         for unit in units
-    ]
+    ]  # fmt: skip
 
 
 def issued(leases: Sequence[tuple[LeaseRow, UnitRow]], next_unit: int) -> list[Command]:
@@ -218,7 +186,6 @@ def issued(leases: Sequence[tuple[LeaseRow, UnitRow]], next_unit: int) -> list[C
 
 
 def longest_ms(rules: Rules, node: NodeRow, brief: bool = False) -> int:
-    """How long a lease of this node lasts at the most, however much progress it makes."""
     if brief:
         return rules.lease_ms
     most_ms = max(rules.lease_ms, rules.lease_hard_ms)
@@ -226,11 +193,9 @@ def longest_ms(rules: Rules, node: NodeRow, brief: bool = False) -> int:
 
 
 def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) -> int:
-    """How long a lease lasts before any progress, for a node that is to generate so many units together. On probation
-    progress is shown in chunks of `proof_rows` tokens. With fewer than `FIRST_LEASE` of them, one may take longer than
-    `lease_s` though the group is finished in time, so a first lease lasts as long as it can at once. After that it is
-    `PACE_MARGIN` times what the node has needed so far: an established one is believed, but its engine says something
-    every few tokens only."""
+    """How long a lease lasts before any progress, for a node that is to generate so many units together: `PACE_MARGIN`
+    times what it has needed so far. New nodes show progress in chunks of `proof_rows` tokens: where there are too few
+    of these to renew a first lease in time, it lasts as long as it can at once."""
     most_ms = longest_ms(rules, node, brief)
     if node.unproven and node.lapses < LONG_TRIES and rules.max_new_tokens < FIRST_LEASE * rules.proof_rows:
         return most_ms
@@ -238,24 +203,24 @@ def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) ->
 
 
 def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, int]) -> list[Save[LeaseRow]]:
-    """Give a node more time for the active leases on which it says to have gone on: `lease_s` from now. What it says is
+    """Give a node `lease_s` from now for the active leases on which it says to have made progress. What it says is
     believed as far as a group has tokens, and never beyond the hard deadline."""
     most = moment.rules.group_size * moment.rules.max_new_tokens
     renewed = []
     for lease in (held.lease for held in holdings):
         tokens = min(progress.get(lease.lease, 0), most)
         if lease.state is LeaseState.ACTIVE and tokens > lease.progress:
-            latest_ms = max(lease.deadline_ms, lease.hard_deadline_ms)
-            deadline_ms = min(max(lease.deadline_ms, moment.now_ms + moment.rules.lease_ms), latest_ms)
-            renewed.append(Save(replace(lease, progress=tokens, deadline_ms=deadline_ms), lease.state))
+            later_ms = min(moment.now_ms + moment.rules.lease_ms, lease.hard_deadline_ms)
+            row = replace(lease, progress=tokens, deadline_ms=max(lease.deadline_ms, later_ms))
+            renewed.append(Save(row, lease.state))
     return renewed
 
 
 def expire(
     moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
 ) -> list[Command]:
-    """End the leases that are past their deadline. What the hub's last `absence` struck is nobody's fault. That is no
-    failure of the unit: whoever hoards leases, or submits rubbish, must not be able to void work."""
+    """End the leases that are past their deadline. That is no failure of the unit: whoever hoards leases must not be
+    able to void work."""
     active = [held for held in holdings if held.lease.state is LeaseState.ACTIVE]
     return end(moment, [held for held in active if held.lease.deadline_ms <= moment.now_ms], holders, absence)
 
@@ -273,16 +238,19 @@ def end(
     moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
 ) -> list[Command]:
     """End active leases: their time is over, or their node has lost them or is gone. Their units are open again.
-    `holders` are the nodes that hold them. Each pays once for all that lapses now, but for validators: theirs count as
-    attempts on the unit instead, so that no step waits for ever for what none of them can do."""
+    Each of the `holders` pays once for all that lapses now, unless the hub's `absence` is to blame; validators do not:
+    theirs count as attempts on the unit, so that no step waits for ever for what none of them can do."""
     ours = [held for held in holdings if holders[held.lease.node].trusted]
     theirs = [held for held in holdings if not holders[held.lease.node].trusted]
     lapsed = [held.lease.node for held in theirs if absence is None or not absence.struck(held.lease)]
     commands = fail(moment, _still_leased(ours), trusted=True)
     for name, count in sorted(Counter(lapsed).items()):
         commands += nodes.lapse(moment.rules, holders[name], count, moment.now_ms)
-    commands += [Save(held.lease.to(LeaseState.EXPIRED, moment.now_ms), held.lease.state) for held in holdings]
-    return commands + reopened(theirs)
+    return commands + _ended(holdings, LeaseState.EXPIRED, moment.now_ms) + reopened(theirs)
+
+
+def _ended(holdings: Sequence[Holding], state: LeaseState, now_ms: int) -> list[Command]:
+    return [Save(held.lease.to(state, ended_at_ms=now_ms), held.lease.state) for held in holdings]
 
 
 def reopened(holdings: Sequence[Holding]) -> list[Command]:
@@ -295,19 +263,19 @@ def _still_leased(holdings: Sequence[Holding]) -> list[UnitRow]:
 
 
 def release(moment: Moment, node: NodeRow, holdings: Sequence[Holding]) -> list[Command]:
-    """A worker gives leases back. Ended ones are ignored, so that asking twice is harmless. A release is no failure of
-    the unit: no number of stopping workers can void it. It halves the node's window."""
+    """A worker gives leases back; ended ones are ignored. It halves the node's window, and is no failure of the unit:
+    no number of stopping workers can void it."""
     if any(held.lease.node != node.node for held in holdings):
         raise Refusal(403, "lease.not_yours", "a lease that is to be given back belongs to another node")
     given = [held for held in holdings if held.lease.state is LeaseState.ACTIVE]
     if not given:
         return []
-    ended = [Save(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
-    return [*nodes.give_back(moment.rules, node, len(given), moment.now_ms), *ended, *reopened(given)]
+    paid = nodes.give_back(moment.rules, node, len(given), moment.now_ms)
+    return paid + _ended(given, LeaseState.RELEASED, moment.now_ms) + reopened(given)
 
 
 def give_up(moment: Moment, holdings: Sequence[Holding], left: Container[str]) -> list[Command]:
-    """End those of a validator's leases that it names: it could not generate their units."""
+    """What a validator names it could not generate."""
     given = [held for held in holdings if held.lease.lease in left and held.lease.state is LeaseState.ACTIVE]
-    ended = [Save(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
-    return [*ended, *fail(moment, _still_leased(given), trusted=True)]
+    ended = _ended(given, LeaseState.RELEASED, moment.now_ms)
+    return ended + fail(moment, _still_leased(given), trusted=True)

@@ -1,9 +1,8 @@
 """Newcomers: nodes on probation share a bounded part of the run, so that a flood of fresh keys starves nobody.
 
 ARCHITECTURE.md lists the rules and what each stops. They hold only while established nodes are here: at the start of a
-run, or when they are gone, newcomers take all. With `newcomer_share = 1` none holds: for runs whose workers are all
-known. A synchronous step needs every one of its units: a newcomer who sits on one can still delay it, by as long as its
-lease lasts.
+run, or when they are gone, newcomers take all. With `newcomer_share = 1` none holds. A synchronous step needs every one
+of its units: a newcomer who sits on one can still delay it, by as long as its lease lasts.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ is submitted at once, and would bring the next unit."""
 
 @dataclass(frozen=True)
 class Crowd:
-    """Nodes on probation, all together: the units in their hands; whether established nodes are here, and asking; and
-    how many other networks wait whose turn it is before this node's, and how many others inside its network;
-    and how many units were `taken` from its address since a group from there was accepted."""
+    """What all nodes on probation have in hand; whether established nodes are here, and asking; how many other networks
+    wait whose turn it is before this node's, and how many others inside it; and how many units were `taken` from its
+    address since a group from there was accepted."""
 
     in_hand: InHand = field(default_factory=InHand)
     established: bool = False
@@ -43,54 +42,50 @@ def most_in_hand(moment: Moment) -> int:
 
 
 def room_for(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
-    """How many more units this node may take as far as newcomers' share goes; None if there is no bound."""
-    bounds = [own_room(moment, node, crowd)]
+    """How many more units this node may take by newcomers' share; None if there is no bound."""
+    own = own_room(moment, node, crowd)
+    bounds = [] if own is None else [own]
     if is_bounded(moment, node, crowd):
         bounds.append(most_in_hand(moment) - counted(moment, node, crowd))
-    found = [bound for bound in bounds if bound is not None]
-    return max(0, min(found)) if found else None
+    return max(0, min(bounds)) if bounds else None
 
 
 def counted(moment: Moment, node: NodeRow, crowd: Crowd) -> int:
     """How many units newcomers have in hand, as far as this node is concerned: another network counts for half of the
-    share at the most, and so do the long leases of all others together. They may have more, from before established
-    nodes were here, or because nobody else wanted any. Nothing is on top of the share for addresses that waste it."""
-    most = half(most_in_hand(moment))
+    share at the most, and so do the long leases of all others together. Nothing is on top of the share for addresses
+    that waste it."""
+    most, networks = half(most_in_hand(moment)), crowd.in_hand.networks
     if _rounds(crowd, most):
-        return sum(crowd.in_hand.networks.values())
-    units = sum(
-        units if network in ("", node.network) else min(units, most)
-        for network, units in crowd.in_hand.networks.items()
-    )
+        return sum(networks.values())
+    units = sum(count if network in ("", node.network) else min(count, most) for network, count in networks.items())
     return units - max(0, _long_elsewhere(node, crowd, most) - most) - _excess(node, crowd, most)
-
-
-def _long_elsewhere(node: NodeRow, crowd: Crowd, most: int) -> int:
-    long = crowd.in_hand.long
-    return sum(min(units, most) for network, units in long.items() if network not in ("", node.network))
 
 
 def half(units: int) -> int:
     return max(1, units // 2)
 
 
-def all_together(moment: Moment, crowd: Crowd) -> int:
-    return most_in_hand(moment) if crowd.established else pacing.cap(moment.rules, moment.progress)
-
-
 def own_room(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
     """How many more units this node may take by itself and with its network, whatever others have in hand."""
     if not node.unproven or moment.rules.newcomer_share >= 1:
         return None
-    if not node.network:
-        return FIRST_UNITS - crowd.in_hand.own
-    return min(FIRST_UNITS - crowd.in_hand.own, _network_room(moment, node, crowd))
+    own = FIRST_UNITS - crowd.in_hand.own
+    return min(own, _network_room(moment, node, crowd)) if node.network else own
+
+
+def _all_together(moment: Moment, crowd: Crowd) -> int:
+    return most_in_hand(moment) if crowd.established else pacing.cap(moment.rules, moment.progress)
 
 
 def _network_room(moment: Moment, node: NodeRow, crowd: Crowd) -> int:
-    most = half(all_together(moment, crowd))
+    most = half(_all_together(moment, crowd))
     rounds, unproven = _rounds(crowd, most), crowd.in_hand.unproven.get(node.network, 0)
     return max(1, most >> 2 * rounds) - unproven if rounds else most - unproven + _excess(node, crowd, most)
+
+
+def _long_elsewhere(node: NodeRow, crowd: Crowd, most: int) -> int:
+    long = crowd.in_hand.long
+    return sum(min(units, most) for network, units in long.items() if network not in ("", node.network))
 
 
 def _excess(node: NodeRow, crowd: Crowd, most: int) -> int:
@@ -107,7 +102,7 @@ def is_brief(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
     """Whether the next lease of this node is one of those that end after `lease_s`, whatever progress it makes."""
     if not node.unproven or not node.network or moment.rules.newcomer_share >= 1:
         return False
-    most, own = all_together(moment, crowd), crowd.in_hand.long.get(node.network, 0)
+    most, own = _all_together(moment, crowd), crowd.in_hand.long.get(node.network, 0)
     of_a_network = half(half(most))
     return own >= of_a_network or own + _long_elsewhere(node, crowd, of_a_network) >= half(most)
 
@@ -142,24 +137,19 @@ def is_bounded(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
 def choose(
     established: Sequence[SubmissionRow], newcomers: Sequence[SubmissionRow], owed: float, count: int, share: float
 ) -> tuple[list[SubmissionRow], float]:
-    """Which `count` submissions are audited next, and how many tokens are owed to newcomers after that. Both parts wait
-    for an audit, lowest unit first. Every audit of an established node's group saves up tokens for newcomers, so that
-    they get `share` of all tokens; a group of theirs is next when there is enough for it. What one side leaves the
-    other takes."""
+    """Which `count` submissions are audited next, and how many tokens are owed to newcomers after that. Every audit of
+    an established node's group saves up tokens for newcomers, so that they get `share` of all tokens; a group of theirs
+    is next when there is enough for it. What one side leaves the other takes."""
     if not newcomers:
         return list(established[:count]), 0.0
-    costs = [_cost(row) for row in (*established[:count], *newcomers)]
-    first, second = deque(established), deque(newcomers)
+    first, second = deque(established[:count]), deque(newcomers)
+    most = max(max(1, row.tokens) for row in (*first, *second))
     chosen: list[SubmissionRow] = []
     while len(chosen) < count and (first or second):
-        if second and (not first or owed >= _cost(second[0])):
+        if second and (not first or owed >= max(1, second[0].tokens)):
             chosen.append(second.popleft())
-            owed = max(0.0, owed - _cost(chosen[-1]))
+            owed = max(0.0, owed - max(1, chosen[-1].tokens))
         else:
             chosen.append(first.popleft())
-            owed += _cost(chosen[-1]) * share / (1 - share)
-    return chosen, min(owed, max(costs) / (1 - share))  # what nobody claimed is not saved up for ever
-
-
-def _cost(row: SubmissionRow) -> int:
-    return max(1, row.tokens)
+            owed += max(1, chosen[-1].tokens) * share / (1 - share)
+    return chosen, min(owed, most / (1 - share))  # what nobody claimed is not saved up for ever

@@ -6,9 +6,8 @@
                    ▲                                                                         │
                    └────────────────── pardon by the owner ◄── banned ◄── one certain, or two statistical failures
 
-What lapses at one time halves the window once: a machine that is switched off with eight leases has failed once. Giving
-back halves too, because nobody can tell a worker that stops from one that takes units to keep them from others; it
-counts as lapsed only for a node whose window is one.
+What lapses at one time halves the window once. Giving back halves too, because nobody can tell a worker that stops from
+one that takes units to keep them from others; it counts as lapsed only for a node whose window is one.
 
 A suspended node gets no leases; what it holds it may submit. A banned one gets none; those it holds are void and their
 units open again; what it had submitted before is still judged.
@@ -23,19 +22,17 @@ from typing import Any
 
 from shoal.hub.state import reputation
 from shoal.hub.state.commands import Command, Record, Refusal, Save
-from shoal.hub.state.machines import LeaseState, UnitState
-from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, Rules
+from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, NodeRow, Rules, UnitState
 from shoal.protocol import NodeState, Registration, Severity, SignedDocument, Tally, Verdict, node_id
 from shoal.protocol.node import Liveness
 
 CERTAIN_TO_BAN, STATISTICAL_TO_BAN = 1, 2
-SOFT_TO_SUSPEND = 4
+SOFT_TO_SUSPEND, LAPSES_TO_SUSPEND = 4, 8
 HERE_MS = 20_000
 """Four heartbeats with ordinary settings. A worker that is not here any more loses its leases."""
 SILENT_MS = 300_000
 """After this long a node is gone, not merely out of sight."""
 FIRST_PART = 4
-LAPSES_TO_SUSPEND = 8
 PACE_WEIGHT = 4
 """The newest measurement counts a quarter in a node's pace."""
 FIRST_MS, LONGEST_MS = 60_000, 24 * 60 * 60 * 1000
@@ -43,10 +40,9 @@ OVER = "the suspension is over"
 
 
 def register(known: NodeRow | None, registration: Registration, now_ms: int) -> tuple[NodeRow, list[Command]]:
-    """The node's row. The same registration again changes nothing; a key cannot change its role, nor its owner. A
-    banned node keeps the name that it was banned under: it is found by it, and reappears under no other. The owner is
-    the key that signed the vouch which the node brought along; the first one stays. A worker is written into the ledger
-    with its first accepted work (`joined`), trusted roles at once."""
+    """The node's row. The same registration again changes nothing; a key cannot change its role, nor its owner, which
+    is the key that signed the vouch. A banned node keeps the name that it was banned under. A worker is written into
+    the ledger with its first accepted work (`joined`), trusted roles at once."""
     vouch = registration.vouch
     owner, document = ("", "") if vouch is None else (vouch.signed_by, vouch.model_dump_json())
     name, software = registration.name, registration.software
@@ -60,15 +56,11 @@ def register(known: NodeRow | None, registration: Registration, now_ms: int) -> 
         sentence = f"this key is registered as {known.role}; use another key to take part as {registration.role}"
         raise Refusal(409, "node.role", sentence)
     if known.owner and owner not in ("", known.owner):
-        sentence = (
-            f"node {known.node} has an owner already ({known.owner[:16]}…), and what it earns stays with that one; "
-            "give this machine a new key to work for another owner (another --folder)"
-        )
+        sentence = f"node {known.node} has an owner already ({known.owner[:16]}…): use a new key (another --folder)"
         raise Refusal(409, "vouch.owner", sentence)
     if known.state is NodeState.BANNED:
         return known, []
-    owner, document = known.owner or owner, known.vouch or document
-    row = replace(known, name=name, software=software, owner=owner, vouch=document)
+    row = replace(known, name=name, software=software, owner=known.owner or owner, vouch=known.vouch or document)
     vouched = _vouched(row, now_ms) if row.on_chain and not known.owner else []
     return row, [] if row == known else [Save(row, known.state), *vouched]
 
@@ -101,9 +93,7 @@ def liveness(last_seen_ms: int, now_ms: int) -> Liveness:
     ['here', 'silent', 'gone']
     """
     unheard_ms = now_ms - last_seen_ms
-    if unheard_ms <= HERE_MS:
-        return "here"
-    return "silent" if unheard_ms <= SILENT_MS else "gone"
+    return "here" if unheard_ms <= HERE_MS else "silent" if unheard_ms <= SILENT_MS else "gone"
 
 
 def window(rules: Rules, node: NodeRow) -> int:
@@ -131,8 +121,8 @@ def give_back(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Comm
 
 
 def delivered(node: NodeRow, lease: LeaseRow, now_ms: int) -> NodeRow:
-    """The node after it submitted something for `lease`: it is at work, and this is how fast. Leases of one request are
-    generated together and come back together, so each has taken its part of the time only."""
+    """The node's pace after a submission. Leases of one request are generated together: each took its part of the
+    time."""
     took_ms = max(1, (now_ms - lease.issued_at_ms) // max(1, lease.granted))
     pace_ms = took_ms if node.pace_ms == 0 else (node.pace_ms * (PACE_WEIGHT - 1) + took_ms) // PACE_WEIGHT
     return replace(node, lapses=0, pace_ms=max(1, pace_ms))
@@ -145,15 +135,12 @@ def is_over(node: NodeRow) -> bool:
 def reject(
     node: NodeRow, verdict: Verdict, severity: Severity | None, holdings: Sequence[Holding], now_ms: int
 ) -> list[Command]:
-    """Count a rejected submission, as `severity` says; suspend or ban the node if that was one too many."""
     struck = reputation.failed(node, severity, verdict.reason, now_ms)
+    reason = f"{verdict.reason}: {verdict.message}" if verdict.message else verdict.reason
     if node.state is NodeState.BANNED:
         return [Save(struck, node.state)]
-    reason = f"{verdict.reason}: {verdict.message}" if verdict.message else verdict.reason
-    if severity is not None and is_over(struck):
-        return ban(struck, reason, holdings, now_ms)
     if severity is not None:
-        return suspend(struck, reason, now_ms)
+        return ban(struck, reason, holdings, now_ms) if is_over(struck) else suspend(struck, reason, now_ms)
     if node.state is NodeState.ACTIVE and struck.soft >= SOFT_TO_SUSPEND:
         return suspend(struck, f"{struck.soft} groups in a row were rejected, the last for {reason}", now_ms)
     return [Save(struck, node.state)]
@@ -173,8 +160,8 @@ def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) 
     if node.state is NodeState.BANNED:
         raise Refusal(409, "node.banned", f"node {node.node} is banned: a suspension would be no more than that")
     until_ms = now_ms + (suspension_ms(node.suspensions) if for_ms is None else for_ms)
-    moved = node if node.state is NodeState.SUSPENDED else node.to(NodeState.SUSPENDED)
     until_ms = max(until_ms, node.until_ms or 0)
+    moved = node if node.state is NodeState.SUSPENDED else node.to(NodeState.SUSPENDED)
     row = replace(moved, reason=reason, until_ms=until_ms, suspensions=node.suspensions + 1)
     return [Save(row, node.state), *_recorded(row, now_ms, until_ms=until_ms)]
 
@@ -185,20 +172,18 @@ def ban(node: NodeRow, reason: str, holdings: Sequence[Holding], now_ms: int) ->
     commands: list[Command] = [Save(banned, node.state), *_recorded(banned, now_ms)]
     for held in holdings:
         if held.lease.node == node.node and held.lease.state == LeaseState.ACTIVE:
-            commands.append(Save(held.lease.to(LeaseState.VOID, now_ms), held.lease.state))
+            commands.append(Save(held.lease.to(LeaseState.VOID, ended_at_ms=now_ms), held.lease.state))
             if held.unit.state is UnitState.LEASED:  # not too old meanwhile
                 commands.append(Save(held.unit.reopened(), held.unit.state))
     return commands
 
 
 def pardon(node: NodeRow, reason: str, now_ms: int) -> list[Command]:
-    """The owner takes a sanction back: active again, without strikes or record, and on probation like anybody new."""
     if node.state is NodeState.ACTIVE:
         return []
-    row = replace(
-        node.to(NodeState.ACTIVE, reason="", until_ms=None),
-        certain=0, statistical=0, streak=0, passed=0, soft=0, lapses=0, suspensions=0, record=Tally(), doubt=0.0,
-        failed_check="",
+    row = node.to(
+        NodeState.ACTIVE, reason="", until_ms=None, certain=0, statistical=0, streak=0, passed=0, soft=0, lapses=0,
+        suspensions=0, record=Tally(), doubt=0.0, failed_check="",
     )  # fmt: skip
     return [Save(row, node.state), *_recorded(row, now_ms, reason=reason)]
 

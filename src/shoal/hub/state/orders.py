@@ -26,14 +26,10 @@ from shoal.protocol.status import Conduct, OwnerOrders
 
 REMEMBERED_MS = 3 * MAX_SKEW_MS
 CONDUCTS: Mapping[AdminVerb, Conduct] = {
-    AdminVerb.PAUSE: "paused",
-    AdminVerb.DRAIN: "draining",
-    AdminVerb.RESUME: "running",
-}
+    AdminVerb.PAUSE: "paused", AdminVerb.DRAIN: "draining", AdminVerb.RESUME: "running"
+}  # fmt: skip
 PARTICIPLES = {AdminVerb.SUSPEND: "suspended", AdminVerb.BAN: "banned", AdminVerb.PARDON: "under no sanction"}
 SANCTIONS = frozenset(PARTICIPLES)
-
-
 REVOKED = "its key was revoked by the run's owner"
 """Why a node is banned whose key is trusted for nothing any more."""
 
@@ -67,8 +63,7 @@ class Orders(Message):
         return tuple(dict.fromkeys([*found, *self.relays]))
 
     def trusted(self, configured: Iterable[SignedDocument]) -> tuple[SignedDocument, ...]:
-        """The certificates in force: those that the hub was started with and later ones, without revoked keys. An
-        admin's is not among them: it comes with each order, and nobody else has to know of it."""
+        """The certificates in force. An admin's is not among them: it comes with each order."""
         found = {
             str(signed.document.get("public_key")): signed
             for signed in (*configured, *self.certificates)
@@ -88,26 +83,22 @@ class Estate:
 
 
 def require_fresh(action: AdminAction, now_ms: int) -> None:
-    """Refuse an order that is dated elsewhere than now: it may be an old one that somebody kept."""
     off_ms = action.issued_at_ms - now_ms
     if abs(off_ms) > MAX_SKEW_MS:
-        sentence = (
-            f"the order is dated {abs(off_ms) / 1000:.0f} s {'ahead of' if off_ms > 0 else 'behind'} the hub's clock; "
-            f"at most {MAX_SKEW_MS // 1000} s are allowed: set this machine's clock, and give the order again"
-        )
+        off = f"{abs(off_ms) / 1000:.0f} s {'ahead of' if off_ms > 0 else 'behind'} the hub's clock"
+        sentence = f"the order is dated {off} (at most {MAX_SKEW_MS // 1000} s): set this machine's clock"
         raise Refusal(401, "admin.skew", sentence)
 
 
 def require_pardonable(orders: Orders, public_key: str) -> None:
-    """Refuse to pardon a node whose key was revoked, whoever orders it: that is for good, and for some keys only the
-    root may do it, so nobody else may undo it."""
+    """A revocation is for good: for some keys only the root may do it, so nobody else may undo it."""
     if public_key in orders.revoked:
         raise Refusal(409, "admin.revoked", f"key {public_key[:16]}… was revoked, and that is for good: make a new one")
 
 
 def require_worker(role: str, public_key: str) -> None:
-    """Refuse to ban or suspend whom the root key vouches for: the run would wait for it, or end, with nothing said.
-    Its key is what it is trusted by, so that is what is taken from it."""
+    """The run would wait for a banned trusted node, or end, with nothing said. Its key is what it is trusted by, so
+    that is what is taken from it."""
     if role == "trainer":
         raise Refusal(409, "admin.role", "a trainer cannot be banned or suspended: pause the run, or end it")
     if role != "worker":
@@ -117,8 +108,8 @@ def require_worker(role: str, public_key: str) -> None:
 def apply_order(
     orders: Orders, action: AdminAction, estate: Estate, by_root: bool, now_ms: int
 ) -> tuple[Orders, bool, str]:
-    """What is in force after the owner's order, whether that changed anything, and in words. Sanctions are left to the
-    caller: they are about a node, not about the run."""
+    """What is in force after the order, whether that changed anything, and in words. Sanctions are left to the
+    caller."""
     kept = tuple((known, at_ms) for known, at_ms in orders.seen if now_ms - at_ms <= REMEMBERED_MS)
     noted = orders.model_copy(update={"seen": (*kept, (action.id, now_ms))})
     verb, changes = action.verb, dict[str, Any]()

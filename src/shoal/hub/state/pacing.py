@@ -10,7 +10,7 @@ for. Counting it this way, and not by who came first, keeps staleness 0 determin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.hub.state.rows import Moment, Progress, Rules
@@ -19,9 +19,9 @@ from shoal.protocol import PolicyRef
 LAST_BATCHES = 5
 """The time between so many batches tells how long a step takes."""
 OVERDUE_PART = 4
-"""A step that takes longer than the last ones will be over soon, but nobody knows when: a quarter of a step is left."""
+"""Of a step that takes longer than the last ones, nobody knows when it ends: a quarter of a step is left."""
 SURE = 0.75
-"""The part of the time left that is reckoned with: paces vary, and what is submitted has to be judged as well."""
+"""The part of the time left that is counted on: paces vary, and what is submitted has to be judged as well."""
 
 
 def is_finished(rules: Rules, progress: Progress) -> bool:
@@ -68,8 +68,6 @@ def is_stale(rules: Rules, step: int, version: int) -> bool:
 
 @dataclass(frozen=True)
 class Tempo:
-    """How fast the run goes: what a step took recently, and when the last batch was written."""
-
     step_ms: int
     written_at_ms: int
 
@@ -97,25 +95,3 @@ def lease_size(moment: Moment, pace: Tempo | None, pace_ms: int, held: int, coun
         left_ms = min(left_ms, max(due_ms, pace.step_ms // OVERDUE_PART) + further * pace.step_ms)
     doable = round(SURE * left_ms) // pace_ms - held
     return min(count, max(doable, int(held == 0)))
-
-
-@dataclass(frozen=True)
-class Waste:
-    """Groups that were generated for nothing because of timing, of all `generated` well; and leases that lapsed.
-    `stale` were accepted too late to be trained on, `late` refused because their unit had gone to somebody else."""
-
-    generated: int
-    stale: int
-    late: int
-    lapsed: int
-
-    @property
-    def fraction(self) -> float:
-        return (self.stale + self.late) / self.generated if self.generated else 0.0
-
-
-def waste(units: Mapping[str, int], accepted: int, late: int, lapsed: int) -> Waste:
-    """By counts of units by state, accepted and late submissions, lapsed leases. Whatever was accepted and fills no
-    unit that was, or will be, trained on or dropped came too late."""
-    filling = sum(units.get(state, 0) for state in ("accepted", "dropped", "trained"))
-    return Waste(accepted + late, max(0, accepted - filling), late, lapsed)

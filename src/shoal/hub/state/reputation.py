@@ -7,13 +7,11 @@
 
 Doubt is a cumulative sum: + 1 for an unsure group that is not our own machinery's fault, - k for one that a full audit
 accepted, never below 0, where k is twice the rate at which honest work of that kind is unsure (`Verdict.unsure_rate`),
-1/64 at least and 1/2 at most. From `DOUBTED` on a node has one lease at a time. Honest work that is unsure at that
-very rate gets there once in 60,000 groups (rate 0.5 %), 2,900 (2 %) or 1,600 (5 %); who is always unsure is there after
-four, or after seven at most.
+1/64 at least and 1/2 at most. From `DOUBTED` on a node has one lease at a time. Honest work gets there once in 60,000
+groups (rate 0.5 %), 2,900 (2 %) or 1,600 (5 %); who is always unsure is there after seven at most.
 
-Only full audits raise the streak. If light ones did, a sleeper would need 200 honest submissions to be audited at 5 %,
-about 40 of them fully; so it needs about 2,000, because at p = 10/streak the next full audit is streak/10 submissions
-away. And a streak cannot be lengthened by what nobody looked at.
+Only full audits raise the streak: at p = 10/streak a sleeper needs about 2,000 honest submissions to be audited at 5 %,
+and a streak cannot be lengthened by what nobody looked at.
 
 Kinds: when machines of one kind (`engine/device/number format`) fail a statistical check together, it is the kind that
 differs (driver, library, policy), not its owners that cheat: what the check says of that kind is unsure, with an alarm.
@@ -23,9 +21,8 @@ differs (driver, library, policy), not its owners that cheat: what the check say
     counts  a node with `PROBATION_AUDITS` accepted groups counts by itself; all others of one network (/24, /48) count
             once together
 
-It protects no cheat: unsure work is neither trained on nor paid, gets its node one lease at a time, and after two
-attempts a validator generates the unit. Certain failures ban as ever, and so do better rewards than the seeds'
-branches: no driver knows the reward.
+It protects no cheat: unsure work is neither trained on nor paid, and certain failures ban as ever. So do better rewards
+than the seeds' branches: no driver knows the reward.
 
 Gains: what follows when the evidence says that tolerance was used to buy reward (`protocol.verdict`).
 
@@ -63,8 +60,7 @@ NEWER = "gains/newer"
 
 def full_audit_probability(rules: Rules, node: NodeRow) -> float:
     """How likely it is that the next submission of `node` is audited fully. 0 for a validator's own groups: its
-    computing needs no proof. Under `audit = "reputation"`: 1 on probation and up to a streak of 10, then 10/streak, and
-    never below 5 %."""
+    computing needs no proof."""
     if node.trusted:
         return 0.0
     if rules.audit == "all" or node.on_probation or node.streak <= ALWAYS_UNTIL:
@@ -84,11 +80,11 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
     most = node.passed + 1
     if not verdict.measured:  # by limits of its number format alone nobody is more than a newcomer
         most = max(node.passed, min(most, PROBATION_AUDITS - 1))
-    return replace(
-        after, streak=node.streak + 1, passed=most, statistical=0 if most >= FORGIVEN_AFTER else node.statistical,
-        suspensions=0 if most >= FORGIVEN_AFTER else node.suspensions, record=recent(node.record.plus(verdict.tally)),
-        doubt=max(0.0, node.doubt - _forgiven(verdict)),
-    )  # fmt: skip
+    if most >= FORGIVEN_AFTER:
+        after = replace(after, statistical=0, suspensions=0)
+    doubt = max(0.0, node.doubt - _forgiven(verdict))
+    record = recent(node.record.plus(verdict.tally))
+    return replace(after, streak=node.streak + 1, passed=most, record=record, doubt=doubt)
 
 
 def unmeasured(node: NodeRow) -> NodeRow:
@@ -100,10 +96,11 @@ def unmeasured(node: NodeRow) -> NodeRow:
 def unsure(node: NodeRow, verdict: Verdict, own_fault: bool) -> NodeRow:
     """The node after an unsure audit; `own_fault` if it was not our own machinery that failed."""
     record = recent(node.record.plus(verdict.tally))  # so that accidents are not for the asking
+    after = replace(node, unsure=node.unsure + 1, record=record)
     if not own_fault:
-        return replace(node, unsure=node.unsure + 1, record=record)
+        return after
     doubt = min(MOST_DOUBT, node.doubt + 1 - _forgiven(verdict))
-    return replace(node, unsure=node.unsure + 1, record=record, doubt=doubt, streak=min(node.streak, ALWAYS_UNTIL))
+    return replace(after, doubt=doubt, streak=min(node.streak, ALWAYS_UNTIL))
 
 
 def _forgiven(verdict: Verdict) -> float:
@@ -122,9 +119,8 @@ def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: in
 
 
 def recent(record: Tally) -> Tally:
-    """The record without channels that are no higher than honest work's: they begin anew.
-
-    So honest work is not saved up to be spent later, and the evidence is always of one stretch of work.
+    """The record without channels that are no higher than honest work's: they begin anew. So honest work is not saved
+    up to be spent later, and the evidence is always of one stretch of work.
 
     >>> from shoal.protocol import Sums
     >>> sorted(recent(Tally(channels={"a": Sums(seen=2, expected=3), "b": Sums(seen=3, expected=2)})).channels)
@@ -142,20 +138,16 @@ def failing_kind(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict:
     if verdict.reason == STEERED:
         return None
     since_ms = moment.now_ms - WITHIN_MS
-    others = {row.node: row for row in kin if row.node != node.node}
-    failing = {
-        name: row for name, row in others.items() if row.failed_check == verdict.reason and row.failed_at_ms >= since_ms
-    }
-    passing = [row for name, row in others.items() if name not in failing and row.passed > 0]
-    failures = independent([node, *failing.values()])
-    if failures < MANY or failures <= independent(passing):
+    failing, passing = [node], list[NodeRow]()
+    for row in {row.node: row for row in kin if row.node != node.node}.values():
+        if row.failed_check == verdict.reason and row.failed_at_ms >= since_ms:
+            failing.append(row)
+        elif row.passed > 0:
+            passing.append(row)
+    if (failures := independent(failing)) < MANY or failures <= independent(passing):
         return None
-    message = (
-        f"most machines of kind {node.kind} fail {verdict.reason}, so their work is unsure: nobody is "
-        "struck for it, and it is neither paid nor trained on. Their driver, library or hardware differs from what was "
-        "calibrated: calibrate that kind again, on a machine like theirs if there is one, and pardon who was banned "
-        "for it before (`shoal admin pardon`)"
-    )
+    what = f"most machines of kind {node.kind} fail {verdict.reason}, so their work is unsure"
+    message = f"{what}: calibrate that kind again, and pardon who was banned for it before (`shoal admin pardon`)"
     return alarm(moment, f"kind.{verdict.reason}.{node.kind}", message)
 
 
@@ -205,8 +197,5 @@ def counted(node: NodeRow, verdict: Verdict) -> NodeRow:
 
 def gains_alarm(moment: Moment, whose: str) -> Command:
     whom = "one owner" if whose == "its owner" else "newcomers"
-    message = (
-        f"tokens that pass only by the tolerance are chosen for their reward, by nodes of {whom}; their groups with "
-        "such tokens are given out again"
-    )
+    message = f"tokens that pass only by the tolerance are chosen for their reward, by nodes of {whom}"
     return alarm(moment, STEERED, message)

@@ -1,6 +1,16 @@
 """Rows as the decision core sees them: frozen, loaded in one transaction, changed only through `to`.
 
-`row.to(state, **changes)` is the only way to another state; it consults the tables in `machines`.
+    unit        open ─► leased ─► submitted ─► accepted ─► trained
+                  ▲  ◄────┘  ◄───────┘  └────► dropped          (any of the alive ones ─► void)
+                  │  ◄───────────────────────┘ pulled: its node failed an audit before the group was in a batch
+                  └──────────────────► submitted                 a late submission whose unit is still free
+
+    lease       active ─► submitted | expired | released | void        expired ─► submitted (late, unit still free)
+    submission  received ⇄ auditing ─► accepted | rejected | unsure        accepted ─► pulled
+    node        active ⇄ suspended ─► banned        banned ─► active: a pardon by the run's owner
+    evaluation  open ⇄ claimed ─► done | void        open ─► void: overtaken by a newer version
+
+An illegal move is an exception, never a row in the database.
 """
 
 from __future__ import annotations
@@ -8,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from shoal.hub.state import machines
-from shoal.hub.state.machines import EvaluationState, LeaseState, SubmissionState, UnitState, check_move
+from shoal.errors import ShoalError
 from shoal.protocol import Depth, NodeState, PolicyRef, Role, Tally
 from shoal.protocol.verdict import GainEvidence
 
@@ -21,11 +30,101 @@ PROBATION_AUDITS = 8
 """Full audits that a node must have passed before it counts as established, and again after a strike."""
 
 
+class UnitState(StrEnum):
+    OPEN = "open"
+    LEASED = "leased"
+    SUBMITTED = "submitted"
+    ACCEPTED = "accepted"
+    DROPPED = "dropped"  # equal rewards: nothing to learn from
+    TRAINED = "trained"
+    VOID = "void"
+
+
+class LeaseState(StrEnum):
+    ACTIVE = "active"
+    SUBMITTED = "submitted"
+    EXPIRED = "expired"
+    RELEASED = "released"
+    VOID = "void"
+
+
+class SubmissionState(StrEnum):
+    RECEIVED = "received"
+    AUDITING = "auditing"
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    UNSURE = "unsure"
+    PULLED = "pulled"
+
+
+class EvaluationState(StrEnum):
+    OPEN = "open"
+    CLAIMED = "claimed"
+    DONE = "done"
+    VOID = "void"
+
+
 class Pool(StrEnum):
     NORMAL = "normal"
     EASY = "easy"
     HARD = "hard"
     RETIRED = "retired"
+
+
+UNDECIDED_UNITS = frozenset({UnitState.OPEN, UnitState.LEASED, UnitState.SUBMITTED})
+UNDECIDED_SUBMISSIONS = frozenset({SubmissionState.RECEIVED, SubmissionState.AUDITING})
+
+UNIT_MOVES = {
+    UnitState.OPEN: {UnitState.LEASED, UnitState.SUBMITTED, UnitState.VOID},
+    UnitState.LEASED: {UnitState.SUBMITTED, UnitState.OPEN, UnitState.VOID},
+    UnitState.SUBMITTED: {UnitState.ACCEPTED, UnitState.DROPPED, UnitState.OPEN, UnitState.VOID},
+    UnitState.ACCEPTED: {UnitState.TRAINED, UnitState.OPEN, UnitState.VOID},
+}
+LEASE_MOVES = {LeaseState.ACTIVE: set(LeaseState) - {LeaseState.ACTIVE}, LeaseState.EXPIRED: {LeaseState.SUBMITTED}}
+SUBMISSION_MOVES = {
+    SubmissionState.RECEIVED: set(SubmissionState) - {SubmissionState.RECEIVED, SubmissionState.PULLED},
+    SubmissionState.AUDITING: set(SubmissionState) - {SubmissionState.AUDITING, SubmissionState.PULLED},
+    SubmissionState.ACCEPTED: {SubmissionState.PULLED},
+}
+NODE_MOVES = {
+    NodeState.ACTIVE: {NodeState.SUSPENDED, NodeState.BANNED},
+    NodeState.SUSPENDED: {NodeState.ACTIVE, NodeState.BANNED},
+    NodeState.BANNED: {NodeState.ACTIVE},
+}
+EVALUATION_MOVES = {
+    EvaluationState.OPEN: {EvaluationState.CLAIMED, EvaluationState.DONE, EvaluationState.VOID},
+    EvaluationState.CLAIMED: {EvaluationState.OPEN, EvaluationState.DONE, EvaluationState.VOID},
+}
+
+
+class IllegalMove(ShoalError):
+    """A defect of the hub itself: it tried a move that its tables forbid. Nothing was written."""
+
+
+@dataclass(frozen=True)
+class Movable:
+    """A row with a state. The tables have no entry for states that are final."""
+
+    MOVES: ClassVar[Mapping[Any, set[Any]]]
+
+    def to(self, state: StrEnum, **changes: Any) -> Self:
+        before = vars(self)["state"]
+        if state not in self.MOVES.get(before, ()):
+            named = next(iter(vars(self).values()))
+            raise IllegalMove(f"{type(self).__name__} {named} cannot go from {before.value} to {state.value}")
+        return replace(self, **{"state": state, **changes})
+
+
+class ByPolicy:
+    """A row that belongs to one policy."""
+
+    incarnation: int
+    version: int
+    digest: str
+
+    @property
+    def policy(self) -> PolicyRef:
+        return PolicyRef(incarnation=self.incarnation, version=self.version, digest=self.digest)
 
 
 @dataclass(frozen=True)
@@ -42,7 +141,7 @@ class PoolRules:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Which versions validators measure, and on how many of the held-out tasks: every so many steps, and the last."""
+    """Which versions validators measure (one in `every`, and the last), and on how many of the held-out tasks."""
 
     every: int
     tasks: int
@@ -73,9 +172,8 @@ class Rules:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run stands, in one transaction. `policy` is the newest one; `next_step` the first step without a batch;
-    `dropped` and `failed` count the units that were lost (equal rewards, too many attempts) since the batch before
-    `next_step` was written."""
+    """Where the run stands. `policy` is the newest one; `next_step` the first step without a batch; `dropped` and
+    `failed` count the units that were lost since the batch before it (equal rewards, too many attempts)."""
 
     policy: PolicyRef | None = None
     next_step: int = 0
@@ -87,7 +185,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Moment:
-    """What every decision looks at: the rules, where the run stands, and the time."""
+    """What every decision looks at."""
 
     rules: Rules
     progress: Progress
@@ -95,10 +193,12 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class UnitRow:
+class UnitRow(Movable):
     """One group of one task. `task` never changes. `failures` counts attempts that nobody could judge (`units`);
     `attempt` numbers its leases. `incarnation`, `version`, `submission` belong to the submission that fills it; `step`
     is the batch it is in; `lost_step` the step during which it was dropped or failed."""
+
+    MOVES = UNIT_MOVES
 
     unit: int
     task: str
@@ -114,11 +214,7 @@ class UnitRow:
 
     @property
     def alive(self) -> bool:
-        return self.state in machines.UNDECIDED_UNITS or (self.state == UnitState.ACCEPTED and self.step is None)
-
-    def to(self, state: UnitState, **changes: Any) -> UnitRow:
-        check_move(machines.UNIT_MOVES, self.state, state, f"unit {self.unit}")
-        return replace(self, state=state, **changes)
+        return self.state in UNDECIDED_UNITS or (self.state == UnitState.ACCEPTED and self.step is None)
 
     def reopened(self) -> UnitRow:
         """Free for another lease: same task, same seeds, nothing of the failed attempt is kept."""
@@ -126,11 +222,12 @@ class UnitRow:
 
 
 @dataclass(frozen=True)
-class LeaseRow:
+class LeaseRow(Movable, ByPolicy):
     """A unit given to a node. `document` is the signed lease as JSON: an audit carries it unchanged. `deadline_ms` is
-    the soft one: it moves on while `progress` (tokens, as the node says) grows, up to the hard one. `granted` is how
-    many leases its request got: they are generated together, so what they take is shared by them. A `brief` one ends
-    after `lease_s`, whatever progress is made (`newcomers.is_brief`)."""
+    extended while `progress` (tokens) grows, up to the hard one. `granted` is how many leases its request got: they
+    are generated together and share their time. A `brief` one ends after `lease_s`, whatever progress is made."""
+
+    MOVES = LEASE_MOVES
 
     lease: str
     unit: int
@@ -150,14 +247,6 @@ class LeaseRow:
     granted: int = 1
     brief: bool = False
 
-    @property
-    def policy(self) -> PolicyRef:
-        return PolicyRef(incarnation=self.incarnation, version=self.version, digest=self.digest)
-
-    def to(self, state: LeaseState, at_ms: int) -> LeaseRow:
-        check_move(machines.LEASE_MOVES, self.state, state, f"lease {self.lease}")
-        return replace(self, state=state, ended_at_ms=at_ms)
-
 
 @dataclass(frozen=True)
 class ShownRow:
@@ -171,11 +260,12 @@ class ShownRow:
 
 
 @dataclass(frozen=True)
-class SubmissionRow:
+class SubmissionRow(Movable, ByPolicy):
     """Bytes on the hub's disk, named by their hash; `receipt` is the signed promise as JSON. `depth` is how it is to be
     audited and, once it is decided, how it was. While its credit is pending, `matures_at_ms` says until when. `tokens`
-    is how many a prefill of it has, prompts included. `pass_rate` is how much of its task the group solved, 0 to 1;
-    rows of older versions have none."""
+    is how many a prefill of it has, prompts included. `pass_rate` is how much of its task the group solved, 0 to 1."""
+
+    MOVES = SUBMISSION_MOVES
 
     submission: str
     lease: str
@@ -200,27 +290,19 @@ class SubmissionRow:
     pass_rate: float | None = None
     tokens: int = 0
 
-    @property
-    def policy(self) -> PolicyRef:
-        return PolicyRef(incarnation=self.incarnation, version=self.version, digest=self.digest)
-
-    def to(self, state: SubmissionState, **changes: Any) -> SubmissionRow:
-        check_move(machines.SUBMISSION_MOVES, self.state, state, f"submission {self.submission[:16]}")
-        return replace(self, state=state, **changes)
-
 
 @dataclass(frozen=True)
-class NodeRow:
-    """A registered key and its record. `certain` and `statistical` are its strikes by severity. `streak` counts full
-    audits passed since the last rejection, `passed` those since the last strike. `record` sums what passed audits saw
-    of it recently. `pending` is credit that a failed audit would still take. `owner` is the key that vouched for it by
-    the signed `vouch` (JSON). `window` is how many leases it may hold (0: what a newcomer may), `lapsed` how many it
-    let lapse, `lapses` of these in a row, `pace_ms` what a group takes it, from lease to submission. `until_ms` ends
-    the present suspension, of which there were `suspensions`. `soft` counts rejections without a strike since the last
-    group that was accepted. `network` is where it last asked for work from (/24 or /48; empty: from the hub's own
-    machine); nobody is told. `kind` is what it last asked to generate with. `failed_check` is the statistical check
-    that it failed last, at `failed_at_ms`. `doubt` grows with every unsure group and falls with every accepted one
-    (`reputation`). `gains` is the evidence that it buys reward by tolerance."""
+class NodeRow(Movable):
+    """A registered key and its record. `certain` and `statistical` are strikes by severity; `streak` counts full audits
+    passed since the last rejection, `passed` since the last strike; `record` sums what passed audits saw recently.
+    `pending` is credit that a failed audit would still take; `owner` vouched for it by the signed `vouch` (JSON).
+    `window`: leases it may hold (0: a newcomer's); `lapsed`: how many it let lapse, `lapses` of these in a row;
+    `pace_ms`: what a group takes it. `until_ms` ends the present suspension, of which there were `suspensions`.
+    `soft`: rejections without a strike since the last accepted group. `network` is where it last asked from (/24 or
+    /48; empty: the hub's own machine), told to nobody; `kind` what it last asked to generate with. `failed_check` is
+    the statistical check that it failed last, at `failed_at_ms`. `doubt` and `gains`: see `reputation`."""
+
+    MOVES = NODE_MOVES
 
     node: str
     public_key: str
@@ -258,8 +340,8 @@ class NodeRow:
 
     @property
     def on_chain(self) -> bool:
-        """Whether the ledger has rows about it: a worker from its first accepted group on. Keys cost nothing, rows of
-        the ledger are kept for ever."""
+        """Whether the ledger has rows about it. Keys cost nothing, rows of the ledger are kept for ever: so a worker
+        gets there with its first accepted group."""
         return self.role != "worker" or self.accepted > 0
 
     @property
@@ -269,7 +351,7 @@ class NodeRow:
 
     @property
     def unproven(self) -> bool:
-        """Whether nothing speaks for this worker yet: no full audit passed, or none since a strike."""
+        """Whether this worker has passed no full audit, or none since a strike."""
         return self.role == "worker" and self.passed == 0
 
     @property
@@ -279,10 +361,6 @@ class NodeRow:
     @property
     def strikes(self) -> int:
         return self.certain + self.statistical
-
-    def to(self, state: NodeState, **changes: Any) -> NodeRow:
-        check_move(machines.NODE_MOVES, self.state, state, f"node {self.node}")
-        return replace(self, state=state, **changes)
 
 
 @dataclass(frozen=True)
@@ -321,9 +399,11 @@ class TaskRow:
 
 
 @dataclass(frozen=True)
-class EvaluationRow:
+class EvaluationRow(Movable, ByPolicy):
     """A slice of the evaluation of one version: the held-out tasks from `first` on, `tasks` of them. `tries` counts
     what went wrong with it; once it is done it has `scores` and `document`, the signed report as JSON."""
+
+    MOVES = EVALUATION_MOVES
 
     incarnation: int
     version: int
@@ -339,14 +419,5 @@ class EvaluationRow:
     decided_at_ms: int | None = None
 
     @property
-    def policy(self) -> PolicyRef:
-        return PolicyRef(incarnation=self.incarnation, version=self.version, digest=self.digest)
-
-    @property
     def key(self) -> tuple[int, int, int]:
         return self.incarnation, self.version, self.first
-
-    def to(self, state: EvaluationState, **changes: Any) -> EvaluationRow:
-        who = f"evaluation {self.incarnation}.{self.version} at {self.first}"
-        check_move(machines.EVALUATION_MOVES, self.state, state, who)
-        return replace(self, state=state, **changes)

@@ -19,8 +19,17 @@ from dataclasses import dataclass
 
 from shoal.hub.state import nodes, pacing
 from shoal.hub.state.commands import Command, Refusal, Save
-from shoal.hub.state.machines import LeaseState, UnitState
-from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, Rules, ShownRow, SubmissionRow
+from shoal.hub.state.rows import (
+    Holding,
+    LeaseRow,
+    LeaseState,
+    Moment,
+    NodeRow,
+    Rules,
+    ShownRow,
+    SubmissionRow,
+    UnitState,
+)
 from shoal.hub.state.units import is_entrusted
 from shoal.protocol import Depth, ProofParameters
 from shoal.protocol.submission import ShownChunks, ShownPrefix, shown_digest
@@ -84,7 +93,7 @@ def received(node: NodeRow, holding: Holding, row: SubmissionRow, now_ms: int) -
     commands: list[Command] = [
         Save(nodes.delivered(node, lease, now_ms), node.state),
         Save(row, None),
-        Save(lease.to(LeaseState.SUBMITTED, now_ms), lease.state),
+        Save(lease.to(LeaseState.SUBMITTED, ended_at_ms=now_ms), lease.state),
     ]
     if unit.state is not UnitState.VOID:  # void: too old to train on by now, but it was asked for, so it is judged
         filled = {"incarnation": lease.incarnation, "version": lease.version, "submission": row.submission}
@@ -108,33 +117,34 @@ def take_shown(
     have = list(last.tokens if last is not None else [0] * rules.group_size)
     new: list[ShownChunks] = []
     for each in chunks:
-        _require_form(rules, proof, each)
+        if wrong := _form_problem(rules, proof, each):
+            raise _malformed(each, wrong)
         if each.start == have[each.rollout]:
             if each.start % proof.rows:
-                raise _malformed(each.rollout, f"it ended with a short chunk, at token {each.start}")
+                raise _malformed(each, f"it ended with a short chunk, at token {each.start}")
             have[each.rollout] += len(each.tokens) // 4
             new.append(each)
-    if not new:
-        return tuple(have), None, []
-    return tuple(have), ShownRow(lease, 0 if last is None else last.part + 1, tuple(have)), new
+    part = ShownRow(lease, 0 if last is None else last.part + 1, tuple(have)) if new else None
+    return tuple(have), part, new
 
 
-def _require_form(rules: Rules, proof: ProofParameters, each: ShownChunks) -> None:
-    """Refuse what cannot be meant. How large a proof is depends on the model, so that is only bounded here."""
+def _form_problem(rules: Rules, proof: ProofParameters, each: ShownChunks) -> str:
+    """What cannot be meant. How large a proof is depends on the model, so that is only bounded here."""
     count = len(each.tokens) // 4
     chunks = -(-count // proof.rows)
     if each.rollout >= rules.group_size:
-        raise _malformed(each.rollout, f"groups have {rules.group_size} rollouts")
+        return f"groups have {rules.group_size} rollouts"
     if len(each.tokens) % 4 or count == 0:
-        raise _malformed(each.rollout, f"{len(each.tokens)} bytes of tokens are no list of 32-bit numbers")
+        return f"{len(each.tokens)} bytes of tokens are no list of 32-bit numbers"
     if each.start + count > rules.max_new_tokens:
-        raise _malformed(each.rollout, f"{each.start + count} tokens; at most {rules.max_new_tokens} are generated")
+        return f"{each.start + count} tokens; at most {rules.max_new_tokens} are generated"
     if not LEAST_PROOF_BYTES * chunks <= len(each.proofs) <= (2 + 2 * proof.topk) * chunks:
-        raise _malformed(each.rollout, f"{len(each.proofs)} bytes of proofs do not fit {chunks} chunks")
+        return f"{len(each.proofs)} bytes of proofs do not fit {chunks} chunks"
+    return ""
 
 
-def _malformed(rollout: int, why: str) -> Refusal:
-    return Refusal(422, "progress.malformed", f"the chunks of rollout {rollout} cannot be taken: {why}")
+def _malformed(each: ShownChunks, why: str) -> Refusal:
+    return Refusal(422, "progress.malformed", f"the chunks of rollout {each.rollout} cannot be taken: {why}")
 
 
 def is_shown_due(tokens: int, looked_at: int) -> bool:
@@ -158,12 +168,11 @@ def next_shown_rollout(tokens: Sequence[int], fraction: float) -> int:
 
 def joined_parts(parts: Sequence[Sequence[ShownChunks]]) -> dict[int, tuple[bytes, bytes]]:
     """The tokens and proofs of every rollout of which something was shown, from all parts in order."""
-    tokens: dict[int, list[bytes]] = defaultdict(list)
-    proofs: dict[int, list[bytes]] = defaultdict(list)
+    shown: dict[int, tuple[bytes, bytes]] = defaultdict(lambda: (b"", b""))
     for each in (chunk for part in parts for chunk in part):
-        tokens[each.rollout].append(each.tokens)
-        proofs[each.rollout].append(each.proofs)
-    return {rollout: (b"".join(tokens[rollout]), b"".join(proofs[rollout])) for rollout in sorted(tokens)}
+        tokens, proofs = shown[each.rollout]
+        shown[each.rollout] = tokens + each.tokens, proofs + each.proofs
+    return dict(sorted(shown.items()))
 
 
 def prefixes(shown: Mapping[int, tuple[bytes, bytes]]) -> tuple[ShownPrefix, ...]:

@@ -14,16 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.hub.state.commands import Command, RaiseAlarm, Save, alarm
-from shoal.hub.state.machines import UnitState
 from shoal.hub.state.pacing import overdraw
-from shoal.hub.state.rows import Moment, UnitRow
+from shoal.hub.state.rows import Moment, UnitRow, UnitState
 
-VOID_ATTEMPTS = "attempts"
-VOID_STALE = "stale"
-VOID_INCARNATION = "incarnation"
+VOID_ATTEMPTS, VOID_STALE, VOID_INCARNATION = "attempts", "stale", "incarnation"
 
 UNJUDGED = {
-    "reward.machinery": "could not be scored, so that they are no samples",
+    "reward.machinery": "could not be scored, so that they are unscored",
     "machinery.policy": "could not be checked, as a validator could not fetch their policy",
     "machinery.profile": "could not be checked, as a validator has no profile for what generated them",
     "machinery.environment": "could not be scored, as a validator has another environment than the hub",
@@ -46,7 +43,7 @@ TRUSTED_TRIES = 4
 def no_units() -> dict[str, int]:
     """Counts of units by state, all zero; `void_<reason>` says how many of the void ones were wasted, and why."""
     reasons = (VOID_ATTEMPTS, VOID_STALE, VOID_INCARNATION)
-    return {**{state.value: 0 for state in UnitState}, **{f"void_{reason}": 0 for reason in reasons}}
+    return dict.fromkeys([*(state.value for state in UnitState), *(f"void_{reason}" for reason in reasons)], 0)
 
 
 def is_entrusted(unit: UnitRow) -> bool:
@@ -58,7 +55,7 @@ def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "", trusted: bo
     are open again with the same task and seeds; void after too many attempts of our own (`trusted`), only then."""
     progress, step = moment.progress, moment.progress.next_step
     commands: list[Command] = []
-    if reason in UNJUDGED:  # always the same words, so it is said once a step
+    if reason in UNJUDGED:  # no unit is named: the same words are kept once a step
         message = f"groups {UNJUDGED[reason]} ({reason}); the validators' logs say why"
         commands.append(alarm(moment, f"unjudged.{reason}", message))
     given_up = 0
@@ -70,26 +67,20 @@ def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "", trusted: bo
         else:
             after = replace(unit.reopened(), failures=failures)
         commands.append(Save(after, unit.state))
-    if given_up:  # no unit's number: the same words are said once
-        message = (
-            f"units were given up, each after {TRUSTED_TRIES} attempts of the validators themselves that came to "
-            "nothing: they could not generate or score them; the validators' logs say why"
-        )
+    if given_up:
+        message = f"units were given up, each after {TRUSTED_TRIES} attempts of validators: their logs say why"
         commands.append(alarm(moment, "unit.attempts", message))
         commands += refill_alarm(replace(moment, progress=replace(progress, failed=progress.failed + given_up)))
     return commands
 
 
 def refill_alarm(moment: Moment) -> list[Command]:
-    """An alarm once the next step has lost more groups than are refilled, in words that further losses keep."""
     rules, progress = moment.rules, moment.progress
     if overdraw(rules, progress) == 0:
         return []
-    budget, why = rules.refill_cap * rules.groups_per_step, "were given up: nobody could judge them"
+    why = "were given up: nobody could judge them"
     if progress.dropped >= progress.failed:
         why = "had equal rewards: the tasks are too easy or too hard for the policy"
-    message = (
-        f"step {progress.next_step} lost more groups than the {budget} that are refilled, so it takes what there is. "
-        f"Most {why}"
-    )
+    budget = rules.refill_cap * rules.groups_per_step
+    message = f"step {progress.next_step} lost more groups than the {budget} that are refilled. Most {why}"
     return [RaiseAlarm(progress.next_step, "refill.exhausted", message, moment.now_ms)]

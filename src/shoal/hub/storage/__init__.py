@@ -1,15 +1,4 @@
-"""Where the hub keeps things: rows in a database, submissions as files.
-
-tables     the tables, with the reason on each constraint; prepare: made, or accepted, or refused
-mapping    rows of the database as the hub's dataclasses, and back
-reader     Reader: every question, for decisions and for who asks why
-writer     Writer: applying what a decision asked for
-sqlite     SqliteStorage: the database of one hub; grouping: its group commit; counts: the sums that its writer keeps
-postgres   PostgresStorage: the database of several
-opening    Storage, open_storage: whichever the settings name
-copying    a run's rows and submissions, for backups and restores
-blobs      Blobs, open_blobs; BlobFolder: submissions by hash
-s3         S3Blobs: the same in a bucket
+"""Where the hub keeps things: rows in a database, the one that its settings name or a file; submissions as files.
 
 A decision is one write transaction: rows are read, the pure core decides, its commands are applied, all or nothing.
 What it read stays true until its commit: in SQLite, because writers exclude each other from their first statement on;
@@ -19,14 +8,68 @@ next step) only an `exclusive` one changes.
     decision ─► Record ─► ledger_outbox ─ one poster, in order ─► ledger (the chain)
 """
 
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
 from shoal.hub.storage.blobs import BlobFolder, Blobs, open_blobs
-from shoal.hub.storage.opening import Storage, open_storage
 from shoal.hub.storage.reader import Reader
 from shoal.hub.storage.sqlite import SqliteStorage
 from shoal.hub.storage.tables import Presence
 from shoal.hub.storage.writer import StaleRow, Writer
 
 __all__ = [
-    "BlobFolder", "Blobs", "Presence", "Reader", "SqliteStorage", "StaleRow", "Storage", "Writer", "open_blobs",
-    "open_storage",
+    "DATABASE_FILE", "BlobFolder", "Blobs", "Presence", "Reader", "SqliteStorage", "StaleRow", "Storage", "Writer",
+    "open_blobs", "open_storage",
 ]  # fmt: skip
+
+DATABASE_FILE = "hub.db"
+ATTEMPTS = 6
+"""A lock that somebody else holds is waited for ten seconds each time: a minute in all."""
+
+log = logging.getLogger("shoal.hub")
+
+
+class Storage(Protocol):
+    """A database. `durable=False` is for what may be lost with the machine (not with the process): no fsync."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other hubs may work on it at the same time: then changes come without notice."""
+
+    def read(self) -> AbstractContextManager[Reader]: ...
+
+    def write(self, durable: bool = True, exclusive: bool = False) -> AbstractContextManager[Writer]:
+        """One transaction. `exclusive`: nobody writes beside it, at no hub. Where the database is a file, that is
+        always so."""
+
+    def now_ms(self) -> int | None:
+        """The database's own time, the one that all its hubs go by; None where one machine's clock will do."""
+
+    def lead(self, name: str, holder: str, for_s: float) -> bool:
+        """Whether `holder` is the one that does background work `name` for the next `for_s` seconds."""
+
+    def resign(self, name: str, holder: str) -> None:
+        """Leave the lead to others now, if `holder` has it."""
+
+    def close(self) -> None: ...
+
+
+def open_storage(database: str, folder: Path, create: bool = True) -> Storage:
+    """The storage of the run whose hub has this `folder`; `database` is the setting `hub.database`. Without `create` a
+    shared database that holds no run is refused."""
+    if not database:
+        return SqliteStorage(folder / DATABASE_FILE)
+    from shoal.hub.storage.postgres import PostgresStorage  # with its driver: only who has such a database needs it
+
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return PostgresStorage(database, create)
+        except StaleRow as error:  # another hub that starts, a restore: it ends by itself
+            if attempt == ATTEMPTS:
+                raise
+            log.info("the database is busy, trying again: %s", error)
+    raise AssertionError("not reached")

@@ -4,8 +4,6 @@
 
 A crash between bytes and row leaves bytes that nobody refers to; the same put again finds them there. What is stored
 is never changed: its name is the hash of its content, which is checked when it is read.
-
-In a folder, `blobs/<SHA-256>`: temporary file ─► fsync ─► rename ─► fsync of the folder.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class BlobFolder:
 
     def put(self, body: bytes) -> str:
         name = submission_digest(body)
-        path = self._path(name)
+        path = self._folder / name
         if path.exists():  # renamed into place after its own fsync, so what is there is whole
             sync_folder(self._folder)  # whoever put it may still be about to do this
         else:
@@ -57,22 +55,17 @@ class BlobFolder:
         return name
 
     def get(self, name: str) -> bytes:
-        path = self._path(name)
+        path = self._folder / name
         try:
-            body = path.read_bytes()
+            return checked(path.read_bytes(), name, str(path))
         except OSError as error:
             raise resource_error("read the submission", path, error) from error
-        return checked(body, name, str(path))
 
     def has(self, name: str) -> bool:
-        return self._path(name).is_file()
-
-    def _path(self, name: str) -> Path:
-        return self._folder / name
+        return (self._folder / name).is_file()
 
 
 def checked(body: bytes, name: str, where: str) -> bytes:
-    """The bytes, if they are those that the name promises."""
     if submission_digest(body) != name:
         raise ResourceError(f"the submission {where} is damaged: its content does not match its name")
     return body
@@ -82,6 +75,6 @@ def open_blobs(storage: str, endpoint: str, folder: Path) -> Blobs:
     """What `hub.storage` names: a bucket, or (empty) the folder of the run."""
     if not storage:
         return BlobFolder(folder)
-    from shoal.hub.storage.s3 import Bucket, S3Blobs  # whoever keeps a folder does not wait for it to load
+    from shoal.hub.storage.s3 import S3Blobs  # whoever keeps a folder does not wait for it to load
 
-    return S3Blobs(Bucket.at(storage, endpoint))
+    return S3Blobs(storage, endpoint)

@@ -7,12 +7,12 @@ file    one snapshot of either database as a single SQLite file
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, select, text, true
 
 from shoal.errors import ConfigError, ResourceError, ShoalError
-from shoal.hub.storage import tables
-from shoal.hub.storage.opening import DATABASE_FILE, Storage, open_storage
-from shoal.hub.storage.reader import Reader
-from shoal.hub.storage.sqlite import SqliteStorage
+from shoal.hub.storage import DATABASE_FILE, Reader, SqliteStorage, Storage, open_storage, tables
 from shoal.hub.storage.tables import unhurried
 from shoal.runtime.files import make_private, resource_error
 
@@ -42,10 +39,8 @@ del COPIED[tables.leaders]
 
 
 def copy_rows(source: Storage, target: Storage, mark: str = "") -> None:
-    """Put every row of `source` into `target`, and compare; all or nothing.
-
-    A target that holds a run is refused, unless it has this `mark`: then an earlier call was followed by a crash.
-    """
+    """Put every row of `source` into `target`, and compare; all or nothing. A target that holds a run is refused,
+    unless it has this `mark`: then an earlier call was followed by a crash."""
     with source.read() as reader, target.write(exclusive=True) as writer:
         there, here = unhurried(connection_of(reader)), unhurried(connection_of(writer))
         known = writer.setting("run")
@@ -74,38 +69,8 @@ def extents(reader: Reader) -> dict[str, int]:
     return {table.name: sum(map(_digest, _rows(connection, table))) for table in COPIED}
 
 
-def side_by_side(act: Callable[[str], bytes], names: Sequence[str]) -> Iterator[bytes]:
-    """What `act` makes of each name, in order; several are under way at a time."""
-    with ThreadPoolExecutor(BLOBS_AT_A_TIME, thread_name_prefix="blobs") as pool:
-        for start in range(0, len(names), BLOBS_HELD):
-            yield from pool.map(act, names[start : start + BLOBS_HELD])
-
-
-def snapshot(database: str, folder: Path, target: Path) -> None:
-    """One consistent view of a run's database, live or not, as a single file at `target` (which must not exist)."""
-    if database:
-        with (
-            contextlib.closing(open_storage(database, folder, create=False)) as storage,
-            contextlib.closing(SqliteStorage(target)) as copy,
-        ):
-            copy_rows(storage, copy)
-        with contextlib.closing(sqlite3.connect(target)) as file:
-            file.execute("PRAGMA journal_mode=DELETE")  # one file, without a log beside it
-        return
-    source = folder / DATABASE_FILE
-    if not source.is_file():
-        raise ResourceError(f"there is no database {source}; has this run's hub been started?")
-    make_private(target)
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True, timeout=30)) as live:
-            live.execute("VACUUM INTO ?", (str(target),))
-    except sqlite3.Error as error:
-        raise resource_error("copy the database", source, error) from error
-
-
-def connection_of(reader: Reader) -> Connection:
-    """The open transaction behind a reader or a writer."""
-    return reader._connection
+def _digest(row: dict[str, Any]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(tuple(row.values())).encode()).digest())
 
 
 def _rows(connection: Connection, table: Table) -> Iterator[dict[str, Any]]:
@@ -114,5 +79,30 @@ def _rows(connection: Connection, table: Table) -> Iterator[dict[str, Any]]:
     return (dict(row) for row in result.mappings())
 
 
-def _digest(row: dict[str, Any]) -> int:
-    return int.from_bytes(hashlib.sha256(repr(tuple(row.values())).encode()).digest())
+def connection_of(reader: Reader) -> Connection:
+    return reader._connection
+
+
+def side_by_side(act: Callable[[str], bytes], names: Sequence[str]) -> Iterator[bytes]:
+    with ThreadPoolExecutor(BLOBS_AT_A_TIME, thread_name_prefix="blobs") as pool:
+        for start in range(0, len(names), BLOBS_HELD):
+            yield from pool.map(act, names[start : start + BLOBS_HELD])
+
+
+def snapshot(database: str, folder: Path, target: Path) -> None:
+    """One consistent view of a run's database, live or not, as a single file at `target` (which must not exist)."""
+    if database:
+        with closing(open_storage(database, folder, create=False)) as storage, closing(SqliteStorage(target)) as copy:
+            copy_rows(storage, copy)
+        with closing(sqlite3.connect(target)) as file:
+            file.execute("PRAGMA journal_mode=DELETE")  # one file, without a log beside it
+        return
+    source = folder / DATABASE_FILE
+    if not source.is_file():
+        raise ResourceError(f"there is no database {source}; has this run's hub been started?")
+    make_private(target)
+    try:
+        with closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True, timeout=30)) as live:
+            live.execute("VACUUM INTO ?", (str(target),))
+    except sqlite3.Error as error:
+        raise resource_error("copy the database", source, error) from error

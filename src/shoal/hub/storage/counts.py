@@ -12,14 +12,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import Connection
 
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Save
-from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UNDECIDED_UNITS, LeaseState, UnitState
-from shoal.hub.state.rows import InHand, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
+from shoal.hub.state.rows import (
+    UNDECIDED_SUBMISSIONS,
+    UNDECIDED_UNITS,
+    InHand,
+    LeaseRow,
+    LeaseState,
+    NodeRow,
+    Progress,
+    SubmissionRow,
+    UnitRow,
+    UnitState,
+)
 from shoal.hub.storage.reader import IN_HAND, NEWCOMER, UNJUDGED
 from shoal.hub.storage.writer import Writer
 
@@ -68,8 +77,6 @@ class Counts:
 
 
 class CountingWriter(Writer):
-    """A writer that nobody writes beside."""
-
     def __init__(self, connection: Connection, counts: Counts) -> None:
         super().__init__(connection)
         self._counts = counts
@@ -77,7 +84,6 @@ class CountingWriter(Writer):
         self._is_moved = False
 
     def undone(self) -> None:
-        """The transaction has failed."""
         if self._is_moved:
             self._counts.progress = self._counts.alive = None
         if self._counts.hands is not None:
@@ -110,16 +116,29 @@ class CountingWriter(Writer):
     def _apply(self, command: Command) -> None:
         super()._apply(command)
         if isinstance(command, AddBatch | AddPolicy):
-            self._counts.progress = None
-            self._is_moved = True
+            self._counts.progress, self._is_moved = None, True
         elif isinstance(command, Save) and isinstance(command.row, UnitRow):
-            self._counts.progress = _after(self._counts.progress, command.row, command.was)
-            self._counts.alive = _alive_after(self._counts.alive, command.row, command.was)
-            self._is_moved = True
+            self._unit_moved(command.row, command.was)
         elif isinstance(command, Save) and _moves_units(command):
             self._changed.add(command.row.node)
             if self._counts.hands is not None:
                 self._counts.hands.changed.add(command.row.node)
+
+    def _unit_moved(self, row: UnitRow, was: Any) -> None:
+        counts, self._is_moved = self._counts, True
+        is_new, is_kept = was is None, was in UNDECIDED_UNITS
+        if counts.progress is not None:
+            if row.alive and is_new and row.unit == counts.progress.next_unit:
+                counts.progress = replace(counts.progress, next_unit=row.unit + 1, alive=counts.progress.alive + 1)
+            elif not (row.alive and is_kept):
+                counts.progress = None
+        if counts.alive is not None:
+            if is_new or is_kept:
+                if is_kept:
+                    counts.alive[UnitState(was)] -= 1
+                counts.alive[row.state] += row.alive
+            else:
+                counts.alive = None
 
 
 _HOLDERS = f"SELECT DISTINCT node FROM ({IN_HAND}) AS hands"
@@ -127,25 +146,6 @@ _LEASED = f"SELECT count(*) FROM leases WHERE leases.node = :node AND leases.sta
 _HAND = f"""SELECT nodes.network, nodes.passed, ({_LEASED}), ({_LEASED} AND leases.brief),
     (SELECT count(*) FROM submissions WHERE submissions.node = :node AND {UNJUDGED})
     FROM nodes WHERE nodes.node = :node AND {NEWCOMER}"""
-
-
-def _after(progress: Progress | None, row: UnitRow, was: StrEnum | None) -> Progress | None:
-    """Where the run stands with this unit; None if that is to be read again."""
-    if progress is None or not row.alive:
-        return None
-    if was is None and row.unit == progress.next_unit:
-        return replace(progress, next_unit=row.unit + 1, alive=progress.alive + 1)
-    return progress if was in UNDECIDED_UNITS else None
-
-
-def _alive_after(alive: Counter[UnitState] | None, row: UnitRow, was: StrEnum | None) -> Counter[UnitState] | None:
-    """The units alive with this one; None if they are to be counted again."""
-    if alive is None or not (was is None or was in UNDECIDED_UNITS):
-        return None
-    if was is not None:
-        alive[UnitState(was)] -= 1
-    alive[row.state] += row.alive
-    return alive
 
 
 def _moves_units(command: Save[Any]) -> bool:

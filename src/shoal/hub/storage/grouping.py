@@ -31,8 +31,6 @@ class Busy(Exception):
 
 
 class _Group:
-    """Writers that are committed together."""
-
     def __init__(self, connection: Connection, durable: bool) -> None:
         self.connection, self.driver, self.durable = connection, driver_of(connection), durable
         self.driver.execute("BEGIN IMMEDIATE")
@@ -46,19 +44,16 @@ class _Group:
 
 
 class GroupCommit:
-    """The one writer at a time of an SQLite file. `durable` and `relaxed` are engines whose commits are and are not
-    on disk when they return, and which begin no transactions by themselves. `on_loss` is called when writers that had
-    done their part are undone with others."""
+    """The one writer at a time of an SQLite file. `durable` and `relaxed` are engines whose commits are and are not on
+    disk when they return. `on_loss` is called when writers that had done their part are undone with others."""
 
     def __init__(
         self, durable: Engine, relaxed: Engine, patience_s: float, on_loss: Callable[[], None] = lambda: None
     ) -> None:
         self._engines = {True: durable, False: relaxed}
         self._connections: dict[bool, Connection] = {}
-        self._patience_s = patience_s
-        self._on_loss = on_loss
-        self._lock = threading.Lock()
-        self._queue_lock = threading.Lock()
+        self._patience_s, self._on_loss = patience_s, on_loss
+        self._lock, self._queue_lock = threading.Lock(), threading.Lock()
         self._queued = 0
         self._group: _Group | None = None
 
@@ -67,7 +62,14 @@ class GroupCommit:
         """A connection inside the group's transaction; on return it is committed, if it is to be durable."""
         self._enter()
         try:
-            group = self._join(durable)
+            if self._group is not None and durable and not self._group.durable:
+                self._end(self._group)
+            if self._group is None:
+                if durable not in self._connections:
+                    self._connections[durable] = self._engines[durable].connect()
+                self._group = _Group(self._connections[durable], durable)
+            group = self._group
+            group.size += 1
             alone = group.size == 1  # the first in a group has nobody beside it to spare
             if not alone:
                 group.driver.execute("SAVEPOINT body")
@@ -85,7 +87,6 @@ class GroupCommit:
             self._await(group)
 
     def close(self) -> None:
-        """Commit what is open, and give the connections back."""
         with self._lock:
             if self._group is not None:
                 self._end(self._group)
@@ -105,18 +106,6 @@ class GroupCommit:
             with self._queue_lock:
                 self._queued -= 1
 
-    def _join(self, durable: bool) -> _Group:
-        """The open group, if it is safe enough; else that one is ended and another begun."""
-        if self._group is not None and durable and not self._group.durable:
-            self._end(self._group)
-        if self._group is None:
-            connection = self._connections.get(durable)
-            if connection is None:
-                connection = self._connections[durable] = self._engines[durable].connect()
-            self._group = _Group(connection, durable)
-        self._group.size += 1
-        return self._group
-
     def _undo(self, group: _Group, error: BaseException) -> None:
         """Undo one body alone. Where the disk failed, SQLite has undone everything already: then all have failed."""
         try:
@@ -125,8 +114,8 @@ class GroupCommit:
         except sqlite3.Error:
             self._on_loss()
             self._fail(group, error)
-            return
-        self._end_unless_more_come(group)
+        else:
+            self._end_unless_more_come(group)
 
     def _end_unless_more_come(self, group: _Group) -> None:
         if group is self._group and (self._queued == 0 or group.size >= MOST):
@@ -145,7 +134,6 @@ class GroupCommit:
             group.end()
 
     def _fail(self, group: _Group, error: BaseException) -> None:
-        """Give up the whole group."""
         self._group = None
         group.error = error
         try:
@@ -165,8 +153,7 @@ class GroupCommit:
         while group.ended is not None and not group.ended.wait(LOOK_S):
             if self._lock.acquire(blocking=False):
                 try:
-                    if group is self._group:
-                        self._end_unless_more_come(group)
+                    self._end_unless_more_come(group)
                 finally:
                     self._lock.release()
         if group.error is not None:

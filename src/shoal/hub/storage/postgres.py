@@ -102,7 +102,6 @@ class PostgresStorage:
             return int(connection.execute(_NOW).scalar_one())
 
     def lead(self, name: str, holder: str, for_s: float) -> bool:
-        """By the database's clock, the only one that all hubs share."""
         with self._failures(), self._engine.begin() as connection:
             values = {"name": name, "holder": holder, "for_ms": round(for_s * 1000)}
             return connection.execute(_LEAD, values).first() is not None
@@ -137,11 +136,8 @@ class PostgresStorage:
 
 
 class PostgresWriter(Writer):
-    """A writer beside others: what it reads of single rows stays as it is until the end.
-
-    The run's lock is taken with the first thing that it does, unless that concerns nobody else: a nonce and a sign of
-    life come with every request, and wait for no decision.
-    """
+    """What it reads of single rows stays as it is until the end. The run's lock is taken with the first thing that it
+    does, unless that concerns nobody else: a nonce and a sign of life come with every request."""
 
     def __init__(self, connection: Connection) -> None:
         self._is_locked = False
@@ -190,7 +186,6 @@ class PostgresWriter(Writer):
 
 
 def parsed(url: str) -> URL:
-    """The place that the setting `hub.database` names."""
     try:
         place = make_url(url)
     except (ArgumentError, ValueError):  # what it says may quote the password

@@ -16,42 +16,10 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from sqlalchemy import Connection
 
-from shoal.hub.state.machines import (
-    UNDECIDED_SUBMISSIONS,
-    UNDECIDED_UNITS,
-    EvaluationState,
-    LeaseState,
-    SubmissionState,
-    UnitState,
-)
-from shoal.hub.state.rows import (
-    PROBATION_AUDITS,
-    EvaluationRow,
-    Filled,
-    Holding,
-    InHand,
-    LeaseRow,
-    NodeRow,
-    Progress,
-    ShownRow,
-    SubmissionRow,
-    TaskRow,
-    UnitRow,
-)
+from shoal.hub.state import rows
+from shoal.hub.state.rows import EvaluationState, LeaseState, SubmissionState, UnitState
 from shoal.hub.state.units import TRUSTED_AFTER, no_units
-from shoal.hub.storage.mapping import (
-    EVALUATIONS,
-    LEASES,
-    NODES,
-    OUTBOX,
-    PRESENCE,
-    SHOWN,
-    SUBMISSIONS,
-    TASKS,
-    UNITS,
-    VERDICTS,
-    Mapped,
-)
+from shoal.hub.storage import tables as table
 from shoal.hub.storage.tables import Outgoing, Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
 
@@ -64,19 +32,20 @@ NAMES_PER_QUERY = 500
 """Databases limit how many parameters a statement may have."""
 
 
-def _any_of(states: Iterable[UnitState | SubmissionState], table: str = "submissions") -> str:
-    return f"({' OR '.join(f'''{table}.state = '{state}' ''' for state in sorted(states)).strip()})"
+def _any_of(states: Iterable[UnitState | SubmissionState], of: str = "submissions") -> str:
+    return f"({' OR '.join(f'''{of}.state = '{state}' ''' for state in sorted(states)).strip()})"
 
 
-UNJUDGED = _any_of(UNDECIDED_SUBMISSIONS)
-NEWCOMER = f"(nodes.passed < {PROBATION_AUDITS} AND nodes.role = 'worker')"
+UNJUDGED = _any_of(rows.UNDECIDED_SUBMISSIONS)
+NEWCOMER = f"(nodes.passed < {rows.PROBATION_AUDITS} AND nodes.role = 'worker')"
 IN_HAND = f"""SELECT leases.node, leases.brief FROM leases WHERE leases.state = '{LeaseState.ACTIVE}'
     UNION ALL SELECT submissions.node, true AS brief FROM submissions WHERE {UNJUDGED}"""
 _UNBATCHED = f"units.state = '{UnitState.ACCEPTED}' AND units.step IS NULL"
-_ALIVE = f"({_any_of(UNDECIDED_UNITS, 'units')} OR ({_UNBATCHED}))"
-_HELD = "leases JOIN units ON leases.unit = units.unit"
+_ALIVE = f"({_any_of(rows.UNDECIDED_UNITS, 'units')} OR ({_UNBATCHED}))"
 _ACTIVE = f"leases.state = '{LeaseState.ACTIVE}'"
+_AUDITING = f"state = '{SubmissionState.AUDITING}'"
 _NEWEST = "submissions.decided_at_ms IS NOT NULL ORDER BY submissions.decided_at_ms DESC, submissions.unit DESC"
+_SEEN = "LEFT JOIN presence ON presence.node = nodes.node"
 _ENTRY = ", ".join(f'ledger."{name}"' for name in LedgerEntry.model_fields)
 _PROGRESS = f"""
 SELECT next.step, (SELECT COALESCE(max(unit) + 1, 0) FROM units),
@@ -95,8 +64,6 @@ _RANKED: dict[Rank, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes of one role and state that are here, or away: how many, and what they have in sum."""
-
     role: str
     state: str
     here: bool
@@ -112,10 +79,7 @@ class Reader:
         if connection.dialect.name == "sqlite":
             self._execute: Callable[[str, dict[str, Any]], Any] = driver_of(connection).execute
         else:
-            self._execute = self._on_server
-
-    def _on_server(self, sql: str, values: dict[str, Any]) -> Any:
-        return self._connection.exec_driver_sql(_with_percent(sql), values)
+            self._execute = lambda sql, values: self._connection.exec_driver_sql(_with_percent(sql), values)
 
     def _rows(self, sql: str, **values: Any) -> Sequence[Sequence[Any]]:
         found: Sequence[Sequence[Any]] = self._execute(sql, values).fetchall()
@@ -126,25 +90,25 @@ class Reader:
         ends. Nothing to do where writers exclude each other. `skip` leaves out what others have locked."""
         return ""
 
-    def _find(self, mapped: Mapped[R], where: str, **values: Any) -> list[R]:
+    def _find(self, mapped: table.Mapped[R], where: str, **values: Any) -> list[R]:
         read = mapped.read
         return [read(row) for row in self._rows(f"SELECT {mapped.columns} FROM {mapped.name} {where}", **values)]
 
-    def _one(self, mapped: Mapped[R], where: str, **values: Any) -> R | None:
+    def _one(self, mapped: table.Mapped[R], where: str, **values: Any) -> R | None:
         found = self._find(mapped, where, **values)
         return found[0] if found else None
 
-    def _pick(self, where: str, skip: bool = True, **values: Any) -> list[SubmissionRow]:
+    def _pick(self, where: str, skip: bool = True, **values: Any) -> list[rows.SubmissionRow]:
         """Submissions to decide about."""
-        return self._find(SUBMISSIONS, f"{where} {self._lock('submissions', skip=skip)}", **values)
+        return self._find(table.SUBMISSIONS, f"{where} {self._lock('submissions', skip=skip)}", **values)
 
-    def _held(self, where: str, lock: str = "", **values: Any) -> list[Holding]:
-        query = f"SELECT {LEASES.columns}, {UNITS.columns} FROM {_HELD} WHERE {where}{lock}"
-        size = LEASES.size
-        return [Holding(LEASES.read(row), UNITS.read(row[size:])) for row in self._rows(query, **values)]
+    def _held(self, where: str, lock: bool = False, **values: Any) -> list[rows.Holding]:
+        query = f"""SELECT {table.LEASES.columns}, {table.UNITS.columns} FROM leases
+            JOIN units ON leases.unit = units.unit WHERE {where}{self._lock("leases", "units") if lock else ""}"""
+        lease, unit, size = table.LEASES.read, table.UNITS.read, table.LEASES.size
+        return [rows.Holding(lease(row), unit(row[size:])) for row in self._rows(query, **values)]
 
-    def _named(self, mapped: Mapped[R], names: Iterable[Any]) -> Iterator[R]:
-        """The rows with these keys, however many they are."""
+    def _named(self, mapped: table.Mapped[R], names: Iterable[Any]) -> Iterator[R]:
         wanted = list(names)
         for start in range(0, len(wanted), NAMES_PER_QUERY):
             listed, values = among(wanted[start : start + NAMES_PER_QUERY])
@@ -156,32 +120,29 @@ class Reader:
     # The run
 
     def setting(self, key: str) -> str | None:
-        rows = self._rows("SELECT value FROM meta WHERE key = :key", key=key)
-        return str(rows[0][0]) if rows else None
+        found = self._rows("SELECT value FROM meta WHERE key = :key", key=key)
+        return str(found[0][0]) if found else None
 
-    def progress(self, counted: bool = True) -> Progress:
-        """Where the run stands; `alive` is 0 unless it is to be `counted`."""
+    def progress(self, counted: bool = True) -> rows.Progress:
         ((step, unit, dropped, failed, incarnation, version, digest),) = self._rows(_PROGRESS)
         newest = None if digest is None else PolicyRef(incarnation=incarnation, version=version, digest=digest)
         alive = sum(self.alive_counts().values()) if counted else 0
-        return Progress(newest, int(step), int(unit), alive, int(dropped), int(failed))
+        return rows.Progress(newest, int(step), int(unit), alive, int(dropped), int(failed))
 
     def policy(self, incarnation: int, version: int) -> PolicyRef | None:
         query = "SELECT digest FROM policies WHERE incarnation = :incarnation AND version = :version"
-        rows = self._rows(query, incarnation=incarnation, version=version)
-        return PolicyRef(incarnation=incarnation, version=version, digest=rows[0][0]) if rows else None
+        found = self._rows(query, incarnation=incarnation, version=version)
+        return PolicyRef(incarnation=incarnation, version=version, digest=found[0][0]) if found else None
 
     def batch(self, step: int) -> Batch | None:
-        rows = self._rows("SELECT document FROM batches WHERE step = :step", step=step)
-        return Batch.model_validate_json(rows[0][0]) if rows else None
+        found = self._rows("SELECT document FROM batches WHERE step = :step", step=step)
+        return Batch.model_validate_json(found[0][0]) if found else None
 
     def reports(self, limit: int) -> list[StepReport]:
-        """The newest step reports, oldest first."""
-        rows = self._rows("SELECT step, metrics FROM reports ORDER BY step DESC LIMIT :most", most=limit)
-        return [StepReport(step=step, metrics=json.loads(metrics)) for step, metrics in reversed(rows)]
+        found = self._rows("SELECT step, metrics FROM reports ORDER BY step DESC LIMIT :most", most=limit)
+        return [StepReport(step=step, metrics=json.loads(metrics)) for step, metrics in reversed(found)]
 
     def alarms(self, limit: int) -> list[str]:
-        """The newest alarms, newest first."""
         query = "SELECT message FROM alarms ORDER BY at_ms DESC, step DESC, code LIMIT :most"
         return [row[0] for row in self._rows(query, most=limit)]
 
@@ -200,108 +161,97 @@ class Reader:
 
     # Nodes
 
-    def node(self, node: str) -> NodeRow | None:
-        return self._one(NODES, f"WHERE node = :node{self._lock('nodes')}", node=node)
+    def node(self, node: str) -> rows.NodeRow | None:
+        return self._one(table.NODES, f"WHERE node = :node{self._lock('nodes')}", node=node)
 
-    def nodes(self) -> list[NodeRow]:
-        return self._find(NODES, "ORDER BY registered_at_ms, node")
+    def nodes(self) -> list[rows.NodeRow]:
+        return self._find(table.NODES, "ORDER BY registered_at_ms, node")
 
-    def nodes_named(self, nodes: Sequence[str]) -> dict[str, NodeRow]:
-        return {row.node: row for row in self._named(NODES, nodes)}
+    def nodes_named(self, nodes: Sequence[str]) -> dict[str, rows.NodeRow]:
+        return {row.node: row for row in self._named(table.NODES, nodes)}
 
-    def nodes_after(self, node: str, limit: int) -> list[NodeRow]:
-        """Nodes in order of their ids, from the one after `node` on."""
-        return self._find(NODES, "WHERE node > :node ORDER BY node LIMIT :most", node=node, most=limit)
+    def nodes_after(self, node: str, limit: int) -> list[rows.NodeRow]:
+        return self._find(table.NODES, "WHERE node > :node ORDER BY node LIMIT :most", node=node, most=limit)
 
-    def nodes_ranked(self, by: Rank, limit: int) -> list[NodeRow]:
+    def nodes_ranked(self, by: Rank, limit: int) -> list[rows.NodeRow]:
         """Those of a trusted role, those under a sanction, those with most credit, or any: last seen first."""
         which, first = _RANKED[by]
-        joined = "LEFT JOIN presence ON presence.node = nodes.node"
-        return self._find(NODES, f"{joined} WHERE {which} ORDER BY {first} DESC, nodes.node LIMIT :most", most=limit)
+        where = f"{_SEEN} WHERE {which} ORDER BY {first} DESC, nodes.node LIMIT :most"
+        return self._find(table.NODES, where, most=limit)
 
     def node_counts(self) -> dict[str, int]:
-        """How many nodes there are, by `role.state`."""
         return self._tallied("SELECT role || '.' || state, count(*) FROM nodes GROUP BY role, state")
 
     def fleet(self, since_ms: int) -> list[NodeGroup]:
         """All nodes, summed up by role, state and whether they were heard of since then; in that order."""
-        rows = self._rows(
-            """SELECT role, state, CASE WHEN presence.last_seen_ms >= :since_ms THEN 1 ELSE 0 END AS here, count(*),
-            sum(credit), sum(pending), sum(lapsed) FROM nodes LEFT JOIN presence ON presence.node = nodes.node
-            GROUP BY role, state, here ORDER BY role, state, here""",
-            since_ms=since_ms,
-        )
-        return [NodeGroup(row[0], row[1], bool(row[2]), *(int(value) for value in row[3:])) for row in rows]
+        query = f"""SELECT role, state, CASE WHEN presence.last_seen_ms >= :since_ms THEN 1 ELSE 0 END AS here,
+            count(*), sum(credit), sum(pending), sum(lapsed) FROM nodes {_SEEN}
+            GROUP BY role, state, here ORDER BY role, state, here"""
+        found = self._rows(query, since_ms=since_ms)
+        return [NodeGroup(row[0], row[1], bool(row[2]), *map(int, row[3:])) for row in found]
 
-    def kin(self, kind: str, check: str, since_ms: int) -> list[NodeRow]:
+    def kin(self, kind: str, check: str, since_ms: int) -> list[rows.NodeRow]:
         """Workers of one kind that were heard of since then, and have failed this statistical check since then, or
         have passed an audit."""
-        return self._find(
-            NODES,
-            """JOIN presence ON presence.node = nodes.node
-            WHERE kind = :kind AND role = 'worker' AND presence.last_seen_ms >= :since_ms
-            AND (passed > 0 OR (failed_check = :failed AND failed_at_ms >= :since_ms)) ORDER BY nodes.node""",
-            kind=kind,
-            failed=check,
-            since_ms=since_ms,
-        )
+        where = f"""{_SEEN} WHERE kind = :kind AND role = 'worker' AND presence.last_seen_ms >= :since_ms
+            AND (passed > 0 OR (failed_check = :failed AND failed_at_ms >= :since_ms)) ORDER BY nodes.node"""
+        return self._find(table.NODES, where, kind=kind, failed=check, since_ms=since_ms)
 
     def is_established_here(self, since_ms: int) -> bool:
         """Whether an active worker that is past probation was heard of since then."""
         query = f"""SELECT 1 FROM nodes JOIN presence ON presence.node = nodes.node
-            WHERE passed >= {PROBATION_AUDITS} AND role = 'worker' AND state = '{NodeState.ACTIVE}'
+            WHERE passed >= {rows.PROBATION_AUDITS} AND role = 'worker' AND state = '{NodeState.ACTIVE}'
             AND presence.last_seen_ms >= :since_ms LIMIT 1"""
         return bool(self._rows(query, since_ms=since_ms))
 
-    def newcomers_in_hand(self, node: str) -> InHand:
+    def newcomers_in_hand(self, node: str) -> rows.InHand:
         """What nodes on probation have in hand, and this one of them; networks without anything may be left out."""
         # joined from what is in hand: that is little, fresh keys may be many
         query = f"""SELECT nodes.network, count(*), sum(CASE WHEN passed = 0 THEN 1 ELSE 0 END),
             sum(CASE WHEN passed = 0 AND NOT hands.brief THEN 1 ELSE 0 END),
             sum(CASE WHEN nodes.node = :node THEN 1 ELSE 0 END)
             FROM ({IN_HAND}) AS hands JOIN nodes ON nodes.node = hands.node WHERE {NEWCOMER} GROUP BY nodes.network"""
-        rows = self._rows(query, node=node)
-        return InHand(
-            sum(int(row[4]) for row in rows), *({row[0]: int(row[place]) for row in rows} for place in (1, 2, 3))
-        )
+        found = self._rows(query, node=node)
+        by_network = ({row[0]: int(row[place]) for row in found} for place in (1, 2, 3))
+        return rows.InHand(sum(int(row[4]) for row in found), *by_network)
 
     def presence(self, node: str) -> Presence | None:
-        return self._one(PRESENCE, "WHERE node = :node", node=node)
+        return self._one(table.PRESENCE, "WHERE node = :node", node=node)
 
     def presences_named(self, nodes: Sequence[str]) -> dict[str, Presence]:
-        return {row.node: row for row in self._named(PRESENCE, nodes)}
+        return {row.node: row for row in self._named(table.PRESENCE, nodes)}
 
     def waiting_presences(self, since_ms: int, limit: int) -> list[Presence]:
         """Nodes heard of since then that say they wait, the longest wait first."""
         where = "WHERE last_seen_ms >= :since_ms AND waiting_for <> '' ORDER BY waiting_since_ms, node LIMIT :most"
-        return self._find(PRESENCE, where, since_ms=since_ms, most=limit)
+        return self._find(table.PRESENCE, where, since_ms=since_ms, most=limit)
 
     # Units and tasks
 
-    def unit(self, unit: int) -> UnitRow | None:
-        return self._one(UNITS, f"WHERE unit = :unit{self._lock('units')}", unit=unit)
+    def unit(self, unit: int) -> rows.UnitRow | None:
+        return self._one(table.UNITS, f"WHERE unit = :unit{self._lock('units')}", unit=unit)
 
-    def units_named(self, units: Sequence[int]) -> dict[int, UnitRow]:
-        return {row.unit: row for row in self._named(UNITS, units)}
+    def units_named(self, units: Sequence[int]) -> dict[int, rows.UnitRow]:
+        return {row.unit: row for row in self._named(table.UNITS, units)}
 
-    def open_units(self, limit: int, entrusted: bool = False) -> list[UnitRow]:
+    def open_units(self, limit: int, entrusted: bool = False) -> list[rows.UnitRow]:
         """The lowest-numbered open units that workers may have, or those that are `entrusted` to validators."""
         side = f"failures {'>=' if entrusted else '<'} {TRUSTED_AFTER}"
         query = f"WHERE state = '{UnitState.OPEN}' AND {side} ORDER BY unit LIMIT :most"
-        return self._find(UNITS, f"{query}{self._lock('units', skip=True)}", most=limit)
+        return self._find(table.UNITS, f"{query}{self._lock('units', skip=True)}", most=limit)
 
-    def alive_units(self) -> list[UnitRow]:
+    def alive_units(self) -> list[rows.UnitRow]:
         """Units that are undecided, or accepted and in no batch, by number."""
-        return self._find(UNITS, f"WHERE {_ALIVE} ORDER BY unit")
+        return self._find(table.UNITS, f"WHERE {_ALIVE} ORDER BY unit")
 
     def alive_counts(self) -> dict[UnitState, int]:
         """How many units are alive, by state; accepted ones are those in no batch."""
         found = self._tallied(f"SELECT state, count(*) FROM units WHERE {_ALIVE} GROUP BY state")
         return {UnitState(state): count for state, count in found.items()}
 
-    def batched_units(self) -> list[UnitRow]:
+    def batched_units(self) -> list[rows.UnitRow]:
         """Units in a batch that are not marked trained yet."""
-        return self._find(UNITS, f"WHERE state = '{UnitState.ACCEPTED}' AND step IS NOT NULL ORDER BY unit")
+        return self._find(table.UNITS, f"WHERE state = '{UnitState.ACCEPTED}' AND step IS NOT NULL ORDER BY unit")
 
     def unit_counts(self) -> dict[str, int]:
         """Units by state, and `void_<reason>` for the void ones."""
@@ -312,177 +262,164 @@ class Reader:
                 counts[f"void_{reason}"] = count
         return counts
 
-    def task_rows(self, tasks: Sequence[str]) -> dict[str, TaskRow]:
-        """How tasks did recently; without those of which no group was ever in a batch or dropped."""
-        return {row.task: row for row in self._named(TASKS, tasks)}
+    def task_rows(self, tasks: Sequence[str]) -> dict[str, rows.TaskRow]:
+        """Without those of which no group was ever in a batch or dropped."""
+        return {row.task: row for row in self._named(table.TASKS, tasks)}
 
     def pool_counts(self) -> dict[str, int]:
-        """How many of the tasks that were seen are in each pool; pools without any are left out."""
         return self._tallied("SELECT pool, count(*) FROM tasks GROUP BY pool")
 
     # Leases
 
-    def holding(self, lease: str) -> Holding | None:
-        found = self._held("leases.lease = :lease", self._lock("leases", "units"), lease=lease)
+    def holding(self, lease: str) -> rows.Holding | None:
+        found = self._held("leases.lease = :lease", lock=True, lease=lease)
         return found[0] if found else None
 
-    def holdings(self, node: str | None = None) -> list[Holding]:
+    def holdings(self, node: str | None = None) -> list[rows.Holding]:
         """Active leases with their units, oldest first; of one node, or of all."""
         order = "ORDER BY leases.issued_at_ms, leases.unit"
         if node is None:
             return self._held(f"{_ACTIVE} {order}")
-        return self._held(f"{_ACTIVE} AND leases.node = :node {order}", self._lock("leases", "units"), node=node)
+        return self._held(f"{_ACTIVE} AND leases.node = :node {order}", lock=True, node=node)
 
-    def oldest_holdings(self, limit: int) -> list[Holding]:
-        """Active leases with their units, the oldest first."""
+    def oldest_holdings(self, limit: int) -> list[rows.Holding]:
         return self._held(f"{_ACTIVE} ORDER BY leases.issued_at_ms, leases.unit LIMIT :most", most=limit)
 
-    def overdue_holdings(self, now_ms: int) -> list[Holding]:
-        """Active leases past their deadline, by unit."""
+    def overdue_holdings(self, now_ms: int) -> list[rows.Holding]:
         return self._held(f"{_ACTIVE} AND leases.deadline_ms <= :now_ms ORDER BY leases.unit", now_ms=now_ms)
 
-    def silent_holdings(self, since_ms: int) -> list[Holding]:
+    def silent_holdings(self, since_ms: int) -> list[rows.Holding]:
         """Active leases that were issued before `since_ms` to nodes not heard of since then, by unit."""
         heard = "SELECT 1 FROM presence WHERE presence.node = held.node AND presence.last_seen_ms >= :since_ms"
         gone = f"SELECT held.node FROM leases AS held WHERE held.state = '{LeaseState.ACTIVE}' AND NOT EXISTS ({heard})"
         which = f"{_ACTIVE} AND leases.issued_at_ms < :since_ms AND leases.node IN ({gone})"
         return self._held(f"{which} ORDER BY leases.unit", since_ms=since_ms)
 
-    def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
-        """The leases that this request got, in order of unit."""
-        return self._find(LEASES, "WHERE node = :node AND request = :request ORDER BY unit", node=node, request=request)
+    def requested_leases(self, node: str, request: str) -> list[rows.LeaseRow]:
+        where = "WHERE node = :node AND request = :request ORDER BY unit"
+        return self._find(table.LEASES, where, node=node, request=request)
 
-    def leases_of_unit(self, unit: int) -> list[LeaseRow]:
-        """The newest leases of a unit (`LEASES_TOLD`), in order of attempt."""
-        return self._find(LEASES, f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_TOLD}", unit=unit)[::-1]
+    def leases_of_unit(self, unit: int) -> list[rows.LeaseRow]:
+        """The newest leases of a unit, in order of attempt."""
+        return self._find(table.LEASES, f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_TOLD}", unit=unit)[
+            ::-1
+        ]
 
-    def leases_of(self, node: str, limit: int) -> list[LeaseRow]:
-        """The newest leases of a node, newest first."""
+    def leases_of(self, node: str, limit: int) -> list[rows.LeaseRow]:
         where = "WHERE node = :node ORDER BY issued_at_ms DESC, unit DESC LIMIT :most"
-        return self._find(LEASES, where, node=node, most=limit)
+        return self._find(table.LEASES, where, node=node, most=limit)
 
-    def shown(self, lease: str) -> list[ShownRow]:
-        """What was shown of a lease, part by part."""
-        return self._find(SHOWN, "WHERE lease = :lease ORDER BY part", lease=lease)
+    def shown(self, lease: str) -> list[rows.ShownRow]:
+        return self._find(table.SHOWN, "WHERE lease = :lease ORDER BY part", lease=lease)
 
-    def last_shown(self, lease: str) -> ShownRow | None:
-        """The last part of what was shown of a lease."""
-        return self._one(SHOWN, "WHERE lease = :lease ORDER BY part DESC LIMIT 1", lease=lease)
+    def last_shown(self, lease: str) -> rows.ShownRow | None:
+        return self._one(table.SHOWN, "WHERE lease = :lease ORDER BY part DESC LIMIT 1", lease=lease)
 
-    def showing(self) -> list[LeaseRow]:
+    def showing(self) -> list[rows.LeaseRow]:
         """Active leases of which something was shown, by their deadline."""
         shown = "SELECT shown.lease FROM shown WHERE shown.part = 0"
-        return self._find(LEASES, f"WHERE {_ACTIVE} AND leases.lease IN ({shown}) ORDER BY deadline_ms")
+        return self._find(table.LEASES, f"WHERE {_ACTIVE} AND leases.lease IN ({shown}) ORDER BY deadline_ms")
 
     # Submissions
 
-    def submission(self, submission: str) -> SubmissionRow | None:
+    def submission(self, submission: str) -> rows.SubmissionRow | None:
         lock = self._lock("submissions")
-        return self._one(SUBMISSIONS, f"WHERE submission = :submission{lock}", submission=submission)
+        return self._one(table.SUBMISSIONS, f"WHERE submission = :submission{lock}", submission=submission)
 
-    def submission_of_lease(self, lease: str) -> SubmissionRow | None:
-        return self._one(SUBMISSIONS, f"WHERE lease = :lease{self._lock('submissions')}", lease=lease)
+    def submission_of_lease(self, lease: str) -> rows.SubmissionRow | None:
+        return self._one(table.SUBMISSIONS, f"WHERE lease = :lease{self._lock('submissions')}", lease=lease)
 
-    def submissions_named(self, names: Sequence[str]) -> dict[str, SubmissionRow]:
-        return {row.submission: row for row in self._named(SUBMISSIONS, names)}
+    def submissions_named(self, names: Sequence[str]) -> dict[str, rows.SubmissionRow]:
+        return {row.submission: row for row in self._named(table.SUBMISSIONS, names)}
 
-    def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[SubmissionRow]:
+    def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[rows.SubmissionRow]:
         """Submissions in one of these states, lowest unit first."""
         return self._pick(f"WHERE {_any_of(states)} ORDER BY submissions.unit LIMIT :most", most=limit)
 
-    def waiting_audits(self, on_probation: bool, limit: int) -> list[SubmissionRow]:
+    def waiting_audits(self, on_probation: bool, limit: int) -> list[rows.SubmissionRow]:
         """Received submissions of nodes that are, or are not, on probation, lowest unit first."""
-        side = NEWCOMER if on_probation else f"NOT {NEWCOMER}"
-        received = f"submissions.state = '{SubmissionState.RECEIVED}'"
+        received = f"submissions.state = '{SubmissionState.RECEIVED}' AND {'' if on_probation else 'NOT '}{NEWCOMER}"
         joined = "JOIN nodes ON nodes.node = submissions.node"
-        return self._pick(f"{joined} WHERE {received} AND {side} ORDER BY submissions.unit LIMIT :most", most=limit)
+        return self._pick(f"{joined} WHERE {received} ORDER BY submissions.unit LIMIT :most", most=limit)
 
-    def light_audits(self, node: str) -> list[SubmissionRow]:
+    def light_audits(self, node: str) -> list[rows.SubmissionRow]:
         """What a node submitted that waits for a light audit or is in one, by unit."""
         which = f"node = :node AND {UNJUDGED} AND depth = 'light'"
         return self._pick(f"WHERE {which} ORDER BY unit", skip=False, node=node)
 
-    def pending_credit(self, node: str) -> list[SubmissionRow]:
-        """What a node has pending credit for, by unit."""
+    def pending_credit(self, node: str) -> list[rows.SubmissionRow]:
         return self._pick("WHERE node = :node AND matures_at_ms IS NOT NULL ORDER BY unit", skip=False, node=node)
 
-    def overdue_audits(self, now_ms: int) -> list[SubmissionRow]:
-        """Submissions whose validator has let its claim run out."""
-        claimed = f"state = '{SubmissionState.AUDITING}'"
-        return self._pick(f"WHERE {claimed} AND claimed_until_ms <= :now_ms ORDER BY unit", now_ms=now_ms)
+    def overdue_audits(self, now_ms: int) -> list[rows.SubmissionRow]:
+        return self._pick(f"WHERE {_AUDITING} AND claimed_until_ms <= :now_ms ORDER BY unit", now_ms=now_ms)
 
-    def claimed_by(self, validator: str) -> list[SubmissionRow]:
-        """What a validator has claimed and not judged yet, by unit."""
-        claimed = f"state = '{SubmissionState.AUDITING}'"
-        return self._pick(f"WHERE {claimed} AND validator = :validator ORDER BY unit", validator=validator)
+    def claimed_by(self, validator: str) -> list[rows.SubmissionRow]:
+        return self._pick(f"WHERE {_AUDITING} AND validator = :validator ORDER BY unit", validator=validator)
 
-    def untrained(self, node: str) -> list[Filled]:
+    def untrained(self, node: str) -> list[rows.Filled]:
         """A node's accepted groups that are in no batch, by unit."""
-        query = f"""SELECT {UNITS.columns}, {SUBMISSIONS.columns} FROM units
+        query = f"""SELECT {table.UNITS.columns}, {table.SUBMISSIONS.columns} FROM units
             JOIN submissions ON units.submission = submissions.submission
             WHERE submissions.node = :node AND submissions.state = '{SubmissionState.ACCEPTED}' AND {_UNBATCHED}
             ORDER BY units.unit{self._lock("submissions", "units")}"""
-        rows = self._rows(query, node=node)
-        return [Filled(UNITS.read(row), SUBMISSIONS.read(row[UNITS.size :])) for row in rows]
+        size = table.UNITS.size
+        found = self._rows(query, node=node)
+        return [rows.Filled(table.UNITS.read(row), table.SUBMISSIONS.read(row[size:])) for row in found]
 
-    def due_credit(self, now_ms: int, limit: int) -> list[SubmissionRow]:
-        """Submissions whose pending credit is due, longest due first."""
+    def due_credit(self, now_ms: int, limit: int) -> list[rows.SubmissionRow]:
         where = "WHERE matures_at_ms <= :now_ms ORDER BY matures_at_ms, unit LIMIT :most"
-        return self._find(SUBMISSIONS, where, now_ms=now_ms, most=limit)
+        return self._find(table.SUBMISSIONS, where, now_ms=now_ms, most=limit)
 
-    def decided_submissions(self, limit: int) -> list[SubmissionRow]:
-        """The newest decisions, newest first."""
-        return self._find(SUBMISSIONS, f"WHERE {_NEWEST} LIMIT :most", most=limit)
+    def decided_submissions(self, limit: int) -> list[rows.SubmissionRow]:
+        return self._find(table.SUBMISSIONS, f"WHERE {_NEWEST} LIMIT :most", most=limit)
 
-    def refused_submissions(self, among: int) -> list[SubmissionRow]:
+    def refused_submissions(self, among: int) -> list[rows.SubmissionRow]:
         """Those of the newest `among` decisions that are no acceptances, newest first."""
         newest = f"SELECT submissions.submission FROM submissions WHERE {_NEWEST} LIMIT :most"
         where = f"submission IN ({newest}) AND state <> '{SubmissionState.ACCEPTED}' AND {_NEWEST}"
-        return self._find(SUBMISSIONS, f"WHERE {where}", most=among)
+        return self._find(table.SUBMISSIONS, f"WHERE {where}", most=among)
 
-    def dropped_submissions(self, step: int) -> list[SubmissionRow]:
+    def dropped_submissions(self, step: int) -> list[rows.SubmissionRow]:
         """What fills the units that were dropped (equal rewards) while `step` was the next one, by unit."""
         joined = "JOIN units ON units.submission = submissions.submission"
         dropped = f"units.lost_step = :step AND units.state = '{UnitState.DROPPED}'"
-        return self._find(SUBMISSIONS, f"{joined} WHERE {dropped} ORDER BY units.unit", step=step)
+        return self._find(table.SUBMISSIONS, f"{joined} WHERE {dropped} ORDER BY units.unit", step=step)
 
-    def submissions_of_unit(self, unit: int) -> list[SubmissionRow]:
-        """All that was ever submitted for a unit, oldest first."""
-        return self._find(SUBMISSIONS, "WHERE unit = :unit ORDER BY received_at_ms, submission", unit=unit)
+    def submissions_of_unit(self, unit: int) -> list[rows.SubmissionRow]:
+        return self._find(table.SUBMISSIONS, "WHERE unit = :unit ORDER BY received_at_ms, submission", unit=unit)
 
-    def submissions_of(self, node: str, refused: bool, limit: int) -> list[SubmissionRow]:
+    def submissions_of(self, node: str, refused: bool, limit: int) -> list[rows.SubmissionRow]:
         """What a node submitted, newest first; `refused`: only what was rejected, unsure or pulled."""
         ends = (SubmissionState.REJECTED, SubmissionState.UNSURE, SubmissionState.PULLED)
         which = f"node = :node AND {_any_of(ends)}" if refused else "node = :node"
         order = "ORDER BY received_at_ms DESC, unit DESC LIMIT :most"
-        return self._find(SUBMISSIONS, f"WHERE {which} {order}", node=node, most=limit)
+        return self._find(table.SUBMISSIONS, f"WHERE {which} {order}", node=node, most=limit)
 
     def submission_counts(self) -> dict[str, int]:
         counts = self._tallied("SELECT state, count(*) FROM submissions GROUP BY state")
         return {state.value: 0 for state in SubmissionState} | counts
 
     def verdicts_of(self, submissions: Sequence[str]) -> dict[str, str]:
-        """Signed verdicts as they came, by submission."""
-        return {row.submission: row.document for row in self._named(VERDICTS, submissions)}
+        return {row.submission: row.document for row in self._named(table.VERDICTS, submissions)}
 
     # Evaluations
 
-    def evaluation(self, incarnation: int, version: int, first: int) -> EvaluationRow | None:
-        where = f"WHERE {EVALUATIONS.is_named}{self._lock('evaluations')}"
-        return self._one(EVALUATIONS, where, incarnation=incarnation, version=version, first=first)
+    def evaluation(self, incarnation: int, version: int, first: int) -> rows.EvaluationRow | None:
+        where = f"WHERE {table.EVALUATIONS.is_named}{self._lock('evaluations')}"
+        return self._one(table.EVALUATIONS, where, incarnation=incarnation, version=version, first=first)
 
-    def evaluations_under_way(self) -> list[EvaluationRow]:
+    def evaluations_under_way(self) -> list[rows.EvaluationRow]:
         """All slices of the versions of which one is open or claimed, in order."""
         under_way = f"state = '{EvaluationState.OPEN}' OR state = '{EvaluationState.CLAIMED}'"
         versions = f"SELECT incarnation, version FROM evaluations WHERE {under_way}"
         where = f"WHERE (incarnation, version) IN ({versions}) ORDER BY incarnation, version, first"
-        return self._find(EVALUATIONS, f"{where}{self._lock('evaluations', skip=True)}")
+        return self._find(table.EVALUATIONS, f"{where}{self._lock('evaluations', skip=True)}")
 
-    def evaluations_since(self, version: int, versions: int) -> list[EvaluationRow]:
+    def evaluations_since(self, version: int, versions: int) -> list[rows.EvaluationRow]:
         """All slices from that version on, in order; those of the newest `versions` at most, and of these all."""
         newest = "SELECT DISTINCT version FROM evaluations WHERE version >= :since ORDER BY version DESC LIMIT :most"
         where = f"WHERE version IN (SELECT version FROM ({newest}) AS newest) ORDER BY incarnation, version, first"
-        return self._find(EVALUATIONS, where, since=version, most=versions)
+        return self._find(table.EVALUATIONS, where, since=version, most=versions)
 
     # The ledger
 
@@ -510,12 +447,11 @@ class Reader:
 
     def _entries(self, where: str, **values: Any) -> list[LedgerEntry]:
         names = tuple(LedgerEntry.model_fields)
-        rows = (dict(zip(names, row, strict=True)) for row in self._rows(f"SELECT {_ENTRY} {where}", **values))
-        return [LedgerEntry(**{**row, "body": json.loads(row["body"])}) for row in rows]
+        found = (dict(zip(names, row, strict=True)) for row in self._rows(f"SELECT {_ENTRY} {where}", **values))
+        return [LedgerEntry(**{**row, "body": json.loads(row["body"])}) for row in found]
 
     def outbox(self, limit: int) -> list[Outgoing]:
-        """What waits to be moved into the ledger, oldest first."""
-        return self._find(OUTBOX, "ORDER BY id LIMIT :most", most=limit)
+        return self._find(table.OUTBOX, "ORDER BY id LIMIT :most", most=limit)
 
     def outbox_length(self) -> int:
         return int(self._rows("SELECT count(*) FROM ledger_outbox")[0][0])
@@ -534,5 +470,4 @@ def among(values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
 
 @lru_cache(1024)
 def _with_percent(sql: str) -> str:
-    """The statement as PostgreSQL's driver wants it."""
     return re.sub(r":(\w+)", r"%(\1)s", sql)

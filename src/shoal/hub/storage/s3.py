@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import obstore
@@ -23,61 +23,37 @@ from shoal.protocol import submission_digest
 
 DEFAULT_REGION = "us-east-1"
 CONNECT_S, ATTEMPT_S, TRY_FOR_S, RETRIES = 5, 30, 20, 4
-REGION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION")
-KEY_VARIABLES = {
-    "access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET_ACCESS_KEY",
-    "session_token": "AWS_SESSION_TOKEN",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Where a bucket is. With an endpoint of its own it is addressed by path, as such servers expect it.
-
-    >>> str(Bucket.at("s3://shoal/runs/one", "http://127.0.0.1:9000"))
-    's3://shoal/runs/one at http://127.0.0.1:9000'
-    """
-
-    name: str
-    prefix: str
-    endpoint: str
-    region: str
-
-    @classmethod
-    def at(cls, url: str, endpoint: str = "", environment: Mapping[str, str] = os.environ) -> Bucket:
-        parts = urlsplit(url)
-        if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
-            raise ConfigError(f"hub.storage = {url!r} is no bucket: write s3://BUCKET/PREFIX, or nothing for a folder")
-        server = urlsplit(endpoint)
-        if endpoint and (server.scheme not in ("http", "https") or not server.netloc or server.path.strip("/")):
-            raise ConfigError(f"hub.storage_endpoint = {endpoint!r} is no server: write for instance http://HOST:9000")
-        region = next((environment[name] for name in REGION_VARIABLES if environment.get(name)), DEFAULT_REGION)
-        return cls(parts.netloc, parts.path.strip("/"), endpoint.rstrip("/"), region)
-
-    def __str__(self) -> str:
-        where = f" at {self.endpoint}" if self.endpoint else ""
-        return f"s3://{self.name}/{self.prefix}".rstrip("/") + where
 
 
 class S3Blobs:
-    """Implements `blobs.Blobs` in a bucket."""
+    """Implements `blobs.Blobs` in a bucket. With an endpoint of its own it is addressed by path, as such servers expect
+    it."""
 
-    def __init__(self, bucket: Bucket, environment: Mapping[str, str] = os.environ) -> None:
-        self._bucket = bucket
-        given = {name: environment[variable] for name, variable in KEY_VARIABLES.items() if environment.get(variable)}
-        if not {"access_key_id", "secret_access_key"} <= given.keys():
-            given = {}
-        if bucket.endpoint:
-            given["endpoint"] = bucket.endpoint
-        is_plain = bucket.endpoint.startswith("http://")
+    def __init__(self, url: str, endpoint: str = "", environment: Mapping[str, str] = os.environ) -> None:
+        parts, server, endpoint = urlsplit(url), urlsplit(endpoint), endpoint.rstrip("/")
+        if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
+            raise ConfigError(f"hub.storage = {url!r} is no bucket: write s3://BUCKET/PREFIX, or nothing for a folder")
+        if endpoint and (server.scheme not in ("http", "https") or not server.netloc or server.path.strip("/")):
+            raise ConfigError(f"hub.storage_endpoint = {endpoint!r} is no server: write for instance http://HOST:9000")
+        self._prefix = parts.path.strip("/")
+        self._where = f"s3://{parts.netloc}/{self._prefix}".rstrip("/") + (f" at {endpoint}" if endpoint else "")
+        given: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
+        if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
+            for name in ("access_key_id", "secret_access_key", "session_token"):
+                if value := environment.get(f"AWS_{name.upper()}"):
+                    given[name] = value
         self._store = S3Store(
-            bucket.name,
-            region=bucket.region,
-            virtual_hosted_style_request=not bucket.endpoint,
+            parts.netloc,
+            region=environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or DEFAULT_REGION,
+            virtual_hosted_style_request=not endpoint,
             checksum_algorithm="SHA256",
-            client_options={"allow_http": is_plain, "connect_timeout": f"{CONNECT_S}s", "timeout": f"{ATTEMPT_S}s"},
+            client_options={
+                "allow_http": server.scheme == "http",
+                "connect_timeout": f"{CONNECT_S}s",
+                "timeout": f"{ATTEMPT_S}s",
+            },
             retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=TRY_FOR_S)},
-            **given,  # type: ignore[arg-type]  # a dict of keyword arguments, all of them text
+            **given,
         )
 
     def put(self, body: bytes) -> str:
@@ -93,7 +69,7 @@ class S3Blobs:
             body = bytes(obstore.get(self._store, self._key(name)).bytes())
         except (BaseError, OSError) as error:
             raise self._explained("read", error) from error
-        return checked(body, name, f"{name} in {self._bucket}")
+        return checked(body, name, f"{name} in {self._where}")
 
     def has(self, name: str) -> bool:
         try:
@@ -105,12 +81,12 @@ class S3Blobs:
         return True
 
     def _key(self, name: str) -> str:
-        return f"{self._bucket.prefix}/blobs/{name}".lstrip("/")
+        return f"{self._prefix}/blobs/{name}".lstrip("/")
 
     def _explained(self, verb: str, error: Exception) -> ResourceError:
         """What the store said, on one line and short: some put their whole history into it."""
         said = " ".join(str(error).split("Debug source:")[0].split())[:300]
         return ResourceError(
-            f"cannot {verb} a submission in {self._bucket}: {said}; check that the bucket is there, the server "
+            f"cannot {verb} a submission in {self._where}: {said}; check that the bucket is there, the server "
             "answers, and the key (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION) may read and write in it"
         )

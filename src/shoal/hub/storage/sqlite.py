@@ -36,8 +36,8 @@ _LOST = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE
 
 
 class SqliteStorage:
-    """Implements `protocol.Storage` on one file; without a `path` in memory, for simulations and tests: there who reads
-    excludes who writes, and closing it loses nothing."""
+    """On one file; without a `path` in memory, for simulations and tests: there who reads excludes who writes, and
+    closing it loses nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._in_memory = path or Path(":memory:"), path is None
@@ -72,8 +72,7 @@ class SqliteStorage:
     def lead(self, name: str, holder: str, for_s: float) -> bool:  # noqa: ARG002  the folder's lock keeps others out
         return True
 
-    def resign(self, name: str, holder: str) -> None:
-        """There is nobody to leave it to."""
+    def resign(self, name: str, holder: str) -> None: ...
 
     @contextmanager
     def read(self) -> Iterator[Reader]:
@@ -126,8 +125,7 @@ class SqliteStorage:
         self._relaxed.dispose()
 
     def _explained(self, error: BaseException) -> ResourceError:
-        """What the database says about its disk, as one sentence. The transaction is undone by then. A full disk has
-        several faces here: not every call of SQLite says so itself."""
+        """A full disk has several faces here: not every call of SQLite says so itself."""
         error = getattr(error, "orig", error)
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and is_full(self._path.parent)):

@@ -1,21 +1,26 @@
-"""The tables, with the reason on each constraint. States are text, times whole milliseconds, documents JSON.
+"""The tables, with the reason on each constraint, and their rows as the hub's dataclasses.
 
 nodes ◄── leases ──► units ◄── submissions ◄── verdicts        shown ──► leases
 policies    batches    ledger ◄── ledger_outbox    ledger_subjects    tasks    evaluations
 leaders    nonces    presence    reports    alarms    meta
 
-A table that holds one kind of row has that dataclass's fields as columns, in their order: a new field is a new column.
-There are no migrations before the first release: a database of another schema is refused.
+States are text, times whole milliseconds, documents JSON. A table that holds one kind of row has that dataclass's
+fields as columns, in their order: a new field is a new column. There are no migrations before the first release: a
+database of another schema is refused.
 """
 
 from __future__ import annotations
 
+import json
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import sqlalchemy as sa
+from pydantic import BaseModel
 
 from shoal.errors import ConfigError
 from shoal.hub.state.commands import AddVerdict, RaiseAlarm
@@ -25,6 +30,9 @@ SCHEMA_VERSION = 5
 
 WHOLE = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # there a whole number that is the key is where the row lies
 _TYPES: dict[Any, Any] = {int: WHOLE, float: sa.Float, bool: sa.Boolean, bytes: sa.LargeBinary}  # the rest is text
+
+R = TypeVar("R")
+metadata = sa.MetaData()
 
 
 @dataclass(frozen=True)
@@ -60,15 +68,16 @@ def field_types(kind: type) -> dict[str, tuple[Any, bool]]:
 
 def _table(
     name: str,
-    kind: type,
+    kind: type | Mapping[str, type],
     keys: tuple[str, ...],
     *rules: sa.UniqueConstraint | sa.Index,
     refer: Mapping[str, str] = types.MappingProxyType({}),
     unique: tuple[str, ...] = (),
     **options: Any,
 ) -> sa.Table:
-    """`refer` are columns that name rows of other tables."""
-    columns: list[sa.Column[Any]] = [
+    """A table of a dataclass, or of columns by name; `refer` are columns that name rows of other tables."""
+    columns = field_types(kind) if isinstance(kind, type) else {name: (sort, False) for name, sort in kind.items()}
+    made: list[sa.Column[Any]] = [
         sa.Column(
             column,
             _TYPES.get(sort, sa.Text),
@@ -78,27 +87,15 @@ def _table(
             unique=column in unique or None,
             autoincrement=bool(options),
         )
-        for column, (sort, optional) in field_types(kind).items()
+        for column, (sort, optional) in columns.items()
     ]
-    return sa.Table(name, metadata, *columns, *rules, **options)
+    return sa.Table(name, metadata, *made, *rules, **options)
 
 
-metadata = sa.MetaData()
-
-meta = sa.Table(
-    "meta", metadata, sa.Column("key", sa.Text, primary_key=True), sa.Column("value", sa.Text, nullable=False)
-)
-
-nodes = _table(
-    "nodes",
-    NodeRow,
-    ("node",),
-    # Established nodes are few where fresh keys are many: whether one is here is asked with every lease.
-    sa.Index("nodes_by_passed", "passed"),
-    # A node id is derived from the key, so two rows with one key would be two accounts of one identity.
-    unique=("public_key",),
-)
-
+meta = _table("meta", {"key": str, "value": str}, ("key",))
+# Established nodes are few where fresh keys are many: whether one is here is asked with every lease.
+# A node id is derived from the key, so two rows with one key would be two accounts of one identity.
+nodes = _table("nodes", NodeRow, ("node",), sa.Index("nodes_by_passed", "passed"), unique=("public_key",))
 units = _table(
     "units",
     UnitRow,
@@ -110,7 +107,6 @@ units = _table(
     # A submission fills one unit; unique, so that no copy of a group can be trained under another number.
     unique=("submission",),
 )
-
 leases = _table(
     "leases",
     LeaseRow,
@@ -120,15 +116,13 @@ leases = _table(
     # The same request gets the same leases: a retry cannot take a unit twice.
     sa.UniqueConstraint("node", "request", "unit", name="one_lease_per_request_and_unit"),
     sa.Index("leases_by_state", "state", "deadline_ms"),
-    # What a node holds is asked with each of its heartbeats: without this, all active leases would be gone through.
-    # The state comes first, so that who holds anything can be told from the index alone.
+    # What a node holds is asked with each of its heartbeats. The state comes first, so that who holds anything can be
+    # told from the index alone.
     sa.Index("leases_by_node", "state", "node"),
     refer={"unit": "units.unit", "node": "nodes.node"},
 )
-
 # One row per part: of two that race for the same place, one is refused and says it again.
 shown = _table("shown", ShownRow, ("lease", "part"), refer={"lease": "leases.lease"})
-
 submissions = _table(
     "submissions",
     SubmissionRow,
@@ -142,93 +136,122 @@ submissions = _table(
     # One submission per lease: another body for it is a 409, whoever wins the race.
     unique=("lease",),
 )
-
 # One verdict per submission: the first stands, credit is given once.
 verdicts = _table("verdicts", AddVerdict, ("submission",), refer={"submission": "submissions.submission"})
-
-policies = sa.Table(
-    "policies",
-    metadata,
-    # One digest per (incarnation, version): weights that differ are another incarnation.
-    sa.Column("incarnation", WHOLE, primary_key=True, autoincrement=False),
-    sa.Column("version", WHOLE, primary_key=True, autoincrement=False),
-    sa.Column("digest", sa.Text, nullable=False),
-    sa.Column("announced_at_ms", WHOLE, nullable=False),
+# One digest per (incarnation, version): weights that differ are another incarnation.
+policies = _table(
+    "policies", {"incarnation": int, "version": int, "digest": str, "announced_at_ms": int}, ("incarnation", "version")
 )
-
-batches = sa.Table(
-    "batches",
-    metadata,
-    # One batch per step: once written it never changes.
-    sa.Column("step", WHOLE, primary_key=True, autoincrement=False),
-    sa.Column("document", sa.Text, nullable=False),
-)
-
-# One row per task that was seen; only whoever writes a batch changes it, so that the draw of a unit is the same in
-# whatever order verdicts come.
+# One batch per step: once written it never changes.
+batches = _table("batches", {"step": int, "document": str}, ("step",))
+# Only whoever writes a batch changes these, so that the draw of a unit is the same in whatever order verdicts come.
 tasks = _table("tasks", TaskRow, ("task",), sa.Index("tasks_by_pool", "pool"))
-
 # One row per slice of a version's evaluation: two validators that race for it cannot both count.
 evaluations = _table(
     "evaluations", EvaluationRow, ("incarnation", "version", "first"), sa.Index("evaluations_by_state", "state")
 )
-
-ledger = sa.Table(
+# The chain has one row per index: two writers cannot both append to the same head.
+ledger = _table(
     "ledger",
-    metadata,
-    # The chain has one row per index: two writers cannot both append to the same head.
-    sa.Column("index", WHOLE, primary_key=True, autoincrement=False),
-    sa.Column("kind", sa.Text, nullable=False),
-    sa.Column("body", sa.Text, nullable=False),
-    sa.Column("at_ms", WHOLE, nullable=False),
-    sa.Column("previous", sa.Text, nullable=False, unique=True),
-    sa.Column("hash", sa.Text, nullable=False, unique=True),
+    {"index": int, "kind": str, "body": str, "at_ms": int, "previous": str, "hash": str},
+    ("index",),
+    unique=("previous", "hash"),
 )
-
-ledger_subjects = sa.Table(
-    "ledger_subjects",
-    metadata,
-    # Which entries are about a unit or a node: found without reading the chain. It proves nothing; the chain does.
-    sa.Column("subject", sa.Text, primary_key=True),
-    sa.Column("index", WHOLE, primary_key=True, autoincrement=False),
-)
-
+# Which entries are about a unit or a node: found without reading the chain. It proves nothing; the chain does.
+ledger_subjects = _table("ledger_subjects", {"subject": str, "index": int}, ("subject", "index"))
 # What decisions record waits here, written in their own transactions; one poster moves it into the chain, so that
 # accepting work never waits for the chain's last row. A number is never used again: the order is that of writing.
 ledger_outbox = _table("ledger_outbox", Outgoing, ("id",), sqlite_autoincrement=True)
-
-leaders = sa.Table(
-    "leaders",
-    metadata,
-    # One leader for each kind of background work, by the database's clock: hubs that share a database have no other.
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("holder", sa.Text, nullable=False),
-    sa.Column("until_ms", WHOLE, nullable=False),
-)
-
-nonces = sa.Table(
+# One leader for each kind of background work, by the database's clock: hubs that share a database have no other.
+leaders = _table("leaders", {"name": str, "holder": str, "until_ms": int}, ("name",))
+# A nonce is taken once per node: the same signed request cannot be replayed.
+nonces = _table(
     "nonces",
-    metadata,
-    # A nonce is taken once per node: the same signed request cannot be replayed.
-    sa.Column("node", sa.Text, primary_key=True),
-    sa.Column("nonce", sa.Text, primary_key=True),
-    sa.Column("expires_at_ms", WHOLE, nullable=False),
+    {"node": str, "nonce": str, "expires_at_ms": int},
+    ("node", "nonce"),
     sa.Index("nonces_by_expiry", "expires_at_ms"),
 )
-
 presence = _table("presence", Presence, ("node",))
-
-reports = sa.Table(
-    "reports",
-    metadata,
-    # One report per step: a resumed trainer that repeats a step replaces what it said about it.
-    sa.Column("step", WHOLE, primary_key=True, autoincrement=False),
-    sa.Column("metrics", sa.Text, nullable=False),
-    sa.Column("at_ms", WHOLE, nullable=False),
-)
-
+# One report per step: a resumed trainer that repeats a step replaces what it said about it.
+reports = _table("reports", {"step": int, "metrics": str, "at_ms": int}, ("step",))
 # One alarm per step and kind: a bad step is reported once, not once per group.
 alarms = _table("alarms", RaiseAlarm, ("step", "code"))
+
+
+class Mapped(Generic[R]):
+    """A table whose columns are the fields of `kind`. `columns` lists them for a SELECT, `is_named` finds a row by its
+    keys. An update leaves alone what a row is named by and refers to, and finds only a row that is still in the state
+    `:was`. What is no number or text is kept as text."""
+
+    def __init__(self, table: sa.Table, kind: type[R]) -> None:
+        self._kind, self.name = kind, table.name
+        self._names = tuple(column.name for column in table.columns)
+        self.keys = [column.name for column in table.primary_key.columns]
+        self._parse: list[tuple[str, Callable[[Any], Any]]] = []
+        self._dump: list[tuple[str, Callable[[Any], Any]]] = []
+        for name, (sort, _) in field_types(kind).items():
+            parse, dump = _conversions(sort)
+            self._parse += [(name, parse)] if parse else []
+            self._dump += [(name, dump)] if dump else []
+        self.columns = ", ".join(f'{table.name}."{name}"' for name in self._names)
+        self.size = len(self._names)
+        self.is_named = " AND ".join(f"{key} = :{key}" for key in self.keys)
+        self.insert = insert(table)
+        fixed = {*self.keys, *(column.name for column in table.columns if column.foreign_keys)}
+        changes = ", ".join(f'"{name}" = :{name}' for name in self._names if name not in fixed)
+        self.update = f"UPDATE {table.name} SET {changes} WHERE {self.is_named} AND state = :was"
+        overwritten = ", ".join(f'"{name}" = excluded."{name}"' for name in self._names if name not in self.keys)
+        self.upsert = f"{self.insert} ON CONFLICT ({', '.join(self.keys)}) DO UPDATE SET {overwritten}"
+
+    def read(self, row: Sequence[Any]) -> R:
+        """From a row that begins with the table's columns; past `__init__`, which takes longer than the query."""
+        made = object.__new__(self._kind)
+        values = made.__dict__
+        values.update(zip(self._names, row, strict=False))
+        for name, parse in self._parse:
+            values[name] = parse(values[name])
+        return made
+
+    def write(self, row: R) -> dict[str, Any]:
+        values = dict(vars(row))
+        for name, dump in self._dump:
+            values[name] = dump(values[name])
+        return values
+
+
+def insert(table: sa.Table, but: str = "") -> str:
+    """A new row, each column by its name; `but` is one that the database numbers."""
+    names = [column.name for column in table.columns if column.name != but]
+    listed = ", ".join(f'"{name}"' for name in names)
+    return f"INSERT INTO {table.name} ({listed}) VALUES ({', '.join(f':{name}' for name in names)})"
+
+
+def _conversions(sort: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
+    """How a field of this type is read from its column and written to it; None: as it is."""
+    if get_origin(sort) is dict:
+        return json.loads, json.dumps
+    if get_origin(sort) is tuple:
+        return lru_cache(4096)(lambda text: tuple(json.loads(text))), json.dumps
+    if sort is bool:
+        return bool, None
+    if isinstance(sort, type) and issubclass(sort, StrEnum):
+        return {member.value: member for member in sort}.__getitem__, lambda member: member.value
+    if isinstance(sort, type) and issubclass(sort, BaseModel):
+        return lru_cache(4096)(sort.model_validate_json), lambda model: model.model_dump_json()
+    return None, None
+
+
+NODES = Mapped(nodes, NodeRow)
+UNITS = Mapped(units, UnitRow)
+LEASES = Mapped(leases, LeaseRow)
+SHOWN = Mapped(shown, ShownRow)
+SUBMISSIONS = Mapped(submissions, SubmissionRow)
+VERDICTS = Mapped(verdicts, AddVerdict)
+TASKS = Mapped(tasks, TaskRow)
+EVALUATIONS = Mapped(evaluations, EvaluationRow)
+PRESENCE = Mapped(presence, Presence)
+ALARMS = Mapped(alarms, RaiseAlarm)
+OUTBOX = Mapped(ledger_outbox, Outgoing)
 
 
 def prepare(connection: sa.Connection, where: str, create: bool = True) -> None:

@@ -13,16 +13,14 @@ from shoal import ledger
 from shoal.errors import ShoalError
 from shoal.hub.state import commands, rows
 from shoal.hub.state.commands import Command
-from shoal.hub.state.rows import Progress
-from shoal.hub.storage import mapping, tables
-from shoal.hub.storage.mapping import PRESENCE, TASKS, Mapped, insert
+from shoal.hub.storage import tables
 from shoal.hub.storage.reader import UNJUDGED, Reader
-from shoal.hub.storage.tables import Presence
+from shoal.hub.storage.tables import PRESENCE, TASKS, Mapped, Presence, insert
 from shoal.protocol import LedgerEntry, StepReport
 
 _SAVED: dict[type, Mapped[Any]] = {
-    rows.UnitRow: mapping.UNITS, rows.LeaseRow: mapping.LEASES, rows.NodeRow: mapping.NODES,
-    rows.SubmissionRow: mapping.SUBMISSIONS, rows.EvaluationRow: mapping.EVALUATIONS,
+    rows.UnitRow: tables.UNITS, rows.LeaseRow: tables.LEASES, rows.NodeRow: tables.NODES,
+    rows.SubmissionRow: tables.SUBMISSIONS, rows.EvaluationRow: tables.EVALUATIONS,
 }  # fmt: skip
 _SEEN = """last_seen_ms = CASE WHEN excluded.last_seen_ms > presence.last_seen_ms
     THEN excluded.last_seen_ms ELSE presence.last_seen_ms END"""  # databases do not agree on a name for the greater one
@@ -45,8 +43,6 @@ class StaleRow(ShoalError):
 
 
 class Writer(Reader):
-    """A view that can be changed; nothing is visible to others before the transaction ends well."""
-
     def apply(self, wanted: Iterable[Command]) -> None:
         """Do what the decision asked for, in order. A row that is not in the state it `was` in is an error."""
         for command in wanted:
@@ -59,21 +55,6 @@ class Writer(Reader):
 
     def _apply(self, command: Command) -> None:
         match command:
-            case commands.SaveTask(row):
-                self._execute(TASKS.upsert, TASKS.write(row))
-            case commands.AddPolicy(policy, announced_at_ms):
-                self._execute(_INSERT_POLICY, {**policy.model_dump(), "announced_at_ms": announced_at_ms})
-            case commands.AddBatch(batch):
-                self._execute(_INSERT_BATCH, {"step": batch.step, "document": batch.model_dump_json()})
-            case commands.AddVerdict():
-                self._execute(mapping.VERDICTS.insert, vars(command))
-            case commands.AddShown(row):
-                self._execute(mapping.SHOWN.insert, mapping.SHOWN.write(row))
-            case commands.RaiseAlarm():
-                self._execute(mapping.ALARMS.upsert, vars(command))
-            case commands.Record(kind, body, at_ms):
-                ledger.append(None, kind, body, at_ms)  # what cannot be chained fails here
-                self._execute(_INSERT_OUTGOING, {**vars(command), "body": json.dumps(body)})
             case commands.Save(row, was):
                 mapped = _SAVED[type(row)]
                 values = mapped.write(row)
@@ -82,20 +63,33 @@ class Writer(Reader):
                 elif self._execute(mapped.update, {**values, "was": was.value}).rowcount != 1:
                     named = " ".join(str(values[key]) for key in mapped.keys)
                     raise StaleRow(f"{mapped.name} {named} is no longer {was.value}")
+            case commands.SaveTask(row):
+                self._execute(TASKS.upsert, TASKS.write(row))
+            case commands.AddPolicy(policy, announced_at_ms):
+                self._execute(_INSERT_POLICY, {**policy.model_dump(), "announced_at_ms": announced_at_ms})
+            case commands.AddBatch(batch):
+                self._execute(_INSERT_BATCH, {"step": batch.step, "document": batch.model_dump_json()})
+            case commands.AddVerdict():
+                self._execute(tables.VERDICTS.insert, vars(command))
+            case commands.AddShown(row):
+                self._execute(tables.SHOWN.insert, tables.SHOWN.write(row))
+            case commands.RaiseAlarm():
+                self._execute(tables.ALARMS.upsert, vars(command))
+            case commands.Record(kind, body, at_ms):
+                ledger.append(None, kind, body, at_ms)  # what cannot be chained fails here
+                self._execute(_INSERT_OUTGOING, {**vars(command), "body": json.dumps(body)})
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
-        """Let nobody else decide about these nodes until the end. Whoever touches several locks them first, at once:
-        two that lock each other's in turn would wait for each other."""
+        """Let nobody else decide about these nodes until the end. Whoever touches several locks them first, at once."""
 
-    def frontier(self) -> Progress:
-        """Let nobody else make units until the end, and say how things stand now. To be called last: after that,
-        no row that somebody else may hold is waited for."""
+    def frontier(self) -> rows.Progress:
+        """Let nobody else make units until the end. To be called last: after that, no row that somebody else may hold
+        is waited for."""
         return self.progress()
 
     def post(self, entries: Sequence[LedgerEntry], up_to: int) -> None:
-        """Append to the ledger and drop what was outgoing up to that number."""
-        rows = [{**entry.model_dump(), "body": json.dumps(entry.body)} for entry in entries]
-        self._connection.execute(tables.ledger.insert(), rows)
+        values = [{**entry.model_dump(), "body": json.dumps(entry.body)} for entry in entries]
+        self._connection.execute(tables.ledger.insert(), values)
         about = [{"subject": name, "index": entry.index} for entry in entries for name in ledger.subjects(entry)]
         if about:
             self._connection.execute(tables.ledger_subjects.insert(), about)
@@ -108,16 +102,13 @@ class Writer(Reader):
         self._execute(_HEARD + _SAID, PRESENCE.write(presence))
 
     def touch_presence(self, node: str, now_ms: int) -> None:
-        """The node was heard of; what it said before stays. When it was last heard of never goes back, though two
-        hubs' clocks may be a little apart."""
+        """The node was heard of. That time never goes back, though two hubs' clocks may be a little apart."""
         self._execute(_HEARD, PRESENCE.write(Presence(node, last_seen_ms=now_ms)))
 
     def put_report(self, report: StepReport, at_ms: int) -> None:
-        values = {"step": report.step, "metrics": json.dumps(report.metrics), "at_ms": at_ms}
-        self._execute(_PUT_REPORT, values)
+        self._execute(_PUT_REPORT, {"step": report.step, "metrics": json.dumps(report.metrics), "at_ms": at_ms})
 
     def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
-        """Whether this is the first time that `node` uses `nonce`."""
         values = {"node": node, "nonce": nonce, "expires_at_ms": expires_at_ms}
         return bool(self._execute(_INSERT_NONCE, values).rowcount == 1)
 
@@ -128,8 +119,7 @@ class Writer(Reader):
         return int(self._execute(f"DELETE FROM nonces WHERE (node, nonce) IN ({expired})", values).rowcount)
 
     def forget_shown(self, before_ms: int) -> int:
-        """Drop what was shown of leases that ended before then and have no submission that is to be judged yet; how
-        many parts."""
+        """Drop what was shown of leases that ended before then and have no submission that is to be judged yet."""
         undecided = f"SELECT submissions.lease FROM submissions WHERE {UNJUDGED}"
         ended = f"SELECT lease FROM leases WHERE ended_at_ms < :before_ms AND lease NOT IN ({undecided})"
         return int(self._execute(f"DELETE FROM shown WHERE lease IN ({ended})", {"before_ms": before_ms}).rowcount)
