@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil, log2
+from math import ceil, log2, pow
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,7 +109,7 @@ class Planning:
         """The share of a bfloat16 payload that a step changes: more at higher rates, and by more optimizer steps."""
         trainer = self.recipe.trainer
         rate, updates = float(trainer.learning_rate), float(trainer.minibatches)
-        return min(1.0, self.speeds.delta_share * (rate / 1e-6) ** 0.86 * updates**0.83)
+        return min(1.0, self.speeds.delta_share * pow(rate / 1e-6, 0.86) * pow(updates, 0.83))
 
     @property
     def delta(self) -> float:
