@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shoal.cli.main import app as cli
-from shoal.hub.http import openapi, routes
+from shoal.hub.http.routes import TABLE
 from shoal.run.recipe import Recipe
 from shoal.trainer.guards import GuardRule, GuardSettings
 from shoal.validator import checks, verdicts
@@ -131,13 +131,42 @@ def meaning(parameter: Any) -> str:
 # ── http.md ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+HTTP = """\
+The hub of a shoal run. Reading is open to anyone; every other call is signed by the caller's Ed25519 key with five
+headers: `shoal-node` (the node id), `shoal-time` (milliseconds since 1970), `shoal-nonce` (8 to 64 characters, never
+used before), `shoal-body` (SHA-256 of the body, hex) and `shoal-signature`, the signature in hex over these lines
+joined by newlines:
+
+    shoal/request/v1
+    <method> <newline> <run id> <newline> <path with query> <newline> <node> <newline> <time> <newline> <nonce>
+    <SHA-256 of the body, hex>
+
+A time more than two minutes off the hub's is refused with `auth.skew`, and the answer's `clock` is the hub's time: a
+`HubClock`, signed for the node and nonce of that very request. `shoal.client.HubClient` does all this for you. What a
+call takes and answers are JSON messages of `shoal.protocol`, or bulk bodies: msgpack in a zstd frame. Every refusal is
+a `Problem` with a stable `code` and a sentence: 401 `auth.*` (the caller is not proven), 403 (it may not do this), 404,
+409 (it contradicts what was said before), 410 `lease.*` (the lease has ended), 413 `body.too_big`, 422 (malformed),
+429 `rate.*` (`Retry-After` says for how long to wait), 503 (nothing was promised: try again).
+"""
+GROUPS = {
+    "run": "What anyone may read, unsigned.",
+    "nodes": "Taking part: registration and heartbeats.",
+    "worker": "Leases and submissions.",
+    "validator": "Audits and verdicts.",
+    "trainer": "Policies, batches and reports.",
+    "owner": "Orders of the owner, and calibrations: documents that are signed themselves.",
+}
+
+
 def http_page() -> str:
-    parts = ["# The hub's HTTP calls\n", NOTE, openapi.DESCRIPTION.strip() + "\n"]
-    for name, said in openapi.TAGS.items():
-        rows = (f"| `{call.method} {call.path}` | {call.what} |" for call in routes.TABLE[name])
-        parts += [f"## {name}\n\n{said}\n\n| call | what it does |\n|---|---|", *rows, ""]
-    refusals = (f"| {status} | {said} |" for status, said in openapi.REFUSALS.items())
-    parts += ["## Refusals\n\n| status | meaning |\n|---|---|", *refusals, ""]
+    parts = ["# The hub's HTTP calls\n", NOTE, HTTP]
+    for name, said in GROUPS.items():
+        parts.append(f"## {name}\n\n{said}\n\n| call | takes | answers | what it does |\n|---|---|---|---|")
+        for call in TABLE[name]:
+            takes = call.takes.__name__ if call.takes else "" if call.method == "GET" else "bulk"
+            reply = getattr(call.reply, "__name__", call.reply) or ""
+            parts.append(f"| `{call.method} {call.path}` | {takes} | {reply} | {call.what} |")
+        parts.append("")
     return "\n".join(parts)
 
 

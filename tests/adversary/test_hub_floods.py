@@ -160,7 +160,8 @@ def test_a_slow_body(hub: Hub, monkeypatch: Patch) -> None:
 def test_a_reader_that_does_not_read(hub: Hub, monkeypatch: Patch) -> None:
     """It asks for much and takes nothing: what is kept for it is bounded, and so is the time."""
     monkeypatch.setattr("shoal.hub.http.server.READ_CHECK_S", 0.5)
-    heart, ask = Heart(hub), b"GET /openapi.json HTTP/1.1\r\nhost: hub\r\n\r\n"
+    monkeypatch.setattr("shoal.hub.http.metrics.HubMetrics.text", lambda _metrics: bytes(2**20))  # a large page
+    heart, ask = Heart(hub), b"GET /metrics HTTP/1.1\r\nhost: hub\r\n\r\n"
     with ExitStack() as stack:
         readers = []
         for number in range(2):

@@ -15,7 +15,7 @@ a prefix of the ledger, so nothing that is written later can change it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
@@ -77,75 +77,45 @@ class Accounts:
         return sums
 
     def add(self, entry: LedgerEntry) -> None:
-        count: Callable[[dict[str, Any]], None] | None = getattr(self, f"_on_{entry.kind}", None)
-        if count is None:
-            return  # run, policy, pulled and admin rows move no credit: what an admin did to a node is a sanction row
         try:
-            count(entry.body)
+            if entry.kind == "batch":
+                if entry.body["step"] != self.steps:
+                    raise ValueError(f"the batch of step {entry.body['step']} comes where step {self.steps} should be")
+                self.steps += 1
+            elif entry.kind in ("node", "credit", "pending", "void", "rejected", "sanction", "vouch"):
+                self._count(entry.kind, entry.body, self.by_node.setdefault(str(entry.body["node"]), Account()))
         except (KeyError, TypeError, ValueError) as error:
             raise LedgerError(f"ledger row {entry.index} ({entry.kind}) cannot be counted: {error}") from error
 
-    def _account(self, body: dict[str, Any]) -> Account:
-        return self.by_node.setdefault(str(body["node"]), Account())
+    def _count(self, kind: str, body: dict[str, Any], account: Account) -> None:
+        if kind == "sanction":
+            state, until_ms = str(body["state"]), body.get("until_ms")
+            account.banned, account.reason = state == "banned", "" if state == "active" else str(body["reason"])
+            account.suspended_until_ms = int(until_ms) if state == "suspended" and until_ms is not None else None
+        elif kind == "vouch":
+            if account.owner not in ("", str(body["owner"])):
+                raise ValueError(f"node {body['node']} has an owner already: the first who vouched stays")
+            account.owner = str(body["owner"])
+        elif kind == "rejected":
+            self._judge_once(str(body["submission"]))
+            account.rejected += 1
+        elif kind != "node":
+            self._credit(kind, str(body["submission"]), str(body["node"]), _amount(body), account)
 
-    def _on_node(self, body: dict[str, Any]) -> None:
-        self._account(body)
-
-    def _on_credit(self, body: dict[str, Any]) -> None:
-        amount = _amount(body)
-        account = self._account(body)
-        if str(body["submission"]) in self._pending:
-            self._settle(body, amount)
+    def _credit(self, kind: str, submission: str, node: str, amount: int, account: Account) -> None:
+        """Credit is given at once, or is pending and then either final or void, as it was: that node's, as much."""
+        if kind == "void" or (kind == "credit" and submission in self._pending):
+            if self._pending.pop(submission, None) != (node, amount):
+                raise ValueError(f"{amount} credit for submission {submission[:16]}… is not what is pending for it")
+            account.pending -= amount
         else:
-            self._judge_once(body)
+            self._judge_once(submission)
             account.accepted += 1
-        account.credit += amount
+        if kind == "pending":
+            self._pending[submission] = node, amount
+        setattr(account, kind, getattr(account, kind) + amount)
 
-    def _on_pending(self, body: dict[str, Any]) -> None:
-        amount = _amount(body)
-        self._judge_once(body)
-        self._pending[str(body["submission"])] = (str(body["node"]), amount)
-        account = self._account(body)
-        account.accepted += 1
-        account.pending += amount
-
-    def _on_void(self, body: dict[str, Any]) -> None:
-        amount = _amount(body)
-        self._settle(body, amount)
-        self._account(body).void += amount
-
-    def _settle(self, body: dict[str, Any], amount: int) -> None:
-        """Take from what is pending what this row is about; it must be that node's, and as much."""
-        submission = str(body["submission"])
-        held = self._pending.pop(submission, None)
-        if held != (str(body["node"]), amount):
-            raise ValueError(f"{amount} credit for submission {submission[:16]}… is not what is pending for it")
-        self._account(body).pending -= amount
-
-    def _on_rejected(self, body: dict[str, Any]) -> None:
-        self._judge_once(body)
-        self._account(body).rejected += 1
-
-    def _on_sanction(self, body: dict[str, Any]) -> None:
-        account, state = self._account(body), str(body["state"])
-        until_ms = body.get("until_ms")
-        account.banned = state == "banned"
-        account.reason = "" if state == "active" else str(body["reason"])
-        account.suspended_until_ms = int(until_ms) if state == "suspended" and until_ms is not None else None
-
-    def _on_vouch(self, body: dict[str, Any]) -> None:
-        account, owner = self._account(body), str(body["owner"])
-        if account.owner not in ("", owner):
-            raise ValueError(f"node {body['node']} has an owner already: the first who vouched stays")
-        account.owner = owner
-
-    def _on_batch(self, body: dict[str, Any]) -> None:
-        if body["step"] != self.steps:
-            raise ValueError(f"the batch of step {body['step']} comes where that of step {self.steps} should be")
-        self.steps += 1
-
-    def _judge_once(self, body: dict[str, Any]) -> None:
-        submission = str(body["submission"])
+    def _judge_once(self, submission: str) -> None:
         if submission in self._judged:
             raise ValueError(f"submission {submission[:16]}… was judged before")
         self._judged.add(submission)
@@ -177,7 +147,7 @@ class Share:
     @property
     def fraction(self) -> tuple[int, int]:
         """In lowest terms; (0, 1) while nobody has any credit."""
-        common = gcd(self.credit, self.total) if self.credit else max(1, self.total)
+        common = gcd(self.credit, self.total) or 1
         return self.credit // common, max(1, self.total // common)
 
 
@@ -202,12 +172,8 @@ def shares_of(entries: Iterable[LedgerEntry], step: int | None = None) -> Shares
         last = f"the last one is of step {accounts.steps - 1}" if accounts.steps else "no step has a batch yet"
         raise UserError(f"the ledger has no batch of step {step}: {last}")
     nodes: dict[str, list[str]] = {}
-    for node in accounts.by_node:
+    for node in sorted(accounts.by_node):
         nodes.setdefault(accounts.holder(node), []).append(node)
-    total = accounts.total_credit
-    found = [
-        Share(holder, tuple(sorted(nodes[holder])), account.credit, total)
-        for holder, account in accounts.by_holder().items()
-        if account.credit
-    ]
+    total, held = accounts.total_credit, accounts.by_holder().items()
+    found = [Share(who, tuple(nodes[who]), account.credit, total) for who, account in held if account.credit]
     return Shares(index, total, tuple(sorted(found, key=lambda share: (-share.credit, share.holder))))

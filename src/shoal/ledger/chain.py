@@ -153,11 +153,9 @@ def subjects(entry: LedgerEntry) -> tuple[str, ...]:
     >>> subjects(append(None, "credit", {"node": "ab", "unit": 3}, at_ms=1))
     ('node:ab', 'unit:3')
     """
-    body: dict[str, Any] = entry.body
-    found: list[str] = []
-    if isinstance(body.get("node"), str) and body["node"]:
-        found.append(node_subject(body["node"]))
-    numbers = [body.get("unit"), *(body["units"] if isinstance(body.get("units"), list) else ())]
+    node, unit, units = (entry.body.get(name) for name in ("node", "unit", "units"))
+    found = [node_subject(node)] if isinstance(node, str) and node else []
+    numbers = [unit, *(units if isinstance(units, list) else ())]
     found += [unit_subject(number) for number in numbers if isinstance(number, int)]
     return tuple(dict.fromkeys(found))
 
@@ -228,9 +226,5 @@ def _hash_at(index: int, head: LedgerHead, entries: Sequence[LedgerEntry]) -> st
         return head.hash
     if not entries or entries[0].index != index or entries[-1].index != head.index:
         raise ValueError(f"the rows from {index} to {head.index} are not there")
-    chain = Chain(after=entries[0])
-    for entry in entries[1:]:
-        chain.add(entry)
-    if entries[-1].hash != head.hash:
-        raise ValueError("its rows do not lead to the second statement")
+    verify(entries[1:], head, after=entries[0])
     return entries[0].hash

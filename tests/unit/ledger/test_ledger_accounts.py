@@ -113,7 +113,7 @@ def test_nothing_is_lost_or_made_on_the_way(work: list[tuple[str, int, str]]) ->
         ([credit("a", "s1", 5, 0)], r"row 0 \(credit\)"),
         ([credit("a", "s1", -5, -5)], r"row 0 \(credit\)"),
         ([("credit", {"node": "a"})], "row 0"),
-        ([("batch", {"step": 0}), ("batch", {"step": 2})], "step 2 comes where that of step 1 should be"),
+        ([("batch", {"step": 0}), ("batch", {"step": 2})], "step 2 comes where step 1 should be"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_by_row(rows: list[Row], why: str) -> None:

@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from shoal.errors import DiskError, ResourceError, ShoalError
-from shoal.hub.http import openapi
 from shoal.hub.http.metrics import StateMetrics
 from shoal.hub.http.middleware import HEADER_REQUEST, Edge, EdgeMiddleware, visit_of
 from shoal.hub.http.routes import TABLE
@@ -42,7 +41,7 @@ def create_app(config: HubConfig, clock: Clock = SystemClock()) -> Starlette:
     hub, edge = Hub(config, clock), Edge(config)
     routes = [Route(call.path, call.answer, methods=[call.method]) for rows in TABLE.values() for call in rows]
     app = Starlette(
-        routes=[*routes, Route("/openapi.json", _openapi)],
+        routes=routes,
         middleware=[Middleware(EdgeMiddleware, edge=edge)],
         exception_handlers=dict.fromkeys((HTTPException, ShoalError, Exception), _on_error),
         lifespan=_lifespan,
@@ -51,10 +50,6 @@ def create_app(config: HubConfig, clock: Clock = SystemClock()) -> Starlette:
     figures = StateMetrics(lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable), edge.intake)
     edge.metrics.registry.register(figures)
     return app
-
-
-async def _openapi(_request: Request) -> JSONResponse:
-    return JSONResponse(openapi.document())
 
 
 @asynccontextmanager
@@ -89,9 +84,8 @@ def _note_failure(hub: Hub, what: str, error: Exception) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    """Whatever went wrong, as a `Problem`. Where the hub itself failed (disk full, say) nothing was promised, and the
-    caller may try again later; the reason is for the log: folders, hosts and users are nothing for strangers. A defect
-    is answered outside of the middleware."""
+    """Whatever went wrong, as a `Problem`. Where the hub itself failed (disk full, say) nothing was promised; why it
+    failed is for the log, not for strangers. A defect is answered outside of the middleware."""
     visit, headers, clock, status = visit_of(request.scope), dict[str, str](), None, 500
     what = f"request {visit.number}, {request.method} {request.url.path}"
     if isinstance(error, Refusal):
@@ -99,7 +93,7 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
         headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     elif isinstance(error, HTTPException):
         status, visit.code, headers = error.status_code, f"http.{error.status_code}", dict(error.headers or {})
-        message = f"{error.detail}: {request.method} {request.url.path}; the calls are listed at /openapi.json"
+        message = f"{error.detail}: {request.method} {request.url.path}; docs/reference/http.md lists the calls"
     elif isinstance(error, ShoalError):
         _note_failure(request.app.state.hub, what, error)
         status, visit.code = 503, "hub.resource" if isinstance(error, ResourceError) else "hub.failed"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
@@ -91,8 +91,7 @@ async def authenticate(
     """Who sent a signed request, and its body; or a refusal: 401 unproven, 403 wrong role, 413 too big."""
     signature = _parse(context, request)
     with _proven():
-        node = await run_in_threadpool(_admit, context, request, signature, roles, None)
-        assert node is not None, "one that is not known is refused"
+        node = cast(NodeRow, await run_in_threadpool(_admit, context, request, signature, roles, None))
         body = await read_body(request, max_bytes, node.node)
         verify_body(signature, body)
     if node.role != "worker":  # a body may take its time, and the owner may have shut its sender out meanwhile
@@ -145,18 +144,18 @@ def _find(context: Context, node: str) -> NodeRow | None:
 def _admit(
     context: Context, request: Request, signature: RequestSignature, roles: tuple[Role, ...], new_key: str | None
 ) -> NodeRow | None:
-    """The node that signed, if it may make this call; `new_key` is that of a registration, of a new node or of a known
-    one. One thread for all that reads or writes. Workers are counted by key, new keys by address, or nobody could keep
-    a list of them; whoever has a certificate is the owner's own."""
+    """The node that signed, if it may make this call; `new_key` is that of a registration. Workers are counted by key,
+    new keys by address, or nobody could keep a list of them; whoever has a certificate is the owner's own."""
     edge: Edge = request.app.state.edge
     visit, node = visit_of(request.scope), _find(context, signature.node)
-    if node is None and new_key is None:
-        who = signature.node[:32]
-        raise Refusal(401, "auth.unknown_node", f"node {who} is not registered: register it with POST /nodes")
-    if node is not None and roles and node.role not in roles:
-        raise Refusal(403, "auth.role", f"this call is for a {' or a '.join(roles)}; this node is a {node.role}")
+    public_key = new_key or (node.public_key if node is not None else None)
+    if public_key is None:
+        sentence = f"node {signature.node[:32]} is not registered: register it with POST /nodes"
+        raise Refusal(401, "auth.unknown_node", sentence)
     if node is None:
         buckets, who, limit = edge.newcomers, visit.client, TOO_NEW
+    elif roles and node.role not in roles:
+        raise Refusal(403, "auth.role", f"this call is for a {' or a '.join(roles)}; this node is a {node.role}")
     else:
         buckets, who, limit = edge.keys, node.node if node.role == "worker" else "", TOO_FAST
 
@@ -168,10 +167,7 @@ def _admit(
     # The signature covers the path with its query as the client sent it.
     path: bytes = (request.scope.get("raw_path") or request.scope["path"].encode()).split(b"?")[0]
     query: bytes = request.scope.get("query_string", b"")
-    target, public_key = (path + b"?" + query if query else path).decode("latin-1"), new_key
-    if node is not None:
-        public_key = node.public_key
-    assert public_key is not None, "a node that is not known brings its key"
+    target = (path + b"?" + query if query else path).decode("latin-1")
     verify_request(public_key, context.config.run_id, request.method, target, signature, context.clock.now_ms())
     if new_key is None and node is not None:
         visit.node = node.node

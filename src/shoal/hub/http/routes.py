@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_origin
+from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 from starlette.concurrency import run_in_threadpool
@@ -112,24 +113,25 @@ class Call:
         at = self._parameters(request)
         node, said = await self._caller(hub, request)
         serve = partial(self.serve, hub, Ask(at, said, node, visit.client, edge))
-        if self.poll is not None:
-            reply = await self._poll(hub, request, visit, said, serve)
-        elif self.is_upload:
-            reply = await _upload(edge, serve)
-        elif self.roles is None and self.method == "GET" and visit.client:
-            async with edge.reading_of(visit.client):
-                reply = await self._open(edge, visit, serve)
-        else:
-            reply = await self._open(edge, visit, serve)
+        is_open = self.roles is None and self.method == "GET" and visit.client
+
+        def compute() -> Awaitable[Any]:
+            return run_in_threadpool(retry, serve)
+
+        async with edge.reading_of(visit.client) if is_open else nullcontext():
+            if self.poll is not None:
+                reply = await self._poll(hub, request, visit, said, compute)
+            elif self.is_upload:
+                reply = await _upload(edge, compute)
+            else:
+                reply = await (edge.shared(self.path, visit, compute) if self.is_shared else compute())
         status, reply = reply if isinstance(reply, tuple) else (204 if self.reply is None else 200, reply)
-        if isinstance(self.reply, str):
-            return Response(reply, status, media_type=self.reply)
-        body = None if reply is None else reply.model_dump_json()
-        return Response(body, status, media_type=None if body is None else "application/json")
+        media = self.reply if isinstance(self.reply, str) else None if reply is None else "application/json"
+        return Response(reply if isinstance(reply, bytes | None) else reply.model_dump_json(), status, media_type=media)
 
     def _parameters(self, request: Request) -> Parameters:
-        query, fields = request.query_params, self.at.model_fields
-        many = {name: query.getlist(name) for name in fields if get_origin(fields[name].annotation) is list}
+        query = request.query_params
+        many = {"name": query.getlist("name")} if self.at is Names else {}
         try:
             return self.at.model_validate({**query, **request.path_params, **many})
         except ValidationError as error:
@@ -145,13 +147,9 @@ class Call:
             node, body = None, await read_body(request, max_bytes) if self.takes is not None else b""
         return node, body if self.takes is None else parse_json(body, self.takes)
 
-    async def _open(self, edge: Edge, visit: Visit, serve: Callable[[], Any]) -> Any:
-        def compute() -> Awaitable[Any]:
-            return run_in_threadpool(retry, serve)
-
-        return await (edge.shared(self.path, visit, compute) if self.is_shared else compute())
-
-    async def _poll(self, hub: Hub, request: Request, visit: Visit, said: Any, serve: Callable[[], Any]) -> Any:
+    async def _poll(
+        self, hub: Hub, request: Request, visit: Visit, said: Any, compute: Callable[[], Awaitable[Any]]
+    ) -> Any:
         assert self.poll is not None
         poll, began_s, worked_s = self.poll, time.monotonic(), 0.0
         connection = request.scope.get("state", {}).get(CONNECTION)
@@ -159,7 +157,7 @@ class Call:
         async def attempt() -> tuple[Any, bool]:
             nonlocal worked_s
             asked_s = time.monotonic()
-            reply = await run_in_threadpool(retry, serve)
+            reply = await compute()
             worked_s += time.monotonic() - asked_s
             return reply, poll.is_ready(reply, said)
 
@@ -173,7 +171,7 @@ class Call:
             visit.waited_s = time.monotonic() - began_s - worked_s
 
 
-async def _upload(edge: Edge, serve: Callable[[], Any]) -> Any:
+async def _upload(edge: Edge, compute: Callable[[], Awaitable[Any]]) -> Any:
     """Hold one of the places around the work, never around a wait for somebody's bytes."""
     try:
         async with asyncio.timeout(UPLOAD_WAIT_S):
@@ -182,7 +180,7 @@ async def _upload(edge: Edge, serve: Callable[[], Any]) -> Any:
         sentence = "many submissions are being stored just now; submit it again in a moment"
         raise Refusal(503, "hub.busy", sentence, retry_after_s=2) from error
     try:
-        return await run_in_threadpool(retry, serve)
+        return await compute()
     finally:
         edge.uploads.release()
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import math
 import resource
 import socket
@@ -29,7 +28,6 @@ from typing import Any, cast
 import h11
 import uvicorn
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -57,17 +55,10 @@ READ_CHECK_S = 20.0
 READ_FLOOR_BYTES_S = 4 * 1024
 AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
 
-REFUSALS = {"hub.busy": "503 Service Unavailable", "rate.connections": "429 Too Many Requests"}
-
-log = logging.getLogger("shoal.hub")
-
 
 def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
-    """Serve until `stop` is set. `on_ready` gets the URL once connections are answered.
-
-    Long polls end at once when stopping; other requests have a few seconds to be answered. Raises `DiskError` if what
-    is received can no longer be kept.
-    """
+    """Serve until `stop` is set; `on_ready` gets the URL once connections are answered. Long polls end at once when
+    stopping. Raises `DiskError` if what is received can no longer be kept."""
     with _place(config, stop) as listener:
         app = create_app(config)
         hub, server = app.state.hub, uvicorn.Server(_server_config(app, config.settings))
@@ -93,8 +84,7 @@ def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None])
 @contextlib.contextmanager
 def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
     """The folder for itself and the port. The folder first: its last hub may be just ending, and has the port until
-    then. A folder that is not there yet is not made for a hub that finds its port taken. Hubs that share a database
-    may be many, also in one folder."""
+    then. A new folder is not made for a hub that finds its port taken. Hubs of one database may share a folder."""
     with contextlib.ExitStack() as stack:
         is_new, is_alone = not config.folder.exists(), not config.settings.database
         if is_alone and not is_new:
@@ -128,9 +118,8 @@ def _server_config(app: Starlette, settings: HubSettings) -> uvicorn.Config:
 
 
 class HubConnection(asyncio.Protocol):
-    """One connection, counted and timed, before uvicorn's own protocol. A proxy that the owner trusts, and this
-    machine itself, connect as often as they like. The middleware says when a request has begun and ended: it finds
-    the connection in the request's state."""
+    """One connection, counted and timed, before uvicorn's own protocol. A trusted proxy and this machine itself connect
+    as often as they like. The middleware finds it in the request's state, and says when a request begins and ends."""
 
     def __init__(
         self, edge: Edge, per_address: float, in_all: int, config: uvicorn.Config, server_state: ServerState,
@@ -150,20 +139,21 @@ class HubConnection(asyncio.Protocol):
         address = peer[0] if isinstance(peer, tuple) else ""
         client = "" if addresses.is_proxy(address) else addresses.client(address)
         if len(self._open) >= self._in_all:
-            self._refuse("hub.busy", "the hub has as many connections as it can hold: try again in a moment")
+            self._refuse("503 Service Unavailable", "hub.busy", "the hub has as many connections as it can hold")
         elif client and self._edge.connections[client] >= self._per_address:
-            self._refuse("rate.connections", "your address has as many connections as it may have: close some")
+            sentence = "your address has as many connections as it may have: close some"
+            self._refuse("429 Too Many Requests", "rate.connections", sentence)
         else:
             self._client = client
             self._edge.connections[client] += 1
             self._http.connection_made(self._transport)
             self._start("head", HEAD_S, self._cut)
 
-    def _refuse(self, code: str, sentence: str) -> None:
+    def _refuse(self, status: str, code: str, sentence: str) -> None:
         self._edge.metrics.refused(code)
-        body = JSONResponse({"code": code, "message": sentence}).body
-        head = f"HTTP/1.1 {REFUSALS[code]}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self._transport.write(f"{head}retry-after: 2\r\nconnection: close\r\n\r\n".encode() + bytes(body))
+        body = f'{{"code":"{code}","message":"{sentence}"}}'
+        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self._transport.write(f"{head}retry-after: 2\r\nconnection: close\r\n\r\n{body}".encode())
         self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -231,21 +221,14 @@ def allow_files() -> int:
     """Let this process open as many files as the system lets it: a thousand workers need more than the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError) as error:
-            log.warning("at most %d files can be open (%s): that bounds the connections", soft, error)
-            return soft
-    return max(wanted, soft)
+    if 0 <= soft < wanted:  # -1 is no limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted if soft < 0 else max(wanted, soft)
 
 
 def bind(settings: HubSettings, stop: StopToken, clock: Clock = SystemClock()) -> socket.socket:
-    """A listening socket, or one sentence about why not.
-
-    A taken port is tried for again for a moment: a client that knocks at a hub that is being restarted may hold the
-    port for an instant, as the other end of its own connection.
-    """
+    """A listening socket, or one sentence about why not. A taken port is tried again for a moment: a client that knocks
+    at a hub that is being restarted may hold it for an instant, as the other end of its own connection."""
     end_s, where = clock.monotonic_s() + TAKEN_S, f"port {settings.port} on {settings.host}"
     while True:
         # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, every answer waits 40 ms.
