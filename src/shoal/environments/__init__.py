@@ -1,19 +1,8 @@
 """Tasks and rewards: what the policy is asked, and what its answer is worth.
 
-    protocol   Task, Score, Environment: what everything here implements; what one may add
-    settings   EnvironmentSettings: the [environment] section of a recipe, with its tables
-    generated  tasks computed from their index: SortEnvironment (the demo's), AdditionEnvironment, CalculatorEnvironment
-    gym        GymEnvironment: the generators of reasoning-gym, by name, made safe to train on
-    mix        MixedEnvironment: several environments with weights
-    questions  whether two prompts are the same question; what one part of a mixture holds out, no part trains on
-    dataset    DatasetEnvironment: tasks from Parquet or JSON lines, of any size
-    data/      how data sets are found, read, scanned, checked and split
-    formats    how a row becomes a task: the described schema, question and answer, AIME, LiveCodeBench, GPQA
-    function   FunctionEnvironment: a reward of your own, one Python file
-    graders/   what a completion of one kind of task is worth: mathematics, code, …
+    settings   ─► registry: generated, gym, dataset (data/, formats) or function ─► mix ─► Composed
+    graders/   what a completion of one kind of task is worth: mathematics, code in a sandbox/, a choice
     tools      what answers a model's turn, where an environment has several
-    composed   Composed: an environment with how it is asked and what else counts; LengthBudget: a target per unit
-    registry   ENVIRONMENTS, build
 
 An environment needs no tensor library: the hub reads tasks from it, the validator scores with it, and both compare
 its `digest` so that they cannot disagree about what is being trained.

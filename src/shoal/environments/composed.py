@@ -1,7 +1,4 @@
-"""An environment with how it is asked and what else counts: one digest over all of it.
-
-ingredient, or mix ─► Composed: prompt settings, length budget, judges ─► hub, validator, evaluation
-"""
+"""An environment with how it is asked and what else counts: one digest over all of it."""
 
 from __future__ import annotations
 

@@ -88,7 +88,6 @@ class GymEnvironment(IndexedEnvironment):
         return Score(value=value, parts={"generator": given}, notes=notes)
 
     def _find(self, split: Split, index: int) -> Mapping[str, Any]:
-        """The first candidate of the index whose prompt belongs to the split and that has an answer."""
         generator = self._generator
         for attempt in range(CANDIDATES_PER_TASK):
             label = f"shoal/gym/v1\n{self.options.seed}/{split}/{index}/{attempt}"
@@ -157,7 +156,7 @@ class Generator:
         self._first = self._dataset(1, self._listed or 1)
 
     def entry(self, number: int) -> dict[str, Any]:
-        """The task of a number in [0, 2**31), as reasoning-gym describes it: `question`, `answer`, `metadata`."""
+        """The task of a number in [0, 2**31): `question`, `answer`, `metadata`."""
         with _lock:
             _own_random.seed(number)
             try:
@@ -217,12 +216,10 @@ class Generator:
 
 
 def generator_names() -> list[str]:
-    """Every generator that can be used."""
     return sorted(set(_library().factory.DATASETS) - _refused().keys())
 
 
 def _refused() -> dict[str, str]:
-    """The generators that cannot be used, each with the reason."""
     if importlib.util.find_spec(SOLVER) is not None:
         return REFUSED
     return {**REFUSED, "zebra_puzzles": f"it needs {SOLVER}, which is not installed (it takes a C compiler)"}

@@ -37,10 +37,8 @@ from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 FEISTEL_ROUNDS = 4
-LONGEST = 10**12
-"""Positions of a mixture at most, however rare a part is: no run is that long."""
-PASSED_OVER = 256
-"""Tasks of a generating part that are looked at for one that nobody holds out."""
+LONGEST = 10**12  # positions at most, however rare a part is: no run is that long
+PASSED_OVER = 256  # tasks of a generating part that are looked at for one that nobody holds out
 
 
 class Schedule:
@@ -261,7 +259,6 @@ def _labels(parts: Sequence[MixPart]) -> list[str]:
 
 
 def part_of(environment: Environment, task_id: str) -> str:
-    """The label of the part of a mixture that a task is of; empty if the environment is no mixture."""
     return task_id.partition(":")[0] if isinstance(inner_of(environment), MixedEnvironment) else ""
 
 
@@ -274,7 +271,6 @@ def has_dialogues(environment: Environment) -> bool:
 
 
 def dialogue_of(environment: Environment, task: Task) -> DialogueRule | None:
-    """How the environment answers in this task; None if it does not."""
     inner = inner_of(environment)
     return inner.dialogue(task) if isinstance(inner, DialogueEnvironment) else None
 

@@ -18,8 +18,7 @@ from shoal.environments.settings import EnvironmentSettings, Ingredient
 from shoal.errors import EnvironmentSetupError
 from shoal.runtime.text import meant
 
-GENERATED = 100_000
-"""Tasks that a generating environment trains on, unless told otherwise."""
+GENERATED = 100_000  # tasks that a generating environment trains on, unless told otherwise
 
 
 def _dataset(options: DatasetOptions, given: Ingredient) -> Environment:

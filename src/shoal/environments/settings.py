@@ -20,14 +20,9 @@ class Ingredient(Table):
     name: str = Field(default="sort", description="a built-in environment")
     file: Path | None = Field(default=None, description="a Python file with tasks and score(), instead of a name")
     data: Path | None = Field(default=None, description="Parquet or JSON lines, or a folder of them")
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="of the built-in environment; an unknown one is refused with the known ones"
-    )
+    options: dict[str, Any] = Field(default_factory=dict, description="of the built-in environment")
     train_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="tasks that a generating environment trains on, 100,000 if unset; of a mixture: positions, if unset"
-        " as many as every task of every part needs to come",
+        default=None, ge=1, description="tasks of a generating environment, 100,000 if unset; or positions of a mixture"
     )
     held_out_size: int = Field(default=256, ge=1, description="tasks that are never trained on, for evaluation")
 
@@ -35,9 +30,7 @@ class Ingredient(Table):
 class MixPart(Ingredient):
     """One part of a mixture: tasks of it are drawn in proportion to its weight."""
 
-    label: str = Field(
-        default="", pattern=r"^[a-z0-9_.\-]{0,32}$", description="what its tasks are called; its name if empty"
-    )
+    label: str = Field(default="", pattern=r"^[a-z0-9_.\-]{0,32}$", description="its name if empty")
     weight: float = Field(default=1.0, gt=0, le=1e6, description="how often, relative to the other parts")
 
 
@@ -50,9 +43,7 @@ class LengthSettings(Table):
         clip    r_task if l ≤ target, else 0
     """
 
-    targets: tuple[int, ...] = Field(
-        min_length=1, max_length=1024, description="lengths in tokens; one is drawn per unit"
-    )
+    targets: tuple[int, ...] = Field(min_length=1, max_length=1024, description="in tokens; one is drawn per unit")
     form: Literal["exact", "max", "clip"] = Field(default="exact", description="how the target counts")
     alpha: float = Field(default=0.0003, ge=0, le=1, description="what a token too many, or too few, costs")
     delta: float = Field(default=0.5, ge=0, le=1, description="what hitting the target is worth in the form max")
@@ -86,15 +77,11 @@ class JudgeSettings(Table):
 
     label: str = Field(pattern=r"^[a-z0-9_.\-]{1,32}$", description="the part's name in the record")
     weight: float = Field(default=1.0, ge=-1e3, le=1e3, description="added to the reward times this")
-    use: Literal["score", "rank"] = Field(
-        default="score", description="its number, or its rank within the group, 0 to 1"
-    )
+    use: Literal["score", "rank"] = Field(default="score", description="its number, or its rank in the group, 0 to 1")
     path: Path | None = Field(default=None, description="folder of a classifier in Hugging Face's format")
     url: str = Field(default="", description="or an OpenAI-compatible address, up to and including /v1")
     model: str = Field(default="", description="name of the judge's model at that address")
-    prompt: str = Field(
-        default="", description="what the judge is asked; {prompt}, {completion} and {answer} are filled in"
-    )
+    prompt: str = Field(default="", description="what it is asked, with {prompt}, {completion} and {answer}")
     timeout_s: float = Field(default=60.0, gt=0, le=3600, description="how long one answer of the judge may take")
 
     @property
@@ -111,9 +98,7 @@ class JudgeSettings(Table):
 class PoolSettings(Table):
     """Difficulty while training: tasks are drawn by how often they were solved recently."""
 
-    retire_after: int = Field(
-        default=2, ge=0, description="wholly solved groups in a row after which a task is retired; 0: never"
-    )
+    retire_after: int = Field(default=2, ge=0, description="solved groups in a row that retire a task; 0: never")
     easy_share: float = Field(default=0.25, ge=0, le=1, description="how many of the drawn easy tasks are taken")
     hard_share: float = Field(default=0.5, ge=0, le=1, description="how many of the drawn hard tasks are taken")
 
@@ -123,9 +108,7 @@ class ScoringSettings(Table):
 
     seconds: float = Field(default=10.0, gt=0, le=3600, description="processor time; what takes longer is worth 0")
     memory_mb: int = Field(default=2048, ge=64, description="memory; what needs more is worth 0")
-    processes: int = Field(
-        default=0, ge=0, le=256, description="completions scored at the same time; 0: one per core, 8 at most"
-    )
+    processes: int = Field(default=0, ge=0, le=256, description="at the same time; 0: one per core, 8 at most")
 
 
 class EnvironmentSettings(Ingredient):
@@ -140,9 +123,7 @@ class EnvironmentSettings(Ingredient):
     prompt: PromptSettings | None = Field(default=None, description="how a task is asked: chat, system, thinking")
     judges: tuple[JudgeSettings, ...] = Field(default=(), description="reward models beside the task's own reward")
     pools: PoolSettings | None = Field(default=None, description="difficulty by recent pass rate: retire_after, …")
-    scoring: ScoringSettings | None = Field(
-        default=None, description="limits of scoring: seconds, memory_mb, processes"
-    )
+    scoring: ScoringSettings | None = Field(default=None, description="limits: seconds, memory_mb, processes")
     shuffle_rewards: bool = Field(default=False, description="the control: rewards permuted within each group")
 
     @model_validator(mode="after")

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoal.environments")
 HASH_BYTES = 32
-VERSION = 2
-"""Part of every name: raised when entries mean something else."""
+VERSION = 2  # part of every name: raised when entries mean something else
 CHUNK_BYTES = 8 * 2**20
 
 
@@ -37,21 +36,16 @@ def cache_folder() -> Path:
 
 
 def entry_name(kind: str, *about: object) -> str:
-    """The name of an entry: its kind, and a hash of everything that it depends on."""
     return f"{kind}-{blake3(json.dumps([VERSION, *about]).encode()).hexdigest(16)}"
 
 
 def identity(path: Path) -> tuple[object, ...]:
-    """What changes when a file does, without reading it.
-
-    The time of modification can be set back (rsync -t, touch -r, a restored backup); that of the inode cannot.
-    """
+    """What changes when a file does, without reading it. Of its times, only that of the inode cannot be set back."""
     found = path.stat()
     return (str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
 
 def load(name: str) -> bytes | None:
-    """An entry's content, or None if there is none that is whole."""
     try:
         content = (cache_folder() / name).read_bytes()
     except OSError:

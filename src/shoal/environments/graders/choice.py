@@ -12,15 +12,13 @@ from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.protocol import Score
 
 LETTERS = frozenset("ABCDEFGHIJ")
-READ_CHARACTERS = 20_000
-"""Of the end of an answer: nobody writes more after saying which option it is."""
+READ_CHARACTERS = 20_000  # of the end of an answer
 LETTER = r"(?: is)?([ \t:=*_$({\[\\`a-z]{0,24}?)(?<![A-Za-z])([A-J])(?![A-Za-z0-9'])"
 ANSWER = re.compile(rf"\banswer\b{LETTER}", re.IGNORECASE)
 OPTION = re.compile(rf"\b(?:option|choice)\b{LETTER}", re.IGNORECASE)
 BOXED = re.compile(r"\\boxed\{(\s*(?:\\text\{|\\mathrm\{|\\textbf\{)?\s*\(?)([A-J])\)?\s*\}")
 ALONE = re.compile(r"^[\s*_$(\[`]*([A-J])[\s*_$)\].:`]*$")
-FIRST = re.compile(r"^[\s*_$(\[`]*([A-J])[)\].:*]+\s")
-"""The letter before its text: `B. Nitrogen`."""
+FIRST = re.compile(r"^[\s*_$(\[`]*([A-J])[)\].:*]+\s")  # the letter before its text: `B. Nitrogen`
 DENIED = re.compile(r"\b(?:not|cannot|never|neither|nor|no|than|except)\b", re.IGNORECASE)
 _BEFORE, _AFTER = r"[\s*_)\]}.$`]*", r"[\s*_(\[{$`]*"
 SECOND = re.compile(
@@ -75,8 +73,8 @@ def chosen_letter(text: str) -> str:
 
 def _matches(pattern: re.Pattern[str], text: str) -> list[tuple[int, str, bool, str]]:
     """(position of the letter, the letter, whether it is denied, what follows it); small letters are words."""
-    matches = [match for match in pattern.finditer(text) if match[2].isupper()]
     return [
         (match.start(2), match[2], bool(DENIED.search(match[1])), text[match.end() : match.end() + 40])
-        for match in matches
+        for match in pattern.finditer(text)
+        if match[2].isupper()
     ]

@@ -1,14 +1,9 @@
 """Which system calls a program may make: a seccomp filter, assembled here for x86_64 and aarch64.
 
-The namespaces decide what a program can reach; the filter takes away what reaches around them:
-
-* other processes: a program is one process. No fork and no exec, so nothing outlives a test, nothing multiplies its
-  memory, and whatever it was killed by was not itself.
-* ways to change or watch another process, or to leave something behind for the next test: signals, priorities, System
-  V memory, message queues, keys.
-* parts of the kernel that no test program needs and that had most of its holes: bpf, io_uring, perf events,
-  userfaultfd, user namespaces, mounts, every kind of socket but the local one (a virtual machine's sockets to its
-  host, for one, belong to no network namespace).
+The namespaces decide what a program can reach; the filter takes away what reaches around them: other processes (no fork
+and no exec, so nothing outlives a test, and whatever it was killed by was not itself); ways to change or watch another
+process, or to leave something for the next test; and parts of the kernel that no test program needs and that had most
+of its holes, every kind of socket but the local one among them.
 
 A call that is refused gives EPERM. Calls that are newer than this list give ENOSYS, as an older kernel would.
 """

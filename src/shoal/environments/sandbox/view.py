@@ -1,7 +1,6 @@
 """What a program in the sandbox sees: the command line of bubblewrap.
 
-    /usr/lib, /lib, /lib64      the C library, read only
-    the interpreter             its executable and its standard library, read only; installed packages are hidden
+    /usr/lib, /lib, /lib64, the interpreter    read only; installed packages are hidden
     /dev                        null, zero, urandom, and the program's own input and output
     /proc                       of the sandbox's own processes
     nothing else                no writable place, no /etc, no home, no network, no environment
@@ -16,7 +15,6 @@ import os
 import secrets
 import shutil
 import sys
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -26,8 +24,7 @@ INSTALL = "install bubblewrap (Debian, Ubuntu: apt install bubblewrap; Fedora: d
 SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 STREAMS = {"/dev/fd": "", "/dev/stdin": "/0", "/dev/stdout": "/1", "/dev/stderr": "/2"}
-STACK_KB = 65_536
-"""A stack for deep recursion; it counts as memory once it is used."""
+STACK_KB = 65_536  # for deep recursion; it counts as memory once it is used
 SHELL = f'ulimit -c 0; ulimit -S -s {STACK_KB} 2>/dev/null; exec "$@"'
 
 _AS_ROOT = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
@@ -41,22 +38,11 @@ ENVIRON = {
 PYTHON_OPTIONS = ("-s", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0")
 
 
-@dataclass(frozen=True)
-class Interpreter:
-    """The Python that programs run with: this one's, without its virtual environment."""
-
-    executable: Path
-    prefix: Path
-
-    @property
-    def library(self) -> Path:
-        return self.prefix / "lib"
-
-
 @cache
-def interpreter() -> Interpreter:
+def interpreter() -> tuple[Path, Path]:
+    """The Python that programs run with, and its prefix: this one's, without its virtual environment."""
     executable = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
-    return Interpreter(executable, prefix=Path(os.path.realpath(sys.base_prefix)))
+    return executable, Path(os.path.realpath(sys.base_prefix))
 
 
 def bubblewrap() -> str:
@@ -88,48 +74,46 @@ def spare_uid() -> int:
 
 def command(inside: list[str], *, uid: int) -> list[str]:
     """The whole command line; `inside` is what the interpreter is given. `uid` as `spare_uid` says."""
-    python = interpreter()
+    executable, _prefix = interpreter()
     return [
         *("/bin/sh", "-c", SHELL, "sandbox", bubblewrap()),
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"),
         # as root: what it takes to become somebody else inside, and no more; it is gone once that is done
         *(_AS_ROOT if uid else ("--unshare-user", "--uid", "65534", "--gid", "65534")),
-        *_files(python),
+        *_files(),
         *("--proc", "/proc", "--remount-ro", "/proc", "--perms", "0755", "--dir", "/dev"),
         *(option for device in DEVICES for option in ("--dev-bind", device, device)),
         *(option for name, fd in STREAMS.items() for option in ("--symlink", f"/proc/self/fd{fd}", name)),
         *("--remount-ro", "/", "--chdir", "/", "--"),
-        *(str(python.executable), *PYTHON_OPTIONS, *inside),
+        *(str(executable), *PYTHON_OPTIONS, *inside),
     ]
 
 
 @cache
-def _files(python: Interpreter) -> tuple[str, ...]:
+def _files() -> tuple[str, ...]:
+    executable, prefix = interpreter()
     options = ["--perms", "0755", "--dir", "/usr"]
     places = [path for path in SYSTEM_LIBRARIES if Path(path).is_dir()]
     for path in places:
         link = Path(path).is_symlink()
         options += ["--symlink", str(Path(path).readlink()), path] if link else ["--ro-bind", path, path]
-    own = [str(path) for path in (python.library, python.executable) if str(path) not in places]
+    own = [str(path) for path in (prefix / "lib", executable) if str(path) not in places]
     # Folders on the way may be private to whoever installed this Python (a home); in there they are empty but for this.
     for folder in sorted({str(parent) for path in own for parent in Path(path).parents}, key=len)[1:]:
         if folder not in ("/usr", *places):
             options += ["--perms", "0755", "--dir", folder]
     for path in own:
         options += ["--ro-bind", path, path]
-    for path in _packages(python):
+    for path in _packages(prefix):
         options += ["--tmpfs", path, "--remount-ro", path]
     return tuple(options)
 
 
-def _packages(python: Interpreter) -> list[str]:
+def _packages(prefix: Path) -> list[str]:
     """Folders of installed packages: a program has the standard library only, the same for every validator."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    folders = [
-        base / name / packages
-        for base in {python.library, python.prefix / "lib64", Path("/usr/lib"), Path("/usr/lib64")}
-        for name in ("python3", version)
-        for packages in ("site-packages", "dist-packages")
-    ]
+    bases = {prefix / "lib", prefix / "lib64", Path("/usr/lib"), Path("/usr/lib64")}
+    names = ("site-packages", "dist-packages")
+    folders = [base / name / packages for base in bases for name in ("python3", version) for packages in names]
     return sorted({os.path.realpath(folder) for folder in folders if folder.is_dir()})

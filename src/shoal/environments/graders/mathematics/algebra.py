@@ -3,15 +3,11 @@ r"""Symbolic algebra where it can be stopped: a helper process with limits, aske
     grader ──"gold\0given"──► helper ──fork──► worker (math-verify, limits on processor time and memory)
            ◄──one byte───────        ◄── exit ──
 
-Why a process: symbolic algebra can take for ever, also where no signal handler of Python runs or where what it raises
-is swallowed; the timers of math-verify need the main thread. Processor time and memory are limited by the kernel
-(`ITIMER_PROF`, `RLIMIT_AS`): waiting for a busy machine does not count. What takes nearly the limit may be told on one
-machine and not on another; what shoal's own grammar decides never comes here.
-
-The helper reads the libraries and then only waits; what it forks does the work, one question after the other, until a
-limit kills it. Then it answers "limit" for it and forks again. If anything else kills the worker, both end without an
-answer: what somebody else did says nothing about the question. A helper that does not start, that somebody else ended
-twice, or that does not answer, is a failure of the machinery, and is not remembered.
+Symbolic algebra can take for ever, also where no signal handler of Python runs or where what it raises is swallowed. So
+processor time and memory are limited by the kernel (`ITIMER_PROF`, `RLIMIT_AS`): waiting for a busy machine does not
+count. The worker answers one question after the other until a limit kills it; the helper then answers "limit" for it
+and forks again. If anything else kills the worker, both end without an answer: what others did says nothing about the
+question. A helper that does not start, that ended twice, or that does not answer, is a failure of the machinery.
 """
 
 from __future__ import annotations
@@ -36,13 +32,13 @@ from shoal.errors import ScoringFailure
 SECONDS, ANSWER_S, _START_S = 2.0, 60.0, 120.0
 """Processor time for one comparison; how long an answer is waited for (the limits end every worker long before, unless
 the machine stands still); how long the helper may take to read its libraries."""
-_MEMORY = 1 << 29
-"""Bytes that a worker may have beyond what it begins with."""
-LONGEST = 600
-"""Characters of a formula that is sent: time to read one grows faster than its length."""
+_MEMORY = 1 << 29  # bytes that a worker may have beyond what it begins with
+LONGEST = 600  # characters of a formula that is sent: time to read one grows faster than its length
 SAME, DIFFERENT, LIMIT, READY = b"1", b"0", b"L", b"R"
 WHOLE = "\1"
 """Before the gold answer: what follows are whole texts, to be read as math-verify reads them."""
+_HUGE = re.compile(r"\^\s*\{?\s*-?\d{5,}|\^\s*\{?\s*\d+\s*\^|\d{5,}\s*[})]*\s*!|\d{100,}|!\s*!")
+"""What cannot be meant as an answer and takes long: towers of powers, factorials of large numbers."""
 
 
 class Helper:
@@ -113,14 +109,8 @@ class Helper:
         return os.read(descriptor, 1) if waiting.poll(1000 * seconds) else b""
 
 
-_HUGE = re.compile(r"\^\s*\{?\s*-?\d{5,}|\^\s*\{?\s*\d+\s*\^|\d{5,}\s*[})]*\s*!|\d{100,}|!\s*!")
-"""What cannot be meant as an answer and takes long: towers of powers, factorials of large numbers."""
-
-
 class SymbolicEquality:
-    """Whether two formulas are equal, by math-verify, within limits. Remembered: a group asks the same again, and what
-    took too long once does so again.
-    """
+    """Whether two formulas are equal, by math-verify, within limits. Remembered: a group asks the same again."""
 
     def __init__(self, helper: Helper, whole: bool = False) -> None:
         self._remembered, self._whole = lru_cache(maxsize=16384)(helper.same), whole
@@ -129,10 +119,11 @@ class SymbolicEquality:
         """`TooLarge` if the given formula exceeds the limits, `ScoringFailure` if the gold one does."""
         if not gold.strip() or not given.strip():
             return False
-        if not self._whole and (len(given) > LONGEST or _HUGE.search(given)):
-            raise TooLarge
-        if not self._whole and (len(gold) > LONGEST or _HUGE.search(gold)):
-            return False
+        if not self._whole:
+            if len(given) > LONGEST or _HUGE.search(given):
+                raise TooLarge
+            if len(gold) > LONGEST or _HUGE.search(gold):
+                return False
         gold = WHOLE + gold if self._whole else gold
         same = self._remembered(gold, given)
         if same is None and self._remembered(gold, "0") is None:
@@ -181,7 +172,10 @@ def main(seconds: float) -> None:
 
 
 def _work(seconds: float) -> None:
-    """Answer until the pipe ends. Questions are read without a buffer: the next worker needs what this one leaves."""
+    """Answer until the pipe ends. Questions are read without a buffer: the next worker needs what this one leaves.
+
+    Two timers, both of processor time: the first stops Python, the second the process, should it be in C.
+    """
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     for kind, value in ((resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(kind)[1]
@@ -193,21 +187,17 @@ def _work(seconds: float) -> None:
     questions = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  ends with the process
     while question := questions.readline():
         gold, _, given = question.decode("utf-8", "replace").rstrip("\n").partition("\0")
-        os.write(1, _answer(gold, given, seconds))
-
-
-def _answer(gold: str, given: str, seconds: float) -> bytes:
-    """Two timers, both of processor time: the first stops Python, the second the process, should it be in C."""
-    try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-        signal.setitimer(signal.ITIMER_PROF, seconds * 1.5)
         try:
-            return SAME if _compare(gold, given) else DIFFERENT
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-    except (_Late, MemoryError, RecursionError):
-        return LIMIT
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+            signal.setitimer(signal.ITIMER_PROF, seconds * 1.5)
+            try:
+                answer = SAME if _compare(gold, given) else DIFFERENT
+            finally:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+        except (_Late, MemoryError, RecursionError):
+            answer = LIMIT
+        os.write(1, answer)
 
 
 def _stop(_signal: int, _frame: Any) -> None:

@@ -19,13 +19,10 @@ import unicodedata
 
 from shoal.environments.graders.thinking import after_thinking
 
-LONGEST = 2_000
-"""Characters of an answer. Anything longer is not what a person would call a final answer, and costs time to read."""
-_TAIL, _BOXES = 20_000, 16
-"""The last characters, where an answer without a box is looked for; boxes that may form one answer."""
+LONGEST = 2_000  # characters of an answer: anything longer costs time to read
+_TAIL, _BOXES = 20_000, 16  # where an answer without a box is looked for; boxes that may form one answer
 
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
-_BARE = re.compile(r"[^\s$]{0,200}")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*\{")
 _PARTING = re.compile(r"(?:\s|\$|,|;|\\[,;()\[\] ]|\\q?quad|\band\b|\bor\b|\\text\s*\{[^{}]*\b(?:and|or)\s*\}|\*)*")
 _MARK = re.compile(
     r"####|(?:answer|result|solution)\s{0,3}(?:\*\*)?\s{0,3}"
@@ -54,7 +51,6 @@ def final_answer(completion: str) -> str | None:
 
 
 def _boxed(text: str, last: int) -> str | None:
-    """The last box with those that belong to it, from the back."""
     content = _content(text, last)
     if content is None:
         return None
@@ -70,17 +66,11 @@ def _boxed(text: str, last: int) -> str | None:
 
 
 def _content(text: str, start: int) -> tuple[str, int] | None:
-    r"""What is in the box that begins at `start`, and where it ends. `\boxed 5` holds all up to a space."""
+    """What is in the box that begins at `start`, and where it ends."""
     opened = _BOX.match(text, start)
-    if opened is None:
-        return None
-    begin = opened.end()
-    if begin < len(text) and text[begin] == "{":
-        end = closing(text[begin : begin + LONGEST + 2], 0)
-        return None if end < 0 else (text[begin + 1 : begin + end], begin + end + 1)
-    bare = _BARE.match(text, begin)
-    content = bare[0].rstrip(".,;)") if bare else ""
-    return (content, begin + len(content)) if content else None
+    begin = opened.end() if opened else 0
+    end = closing(text[begin - 1 : begin + LONGEST + 1], 0) if opened else -1
+    return None if end < 0 else (text[begin : begin + end - 1], begin + end)
 
 
 def _unboxed(text: str) -> str | None:
@@ -97,7 +87,6 @@ def _unboxed(text: str) -> str | None:
 
 
 def _displayed(text: str) -> str:
-    """What the last displayed formula holds, if nothing but a full stop comes after it."""
     text = text.rstrip(" \n.*")
     for opening, ending in _DISPLAYS:
         start = text.rfind(opening, 0, len(text) - 2)
@@ -122,9 +111,7 @@ def _of_line(line: str) -> str:
     line = " ".join(line[-LONGEST:].split())
     formulas = list(_FORMULA.finditer(line))
     after = formulas[-1].end() if formulas else 0
-    numbers = (
-        [found for found in _NUMBERS.finditer(line, after) if found[0].strip(" ,")] if _TWO_WORDS.search(line) else []
-    )
+    numbers = [found for found in _NUMBERS.finditer(line, after) if found[0].strip(" ,") and _TWO_WORDS.search(line)]
     if numbers and (not formulas or _SAID.search(line, after, numbers[-1].start())):
         before = numbers[-2].end() if len(numbers) > 1 else 0
         return line if _denied(line, numbers[-1].start(), before) else numbers[-1][0]
@@ -194,8 +181,7 @@ _CIRCLE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?")
 _PRIMES = re.compile(r"\^\s*(?:\\prime(?![a-zA-Z])|\{(?:\s*\\prime(?![a-zA-Z]))+\s*\})")
 _COUNTED = re.compile(r"(-?\d+(?:[.,/]\d+)*) ([A-Za-z]++(?![^{}]*\b(?:and|or)\b)[A-Za-z ./]*)")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_REPEATING = re.compile(r"(?<![\d.])(\d{0,30}\.\d{0,30}?)(\d)\2{2,30} ?(?:\\[lc]?dots|\.\.\.)$")
-"""0.333… is 1/3: a digit that stands three times before the dots repeats for ever."""
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,30}\.\d{0,30}?)(\d)\2{2,30} ?(?:\\[lc]?dots|\.\.\.)$")  # 0.333… is 1/3
 _SUBSCRIPT = re.compile(r"_ ?\{ ?(\w) ?\}")
 _DOUBLED = re.compile(r"(?<!\\)\\\\(?=(?:left|right|d?frac|sqrt|text|pi|begin|end|cdot|infty)(?![a-z]))")
 """A command whose backslash was escaped once too often. After a row of a matrix there are three."""
@@ -229,10 +215,7 @@ def plain(text: str) -> str:
         text = text[:-1]
     text = text.strip("`").lstrip(":").strip()
     # without braces around the whole; with a comma in them they are a set whose backslashes were forgotten
-    for _layer in range(4):
-        whole = len(text) > 1 and text[0] == "{" and text[-1] == "}" and text[-2] != "\\" and "," not in text
-        if not whole or closing(text, 0) != len(text) - 1:
-            break
+    while text.startswith("{") and "," not in text and 0 < closing(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
 
@@ -280,5 +263,4 @@ def closing(text: str, start: int) -> int:
 
 
 def balanced(text: str) -> bool:
-    """Whether every brace that opens is closed, and none is closed that was not opened."""
     return closing(f"{{{text}}}", 0) == len(text) + 1

@@ -29,12 +29,10 @@ Symbolic = Callable[[str, str], bool]
 
 _NUMERAL = re.compile(r"(-?)(?:(\d+)(?:/(\d+))?|(\d*\.\d+)|\\frac\{(\d+)\}\{(\d+)\})")
 """What most answers are. They are compared without being read as formulas."""
-_ROUNDED_FROM = 4
-"""Decimal places from which on a gold answer counts as rounded."""
+_ROUNDED_FROM = 4  # decimal places from which on a gold answer counts as rounded
 _MOST_ITEMS = 200
 _DECIMAL = re.compile(r"-?\d*\.(\d+)")
-_SPACE = re.compile(r"(?<!\d) | (?!\d)")
-"""Spaces that part nothing: between two digits they do."""
+_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # spaces that part nothing: between two digits they do
 _SIDE_BY_SIDE = re.compile(r"\d \d")
 _PURE_WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _LETTERS = re.compile(r"[a-zA-Z]{2,3}")
@@ -73,7 +71,12 @@ class Comparison:
             return near and any(self.same(gold, item) for item in given.items)
         kinds = {gold.kind, given.kind}
         if kinds & RELATIONS:
-            return not self._contradicts(given) and self._related(gold, given)
+            first, *steps = given.items[1:] if given.kind == "=" else [given]
+            if _number(first) is not None:  # a chain may be false by its own numbers: x = 1 = 2 = 3
+                steps = [step for step in steps if _number(step) is not None and units_agree(step.unit, first.unit)]
+                if not all(self.same(step, first) for step in steps):
+                    return False
+            return self._related(gold, given)
         if kinds == {"words"}:
             return gold.text == given.text
         if kinds == {"words", "value"}:  # only if the other is a word too: \text{1 2} must not be 1/2, 1.2 and 1-2
@@ -95,7 +98,12 @@ class Comparison:
             return False
         if kinds in ({"row"}, {"matrix"}, {"bars"}):
             return self._in_order(gold.items, given.items)
-        gold, given = _column(gold), _column(given)
+        # a matrix of one column, or of one row, is the vector that others write as a tuple
+        gold, given = (
+            Form("()", tuple(cell for row in form.items for cell in row.items))
+            if form.kind == "matrix" and 1 in (len(form.items), len(form.items[0].items)) else form
+            for form in (gold, given)
+        )  # fmt: skip
         kinds = {gold.kind, given.kind}
         if kinds == {"matrix", "value"}:  # a sum or a product of matrices
             return self.symbolic(gold.text, given.text)
@@ -140,14 +148,6 @@ class Comparison:
         return True
 
     # equations and inequalities
-
-    def _contradicts(self, given: Form) -> bool:
-        """Whether a chain is false by its own numbers: x = 1 = 2 = 3. A formula on the way is a step, no number."""
-        if given.kind != "=" or not given.items[2:] or _number(given.items[1]) is None:
-            return False
-        last = given.items[1]
-        steps = [step for step in given.items[2:] if _number(step) is not None]
-        return not all(self.same(step, last) for step in steps if units_agree(step.unit, last.unit))
 
     def _related(self, gold: Form, given: Form) -> bool:
         both = gold.kind in RELATIONS and given.kind in RELATIONS
@@ -302,13 +302,6 @@ def _distinct(items: Sequence[Form]) -> list[Form]:
         value = _number(item)
         kept.setdefault(item if value is None else (formula.MP.nstr(value, 40), item.unit), item)
     return list(kept.values())
-
-
-def _column(form: Form) -> Form:
-    """A matrix of one column, or of one row, is the vector that others write as a tuple."""
-    if form.kind == "matrix" and 1 in (len(form.items), len(form.items[0].items)):
-        return Form("()", tuple(cell for row in form.items for cell in row.items))
-    return form
 
 
 def _ratio(form: Form) -> list[Any] | None:

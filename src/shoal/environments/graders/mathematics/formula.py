@@ -38,8 +38,7 @@ _POINTS = ((173, 107), (-131, 97), (277, 103), (41, 331), (-53, 110), (563, 108)
 _SCIENTIFIC = r"(?:\d+\.\d*|\.\d+|\d+(?!e[+-]\d(?!\d)))[eE][+-]?\d{1,4}(?![\d.])"
 """1.5e-3, 1e3, 2E-1, 2e-10. But `2e-1` is 2·e - 1: that is how people write Euler's number in an answer."""
 _TOKEN = re.compile(
-    rf"\s*(?:(?P<num>{_SCIENTIFIC}|\d+(?:\.\d*)?|\.\d+)"
-    r"|(?P<cmd>\\(?:[a-zA-Z]+|.))|(?P<word>[a-zA-Z]+)|(?P<sym>.))",
+    rf"\s*(?:(?P<num>{_SCIENTIFIC}|\d+(?:\.\d*)?|\.\d+)|(?P<cmd>\\(?:[a-zA-Z]+|.))|(?P<word>[a-zA-Z]+)|(?P<sym>.))",
     re.DOTALL,
 )
 CALLS = frozenset("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh exp ln lg log".split())  # noqa: SIM905
@@ -49,8 +48,6 @@ _GREEK = frozenset(
 )
 _ENDINGS = ("arcsin", "arccos", "arctan", "sqrt", "sin", "cos", "tan", "log", "ln", "pi")
 """Names that a variable may stand before without a space: xsin, apart from those that begin another way."""
-_FUNCTIONS = frozenset("fgFG")
-"""Letters that are functions where a bracket follows: f(2) is not 2f. Others are so with one sign in it: P(A)."""
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _CLOSERS = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _ATOMS = frozenset(("(", "{", "[", *(f"\\{name}" for name in ("frac", "sqrt", "binom", "pi", "lfloor", "lceil"))))
@@ -92,12 +89,11 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 @lru_cache(maxsize=1024)
 def _letters(word: str) -> tuple[tuple[str, str], ...]:
-    """A run of letters: a function's name, or up to three single variables."""
-    if word in CALLS:
-        return (("cmd", "\\" + word),)
-    for name in _ENDINGS:
-        if word.endswith(name) and len(word) - len(name) <= 1:
-            return (*(("let", letter) for letter in word[: -len(name)]), ("cmd", "\\" + name))
+    """A run of letters: a function's name, perhaps after a variable, or up to three single variables."""
+    name = word if word in CALLS else next((one for one in _ENDINGS if word.endswith(one)), "")
+    before = word.removesuffix(name) if name else word
+    if name and len(before) <= 1:
+        return (*(("let", letter) for letter in before), ("cmd", "\\" + name))
     if len(word) > 3:
         raise Unreadable(word)
     return tuple(("let", letter) for letter in word)
@@ -121,6 +117,12 @@ class _Parser:
             raise Unreadable(value)
         self.here += 1
         return value
+
+    def met(self, sign: str) -> bool:
+        """Whether this sign comes next; it is then passed."""
+        found = self.peek() == sign
+        self.here += found
+        return found
 
     def sum(self, depth: int, binding: int = 0) -> Tree:
         """A sum; of binding 1 a product, of binding 2 a power: what binds weaker is left for the caller."""
@@ -165,21 +167,16 @@ class _Parser:
             if self.peek() == "!":
                 raise Unreadable("3!! is not the factorial of 3!")
             return ("fac", base)
-        if self.peek() == "\\circ":
-            self.take()
+        if self.met("\\circ"):
             return ("mul", base, ("div", ("const", "pi"), ("num", Fraction(180))))
         return ("pow", base, self.exponent(depth))
 
     def exponent(self, depth: int) -> Tree:
         """What follows "^": `2^3^2` is `2^(3^2)`, and a sign needs no brace."""
-        if self.peek() == "-":
-            self.take()
+        if self.met("-"):
             return ("neg", self.group(depth))
         exponent = self.group(depth)
-        if self.peek() == "^":
-            self.take()
-            return ("pow", exponent, self.exponent(depth + 1))
-        return exponent
+        return ("pow", exponent, self.exponent(depth + 1)) if self.met("^") else exponent
 
     def group(self, depth: int, one_digit: bool = False) -> Tree:
         r"""One argument: `{…}`, or a single sign. `\frac12` is one half, but `2^10` clearly means the number."""
@@ -209,20 +206,17 @@ class _Parser:
             return self.command(depth)
         if value in ("(", "{", "["):
             return self.bracketed(depth)
-        if value == "|":
-            self.take()
-            inner = self.sum(depth + 1)
-            self.take("|")
-            return ("call", "abs", inner)
-        raise Unreadable(value)
+        self.take("|")
+        inner = self.sum(depth + 1)
+        self.take("|")
+        return ("call", "abs", inner)
 
     def number(self) -> Tree:
         digits = self.take()
         if len(digits) > _DIGITS:
             raise Unreadable("too many digits")
         value = Fraction(digits)
-        if self.peek() == "\\overline" and "." in digits:
-            self.here += 1
+        if "." in digits and self.met("\\overline"):
             self.take("{")
             period = self.take()
             self.take("}")
@@ -232,15 +226,15 @@ class _Parser:
         return ("num", value)
 
     def name(self, name: str, depth: int) -> Tree:
-        """A variable with its primes and its subscript, or a call of a function that has no meaning here."""
-        while self.peek() == "'":  # a derivative, or another point: f' is not f
-            name += self.take()
-        if self.peek() == "_":
-            self.take()
+        """A variable with its primes and its subscript, or a call of a function that has no meaning here: f(2) is not
+        2f, and with one sign in the bracket h, H, P and Q are functions, too."""
+        while self.met("'"):  # a derivative, or another point: f' is not f
+            name += "'"
+        if self.met("_"):
             name += "_" + self.take()
             while name.count("{") > name.count("}"):
                 name += self.take()
-        called = name[0] in _FUNCTIONS or "'" in name or (name[0] in "hHPQ" and self.peek(2) == ")")
+        called = name[0] in "fgFG" or "'" in name or (name[0] in "hHPQ" and self.peek(2) == ")")
         if called and self.peek() == "(":
             return ("var", f"{name}{self.bracketed(depth)}")
         return ("const", name) if name in ("e", "i") else ("var", name)
@@ -266,35 +260,25 @@ class _Parser:
 
     def call(self, name: str, depth: int) -> Tree:
         r"""A function: `\sin x`, `\sin^2 x`, `\log_2 8`, `\sin^{-1} x`. Its argument without brackets is a product."""
-        base, power = None, None
-        if self.peek() == "_":
-            self.take()
-            base = self.group(depth)
-        if self.peek() == "^":
-            self.take()
-            power = self.exponent(depth)
-        argument = self.argument(depth)
+        base = self.group(depth) if self.met("_") else None
+        power = self.exponent(depth) if self.met("^") else None
+        if self.peek() in ("(", "[", "{"):
+            argument = self.bracketed(depth)
+        elif self.peek() == "|":
+            argument = self.atom(depth)
+        else:
+            argument = self.sum(depth + 1, 2)
+            while self.starts_atom() and self.peek() not in ("(", "[", "{") and self.peek()[1:] not in CALLS:
+                argument = self.beside(argument, depth + 1)
         if power == ("neg", ("num", Fraction(1))):
-            if name not in _INVERSE:
-                raise Unreadable(name)
-            name, power = _INVERSE[name], None
-        if base is not None and name not in ("log", "lg"):
+            name, power = _INVERSE.get(name, ""), None
+        if not name or (base is not None and name not in ("log", "lg")):
             raise Unreadable(name)
         if name in ("log", "lg"):
             value: Tree = ("log", base or ("num", Fraction(10)), argument)
         else:
             value = ("pow", ("const", "e"), argument) if name == "exp" else ("call", name, argument)
         return value if power is None else ("pow", value, power)
-
-    def argument(self, depth: int) -> Tree:
-        if self.peek() in ("(", "[", "{"):
-            return self.bracketed(depth)
-        if self.peek() == "|":
-            return self.atom(depth)
-        result = self.sum(depth + 1, 2)
-        while self.starts_atom() and self.peek() not in ("(", "[", "{") and self.peek()[1:] not in CALLS:
-            result = self.beside(result, depth + 1)
-        return result
 
 
 def variables(found: Tree) -> frozenset[str]:
@@ -351,7 +335,8 @@ def _same_at(left: Tree, right: Tree, point: Point) -> bool | None:
     a, b = value_at(left, point), value_at(right, point)
     if a is None or b is None:
         return None
-    if point and (_beside(a) or _beside(b)) and not (_imaginary(left) or _imaginary(right)):
+    beside = (isinstance(one, MP.mpc) and one.imag != 0 and MP.mag(one.imag) > MP.mag(one) - 100 for one in (a, b))
+    if point and any(beside) and not (_imaginary(left) or _imaginary(right)):
         return None
     size = max(MP.mag(a), MP.mag(b))  # the exponent of two
     if -130 < size < 66 or a == b == 0 or (size > 0 and not close(a, b)):
@@ -362,10 +347,6 @@ def _same_at(left: Tree, right: Tree, point: Point) -> bool | None:
     with MP.workdps(digits):  # nearly zero, or so large that a difference of one would not be seen
         a, b = _value(left, point), _value(right, point)
         return a == b or bool(MP.mag(a - b) < (-100 if size > 0 else max(size - 150, -660)))
-
-
-def _beside(value: Any) -> bool:
-    return isinstance(value, MP.mpc) and value.imag != 0 and bool(MP.mag(value.imag) > MP.mag(value) - 100)
 
 
 def _imaginary(found: Tree) -> bool:
@@ -379,56 +360,51 @@ def _value(found: Tree, point: Point) -> Any:
         return MP.mpf(exact.numerator) / exact.denominator if exact.denominator != 1 else MP.mpf(exact.numerator)
     if kind == "const":
         return {"pi": MP.pi, "e": MP.e, "i": MP.j}[found[1]] * 1
-    if kind == "call":
-        return _called(found[1], _value(found[2], point))
-    return _combined(kind, *[_value(part, point) for part in found[1:]])
+    if kind != "call":
+        return _combined(kind, *[_value(part, point) for part in found[1:]])
+    name, value = found[1], _value(found[2], point)
+    if name in ("ln", "abs"):
+        return abs(value) if name == "abs" else MP.log(_nonzero(value))
+    if abs(value) > 1 << 16:
+        raise TooLarge
+    result = getattr(MP, name.replace("arc", "a"))(value)
+    if abs(result) > MP.mpf(10) ** 40:  # a pole, met to within rounding
+        raise Undefined
+    return result
 
 
 def _combined(kind: str, a: Any, b: Any = MP.mpf(0)) -> Any:
-    if kind == "add":
-        return a + b
-    if kind == "mul":
-        return a * b
-    if kind == "neg":
-        return -a
-    if kind == "div":
-        return a / _nonzero(b)
-    if kind == "pow":
-        return _raised(a, b)
-    if kind == "log":
-        return MP.log(_nonzero(b)) / _nonzero(MP.log(_nonzero(a)))
-    if kind == "root":  # the cube root of -8 is -2
-        odd = MP.im(b) == 0 and MP.re(b) < 0 and MP.isint(a) and int(abs(a)) % 2 == 1
-        return -_raised(-b, 1 / _nonzero(a)) if odd else _raised(b, 1 / _nonzero(a))
+    match kind:
+        case "add":
+            return a + b
+        case "mul":
+            return a * b
+        case "neg":
+            return -a
+        case "div":
+            return a / _nonzero(b)
+        case "pow":
+            return _raised(a, b)
+        case "log":
+            return MP.log(_nonzero(b)) / _nonzero(MP.log(_nonzero(a)))
+        case "root":  # the cube root of -8 is -2
+            odd = MP.im(b) == 0 and MP.re(b) < 0 and MP.isint(a) and int(abs(a)) % 2 == 1
+            return -_raised(-b, 1 / _nonzero(a)) if odd else _raised(b, 1 / _nonzero(a))
     if abs(a) > _FACTORIAL or abs(b) > _FACTORIAL or (MP.dps > 60 and not (MP.isint(a) and MP.isint(b))):
         raise TooLarge  # between whole numbers it takes long to many digits
     if any(MP.isint(value) and value < 0 for value in (a, b)):
         raise Undefined
-    if kind == "fac":
-        return MP.factorial(a)
-    below = MP.isint(a - b) and a < b
-    return MP.mpf(0) if below else MP.factorial(a) / (MP.factorial(b) * MP.factorial(a - b))
+    if kind == "binom" and MP.isint(a - b) and a < b:
+        return MP.mpf(0)
+    return MP.factorial(a) / (MP.factorial(b) * MP.factorial(a - b) if kind == "binom" else 1)
 
 
 def _raised(base: Any, exponent: Any) -> Any:
     if base == 0:
-        if MP.re(exponent) > 0:
-            return base
-        raise Undefined
+        return base if MP.re(exponent) > 0 else _nonzero(base)
     if abs(exponent) * max(1, abs(MP.mag(base))) > _EXPONENT:
         raise TooLarge
     return MP.power(base, exponent)
-
-
-def _called(name: str, value: Any) -> Any:
-    if name == "ln":
-        return MP.log(_nonzero(value))
-    if name != "abs" and abs(value) > 1 << 16:
-        raise TooLarge
-    result = abs(value) if name == "abs" else getattr(MP, name.replace("arc", "a"))(value)
-    if name != "abs" and abs(result) > MP.mpf(10) ** 40:  # a pole, met to within rounding
-        raise Undefined
-    return result
 
 
 def _nonzero(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from shoal.environments.graders.mathematics import algebra
 from shoal.environments.graders.mathematics.answer import LONGEST, balanced, final_answer, plain
 from shoal.environments.graders.mathematics.equality import Comparison, Symbolic
 from shoal.environments.graders.mathematics.formula import TooLarge
-from shoal.environments.graders.mathematics.reading import Form, readings
+from shoal.environments.graders.mathematics.reading import readings
 from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.protocol import Score
 from shoal.errors import ScoringFailure
@@ -23,8 +22,7 @@ _QUESTIONS = 4
 """How often one completion may need symbolic algebra: a list against a list would ask for every pair. A count, not a
 time: it ends at the same question on every machine."""
 _KEYS = ("ground_truth", "answer", "answers", "target", "solution")
-_NONE = ("proof", "notfound")
-"""What NuminaMath writes for an answer where there is none."""
+_NONE = ("proof", "notfound")  # what NuminaMath writes for an answer where there is none
 _LETTER = re.compile(r"(?:\\text ?\{ ?)?\(?([A-J])\)?\.?(?: ?\})?")
 _LETTER_FIRST = re.compile(r"(?:\\text ?\{ ?)?(?:\(([A-J])\)|([A-J])[).:])(?: ?\})?[).:]?\s*(.*)", re.DOTALL)
 _OTHER = re.compile(r"(?<![A-Za-z0-9\\])(?:[B-HJ]|[AI](?! [a-z]))(?![A-Za-z0-9'])")
@@ -39,9 +37,6 @@ class MathematicsGrader:
 
     The gold answer is plain text (`\frac{1}{2}`), or JSON: {"ground_truth": "42"}, {"answer": ["3", "-3"]} where any of
     several is right.
-
-    >>> MathematicsGrader().score("1/2", "<think>halves…</think> It is \\boxed{0.5}.").value
-    1.0
     """
 
     name: ClassVar[str] = "mathematics"
@@ -64,10 +59,17 @@ class MathematicsGrader:
             return _score(False, "no final answer was found")
         if "\\boxed" not in said and any(map(_LETTER.fullmatch, accepted)):
             given = chosen_letter(said) or given  # "D, since it cannot be A"
-        notes, compare = "", Comparison(_Rationed(self.symbolic)).same
+        questions = iter(range(_QUESTIONS))
+
+        def symbolic(gold: str, given: str) -> bool:
+            if next(questions, None) is None:
+                raise TooLarge
+            return self.symbolic(gold, given)
+
+        notes, comparison = "", Comparison(symbolic)
         for gold in accepted:
             try:
-                if _right(gold, plain(given), compare):
+                if _right(gold, plain(given), comparison):
                     return _score(True, "")
             except (TooLarge, RecursionError):
                 notes = _LIMITS
@@ -77,11 +79,7 @@ class MathematicsGrader:
 @dataclass(frozen=True)
 class MathVerifyGrader:
     """What math-verify says of the completion without its thinking part, for scores that compare with others'. It runs
-    in the helper process, within the same limits.
-
-    >>> MathVerifyGrader().score("1/2", "It is $\\\\boxed{0.5}$.").value
-    1.0
-    """
+    in the helper process, within the same limits."""
 
     name: ClassVar[str] = "math-verify"
     version: ClassVar[int] = 1
@@ -100,21 +98,11 @@ class MathVerifyGrader:
             return _score(False, _LIMITS)
 
 
-@dataclass
-class _Rationed:
-    """Symbolic algebra, a few times per completion."""
-
-    symbolic: Symbolic
-    left: int = _QUESTIONS
-
-    def __call__(self, gold: str, given: str) -> bool:
-        if self.left == 0:
-            raise TooLarge
-        self.left -= 1
-        return self.symbolic(gold, given)
+def _score(right: bool, notes: str) -> Score:
+    return Score(value=float(right), parts={"correct": float(right)}, notes=notes)
 
 
-def _right(gold: str, given: str, compare: Callable[[Form, Form], bool]) -> bool:
+def _right(gold: str, given: str, comparison: Comparison) -> bool:
     if gold == given:
         return True
     choice = _chosen(gold, given)
@@ -126,53 +114,48 @@ def _right(gold: str, given: str, compare: Callable[[Form, Form], bool]) -> bool
     said = readings(given)
     if _MAYBE_SCIENTIFIC.fullmatch(given) and "e" not in gold:  # `2e-1` may be 0.2 too, unless e is in the gold answer
         said += readings(given.replace("e", "E"))
-    return any(compare(wanted, one) for wanted in readings(gold) for one in said)
-
-
-def _score(right: bool, notes: str) -> Score:
-    return Score(value=float(right), parts={"correct": float(right)}, notes=notes)
+    return any(comparison.same(wanted, one) for wanted in readings(gold) for one in said)
 
 
 def _chosen(gold: str, given: str) -> tuple[bool, str, str] | None:
     """Multiple choice: whether the letter is right, and what stands beside it in gold and answer, if both say."""
-    wanted, first = _LETTER.fullmatch(gold), _LETTER_FIRST.fullmatch(gold)
-    said, said_first = _LETTER.fullmatch(given), _LETTER_FIRST.fullmatch(given)
-    if wanted:
-        if said or said_first is None:
-            return (said[1] == wanted[1], "", "") if said else None
-        return (said_first[1] or said_first[2]) == wanted[1] and not _OTHER.search(said_first[3]), "", ""
-    if first is None or said:
-        return (said[1] == (first[1] or first[2]), "", "") if first and said else None
-    right = said_first is None or (said_first[1] or said_first[2]) == (first[1] or first[2])
-    return right, first[3], said_first[3] if said_first else given
+    (wanted, first), (said, said_first) = (
+        (_LETTER.fullmatch(text), _LETTER_FIRST.fullmatch(text)) for text in (gold, given)
+    )
+    if wanted is None and first is None:
+        return None
+    letter = wanted[1] if wanted else first[1] or first[2] if first else ""
+    if said or (wanted and said_first is None):
+        return (said[1] == letter, "", "") if said else None
+    right = said_first is None or (said_first[1] or said_first[2]) == letter
+    if wanted and said_first:
+        return right and not _OTHER.search(said_first[3]), "", ""
+    return right, first[3] if first else "", said_first[3] if said_first else given
 
 
 @lru_cache(maxsize=16384)
 def golds(answer: str) -> tuple[str, ...]:
     """The gold answers that a task's text names, in plain spelling; `ScoringFailure` says what is wrong with it."""
-    found = tuple(_text(item) for item in _named(answer))
-    if not found:
-        raise ScoringFailure("the list of answers is empty")
-    for text in found:
+    named, found = _named(answer), []
+    for item in named:
+        if isinstance(item, bool) or not isinstance(item, str | int | float):
+            raise ScoringFailure("an answer must be a text or a number")
+        text = str(item)
+        if len(text) <= 10 * LONGEST:
+            worked = "\\boxed" in text or "####" in text or "answer is" in text  # a solution: its final answer counts
+            text = plain((final_answer(text) if worked else None) or text)
+        if len(text) > LONGEST:
+            raise ScoringFailure(f"the answer has {len(text)} characters, and at most {LONGEST} can be compared")
         if not text:
             raise ScoringFailure("the answer is empty")
         if text.lower() in _NONE:
             raise ScoringFailure(f"the answer is {text!r}, which is no answer to compare with")
-        if len(text) > LONGEST:
-            raise ScoringFailure(f"the answer has {len(text)} characters, and at most {LONGEST} can be compared")
         if not balanced(text):
             raise ScoringFailure("the answer's braces do not match")
-    return found
-
-
-def _text(item: Any) -> str:
-    if isinstance(item, bool) or not isinstance(item, str | int | float):
-        raise ScoringFailure("an answer must be a text or a number")
-    text = str(item)
-    if len(text) > 10 * LONGEST:
-        raise ScoringFailure(f"the answer has {len(text)} characters, and at most {LONGEST} can be compared")
-    worked = "\\boxed" in text or "####" in text or "answer is" in text  # a solution: its final answer counts
-    return plain((final_answer(text) if worked else None) or text)
+        found.append(text)
+    if not found:
+        raise ScoringFailure("the list of answers is empty")
+    return tuple(found)
 
 
 def _named(answer: str) -> list[Any]:
