@@ -264,10 +264,8 @@ class DatasetEnvironment:
         """A kind of which no row can be used is dropped only by those who say so, and never silently."""
         for opened, unusable in self.useless_kinds():
             if self.options.bad_rows != "skip":
-                raise EnvironmentSetupError(
-                    f"the data {opened.path} has kinds of tasks of which no row can be used: {unusable}"
-                    ". To use the data without them, set environment.options.bad_rows to skip"
-                )
+                told = f"{opened.path}: no row of these can be used: {unusable}"
+                raise EnvironmentSetupError(f"{told}; to run without them, set environment.options.bad_rows to skip")
             log.warning("%s: EVERY row of a kind is left out: %s", opened.path, unusable)
         for found in self.check(lambda _done, _total: None) if self.options.bad_rows == "refuse" else ():
             if found.problems.count:

@@ -109,9 +109,7 @@ def messages_of(value: object, column: str) -> Messages:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
-        raise UnusableTask(
-            f"{column} is neither text nor messages of role and content ({where}: {first['msg']})"
-        ) from None
+        raise UnusableTask(f"{column} is neither text nor messages: {where}: {first['msg']}") from None
     if any(role == "system" for role, _text in said[1:]):
         raise UnusableTask(f"{column} has a system message that is not its first")
     return said
@@ -157,9 +155,7 @@ def parsed(value: object, column: str) -> Any:
 
 def need(columns: Names, *names: str, what: str) -> None:
     if missing := [name for name in names if name not in columns]:
-        raise EnvironmentSetupError(
-            f"a data set in the format {what} needs the column {', '.join(missing)}; it has {', '.join(columns)}"
-        )
+        raise EnvironmentSetupError(f"the format {what} needs the columns {', '.join(missing)}: {', '.join(columns)}")
 
 
 def first_of(columns: Names, names: Names) -> str:

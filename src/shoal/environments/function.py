@@ -39,9 +39,7 @@ class FunctionEnvironment:
         try:
             source = file.read_bytes()
         except OSError as error:
-            raise EnvironmentSetupError(
-                f"cannot read the reward file {file}: {error.strerror or error}; check environment.file"
-            ) from None
+            raise EnvironmentSetupError(f"cannot read environment.file {file}: {error.strerror or error}") from None
         module = _load(file)
         self.name, self._file = file.stem, file
         self.digest = hashlib.sha256(b"shoal/function/%d\n" % held_out_size + source).hexdigest()
@@ -57,9 +55,7 @@ class FunctionEnvironment:
         tool, max_turns = getattr(module, "tool", None), getattr(module, "max_turns", protocol.DEFAULT_TURNS)
         if isinstance(tool, str):
             if not isinstance(max_turns, int) or not 2 <= max_turns <= protocol.MAX_TURNS:
-                raise EnvironmentSetupError(
-                    f"max_turns in {file} is {max_turns!r:.80}; it must be from 2 to {protocol.MAX_TURNS}"
-                )
+                raise EnvironmentSetupError(f"max_turns in {file} is {max_turns!r:.80}; 2 to {protocol.MAX_TURNS}")
             rule = DialogueRule(tool, max_turns)
             self.dialogue = lambda _task: rule  # with it, this is an environment that answers the model
 
@@ -98,9 +94,7 @@ def _as_score(result: object) -> Score:
         raise TypeError("parts must be a mapping from names to numbers")
     taken = next((str(name) for name in result.parts if protocol.is_reserved(str(name))), None)
     if taken is not None:
-        raise ValueError(
-            f"shoal has parts called {protocol.RESERVED_NAMES} itself; call the part {taken!r:.40} something else"
-        )
+        raise ValueError(f"{protocol.RESERVED_NAMES} are shoal's own parts; call {taken!r:.40} something else")
     parts = {str(name): _number(part, f"part {name!s:.40} is no number") for name, part in result.parts.items()}
     return Score(_number(result.value, "its value is no number"), parts, str(result.notes))
 

@@ -99,9 +99,7 @@ class GeneratedEnvironment(IndexedEnvironment):
             prompt, answer = self.question(Numbers(f"shoal/{self.name}/{split}/{index}/{attempt}"))
             if is_held_out(prompt) == (split == "held_out"):
                 return Task(id=f"{self.name}/{split}/{index}", prompt=prompt, answer=answer)
-        raise EnvironmentSetupError(
-            f"environment {self.name}: its options {self.options!r} leave no {split} task; allow more digits"
-        )
+        raise EnvironmentSetupError(f"environment {self.name}: {self.options!r} leaves no {split} task")
 
 
 class SortOptions(Options):

@@ -95,10 +95,7 @@ class GymEnvironment(IndexedEnvironment):
             entry = generator.entry(number)
             if is_held_out(self._prompt(entry)) == (split == "held_out") and generator.is_answerable(entry):
                 return entry
-        raise EnvironmentSetupError(
-            f"reasoning-gym's {generator.name} has too few different tasks with these settings: among "
-            f"{CANDIDATES_PER_TASK} there was none for the {split} split; allow more of them"
-        )
+        raise EnvironmentSetupError(f"reasoning-gym's {generator.name} has too few different tasks with these settings")
 
     def _prompt(self, entry: Mapping[str, Any]) -> str:
         question = str(entry["question"])
@@ -145,10 +142,7 @@ class Generator:
         if name in refused:
             raise EnvironmentSetupError(f"reasoning-gym's {name} cannot be used here: {refused[name]}")
         if name not in known:
-            raise EnvironmentSetupError(
-                f"reasoning-gym has no generator {name!r}{meant(name, known)}; it has {len(known)}, which its own "
-                "documentation shows (python -c 'import reasoning_gym.factory as f; print(sorted(f.DATASETS))')"
-            )
+            raise EnvironmentSetupError(f"reasoning-gym has no generator {name!r}{meant(name, known)}")
         self.name = name
         self._class, self._config = factory.DATASETS[name]
         self._values = _values(name, self._config, settings, level)
@@ -163,9 +157,7 @@ class Generator:
                 listed = self._listed
                 found = self._first[number] if listed is None else self._dataset(number, listed)[number % listed]
             except Exception as error:  # a generator may raise anything for settings that it does not like
-                raise EnvironmentSetupError(
-                    f"reasoning-gym's {self.name} makes no task of these settings: {type(error).__name__}: {error}"
-                ) from error
+                raise EnvironmentSetupError(f"reasoning-gym's {self.name} makes no task: {error!r}") from error
         return dict(found)
 
     def is_answerable(self, entry: Mapping[str, Any]) -> bool:
@@ -210,9 +202,7 @@ class Generator:
             try:
                 return self._class(self._config(**{**self._values, "seed": seed, "size": size}))
             except Exception as error:  # assertions, type errors, … of the generator's own checks
-                raise EnvironmentSetupError(
-                    f"reasoning-gym's {self.name} does not take its settings: {str(error) or type(error).__name__}"
-                ) from error
+                raise EnvironmentSetupError(f"reasoning-gym's {self.name} refuses its settings: {error!r}") from error
 
 
 def generator_names() -> list[str]:
@@ -260,18 +250,14 @@ def _values(name: str, config: type[Any], settings: Mapping[str, Any], level: in
     if level is not None:
         factory = _library().factory
         if not factory.has_curriculum(name):
-            raise EnvironmentSetupError(
-                f"reasoning-gym's {name} has no curriculum, so it has no level; use its settings"
-            )
+            raise EnvironmentSetupError(f"reasoning-gym's {name} has no curriculum, so it has no level")
         curriculum = factory.create_curriculum(name)
         curriculum.set_global_level(level)
         chosen = curriculum.generate_configuration()
         values = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
     for key, value in settings.items():
         if key not in allowed:
-            raise EnvironmentSetupError(
-                f"reasoning-gym's {name} has no setting {key!r}{meant(key, allowed)}; it has {', '.join(allowed)}"
-            )
+            raise EnvironmentSetupError(f"reasoning-gym's {name} has no setting {key!r}{meant(key, allowed)}")
         values[key] = _fitted(name, fields[key], value)
     return values
 
@@ -325,16 +311,13 @@ _own_random = random.Random(0)
 def _library() -> ModuleType:
     """reasoning_gym, loaded and mended on first use. One package of it has to be compiled: one generator of a hundred
     uses it, and the library cannot be imported without, so something empty stands in where it is missing."""
-    missing = importlib.util.find_spec(SOLVER) is None
+    missing, install = importlib.util.find_spec(SOLVER) is None, install_command(f"reasoning-gym=={VERSION}")
     try:
         if missing:
             sys.modules[SOLVER] = ModuleType(SOLVER)
         library = importlib.import_module("reasoning_gym")
     except ImportError as error:
-        raise EnvironmentSetupError(
-            f"the environment reasoning-gym needs a package that is not installed ({error.name}): "
-            f"{install_command(f'reasoning-gym=={VERSION}')}"
-        ) from error
+        raise EnvironmentSetupError(f"reasoning-gym needs {error.name}: {install}") from error
     finally:
         if missing:
             del sys.modules[SOLVER]
@@ -342,10 +325,7 @@ def _library() -> ModuleType:
         if not getattr(library, "_mended_by_shoal", False):
             installed = importlib.metadata.version("reasoning-gym")
             if installed != VERSION:
-                raise EnvironmentSetupError(
-                    f"reasoning-gym {installed} is installed, and only {VERSION} was checked for what its scorers do "
-                    f"with an answer: {install_command(f'reasoning-gym=={VERSION}')}"
-                )
+                raise EnvironmentSetupError(f"reasoning-gym {installed} was not checked for its scorers: {install}")
             _mend()
             library._mended_by_shoal = True  # type: ignore[attr-defined]
     return library

@@ -181,9 +181,7 @@ class MixedEnvironment:
         skipped = self._skipped(part.label)
         size = len(tasks) - len(skipped)
         if not size:
-            raise EnvironmentSetupError(
-                f"environment.mix, part {part.label!r} has no task to train on: other parts hold all its questions out"
-            )
+            raise EnvironmentSetupError(f"part {part.label!r} has no task to train on: all its questions are held out")
         place = part.shuffled("train", size, nth)
         index = place + bisect_right(range(len(skipped)), place, key=lambda before: skipped[before] - before)
         if not part.generates:
@@ -199,9 +197,7 @@ class MixedEnvironment:
         part, tasks = holding[number], holding[number].environment.tasks("held_out")
         task = tasks[part.shuffled("held_out", len(tasks), nth)]
         if part.generates and task_digest(task) in self._trained:
-            raise UnusableTask(
-                f"its question is in the training of another part (held-out task {task.id} of part {part.label!r})"
-            )
+            raise UnusableTask(f"the question of held-out task {task.id} is trained on by another part")
         return part.labelled(task)
 
     @cached_property
@@ -227,9 +223,7 @@ class MixedEnvironment:
 def mixed(settings: EnvironmentSettings, build: Callable[[Ingredient], Environment]) -> MixedEnvironment:
     """The mixture that the settings describe; what is wrong with a part names the part."""
     if settings.file or settings.data or settings.options:
-        raise EnvironmentSetupError(
-            "environment.mix takes the place of name, file, data and options: give those to its parts"
-        )
+        raise EnvironmentSetupError("environment.mix takes the place of name, file, data and options")
     parts = []
     for label, given in zip(_labels(settings.mix), settings.mix, strict=True):
         try:

@@ -57,20 +57,16 @@ def build_ingredient(settings: Ingredient) -> Environment:
         if settings.options:
             raise EnvironmentSetupError("environment.options belong to built-in environments; a file has none")
         return FunctionEnvironment(settings.file, settings.held_out_size)
+    name, known = settings.name, ", ".join(sorted(ENVIRONMENTS))
     if settings.name not in ENVIRONMENTS:
-        raise EnvironmentSetupError(
-            f"there is no environment {settings.name!r}{meant(settings.name, ENVIRONMENTS)};"
-            f" there are {', '.join(sorted(ENVIRONMENTS))}, or set environment.file"
-        )
+        raise EnvironmentSetupError(f"there is no environment {name!r}{meant(name, ENVIRONMENTS)}: {known}")
     if settings.data is not None and settings.name != "dataset":  # or it would train on something else in silence
         raise EnvironmentSetupError(f'environment {settings.name} reads no data: set environment.name = "dataset"')
     model, make = ENVIRONMENTS[settings.name]
+    fields = model.model_fields
     for key in settings.options:
-        if key not in model.model_fields:
-            raise EnvironmentSetupError(
-                f"environment {settings.name} has no option {key!r}{meant(key, model.model_fields)};"
-                f" it has {', '.join(model.model_fields)}"
-            )
+        if key not in fields:
+            raise EnvironmentSetupError(f"{name} has no option {key!r}{meant(key, fields)}; it has {', '.join(fields)}")
     try:
         options = model.model_validate(settings.options)
     except ValidationError as error:

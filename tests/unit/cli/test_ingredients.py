@@ -44,7 +44,7 @@ def test_the_defaults_are_fine() -> None:
         (SCORE_TWO + "task['answer']", "TypeError"),
         (SCORE_TWO + "__import__('sys').exit(7)", "SystemExit"),
         ("import sys\nsys.exit(7)" + SCORE, "does not load"),
-        (SCORE_TWO + "{'value': 1, 'parts': {'task': 1.0}}", "call the part 'task' something else"),
+        (SCORE_TWO + "{'value': 1, 'parts': {'task': 1.0}}", "call 'task' something else"),
     ],
 )
 def test_an_environment_that_cannot_work(tmp_path: Path, source: str, sentence: str) -> None:

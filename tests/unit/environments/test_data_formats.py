@@ -51,7 +51,7 @@ def test_the_described_schema() -> None:
         ([{"role": "user", "content": ["a"]}], "0.content: Input should be a valid string"),
         ([{"role": "user", "content": " "}], "prompt is empty"),
         (["hello"], "0: Input should be a valid dictionary"),
-        (7, "prompt is neither text nor messages of role and content (it: "),
+        (7, "prompt is neither text nor messages: it: "),
     ],
 )  # fmt: skip
 def test_prompts_that_are_no_conversations(prompt: Any, said: str, tmp_path: Path) -> None:
@@ -241,4 +241,4 @@ def test_a_format_that_does_not_fit_names_what_is_missing() -> None:
         "described": "prompt, verification_info, task_type",
         "gpqa": "Question, Correct Answer, Incorrect Answer 1", "livecodebench": "public_test_cases", "code": "input_",
     }.items():  # fmt: skip
-        assert f"in the format {name} needs the column {missing}" in refused(FORMATS / "gsm.jsonl", format=name)
+        assert f"the format {name} needs the columns {missing}" in refused(FORMATS / "gsm.jsonl", format=name)

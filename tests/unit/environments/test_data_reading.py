@@ -209,7 +209,7 @@ def test_damaged_or_missing_cache_costs_time_only(
         ("list.json", b'[{"prompt": "a"}]', "write one object per line"),
         ("binary.jsonl", b"\xff\xfe\x00" * 100, "none of its first lines is a JSON object"),
         ("a.jsonl.gz", b"\x1f\x8b", "unpack or convert it"),
-        ("notes.txt", b"hello", "is of no kind that is known by its name"),
+        ("notes.txt", b"hello", "is no .parquet or .jsonl file"),
     ],
 )  # fmt: skip
 def test_files_that_are_not_what_their_names_say(name: str, content: Any, said: str, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None
     for data, options, said in [
         (Path("a\0b.jsonl"), {}, "cannot open the data"),
         (path, {"held_out": "a\0b.jsonl"}, "cannot open the data"),
-        (Path("some-org/some-data"), {}, "hf download"),
+        (Path("some-org/some-data"), {}, "there is no data at"),
         (tmp_path / "missing.parquet", {}, "there is no data at"),
         (path, {"split": "zz"}, "a.jsonl is one file and has no split 'zz'"),
         (named, {"split": "train"}, "is one file and has no split 'train'"),

@@ -10,7 +10,7 @@ from shoal.environments.graders.choice import ChoiceGrader, chosen_letter
 from shoal.environments.graders.registry import grader
 from shoal.environments.graders.thinking import after_thinking
 
-CODE = '```python\nprint("<think>")\n```'
+CODE = "```python\nprint(1)\n```"
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,6 @@ CODE = '```python\nprint("<think>")\n```'
         ("</think> 8 <think>7", " 8 "), ("<think>a</think> 8 <think>7", " 8 "),
         ("<think>a</think> 8 <think>7 <think>6", " 8 "), ("Write <think> first. 5", "Write <think> first. 5"),
         (CODE, CODE), ("<think>a</think>" + CODE, CODE), ("a</think>" + CODE + "<think>b", CODE),
-        ("```python\nx = 1  # </think>\n```", "```python\nx = 1  # </think>\n```"),
-        ("<think>a</think>```python\nx = 1  # </think>\n```", "```python\nx = 1  # </think>\n```"),
         ("<think>```python\nnever closed</think>5", "5"), ("```python\nnever closed\n</think>5", "5"),
     ],
 )  # fmt: skip

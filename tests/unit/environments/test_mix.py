@@ -286,7 +286,7 @@ def test_a_part_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
     file.write_text(f"tasks = {[*held, ('9=', '9')]}\ndef score(task, completion):\n    return 1.0\n")
     data = questions(tmp_path, "some", range(9))
     mixed = built({"file": str(file)}, {"name": "dataset", "data": data, "label": "sums", "held_out_size": 1})
-    with pytest.raises(EnvironmentSetupError, match="part 'sums' has no task to train on: other parts hold"):
+    with pytest.raises(EnvironmentSetupError, match="part 'sums' has no task to train on: all its questions"):
         list(mixed.tasks("train"))
 
 

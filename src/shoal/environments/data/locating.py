@@ -39,13 +39,9 @@ def locate(path: Path, split: str = "") -> tuple[DataFile, ...]:
         return _shards(path, split)
     kind = kind_of(path)
     if kind is None:
-        raise EnvironmentSetupError(
-            f"{path} is of no kind that is known by its name, .parquet or .jsonl: unpack or convert it"
-        )
+        raise EnvironmentSetupError(f"{path} is no .parquet or .jsonl file by its name: unpack or convert it")
     if split not in ("", _split_of(path)):  # it would change nothing but the environment's digest
-        raise EnvironmentSetupError(
-            f"{path} is one file and has no split {split!r}: leave environment.options.split out, or give its folder"
-        )
+        raise EnvironmentSetupError(f"{path} is one file and has no split {split!r}: leave options.split out")
     return (DataFile(path, kind),)
 
 
@@ -58,10 +54,7 @@ def _require(path: Path) -> None:
     try:
         path.stat()
     except FileNotFoundError:
-        raise EnvironmentSetupError(
-            f"there is no data at {path}; give a Parquet or JSON lines file, or a folder of them, as environment.data"
-            " (a data set of a hub is downloaded first: hf download --repo-type dataset NAME --local-dir FOLDER)"
-        ) from None
+        raise EnvironmentSetupError(f"there is no data at {path}: check environment.data") from None
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise EnvironmentSetupError(f"cannot open the data {str(path)!r}: {why}; check environment.data") from None

@@ -269,9 +269,7 @@ class Table:
                 mine, first = (each.get(name, "").removeprefix("large_") for each in (types, self._types[0]))
                 if (name not in names and types) or mine != first:
                     has = f"column {name} is {mine}" if mine else f"there is no column {name}"
-                    raise EnvironmentSetupError(
-                        f"the files differ: {has} in {path}, and {first or 'of no type'} in {self.paths[0]}"
-                    )
+                    raise EnvironmentSetupError(f"the files differ: {has} in {path}, but {first} in {self.paths[0]}")
 
     def identities(self) -> list[tuple[object, ...]]:
         return [cache.identity(path) for path in self.paths]

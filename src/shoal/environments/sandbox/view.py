@@ -48,10 +48,7 @@ def interpreter() -> tuple[Path, Path]:
 def bubblewrap() -> str:
     """Where bubblewrap is. Not there: a refusal that says how to get it."""
     if not sys.platform.startswith("linux"):
-        raise EnvironmentSetupError(
-            f"programs cannot be run safely on {sys.platform}: the sandbox needs Linux;"
-            " score code on a Linux machine (a virtual machine will do)"
-        )
+        raise EnvironmentSetupError(f"programs cannot be run safely on {sys.platform}: the sandbox needs Linux")
     found = shutil.which("bwrap")
     if found is None:
         raise EnvironmentSetupError(f"programs cannot be run safely here: bwrap is not on the PATH; {INSTALL}")

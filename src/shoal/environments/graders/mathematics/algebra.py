@@ -56,9 +56,7 @@ class Helper:
         with self._lock:
             answer = self._ask(question) or self._ask(question)  # a helper that was killed by others: once more
         if answer not in (SAME, DIFFERENT, LIMIT):
-            raise ScoringFailure(
-                "the helper for symbolic algebra ended twice without an answer: has this machine memory left?"
-            )
+            raise ScoringFailure("the helper for symbolic algebra ended twice without an answer: is memory short?")
         return None if answer == LIMIT else answer == SAME
 
     def close(self) -> None:
