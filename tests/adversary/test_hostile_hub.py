@@ -25,9 +25,9 @@ from shoal.client.http import open_http
 from shoal.client.weights import downloader_of
 from shoal.errors import BroadcastError, CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
 from shoal.protocol.submission import ProgressReply
-from shoal.run import watchdog as reporter
+from shoal.run import progress as reporter
 from shoal.run.ledger.places import download
-from shoal.run.watchdog import fetch_status
+from shoal.run.progress import fetch_status
 from shoal.runtime import exchange, targets
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken

@@ -98,7 +98,7 @@ def test_it_ran_anew_with_the_seed_that_was_asked_for(demo: Demo) -> None:
 
 
 def test_the_cheater_was_caught_from_its_bytes_and_nobody_else_was_punished(demo: Demo) -> None:
-    accounts = standing_of(demo.folder)[1].accounts
+    accounts = standing_of(demo.folder)[1]
     cheater = accounts[demo.node("worker-2")]
     assert cheater.banned
     assert cheater.reason.startswith("sampling.seed: ")

@@ -1,4 +1,4 @@
-"""`shoal admin`: act as the owner of a run (`run.orders`). `shoal key`: make, keep, vouch for keys (`run.keyring`)."""
+"""`shoal admin`: act as the owner of a run (`run.owner`). `shoal key`: make, keep, vouch for keys (`run.owner`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime.text import visible
 
@@ -52,7 +53,7 @@ def admin(
     wanted = ORDERS[order][0]
     if (target is None) != (not wanted) and wanted != "[KEY]":
         raise UserError(f"expected: shoal admin {order} RUN {wanted}".rstrip())
-    from shoal.run import orders
+    from shoal.run import owner as orders
 
     given = orders.Order(run, order, target or "", reason, for_s, keys=keys)
     lines: Iterable[str]
@@ -71,7 +72,7 @@ key = typer.Typer(
     name="key",
     help="Make, keep and vouch for keys: a node is its key, and credit belongs to it.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=options.HELP,
 )
 
 Where = Annotated[Path, typer.Argument(metavar="FILE", help="A key file, or a worker's folder.")]
@@ -85,7 +86,7 @@ PassphraseFile = Annotated[
 def new(where: Where) -> None:
     """Make a key where there is none yet, of an owner or of a machine that is to work, and say whose it is: its node id
     and its public key are no secret."""
-    from shoal.run.keyring import new_key
+    from shoal.run.owner import new_key
 
     typer.echo("\n".join(new_key(where)))
 
@@ -97,7 +98,7 @@ def export_(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Write a key, sealed with a passphrase, as one line of text: to keep it, or to move to another machine."""
-    from shoal.run.keyring import export_key
+    from shoal.run.owner import export_key
 
     typer.echo(export_key(where, out, passphrase_file))
 
@@ -109,7 +110,7 @@ def import_(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Open an exported key and write it as a key file. None is ever overwritten."""
-    from shoal.run.keyring import import_key
+    from shoal.run.owner import import_key
 
     typer.echo("\n".join(import_key(sealed, to, passphrase_file)))
 
@@ -121,6 +122,6 @@ def vouch(
 ) -> None:
     """Say that a machine is yours, as a line of text for `shoal join --vouch`: your key need not go there."""
     from shoal.protocol import load_key
-    from shoal.run.keyring import node_of, vouch_for
+    from shoal.run.owner import node_of, vouch_for
 
     typer.echo(vouch_for(node_of(node), load_key(owner)).model_dump_json())

@@ -8,58 +8,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli import options
 from shoal.runtime.logs import is_verbose
 
 if TYPE_CHECKING:
     from shoal.runtime.stop import StopToken
-    from shoal.shardcast.cast import Terminal
 
 cast = typer.Typer(
     name="cast",
     help="Broadcast files and folders to many machines: signed, verified, resumable. No run or hub is needed.",
     epilog="Start with: shoal cast publish FILE",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=options.HELP,
 )
-
-Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
-Peers = Annotated[
-    list[str] | None,
-    typer.Option("--peer", metavar="URL", help="Trade chunks with this one of the same level; may be repeated."),
-]
-DiskBudget = Annotated[
-    float | None,
-    typer.Option(
-        "--disk-budget-gb",
-        min=1e-6,
-        help="Keep fewer versions rather than use more.  [default: no limit; of a run elsewhere 80 % of the free]",
-    ),
-]
-ConnectionsPerClient = Annotated[
-    int | None, typer.Option("--connections-per-client", min=1, help="Connections that one address may have.")
-]
 
 
 @cast.command()
 def publish(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a folder with all that is in it.")],
-    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the tree is written.")] = Path(
-        "www"
-    ),
+    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the tree is.")] = Path("www"),
     key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What signs it.  [default: FOLDER.key, made if new]")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Of the broadcast.  [default: that of PATH]")] = None,
-    keep: Annotated[int, typer.Option(min=1, max=500, help="Newest versions kept.")] = 3,
+    keep: options.Keep = 3,
     serve: Annotated[bool, typer.Option("--serve/--no-serve", help="Serve the tree until stopped.")] = True,
-    host: Host = "0.0.0.0",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8471,
+    host: options.Host = "0.0.0.0",
+    port: options.Port = 8471,
 ) -> None:
     """Publish a file or folder as the next version, and serve it."""
+    from shoal.cli.printing import CastTerminal
     from shoal.shardcast.cast.publish import PublishRequest, run_publish
 
     request = PublishRequest(path, directory, key, name, keep, serve, host, port)
-    run_publish(request, lambda: _begin("cast"), _terminal())
+    run_publish(request, lambda: _begin("cast"), CastTerminal())
 
 
 @cast.command()
@@ -67,26 +49,20 @@ def relay(
     upstreams: Annotated[
         list[str], typer.Option("--upstream", metavar="URL#KEY", help="Where to mirror from; may be repeated.")
     ],
-    peers: Peers = None,
-    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the mirror is kept.")] = Path(
-        "mirror"
-    ),
-    host: Host = "0.0.0.0",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8472,
-    keep: Annotated[int, typer.Option(min=1, max=500, help="Newest versions kept.")] = 3,
-    disk_budget_gb: DiskBudget = None,
-    connections_per_client: ConnectionsPerClient = 256,
+    peers: options.Peers = None,
+    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the mirror is.")] = Path("mirror"),
+    host: options.Host = "0.0.0.0",
+    port: options.Port = 8472,
+    keep: options.Keep = 3,
+    disk_budget_gb: options.DiskBudget = None,
 ) -> None:
     """Mirror a broadcast, verify every chunk, and serve it on."""
+    from shoal.cli.printing import CastTerminal
     from shoal.shardcast.cast.relay import RelayRequest, run_cast_relay
 
-    settings = relay_settings(keep, disk_budget_gb, connections_per_client)
+    settings = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}
     request = RelayRequest(tuple(upstreams), tuple(peers or ()), directory, host, port, settings)
-    run_cast_relay(request, lambda: _begin("relay"), _terminal())
-
-
-def relay_settings(keep: int, disk_budget_gb: float | None, connections: int | None) -> dict[str, float | None]:
-    return {"kept_versions": keep, "disk_budget_gb": disk_budget_gb, "connections_per_client": connections}
+    run_cast_relay(request, lambda: _begin("relay"), CastTerminal())
 
 
 @cast.command()
@@ -95,17 +71,18 @@ def fetch(
         list[str], typer.Argument(metavar="URL#KEY [URL…]", help="Publisher or relays, with the publisher's key.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
-    wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach a source.")] = 10,
+    wait_s: options.Wait = 10,
     patience_s: Annotated[
         float, typer.Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
     ] = 60,
     force: Annotated[bool, typer.Option("--force", help="Replace files that were not fetched from here.")] = False,
 ) -> None:
     """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
+    from shoal.cli.printing import CastTerminal
     from shoal.shardcast.cast.fetch import FetchRequest, run_fetch
 
     request = FetchRequest(tuple(sources), output, wait_s, patience_s, force)
-    raise typer.Exit(run_fetch(request, lambda: _begin("fetch"), _terminal()))
+    raise typer.Exit(run_fetch(request, lambda: _begin("fetch"), CastTerminal()))
 
 
 def _begin(role: str) -> StopToken:
@@ -118,9 +95,3 @@ def _begin(role: str) -> StopToken:
     if role == "fetch" and not is_verbose():
         logging.getLogger("shoal").setLevel(logging.WARNING)
     return stop
-
-
-def _terminal() -> Terminal:
-    from shoal.cli.printing import CastTerminal
-
-    return CastTerminal()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli import options
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask, UserError
 from shoal.runtime.text import count_of
 
@@ -25,7 +26,7 @@ data = typer.Typer(
     help="Check a data set, see in which order its tasks are drawn, write right answers as demonstrations.",
     epilog="Schemas, options and a first try: docs/guides/data.md.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=options.HELP,
 )
 
 WhereArgument = Annotated[
@@ -89,10 +90,7 @@ def demos(
     form: Annotated[
         str, typer.Option(help="What is said, with {answer} in it, e.g. <answer>{answer}</answer>.")
     ] = "{answer}",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="environment.KEY=VALUE", help="Change the environment; may be repeated."),
-    ] = None,
+    settings: options.EnvironmentSettings = None,
 ) -> None:
     """Write right answers of training tasks as demonstrations for `shoal sft`; each is scored before."""
     from shoal.cli.eval import scorable

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.run import PatienceMin
+from shoal.cli.options import PatienceMin
 from shoal.runtime.text import shoal_command
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli import options
 from shoal.errors import ScoringFailure, UserError
 
 if TYPE_CHECKING:
@@ -24,41 +25,16 @@ if TYPE_CHECKING:
 
 STOPPED_CODE = 130
 DEFAULT_TOKENS = 1024
-SPEC_HELP = "An environment by name, a recipe, a run's folder, a reward file, a data file, or FORMAT:FILE (aime, …)."
-
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A built-in name, a Hugging Face folder, or a run's folder.")
-]
-Tasks = Annotated[int, typer.Option("--tasks", min=0, help="How many tasks, chosen by the seed.  [default: all]")]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature", min=0, max=10, help="0: greedy.  [default: 0 for one sample, else the recipe's, or 1]"
-    ),
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-new-tokens", min=1, max=131_072, help="Longest completion.  [default: the recipe's, or 1024]"),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other seeds, another choice of tasks.")]
-Engine = Annotated[str, typer.Option("--engine", help="What to generate with.")]
-Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda or auto.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="What to compute in: float32, bfloat16 or auto.")]
-BatchRows = Annotated[int, typer.Option("--batch-rows", min=1, max=65_536, help="Completions drawn together.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="environment.KEY=VALUE", help="Change the environment; may be repeated."),
-]
 
 
 def evaluate(
-    model: Model,
-    env: Annotated[str, typer.Option(metavar="SPEC", help=SPEC_HELP)],
-    samples: Annotated[int, typer.Option(help="Completions per task.")] = 1,
-    tasks: Tasks = 0,
-    temperature: Temperature = None,
-    max_new_tokens: MaxTokens = None,
-    seed: Seed = 0,
+    model: options.Model,
+    env: Annotated[str, typer.Option(metavar="SPEC", help=options.SPEC_HELP)],
+    samples: options.Samples = 1,
+    tasks: options.Tasks = 0,
+    temperature: options.Temperature = None,
+    max_new_tokens: options.MaxTokens = None,
+    seed: options.Seed = 0,
     split: Annotated[
         str | None, typer.Option(help="held_out, train or all.  [default: held_out; all of a data file]")
     ] = None,
@@ -71,11 +47,11 @@ def evaluate(
     allow_leaks: Annotated[
         bool, typer.Option("--allow-leaks", help="Leave tasks out that are in the training set, and go on.")
     ] = False,
-    overrides: Overrides = None,
-    engine: Engine = "torch",
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    batch_rows: BatchRows = 256,
+    overrides: options.EnvironmentSettings = None,
+    engine: options.Engine = "torch",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "float32",
+    batch_rows: options.BatchRows = 256,
 ) -> None:
     """Measure a model: avg@k and pass@k with intervals, per task in a Parquet file. The same command continues."""
     from shoal.run.sources import task_source
@@ -276,7 +252,7 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="B", help="Others, of another model.")],
     force: Annotated[bool, typer.Option("--force", help="Compare what is not about the same.")] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of the resampling.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Say whether B is better than A, task by task, with an interval and a significance test."""
     import json

@@ -11,22 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.eval import (
-    STOPPED_CODE,
-    BatchRows,
-    Device,
-    Dtype,
-    Engine,
-    Given,
-    MaxTokens,
-    Model,
-    Overrides,
-    Seed,
-    Tasks,
-    Temperature,
-    refuse_if_hollow,
-    worked,
-)
+from shoal.cli import options
+from shoal.cli.eval import STOPPED_CODE, Given, refuse_if_hollow, worked
 from shoal.errors import ConfigError
 from shoal.runtime.text import count_of
 
@@ -35,29 +21,29 @@ if TYPE_CHECKING:
 
 
 def filter_tasks(
-    model: Model,
+    model: options.Model,
     data: Annotated[
         str, typer.Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe, or an environment.")
     ],
     out: Annotated[Path, typer.Option(metavar="FILE.parquet", help="The data set to write.")],
-    samples: Annotated[int, typer.Option(help="Completions per task.")] = 8,
+    samples: options.Samples = 8,
     keep: Annotated[str, typer.Option(metavar="LOW:HIGH", help="Pass rates to keep.")] = "0.125:0.5",
     everything: Annotated[bool, typer.Option("--all", help="Keep all rows, with their rates.")] = False,
     name: Annotated[
         str | None, typer.Option(help="Of the new columns: solve_rate_NAME.  [default: the model's]")
     ] = None,
-    tasks: Tasks = 0,
-    temperature: Temperature = None,
-    max_new_tokens: MaxTokens = None,
-    seed: Seed = 0,
+    tasks: options.Tasks = 0,
+    temperature: options.Temperature = None,
+    max_new_tokens: options.MaxTokens = None,
+    seed: options.Seed = 0,
     split: Annotated[
         str | None, typer.Option(help="held_out, train or all.  [default: train; all of a data file]")
     ] = None,
-    overrides: Overrides = None,
-    engine: Engine = "torch",
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    batch_rows: BatchRows = 256,
+    overrides: options.EnvironmentSettings = None,
+    engine: options.Engine = "torch",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "float32",
+    batch_rows: options.BatchRows = 256,
 ) -> None:
     """Measure how often a model solves each task, and write those within a band. The same command continues."""
     from shoal.evaluation.filter import RateBand, stored_about

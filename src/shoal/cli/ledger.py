@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli import options
 from shoal.runtime.text import count_of, visible, visible_json
 
 if TYPE_CHECKING:
@@ -21,17 +22,12 @@ ledger = typer.Typer(
     help="Verify, export and read the ledger.",
     epilog="Nothing that a hub says is believed: hashes, heads and accounts are recomputed here.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=options.HELP,
 )
 
 WHERE = "A hub's address, a run's folder, or an exported file."
 Where = Annotated[str, typer.Argument(metavar="URL|RUN|FILE", help=WHERE)]
-OptionalWhere = Annotated[
-    str | None,
-    typer.Argument(metavar="[URL|RUN|FILE]", help=f"{WHERE}  [default: the run in this folder, or in runs/]"),
-]
-Wait = Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the hub.")]
-Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+OptionalWhere = Annotated[str | None, typer.Argument(metavar="[URL|RUN|FILE]", help=f"{WHERE}  {options.DefaultRun}")]
 
 
 @ledger.command()
@@ -47,7 +43,7 @@ def verify(
     without_evidence: Annotated[
         bool, typer.Option("--without-evidence", help="Leave out receipts and verdicts: then no credit is proven.")
     ] = False,
-    wait_s: Wait = 3,
+    wait_s: options.Wait = 3,
 ) -> None:
     """Check every hash, account, order, receipt and verdict, and every head; exit 5 if anything is wrong."""
     from shoal.run.ledger.check import check_ledger
@@ -60,7 +56,7 @@ def verify(
 def export(
     where: Where,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: one entry per line (JSON).")],
-    wait_s: Wait = 3,
+    wait_s: options.Wait = 3,
 ) -> None:
     """Write the ledger to a file; beside it the signed receipts and verdicts, and the hub's signed head."""
     from shoal.run.ledger.check import export_ledger
@@ -75,8 +71,8 @@ def export(
 def show(
     who: Annotated[str, typer.Argument(metavar="NODE|OWNER", help="A node's id or name, or an owner's public key.")],
     where: OptionalWhere = None,
-    as_json: Json = False,
-    wait_s: Wait = 3,
+    as_json: options.Json = False,
+    wait_s: options.Wait = 3,
 ) -> None:
     """Show what a node, or all nodes of an owner, have earned and lost."""
     from dataclasses import asdict
@@ -115,8 +111,8 @@ def shares(
     step: Annotated[
         int | None, typer.Option(min=0, help="As they were when this step's batch was written down.")
     ] = None,
-    as_json: Json = False,
-    wait_s: Wait = 3,
+    as_json: options.Json = False,
+    wait_s: options.Wait = 3,
 ) -> None:
     """Show which part of the run is whose: credit by owner, as exact fractions."""
     from shoal.cli.printing import console, sheet

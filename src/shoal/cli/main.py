@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal import __version__
+from shoal.cli import options
 from shoal.cli.admin import EPILOG, admin, key
 from shoal.cli.cast import cast
 from shoal.cli.data import data
@@ -43,7 +44,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=options.HELP,
 )
 
 

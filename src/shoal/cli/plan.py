@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli import options
 from shoal.errors import ConfigError
 from shoal.runtime.text import count_of
 
@@ -26,10 +27,7 @@ ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
 
 def plan(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting (KEY= unsets it); may be repeated."),
-    ] = None,
+    overrides: options.Settings = None,
     devices: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Trainer processes.  [default: trainer.processes]")
     ] = None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.cast import ConnectionsPerClient, DiskBudget, relay_settings
+from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
@@ -22,43 +22,26 @@ if TYPE_CHECKING:
     from shoal.run.folder import RunFolder
 
 
-Device = Annotated[str, typer.Option("--device", help="Where a worker computes: cpu, cuda or auto.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="What it computes in: float32, bfloat16 or auto.")]
-RecipeArgument = Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe (TOML).")]
-RunDir = Annotated[Path, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
-OptionalRunDir = Annotated[Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
-Index = Annotated[int, typer.Option("--index", min=0, help="Which of several.")]
-PatienceMin = Annotated[
-    float, typer.Option("--patience-min", min=0.1, max=100_000, help="End a run without progress for so long.")
-]
-Wait = Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the hub.")]
-
-
 def run(
-    recipe: RecipeArgument = None,
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe (TOML).")] = None,
     directory: Annotated[
         Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.  [default: runs/NAME]")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting (KEY= unsets it); may be repeated."),
-    ] = None,
-    workers: Annotated[int | None, typer.Option(min=0, help="Workers to start here.")] = None,
+    overrides: options.Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
     ] = False,
-    patience_min: PatienceMin = 10,
+    patience_min: options.PatienceMin = 10,
 ) -> None:
     """Start and supervise a whole run on this machine. An existing folder is resumed."""
     from shoal.models import BUILTIN
     from shoal.run.estimate import settled
     from shoal.run.folder import RunFolder, resolve, without_passwords
-    from shoal.run.preflight import advice, check_ingredients, check_machine, refuse_changed
+    from shoal.run.preflight import advice, check_ingredients, check_machine
     from shoal.runtime.config import dump_config
 
-    changes = (*(overrides or ()), *(() if workers is None else (f"worker.count={workers}",)))
-    resolved = resolve(recipe, directory, changes)
+    resolved = resolve(recipe, directory, overrides or ())
     missing = dry_run and resolved.model.path not in BUILTIN and not Path(resolved.model.path).exists()
     environment = check_ingredients(resolved, missing, _warn if dry_run else lambda _line: None)
     for line in advice(resolved, environment, missing):
@@ -71,7 +54,6 @@ def run(
         check_machine(resolved)
     directory = directory or Path("runs") / resolved.run.name
     made = RunFolder.prepare(directory.absolute(), resolved)
-    refuse_changed(made, environment)
     if not prepare:
         raise typer.Exit(_launch(made, patience_min * 60))
     from shoal.run.roles import command_of, role_names
@@ -106,12 +88,12 @@ def _launch(folder: RunFolder, patience_s: float) -> int:
     return code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
 
 
-def hub(directory: RunDir) -> None:
+def hub(directory: options.RunDir) -> None:
     """Hand out work, take it in, write the ledger."""
     _role("hub", directory)
 
 
-def trainer(directory: RunDir) -> None:
+def trainer(directory: options.RunDir) -> None:
     """Train on accepted groups and publish policies. Also by torchrun: torchrun … -m shoal.cli trainer --dir RUN."""
     from shoal.trainer.settings import own_rank
 
@@ -119,30 +101,26 @@ def trainer(directory: RunDir) -> None:
     _role(f"trainer-rank-{rank}" if rank else "trainer", directory)
 
 
-def validator(directory: RunDir, index: Index = 0) -> None:
+def validator(directory: options.RunDir, index: options.Index = 0) -> None:
     """Check submissions and compute their rewards."""
     _role(f"validator-{index}", directory)
 
 
 def relay(
-    directory: OptionalRunDir = None,
+    directory: options.OptionalRunDir = None,
     origin: Annotated[bool, typer.Option("--origin", help="Serve what the trainer of RUN publishes.")] = False,
-    index: Index = 0,
+    index: options.Index = 0,
     hub_url: Annotated[str | None, typer.Option("--run-info", metavar="URL", help="The hub of the run.")] = None,
     upstreams: Annotated[
         list[str] | None, typer.Option("--upstream", metavar="URL", help="Where to mirror from; may be repeated.")
     ] = None,
-    peers: Annotated[
-        list[str] | None,
-        typer.Option("--peer", metavar="URL", help="A relay beside this one, to trade chunks with; may be repeated."),
-    ] = None,
+    peers: options.Peers = None,
     folder: Annotated[Path | None, typer.Option(help="Where to keep the mirror.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8472,
-    keep: Annotated[int, typer.Option(min=1, max=1000, help="Newest versions to keep.")] = 3,
-    disk_budget_gb: DiskBudget = None,
-    connections_per_client: ConnectionsPerClient = 256,
-    wait_s: Wait = 10,
+    host: options.Host = "0.0.0.0",
+    port: options.Port = 8472,
+    keep: options.Keep = 3,
+    disk_budget_gb: options.DiskBudget = None,
+    wait_s: options.Wait = 10,
 ) -> None:
     """Mirror the weights of a run: of its folder (--dir), or of a run anywhere (--run-info)."""
     if directory is not None:
@@ -152,29 +130,28 @@ def relay(
             "give --dir RUN for a run on this machine, or --run-info URL for one elsewhere; any other broadcast is "
             "mirrored by: shoal cast relay --upstream URL#KEY"
         )
-    from shoal.run.join import StandaloneRelay, run_standalone_relay
+    from shoal.run.join import run_standalone_relay
 
-    settings = relay_settings(keep, disk_budget_gb, connections_per_client)
-    standalone = StandaloneRelay(
-        hub_url, tuple(upstreams or ()), folder, host, port, wait_s, tuple(peers or ()), settings
+    settings = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}
+    return run_standalone_relay(
+        hub_url, tuple(upstreams or ()), tuple(peers or ()), folder, (host, port), wait_s, settings, is_verbose()
     )
-    return run_standalone_relay(standalone, is_verbose())
 
 
 def join(
     urls: Annotated[
         list[str] | None, typer.Argument(metavar="[URL]...", help="The join URL http://host:port/#…, or several.")
     ] = None,
-    directory: OptionalRunDir = None,
-    index: Index = 0,
+    directory: options.OptionalRunDir = None,
+    index: options.Index = 0,
     folder: Annotated[Path | None, typer.Option(help="Keys, weights and unsent work.  [default: ~/.shoal/RUN]")] = None,
-    engine: Annotated[str, typer.Option(help="What to generate with.")] = "torch",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    engine: options.Engine = "torch",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
     name: Annotated[
         str | None, typer.Option(help="How to be called, in public.  [default: node- and its id's start]")
     ] = None,
-    wait_s: Wait = 10,
+    wait_s: options.Wait = 10,
     cheat: Annotated[
         str | None, typer.Option(metavar="NAME", help="Cheat in this way, to attack a run of your own.")
     ] = None,

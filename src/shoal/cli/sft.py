@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.eval import SPEC_HELP, STOPPED_CODE, Model, Seed, scorable
+from shoal.cli import options
+from shoal.cli.eval import STOPPED_CODE, scorable
 from shoal.errors import ConfigError, EnvironmentSetupError
 
 if TYPE_CHECKING:
@@ -37,11 +38,12 @@ DATA = "Demonstrations: JSON lines, Parquet, a folder; columns messages, prompt 
 
 
 def sft(
-    model: Model,
+    model: options.Model,
     data: Annotated[list[Path], typer.Option("--data", metavar="FILE", help=DATA)],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="The model to write.")],
     env: Annotated[
-        str | None, typer.Option(metavar="SPEC", help=f"Whose held-out tasks stay out, and who verifies. {SPEC_HELP}")
+        str | None,
+        typer.Option(metavar="SPEC", help=f"Whose held-out tasks stay out, and who verifies. {options.SPEC_HELP}"),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -55,7 +57,7 @@ def sft(
     validation: Annotated[
         int | None, typer.Option(min=0, help="Demonstrations not trained on.  [default: a twentieth, at most 256]")
     ] = None,
-    seed: Seed = 0,
+    seed: options.Seed = 0,
     chat: Annotated[
         bool | None, typer.Option(help="Ask by the model's chat template.  [default: if it has one]")
     ] = None,

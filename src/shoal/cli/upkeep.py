@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.run import Device, Dtype, Wait
+from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime.files import home
 from shoal.runtime.text import visible
 
 
 def status(
-    where: Annotated[str, typer.Argument(metavar="URL|RUN", help="A hub's address or a run's folder.")],
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    wait_s: Wait = 3,
+    where: Annotated[str, typer.Argument(metavar="URL|RUN", help=f"{options.HubOrRun}.")],
+    as_json: options.Json = False,
+    wait_s: options.Wait = 3,
 ) -> None:
     """Show how a run stands: steps, nodes, verdicts, who waits for whom."""
     from shoal.cli.view import show_status
@@ -80,7 +80,7 @@ def restore(
     typer.echo(f"{folder} is ready: {summary.line}")
     for path in missing_inputs(RunFolder.open(folder).recipe):
         typer.echo(f"shoal: the recipe names {path}, which is not here: put it back first", err=True)
-    typer.echo(f"to go on: {shoal_command()} run --dir {folder} (only here: the run must not go on in two places)")
+    typer.echo(f"to resume: {shoal_command()} run --dir {folder} (only here: the run must not continue in two places)")
 
 
 def doctor(
@@ -97,8 +97,8 @@ def doctor(
         bool, typer.Option("--calibrate", help="Measure honest work of this machine, and write a profile.")
     ] = False,
     model: Annotated[str, typer.Option(help="Model folder to try, if there is no URL.")] = "tiny",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
     against: Annotated[
         list[str] | None,
         typer.Option(help="What a validator computes with, e.g. cuda/bfloat16 [cpu/float32]; repeatable."),
@@ -120,17 +120,19 @@ def doctor(
     ok = all(finding.ok for finding in findings)
     if not (selftest or calibrate):
         raise typer.Exit(0 if ok else 1)
-    from shoal.run.trials import CalibrationOptions, TrialOptions, calibration_report, run_calibration, run_selftest
+    from shoal.run.trials import TrialOptions, calibration_report, run_calibration, run_selftest
     from shoal.runtime.stop import stop_on_signals
 
-    options = TrialOptions(urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()))
+    asked = TrialOptions(
+        urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()), sequences, tokens,
+        temperature, out,
+    )  # fmt: skip
     if selftest:
-        for finding in run_selftest(options, stop_on_signals()):
+        for finding in run_selftest(asked, stop_on_signals()):
             typer.echo(visible(finding.line))
             ok = ok and finding.ok
     else:
-        how = CalibrationOptions(sequences, tokens, temperature, out)
-        calibration, written = run_calibration(options, how, lambda line: typer.echo(line, err=True))
+        calibration, written = run_calibration(asked, lambda line: typer.echo(line, err=True))
         for line in calibration_report(calibration, written):
             typer.echo(line)
         ok = ok and not calibration.problems

@@ -28,8 +28,19 @@ from rich.text import Text
 from shoal.client import HubClient
 from shoal.errors import HubUnreachable
 from shoal.protocol import NodeState, NodeView, RunStatus
-from shoal.run.progress import Display, History, Scene, duration, labels, notices, sparkline, verdict_line, waits_line
-from shoal.run.watchdog import SILENT_S, troubles
+from shoal.run.progress import (
+    SILENT_S,
+    Display,
+    History,
+    Scene,
+    duration,
+    labels,
+    notices,
+    sparkline,
+    troubles,
+    verdict_line,
+    waits_line,
+)
 from shoal.runtime.text import printable, visible_json
 from shoal.validator.settings import MEASURING
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli import options
 from shoal.errors import HubRefused, HubUnreachable, UserError
 from shoal.runtime.text import count_of, printable, visible, visible_json
 
@@ -30,20 +31,16 @@ SHOWN = ("step", "credit", "tokens", "reason", "severity", "owner", "verb", "tar
 def why(
     what: Annotated[str, typer.Argument(metavar="UNIT|NODE", help="A unit's number, or a node's id or name.")],
     where: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[URL|RUN]",
-            help="A hub's address or a run's folder.  [default: the run in this folder, or in runs/]",
-        ),
+        str | None, typer.Argument(metavar="[URL|RUN]", help=f"{options.HubOrRun}.  {options.DefaultRun}")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it, with the signed documents.")] = False,
-    wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the hub.")] = 3,
+    as_json: options.Json = False,
+    wait_s: options.Wait = 3,
 ) -> None:
     """Say what happened to a unit or a node: which check, which numbers, which rule, what it cost."""
     from shoal.client import HubClient
     from shoal.run.folder import find_run, hub_of
     from shoal.run.launch import when_stopped
-    from shoal.run.orders import find_node
+    from shoal.run.owner import find_node
     from shoal.runtime.text import shoal_command
 
     place = find_run(where)

@@ -6,11 +6,11 @@
     estimate   Planning: memory, disk, links, time and money of a run before it begins
     roles      run_role: a role of a run folder, in this process
     launch     launch: all roles of a run on this machine, supervised; what the run came to, and what to do next
-    watchdog   Reporter: asks the hub, keeps the History (progress), has it shown; Watchdog: ends what stands still
+    progress   Reporter: asks the hub, keeps the History, has it shown; Watchdog: ends what stands still
     backup     backup_run, restore_run          sources   model_source, task_source, export_run
     join       run_joined_worker, run_standalone_relay: taking part in a run that is elsewhere; in a `sandbox`
     doctor     examine: is this machine fit; `trials`: the validator's checks on its own work
-    orders     what a run's owner orders, signed; `keyring`: keys of people and machines
+    owner      keys of people and machines; what a run's owner orders, signed
     ledger     a run's ledger: read wherever it is, verified, exported, witnessed, rechecked
     demo       what `shoal demo` makes, checks and draws
 

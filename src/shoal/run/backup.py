@@ -264,8 +264,7 @@ class Hashing:
     """Reads through to a file, and hashes what comes."""
 
     def __init__(self, source: IO[bytes]) -> None:
-        self._source = source
-        self.digest = hashlib.sha256()
+        self._source, self.digest = source, hashlib.sha256()
 
     def read(self, size: int = -1) -> bytes:
         data = self._source.read(size)

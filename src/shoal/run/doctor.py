@@ -1,7 +1,7 @@
 """`shoal doctor`: is this machine fit for shoal, and can it reach a run? One line per finding, with the remedy.
 
     this machine   torch, memory, device, disk, folder
-    the road       proxy, hub (each address; same run; protocol), clock, weights (the sources that the hub names),
+    the way to a run  proxy, hub (each address; same run; protocol), clock, weights (the sources that the hub names),
                    compute (what `shoal join` would compute in there, and whether the model fits)
 
 `shoal join` makes the same checks: what makes work impossible ends it with the exit code in `Finding.stops`, anything
@@ -10,7 +10,6 @@ else is a warning.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -41,7 +40,8 @@ LEAST_DISK_BYTES = 2 * GIB
 NO_DISK_BYTES = 64 * 2**20  # with less not even the smallest policy fits beside finished work
 TIMEOUT_S = 5.0
 MAX_SOURCES = 16
-CUDA_LIBRARY = "libcuda.so.1"
+DEVICES, GPU_FILES = Path("/dev"), ("nvidiactl", "nvidia0", "dxg", "kfd")
+"""What a driver leaves there: NVIDIA's, that of a Windows host, AMD's."""
 OPTIONS = ClientOptions(
     patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_timeout_s=TIMEOUT_S, tell_after_s=float("inf")
 )
@@ -66,16 +66,13 @@ def examine(
 ) -> list[Finding]:
     """Look at everything; a check that cannot be made is a problem, not a crash."""
     checks = (_torch, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
-    return [*(check() for check in checks), *(_road(urls, clock, device, dtype) if urls else [])]
+    return [*(check() for check in checks), *(_route(urls, clock, device, dtype) if urls else [])]
 
 
 def examine_worker(client: HubClient, folder: Path, clock: Clock = SystemClock()) -> list[Finding]:
     """What matters to a worker that has met its hub already; torch is looked at by whoever needs it."""
     machine = [_memory(), _device(), _disk(folder), _writable(folder)]
     return [*machine, _clock(client, clock), _weights(client.trusted_run())]
-
-
-# ── this machine ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _torch() -> Finding:
@@ -98,41 +95,22 @@ def _memory() -> Finding:
 
 
 def _device() -> Finding:
-    """What a worker would compute on. A GPU that the installed torch cannot use is a pity worth a line."""
-    gpus = cuda_devices()
+    """What a worker would compute on, by what drivers leave in /dev: torch would take seconds to say. A GPU that the
+    installed torch cannot use is worth a line."""
+    gpus = [name for name in GPU_FILES if (DEVICES / name).exists()]
     if not gpus:
-        return Finding("device", True, "cpu (no CUDA driver, or no GPU)")
-    text = f"cuda: {', '.join(gpus)}"
+        return Finding("device", True, "cpu (no GPU, or no driver for it)")
     can_use = "+cpu" not in (_torch_version() or "+cpu")
-    return _judged("device", can_use, text, "the installed torch is one without CUDA: install the one for CUDA")
-
-
-def cuda_devices(library: str = CUDA_LIBRARY) -> list[str]:
-    """The names of the GPUs, by the driver's own library: torch would take seconds to say."""
-    try:
-        driver = ctypes.CDLL(library)
-        count = ctypes.c_int(0)
-        if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-            return []
-        names = []
-        for index in range(count.value):
-            name = ctypes.create_string_buffer(128)
-            known = driver.cuDeviceGetName(name, len(name), index) == 0
-            names.append(name.value.decode(errors="replace") if known else f"GPU {index}")
-        return names
-    except (OSError, AttributeError):
-        return []
+    return _judged(
+        "device", can_use, f"a GPU ({', '.join(gpus)})", "the installed torch has no CUDA: install one that has"
+    )
 
 
 def _disk(folder: Path) -> Finding:
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    found = _judged(
-        "disk",
-        free >= LEAST_DISK_BYTES,
-        f"{free / GIB:.1f} GiB free at {existing}",
-        "free some space, or use another folder",
-    )
+    text, ok = f"{free / GIB:.1f} GiB free at {existing}", free >= LEAST_DISK_BYTES
+    found = _judged("disk", ok, text, "free some space, or use another folder")
     return replace(found, stops=ResourceError.exit_code) if free < NO_DISK_BYTES else found
 
 
@@ -143,10 +121,7 @@ def _writable(folder: Path) -> Finding:
         return Finding("folder", False, str(error), error.exit_code)
 
 
-# ── the road to a run ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _road(urls: Sequence[str], clock: Clock, device: str, dtype: str) -> Iterator[Finding]:
+def _route(urls: Sequence[str], clock: Clock, device: str, dtype: str) -> Iterator[Finding]:
     """Each address of the hub by itself; clock, weights and what to compute in by the first that answers."""
     try:
         bases, given = one_run(urls)
@@ -188,28 +163,22 @@ def _compute(info: RunInfo, device: str, dtype: str) -> Finding:
 
 def _hub(client: HubClient) -> Finding:
     """Whether a hub answers, and for whom. Signed requests come later: nobody registers for being looked at."""
-    url = client.url
     try:
         info = client.run_info()
-    except HubError as error:
-        reason = " ".join(str(error).split())
-        text = f"{url} does not answer as a hub ({reason}); check the address and your network"
-        return Finding("hub", False, text, HubError.exit_code)
     except ShoalError as error:
-        return Finding("hub", False, f"{url}: {' '.join(str(error).split())}", error.exit_code)
-    return Finding("hub", True, f"{url} runs {info.run}, {info.steps} steps, protocol {info.protocol_version}")
+        what = " does not answer as a hub; check the address and your network" if isinstance(error, HubError) else ""
+        return Finding("hub", False, f"{client.url}{what}: {' '.join(str(error).split())}", error.exit_code)
+    return Finding("hub", True, f"{client.url} runs {info.run}, {info.steps} steps, protocol {info.protocol_version}")
 
 
 def _clock(client: HubClient, clock: Clock) -> Finding:
     """Do the clocks agree? A client corrects its requests by the hub's clock, so this stops nobody."""
     try:
-        skew_s = (clock.now_ms() - client.status().now_ms) / 1000
+        skew_ms = clock.now_ms() - client.status().now_ms
     except ShoalError as error:
         return Finding("clock", False, f"the hub does not say what time it is: {' '.join(str(error).split())}")
-    text = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the hub"
-    return _judged(
-        "clock", abs(skew_s) * 1000 < MAX_SKEW_MS / 2, text, "set this machine's clock, for instance with NTP"
-    )
+    text = f"{abs(skew_ms) / 1000:.1f} s {'ahead of' if skew_ms > 0 else 'behind'} the hub"
+    return _judged("clock", abs(skew_ms) < MAX_SKEW_MS / 2, text, "set this machine's clock, for instance with NTP")
 
 
 def _weights(trusted: TrustedRun) -> Finding:

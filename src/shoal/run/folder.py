@@ -17,22 +17,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from shoal import protocol
 from shoal.client import split_join_url
 from shoal.client.known_hubs import known_root
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
-from shoal.protocol import (
-    Role,
-    RoleCertificate,
-    SignedDocument,
-    SigningKey,
-    fingerprint,
-    first_problem,
-    load_key,
-    load_or_create_key,
-    open_document,
-    sign_document,
-)
 from shoal.run.recipe import Recipe, load_recipe, refuse_other_recipe
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.config import dump_config, load_config
@@ -66,7 +55,7 @@ class Endpoints(BaseModel):
     def join(self) -> str:
         """What a contributor needs: the hub's address and the fingerprint of the root key that it must answer for."""
         url = self.advertise[0].rstrip("/") if self.advertise else self.hub
-        return f"{url}/#{fingerprint(self.root_key)}"
+        return f"{url}/#{protocol.fingerprint(self.root_key)}"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -100,7 +89,7 @@ class RunFolder:
             for name, role in {**folder.trusted_roles, ADMIN: "admin"}.items():
                 if not folder._certificate_path(name).exists():
                     folder._root()  # what is wrong with it is said before any key is made
-                    key = load_or_create_key(path / "keys" / f"{name}.key")
+                    key = protocol.load_or_create_key(path / "keys" / f"{name}.key")
                     folder.put_certificate(name, folder.certify(role, key.public_key, clock))
             write_atomically(stored, dump_config(recipe).encode(), RECIPE_MODE)
         return folder
@@ -123,12 +112,12 @@ class RunFolder:
     # Keys
 
     @property
-    def trusted_roles(self) -> dict[str, Role]:
+    def trusted_roles(self) -> dict[str, protocol.Role]:
         """The processes that the root key vouches for, with their roles; validators that were added later, too."""
         count = self.recipe.validator.count
         while self._certificate_path(f"validator-{count}").exists():
             count += 1
-        validators: dict[str, Role] = {f"validator-{index}": "validator" for index in range(count)}
+        validators: dict[str, protocol.Role] = {f"validator-{index}": "validator" for index in range(count)}
         return {"hub": "hub", "trainer": "trainer", **validators}
 
     @property
@@ -139,21 +128,21 @@ class RunFolder:
     @property
     def trainer_key(self) -> str:
         """The trainer's public key, from its certificate."""
-        return open_document(self._signed("trainer"), RoleCertificate, self.root_key).public_key
+        return protocol.open_document(self._signed("trainer"), protocol.RoleCertificate, self.root_key).public_key
 
     @property
     def run_id(self) -> str:
-        return run_id(self.recipe.run.name, fingerprint(self.root_key))
+        return run_id(self.recipe.run.name, protocol.fingerprint(self.root_key))
 
-    def key(self, name: str) -> SigningKey:
-        return load_key(self.path / "keys" / f"{name}.key")
+    def key(self, name: str) -> protocol.SigningKey:
+        return protocol.load_key(self.path / "keys" / f"{name}.key")
 
-    def certificate(self, name: str) -> SignedDocument:
+    def certificate(self, name: str) -> protocol.SignedDocument:
         """The certificate of a trusted process, checked against the root key, its own key and this run."""
         signed, path = self._signed(name), self._certificate_path(name)
-        role: Role = "admin" if name == ADMIN else self.trusted_roles[name]
+        role: protocol.Role = "admin" if name == ADMIN else self.trusted_roles[name]
         try:
-            document = open_document(signed, RoleCertificate, self.root_key)
+            document = protocol.open_document(signed, protocol.RoleCertificate, self.root_key)
         except ProtocolError as error:
             raise ConfigError(f"{path}: {error}; remove it to get a new one") from error
         if (document.run, document.role, document.public_key) != (self.run_id, role, self.key(name).public_key):
@@ -161,42 +150,42 @@ class RunFolder:
         return signed
 
     @property
-    def certificates(self) -> tuple[SignedDocument, ...]:
+    def certificates(self) -> tuple[protocol.SignedDocument, ...]:
         return tuple(self.certificate(name) for name in self.trusted_roles)
 
-    def certify(self, role: Role, public_key: str, clock: Clock = SystemClock()) -> SignedDocument:
+    def certify(self, role: protocol.Role, public_key: str, clock: Clock = SystemClock()) -> protocol.SignedDocument:
         """A certificate by the root key, whose private half must be here; it is not written anywhere."""
         root = self._root()
-        run = run_id(self.recipe.run.name, fingerprint(root.public_key))
-        document = RoleCertificate(run=run, role=role, public_key=public_key, issued_at_ms=clock.now_ms())
-        return sign_document(document, root)
+        run = run_id(self.recipe.run.name, protocol.fingerprint(root.public_key))
+        document = protocol.RoleCertificate(run=run, role=role, public_key=public_key, issued_at_ms=clock.now_ms())
+        return protocol.sign_document(document, root)
 
-    def put_certificate(self, name: str, signed: SignedDocument) -> None:
+    def put_certificate(self, name: str, signed: protocol.SignedDocument) -> None:
         """Write a certificate down where its process looks for it."""
         write_atomically(self._certificate_path(name), signed.model_dump_json(indent=2).encode() + b"\n")
 
     def _certificate_path(self, name: str) -> Path:
         return self.path / "keys" / f"{name}.json"
 
-    def _signed(self, name: str) -> SignedDocument:
+    def _signed(self, name: str) -> protocol.SignedDocument:
         path = self._certificate_path(name)
         try:
-            return SignedDocument.model_validate_json(path.read_bytes())
+            return protocol.SignedDocument.model_validate_json(path.read_bytes())
         except OSError as error:
             raise ConfigError(f"cannot read the certificate {path}: {error.strerror}") from error
         except ValidationError as error:
             raise ConfigError(
-                f"{path} is not a certificate: {first_problem(error)}; remove it to get a new one"
+                f"{path} is not a certificate: {protocol.first_problem(error)}; remove it to get a new one"
             ) from error
 
-    def _root(self) -> SigningKey:
+    def _root(self) -> protocol.SigningKey:
         """The private root key. It is made for a new run only: a second one would split the run in two."""
         path = self.path / "keys" / "root.key"
         if not (self.path / "hub" / "hub.db").exists() and not any(path.parent.glob("*.json")):
-            return load_or_create_key(path)
+            return protocol.load_or_create_key(path)
         if not path.exists():
             raise ConfigError(f"a certificate is missing and so is the root key: put it back at {path}, then try again")
-        root = load_key(path)
+        root = protocol.load_key(path)
         if self._certificate_path("hub").exists() and root.public_key != self.root_key:
             raise ConfigError(
                 f"{path} is not the root key that this run's certificates are signed with; put that one back"
@@ -271,7 +260,7 @@ def hub_of(where: str, wait_s: float) -> tuple[str, float, str | None]:
         url, pinned = split_join_url(where)
         return url, wait_s, known_root([url], pinned)
     folder = RunFolder.open(Path(where))
-    return folder.endpoints.hub, wait_s, fingerprint(folder.root_key)
+    return folder.endpoints.hub, wait_s, protocol.fingerprint(folder.root_key)
 
 
 def find_run(where: str | None) -> str:

@@ -16,15 +16,16 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shoal.client import HubClient, TrustedRun, split_join_url
+from shoal.client import HubClient
 from shoal.client.known_hubs import known_root, remember_root
 from shoal.client.trust import one_run
 from shoal.errors import ResourceError, UserError
+from shoal.run.folder import hub_of
 from shoal.run.roles import begin
 from shoal.runtime.files import make_home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
-from shoal.runtime.targets import endpoint_of
+from shoal.runtime.targets import SANDBOX, endpoint_of
 
 log = logging.getLogger(__name__)
 
@@ -46,25 +47,13 @@ class JoinRequest:
     sandbox: bool = False
 
 
-@dataclass(frozen=True)
-class StandaloneRelay:
-    hub_url: str
-    upstreams: tuple[str, ...]
-    folder: Path | None
-    host: str
-    port: int
-    wait_s: float
-    peers: tuple[str, ...] = ()
-    settings: Mapping[str, float | None] = field(default_factory=dict)  # of `RelaySettings`; the others as usual
-
-
 def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
     """Work for the run at the URLs until it ends or this process is stopped; the exit code.
 
     First what is wrong here, then whether there is a hub; torch is loaded (seconds) when there is work to do.
     """
     from shoal.engines import check_engine
-    from shoal.run.keyring import vouch_of
+    from shoal.run.owner import vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
     from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
 
@@ -75,7 +64,7 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
     settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
     check_choices(request.engine, request.cheat, settings)
     stop = begin("worker", None, verbose)
-    if "SHOAL_SANDBOX" not in os.environ:  # else the process around the sandbox says it
+    if SANDBOX not in os.environ:  # else the process around the sandbox says it
         threading.Thread(target=_say_when_stopping, args=(stop,), name="stopping", daemon=True).start()
     with ending_quietly(stop):
         folder, root_fingerprint = arrive(urls, pinned, request, stop)
@@ -106,27 +95,37 @@ def _say_when_stopping(stop: StopToken) -> None:
     log.info("stopping (%s): finished groups are sent, leases given back; a second time ends at once", stop.reason)
 
 
-def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
-    """Mirror the run's weights; without upstreams, from wherever the hub says that they are."""
-    url, pinned = split_join_url(request.hub_url)
+def run_standalone_relay(
+    hub: str,
+    upstreams: tuple[str, ...],
+    peers: tuple[str, ...],
+    folder: Path | None,
+    listen: tuple[str, int],
+    wait_s: float,
+    settings: Mapping[str, float | None],
+    verbose: bool,
+) -> None:
+    """Mirror the weights of the run at the join URL `hub`; without upstreams, from wherever the hub says that they are.
+    `settings` are those of `RelaySettings` that were given."""
     stop = begin("relay", None, verbose)
-    trusted = meet(url, pinned, request.wait_s, stop)
+    with closing(HubClient.of_a_person(*hub_of(hub, wait_s), stop)) as client:
+        trusted = client.trusted_run()
+        remember_root(client.url, trusted.root_fingerprint)
     from shoal.shardcast import RelayConfig, RelaySettings, run_relay
 
-    folder = request.folder or run_home(trusted.run) / "relay"
-    settings = RelaySettings.model_validate(request.settings)
-    if settings.disk_budget_gb is None:  # whoever publishes could fill the disk of a stranger
-        settings = settings.model_copy(update={"disk_budget_gb": MachineLimits().disk(folder) / 1e9})
+    folder, bounds = folder or run_home(trusted.run) / "relay", RelaySettings.model_validate(settings)
+    if bounds.disk_budget_gb is None:  # whoever publishes could fill the disk of a stranger
+        bounds = bounds.model_copy(update={"disk_budget_gb": MachineLimits().disk(folder) / 1e9})
     config = RelayConfig(
         folder=folder,
-        upstreams=request.upstreams or (*trusted.info.sources, *trusted.info.last_resort),
+        upstreams=upstreams or (*trusted.info.sources, *trusted.info.last_resort),
         run=trusted.run,
         trusted_key=trusted.trainer_key,
-        host=request.host,
-        port=request.port,
-        settings=settings,
-        peers=request.peers,
-        reach=replace(trusted.reach, given=frozenset(map(endpoint_of, (*request.upstreams, *request.peers)))),
+        host=listen[0],
+        port=listen[1],
+        settings=bounds,
+        peers=peers,
+        reach=replace(trusted.reach, given=frozenset(map(endpoint_of, (*upstreams, *peers)))),
     )
     run_relay(config, stop, lambda _url: None)
 
@@ -151,14 +150,6 @@ def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: 
         if not finding.ok:
             log.warning("%s: %s", finding.name, finding.text)
     return folder, trusted.root_fingerprint
-
-
-def meet(url: str, pinned: str | None, wait_s: float, stop: StopToken) -> TrustedRun:
-    """Ask the hub what it runs, verified against the pinned root key. A wrong address is noticed within `wait_s`."""
-    with closing(HubClient.of_a_person(url, wait_s, known_root([url], pinned), stop)) as client:
-        trusted = client.trusted_run()
-        remember_root(client.url, trusted.root_fingerprint)
-        return trusted
 
 
 def run_home(run: str) -> Path:

@@ -20,9 +20,8 @@ from typing import Literal
 from shoal.errors import ConfigError, ShoalError
 from shoal.protocol import RunStatus
 from shoal.run.folder import RunFolder
-from shoal.run.progress import Display, History, reward_of, tokens_credited
+from shoal.run.progress import Display, History, Reporter, StatusPoller, Watchdog, reward_of, tokens_credited
 from shoal.run.roles import command_of, role_names
-from shoal.run.watchdog import Reporter, StatusPoller, Watchdog
 from shoal.runtime import logs
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.metrics import MetricsLog

@@ -5,7 +5,6 @@ What is wrong with them is said here in one line, not in six log files a minute 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,9 @@ from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, Scoring
 from shoal.hub.limits import Addresses
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.models.folder import check_targets, check_weights, read_config
+from shoal.rewards.chat import check_address
+from shoal.run.doctor import GPU_FILES
 from shoal.run.estimate import announced_size
-from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.sizing import RunSize, Speeds, validators_needed
@@ -39,10 +39,6 @@ MOST_UNUSABLE = 0.5
 KINDS_TRIED = 16
 TRIAL_S = 30.0
 TRIAL_COMPLETIONS = ("", "```python\npass\n```", "\\boxed{1}")
-GPU_FILES = ("nvidiactl", "nvidia0", "dxg", "kfd")
-"""What a driver leaves in /dev: NVIDIA's, that of a Windows host, AMD's."""
-
-
 Say = Callable[[str], None]
 
 
@@ -52,10 +48,19 @@ def check_ingredients(recipe: Recipe, without_model: bool = False, say: Say = lo
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
     files = None if without_model else _check_model(recipe)
-    _check_lengths(recipe)
-    _check_judges(recipe)
+    length, most = recipe.environment.length, recipe.run.max_new_tokens
+    if length is not None and max(length.targets) > most:
+        raise ConfigError(
+            f"environment.length.targets has {max(length.targets)}, but run.max_new_tokens is {most}: no completion "
+            "can be that long; raise the one or lower the other"
+        )
+    for judge in recipe.environment.judges:
+        if judge.kind == "openai":
+            check_address(judge)
+        if judge.path is not None and not judge.path.is_dir():
+            raise ConfigError(f"environment.judges: the path of {judge.label} is no folder: {judge.path}")
     environment = build(recipe.environment)
-    asking = None if files is None else Asking(files, environment, recipe.run.max_new_tokens)
+    asking = None if files is None else Asking(files, environment, most)
     if asking is not None and asking.encoder.opens_thinking and not prompt_settings_of(environment).thinking:
         log.warning(
             "the model's chat template begins every answer with %s, and environment.prompt.thinking does not say so: a "
@@ -68,14 +73,26 @@ def check_ingredients(recipe: Recipe, without_model: bool = False, say: Say = lo
 
 
 def _check_model(recipe: Recipe) -> dict[str, bytes]:
-    """The files that describe the model, which can be read and fit each other."""
+    """The files that describe the model, which can be read and fit each other. A token without an embedding would end
+    a process in the middle of a step, with an index error."""
     folder = model_folder(recipe.model.path)
     files = read_files(folder)
-    tokenizer = TextTokenizer(files)
+    tokenizer, embedded = TextTokenizer(files), read_config(files).get("vocab_size")
     check_weights(folder)
     if recipe.trainer.lora is not None:
         check_targets(folder, recipe.trainer.lora.targets)
-    _check_vocabulary(folder, tokenizer, read_config(files).get("vocab_size"))
+    if not isinstance(embedded, int):
+        return files
+    if tokenizer.vocabulary_size > embedded:
+        raise ModelError(
+            f"the tokenizer in {folder} knows {tokenizer.vocabulary_size} tokens, but the model has embeddings for "
+            f"{embedded}: use the tokenizer that belongs to the model, or enlarge the model (resize_token_embeddings)"
+        )
+    if tokenizer.eos_token_id >= embedded:
+        raise ModelError(
+            f"the end-of-sequence token of the model in {folder} is {tokenizer.eos_token_id}, beyond the {embedded} "
+            "tokens that it has embeddings for: correct eos_token_id in generation_config.json or config.json"
+        )
     return files
 
 
@@ -90,22 +107,16 @@ def check_engines(recipe: Recipe) -> None:
             check_engine(settings.engine, settings.device, settings.dtype)
         except ConfigError as error:
             raise ConfigError(f"[{section}] {error}") from error
-    taken = taken_kinds(recipe)
+    validator, dtype = recipe.validator, recipe.trainer.publish_dtype
+    taken = {*profile_keys(validator), *(measurable_kinds(validator, dtype) if validator.engine == "torch" else ())}
     kinds = possible_kinds(recipe.worker.engine, recipe.worker.device, recipe.worker.dtype)
     if recipe.worker.count == 0 or kinds & taken:
         return
-    coarse = "" if recipe.trainer.publish_dtype == "bfloat16" else "; bfloat16 needs trainer.publish_dtype = 'bfloat16'"
+    coarse = "" if dtype == "bfloat16" else "; bfloat16 needs trainer.publish_dtype = 'bfloat16'"
     raise ConfigError(
         f"[worker] computes as {' or '.join(sorted(kinds))}, and no validator of this recipe can judge that: compute "
         f"as one of {', '.join(sorted(taken))} (worker.device, worker.dtype){coarse}"
     )
-
-
-def taken_kinds(recipe: Recipe) -> set[str]:
-    """The kinds of workers that the recipe's validators can judge, by built-in limits or by what they measure."""
-    validator = recipe.validator
-    measurable = measurable_kinds(validator, recipe.trainer.publish_dtype) if validator.engine == "torch" else ()
-    return {*profile_keys(validator), *measurable}
 
 
 def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
@@ -135,21 +146,6 @@ def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
         raise ConfigError(
             f'{" and ".join(wanted)} is "cuda", but this machine has no GPU, or no driver for it: set it to "cpu" or '
             '"auto" (--set), or run that role where there is one'
-        )
-
-
-def _check_vocabulary(folder: Path, tokenizer: TextTokenizer, embedded: object) -> None:
-    """A token without an embedding would end a process in the middle of a step, with an index error."""
-    known = tokenizer.vocabulary_size
-    if isinstance(embedded, int) and known > embedded:
-        raise ModelError(
-            f"the tokenizer in {folder} knows {known} tokens, but the model has embeddings for {embedded}: use the "
-            "tokenizer that belongs to the model, or enlarge the model (resize_token_embeddings) and save it again"
-        )
-    if isinstance(embedded, int) and tokenizer.eos_token_id >= embedded:
-        raise ModelError(
-            f"the end-of-sequence token of the model in {folder} is {tokenizer.eos_token_id}, beyond the {embedded} "
-            "tokens that it has embeddings for: correct eos_token_id in generation_config.json or config.json"
         )
 
 
@@ -214,57 +210,22 @@ def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: 
                 raise EnvironmentSetupError(f"the reward function does not work: {result}")
 
 
-def _check_lengths(recipe: Recipe) -> None:
-    length, most = recipe.environment.length, recipe.run.max_new_tokens
-    if length is not None and max(length.targets) > most:
-        raise ConfigError(
-            f"environment.length.targets has {max(length.targets)}, but run.max_new_tokens is {most}: no completion "
-            "can be that long; raise the one or lower the other"
-        )
-
-
-def _check_judges(recipe: Recipe) -> None:
-    from shoal.rewards.chat import check_address
-
-    for judge in recipe.environment.judges:
-        if judge.kind == "openai":
-            check_address(judge)
-        if judge.path is not None and not judge.path.is_dir():
-            raise ConfigError(f"environment.judges: the path of {judge.label} is no folder: {judge.path}")
-
-
 # ── what there is to say before a run starts ─
 
 
 def advice(recipe: Recipe, environment: Environment, without_model: bool) -> Iterator[str]:
-    """What whoever starts this run should know."""
+    """What whoever starts a run should know: what was not checked, held-out scores that will be of few tasks (a score
+    alone looks like any other), validators that would hold every step up."""
     if without_model:
         yield (
             f"there is no model folder {recipe.model.path}: what needs it was not checked (weights, tokenizer, chat "
             "template, and whether prompts fit the model's context); all else was"
         )
-    yield from held_out_lines(recipe, len(environment.tasks("held_out")))
-    yield from validator_lines(recipe)
-
-
-def held_out_lines(recipe: Recipe, tasks: int) -> Iterator[str]:
-    """That the held-out score will be of few tasks, or that there will be none: a score alone looks like any other.
-
-    >>> list(held_out_lines(Recipe(), 7))
-    ['only 7 tasks are held out, and trainer.evaluate_tasks is 128: held-out scores will be rough']
-    """
-    wanted = recipe.trainer.evaluate_tasks
-    if recipe.trainer.evaluate_every == 0 or tasks >= wanted:
-        return
-    if tasks:
-        few = f"only {tasks} task{' is' if tasks == 1 else 's are'} held out"
-        yield f"{few}, and trainer.evaluate_tasks is {wanted}: held-out scores will be rough"
-    else:
+    tasks, wanted = len(environment.tasks("held_out")), recipe.trainer.evaluate_tasks
+    if recipe.trainer.evaluate_every and not tasks:
         yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
-
-
-def validator_lines(recipe: Recipe) -> Iterator[str]:
-    """That the validators of the recipe would hold every step up, and how many would not."""
+    elif recipe.trainer.evaluate_every and tasks < wanted:
+        yield f"held out: only {count_of(tasks, 'task')}; trainer.evaluate_tasks is {wanted}: scores will be rough"
     run, speeds = recipe.run, Speeds()
     size = RunSize.made_of(announced_size(recipe), run.group_size, run.max_new_tokens, run.max_staleness)
     tokens = run.groups_per_step * run.group_size * run.max_new_tokens * speeds.length_share
@@ -274,20 +235,4 @@ def validator_lines(recipe: Recipe) -> Iterator[str]:
             f"validator.count is {recipe.validator.count}, and about {needed} validators keep up with the trainer "
             f"(trainer.processes is {recipe.trainer.processes}): raise it, start others (shoal validator), or "
             "every step waits for audits (`shoal plan` says how this is computed)"
-        )
-
-
-def refuse_changed(folder: RunFolder, environment: Environment) -> None:
-    """Other tasks or rewards than the run began with are refused by its hub; here before anything is started for it."""
-    from shoal.hub.storage import DATABASE_FILE, open_storage
-
-    hub = folder.path / "hub"
-    if folder.recipe.hub.database or not (hub / DATABASE_FILE).is_file():
-        return  # a database elsewhere may be busy: there the hub says it
-    with closing(open_storage("", hub)) as storage, storage.read() as reader:
-        began = json.loads(reader.setting("run") or "{}").get("environment_digest", environment.digest)
-    if began != environment.digest:
-        raise ConfigError(
-            f"the environment {environment.name} (tasks, options or reward file) has changed since the run in "
-            f"{folder.path} began: put it back, or start a new run with another --dir"
         )

@@ -35,6 +35,7 @@ from shoal.client import HubClient
 from shoal.environments.sandbox.process import advice
 from shoal.environments.sandbox.view import INSTALL
 from shoal.errors import ResourceError, ShoalError
+from shoal.runtime.files import write_atomically
 from shoal.runtime.forwarder import Forwarder
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import SANDBOX
@@ -93,23 +94,15 @@ def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, f
 
 def _inner(request: JoinRequest, urls: Sequence[str], folder: Path, root: str) -> JoinRequest:
     """The same for the worker inside. An owner's key stays outside: what goes in is its word for this machine."""
-    from shoal.run.keyring import vouch_of
-    from shoal.runtime.files import write_atomically
+    from shoal.run.owner import vouch_of
     from shoal.worker.settings import identity
 
-    vouch = vouch_of(identity(folder), request.owner, request.vouch)
-    file = folder / "vouch.json"
+    vouch, file = vouch_of(identity(folder), request.owner, request.vouch), folder / "vouch.json"
     if vouch is not None:
         write_atomically(file, vouch.model_dump_json().encode(), mode=0o600)
-    return replace(
-        request,
-        urls=tuple(f"{url}/#{root}" for url in urls),
-        folder=folder,
-        owner=None,
-        vouch=None if vouch is None else file,
-        check=False,
-        sandbox=False,
-    )
+    inside = tuple(f"{url}/#{root}" for url in urls)
+    told = None if vouch is None else file
+    return replace(request, urls=inside, folder=folder, owner=None, vouch=told, check=False, sandbox=False)
 
 
 def _open_ways(forwarder: Forwarder, urls: Sequence[str], client: HubClient) -> None:

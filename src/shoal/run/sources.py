@@ -55,12 +55,7 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
     return export_checkpoint(folder.path / "trainer", out, card, recipe.trainer.publish_dtype, manifest_of, which)
 
 
-RECIPE = "recipe.toml"
 CHECKPOINT = re.compile(r"(\d+)\.(\d+)")
-
-
-def is_run(path: Path) -> bool:
-    return (path / RECIPE).is_file()
 
 
 @dataclass(frozen=True)
@@ -79,31 +74,26 @@ def model_source(text: str) -> Iterator[ModelSource]:
     Not by `run.name`: all runs of recipes/tiny.toml have that of the built-in model.
     """
     path = Path(text).expanduser()
-    if text in BUILTIN or not is_run(path):
+    if text in BUILTIN or not (path / "recipe.toml").is_file():
         yield ModelSource(Path(text).name if text not in BUILTIN else text, text)
         return
     run = RunFolder.open(path.absolute())
-    export = run.path / "trainer" / "export"
-    if _version(export) >= _newest_checkpoint(run.path / "trainer" / "checkpoints"):
-        yield ModelSource(run.path.name, export, run)
+    if _is_newest(run.path):
+        yield ModelSource(run.path.name, run.path / "trainer" / "export", run)
         return
     with tempfile.TemporaryDirectory(prefix="shoal-model-") as folder:
         yield ModelSource(run.path.name, export_run(run.path, Path(folder) / "model"), run)
 
 
-def _version(export: Path) -> tuple[int, int]:
-    """Which policy an export is of; less than any if there is none."""
+def _is_newest(run: Path) -> bool:
+    """Whether a run's export is of its newest policy."""
+    checkpoints = [match for entry in run.glob("trainer/checkpoints/*") if (match := CHECKPOINT.fullmatch(entry.name))]
+    newest = max(((int(match[1]), int(match[2])) for match in checkpoints), default=(0, 0))
     try:
-        progress = json.loads((export / MARK).read_bytes())["progress"]
-        return int(progress["version"]), int(progress["incarnation"])
+        progress = json.loads((run / "trainer" / "export" / MARK).read_bytes())["progress"]
+        return (int(progress["version"]), int(progress["incarnation"])) >= newest
     except (OSError, ValueError, KeyError, TypeError):
-        return -1, 0
-
-
-def _newest_checkpoint(folder: Path) -> tuple[int, int]:
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    found = [match for name in names if (match := CHECKPOINT.fullmatch(name))]
-    return max(((int(match[1]), int(match[2])) for match in found), default=(0, 0))
+        return False
 
 
 @dataclass(frozen=True)
@@ -136,13 +126,13 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
     """`sort`, `recipe.toml`, a run's folder, `reward.py`, `aime:FILE`, `dataset:FILE`, or a data file itself."""
     path = Path(spec).expanduser()
     name, colon, file = spec.partition(":")
-    if is_run(path):
+    if (path / "recipe.toml").is_file():
         if overrides:
             raise ConfigError(f"--set {overrides[0]}: a run's environment is what it is; give its recipe instead")
         run = RunFolder.open(path.absolute())
         return TaskSource(run.recipe.environment, run.recipe, run)
     if colon and (name in FORMATS or name in ENVIRONMENTS):
-        return TaskSource(_of_file(name, Path(file).expanduser(), overrides), whole=True)
+        return _of_file(name, Path(file).expanduser(), overrides)
     if path.suffix == ".toml":
         recipe = load_recipe(path, overrides)
         return TaskSource(recipe.environment, recipe)
@@ -151,7 +141,7 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
     if path.suffix == ".py":
         return TaskSource(_settings(f"file = {_quoted(path)}", overrides))
     if path.is_dir() or (kind_of(path) is not None and (path.is_file() or not colon)):
-        return TaskSource(_of_file("dataset", path, overrides), whole=True)
+        return _of_file("dataset", path, overrides)
     close = get_close_matches(name, [*ENVIRONMENTS, *FORMATS], n=1)
     what = f"format {name!r}" if colon else f"environment {spec!r}"
     raise EnvironmentSetupError(
@@ -161,12 +151,13 @@ def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
     )
 
 
-def _of_file(name: str, file: Path, overrides: Sequence[str]) -> EnvironmentSettings:
+def _of_file(name: str, file: Path, overrides: Sequence[str]) -> TaskSource:
     if not file.exists():
         raise EnvironmentSetupError(f"there is no data at {file}")
     options = f'\noptions = {{ format = "{name}" }}' if name in FORMATS else ""
     environment = "dataset" if name in FORMATS else name
-    return _settings(f"name = {json.dumps(environment)}\ndata = {_quoted(file)}{options}", overrides)
+    section = f"name = {json.dumps(environment)}\ndata = {_quoted(file)}{options}"
+    return TaskSource(_settings(section, overrides), whole=True)
 
 
 def _settings(section: str, overrides: Sequence[str]) -> EnvironmentSettings:

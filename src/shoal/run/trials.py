@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.client import HubClient, split_join_url
 from shoal.client.known_hubs import known_root
 from shoal.client.weights import downloader_of
-from shoal.engines import Engine, build, choose, kind_of
+from shoal.engines import build, choose, kind_of
 from shoal.engines.registry import resolved
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
@@ -32,35 +32,34 @@ POLICY_PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """What is tried: a policy (of a run, or of a model folder), this machine as a worker, and who judges it."""
+    """What is tried: a policy (of a run, or of a model folder), this machine as a worker, and who judges it; of a
+    calibration also how much is measured, and where the profile goes."""
 
     url: str | None
     model: str
     device: str
     dtype: str
     against: tuple[str, ...]
-    profiles: tuple[Path, ...] = ()
+    profiles: tuple[Path, ...]
+    sequences: int
+    tokens: int
+    temperature: float
+    out: Path | None
 
     @property
-    def worker(self) -> Machine:
-        return _machine(self.device, self.dtype)
-
-    @property
-    def validators(self) -> tuple[Machine, ...]:
-        parsed = (Machine.parse(text) for text in self.against or ("cpu/float32",))
-        return tuple(_machine(each.device, each.dtype) for each in parsed)
-
-
-def _machine(device: str, dtype: str) -> Machine:
-    """The machine itself, where "auto" was asked for."""
-    return Machine(*resolved("torch", device, dtype))
+    def machines(self) -> tuple[Machine, list[Machine]]:
+        """The worker, and the validators that judge it; where "auto" was asked for, what that is here."""
+        asked = Machine(self.device, self.dtype), *map(Machine.parse, self.against or ("cpu/float32",))
+        worker, *judges = (Machine(*resolved("torch", each.device, each.dtype)) for each in asked)
+        return worker, judges
 
 
 def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
     """Honest work must pass, every canary must be caught."""
-    if len(options.validators) > 1:
+    worker, validators = options.machines
+    if len(validators) > 1:
         raise ConfigError("a self-test is judged by one validator: give --against once")
-    worker, profiles = options.worker, load_profiles(options.profiles)
+    profiles = load_profiles(options.profiles)
     proof = ProofParameters()
     if options.url is not None:
         files, tensors, proof, known = _policy_of_run(options.url, stop)
@@ -74,7 +73,7 @@ def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
         if options.dtype == "auto":
             worker = Machine(*choose("torch", options.device, "auto", profiles))
         files, tensors = _policy_of_folder(options.model, worker.dtype)
-    test = SelfTest(files, tensors, worker, options.validators[0], profiles, proof)
+    test = SelfTest(files, tensors, worker, validators[0], profiles, proof)
     for trial in test.run():
         yield Finding("selftest", trial.ok, f"{trial.name}: {trial.text}")
 
@@ -106,50 +105,35 @@ def _policy_of_run(
         return dict(payload.files), tensors, trusted.info.proof, trusted.info.profiles
 
 
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """How much is measured, and where the profile goes."""
-
-    sequences: int
-    tokens: int
-    temperature: float
-    out: Path | None
-
-
-def run_calibration(
-    options: TrialOptions, how: CalibrationOptions, tell: Callable[[str], None]
-) -> tuple[Measurement, Path]:
+def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple[Measurement, Path]:
     """Measure, and write the profile, unless cheats would pass. Nothing is overwritten."""
     if options.url is not None:
         raise ConfigError("a profile is measured on a model folder (--model), not on a run: leave the URL away")
-    out = how.out or Path(kind_of("torch", options.device, options.dtype).replace("/", "-") + ".toml")
+    out = options.out or Path(kind_of("torch", options.device, options.dtype).replace("/", "-") + ".toml")
     if out.exists():
         raise ConfigError(f"{out} exists already: remove it, or give another file with --out")
-    files, tensors = _policy_of_folder(options.model, options.worker.dtype)
+    worker, validators = options.machines
+    files, tensors = _policy_of_folder(options.model, worker.dtype)
     tokenizer = TextTokenizer(files)
     is_builtin = options.model in BUILTIN  # the built-in model knows its own task only
     environment = build_environment(EnvironmentSettings(name="sort"))
     plan = Plan(
-        prompts=prompts_of(files, environment, how.tokens) if is_builtin else openings(tokenizer),
+        prompts=prompts_of(files, environment, options.tokens) if is_builtin else openings(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
-        sequences=how.sequences,
-        tokens=how.tokens,
-        temperature=how.temperature,
+        sequences=options.sequences,
+        tokens=options.tokens,
+        temperature=options.temperature,
         model=options.model.rstrip("/").rpartition("/")[2],
         date=datetime.now(UTC).date().isoformat(),
     )
-    engines = [_engine(machine, files, tensors) for machine in (options.worker, *options.validators)]
-    validators = dict(zip(map(str, options.validators), engines[1:], strict=True))
-    measured = measure(engines[0], validators, plan, tell, BLOCKS)
+    engines = []
+    for machine in (worker, *validators):
+        engines.append(build("torch", files, machine.device, machine.dtype))
+        engines[-1].load_policy(None, tensors)
+    measured = measure(engines[0], dict(zip(map(str, validators), engines[1:], strict=True)), plan, tell, BLOCKS)
     if not measured.problems:
         write_atomically(out, to_toml(measured.profile).encode())
     return measured, out
-
-
-def _engine(machine: Machine, files: Mapping[str, bytes], tensors: Mapping[str, TensorView]) -> Engine:
-    engine = build("torch", files, machine.device, machine.dtype)
-    engine.load_policy(None, tensors)
-    return engine
 
 
 def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
@@ -157,21 +141,15 @@ def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
     profile = measured.profile
     for name, bands in measured.bands.items():
         yield f"honest {profile.key}, seen by {name}: {bands.tokens} tokens"
-        yield (
-            f"  seeds     {bands.outside_rate:.2%} of tokens outside, by {bands.distance_max:.2g} at most"
-            f" (limit {profile.sampling.distance:g})"
-        )
-        yield (
-            f"  proofs    {bands.exponent_rate:.2%} other exponents, mantissa {bands.mantissa_mean:.2f} off on average"
-            f" (limit {profile.noise.mantissa.rate:g})"
-        )
-        yield (f"  log-probabilities  off by {bands.logprob_max:.2g} at most (limit {profile.logprobs.largest:g})")
+        limit = f"(limit {profile.sampling.distance:g})"
+        yield f"  seeds: {bands.outside_rate:.2%} of tokens outside, by {bands.distance_max:.2g} at most {limit}"
+        yield f"  proofs: mantissas {bands.mantissa_mean:.2f} off on average (limit {profile.noise.mantissa.rate:g})"
+        yield f"  log-probabilities: off by {bands.logprob_max:.2g} at most (limit {profile.logprobs.largest:g})"
         share, bits = measured.choices[name]
-        yield f"  choice    {share:.2%} of tokens have a neighbour that passes unseen: {bits:.3f} bits a token"
-        failures = measured.failures[name]
-        yield f"  {len(failures)} of {measured.groups} honest groups fail" + (
-            f": {', '.join(sorted(set(failures)))}" if failures else ""
-        )
+        yield f"  choice: {share:.2%} of tokens have a neighbour that passes unseen: {bits:.3f} bits a token"
+        failures = sorted(set(measured.failures[name]))
+        why = f": {', '.join(failures)}" if failures else ""
+        yield f"  {len(measured.failures[name])} of {measured.groups} honest groups fail{why}"
     yield "what this profile catches, by the number of tokens looked at:"
     for cheat in dict.fromkeys((catch.cheat, catch.validator) for catch in measured.catches):
         mine = [catch for catch in measured.catches if (catch.cheat, catch.validator) == cheat]

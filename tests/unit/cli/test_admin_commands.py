@@ -28,7 +28,7 @@ from shoal.protocol import (
     open_document,
 )
 from shoal.run.folder import RunFolder
-from shoal.run.keyring import PASSPHRASE, node_of, vouch_of
+from shoal.run.owner import PASSPHRASE, node_of, vouch_of
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator.profiles import Profile, to_toml
@@ -202,7 +202,7 @@ def test_keys_are_rotated_without_an_interruption(tmp_path: Path, capsys: Captur
 
 def test_a_hub_that_is_not_running_takes_no_orders(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "run")
-    from shoal.run import orders as ordering
+    from shoal.run import owner as ordering
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordering, "WAIT_S", 0.0)

@@ -348,12 +348,14 @@ def configs(monkeypatch: Patch) -> list[RelayConfig]:
     """The set-ups of the relays that were started; none of them runs."""
     found: list[RelayConfig] = []
     info = SimpleNamespace(sources=("http://relay:1",), last_resort=("http://origin:1",))
-    trusted = SimpleNamespace(run="run-1", info=info, trainer_key="ab" * 32, reach=PUBLIC_ONLY)
+    trusted = SimpleNamespace(root_fingerprint="ab", run="run-1", info=info, trainer_key="ab" * 32, reach=PUBLIC_ONLY)
 
     def remember(config: RelayConfig, *_: Any) -> None:
         found.append(config)
 
-    monkeypatch.setattr(shoal.run.join, "meet", lambda *_: trusted)
+    client = SimpleNamespace(url=HUB, trusted_run=lambda: trusted, close=lambda: None)
+    monkeypatch.setattr(shoal.run.join.HubClient, "of_a_person", lambda *_: client)
+    monkeypatch.setattr(shoal.run.join, "remember_root", lambda *_: None)
     monkeypatch.setattr(shoal.run.join, "begin", lambda *_: StopToken())
     monkeypatch.setattr(shoal.shardcast, "run_relay", remember)
     return found
@@ -368,11 +370,10 @@ def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Pa
         "--port": ["7"],
         "--keep": ["4"],
         "--disk-budget-gb": ["1.5"],
-        "--connections-per-client": ["9"],
     }
     arguments = [word for name, values in options.items() for value in values for word in (name, value)]
     assert main(["relay", "--run-info", HUB, *arguments]) == 0
-    settings = RelaySettings(kept_versions=4, disk_budget_gb=1.5, connections_per_client=9)
+    settings = RelaySettings(kept_versions=4, disk_budget_gb=1.5)
     upstreams, peers = ("http://a:1", "http://b:1"), ("http://c:1", "http://d:1")
     named = Reach(Nearness.PUBLIC, frozenset((name, 1) for name in "abcd"))  # the user's own choice is not checked
     assert configs == [
@@ -390,7 +391,7 @@ def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[Rela
     assert configs[0].reach == PUBLIC_ONLY
 
 
-@pytest.mark.parametrize("option", [["--keep", "0"], ["--disk-budget-gb", "0"], ["--connections-per-client", "0"]])
+@pytest.mark.parametrize("option", [["--keep", "0"], ["--disk-budget-gb", "0"]])
 def test_a_limit_that_cannot_be_is_a_mistake_of_the_user(configs: list[RelayConfig], option: list[str]) -> None:
     assert main(["relay", "--run-info", HUB, *option]) == 2
     assert configs == []

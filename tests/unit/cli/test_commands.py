@@ -209,7 +209,7 @@ def _failing(error: Exception) -> Callable[..., None]:
 
 
 def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path: Path) -> None:
-    ran = shoal("run", str(TINY), "--dry-run", "--workers", "5", "--set", "run.steps=7")
+    ran = shoal("run", str(TINY), "--dry-run", "--set", "worker.count=5", "--set", "run.steps=7")
     assert ran.returncode == 0
     shown = parse_config(ran.stdout, Recipe, "shown")
     assert shown == settled(load_recipe(TINY, ["run.steps=7", "worker.count=5"]))

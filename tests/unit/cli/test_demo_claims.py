@@ -22,8 +22,8 @@ from shoal.protocol import LedgerEntry, SamplingParameters
 from shoal.run.demo import claims
 from shoal.run.demo import claims as place
 from shoal.run.demo import recount as module
-from shoal.run.demo.claims import MARK, Cast, Claim, Standing, learned, make_room, model_scores_as_claimed
-from shoal.run.demo.recount import Question, Recount, recount, score
+from shoal.run.demo.claims import MARK, Cast, Claim, learned, make_room, model_scores_as_claimed
+from shoal.run.demo.recount import Recount, recount, score
 from shoal.run.recipe import Recipe
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
@@ -58,18 +58,14 @@ def batch(*units: int) -> tuple[str, dict[str, Any]]:
     return "batch", {"step": 0, "units": list(units)}
 
 
-def standing(entries: list[LedgerEntry]) -> Standing:
+def cheater_caught(entries: list[LedgerEntry], cast: Cast) -> Claim:
     """As the hub's rows would have it."""
     banned_at_ms = {entry.body["node"]: entry.at_ms for entry in entries if entry.kind == "sanction"}
-    return Standing(fold(entries).by_node, banned_at_ms)
-
-
-def cheater_caught(entries: list[LedgerEntry], cast: Cast) -> Claim:
-    return claims.cheater_caught(entries, standing(entries), cast)
+    return claims.cheater_caught(entries, fold(entries).by_node, banned_at_ms.get(cast.cheater, 0), cast)
 
 
 def honest_unpunished(entries: list[LedgerEntry], cast: Cast) -> Claim:
-    return claims.honest_unpunished(standing(entries), cast)
+    return claims.honest_unpunished(fold(entries).by_node, cast)
 
 
 CAUGHT = (credit("aa", 1), credit("bb", 2), rejected("cc", 3), banned("cc", "sampling.seed: other dice"), batch(1, 2))
@@ -223,11 +219,6 @@ def export(tmp_path_factory: TempPaths) -> Path:
     return export_policy(folder, loaded.model.state_dict(), loaded.files, ModelCard(Progress("run", 0)))
 
 
-def question(export: Path, environment: EnvironmentSettings = SORT, **changes: Any) -> Question:
-    values = {"export": export, "environment": environment, "tasks": TASKS, "max_new_tokens": NEW_TOKENS, "threads": 1}
-    return Question(**{**values, **changes})
-
-
 def recipe(environment: EnvironmentSettings = SORT, tasks: int = TASKS) -> Recipe:
     return Recipe.model_validate(
         {"run": {"max_new_tokens": NEW_TOKENS}, "environment": environment, "trainer": {"evaluate_tasks": tasks}}
@@ -247,7 +238,7 @@ def trainers_score(environment: EnvironmentSettings, tasks: int = TASKS) -> floa
 
 @pytest.mark.parametrize("tasks", [1, 63, 65, 1000])
 def test_it_comes_to_what_the_trainer_says(export: Path, tasks: int) -> None:
-    counted = score(question(export, tasks=tasks), StopToken())
+    counted = score(export, recipe(tasks=tasks), StopToken())
     assert counted.tasks == min(tasks, 256), "there are no more held-out tasks than the environment has"
     assert counted.score == trainers_score(SORT, tasks)
     assert tasks < 60 or 0.2 < counted.score < 0.95, "a score at either end would prove little"
@@ -259,7 +250,7 @@ def test_the_folders_own_sampling_settings_do_not_count(export: Path, tmp_path: 
     (copy / "generation_config.json").write_text(
         '{"eos_token_id": [1, 5], "do_sample": true, "temperature": 5.0, "max_new_tokens": 1, "min_new_tokens": 9}'
     )
-    assert score(question(copy), StopToken()) == score(question(export), StopToken())
+    assert score(copy, recipe(), StopToken()) == score(export, recipe(), StopToken())
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", ""])
@@ -269,12 +260,12 @@ def test_a_damaged_or_absent_export_does_not_load(export: Path, tmp_path: Path, 
         shutil.copytree(export, copy)
         (copy / name).write_bytes(b"{damaged")
     with pytest.raises(ModelError, match=r"the export .*export does not load with transformers: \w+: "):
-        score(question(copy), StopToken())
+        score(copy, recipe(), StopToken())
 
 
 @pytest.mark.slow
 def test_in_a_process_of_its_own(export: Path, tmp_path: Path) -> None:
-    assert recount(export, recipe(), 120, StopToken()) == score(question(export), StopToken())
+    assert recount(export, recipe(), 120, StopToken()) == score(export, recipe(), StopToken())
     with pytest.raises(ShoalError, match=r"could not be scored: the export .* does not load"):
         recount(tmp_path, recipe(), 120, StopToken())
 

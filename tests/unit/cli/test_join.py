@@ -30,7 +30,7 @@ from shoal.client import HubClient
 from shoal.errors import ConfigError, ShutOut
 from shoal.protocol import PolicyAnnouncement, SigningKey, TensorView, load_key, load_or_create_key, sign_document
 from shoal.run.folder import RunFolder
-from shoal.run.keyring import vouch_for
+from shoal.run.owner import vouch_for
 from shoal.run.recipe import Recipe
 from shoal.run.roles import command_of, run_role
 from shoal.runtime.stop import StopToken

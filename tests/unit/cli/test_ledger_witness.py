@@ -26,8 +26,7 @@ from shoal.protocol import LedgerPage, SignedDocument, SigningKey, WitnessedHead
 from shoal.run.folder import RunFolder
 from shoal.run.ledger import witness as witnessing
 from shoal.run.ledger.check import check_ledger, check_place, export_ledger
-from shoal.run.ledger.heads import proven_fork
-from shoal.run.ledger.places import FolderPlace, HubPlace
+from shoal.run.ledger.places import FolderPlace, HubPlace, proven_fork
 from shoal.run.ledger.witness import Witness
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken

@@ -9,20 +9,17 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
-from hubrun import Tasks, hub_config, make_folder
 
 from kit import Capture, Patch, TempPaths
 from shoal.cli.main import app, main
-from shoal.errors import ConfigError
-from shoal.hub.service import Hub
 from shoal.protocol import ModelSize
-from shoal.run.preflight import held_out_lines, refuse_changed, validator_lines
+from shoal.run.preflight import advice
 from shoal.run.recipe import Recipe
-from shoal.runtime.clock import SystemClock
 from shoal.runtime.text import install_command, shoal_command
 
 
@@ -155,25 +152,33 @@ TINY = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 ONE_TASK = "tasks = [('1=', '1')]\ndef score(prompt, completion, answer):\n    return 1.0\n"
 
 
-def test_few_held_out_tasks_are_said() -> None:
-    assert [len(list(held_out_lines(Recipe(), tasks))) for tasks in (0, 1, 127, 128)] == [1, 1, 1, 0]
-    assert "no task is held out" in next(held_out_lines(Recipe(), 0))
-    never = Recipe.model_validate({"trainer": {"evaluate_every": 0}})
-    assert list(held_out_lines(never, 0)) == [], "who asks for no score misses none"
+@pytest.mark.parametrize(
+    ("tasks", "every", "said"),
+    [(0, 1, "no task is held out"), (1, 1, "only 1 task;"), (127, 1, "only 127 tasks;"), (128, 1, ""), (0, 0, "")],
+)
+def test_few_held_out_tasks_are_said(tasks: int, every: int, said: str) -> None:
+    environment = SimpleNamespace(tasks=lambda _split: [None] * tasks)
+    recipe = Recipe.model_validate({"trainer": {"evaluate_every": every}})
+    assert [said in line for line in advice(recipe, environment, False)] == ([True] if said else [])
 
 
 def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(monkeypatch: Patch, capsys: Capture) -> None:
     """33.6 M tokens of 32 B weights: 8 GPUs of 266 TFLOP/s train for 3,027 s, one of 160 checks for 13,422 s."""
     large = ModelSize(parameters=32 * 10**9, payload_bytes=64 * 10**9)
     monkeypatch.setattr("shoal.run.preflight.announced_size", lambda _recipe: large)
+    environment = SimpleNamespace(tasks=lambda _split: [None] * 128)
     run, words = {"groups_per_step": 256, "group_size": 16, "max_new_tokens": 32768}, "and about 5 validators keep up"
     recipes = [
         Recipe.model_validate({"run": run, "trainer": {"processes": 8}, "validator": {"count": count}})
         for count in (1, 4, 5)
     ]
-    assert [[words in line for line in validator_lines(recipe)] for recipe in recipes] == [[True], [True], []]
+    assert [[words in line for line in advice(recipe, environment, False)] for recipe in recipes] == [
+        [True],
+        [True],
+        [],
+    ]
     large = ModelSize()
-    assert list(validator_lines(recipes[0])) == [], "nothing is known of a model that is not here"
+    assert list(advice(recipes[0], environment, False)) == [], "nothing is known of a model that is not here"
     large = ModelSize(parameters=32 * 10**9)
     assert main(["run", str(TINY), "--dry-run", "--set", "trainer.processes=8"]) == 0
     assert words in capsys.readouterr().err
@@ -223,13 +228,3 @@ def test_told_to_stop_before_a_command_listens_it_was_stopped() -> None:
     told = "m.app = lambda **_: os.kill(os.getpid(), signal.SIGTERM)"
     code = f"import os, signal, sys; import shoal.cli.main as m; {told}; sys.exit(m.main())"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 130
-
-
-def test_a_changed_environment_is_refused_before_anything_is_started(tmp_path: Path) -> None:
-    folder, tasks = make_folder(tmp_path / "run"), Tasks()
-    refuse_changed(folder, tasks)  # nothing has begun
-    Hub(hub_config(folder), SystemClock()).close()
-    refuse_changed(folder, tasks)
-    tasks.digest = "f" * 64
-    with pytest.raises(ConfigError, match=r"has changed since the run in .*run began: put it back, or start a new run"):
-        refuse_changed(folder, tasks)

@@ -16,8 +16,17 @@ from kit.cli import NODE, report, status, wait
 from kit.scene import Memory, at_step, process, verdict, worker
 from shoal.protocol import NodeState, NodeView, RunStatus
 from shoal.run.launch import steps_in, summary
-from shoal.run.progress import History, labels, sparkline, verdict_line, waits_line
-from shoal.run.watchdog import Reporter, StatusPoller, Watchdog, fetch_status
+from shoal.run.progress import (
+    History,
+    Reporter,
+    StatusPoller,
+    Watchdog,
+    fetch_status,
+    labels,
+    sparkline,
+    verdict_line,
+    waits_line,
+)
 from shoal.runtime.clock import ManualClock
 
 # ── history ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ import pytest
 from kit.cli import report, status, wait
 from kit.scene import at_step, process, worker
 from shoal.protocol import LedgerHead, NodeView, OwnerOrders, RunStatus
-from shoal.run.watchdog import Watchdog, blame, troubles
+from shoal.run.progress import Watchdog, blame, troubles
 from shoal.runtime.supervise import Ending, ProcessView
 
 HUB = process("hub", pid=None)

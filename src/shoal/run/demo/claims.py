@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.resources import files
@@ -25,7 +25,7 @@ from shoal.ledger import Account, fold
 from shoal.protocol import LedgerEntry, NodeState, PolicyManifest, load_key
 from shoal.run.demo.recount import Recount, recount
 from shoal.run.folder import RunFolder
-from shoal.run.launch import METRICS
+from shoal.run.launch import METRICS, held_out_of
 from shoal.run.ledger.check import check_place, leave_ledger
 from shoal.run.ledger.places import FolderPlace
 from shoal.run.recipe import Recipe
@@ -61,12 +61,8 @@ class Cast:
     cheat: Cheat
 
 
-@dataclass(frozen=True)
-class Standing:
-    """The accounts of all nodes, and when the banned ones were banned."""
-
-    accounts: Mapping[str, Account]
-    banned_at_ms: Mapping[str, int]
+Accounts = Mapping[str, Account]
+"""Of all nodes, by node id: credit by the ledger, the rest by the hub's rows."""
 
 
 def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
@@ -80,17 +76,17 @@ def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
     return Claim("it learned", rise >= least_rise, sentence)
 
 
-def cheater_caught(entries: Sequence[LedgerEntry], standing: Standing, cast: Cast) -> Claim:
+def cheater_caught(entries: Sequence[LedgerEntry], accounts: Accounts, banned_at_ms: int, cast: Cast) -> Claim:
     """The cheater was banned, and for what it did."""
     name, who = "the cheater", f"{cast.cheater_name} ({cast.cheat.what})"
-    account = standing.accounts.get(cast.cheater, Account())
+    account = accounts.get(cast.cheater, Account())
     if not account.banned:
         return Claim(name, False, f"{who} was not caught: {account.accepted} accepted, {account.rejected} rejected")
     code = account.reason.partition(":")[0]
     if code not in cast.cheat.reasons:
         expected = " or ".join(sorted(cast.cheat.reasons))
         return Claim(name, False, f"{who} was banned for {account.reason}, not for {expected}")
-    after_s = (standing.banned_at_ms[cast.cheater] - entries[0].at_ms) / 1000
+    after_s = (banned_at_ms - entries[0].at_ms) / 1000
     sentence = (
         f"{who} was banned {after_s:.0f} s after the hub began, for {account.reason}; {account.rejected} rejected"
     )
@@ -102,9 +98,9 @@ def cheater_caught(entries: Sequence[LedgerEntry], standing: Standing, cast: Cas
     return Claim(name, True, f"{sentence}, {passed}")
 
 
-def honest_unpunished(standing: Standing, cast: Cast) -> Claim:
+def honest_unpunished(accounts: Accounts, cast: Cast) -> Claim:
     """No honest worker lost a group, let alone its place; and each did something."""
-    of = {name: standing.accounts.get(node, Account()) for name, node in cast.honest.items()}
+    of = {name: accounts.get(node, Account()) for name, node in cast.honest.items()}
     punished = [
         f"{name}: {account.rejected} rejected{f', banned: {account.reason}' if account.banned else ''}"
         for name, account in of.items()
@@ -138,24 +134,20 @@ def make_room(path: Path, facts: dict[str, object]) -> None:
     """An empty, marked folder at `path`; an earlier demo there is replaced."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is not a folder; choose another with --dir")
-    if path.exists() and any(ensure_folder(path).iterdir()):
-        _clear(path)
+    if path.exists() and any(path.iterdir()):
+        if not (path / MARK).is_file():
+            raise ConfigError(f"the folder {path} is not empty and not an earlier demo's; choose another with --dir")
+        if Path.cwd().is_relative_to(path.resolve()):
+            raise ConfigError(f"this is called from within {path}, which it replaces: go elsewhere, or use --dir")
+        with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):
+            for lock in path.glob("*/.lock"):  # a supervisor that was killed leaves processes that take a moment to end
+                FolderLock(lock.parent).acquire(StopToken(), LOCK_WAIT_S).release()
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                raise resource_error("replace the earlier demo in", path, error) from error
     ensure_folder(path)
     write_atomically(path / MARK, json.dumps(facts, indent=2).encode() + b"\n")
-
-
-def _clear(path: Path) -> None:
-    if not (path / MARK).is_file():
-        raise ConfigError(f"the folder {path} is not empty and not an earlier demo's; choose another with --dir")
-    if Path.cwd().is_relative_to(path.resolve()):
-        raise ConfigError(f"this is called from within {path}, which it replaces: go to another folder, or use --dir")
-    with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):
-        for lock in path.glob("*/.lock"):  # a supervisor that was killed leaves processes that need a moment to end
-            FolderLock(lock.parent).acquire(StopToken(), LOCK_WAIT_S).release()
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            raise resource_error("replace the earlier demo in", path, error) from error
 
 
 def demo_recipe(seed: int, staleness: int, steps: int) -> Recipe:
@@ -181,26 +173,22 @@ RECOUNT_S = 180.0
 
 
 def check(folder: RunFolder, cast: Cast, stop: StopToken) -> Iterator[Claim]:
-    scores = [float(row["held_out"]) for row in MetricsLog(folder.path / METRICS).rows() if "held_out" in row]
-    entries, standing = standing_of(folder.path)
+    scores = list(held_out_of(MetricsLog(folder.path / METRICS).rows()).values())
+    entries, accounts, banned_at_ms = standing_of(folder.path)
     yield learned(scores)
-    yield cheater_caught(entries, standing, cast)
-    yield honest_unpunished(standing, cast)
-    yield _decided("the records", lambda: _records(folder, entries))
-    if not stop.is_set():
-        export = folder.path / "trainer" / "export"
-        claimed = scores[-1] if scores else None
-        yield _decided(
-            "the model", lambda: model_scores_as_claimed(claimed, recount(export, folder.recipe, RECOUNT_S, stop))
-        )
-
-
-def _decided(name: str, decide: Callable[[], Claim]) -> Claim:
-    """The claim, or that it cannot be upheld, and why."""
+    yield cheater_caught(entries, accounts, banned_at_ms.get(cast.cheater, 0), cast)
+    yield honest_unpunished(accounts, cast)
     try:
-        return decide()
+        yield _records(folder, entries)
     except ShoalError as error:
-        return Claim(name, False, str(error))
+        yield Claim("the records", False, str(error))
+    if stop.is_set():
+        return
+    try:
+        counted = recount(folder.path / "trainer" / "export", folder.recipe, RECOUNT_S, stop)
+        yield model_scores_as_claimed(scores[-1] if scores else None, counted)
+    except ShoalError as error:
+        yield Claim("the model", False, str(error))
 
 
 def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
@@ -219,8 +207,8 @@ def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
     )
 
 
-def standing_of(path: Path) -> tuple[list[LedgerEntry], Standing]:
-    """The ledger, and what became of every node: credit by the ledger, the rest by the hub's rows."""
+def standing_of(path: Path) -> tuple[list[LedgerEntry], Accounts, dict[str, int]]:
+    """The ledger, what became of every node, and when the banned ones were banned."""
     with closing(FolderPlace(path)) as place:
         entries = list(place.entries())
         accounts, banned_at_ms = fold(entries).by_node, {}
@@ -230,7 +218,7 @@ def standing_of(path: Path) -> tuple[list[LedgerEntry], Standing]:
             if account.banned:
                 refused = place.reader.submissions_of(row.node, refused=True, limit=1)
                 banned_at_ms[row.node] = refused[0].decided_at_ms or 0 if refused else row.registered_at_ms
-    return entries, Standing(accounts, banned_at_ms)
+    return entries, accounts, banned_at_ms
 
 
 def signed_manifest(folder: RunFolder) -> PolicyManifest:

@@ -10,14 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shoal.environments import EnvironmentSettings, Task, build
+from shoal.environments import build
 from shoal.errors import DeadlineExceeded, ModelError, ShoalError
 from shoal.run.recipe import Recipe
 from shoal.runtime.clock import SystemClock
@@ -36,27 +35,10 @@ class Recount(BaseModel):
     tasks: int
 
 
-class Question(BaseModel):
-    """All that the other process is told."""
-
-    export: Path
-    environment: EnvironmentSettings
-    tasks: int
-    max_new_tokens: int
-    threads: int = 1
-
-
 def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> Recount:
     """Score the model in `export` on the recipe's held-out tasks, as many as the trainer uses."""
-    question = Question(
-        export=export.absolute(),
-        environment=recipe.environment,
-        tasks=recipe.trainer.evaluate_tasks,
-        max_new_tokens=recipe.run.max_new_tokens,
-        threads=recipe.trainer.threads,
-    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "shoal.run.demo.recount", question.model_dump_json()],
+        [sys.executable, "-m", "shoal.run.demo.recount", str(export.absolute()), recipe.model_dump_json()],
         stdin=subprocess.PIPE,  # closed when this process is gone, and then the other one ends, too
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -84,38 +66,33 @@ def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> 
 # ── the process that answers ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def score(question: Question, stop: StopToken) -> Recount:
-    environment = build(question.environment)
-    split = environment.tasks("held_out")
-    tasks = [split[index] for index in range(min(question.tasks, len(split)))]
-    values = [environment.score(task, text).value for task, text in _completions(question, tasks, stop)]
-    return Recount(score=sum(values) / len(values), tasks=len(values))
-
-
-def _completions(question: Question, tasks: Sequence[Task], stop: StopToken) -> Iterator[tuple[Task, str]]:
-    """Greedy completions as texts. What the model's own generation settings say beside the end token does not count."""
+def score(export: Path, recipe: Recipe, stop: StopToken) -> Recount:
+    """By greedy completions. What the model's own generation settings say beside the end token does not count."""
     import torch
     from transformers import GenerationConfig
 
-    torch.set_num_threads(question.threads)
-    model, tokenizer = _load(question.export)
+    environment, values = build(recipe.environment), list[float]()
+    split = environment.tasks("held_out")
+    tasks = [split[index] for index in range(min(recipe.trainer.evaluate_tasks, len(split)))]
+    torch.set_num_threads(recipe.trainer.threads)
+    model, tokenizer = _load(export)
     end = model.generation_config.eos_token_id
     end = end[0] if isinstance(end, list) else end
     tokenizer.padding_side = "left"  # a completion follows the last column
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=question.max_new_tokens, eos_token_id=end, pad_token_id=tokenizer.pad_token_id
+        do_sample=False, max_new_tokens=recipe.run.max_new_tokens, eos_token_id=end, pad_token_id=tokenizer.pad_token_id
     )
     for start in range(0, len(tasks), PROMPTS_AT_ONCE):
         if stop.is_set():
             raise DeadlineExceeded(f"stopped ({stop.reason})")
         some = tasks[start : start + PROMPTS_AT_ONCE]
-        prompts = [task.prompt for task in some]
-        encoded = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+        encoded = tokenizer([task.prompt for task in some], add_special_tokens=False, padding=True, return_tensors="pt")
         output = model.generate(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"])
         for task, row in zip(some, output[:, encoded["input_ids"].shape[1] :].tolist(), strict=True):
             ids = row[: row.index(end)] if end in row else row
-            yield task, tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            values.append(environment.score(task, tokenizer.decode(ids, clean_up_tokenization_spaces=False)).value)
+    return Recount(score=sum(values) / len(values), tasks=len(values))
 
 
 def _load(export: Path) -> tuple[Any, Any]:
@@ -137,6 +114,8 @@ if __name__ == "__main__":
     stop = StopToken()
     follow_supervisor(stop)
     try:
-        sys.stdout.write(score(Question.model_validate_json(sys.argv[1]), stop).model_dump_json() + "\n")
+        sys.stdout.write(
+            score(Path(sys.argv[1]), Recipe.model_validate_json(sys.argv[2]), stop).model_dump_json() + "\n"
+        )
     except ShoalError as error:
         sys.exit(str(error))

@@ -15,8 +15,18 @@ from shoal.errors import LedgerError, LedgerForked, UserError
 from shoal.ledger import Chain, Keys, Pin, Proofs, Shares, fold, shares_of
 from shoal.ledger.verification import Checked, begun, check_rows, pages
 from shoal.protocol import LedgerEntry
-from shoal.run.ledger.heads import keep, load_kept, proven_fork, read_head_file, read_proof
-from shoal.run.ledger.places import FolderPlace, Place, evidence_file, head_file, open_place
+from shoal.run.ledger.places import (
+    FolderPlace,
+    Place,
+    evidence_file,
+    head_file,
+    keep,
+    load_kept,
+    open_place,
+    proven_fork,
+    read_head_file,
+    read_proof,
+)
 from shoal.run.ledger.witness import witness_pins
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.text import printable

@@ -1,52 +1,46 @@
-"""Where a ledger is read: a hub's address, a run's folder, a file that was exported.
+"""Where a ledger is read, and the head that was seen last.
 
 URL     GET /ledger, page by page; heads: the hub's signed one, and those in the manifests that the sources have
 folder  the hub's database, running or not; heads: those in the manifests in origin/
 file    one entry per line; beside it, `FILE.evidence`: the signed documents behind the rows, one line for each row
         that has some; and `FILE.head`: the hub's signed head as it was when the file was written, and the root key's
         certificate for the key that signed it
+
+~/.shoal/heads/RUN.json         written after every verification that held: whoever holds it notices a rewritten ledger
+~/.shoal/forks/RUN-INDEX.json   the proof of a fork, which anybody can check without the hub
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import httpx
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from shoal import protocol
 from shoal.client import HubClient
 from shoal.client.http import REACH, open_http
-from shoal.errors import BroadcastError, LedgerError, ProtocolError, UserError
+from shoal.errors import BroadcastError, ConfigError, LedgerError, LedgerForked, ProtocolError, ShoalError, UserError
 from shoal.hub.service.context import orders_of
 from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_blobs, open_storage
-from shoal.ledger import Pin, head_of
+from shoal.ledger import ForkProof, Keys, Pin, check_fork, head_of
 from shoal.ledger.verification import Rows
-from shoal.protocol import (
-    Calibration,
-    Evidence,
-    LedgerEntry,
-    LedgerHead,
-    Message,
-    SignedDocument,
-    document_hash,
-    first_problem,
-    open_document,
-    sign_document,
-)
 from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
 from shoal.run.folder import RunFolder, hub_of
-from shoal.run.ledger.heads import CertifiedHead
+from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.exchange import limited, read_body
+from shoal.runtime.files import ensure_folder, home, make_home, write_atomically
 from shoal.runtime.targets import TargetRefused, check_url
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, MAX_WITNESS_BYTES, read_head, read_manifest
 from shoal.shardcast.tree import HEAD, Tree, manifest_key, parse_label, witness_key
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=protocol.Message)
 
 PAGE = 1000
 ASK_S = 10.0
@@ -76,12 +70,12 @@ class Place(Rows):
     def signed_head(self) -> CertifiedHead | None:
         """The hub's own head, signed, if it can be had."""
 
-    def certificates(self) -> tuple[SignedDocument, ...]:
+    def certificates(self) -> tuple[protocol.SignedDocument, ...]:
         """What the root key signed for this run's keys, as far as it is at hand beside the rows."""
         found = self.signed_head()
         return () if found is None else found.certificates
 
-    def trusted(self, run: str, last: LedgerEntry) -> LedgerHead | None:
+    def trusted(self, run: str, last: protocol.LedgerEntry) -> protocol.LedgerHead | None:
         """What may be remembered once everything was verified up to `last`: no more than somebody answers for."""
         return head_of(run, last)
 
@@ -119,19 +113,19 @@ class HubPlace(Place):
         super().__init__(self._client.url, self._run.info.root_key)
         self._head = self._client.signed_ledger_head()
 
-    def entries(self) -> Iterator[LedgerEntry]:
+    def entries(self) -> Iterator[protocol.LedgerEntry]:
         """Up to the head that was signed last: a running run continues meanwhile."""
         return served_rows(self._client, -1, int(self._head.document["index"]))
 
-    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
-        after, last, found = entries[0].index - 1, entries[-1].index, dict[int, Evidence]()
+    def evidence(self, entries: Sequence[protocol.LedgerEntry]) -> dict[int, protocol.Evidence]:
+        after, last, found = entries[0].index - 1, entries[-1].index, dict[int, protocol.Evidence]()
         while after < last:
             limit = min(MAX_EVIDENCE_PER_PAGE, last - after)
             found |= {each.row: each for each in self._client.evidence(after, limit).evidence}
             after += limit
         return found
 
-    def certificates(self) -> tuple[SignedDocument, ...]:
+    def certificates(self) -> tuple[protocol.SignedDocument, ...]:
         return self._run.info.certificates
 
     def witnessed(self, public_key: str) -> list[bytes]:
@@ -143,7 +137,7 @@ class HubPlace(Place):
         self._head = self._client.signed_ledger_head()  # after every other head: those of an honest hub are not ahead
         if found is None:
             self.notes.append("no source of this run could be asked for policy manifests, which carry heads")
-        head = LedgerHead.model_validate(self._head.document)
+        head = protocol.LedgerHead.model_validate(self._head.document)
         return [Pin(head, "the hub's signed head", self._head), *(found or ())]
 
     def signed_head(self) -> CertifiedHead | None:
@@ -185,7 +179,7 @@ class HubPlace(Place):
         self._client.close()
 
 
-def served_rows(client: HubClient, after: int, last: int) -> Iterator[LedgerEntry]:
+def served_rows(client: HubClient, after: int, last: int) -> Iterator[protocol.LedgerEntry]:
     """The rows behind `after` up to `last` as a hub serves them. Each must be the next one: otherwise it could answer
     with the same page for ever."""
     while after < last and (page := client.ledger(after, PAGE).entries):
@@ -212,7 +206,7 @@ def _body(http: httpx.Client, url: str, max_bytes: int, extensions: dict[str, ob
 
 def _pins_of(manifests: Iterable[bytes], run: str, key: str) -> list[Pin]:
     """The heads in manifests, if they are as the run's trainer signed them."""
-    read = [(read_manifest(data, run, key), SignedDocument.model_validate_json(data)) for data in manifests]
+    read = [(read_manifest(data, run, key), protocol.SignedDocument.model_validate_json(data)) for data in manifests]
     return [
         Pin(manifest.ledger_head, f"{MANIFEST}{manifest.policy.label}", signed)
         for manifest, signed in read
@@ -238,16 +232,16 @@ class FolderPlace(Place):
         self._view.close()
         self.reader = self._view.enter_context(self._storage.read())
 
-    def entries(self) -> Iterator[LedgerEntry]:
+    def entries(self) -> Iterator[protocol.LedgerEntry]:
         after = -1
         while page := self.reader.ledger_after(after, PAGE):
             yield from page
             after = page[-1].index
 
-    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
+    def evidence(self, entries: Sequence[protocol.LedgerEntry]) -> dict[int, protocol.Evidence]:
         return {each.row: each for each in evidence_of(self.reader, entries)}
 
-    def certificates(self) -> tuple[SignedDocument, ...]:
+    def certificates(self) -> tuple[protocol.SignedDocument, ...]:
         return self._folder.certificate("hub"), self._folder.certificate("trainer")
 
     def witnessed(self, public_key: str) -> list[bytes]:
@@ -270,10 +264,12 @@ class FolderPlace(Place):
 
     def signed_head(self) -> CertifiedHead | None:
         """Signed with the hub's key, which is in the folder."""
-        signed = sign_document(head_of(self._folder.run_id, self.reader.ledger_last()), self._folder.key("hub"))
+        signed = protocol.sign_document(
+            head_of(self._folder.run_id, self.reader.ledger_last()), self._folder.key("hub")
+        )
         return CertifiedHead(head=signed, certificates=(self._folder.certificate("hub"),))
 
-    def kept(self, submission: str) -> tuple[SignedDocument, bytes]:
+    def kept(self, submission: str) -> tuple[protocol.SignedDocument, bytes]:
         """The lease of a submission as it was signed, and the bytes that were submitted."""
         row = self.reader.submission(submission)
         holding = None if row is None else self.reader.holding(row.lease)
@@ -281,16 +277,18 @@ class FolderPlace(Place):
             raise LedgerError(f"the hub has no submission {submission[:16]}…")
         settings = self._folder.recipe.hub
         blobs = open_blobs(settings.storage, settings.storage_endpoint, self._folder.path / "hub" / "blobs")
-        return SignedDocument.model_validate_json(holding.lease.document), blobs.get(submission)
+        return protocol.SignedDocument.model_validate_json(holding.lease.document), blobs.get(submission)
 
-    def calibration(self, digest: str) -> Calibration | None:
+    def calibration(self, digest: str) -> protocol.Calibration | None:
         """What this calibration says, as a validator or the owner signed it; None if it is not kept, or is none."""
         text = self.reader.setting(f"calibration/{digest}")
-        if text is None or document_hash(text) != digest:
+        if text is None or protocol.document_hash(text) != digest:
             return None
         certificates = [*self._folder.certificates, *orders_of(self.reader).certificates]
         keys = {str(each.document["public_key"]) for each in certificates if each.document.get("role") == "validator"}
-        return open_document(SignedDocument.model_validate_json(text), Calibration, {self._folder.root_key, *keys})
+        return protocol.open_document(
+            protocol.SignedDocument.model_validate_json(text), protocol.Calibration, {self._folder.root_key, *keys}
+        )
 
     def balances(self) -> dict[str, tuple[int, int]] | None:
         """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""
@@ -312,18 +310,18 @@ class FilePlace(Place):
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         self.path = path
-        self._head: LedgerHead | None = None
-        self._documents: Iterator[Evidence] | None = None
-        self._ahead: Evidence | None = None
+        self._head: protocol.LedgerHead | None = None
+        self._documents: Iterator[protocol.Evidence] | None = None
+        self._ahead: protocol.Evidence | None = None
 
-    def entries(self) -> Iterator[LedgerEntry]:
-        return _lines(self.path, LedgerEntry, "a ledger entry")
+    def entries(self) -> Iterator[protocol.LedgerEntry]:
+        return _lines(self.path, protocol.LedgerEntry, "a ledger entry")
 
-    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
+    def evidence(self, entries: Sequence[protocol.LedgerEntry]) -> dict[int, protocol.Evidence]:
         """Read on as far as these rows go; the file has them in order."""
         if self._documents is None:
-            self._documents = _lines(evidence_file(self.path), Evidence, "evidence of a ledger row")
-        found: dict[int, Evidence] = {}
+            self._documents = _lines(evidence_file(self.path), protocol.Evidence, "evidence of a ledger row")
+        found: dict[int, protocol.Evidence] = {}
         while (each := self._ahead or next(self._documents, None)) is not None:
             self._ahead = each if each.row > entries[-1].index else None
             if self._ahead is not None:
@@ -351,7 +349,7 @@ class FilePlace(Place):
         except (OSError, ValidationError) as error:
             raise LedgerError(f"{head_file(self.path)} is damaged, or no head of an export: {error}") from error
 
-    def trusted(self, run: str, last: LedgerEntry) -> LedgerHead | None:  # noqa: ARG002  no row behind it is proven
+    def trusted(self, run: str, last: protocol.LedgerEntry) -> protocol.LedgerHead | None:  # noqa: ARG002  no row behind it is proven
         return self._head
 
 
@@ -372,6 +370,160 @@ def _lines(path: Path, kind: type[M], what: str) -> Iterator[M]:
                 number += 1
                 yield kind.model_validate_json(line)
     except ValidationError as error:
-        raise LedgerError(f"{path}, line {number}: not {what}: {first_problem(error)}") from error
+        raise LedgerError(f"{path}, line {number}: not {what}: {protocol.first_problem(error)}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+MAX_ROWS = 100_000
+"""Rows between the two statements that a proof may hold: with more it would be too long to hand on."""
+START = b'{\n  "run"'
+
+
+class KeptHead(BaseModel):
+    """What is remembered of a run's ledger."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    root_key: str
+    index: int
+    hash: str
+    seen_ms: int
+    signed: protocol.SignedDocument | None = None
+
+    @property
+    def head(self) -> protocol.LedgerHead:
+        return protocol.LedgerHead(run=self.run, index=self.index, hash=self.hash)
+
+
+class CertifiedHead(BaseModel):
+    """What lies beside an exported ledger: the hub's signed head, and what the root key says of the key that signed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    head: protocol.SignedDocument
+    certificates: tuple[protocol.SignedDocument, ...]
+
+    def opened(self, run: str, root_key: str, source: str) -> protocol.LedgerHead:
+        """The head, if a hub of this very run signed it. The run's id holds the root key's fingerprint."""
+        try:
+            certificates = [
+                protocol.open_document(each, protocol.RoleCertificate, root_key) for each in self.certificates
+            ]
+            keys = {each.public_key for each in certificates if (each.run, each.role) == (run, "hub")}
+            return protocol.open_document(self.head, protocol.LedgerHead, keys)
+        except ProtocolError as error:
+            raise LedgerError(f"{source} was not signed by a hub of run {run}: {error}") from error
+
+
+def kept_path(run: str) -> Path:
+    return home() / "heads" / f"{Path(run).name}.json"
+
+
+def load_kept(run: str) -> KeptHead | None:
+    path = kept_path(run)
+    try:
+        return KeptHead.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise ConfigError(
+            f"cannot read the kept head {path}: {error}; restore it, or remove it to begin anew"
+        ) from error
+
+
+def keep(
+    root_key: str,
+    head: protocol.LedgerHead,
+    signed: protocol.SignedDocument | None = None,
+    clock: Clock = SystemClock(),
+) -> None:
+    """Remember the newest head that was verified, unless a newer one is known; `signed`: as the hub signed it."""
+    known = load_kept(head.run)
+    if known is not None and known.index >= head.index:
+        return
+    statement = signed if signed is not None and signed.document.get("index") == head.index else None
+    kept = KeptHead(
+        run=head.run, root_key=root_key, index=head.index, hash=head.hash, seen_ms=clock.now_ms(), signed=statement
+    )
+    make_home()
+    ensure_folder(kept_path(head.run).parent)
+    write_atomically(kept_path(head.run), kept.model_dump_json(indent=2).encode() + b"\n")
+
+
+def read_head_file(path: Path, run: str) -> list[Pin]:
+    """Heads that you kept: as `GET /ledger/head` answers, as one lies beside an export or is kept here, as a witness
+    signed it, or a worker's `heads.jsonl`. Whose signatures they have does not matter: you vouch for them yourself."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the head {path}: {error.strerror}") from error
+    many = path.suffix == ".jsonl"  # without a line that was being written when its machine stopped
+    lines = data[: data.rfind(b"\n") + 1].splitlines() if many else [data]
+    found = [pin for line in lines if (pin := _pin(line, f"--head {path}")) is not None]
+    if not found:
+        raise ConfigError(f"{path} is no ledger head: neither as a hub or a witness signs it nor as shoal keeps it")
+    return [pin for pin in found if pin.head.run == run or not many]
+
+
+def _pin(data: bytes, source: str) -> Pin | None:
+    for kind in (KeptHead, CertifiedHead, protocol.SignedDocument):
+        with suppress(ValidationError):
+            found = kind.model_validate_json(data)
+            if isinstance(found, KeptHead):
+                return Pin(found.head, source, found.signed)
+            signed = found.head if isinstance(found, CertifiedHead) else found
+            named = signed.document.get("ledger") if signed.kind == protocol.Receipt.kind else signed.document
+            return Pin(protocol.LedgerHead.model_validate(named, extra="ignore"), source, signed)
+    return None
+
+
+# ── ~/.shoal/forks/RUN-INDEX.json: the proof of a fork, which anybody can check without the hub ──────────────────────
+
+
+def proven_fork(place: Place, keys: Keys, error: LedgerForked) -> str:
+    """Write down what proves a fork, if what is at hand does; what to add to the error."""
+    head = place.signed_head()
+    if head is None or not isinstance(error.statement, protocol.SignedDocument):
+        return ""
+    certificates = {str(each.document.get("public_key")): each for each in place.certificates()} | keys.certificates
+    rows = (entry for entry in place.entries() if entry.index >= error.index)
+    try:
+        path = save_proof(keys, tuple(certificates.values()), error.statement, head.head, list(islice(rows, MAX_ROWS)))
+    except ShoalError as nothing:  # a hub that does not help to prove it does not hide it, either
+        return f" ({nothing})"
+    return f". The proof is in {path}: it needs nobody's word; check it with shoal ledger verify {path}"
+
+
+def save_proof(
+    keys: Keys,
+    certificates: tuple[protocol.SignedDocument, ...],
+    first: protocol.SignedDocument,
+    second: protocol.SignedDocument,
+    entries: list[protocol.LedgerEntry],
+) -> Path:
+    """The file with the proof; raises `LedgerError` if it is none. `entries`: the second one's rows."""
+    last = second.document.get("index")
+    between = tuple(entry for entry in entries if isinstance(last, int) and entry.index <= last)
+    proof = ForkProof(
+        run=keys.run, root_key=keys.root_key, certificates=certificates, first=first, second=second, entries=between
+    )
+    check_fork(proof)
+    path = home() / "forks" / f"{Path(keys.run).name}-{entries[0].index if entries else 0}.json"
+    ensure_folder(path.parent)
+    write_atomically(path, proof.model_dump_json(indent=2).encode() + b"\n")
+    return path
+
+
+def read_proof(path: Path) -> str | None:
+    """What a proof shows, if the file is one rather than a ledger; raises `LedgerError` if it shows nothing."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.read(len(START)) != START:  # entries are one per line
+            return None
+    try:
+        return check_fork(ForkProof.model_validate_json(path.read_bytes()))
+    except ValidationError as error:
+        raise LedgerError(f"{path} is no proof of a fork: {error}") from error

@@ -44,7 +44,13 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
     states: dict[str, int] = {"same": 0, "different": 0, "unknown": 0}
     reason = ""
     with closing(FolderPlace(path)) as place, tempfile.TemporaryDirectory() as cache:
-        drawn = _drawn(place, sample, seed)
+        rows: dict[str, LedgerEntry] = {}  # accepted units, one row of each submission
+        for entry in place.entries():
+            if entry.kind in ("credit", "pending"):
+                rows.setdefault(str(entry.body["submission"]), entry)
+        if not rows:
+            raise UserError("no unit was accepted yet: there is nothing to recheck")
+        drawn = random.Random(seed).sample(list(rows.values()), min(TRIES * sample, len(rows)))
         with _machinery(folder, validator_config(folder, 0), Path(cache), stop) as (judge, shelf):
 
             def limits(digest: str) -> Profiles | None:
@@ -69,17 +75,6 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
         raise LedgerError(f"{states['different']} verdicts are others now: they were wrong, or this machine is")
     if not states["same"]:
         raise UserError("nothing could be rechecked, so nothing is shown: see above why")
-
-
-def _drawn(place: FolderPlace, sample: int, seed: int) -> list[LedgerEntry]:
-    """Accepted units by lot, one of each submission; more than wanted, as not all can be rechecked."""
-    rows: dict[str, LedgerEntry] = {}
-    for entry in place.entries():
-        if entry.kind in ("credit", "pending"):
-            rows.setdefault(str(entry.body["submission"]), entry)
-    if not rows:
-        raise UserError("no unit was accepted yet: there is nothing to recheck")
-    return random.Random(seed).sample(list(rows.values()), min(TRIES * sample, len(rows)))
 
 
 def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShelf) -> Rechecked:

@@ -20,22 +20,12 @@ from pathlib import Path
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from shoal import protocol
 from shoal.client import HubClient
 from shoal.errors import ConfigError, HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
 from shoal.ledger import Chain, Keys, Pin
-from shoal.protocol import (
-    LedgerEntry,
-    LedgerHead,
-    SignedDocument,
-    SigningKey,
-    WitnessedHead,
-    load_or_create_key,
-    open_document,
-    sign_document,
-)
 from shoal.run.folder import hub_of
-from shoal.run.ledger.heads import MAX_ROWS, save_proof
-from shoal.run.ledger.places import Place, download, served_rows
+from shoal.run.ledger.places import MAX_ROWS, Place, download, save_proof, served_rows
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.lock import FolderLock
@@ -55,8 +45,8 @@ class Seen(BaseModel):
 
     run: str
     root_key: str
-    last: LedgerEntry
-    head: SignedDocument
+    last: protocol.LedgerEntry
+    head: protocol.SignedDocument
 
 
 @dataclass
@@ -69,10 +59,10 @@ class Witness:
     clock: Clock = field(default_factory=SystemClock)
 
     def __post_init__(self) -> None:
-        self.key: SigningKey = load_or_create_key(self.folder / "witness.key")
+        self.key: protocol.SigningKey = protocol.load_or_create_key(self.folder / "witness.key")
         self._path = self.folder / "seen.json"
 
-    def look(self) -> WitnessedHead:
+    def look(self) -> protocol.WitnessedHead:
         """Check that the ledger has only grown, then sign for its newest row and publish that."""
         run, seen = self.client.trusted_run(), self._seen()
         keys = Keys(run.run, run.info.root_key)
@@ -82,15 +72,15 @@ class Witness:
         last = self._grown(keys, seen, signed)
         now = Seen(run=keys.run, root_key=keys.root_key, last=last, head=signed)
         write_atomically(self._path, now.model_dump_json(indent=2).encode() + b"\n")
-        witnessed = WitnessedHead(run=keys.run, index=last.index, hash=last.hash, at_ms=self.clock.now_ms())
-        document = sign_document(witnessed, self.key).model_dump_json().encode() + b"\n"
+        witnessed = protocol.WitnessedHead(run=keys.run, index=last.index, hash=last.hash, at_ms=self.clock.now_ms())
+        document = protocol.sign_document(witnessed, self.key).model_dump_json().encode() + b"\n"
         for folder in self.out:
             Tree(folder).write(witness_key(self.key.public_key), document)
         return witnessed
 
-    def _grown(self, keys: Keys, seen: Seen | None, signed: SignedDocument) -> LedgerEntry:
+    def _grown(self, keys: Keys, seen: Seen | None, signed: protocol.SignedDocument) -> protocol.LedgerEntry:
         """The last row, if everything since last time follows from what was there then."""
-        head, before = LedgerHead.model_validate(signed.document), None if seen is None else seen.last
+        head, before = protocol.LedgerHead.model_validate(signed.document), None if seen is None else seen.last
         try:
             if before is not None and head.index < before.index:
                 raise LedgerError(f"the ledger ends at row {head.index}; it had {before.index}: it was rolled back")
@@ -104,7 +94,7 @@ class Witness:
             raise LedgerError("the ledger is empty: not even the run is written down")
         return chain.last
 
-    def _proof(self, keys: Keys, seen: Seen | None, signed: SignedDocument, head: LedgerHead) -> str:
+    def _proof(self, keys: Keys, seen: Seen | None, signed: protocol.SignedDocument, head: protocol.LedgerHead) -> str:
         if seen is None or head.index < seen.last.index:
             return ""
         try:
@@ -162,13 +152,15 @@ def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()
     pins = []
     for data in found:
         try:
-            signed = SignedDocument.model_validate_json(data)
-            head = open_document(signed, WitnessedHead, key)
+            signed = protocol.SignedDocument.model_validate_json(data)
+            head = protocol.open_document(signed, protocol.WitnessedHead, key)
         except (ValidationError, ProtocolError) as error:
             place.notes.append(f"what was found as signed by witness {key[:16]}… is not: {error}")
             continue
         if head.run == run:
-            pins.append(Pin(LedgerHead(run=run, index=head.index, hash=head.hash), f"witness {key[:16]}…", signed))
+            pins.append(
+                Pin(protocol.LedgerHead(run=run, index=head.index, hash=head.hash), f"witness {key[:16]}…", signed)
+            )
     if not pins:
         raise LedgerError(
             f"nothing that witness {key[:16]}… signed was found: the run's sources do not have it. Name the address "

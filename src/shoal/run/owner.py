@@ -1,5 +1,6 @@
-"""Orders of a run's owner: made, signed, sent to the hub (`shoal admin`).
+"""Keys of people and machines: made, shown, carried elsewhere, vouched for; and the signed orders of a run's owner.
 
+    owner.key (kept at home) ── vouch ──► node.key of machine 1, 2, 3 …    credit adds up under the owner
     keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions, relays, revoke (of a validator)
     keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
 
@@ -9,7 +10,11 @@ place of the old (keys/NAME.old.key) ─► the process is restarted ─► the 
 
 from __future__ import annotations
 
+import getpass
+import os
 import secrets
+import string
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,32 +22,135 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from shoal import protocol
 from shoal.client import HubClient
-from shoal.errors import ConfigError, UserError
-from shoal.protocol import (
-    AdminAction,
-    AdminRequest,
-    AdminVerb,
-    Calibration,
-    MeasuredKind,
-    PolicyRef,
-    Role,
-    SignedDocument,
-    SigningKey,
-    document_hash,
-    load_key,
-    load_or_create_key,
-    sign_document,
-)
-from shoal.protocol.identity import check_public_key
+from shoal.errors import ConfigError, KeyFileError, ProtocolError, UserError
+from shoal.protocol.identity import check_public_key, store_key
 from shoal.run.folder import ADMIN, RunFolder, hub_of
 from shoal.runtime.clock import SystemClock
+from shoal.runtime.files import write_atomically
 from shoal.runtime.text import shoal_command
 
+PASSPHRASE = "SHOAL_PASSPHRASE"
+NODE_HEX = 32
+PUBLIC_KEY_HEX = 64
+MAX_FILE_BYTES = 64 * 1024
+
+
+def key_path(where: Path) -> Path:
+    """The key file that is meant: the file itself, or the node.key of a worker's folder."""
+    return where / "node.key" if where.is_dir() else where
+
+
+def new_key(where: Path) -> list[str]:
+    """Make a key, unless there is one; the lines say who it is."""
+    path = key_path(where)
+    if path.exists():
+        return [f"there is a key at {path} already", *describe(protocol.load_key(path))]
+    key = protocol.SigningKey.generate()
+    store_key(path, key)
+    return [f"made {path}", *describe(key)]
+
+
+def describe(key: protocol.SigningKey) -> list[str]:
+    return [f"node        {key.node}", f"public key  {key.public_key}"]
+
+
+def export_key(where: Path, out: Path | None, passphrase_file: Path | None) -> str:
+    """Seal a key with a passphrase: the text, or what to say once it is in a file that did not exist."""
+    from shoal.protocol.sealing import seal
+
+    key = protocol.load_key(key_path(where))
+    if out is not None and out.exists():
+        raise KeyFileError(f"{out} exists already and is not overwritten: choose another file")
+    text = seal(key, read_passphrase(passphrase_file, twice=True))
+    if out is None:
+        return text
+    write_atomically(out, text.encode() + b"\n", mode=0o600)
+    return f"wrote {out}; without its passphrase nobody can open it"
+
+
+def import_key(sealed: str, to: Path, passphrase_file: Path | None) -> list[str]:
+    """Open an exported key (a file, or `-` for standard input) and write it where there is none yet."""
+    from shoal.protocol.sealing import read_sealed, unseal
+
+    path = key_path(to)
+    if path.exists():
+        raise KeyFileError(f"there is a key at {path} already: it is not overwritten; move it away first")
+    text = sys.stdin.read(MAX_FILE_BYTES) if sealed == "-" else _text(Path(sealed))
+    read_sealed(text)  # what is no sealed key needs no passphrase to be told so
+    key = unseal(text, read_passphrase(passphrase_file, twice=False))
+    store_key(path, key)
+    return [f"wrote {path}", *describe(key)]
+
+
+def read_passphrase(file: Path | None, twice: bool) -> str:
+    """From the file, from SHOAL_PASSPHRASE, or asked for at the terminal."""
+    if file is not None:
+        return _text(file).rstrip("\r\n")
+    given = os.environ.get(PASSPHRASE, "")
+    if given:
+        return given
+    if not sys.stdin.isatty():
+        raise UserError(f"there is no terminal to ask for the passphrase: give --passphrase-file, or set {PASSPHRASE}")
+    passphrase = getpass.getpass("passphrase: ")
+    if twice and getpass.getpass("once more: ") != passphrase:
+        raise UserError("the two passphrases differ: nothing was written")
+    return passphrase
+
+
+def node_of(text: str) -> str:
+    """The node that is meant by a node id, a public key, a key file or a worker's folder."""
+    if set(text) <= set(string.hexdigits.lower()) and len(text) in (NODE_HEX, PUBLIC_KEY_HEX):
+        return text if len(text) == NODE_HEX else protocol.node_id(text)
+    if Path(text).exists():
+        return protocol.load_key(key_path(Path(text))).node
+    raise UserError(
+        f"{text[:80]!r} is neither a node id ({NODE_HEX} hex digits), nor a public key ({PUBLIC_KEY_HEX}), nor a key "
+        "file: on the machine in question, see: shoal key new FOLDER"
+    )
+
+
+def vouch_for(node: str, owner: protocol.SigningKey) -> protocol.SignedDocument:
+    """The owner's word that a node is theirs."""
+    return protocol.sign_document(
+        protocol.Vouch(owner=owner.public_key, node=node, issued_at_ms=SystemClock().now_ms()), owner
+    )
+
+
+def vouch_of(key: protocol.SigningKey, owner: Path | None, vouch: Path | None) -> protocol.SignedDocument | None:
+    """What a worker brings along of its owner: signed here, or read from a file; or nothing."""
+    if owner is not None and vouch is not None:
+        raise UserError("--owner and --vouch say the same thing: give one of them")
+    if owner is not None:
+        return vouch_for(key.node, protocol.load_key(key_path(owner)))
+    if vouch is None:
+        return None
+    remedy = f"make one with: shoal key vouch {key.node} --owner FILE"
+    try:
+        signed = protocol.SignedDocument.model_validate_json(_text(vouch))
+        node = protocol.open_document(signed, protocol.Vouch, signed.signed_by).node
+    except (ValidationError, ProtocolError) as error:
+        raise UserError(f"{vouch} is not a vouch: {remedy}") from error
+    if node != key.node:
+        raise UserError(f"{vouch} vouches for node {node}, but this one is {key.node}: {remedy}")
+    return signed
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open() as file:
+            return file.read(MAX_FILE_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeyFileError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
 WAIT_S = 10.0
-NO_POLICY = PolicyRef(incarnation=0, version=0, digest="0" * 64)  # an owner may open a kind before there is one
+NO_POLICY = protocol.PolicyRef(
+    incarnation=0, version=0, digest="0" * 64
+)  # an owner may open a kind before there is one
 LEAST_PREFIX = 4
-ABOUT_NODES = (AdminVerb.SUSPEND, AdminVerb.BAN, AdminVerb.PARDON)
+ABOUT_NODES = (protocol.AdminVerb.SUSPEND, protocol.AdminVerb.BAN, protocol.AdminVerb.PARDON)
 
 
 @dataclass(frozen=True)
@@ -54,10 +162,10 @@ class Order:
     target: str = ""
     reason: str = ""
     for_s: float = 0.0
-    certificates: tuple[SignedDocument, ...] = ()
+    certificates: tuple[protocol.SignedDocument, ...] = ()
     keys: Path | None = None
 
-    def signer(self, needs_root: bool = False) -> tuple[SigningKey, SignedDocument | None]:
+    def signer(self, needs_root: bool = False) -> tuple[protocol.SigningKey, protocol.SignedDocument | None]:
         """The admin's key with its certificate; the root's if it is needed, or if there is no other."""
         if self.keys is None and "://" in self.run:
             raise UserError("whose orders? give --keys FOLDER with admin.key and admin.json")
@@ -66,17 +174,17 @@ class Order:
         if needs_root or not admin.exists():
             if not root.exists():
                 raise ConfigError(f"{keys} has no root.key{'' if needs_root else ' and no admin.key'}: this needs it")
-            return load_key(root), None
+            return protocol.load_key(root), None
         try:
-            return load_key(admin), SignedDocument.model_validate_json(certificate.read_bytes())
+            return protocol.load_key(admin), protocol.SignedDocument.model_validate_json(certificate.read_bytes())
         except (OSError, ValidationError) as error:
             raise ConfigError(f"cannot read {certificate}, the certificate of {admin}: put it back") from error
 
     def send(self, needs_root: bool = False) -> str:
         """Give the order; returns what the hub says."""
-        (key, certificate), verb = self.signer(needs_root), AdminVerb(self.verb)
+        (key, certificate), verb = self.signer(needs_root), protocol.AdminVerb(self.verb)
         with closing(_client(self.run)) as client:
-            action = AdminAction(
+            action = protocol.AdminAction(
                 run=client.trusted_run().run,
                 id=secrets.token_hex(16),
                 verb=verb,
@@ -86,7 +194,9 @@ class Order:
                 certificates=self.certificates,
                 issued_at_ms=SystemClock().now_ms(),
             )
-            return client.admin(AdminRequest(action=sign_document(action, key), certificate=certificate)).message
+            return client.admin(
+                protocol.AdminRequest(action=protocol.sign_document(action, key), certificate=certificate)
+            ).message
 
 
 def _client(run: str) -> HubClient:
@@ -119,17 +229,17 @@ def calibrate(order: Order) -> str:
     profile, (root, _) = read_profile(Path(order.target)), order.signer(needs_root=True)
     with closing(_client(order.run)) as client:
         measured = profile.measured
-        kind = MeasuredKind(limits=profile.model_dump(mode="json"), tokens=measured.tokens if measured else 0)
-        made = Calibration(
+        kind = protocol.MeasuredKind(limits=profile.model_dump(mode="json"), tokens=measured.tokens if measured else 0)
+        made = protocol.Calibration(
             run=client.trusted_run().run,
             policy=client.status().policy or NO_POLICY,
             kinds={profile.key: kind},
             machines=measured.validators if measured else (),
             made_at_ms=SystemClock().now_ms(),
         )
-        signed = sign_document(made, root)
+        signed = protocol.sign_document(made, root)
         client.publish_calibration(signed)
-    return f"the run takes work of {profile.key} by calibration {document_hash(signed)}"
+    return f"the run takes work of {profile.key} by calibration {protocol.document_hash(signed)}"
 
 
 # ── whom the run trusts ──────────────────────────────────────────────────────────────────────────────────────────
@@ -140,7 +250,7 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
     folder = RunFolder.open(path)
     index = sum(name.startswith("validator-") for name in folder.trusted_roles)
     name = f"validator-{index}"
-    own = public_key or load_or_create_key(path / "keys" / f"{name}.key").public_key
+    own = public_key or protocol.load_or_create_key(path / "keys" / f"{name}.key").public_key
     _require_key(own)
     signed = folder.certify("validator", own)
     yield Order(str(path), "certify", reason=reason, certificates=(signed,)).send(needs_root=True)
@@ -162,7 +272,7 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
 def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
     """Another key for a process: trusted by the hub before anything is replaced."""
     folder = RunFolder.open(path)
-    roles: dict[str, Role] = {**folder.trusted_roles, ADMIN: "admin"}
+    roles: dict[str, protocol.Role] = {**folder.trusted_roles, ADMIN: "admin"}
     if name == "trainer":
         raise UserError(
             "the trainer's key cannot be rotated: it signs every published policy, and whoever follows the run "
@@ -171,7 +281,7 @@ def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
     if name not in roles:
         raise UserError(f"this run has no {name!r}; it has {', '.join(roles)}")
     before, keys = folder.certificate(name), path / "keys"
-    following = load_or_create_key(keys / f"{name}.next.key")  # one that an interrupted rotation left is used
+    following = protocol.load_or_create_key(keys / f"{name}.next.key")  # one that an interrupted rotation left is used
     signed = folder.certify(roles[name], following.public_key)
     yield Order(str(path), "certify", reason=reason, certificates=(before, signed)).send(needs_root=True)
     (keys / f"{name}.key").replace(keys / f"{name}.old.key")
