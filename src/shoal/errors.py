@@ -43,75 +43,56 @@ from __future__ import annotations
 
 
 class ShoalError(Exception):
-    """Base of all; `exit_code` is what a command ends with when this reaches the top."""
-
-    exit_code = 1
+    exit_code = 1  # what a command ends with when this reaches the top
 
 
 class UserError(ShoalError):
-    """The input is wrong; the message says how to fix it."""
-
     exit_code = 2
 
 
-class ConfigError(UserError):
-    """A recipe, an override or a run folder is wrong."""
+class ConfigError(UserError): ...
 
 
-class ModelError(UserError):
-    """A model folder cannot be used."""
+class ModelError(UserError): ...
 
 
-class EnvironmentSetupError(UserError):
-    """An environment cannot be built."""
+class EnvironmentSetupError(UserError): ...
 
 
-class UnusableTask(EnvironmentSetupError):
-    """A task whose row cannot be used; another one is drawn."""
+class UnusableTask(EnvironmentSetupError): ...
 
 
-class KeyFileError(UserError):
-    """A key file is missing, damaged or not private."""
+class KeyFileError(UserError): ...
 
 
 class ResourceError(ShoalError):
-    """The machine refused: a port, a folder, the disk."""
-
     exit_code = 3
 
 
-class DiskError(ResourceError):
-    """The disk is full, read-only or broken: nothing can be promised any more."""
+class DiskError(ResourceError): ...
 
 
-class ProtocolError(ShoalError):
-    """Bytes that came from elsewhere are not what the protocol says."""
+class ProtocolError(ShoalError): ...
 
 
-class CodecError(ProtocolError):
-    """A body is too large, truncated or malformed."""
+class CodecError(ProtocolError): ...
 
 
-class SignatureError(ProtocolError):
-    """A document or request is not signed by the key that it should be."""
+class SignatureError(ProtocolError): ...
 
 
-class ProofError(ProtocolError, ValueError):
-    """A proof is malformed, there are too few or too many, or a chunk is too small for one. (Also a ValueError.)"""
+class ProofError(ProtocolError, ValueError): ...
 
 
 class HubError(ShoalError):
-    """The hub could not or would not do what was asked."""
-
     exit_code = 4
 
 
-class HubUnreachable(HubError):
-    """No answer from the hub before the deadline."""
+class HubUnreachable(HubError): ...
 
 
 class HubRefused(HubError):
-    """The hub answered no. `code` is stable and for programs, the message is for people."""
+    """`code` is stable and for programs, the message is for people."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(f"{message} [{code}, HTTP {status}]")
@@ -120,60 +101,43 @@ class HubRefused(HubError):
 
 
 class ShutOut(HubRefused):
-    """The hub has banned this node: it gets no work and may hand none in."""
-
     exit_code = 6
 
 
-class BroadcastError(ShoalError):
-    """Weights did not arrive as promised."""
+class BroadcastError(ShoalError): ...
 
 
-class VersionNotFound(BroadcastError):
-    """No source has the version that was asked for."""
+class VersionNotFound(BroadcastError): ...
 
 
-class ManifestRefused(BroadcastError):
-    """A manifest that is unsigned, signed by another key, or older than one already seen."""
+class ManifestRefused(BroadcastError): ...
 
 
-class ChunkCorrupt(BroadcastError):
-    """Bytes that do not match the hash in the signed manifest."""
+class ChunkCorrupt(BroadcastError): ...
 
 
-class DeltaRefused(BroadcastError):
-    """A difference between versions is malformed, or does not give the weights that were signed."""
+class DeltaRefused(BroadcastError): ...
 
 
 class CheckpointError(ShoalError):
-    """A checkpoint that cannot be read or continued."""
-
     exit_code = 5
 
 
 class TrainingDiverged(ShoalError):
-    """A loss or gradient is not finite, or a guard has stopped the run. The message names a checkpoint that is good."""
-
     exit_code = 5
 
 
 class CanaryMissed(ShoalError):
-    """A validator let a cheat pass that it was given on purpose. Nothing that it found beside it is reported."""
-
     exit_code = 5
 
 
-class PolicyMismatch(ShoalError):
-    """Weights whose digest is not the one that was signed for: an error, never a warning."""
+class PolicyMismatch(ShoalError): ...
 
 
-class ScoringFailure(ShoalError):
-    """The scoring machinery failed. The group yields no sample; it is never scored 0 for this."""
+class ScoringFailure(ShoalError): ...
 
 
 class LedgerError(ShoalError):
-    """The hash chain does not hold, or its accounts do not."""
-
     exit_code = 5
 
 
@@ -187,10 +151,7 @@ class LedgerForked(LedgerError):
 
 
 class LeakFound(ShoalError):
-    """Tasks that were to show what a model can do unseen are in its training set."""
-
     exit_code = 5
 
 
-class DeadlineExceeded(ShoalError):
-    """A wait ended before what it waited for."""
+class DeadlineExceeded(ShoalError): ...

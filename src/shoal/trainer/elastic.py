@@ -20,7 +20,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -117,7 +116,7 @@ def _ended_by(stop: StopToken) -> Iterator[None]:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    watcher: Any = threading.Thread(target=watch, name="stop-the-group", daemon=True)
+    watcher = threading.Thread(target=watch, name="stop-the-group", daemon=True)
     watcher.start()
     try:
         yield

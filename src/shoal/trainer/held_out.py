@@ -43,15 +43,11 @@ class HeldOut:
         listed = self.page(self._since).evaluations
         found = {each.policy.version: None if each.partial else each.mean for each in listed if each.complete}
         # What a replay has not come to yet is known already; it is told with its own row.
-        later = [number for number in found if number > version]
-        awaited = [each.policy.version for each in listed if not each.complete]
-        self._since = min([*awaited, *later], default=max(found, default=self._since - 1) + 1)
-        news = {
-            number: mean
-            for number, mean in found.items()
-            if mean is not None and number <= version and self._told.get(number) != mean
-        }
-        self._told.update(news)
+        open_ones = [each.policy.version for each in listed if not each.complete or each.policy.version > version]
+        self._since = min(open_ones, default=max(found, default=self._since - 1) + 1)
+        told = {number: mean for number, mean in found.items() if mean is not None and number <= version}
+        news = dict(told.items() - self._told.items())
+        self._told |= news
         return news
 
     def last(self, version: int) -> float | None:

@@ -59,32 +59,24 @@ class Masters:
         frequencies of rotary positions would lose what tells far positions apart."""
         for own in self._model.parameters():
             own.data = own.data.to(dtype)
+
+        def hand_over(weight: Tensor, master: Tensor) -> None:
+            assert weight.grad is not None
+            if master.grad is None:
+                master.grad = weight.grad.to(torch.float32)
+            else:
+                master.grad.add_(weight.grad)
+            weight.grad = None
+
         for weight, master in zip(self._weights, self._masters, strict=True):
-            weight.register_post_accumulate_grad_hook(_hand_over(master))  # type: ignore[no-untyped-call]
+            weight.register_post_accumulate_grad_hook(partial(hand_over, master=master))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def write_back(self) -> None:
-        """The model computes with what the masters have become."""
+    def write_back(self, frozen: bool = False) -> None:
+        """The model computes with what the masters have become; if they were loaded, `frozen` weights, too."""
         torch._foreach_copy_(self._weights, self._masters)
-
-    @torch.no_grad()
-    def write_back_all(self) -> None:
-        """The same, and with what was loaded into the weights that are not trained."""
-        self.write_back()
-        for weight, exact in zip(self._untrained, self.frozen.values(), strict=True):
+        for weight, exact in zip(self._untrained, self.frozen.values(), strict=True) if frozen else ():
             weight.copy_(exact)
-
-
-def _hand_over(master: Tensor) -> Callable[[Tensor], None]:
-    def take(weight: Tensor) -> None:
-        assert weight.grad is not None
-        if master.grad is None:
-            master.grad = weight.grad.to(torch.float32)
-        else:
-            master.grad.add_(weight.grad)
-        weight.grad = None
-
-    return take
 
 
 def recompute_layers(model: Any) -> None:
@@ -98,12 +90,6 @@ def recompute_layers(model: Any) -> None:
 
     for layer in decoder_layers(model):
         layer.forward = partial(call, layer.forward)
-
-
-NOT_COMPILED = (
-    "trainer.memory.compile has no effect: packs are compiled only on a GPU, in bfloat16 (trainer.memory.precision), "
-    "with head sizes that flash attention knows; elsewhere every pack would be compiled anew"
-)
 
 
 @dataclass(frozen=True)
@@ -144,7 +130,7 @@ class Learner:
         """Overwrite the weights in place; nothing is written unless every name, shape and type is right."""
         overwrite(self.state(), tensors)
         if self.masters is not None:
-            self.masters.write_back_all()
+            self.masters.write_back(frozen=True)
 
     def moments(self) -> dict[str, Tensor]:
         """What the optimizer remembers, as `weight/slot`; empty before the first update. Not copied."""
@@ -165,9 +151,8 @@ class Learner:
 
 
 def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = None, reference: Any = None) -> Learner:
-    """A learner that has not learnt yet. The model is put in evaluation mode: dropout would be noise in the ratio. A
-    model whose weights are spread over the ranks already comes in float32 and with its `reference`, if that is another
-    model; they are not touched here."""
+    """The model is put in evaluation mode: dropout would be noise in the ratio. One whose weights are spread over the
+    ranks already comes in float32 and with its `reference`, if that is another model; they are not touched here."""
     model.eval()
     ranks = ranks or Ranks()
     masters = None
@@ -182,7 +167,10 @@ def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = Non
     if settings.memory.compile and one_program:
         compile_layers(model)
     elif settings.memory.compile:
-        log.warning(NOT_COMPILED)
+        log.warning(
+            "trainer.memory.compile has no effect: packs are compiled only on a GPU, in bfloat16 (trainer.memory."
+            "precision), with head sizes that flash attention knows; elsewhere every pack would be compiled anew"
+        )
     if settings.memory.recompute:
         recompute_layers(model)
     objective, trained = settings.objective, [weight for weight in model.parameters() if weight.requires_grad]
@@ -212,16 +200,10 @@ def cost_of(model: Any) -> Cost:
 
 
 def learning_rate(settings: TrainerSettings, step: int, minibatch: int = 0) -> float:
-    """The rate of an optimizer step: a function of its number alone, so that a resume has no schedule to restore.
-
-    >>> warming = TrainerSettings(learning_rate=1.0, warmup_steps=4, minibatches=2)
-    >>> [learning_rate(warming, step, minibatch) for step in (0, 1, 9) for minibatch in (0, 1)]
-    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    """
-    if settings.warmup_steps == 0:
-        return settings.learning_rate
+    """The rate of an optimizer step: a function of its number alone, so that a resume has no schedule to restore. Four
+    warm-up steps in two minibatches: ¼ and ½ of it in step 0, ¾ and all of it in step 1."""
     updates = step * settings.minibatches + minibatch + 1
-    return settings.learning_rate * min(1.0, updates / settings.warmup_steps)
+    return settings.learning_rate * min(1.0, updates / max(1, settings.warmup_steps))
 
 
 def starting_model(name: str, settings: TrainerSettings, device: str | None = None) -> LoadedModel:
@@ -233,11 +215,10 @@ def starting_model(name: str, settings: TrainerSettings, device: str | None = No
 
 
 def choose_device(wanted: str) -> str:
-    if wanted == "cuda" and not torch.cuda.is_available():
+    found = torch.cuda.is_available()
+    if wanted == "cuda" and not found:
         raise ConfigError('trainer.device is "cuda", but torch finds no GPU here; set it to "cpu" or "auto"')
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
+    return "cuda" if found and wanted != "cpu" else "cpu"
 
 
 def make_deterministic(settings: TrainerSettings) -> None:

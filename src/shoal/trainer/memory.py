@@ -30,7 +30,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from shoal.engines.memory import cached_token_bytes
 from shoal.errors import ResourceError
-from shoal.models.folder import model_folder, read_files
 from shoal.models.load import DTYPES, model_from_files
 from shoal.models.logprobs import GPU_TILE_ELEMENTS, TILE_ELEMENTS
 from shoal.models.lora import adapted_layers
@@ -106,24 +105,41 @@ def shape_of(files: Mapping[str, bytes], settings: TrainerSettings) -> Shape:
 
 def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda") -> Plan:
     """What each of so many processes needs, for micro-batches as the settings say, or one sequence of `longest`."""
-    tokens, on_host = max(settings.micro_batch_tokens, longest), kind == "cpu"
-    rounds = settings.publish_dtype == "bfloat16" and settings.lora is None
+    tokens, on_host, alone = max(settings.micro_batch_tokens, longest), kind == "cpu", processes == 1
+    width, table = shape.dtype.itemsize, shape.vocabulary * shape.hidden
+    stored = shape.weights * (width if alone else 4)  # spread weights are float32, rounded when gathered
+    fixed = {
+        "weights": stored // processes,
+        "masters": 4 * shape.trained if alone and width < 4 else 0,
+        "gradients": 4 * shape.trained // processes,
+        "moments": 8 * shape.trained // processes,
+        # With adapters it is the model itself, computed without them.
+        "reference": stored // processes if settings.objective.kl > 0 and settings.lora is None else 0,
+        # Two layers, since the next one is fetched meanwhile; gradients of one before they are summed, in float32.
+        "gathered": 0 if alone else (2 * shape.largest_layer + shape.outside_layers) * width + 4 * shape.largest_layer,
+    }
     # Host memory of the first process for saving and publishing (`Copies`): weights that are published in another type
     # than they are saved in are there in both. On a GPU the largest weight leaves it gathered and rounded.
+    rounds = settings.publish_dtype == "bfloat16" and settings.lora is None
     copied = {"copy of the state": 4 * shape.weights + 8 * shape.trained}
     copied |= {"published copy": 2 * shape.weights} if rounds else {}
-    copying = ((4 if processes > 1 else 0) + (2 if rounds else 0)) * shape.vocabulary * shape.hidden
+    copying = ((0 if alone else 4) + (2 if rounds else 0)) * table
     kept = shape.activation_bytes * tokens
     # glibc seldom puts an aligned block where one of the same size was, so that what layers compute by the way leaves
     # holes, whether they are recomputed or not. Larger blocks leave none.
-    mapped = tokens * shape.hidden * shape.dtype.itemsize >= MAPPED_BYTES
-    holes = {} if mapped else {"holes": int(HOLES * kept)}
-    if settings.memory.compile and kind == "cuda" and shape.dtype.itemsize == 2:
+    holes = {} if tokens * shape.hidden * width >= MAPPED_BYTES else {"holes": int(HOLES * kept)}
+    if settings.memory.compile and kind == "cuda" and width == 2:
         kept = int(kept * COMPILED)
     if settings.memory.recompute:
-        kept = shape.layers * shape.hidden * shape.dtype.itemsize * tokens + kept // shape.layers
+        kept = shape.layers * shape.hidden * width * tokens + kept // shape.layers
+    # The kernels of a GPU make fewer tables than are counted, by more than the gradient of the head's weights. A CPU
+    # has that gradient before it is added to the one that is there, and 16-bit weights in float32.
+    tile = 4 * min(TILE_ELEMENTS if on_host else GPU_TILE_ELEMENTS, tokens * shape.vocabulary)
+    head = 2 * 4 * tokens * shape.hidden + TILES * tile
+    if on_host:
+        head += (settings.objective.entropy > 0) * tile + ((settings.lora is None) + (width < 4)) * 4 * table
     device = {
-        **_fixed(shape, settings, processes), "activations": kept, "head": _head(shape, settings, tokens, kind),
+        **{name: size for name, size in fixed.items() if size}, "activations": kept, "head": head,
         **(copied | holes if on_host else {"copying": copying}), "torch itself": CONTEXT_BYTES[kind],
     }  # fmt: skip
     return Plan(device, {} if on_host else copied)
@@ -133,27 +149,25 @@ def alternatives(
     shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda"
 ) -> dict[str, Plan]:
     """What the same training takes with one setting changed; only changes that save memory."""
-    memory = settings.memory
+
+    def planned(count: int = processes, of: Shape = shape, memory: Mapping[str, Any] = {}, **changes: Any) -> Plan:
+        changes["memory"] = settings.memory.model_copy(update=memory)
+        return plan(of, settings.model_copy(update=changes), count, longest, kind)
+
     smaller = max(longest, settings.micro_batch_tokens // 4)
-    changed: dict[str, dict[str, Any]] = {
-        "trainer.memory.recompute=true": {"memory": memory.model_copy(update={"recompute": True})},
-        f"trainer.micro_batch_tokens={smaller}": {"micro_batch_tokens": smaller},
+    found = {
+        "trainer.memory.recompute=true": planned(memory={"recompute": True}),
+        f"trainer.micro_batch_tokens={smaller}": planned(micro_batch_tokens=smaller),
     }
     if kind == "cuda":
-        changed["trainer.memory.compile=true"] = {"memory": memory.model_copy(update={"compile": True})}
-    found = {
-        words: plan(shape, settings.model_copy(update=update), processes, longest, kind)
-        for words, update in changed.items()
-    }
+        found["trainer.memory.compile=true"] = planned(memory={"compile": True})
     for count in (2 * processes, 4 * processes, 8 * processes):
-        found[f"trainer.processes={count}"] = plan(shape, settings, count, longest, kind)
-    if memory.precision == "float32":
-        narrow = settings.model_copy(update={"memory": memory.model_copy(update={"precision": "bfloat16"})})
+        found[f"trainer.processes={count}"] = planned(count)
+    if settings.memory.precision == "float32":
         # Half the bytes; those that are kept in float32 whatever the type make the saving a little smaller.
         halved = replace(shape, activation_bytes=int(shape.activation_bytes * 0.6), dtype=torch.bfloat16)
-        found['trainer.memory.precision="bfloat16"'] = plan(halved, narrow, processes, longest, kind)
-    now = plan(shape, settings, processes, longest, kind).total
-    return {words: other for words, other in found.items() if other.total < now}
+        found['trainer.memory.precision="bfloat16"'] = planned(of=halved, memory={"precision": "bfloat16"})
+    return {words: other for words, other in found.items() if other.total < planned().total}
 
 
 def available(settings: TrainerSettings, processes: int) -> tuple[str, int]:
@@ -164,30 +178,25 @@ def available(settings: TrainerSettings, processes: int) -> tuple[str, int]:
 
 
 @contextmanager
-def within_memory(model: str, settings: TrainerSettings, processes: int) -> Iterator[None]:
-    """Load and train a model inside: what cannot fit, and what does not after all, is a message with the numbers."""
-    folder = model_folder(model)
-    files, weight_bytes = read_files(folder), sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    refuse_what_cannot_fit(files, weight_bytes, settings, processes)
-    with out_of_memory_in_words(settings, files, processes):
-        yield
-
-
-def refuse_what_cannot_fit(
-    files: Mapping[str, bytes], weight_bytes: int, settings: TrainerSettings, processes: int
-) -> None:
-    """Before weights are loaded: a message with the numbers instead of an allocation that fails. Only what is certain
-    refuses: weights, gradients and moments. An estimate that is too large is a warning. Models that are small for this
-    machine, by `weight_bytes` on disk, are not looked at."""
+def within_memory(
+    settings: TrainerSettings, files: Mapping[str, bytes], processes: int, weight_bytes: int = 0
+) -> Iterator[None]:
+    """Load and train a model inside: what cannot fit, and what does not after all, is a `ResourceError` with the
+    numbers. Before weights are loaded only what is certain refuses: weights, gradients and moments; an estimate that is
+    too large is a warning. Models that are small for this machine, by `weight_bytes` on disk, are not looked at."""
     kind, memory_bytes = available(settings, processes)
-    if weight_bytes * SMALL < memory_bytes:
-        return
-    shape = shape_of(files, settings)
-    planned = plan(shape, settings, processes, kind=kind)
-    if planned.certain > memory_bytes:
-        raise ResourceError(does_not_fit(planned, memory_bytes))
-    if planned.total > memory_bytes:
-        log.warning("training may run out of memory: %s", does_not_fit(planned, memory_bytes))
+    if weight_bytes * SMALL >= memory_bytes:
+        planned = plan(shape_of(files, settings), settings, processes, kind=kind)
+        if planned.certain > memory_bytes:
+            raise ResourceError(does_not_fit(planned, memory_bytes))
+        if planned.total > memory_bytes:
+            log.warning("training may run out of memory: %s", does_not_fit(planned, memory_bytes))
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        planned = plan(shape_of(files, settings), settings, processes, kind=kind)
+        first = str(error).strip().splitlines()[0]
+        raise ResourceError(f"out of memory ({first}): {does_not_fit(planned, memory_bytes)}") from error
 
 
 def does_not_fit(planned: Plan, memory_bytes: int) -> str:
@@ -198,47 +207,6 @@ def does_not_fit(planned: Plan, memory_bytes: int) -> str:
         f"{memory_bytes / GIB:.1f} GiB; `shoal plan RECIPE` says what would fit: trainer.memory.recompute, fewer "
         "trainer.micro_batch_tokens, more trainer.processes, or [trainer.lora]"
     )
-
-
-@contextmanager
-def out_of_memory_in_words(settings: TrainerSettings, files: Mapping[str, bytes], processes: int) -> Iterator[None]:
-    """A device that has no room left is a `ResourceError` with the numbers, not a trace."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        kind, memory_bytes = available(settings, processes)
-        planned = plan(shape_of(files, settings), settings, processes, kind=kind)
-        first = str(error).strip().splitlines()[0]
-        raise ResourceError(f"out of memory ({first}): {does_not_fit(planned, memory_bytes)}") from error
-
-
-def _fixed(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str, int]:
-    """What is there all the time. Spread weights are float32 and are rounded when they are gathered."""
-    width, alone = shape.dtype.itemsize, processes == 1
-    stored = shape.weights * (width if alone else 4)
-    parts = {
-        "weights": stored // processes,
-        "masters": 4 * shape.trained if alone and width < 4 else 0,
-        "gradients": 4 * shape.trained // processes,
-        "moments": 8 * shape.trained // processes,
-        # With adapters it is the model itself, computed without them.
-        "reference": stored // processes if settings.objective.kl > 0 and settings.lora is None else 0,
-        # Two layers, since the next one is fetched meanwhile; gradients of one before they are summed, in float32.
-        "gathered": 0 if alone else (2 * shape.largest_layer + shape.outside_layers) * width + 4 * shape.largest_layer,
-    }
-    return {name: size for name, size in parts.items() if size}
-
-
-def _head(shape: Shape, settings: TrainerSettings, tokens: int, kind: str) -> int:
-    """The kernels of a GPU make fewer tables than are counted, by more than the gradient of the head's weights."""
-    states = 2 * 4 * tokens * shape.hidden
-    if kind == "cuda":
-        return TILES * 4 * min(GPU_TILE_ELEMENTS, tokens * shape.vocabulary) + states
-    tiles = TILES + (settings.objective.entropy > 0)
-    # The gradient of its weights before it is added to the one that is there, and 16-bit weights in float32.
-    copies = (settings.lora is None) + (shape.dtype.itemsize < 4)
-    weights = copies * 4 * shape.vocabulary * shape.hidden
-    return tiles * 4 * min(TILE_ELEMENTS, tokens * shape.vocabulary) + states + weights
 
 
 def _kept_bytes(model: Any) -> int:

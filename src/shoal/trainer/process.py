@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from shoal.client import ClientOptions, HubClient, RegularHeartbeat
-from shoal.errors import DeadlineExceeded, ShoalError
+from shoal.errors import DeadlineExceeded
+from shoal.models.folder import model_folder, read_files
 from shoal.protocol import RunInfo
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.lock import FolderLock
@@ -19,9 +21,9 @@ from shoal.trainer.export import hub_name
 from shoal.trainer.learner import make_deterministic, new_learner, starting_model
 from shoal.trainer.loop import TrainingParts, TrainingRun
 from shoal.trainer.memory import within_memory
-from shoal.trainer.ranks import RankGroup, join_ranks, lost_peer
+from shoal.trainer.ranks import RankGroup, join_ranks, lost_peers
 from shoal.trainer.record import Tracked, open_trackers, require_trackers
-from shoal.trainer.settings import TrainerConfig, in_group
+from shoal.trainer.settings import TrainerConfig
 from shoal.trainer.shards import Actions, lead, leading_actions
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,9 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
         try:
             hub.register("trainer", "trainer", config.certificate)
             info = hub.run_info()
-            with within_memory(config.model, settings, ranks.world if ranks else 1):
+            folder = model_folder(config.model)
+            weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+            with within_memory(settings, read_files(folder), ranks.world if ranks else 1, weight_bytes):
                 run = TrainingRun(_parts(config, hub, info, ranks), stop)
                 with RegularHeartbeat(hub, HEARTBEAT_S, run.activity, lambda _reply: None):
                     run.run()
@@ -58,16 +62,13 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
 @contextmanager
 def _in_ranks() -> Iterator[RankGroup | None]:
     """The other processes that `torchrun` has started, of which this is the first; None without it."""
-    if not in_group():
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
     ranks = join_ranks()
     try:
-        yield ranks
-    except RuntimeError as error:
-        if not lost_peer(error):
-            raise
-        raise ShoalError(f"the trainer has lost another of its {ranks.world} processes: {error}") from error
+        with lost_peers(ranks):
+            yield ranks
     finally:
         ranks.end()
 

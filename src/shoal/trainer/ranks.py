@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from shoal.errors import DeadlineExceeded, ResourceError
+from shoal.errors import DeadlineExceeded, ResourceError, ShoalError
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
@@ -91,11 +92,13 @@ class RankGroup(Ranks):
         self._store = store
         self._messages = 0
 
-    def total(self, values: Tensor) -> Tensor:
-        return self._reduced(values, dist.ReduceOp.SUM)
+    def total(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        reduced = values.detach().clone()
+        dist.all_reduce(reduced, operation)
+        return reduced
 
     def peak(self, values: Tensor) -> Tensor:
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self.total(values, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
         return bool(self.peak(torch.tensor([int(flag)], dtype=torch.int64)).item())
@@ -117,9 +120,8 @@ class RankGroup(Ranks):
     def receive(self, stop: StopToken, silence_s: float, clock: Clock = SystemClock()) -> bytes | None:
         """The next message of rank 0; None if there will be none, or this process is told to stop."""
         key, end_s = f"message-{self._messages}", clock.monotonic_s() + silence_s
-        pause = threading.Event()
         while not self._store.check([key]):
-            pause.wait(LISTEN_S)
+            time.sleep(LISTEN_S)
             now_s = clock.monotonic_s()
             if stop.is_set():
                 end_s = min(end_s, now_s + GRACE_S)
@@ -161,11 +163,6 @@ class RankGroup(Ranks):
         """Let go of the group; the others are expected to do the same."""
         dist.destroy_process_group()
 
-    def _reduced(self, values: Tensor, operation: Any) -> Tensor:
-        reduced = values.detach().clone()
-        dist.all_reduce(reduced, operation)
-        return reduced
-
 
 def join_ranks(collective_s: float = COLLECTIVE_S) -> RankGroup:
     """Meet the other processes; what `torchrun` put into the environment says who and where they are."""
@@ -194,7 +191,14 @@ def _ended_at_once() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone, which is no fault of this one."""
-    said = str(error)
-    return isinstance(error, dist.DistError) or "gloo" in said or "Connection closed by peer" in said
+@contextmanager
+def lost_peers(ranks: RankGroup) -> Iterator[None]:
+    """A collective that failed because another process is gone is no fault of this one."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if not (isinstance(error, dist.DistError) or "gloo" in said or "Connection closed by peer" in said):
+            raise
+        lost = f"rank {ranks.rank} of the trainer has lost another of its {ranks.world} processes: {error}"
+        raise ShoalError(lost) from error

@@ -244,11 +244,6 @@ def own_rank(values: Mapping[str, str] = os.environ) -> int | None:
     return int(values["RANK"]) if "RANK" in values and "WORLD_SIZE" in values else None
 
 
-def in_group(values: Mapping[str, str] = os.environ) -> bool:
-    """Whether there are other processes beside this one."""
-    return own_rank(values) is not None and int(values["WORLD_SIZE"]) > 1
-
-
 def report_to_agent(why: str) -> None:
     """In a rank that ends: why, left where its agent looks for it. Does nothing in a process that has no agent."""
     if path := os.environ.get(ERROR_FILE):

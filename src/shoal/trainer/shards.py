@@ -28,19 +28,19 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from shoal.errors import CheckpointError, CodecError, ShoalError
+from shoal.errors import CheckpointError
 from shoal.models.load import DTYPES, LoadedModel, model_from_files
 from shoal.models.packed import decoder_layers
 from shoal.runtime.stop import StopToken
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copied, Copies, StoredCheckpoint
 from shoal.trainer.learner import Learner, choose_device, make_deterministic, new_learner
-from shoal.trainer.memory import out_of_memory_in_words
-from shoal.trainer.ranks import COLLECTIVE_S, RUN_METHOD, RankGroup, Ranks, join_ranks, lost_peer
+from shoal.trainer.memory import within_memory
+from shoal.trainer.ranks import COLLECTIVE_S, RUN_METHOD, RankGroup, Ranks, join_ranks, lost_peers
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.step import StepWork, Stopped, look_back, train_step
 
@@ -70,18 +70,10 @@ class Restore(msgspec.Struct, frozen=True, tag=True):
     folder: str
 
 
-Command = Begin | Train | Look | Copy | Restore
-
-
-def _send(ranks: Ranks, command: Command) -> None:
+def _send(ranks: Ranks, command: Begin | Train | Look | Copy | Restore) -> None:
     """Rank 0: let the others do the same next. Costs nothing if there are none."""
     if ranks.world > 1:
         ranks.send(msgspec.msgpack.encode(command))
-
-
-def _received(ranks: RankGroup, stop: StopToken, silence_s: float) -> Command | None:
-    message = ranks.receive(stop, silence_s)
-    return None if message is None else msgspec.msgpack.decode(message, type=Command)
 
 
 @dataclass(frozen=True)
@@ -125,30 +117,25 @@ def run_rank(stop: StopToken) -> None:
     """Be one of the other ranks, until rank 0 says that it is over, or `stop` is set."""
     ranks = join_ranks()
     try:
-        follow(ranks, stop)
-        ranks.leave()
+        with lost_peers(ranks):
+            follow(ranks, stop)
+            ranks.leave()
     except Stopped:
         log.info("rank %d stopped (%s)", ranks.rank, stop.reason or "told by another")
-    except RuntimeError as error:
-        if not lost_peer(error):
-            raise
-        raise ShoalError(f"rank {ranks.rank} has lost another trainer process: {error}") from error
 
 
 def follow(ranks: RankGroup, stop: StopToken) -> None:
     """Do what rank 0 commands, to the end."""
-    begin = _received(ranks, stop, COLLECTIVE_S)
-    if begin is None:
+    if (message := ranks.receive(stop, COLLECTIVE_S)) is None:
         return
-    if not isinstance(begin, Begin):
-        raise CodecError(f"rank 0 began with {type(begin).__name__}; do all ranks run the same version of shoal?")
+    begin = msgspec.msgpack.decode(message, type=Begin)
     settings = TrainerSettings.model_validate_json(begin.settings)
     make_deterministic(settings)
     ranks.use(choose_device(settings.device))
-    with out_of_memory_in_words(settings, begin.files, ranks.world):
+    with within_memory(settings, begin.files, ranks.world):
         learner = _learner(None, settings, begin.files, ranks)
-        while (command := _received(ranks, stop, WAITS * settings.batch_deadline_s)) is not None:
-            match command:
+        while (message := ranks.receive(stop, WAITS * settings.batch_deadline_s)) is not None:
+            match msgspec.msgpack.decode(message, type=Train | Look | Copy | Restore):
                 case Train(work=work):
                     train_step(learner, work, stop.is_set)
                 case Look(work=work):
@@ -157,8 +144,6 @@ def follow(ranks: RankGroup, stop: StopToken) -> None:
                     _send_rows(learner, with_training)
                 case Restore(folder=folder):
                     restore_shard(learner, Path(folder), ranks)
-                case _:
-                    raise CodecError(f"rank 0 said {type(command).__name__} in the middle of a run")
 
 
 def _learner(whole: Any, settings: TrainerSettings, files: Mapping[str, bytes], ranks: RankGroup) -> Learner:
@@ -219,9 +204,8 @@ def own_rows(tensor: Tensor, ranks: RankGroup) -> tuple[Tensor, slice]:
 
 
 @torch.no_grad()
-def _send_weights(whole: nn.Module | None, model: FSDPModule, ranks: RankGroup) -> None:
+def _send_weights(whole: nn.Module | None, model: nn.Module, ranks: RankGroup) -> None:
     """One tensor at a time, so that no device ever holds more than its shard and the largest of them."""
-    assert isinstance(model, nn.Module)
     theirs = dict([*whole.named_parameters(), *whole.named_buffers()]) if whole is not None else {}
     for name, own in [*model.named_parameters(), *model.named_buffers()]:
         if whole is None:

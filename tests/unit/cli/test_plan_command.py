@@ -169,20 +169,20 @@ def test_help_and_mistakes_need_no_torch() -> None:
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(files: Mapping[str, bytes], monkeypatch: Patch) -> None:
     monkeypatch.setattr(memory, "available", lambda *_: ("cuda", 2 * GIB))
     with pytest.raises(ResourceError, match=r"takes about .* GiB on each device \(weights 0.8.*moments .*2.0 GiB") as e:
-        memory.refuse_what_cannot_fit(files, GIB, settings(), processes=1)
+        memory.within_memory(settings(), files, 1, weight_bytes=GIB).__enter__()
     assert e.value.exit_code == 3
-    memory.refuse_what_cannot_fit(files, 1000, settings(), processes=1)  # small on disk: not looked at
+    memory.within_memory(settings(), files, 1, weight_bytes=1000).__enter__()  # small on disk: not looked at
 
 
 def test_an_estimate_alone_refuses_nothing(files: Mapping[str, bytes], monkeypatch: Patch, caplog: Logs) -> None:
     monkeypatch.setattr(memory, "available", lambda *_: ("cuda", 6 * GIB))
-    memory.refuse_what_cannot_fit(files, GIB, settings(), processes=1)
+    memory.within_memory(settings(), files, 1, weight_bytes=GIB).__enter__()
     assert "training may run out of memory" in caplog.text
 
 
 def test_running_out_of_memory_becomes_a_message_with_the_numbers(files: Mapping[str, bytes]) -> None:
     said = r"out of memory \(CUDA out of memory.*training takes about"
-    with pytest.raises(ResourceError, match=said), memory.out_of_memory_in_words(settings(), files, processes=1):
+    with pytest.raises(ResourceError, match=said), memory.within_memory(settings(), files, processes=1):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
 
