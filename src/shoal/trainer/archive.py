@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.protocol import Batch, TrainingBatch, TrainingRollout, unpack_tokens
-from shoal.runtime.files import ensure_folder, resource_error, write_atomically
+from shoal.runtime.files import ensure_folder, write_atomically
 
 TEXT, COUNT, TOKENS = pa.string(), pa.int64(), pa.list_(pa.int32())
 # `sample` is the rollout's place in its group; `given` start, length, … of the tokens that a tool said.
@@ -45,12 +45,8 @@ class RolloutArchive:
 
     def open(self) -> None:
         """Make the folder, and remove what a trainer that was killed left half-written."""
-        ensure_folder(self.folder)
-        try:
-            for left in self.folder.glob(".step-*.parquet.*"):
-                left.unlink()
-        except OSError as error:
-            raise resource_error("clean up", self.folder, error) from error
+        for left in ensure_folder(self.folder).glob(".step-*.parquet.*"):
+            left.unlink(missing_ok=True)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:05d}.parquet"
@@ -69,14 +65,14 @@ def as_table(batch: Batch, rollouts: TrainingBatch, decode: Decode) -> Any:
     said: list[TrainingRollout] = [rollout for group in rollouts.groups for rollout in group.rollouts]
     columns: dict[str, Any] = {name: [] for name in SCHEMA.names}
     for written, group in zip(batch.groups, rollouts.groups, strict=True):
-        count, age = len(group.rollouts), batch.step - group.version
         same = {
             "step": batch.step, "unit": group.unit, "task": group.task, "node": written.node, "version": group.version,
-            "staleness": age, "prompt": decode(group.prompt_ids.tolist()), "prompt_ids": group.prompt_ids,
+            "staleness": batch.step - group.version, "prompt": decode(group.prompt_ids.tolist()),
+            "prompt_ids": group.prompt_ids,
         }  # fmt: skip
         for name, value in same.items():
-            columns[name] += [value] * count
-        columns["sample"] += range(count)
+            columns[name] += [value] * len(group.rollouts)
+        columns["sample"] += range(len(group.rollouts))
     columns |= {
         "completion": [decode(each.token_ids.tolist()) for each in said], "finish": [each.finish for each in said],
         "reward": [each.reward for each in said], "prompt_ids": _lists(columns["prompt_ids"], pa.int32()),

@@ -7,23 +7,17 @@
                                       ▲         archive                   thread
                                       └─────────── next step ◄──┘               … the last: look back ─► export
 
-Beside training: what a step is trained on is put down for people (`archive`), rows are reported, checkpoints written,
-versions published (`publisher`), held-out scores measured by validators (`held_out`). In front of it: the copy of the
-weights (`Copies`), the row in the metrics, and the wait for the batch, which is only asked for when it is wanted: the
-hub writes a batch down when it is asked for, and rollouts would be older than they need be.
-
-Who waits for whom: the trainer waits for the batch of its step (up to `batch_deadline_s`, naming what the hub waits
-for), and before it writes the row of a step for the version that the step began with to be out. Workers never wait for
-the trainer as long as the staleness bound has room.
-
-The order that a crash anywhere relies on, one after the other for every version n:
+Beside training, rows are reported, checkpoints written and versions published (`publisher`); validators measure
+held-out scores. The batch is only asked for when it is wanted: the hub writes it down then, and rollouts would be older
+than they need be. The trainer waits for it up to `batch_deadline_s`, naming what the hub waits for, and before it
+writes the row of a step for the version that the step began with to be out. Workers never wait for the trainer as long
+as the staleness bound has room. The order that a crash anywhere relies on, one after the other for every version n:
 
     row n-1 in the metrics ─► report n-1 at the hub ─► checkpoint n durable ─► n at the origin ─► n announced ─► row n
 
 So a version goes out only if its checkpoint (where one is due) is durable, and the newest checkpoint is at most one
-version ahead of the hub; rows of steps that a resume trains again are dropped by it, and reported again. The newest
-checkpoint is loaded, the batches written down since then are trained on again, and what comes out is compared with
-what was published (`publisher`).
+version ahead of the hub. A resume loads it, trains on the batches written down since then again (their rows are
+dropped, and reported again), and compares what comes out with what was published.
 
 Guards judge what a step begins with. So that nothing ends as a model unjudged, the last version looks back at the batch
 that it was made of before it is saved, published and exported.
@@ -78,8 +72,7 @@ class TrainingParts:
     clock: Clock = field(default_factory=SystemClock)
     actions: Actions = field(default_factory=Actions)
     trackers: Trackers = field(default_factory=Trackers)
-    # Tells the weights that the run begins with from others.
-    start: Callable[[], str] = lambda: ""
+    start: Callable[[], str] = lambda: ""  # tells the weights that the run begins with from others
 
 
 class TrainingRun:
@@ -116,7 +109,7 @@ class TrainingRun:
         refuse_foreign(self._parts.folder / "export")
         self._archive.open()
         published = self._parts.hub.status().policy
-        self._publisher = self._new_publisher(self._resume(published), published)
+        self._publisher = self._resume(published)
         try:
             while published is not None and self.version < published.version:
                 self._advance()  # a replay: the batches are those of the first time
@@ -134,9 +127,9 @@ class TrainingRun:
             self._parts.trackers.close()
             self._publisher.close()
 
-    def _resume(self, published: PolicyRef | None) -> int:
-        """Load the newest checkpoint, if there is one; returns the incarnation to continue with."""
-        parts, stored = self._parts, self._store.newest()
+    def _resume(self, published: PolicyRef | None) -> Publisher:
+        """Load the newest checkpoint, if there is one; a publisher that continues with its incarnation."""
+        parts, stored, settings, head = self._parts, self._store.newest(), self._settings, self._parts.origin.head()
         incarnation = published.incarnation if published else 0
         held = parts.learner.reference is not None
         hold_start(parts.folder, parts.start, begins=stored is None, needed=held)
@@ -155,15 +148,11 @@ class TrainingRun:
             incarnation = max(incarnation, progress.incarnation)
             log.info("resuming at version %d from %s", self.version, stored.folder)
         self._watch.rows = self._record.resume(self.version)
-        return incarnation
-
-    def _new_publisher(self, incarnation: int, published: PolicyRef | None) -> Publisher:
-        parts, head, settings = self._parts, self._parts.origin.head(), self._settings
-        seen = [ref.version for ref in (published, head.policy if head else None) if ref is not None]
+        out = [ref.version for ref in (published, head.policy if head else None) if ref is not None]
         return Publisher(
             origin=parts.origin, hub=parts.hub, record=self._record, store=self._store, files=parts.files,
             dtype=settings.publish_dtype, key=parts.key, run=self._info.run, incarnation=incarnation,
-            republished_until=max(seen, default=-1), deadline_s=settings.batch_deadline_s, clock=parts.clock,
+            republished_until=max(out, default=-1), deadline_s=settings.batch_deadline_s, clock=parts.clock,
         )  # fmt: skip
 
     def _advance(self) -> None:
@@ -205,18 +194,16 @@ class TrainingRun:
         """Copy this version. The publisher's thread reports the rows before it, saves it if that is due, publishes it.
         Nothing that the thread uses changes before it is done: the next copy waits for it."""
         self._publisher.wait()
+        # Whether it is to be in a checkpoint and is in none; one that is measured may be the best.
+        version, may_be_best = self.version, self._settings.keep_best > 0 and self._is_measured(self.version)
+        asked_for = version % self._chosen.checkpoint_every == 0 or version == self._info.steps
+        save = version != self._saved and (asked_for or may_be_best)
         with self._stopwatch.lap("copy_s"):
-            self._copied = self._parts.actions.copies.take(self._parts.learner, self._is_save_due())
+            self._copied = self._parts.actions.copies.take(self._parts.learner, save)
         if self._copied.captured is not None:
             self._saved = self.version
         rows, scores = self._record.take(), dict(self._record.scores)
         self._publisher.submit(self.version, self._copied, rows, scores, publish)
-
-    def _is_save_due(self) -> bool:
-        """Whether this version is to be in a checkpoint and is in none; one that is measured may be the best."""
-        version, settings = self.version, self._settings
-        asked_for = version % self._chosen.checkpoint_every == 0 or version == self._info.steps
-        return version != self._saved and (asked_for or (settings.keep_best > 0 and self._is_measured(version)))
 
     def _batch_of(self, step: int) -> tuple[Batch, TrainingBatch]:
         """The written-down batch of a step and its rollouts."""

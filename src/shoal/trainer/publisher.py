@@ -52,14 +52,10 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Publisher:
-    """Publishes one version at a time in its own thread. Its failures are raised in the main one.
-
-    `files` describe the model, `incarnation` is the one to begin with. Up to version `republished_until` a digest
-    conflict is expected to be possible: that version, or one before it, was out before this process started. Past it a
-    conflict means a second trainer, and is an error. `worked_s` is how long the thread worked on the version that went
-    out last: what would have held up training. Of that, `saved_s` went by before it was published: reports, and the
-    checkpoint if one was due.
-    """
+    """Publishes one version at a time in its own thread; its failures are raised in the main one. `incarnation` is the
+    one to begin with. Versions up to `republished_until` were out before this process started: past it a conflict of
+    digests means a second trainer, and is an error. `worked_s` is how long the thread worked on the version that went
+    out last, `saved_s` the part before it was published: reports, and the checkpoint if one was due."""
 
     origin: Origin
     hub: HubClient
@@ -127,8 +123,9 @@ class Publisher:
         manifest = None if content is None else self._publish(version, content)
         self.worked_s, self.saved_s = self.clock.monotonic_s() - began_s, saved_s
         if manifest is not None:
-            said = "policy %s is out: %.2f s for reports and a checkpoint if due, %.2f s to publish %.3g GB"
-            log.info(said, manifest.policy.label, saved_s, self.worked_s - saved_s, manifest.size_bytes / 1e9)
+            log.info(
+                "policy %s is out: %.3g GB in %.2f s", manifest.policy.label, manifest.size_bytes / 1e9, self.worked_s
+            )
         return manifest
 
     def _publish(self, version: int, content: Content) -> PolicyManifest:

@@ -40,30 +40,19 @@ class ObjectiveSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     normalisation: Normalisation = Field(
-        default="tokens",
-        description="what a step's loss is divided by: its tokens; its completions, each a mean over its own tokens; "
-        "or completions times max_new_tokens. If not given: gspo samples, dr_grpo constant",
+        "tokens", description="what a token weighs (docs/concepts/objective.md). gspo: samples, dr_grpo: constant"
     )
     ratio_base: Literal["behaviour", "recomputed"] = Field(
-        default="behaviour",
-        description="the log-probabilities that a ratio is taken against: those recorded by the worker, or the "
-        "trainer's own at the beginning of the step",
+        "behaviour", description="ratios are against what the worker recorded, or the trainer's own when a step begins"
     )
     clip_high: Real | None = Field(
-        default=None,
-        gt=0,
-        description="ε above 1, if it is another than clip_epsilon (clip-higher); cispo: its cap is 1 + this. gspo: "
-        "4e-4 if neither is given",
+        None, gt=0, description="ε above 1, if it is another than clip_epsilon; cispo: its cap is 1 + this. gspo: 4e-4"
     )
     ratio_cap: Real = Field(
-        default=2.0,
-        gt=1,
-        description="where an importance weight is cut off (tis, cispo, decoupled, geometric_mask, kl)",
+        2.0, gt=1, description="where an importance weight is cut off (tis, cispo, decoupled, geometric_mask, kl)"
     )
-    kl: Real = Field(
-        default=0.0, ge=0, description="weight of the divergence KL(policy ‖ the one that training began with)"
-    )
-    entropy: Real = Field(default=0.0, ge=0, description="weight of the entropy that is rewarded")
+    kl: Real = Field(0.0, ge=0, description="weight of the divergence from the policy that training began with")
+    entropy: Real = Field(0.0, ge=0, description="weight of the entropy that is rewarded")
 
 
 class MemorySettings(BaseModel):
@@ -72,12 +61,10 @@ class MemorySettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     precision: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="type of weights and activations; master weights and moments are always float32"
+        "float32", description="type of weights and activations; master weights and moments are always float32"
     )
-    recompute: bool = Field(default=False, description="compute a layer's activations again in the backward pass")
-    compile: bool = Field(
-        default=False, description="compile every layer (GPU, bfloat16); the first steps then take minutes"
-    )
+    recompute: bool = Field(False, description="compute a layer's activations again in the backward pass")
+    compile: bool = Field(False, description="compile every layer (GPU, bfloat16); the first steps take minutes")
 
 
 class LoraSettings(BaseModel):
@@ -85,10 +72,10 @@ class LoraSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rank: int = Field(default=16, ge=1, le=1024, description="rank of each adapter")
-    alpha: Real = Field(default=32.0, gt=0, description="an adapter's output is scaled by alpha / rank")
+    rank: int = Field(16, ge=1, le=1024, description="rank of each adapter")
+    alpha: Real = Field(32.0, gt=0, description="an adapter's output is scaled by alpha / rank")
     targets: tuple[str, ...] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
         description="names of the linear layers that get one",
     )
@@ -100,72 +87,41 @@ class TrainerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    learning_rate: Real = Field(default=1e-6, gt=0, description="AdamW's rate once warm")
-    betas: tuple[Real, Real] = Field(default=(0.9, 0.99), description="AdamW's decay of its two moments")
+    learning_rate: Real = Field(1e-6, gt=0, description="AdamW's rate once warm")
+    betas: tuple[Real, Real] = Field((0.9, 0.99), description="AdamW's decay of its two moments")
     weight_decay: Real = Field(
-        default=0.01,
-        ge=0,
-        description="AdamW's decoupled weight decay, of all that is trained: norms, biases and embeddings, too; with "
-        "[trainer.lora] of the adapters, which it pulls towards the model that training began with",
+        0.01, ge=0, description="AdamW's decoupled weight decay, of all that is trained: norms and embeddings, too"
     )
-    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps over which the rate rises linearly")
-    grad_clip: Real = Field(default=0.1, gt=0, description="largest norm of an update's gradient")
-    minibatches: int = Field(default=4, ge=1, description="optimizer steps per training step")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps over which the rate rises linearly")
+    grad_clip: Real = Field(0.1, gt=0, description="largest norm of an update's gradient")
+    minibatches: int = Field(4, ge=1, description="optimizer steps per training step")
 
-    advantage: AdvantageName = Field(default="group_mean", description="how rewards become advantages")
-    loss: LossName = Field(default="two_sided_clip", description="how advantages become a loss")
-    clip_epsilon: Real = Field(
-        default=0.2, gt=0, lt=1, description="ε: how far a ratio may move from 1. gspo: 3e-4 if not given"
-    )
-    clip_delta: Real = Field(default=4.0, gt=1, description="δ: ceiling of a ratio with negative advantage")
-    mask_truncated: bool = Field(
-        default=True, description="do not train on completions cut off by their length limit; they are counted"
-    )
+    advantage: AdvantageName = Field("group_mean", description="how rewards become advantages")
+    loss: LossName = Field("two_sided_clip", description="how advantages become a loss")
+    clip_epsilon: Real = Field(0.2, gt=0, lt=1, description="ε: how far a ratio may move from 1. gspo: 3e-4")
+    clip_delta: Real = Field(4.0, gt=1, description="δ: ceiling of a ratio with negative advantage")
+    mask_truncated: bool = Field(True, description="do not train on completions cut off by their length limit")
 
     objective: ObjectiveSettings = Field(default_factory=ObjectiveSettings, description="what the loss takes")
     memory: MemorySettings = Field(default_factory=MemorySettings, description="number types and recomputation")
-    guards: GuardSettings = Field(
-        default_factory=GuardSettings, description="what is watched while training, and what is done about it"
-    )
-    lora: LoraSettings | None = Field(default=None, description="train adapters instead of all weights")
-    processes: int = Field(
-        default=1, ge=1, le=1024, description="trainer processes that `shoal run` starts by torchrun"
-    )
-    tracking: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        default=(), description="where metrics go beside metrics.jsonl"
-    )
+    guards: GuardSettings = Field(default_factory=GuardSettings, description="what is watched, and what is done then")
+    lora: LoraSettings | None = Field(None, description="train adapters instead of all weights")
+    processes: int = Field(1, ge=1, le=1024, description="trainer processes that `shoal run` starts")
+    tracking: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="where metrics go, too")
 
-    micro_batch_tokens: int = Field(
-        default=16_384, ge=1, description="tokens per forward pass; changes memory and speed, not what is learnt"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="where to train; auto: a GPU if there is one"
-    )
-    threads: int = Field(
-        default=1, ge=1, le=256, description="CPU threads; a resume is exact only with the same number"
-    )
-    publish_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="number type that is published and exported"
-    )
+    micro_batch_tokens: int = Field(16_384, ge=1, description="tokens per forward pass: memory and speed")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train; auto: a GPU if there is one")
+    threads: int = Field(1, ge=1, le=256, description="CPU threads; a resume is exact only with the same number")
+    publish_dtype: Literal["float32", "bfloat16"] = Field("float32", description="type that is published and exported")
 
     checkpoint_every: int | None = Field(
-        default=None, ge=1, description=f"steps between checkpoints; those between are replayed; {DERIVED} 1"
+        None, ge=1, description=f"steps between checkpoints; those between are replayed; {DERIVED} 1"
     )
-    keep_checkpoints: int | None = Field(
-        default=None, ge=1, description=f"newest checkpoints kept; an older one helps if one breaks; {DERIVED} 2"
-    )
-    keep_best: int = Field(
-        default=1,
-        ge=0,
-        description="checkpoints with the best held-out scores kept beside those, and the two newest that wait for one",
-    )
-    evaluate_every: int = Field(
-        default=5, ge=0, description="steps between greedy held-out evaluations, by validators; 0: never"
-    )
-    evaluate_tasks: int = Field(default=128, ge=1, description="held-out tasks per evaluation, the first ones")
-    batch_deadline_s: Real = Field(
-        default=1800, gt=0, le=1e8, description="longest wait for a batch, or for the hub to answer"
-    )
+    keep_checkpoints: int | None = Field(None, ge=1, description=f"newest checkpoints that are kept; {DERIVED} 2")
+    keep_best: int = Field(1, ge=0, description="checkpoints with the best held-out scores, kept beside those")
+    evaluate_every: int = Field(5, ge=0, description="steps between held-out evaluations by validators; 0: never")
+    evaluate_tasks: int = Field(128, ge=1, description="held-out tasks per evaluation, the first ones")
+    batch_deadline_s: Real = Field(1800, gt=0, le=1e8, description="longest wait for a batch, or for the hub")
 
     @model_validator(mode="after")
     def _complete(self) -> TrainerSettings:
@@ -232,7 +188,6 @@ class TrainerConfig:
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-REPORTER = "shoal"
 
 
 def own_rank(values: Mapping[str, str] = os.environ) -> int | None:
@@ -248,4 +203,4 @@ def report_to_agent(why: str) -> None:
     """In a rank that ends: why, left where its agent looks for it. Does nothing in a process that has no agent."""
     if path := os.environ.get(ERROR_FILE):
         with contextlib.suppress(OSError):  # the exit code still tells
-            Path(path).write_text(json.dumps({"message": why, "timestamp": 0, "by": REPORTER}))
+            Path(path).write_text(json.dumps({"message": why, "timestamp": 0}))

@@ -195,7 +195,7 @@ def said(capsys: Capture, *arguments: object) -> str:
         (["--best", "0.5"], "belong together"),
         (["--rank", "there"], "belong together"),
         (["--set", "trainer.loss=plain"], "trainer.loss means nothing to a warm start"),
-        (["--set", "trainer.processes=2"], "trainer.processes means nothing to a warm start, which is one process"),
+        (["--set", "trainer.processes=2"], "trainer.processes means nothing to a warm start"),
         (["--set", "trainer.learning_rat=1"], "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
         (["--set", "run.steps=3"], "only settings of [trainer] and [environment] matter here"),
         (["--set", "environment.options.max_digits=9"], "there is no environment here; give one with --env"),

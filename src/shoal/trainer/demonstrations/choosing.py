@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -115,7 +114,7 @@ class Asking:
     least: float = 1.0
 
     @cached_property
-    def _held_out(self) -> tuple[frozenset[bytes], list[GeneratingEnvironment]]:
+    def _held_out(self) -> tuple[set[bytes], list[GeneratingEnvironment]]:
         """Of the environments that a recipe is made of: the digests of tasks that are listed, and those that draw."""
         digests, drawing, waiting = set[bytes](), list[GeneratingEnvironment](), [self.environment]
         for part in waiting:  # which grows
@@ -126,7 +125,7 @@ class Asking:
                 drawing.append(inner)
             else:
                 digests |= set(task_digests(inner, "held_out"))
-        return frozenset(digests), drawing
+        return digests, drawing
 
     def held_out(self, said: Demonstration) -> str:
         """Every question of a conversation counts, not only the last, with what was said before it and without."""
@@ -195,18 +194,14 @@ class Outcome:
     def kept(self) -> list[int]:
         return [row for row in range(self.data.rows) if row not in self.left_out]
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many each filter left out."""
-        found = Counter(name for name, _reason in self.left_out.values())
-        return {name: found[name] for name in self.filters}
-
     def lines(self) -> list[str]:
         """For people: rows, what each filter left out with an example, and what is kept."""
-        counts = {"read": self.data.rows, **{f"- {name}": n for name, n in self.counts.items()}, "kept": len(self.kept)}
-        width, examples = max(map(len, counts)), dict[str, str]()
+        counts = {"read": self.data.rows, **{f"- {name}": 0 for name in self.filters}, "kept": len(self.kept)}
+        examples = dict[str, str]()
         for row, (name, reason) in sorted(self.left_out.items()):
+            counts[f"- {name}"] += 1
             examples.setdefault(f"- {name}", f"   e.g. row {row} ({self.data.where(row)}): {reason}")
+        width = max(map(len, counts))
         return [f"  {name:<{width}}  {count:>9,}{examples.get(name, '')}" for name, count in counts.items()]
 
 
@@ -300,10 +295,8 @@ def refuse_unused(override: str) -> None:
     if table != "trainer":
         raise ConfigError(f"--set {override}: only settings of [trainer] and [environment] matter here")
     if key in TrainerSettings.model_fields and key not in USED:
-        raise ConfigError(
-            f"--set {override}: trainer.{key} means nothing to a warm start, which is one process without rollouts; "
-            f"what does: {', '.join(sorted(USED))}"
-        )
+        used = ", ".join(sorted(USED))
+        raise ConfigError(f"--set {override}: trainer.{key} means nothing to a warm start; what does: {used}")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.environments.data.cache import data_digest
-from shoal.environments.data.locating import DataFile, locate
+from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import Broken, Table, rows_of
 from shoal.environments.formats import conversation, messages_of, required
 from shoal.environments.questions import prompt_digest, question_digest
@@ -98,38 +98,33 @@ class Demonstrations:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         try:
-            self._table = self._checked([file for path in paths for file in locate(path)])
+            files = [file for path in paths for file in locate(path)]
+            if empty := next((file.path for file in files if file.path.stat().st_size == 0), None):
+                raise ConfigError(f"{empty} is empty: there is nothing to train on; check --data")
+            self._table = Table(files)
+            (_, first), *others = self._table.columns_by_file
+            self.layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(first)), "")
+            needed = LAYOUTS.get(self.layout, ())
+            if not needed:
+                raise ConfigError(
+                    f"no demonstrations are in the columns {', '.join(first)}: there must be messages (a list of role "
+                    "and content), or prompt and completion, or text; rename the columns"
+                )
+            for path, columns in others:
+                if lacking := [name for name in needed if name not in columns]:
+                    raise ConfigError(
+                        f"the files differ: {path} has no column {lacking[0]}, which {self._table.paths[0]} has; it "
+                        f"has {', '.join(columns)}: train on files of one layout at a time, or rename columns"
+                    )
+            self._task = next((name for name in TASK_COLUMNS if name in first), None)
+            self._columns = [*needed, *([self._task] if self._task else [])]
+            for kind in {file.kind for file in files}:  # lines say no types, so that only files of a kind can agree
+                Table([file for file in files if file.kind == kind]).agree(self._columns)
             self.digest = data_digest(self._table.paths)
         except EnvironmentSetupError as error:  # data is named in a recipe elsewhere, and here by --data
             said = str(error).replace("environment.options.split", "--data to the files of one split")
             raise ConfigError(said.replace("environment.data", "--data")) from error
         self.rows, self.where = self._table.rows, self._table.where
-
-    def _checked(self, files: Sequence[DataFile]) -> Table:
-        """All files as one table, if they have something in them, and the columns of one layout."""
-        empty = next((file.path for file in files if file.path.stat().st_size == 0), None)
-        if empty:
-            raise ConfigError(f"{empty} is empty: there is nothing to train on; check --data")
-        table = Table(files)
-        (_, first), *others = table.columns_by_file
-        self.layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(first)), "")
-        if not self.layout:
-            raise ConfigError(
-                f"no demonstrations are in the columns {', '.join(first)}: there must be messages (a list of role "
-                "and content), or prompt and completion, or text; rename the columns"
-            )
-        self._task = next((name for name in TASK_COLUMNS if name in first), None)
-        self._columns = [*LAYOUTS[self.layout], *([self._task] if self._task else [])]
-        for path, columns in others:
-            lacking = next((name for name in LAYOUTS[self.layout] if name not in columns), None)
-            if lacking:
-                raise ConfigError(
-                    f"the files differ: {path} has no column {lacking}, which {table.paths[0]} has; it has "
-                    f"{', '.join(columns)}: train on files of one layout at a time, or rename columns"
-                )
-        for kind in {file.kind for file in files}:  # lines say no types, so that only files of a kind can agree
-            Table([file for file in files if file.kind == kind]).agree(self._columns)
-        return table
 
     def read(self) -> Iterator[Demonstration | UnusableTask]:
         """Every row in order: a demonstration, or what is wrong with it."""
@@ -144,21 +139,18 @@ class Demonstrations:
         task = "" if self._task is None or row[self._task] is None else str(row[self._task])
         if self.layout == "text":
             return Demonstration(number, text=required(row["text"], "text"), task=task)
+        asked = row["prompt" if self.layout == "completion" else "messages"]
         if self.layout == "completion":
-            prompt, history = conversation(row["prompt"], "prompt")
-            _refuse_losses(row["prompt"])
+            prompt, history = conversation(asked, "prompt")
             said = (*history, ("user", prompt), ("assistant", required(row["completion"], "completion")))
-            return Demonstration(number, said, len(said) - 1, task=task)
-        messages = messages_of(row["messages"], "messages")
-        _refuse_losses(row["messages"])
-        return Demonstration(number, _alternating(messages), task=task)
-
-
-def _refuse_losses(messages: str | Sequence[Mapping[str, Any]]) -> None:
-    """Without its call of a tool, a turn would be trained on as one that ends there."""
-    for key in LOST if not isinstance(messages, str) else ():
-        if any(message.get(key) for message in messages):  # type: ignore[union-attr]
-            raise UnusableTask(f"a message has {key}, which would be lost: write it into the content, or drop the row")
+        else:
+            said = _alternating(messages_of(asked, "messages"))
+        for key in LOST if not isinstance(asked, str) else ():  # a turn without its call would seem to end there
+            if any(message.get(key) for message in asked):
+                raise UnusableTask(
+                    f"a message has {key}, which would be lost: write it into the content, or drop the row"
+                )
+        return Demonstration(number, said, len(said) - 1 if self.layout == "completion" else 0, task=task)
 
 
 def _alternating(messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -167,11 +159,11 @@ def _alternating(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if last < 0:
         raise UnusableTask("messages has no turn of the assistant: there is nothing to train on")
     begin = 1 if messages[0][0] == "system" else 0
-    for index, (role, text) in enumerate(messages[begin : last + 1]):
-        due = ("user", "assistant")[index % 2]
+    for index, (role, text) in enumerate(messages[begin : last + 1], begin):
+        due = ("user", "assistant")[(index - begin) % 2]
         if role != due:
-            raise UnusableTask(f"message {begin + index} is of the role {role}, not {due}: turns must alternate")
-        required(text, f"the content of message {begin + index}")
+            raise UnusableTask(f"message {index} is of the role {role}, not {due}: turns must alternate")
+        required(text, f"the content of message {index}")
     return messages[: last + 1]
 
 
