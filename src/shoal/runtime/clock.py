@@ -45,8 +45,8 @@ class SteadyClock:
     FOLLOWS = 0.1
 
     def __init__(self, clock: Clock, not_before_ms: int = 0) -> None:
-        self._clock = clock
         self._lock = threading.Lock()
+        self._clock, self.monotonic_s = clock, clock.monotonic_s
         self._ms = float(max(clock.now_ms(), not_before_ms))
         self._read_s = clock.monotonic_s()
 
@@ -60,9 +60,6 @@ class SteadyClock:
             self._read_s = read_s
             return round(self._ms)
 
-    def monotonic_s(self) -> float:
-        return self._clock.monotonic_s()
-
 
 class SharedClock:
     """A wall clock that somebody else's has set right: between two looks at theirs, ours continues from it.
@@ -75,7 +72,7 @@ class SharedClock:
     SLOW_S = 1.0
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self._clock, self.monotonic_s = clock, clock.monotonic_s
         self._ahead_ms: int | None = None
 
     def agree(self, their_ms: int, took_s: float) -> None:
@@ -85,9 +82,6 @@ class SharedClock:
 
     def now_ms(self) -> int:
         return self._clock.now_ms() + (self._ahead_ms or 0)
-
-    def monotonic_s(self) -> float:
-        return self._clock.monotonic_s()
 
 
 class ManualClock:
@@ -99,8 +93,7 @@ class ManualClock:
     """
 
     def __init__(self, start_ms: int = 1_700_000_000_000) -> None:
-        self._ms = start_ms
-        self._jumped_ms = 0
+        self._ms, self._jumped_ms = start_ms, 0
         self._lock = threading.Lock()
 
     def now_ms(self) -> int:

@@ -34,7 +34,22 @@ MAX_RECIPE_BYTES = 1_000_000
 
 def load_config(path: Path, kind: type[M], overrides: Sequence[str] = ()) -> M:
     """The model described by the TOML file at `path`, with `section.key=value` overrides applied in order."""
-    return parse_config(_read(path), kind, path.name, overrides)
+    try:
+        if path.exists() and not path.is_file():
+            what = "a folder" if path.is_dir() else "not a regular file"  # a pipe would wait
+            raise ConfigError(f"{path} is {what}; give the path of a recipe file")
+        with path.open("rb") as file:
+            data = file.read(MAX_RECIPE_BYTES + 1)
+        if len(data) > MAX_RECIPE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_RECIPE_BYTES} bytes: that is no recipe")
+        text = data.decode("utf-8-sig")  # some editors put a byte order mark in front
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no recipe at {path}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path.name}: not valid TOML: byte {error.start} is not UTF-8") from error
+    return parse_config(text, kind, path.name, overrides)
 
 
 def parse_config(text: str, kind: type[M], source: str, overrides: Sequence[str] = ()) -> M:
@@ -48,8 +63,7 @@ def parse_config(text: str, kind: type[M], source: str, overrides: Sequence[str]
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        said = str(error)
-        raise ConfigError(f"{source}: not valid TOML: {said[:1].lower()}{said[1:]}") from error
+        raise ConfigError(f"{source}: not valid TOML: {_lower(str(error))}") from error
     overridden = {_apply(tables, override): override for override in overrides}
     try:
         return kind.model_validate_json(json.dumps(tables, default=str), strict=True)
@@ -63,25 +77,6 @@ def dump_config(model: BaseModel) -> str:
     return "\n".join(_table_lines((), tables)).strip() + "\n"
 
 
-def _read(path: Path) -> str:
-    try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ConfigError(f"{path} is not a regular file; give the path of a recipe file")  # a pipe would wait
-        with path.open("rb") as file:
-            data = file.read(MAX_RECIPE_BYTES + 1)
-        if len(data) > MAX_RECIPE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_RECIPE_BYTES} bytes: that is no recipe")
-        return data.decode("utf-8-sig")  # some editors put a byte order mark in front
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no recipe at {path}") from error
-    except IsADirectoryError as error:
-        raise ConfigError(f"{path} is a folder; give the path of a recipe file") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path.name}: not valid TOML: byte {error.start} is not UTF-8") from error
-
-
 def _apply(tables: Tables, override: str) -> Keys:
     """Put one `section.key=value` into the tables, or take a key out of them (`section.key=`); returns its keys."""
     name, equals, text = override.partition("=")
@@ -90,50 +85,45 @@ def _apply(tables: Tables, override: str) -> Keys:
         raise ConfigError(f"--set {override}: expected section.key=value, for example --set run.steps=10")
     table: Any = tables
     for key in keys[:-1]:
-        table = _within(table, key, override)
+        if isinstance(table, list):  # several tables, numbered from 0
+            if not (key.isascii() and key.isdecimal() and int(key) < len(table)):
+                raise ConfigError(f"--set {override}: there is no number {key} of {len(table)}, numbered from 0")
+            table = table[int(key)]
+        else:
+            table = table.setdefault(key, {})
+        several = isinstance(table, list) and table and all(isinstance(one, dict) for one in table)
+        if not isinstance(table, dict) and not several:
+            raise ConfigError(f"--set {override}: {key} is a value, not a section")
     if isinstance(table, list):
         raise ConfigError(f"--set {override}: {keys[-1]} would be a whole table; name one of its keys")
-    if not text.strip():
+    value = text.strip()
+    if not value:
         if table.pop(keys[-1], None) is None:
             raise ConfigError(f'--set {override}: nothing sets it, so it cannot be unset (an empty text is "")')
         return keys
-    value = text.strip()  # what is no TOML value is the string itself, so that quotes may be left out
+    table[keys[-1]] = value  # what is no TOML value is the string itself, so that quotes may be left out
     with contextlib.suppress(tomllib.TOMLDecodeError):
         parsed = tomllib.loads(f"value = {value}")
-        value = parsed["value"] if len(parsed) == 1 else value  # more than one key: the text held a line break
-    table[keys[-1]] = value
+        table[keys[-1]] = parsed["value"] if len(parsed) == 1 else value  # more than one key: a line break
     return keys
 
 
-def _within(table: Any, key: str, override: str) -> Any:
-    """What an override leads into: a table by its name, or one of several in a list by its number, from 0."""
-    if isinstance(table, list):
-        if not (key.isascii() and key.isdecimal() and int(key) < len(table)):
-            raise ConfigError(f"--set {override}: there are {len(table)} of these, numbered from 0; there is no {key}")
-        return table[int(key)]
-    inner = table.setdefault(key, {})
-    tables = isinstance(inner, list) and inner and all(isinstance(one, dict) for one in inner)
-    if not isinstance(inner, dict) and not tables:
-        raise ConfigError(f"--set {override}: {key} is a value, not a section")
-    return inner
-
-
 def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overridden: Mapping[Keys, str]) -> str:
-    keys = tuple(str(part) for part in problem["loc"])
+    keys, given = tuple(str(part) for part in problem["loc"]), problem["input"]
     where = next((f"--set {text}" for path, text in overridden.items() if keys[: len(path)] == path), source)
+    label = f"[{keys[0]}] {'.'.join(keys[1:])}".strip() if keys else ""
     if problem["type"] == "extra_forbidden":
         return f"{where}: {_unknown(keys, kind)}"
     if problem["type"] == "missing":
-        return f"{where}: {_label(keys)} is missing"
+        return f"{where}: {label} is missing"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    if problem["type"] in ("list_type", "tuple_type") and isinstance(problem["input"], str | int | float):
-        message = f"a list is wanted, such as [{_show(problem['input'])}]"
-    message = message[:1].lower() + message[1:]
+    shown = _inline(given) if len(_inline(given)) <= 80 else f"{_inline(given)[:77]}…"
+    if problem["type"] in ("list_type", "tuple_type") and isinstance(given, str | int | float):
+        message = f"a list is wanted, such as [{shown}]"
     if not keys:
-        return f"{where}: {message}"
-    if isinstance(problem["input"], Mapping):  # the whole section is at fault: its values would bury the sentence
-        return f"{where}: {_label(keys)}: {message}"
-    return f"{where}: {_label(keys)} = {_show(problem['input'])}: {message}"
+        return f"{where}: {_lower(message)}"
+    # If a whole section is at fault, its values would bury the sentence.
+    return f"{where}: {label}{'' if isinstance(given, Mapping) else f' = {shown}'}: {_lower(message)}"
 
 
 def _unknown(keys: Keys, kind: type[BaseModel]) -> str:
@@ -152,14 +142,8 @@ def _unknown(keys: Keys, kind: type[BaseModel]) -> str:
     return f"{subject}; it may have: {', '.join(known)}" if known else subject
 
 
-def _label(keys: Keys) -> str:
-    return f"[{keys[0]}] {'.'.join(keys[1:])}".strip()
-
-
-def _show(value: Any) -> str:
-    """The offending value as TOML, short, on one line."""
-    text = _inline(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
 
 
 def _table_lines(path: Keys, table: Mapping[str, Any]) -> Iterator[str]:
@@ -173,16 +157,15 @@ def _table_lines(path: Keys, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _inline(value: Any) -> str:
+    """A value as TOML, on one line."""
     if isinstance(value, float) and not math.isfinite(value):
-        return {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
+        return str(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(_inline(item) for item in value)}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in value.items()) + "}"
     plain = value if isinstance(value, bool | int | float) else str(value)
-    return json.dumps(plain, ensure_ascii=False).replace(
-        "\x7f", "\\u007f"
-    )  # JSON's strings and numbers are TOML's, too
+    return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's strings and numbers are TOML's
 
 
 def _key(key: str) -> str:

@@ -5,6 +5,7 @@ The lock is the operating system's (`flock`), so it goes away with the process t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -31,10 +32,9 @@ class FolderLock:
         end = self._clock.monotonic_s() + wait_s
         while not self._try():
             if self._clock.monotonic_s() >= end or stop.wait(POLL_S):
-                try:
-                    holder = self._path.read_text().strip() or "unknown"
-                except OSError:
-                    holder = "unknown"
+                holder = "unknown"
+                with contextlib.suppress(OSError):
+                    holder = self._path.read_text().strip() or holder
                 raise ResourceError(
                     f"the folder {self._path.parent} is in use by process {holder}; stop that one first, or use "
                     "another folder"
@@ -53,20 +53,18 @@ class FolderLock:
         self.release()
 
     def _try(self) -> bool:
-        descriptor = -1
         try:
-            descriptor = open_in_place(self._path, os.O_RDWR)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._descriptor = open_in_place(self._path, os.O_RDWR)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # It must be the file that lies there now, not one that was removed with its folder since.
-            if os.path.samestat(os.fstat(descriptor), self._path.stat()):
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"{os.getpid()}\n".encode())
-                self._descriptor, descriptor = descriptor, -1
+            if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):
+                os.ftruncate(self._descriptor, 0)
+                os.write(self._descriptor, f"{os.getpid()}\n".encode())
+                return True
         except (BlockingIOError, FileNotFoundError):
-            return False
+            pass
         except OSError as error:
+            self.release()
             raise resource_error("lock", self._path, error) from error
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-        return self._descriptor >= 0
+        self.release()
+        return False

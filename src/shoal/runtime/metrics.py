@@ -47,14 +47,12 @@ class MetricsLog:
     def amend(self, step: int, metrics: Mapping[str, float]) -> dict[str, float] | None:
         """Add what became known later to the row of a step; the row, or None if there is none or it says so already."""
         rows = self.rows()
-        changed = [row for row in rows if row["step"] == step and not metrics.items() <= row.items()]
-        if not changed:
-            return None
-        changed[-1].update(metrics)
-        if self._begun.get("step") == step:
-            self._begun = changed[-1]
-        self._rewrite(rows)
-        return changed[-1]
+        row = next((row for row in rows if row["step"] == step and not metrics.items() <= row.items()), None)
+        if row is not None:
+            row.update(metrics)
+            self._begun = row if self._begun.get("step") == step else self._begun
+            self._rewrite(rows)
+        return row
 
     def rows(self) -> list[dict[str, float]]:
         """All whole rows, of each step the last; a line torn by a crash is left out, and so is what somebody put there
@@ -87,15 +85,13 @@ def _line(row: Mapping[str, float]) -> bytes:
 
 def _parse(line: str) -> dict[str, float] | None:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         log.warning("metrics: a torn line is left out: %.60r", line)
         return None
-    numbers = {name: each for name, each in row.items() if _is_number(each)} if isinstance(row, dict) else {}
+    numbers = {}
+    for name, value in row.items() if isinstance(row, dict) else ():
+        with contextlib.suppress(OverflowError):  # an integer that no float holds
+            if type(value) in (int, float) and math.isfinite(value):
+                numbers[name] = value
     return numbers if type(numbers.get("step")) is int else None
-
-
-def _is_number(value: object) -> bool:
-    with contextlib.suppress(OverflowError):  # an integer that no float holds
-        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-    return False

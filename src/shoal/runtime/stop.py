@@ -8,6 +8,7 @@ while a process starts, there is nothing to end in good order: the first signal 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -55,11 +56,9 @@ class Flag:
     def wait(self, seconds: float) -> bool:
         """True once it is set; after `seconds` at the latest."""
         if not self._is_set:
-            try:
+            with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=max(0.0, seconds))
                 self._wake.put(None)
-            except queue.Empty:
-                pass
         return self._is_set
 
 

@@ -89,28 +89,21 @@ class ProcessView:
 @dataclass
 class _Child:
     spec: ProcessSpec
+    changed_s: float
     process: subprocess.Popen[bytes] | None = None
-    started_s: float = 0.0
     lives: int = 0
     short_lives: int = 0
     restart_at_s: float | None = 0.0  # None: not to be started (again)
     given_up: bool = False
     why: str = ""
-    changed_s: float = 0.0
-
-    @property
-    def state(self) -> ProcessState:
-        if self.process is not None:
-            return "running"
-        if self.restart_at_s is not None:
-            return "restarting"
-        return "given up" if self.given_up else "resting"
 
     def view(self, now_s: float) -> ProcessView:
-        pid = self.process.pid if self.process is not None else None
-        return ProcessView(
-            self.spec.name, self.state, pid, max(0, self.lives - 1), self.why, max(0.0, now_s - self.changed_s)
-        )
+        state: ProcessState = "given up" if self.given_up else "resting"
+        if self.process is not None or self.restart_at_s is not None:
+            state = "restarting" if self.process is None else "running"
+        pid = None if self.process is None else self.process.pid
+        since_s = max(0.0, now_s - self.changed_s)
+        return ProcessView(self.spec.name, state, pid, max(0, self.lives - 1), self.why, since_s)
 
 
 class Supervisor:
@@ -120,7 +113,7 @@ class Supervisor:
         self, specs: Sequence[ProcessSpec], stop: StopToken, processes_file: Path,
         policy: RestartPolicy = RestartPolicy(), clock: Clock = SystemClock(),
     ) -> None:  # fmt: skip
-        self._children = [_Child(spec, changed_s=clock.monotonic_s()) for spec in specs]
+        self._children = [_Child(spec, clock.monotonic_s()) for spec in specs]
         self._stop, self._processes_file, self._policy, self._clock = stop, processes_file, policy, clock
 
     def run(
@@ -158,8 +151,7 @@ class Supervisor:
 
     def processes(self) -> list[ProcessView]:
         """Every process, in the order of the specs, as of the last `poll`."""
-        now_s = self._clock.monotonic_s()
-        return [child.view(now_s) for child in self._children]
+        return [child.view(self._clock.monotonic_s()) for child in self._children]
 
     def shut_down(self) -> None:
         """SIGTERM to every child, a grace period for all together, then SIGKILL to what is left and its children."""
@@ -179,7 +171,8 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            _close_stdin(process)
+            if process.stdin is not None:
+                process.stdin.close()
         for child in self._children:
             child.process, child.restart_at_s = None, None
         self._record()
@@ -195,37 +188,34 @@ class Supervisor:
                 )  # fmt: skip
         except OSError as error:
             raise resource_error(f"start {spec.name} or write its log", spec.log, error) from error
-        child.started_s = child.changed_s = self._clock.monotonic_s()
+        child.changed_s, child.restart_at_s = self._clock.monotonic_s(), None
         child.lives += 1
-        child.restart_at_s = None
         log.info("%s started (pid %d)", spec.name, child.process.pid)
         self._record()
 
     def _ended(self, child: _Child, code: int) -> Ending | None:
         """Decide what the end of a child means: the end of the run, a restart, or nothing."""
+        spec, now_s, policy = child.spec, self._clock.monotonic_s(), self._policy
+        lived_s, child.changed_s = now_s - child.changed_s, now_s
         assert child.process is not None
-        _close_stdin(child.process)
+        assert child.process.stdin is not None
+        child.process.stdin.close()
         child.process = None
         self._record()
-        spec = child.spec
-        child.changed_s = self._clock.monotonic_s()
         if code == 0 and spec.when_done != "restart":
             child.why = "is done"
             log.info("%s is done", spec.name)
             return Ending(0, "") if spec.when_done == "end" else None
-        said = last_line(spec.log)
+        said, child.why = last_line(spec.log), describe_exit(code)
         if code in HOPELESS_CODES or (code == SHUT_OUT_CODE and spec.essential):
-            child.why = describe_exit(code)  # what it said is what the run ends with: once is enough
             return Ending(code, f"{spec.name}: {said}")
-        child.why = describe_exit(code) + (f": {said}" if code > 0 else "")
         if code == SHUT_OUT_CODE:
             child.why = f"was shut out by the hub: {said}"
             log.warning("%s %s; the run continues without it", spec.name, child.why)
             return None
-        # Start it again after a pause, unless it has died too often
-        lived_s = self._clock.monotonic_s() - child.started_s
-        child.short_lives = child.short_lives + 1 if lived_s < self._policy.healthy_s else 0
-        if child.short_lives >= self._policy.max_short_lives:
+        child.why += f": {said}" if code > 0 else ""
+        child.short_lives = child.short_lives + 1 if lived_s < policy.healthy_s else 0
+        if child.short_lives >= policy.max_short_lives:
             child.given_up = True
             message = (
                 f"{spec.name} died {child.short_lives} times in a row, the last time it {describe_exit(code)}: {said} "
@@ -235,9 +225,9 @@ class Supervisor:
                 return Ending(1, message)
             log.error("giving up: %s", message)
             return None
-        pause_s = self._policy.backoff.wait_s(child.short_lives)
-        child.restart_at_s = self._clock.monotonic_s() + pause_s
-        log.warning("%s %s; starting it again in %.1f s", child.spec.name, child.why, pause_s)
+        pause_s = policy.backoff.wait_s(child.short_lives)
+        child.restart_at_s = now_s + pause_s
+        log.warning("%s %s; starting it again in %.1f s", spec.name, child.why, pause_s)
         return None
 
     def _record(self) -> None:
@@ -250,14 +240,10 @@ def describe_exit(code: int) -> str:
     >>> describe_exit(-9), describe_exit(-250), describe_exit(1), describe_exit(TOLD_TO_STOP_CODE)
     ('was killed by SIGKILL', 'was killed by signal 250', 'ended with exit code 1', 'was told to stop by somebody')
     """
-    if code == TOLD_TO_STOP_CODE:
-        return "was told to stop by somebody"
     if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+        return "was told to stop by somebody" if code == TOLD_TO_STOP_CODE else f"ended with exit code {code}"
+    known = -code in set(signal.Signals)
+    return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def last_line(path: Path) -> str:
@@ -268,8 +254,7 @@ def last_line(path: Path) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return "no log was written"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    line = lines[-1] if lines else "its log is empty"
+    line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "its log is empty")
     if is_full(path.parent) and not line.startswith("shoal: "):  # what it wanted to say is not there
         return f"its log ends with {line!r}: the disk of {path.parent} is full: free some space"
     return line.removeprefix("shoal: ")
@@ -298,8 +283,3 @@ def close_standard_input() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-
-
-def _close_stdin(process: subprocess.Popen[bytes]) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
