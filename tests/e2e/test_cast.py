@@ -183,20 +183,6 @@ def test_a_second_fetch_is_free_and_the_next_version_a_difference(tmp_path: Path
         assert disk_bytes(out) < 1.1 * SIZE
 
 
-def test_publishing_again_where_a_server_runs_ends_with_its_address(tmp_path: Path) -> None:
-    port = free_port()
-    random_file(tmp_path / "a.bin", 1, 100_000)
-    with publisher(tmp_path, "a.bin", port=port) as origin:
-        url = url_of(origin)
-        data = random_file(tmp_path / "a.bin", 2, 100_000)
-        again = shoal(tmp_path, "cast", "publish", "a.bin", "--host", "127.0.0.1", "--port", str(port))
-        assert again.returncode == 0, again.stderr
-        assert "has picked it up" in again.stdout
-        assert url in again.stdout
-        fetch(tmp_path, url, "-o", "b.bin")
-        assert (tmp_path / "b.bin").read_bytes() == data
-
-
 def test_serving_the_same_content_again_makes_no_new_version(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin")
     assert started_anew(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0

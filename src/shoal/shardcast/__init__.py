@@ -34,39 +34,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.protocol.codec import TensorView as TensorView
-    from shoal.shardcast.content import Content as Content
-    from shoal.shardcast.content import digest_of as digest_of
-    from shoal.shardcast.download import Downloader as Downloader
-    from shoal.shardcast.download import DownloadSettings as DownloadSettings
-    from shoal.shardcast.download import Prefetch as Prefetch
-    from shoal.shardcast.download import Progress as Progress
-    from shoal.shardcast.limits import RelayConfig as RelayConfig
-    from shoal.shardcast.limits import RelaySettings as RelaySettings
-    from shoal.shardcast.origin import Origin as Origin
-    from shoal.shardcast.origin import OriginSettings as OriginSettings
-    from shoal.shardcast.payload import ChangedValues as ChangedValues
-    from shoal.shardcast.payload import Payload as Payload
-    from shoal.shardcast.relay import run_relay as run_relay
-    from shoal.shardcast.server import run_origin as run_origin
-    from shoal.shardcast.sources import SourceScores as SourceScores
+    from shoal.protocol.codec import TensorView
+    from shoal.shardcast.content import Content, digest_of
+    from shoal.shardcast.download import Downloader, DownloadSettings, Prefetch, Progress
+    from shoal.shardcast.limits import RelayConfig, RelaySettings
+    from shoal.shardcast.origin import Origin, OriginSettings
+    from shoal.shardcast.payload import ChangedValues, Payload
+    from shoal.shardcast.relay import run_relay
+    from shoal.shardcast.server import run_origin
+    from shoal.shardcast.sources import SourceScores
 
-_NAMES = {
-    "content": ("Content", "TensorView", "digest_of"),
-    "download": ("DownloadSettings", "Downloader", "Prefetch", "Progress"),
-    "limits": ("RelayConfig", "RelaySettings"),
-    "origin": ("Origin", "OriginSettings"),
-    "payload": ("ChangedValues", "Payload"),
-    "relay": ("run_relay",),
-    "server": ("run_origin",),
-    "sources": ("SourceScores",),
-}
+__all__ = [
+    "ChangedValues", "Content", "DownloadSettings", "Downloader", "Origin", "OriginSettings", "Payload", "Prefetch",
+    "Progress", "RelayConfig", "RelaySettings", "SourceScores", "TensorView", "digest_of", "run_origin", "run_relay",
+]  # fmt: skip
+
+_HOMES = {
+    "content": "Content TensorView digest_of", "download": "DownloadSettings Downloader Prefetch Progress",
+    "limits": "RelayConfig RelaySettings", "origin": "Origin OriginSettings", "payload": "ChangedValues Payload",
+    "relay": "run_relay", "server": "run_origin", "sources": "SourceScores",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Each name is imported when it is first used: a relay needs neither numpy nor what publishes and fetches."""
-    for module, names in _NAMES.items():
-        if name in names:
+    for module, names in _HOMES.items():
+        if name in names.split():
             globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

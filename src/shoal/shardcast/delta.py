@@ -32,6 +32,8 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -78,6 +80,9 @@ class Block:
     def end(self) -> int:
         return self.offset + self.size_bytes
 
+    def read(self, delta: BinaryIO) -> Change:
+        return Change.read(delta, self.size_bytes // self.width, self.width)
+
 
 def blocks_of(entries: Sequence[Entry]) -> Iterator[Block]:
     """How a payload is cut for a delta. Both sides compute it from the same signed entries."""
@@ -99,24 +104,62 @@ def encode_block(old: memoryview, new: memoryview, width: int, fast: bool = Fals
     return header + b"".join(SIZE.pack(len(plane)) for plane in packed) + b"".join(packed)
 
 
-def apply_block(target: memoryview, data: bytes | memoryview, width: int, fast: bool = False) -> Integers:
-    """Turn the old values in `target` into the new ones, in place; the positions that changed, ascending.
-    `DeltaRefused` if the block is damaged; then `target` may be half changed."""
-    values = np.frombuffer(target, SIGNED[width])
-    header = _Header.read(data, values.size, width)
-    if header.end != len(data):
+@dataclass(frozen=True)
+class Change:
+    """A delta block: every number in it is within what a block of its size can need. Its planes are still packed."""
+
+    count: int
+    gap_planes: int
+    planes: list[bytes]
+
+    @classmethod
+    def read(cls, file: BinaryIO, values: int, width: int) -> Change:
+        """The next one in a file; its counts are checked before its bytes are read."""
+        count, gap_planes, step_planes = HEADER.unpack(_exactly(file, HEADER.size))
+        fits = count <= values and gap_planes <= MAX_GAP_PLANES and step_planes <= width + 1
+        present = (gap_planes > 0) == (step_planes > 0) == (count > 0)
+        table = _exactly(file, SIZE.size * (gap_planes + step_planes)) if fits and present else b""
+        sizes = [size for (size,) in SIZE.iter_unpack(table)]
+        if not (fits and present) or any(size > count + FRAME_SLACK_BYTES for size in sizes):
+            raise DeltaRefused("a delta block says more of itself than a block can hold")
+        return cls(count, gap_planes, [_exactly(file, size) for size in sizes])
+
+    def apply(self, target: memoryview, width: int, fast: bool = False) -> Integers:
+        """Turn the old values in `target` into the new ones, in place; the positions that changed, ascending.
+        `DeltaRefused` if the block is damaged; then `target` may be half changed."""
+        if self.count == 0:
+            return np.empty(0, np.int64)
+        planes = np.empty((len(self.planes), self.count), np.uint8)
+        for plane, packed in zip(planes, self.planes, strict=True):
+            try:
+                plane[:] = np.frombuffer(inflate_exactly(packed, self.count), np.uint8)
+            except CodecError as error:
+                raise DeltaRefused(f"a delta block is damaged: {error}") from error
+        values, change = np.frombuffer(target, SIGNED[width]), _change_fast if fast else _change
+        return change(values, planes[: self.gap_planes], planes[self.gap_planes :])
+
+
+def apply_block(target: memoryview, data: bytes, width: int, fast: bool = False) -> Integers:
+    """`Change.apply` of what `encode_block` gave."""
+    file = BytesIO(data)
+    change = Change.read(file, target.nbytes // width, width)
+    if file.read(1):
         raise DeltaRefused("a delta block has another length than it says")
-    if header.changes == 0:
-        return np.empty(0, np.int64)
-    planes, at = np.empty((len(header.plane_sizes), header.changes), np.uint8), header.size
-    for plane, size in zip(planes, header.plane_sizes, strict=True):
-        try:
-            plane[:] = np.frombuffer(inflate_exactly(bytes(data[at : at + size]), header.changes), np.uint8)
-        except CodecError as error:
-            raise DeltaRefused(f"a delta block is damaged: {error}") from error
-        at += size
-    change = _change_fast if fast else _change
-    return change(values, planes[: header.gap_planes], planes[header.gap_planes :])
+    return change.apply(target, width, fast)
+
+
+def _exactly(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise DeltaRefused("a delta ends in the middle of a block")
+    return data
+
+
+def open_delta(file: BinaryIO) -> BinaryIO:
+    """A delta, to read the blocks of one after the other."""
+    if file.read(len(MAGIC)) != MAGIC:
+        raise DeltaRefused("a delta does not begin as a delta does")
+    return file
 
 
 def _compare(was: Bits, now: Bits) -> tuple[Integers, Integers]:
@@ -160,82 +203,18 @@ def _change_fast(values: Bits, gaps: Planes, codes: Planes) -> Integers:
     return where
 
 
-class DeltaReader:
-    """Reads the blocks of a delta one after the other, holding one at a time."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        if file.read(len(MAGIC)) != MAGIC:
-            raise DeltaRefused("a delta does not begin as a delta does")
-
-    def next(self, block: Block) -> bytes:
-        """The delta block for `block`; its counts are checked before its bytes are read."""
-        head = self._exactly(HEADER.size)
-        head += self._exactly(_Header.table_size(head))
-        header = _Header.read(head, block.size_bytes // block.width, block.width)
-        return head + self._exactly(header.end - header.size)
-
-    def finish(self) -> None:
-        if self._file.read(1):
-            raise DeltaRefused("a delta continues after its last block")
-
-    def _exactly(self, size: int) -> bytes:
-        data = self._file.read(size)
-        if len(data) != size:
-            raise DeltaRefused("a delta ends in the middle of a block")
-        return data
-
-
 def _spans(entries: Sequence[Entry]) -> Iterator[tuple[int, int, int]]:
     """Neighbouring entries of one width as (offset, size, width)."""
-    begin = end = width = 0
-    for entry in entries:
-        # Files are compared as 16-bit values where their size allows: most large ones hold bf16 weights.
-        own = 2 if entry.size_bytes % 2 == 0 else 1
+
+    def width_of(entry: Entry) -> int:
         if entry.type == "tensor" and entry.dtype is not None:
-            own = min(4, ITEM_BYTES[entry.dtype])
-        if own != width and end > begin:
-            yield begin, end - begin, width
-            begin = end
-        width, end = own, entry.offset + entry.size_bytes
-    if end > begin:
-        yield begin, end - begin, width
+            return min(4, ITEM_BYTES[entry.dtype])
+        # Files are compared as 16-bit values where their size allows: most large ones hold bf16 weights.
+        return 2 if entry.size_bytes % 2 == 0 else 1
 
-
-@dataclass(frozen=True)
-class _Header:
-    """What a delta block says of itself, every number within what a block of its size can need."""
-
-    changes: int
-    gap_planes: int
-    plane_sizes: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return HEADER.size + SIZE.size * len(self.plane_sizes)
-
-    @property
-    def end(self) -> int:
-        return self.size + sum(self.plane_sizes)
-
-    @staticmethod
-    def table_size(data: bytes | memoryview) -> int:
-        """How many bytes of plane sizes follow the fixed part of a header."""
-        planes: int = sum(HEADER.unpack_from(data)[1:])
-        return SIZE.size * planes
-
-    @classmethod
-    def read(cls, data: bytes | memoryview, values: int, width: int) -> _Header:
-        if len(data) < HEADER.size or len(data) < HEADER.size + cls.table_size(data):
-            raise DeltaRefused("a delta block is shorter than its header")
-        changes, gap_planes, step_planes = HEADER.unpack_from(data)
-        counts = range(gap_planes + step_planes)
-        sizes = tuple(SIZE.unpack_from(data, HEADER.size + SIZE.size * index)[0] for index in counts)
-        fits = changes <= values and gap_planes <= MAX_GAP_PLANES and step_planes <= width + 1
-        present = (gap_planes > 0) == (step_planes > 0) == (changes > 0)
-        if not (fits and present) or any(size > changes + FRAME_SLACK_BYTES for size in sizes):
-            raise DeltaRefused("a delta block says more of itself than a block can hold")
-        return cls(changes, gap_planes, sizes)
+    for width, group in groupby(entries, width_of):
+        first, *_ = whole = list(group)
+        yield first.offset, whole[-1].offset + whole[-1].size_bytes - first.offset, width
 
 
 def _line(values: Bits) -> Bits:
@@ -264,10 +243,10 @@ def differences(
     """What leads to `content` from `base` (number 0) and from what each of `deltas` makes of it (1, 2, …), for those
     `wanted`: block by block, each with its end in the payload. A few blocks are held in memory."""
     scratch = threading.local()
-    readers = [DeltaReader(delta) for delta in deltas]
+    readers = [open_delta(delta) for delta in deltas]
     fast = content.size_bytes >= COMPILED_FROM_BYTES
 
-    def tell(job: tuple[Block, list[bytes]]) -> tuple[int, dict[int, bytes]]:
+    def tell(job: tuple[Block, list[Change]]) -> tuple[int, dict[int, bytes]]:
         block, changes = job
         if not hasattr(scratch, "old"):
             scratch.old, scratch.new = (memoryview(bytearray(BLOCK_BYTES)) for _ in range(2))
@@ -280,13 +259,13 @@ def differences(
         told = {}
         for number in range(len(changes) + 1):
             if number:
-                apply_block(old, changes[number - 1], block.width, fast)
+                changes[number - 1].apply(old, block.width, fast)
             if number in wanted:
                 told[number] = encode_block(old, new, block.width, fast)
         return block.end, told
 
     blocks = blocks_of(content.entries)
-    return in_order(tell, ((block, [reader.next(block) for reader in readers]) for block in blocks))
+    return in_order(tell, ((block, [block.read(reader) for reader in readers]) for block in blocks))
 
 
 # What may be remembered of how a payload differs from the one before: a share of its size, and no more than this.
@@ -302,17 +281,17 @@ def make_payload(
     scratch, fast = memoryview(bytearray(BLOCK_BYTES)), target.size_bytes >= COMPILED_FROM_BYTES
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(base.open("rb", buffering=0))
-        readers = [DeltaReader(stack.enter_context(delta.open("rb"))) for delta in deltas]
+        readers = [open_delta(stack.enter_context(delta.open("rb"))) for delta in deltas]
         verifying = _Verifying(stack.enter_context(output.open("wb", buffering=0)).fileno(), target)
         for block in blocks_of(target.entries):
             part = scratch[: block.size_bytes]
             if not read_fully(source.fileno(), block.offset, part):
                 raise DeltaRefused("the payload that a delta starts from is shorter than its manifest says")
-            where = [apply_block(part, reader.next(block), block.width, fast) for reader in readers]
+            where = [block.read(reader).apply(part, block.width, fast) for reader in readers]
             verifying.write(part)
             made.note(block, where, part)
-        for reader in readers:
-            reader.finish()
+        if any(reader.read(1) for reader in readers):
+            raise DeltaRefused("a delta continues after its last block")
         verifying.finish()
     return made
 

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 from blake3 import blake3
 from pydantic import ValidationError
@@ -51,6 +52,7 @@ MAX_MANIFEST_BYTES = 32 * MIB
 MAX_WITNESS_BYTES = 4096
 MAX_HEAD_BYTES = 64 * 1024
 
+D = TypeVar("D", PolicyManifest, BroadcastHead)
 Place = tuple[int, int]  # (incarnation, version): compared in this order
 
 
@@ -84,33 +86,35 @@ def manifest_hash(data: bytes) -> str:
 def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManifest:
     """The manifest in `data`, or `ManifestRefused`: signed by the trusted key, for this run, and sound in itself.
     Without a `run`, any that the key has signed for will do."""
-    signed = _signed(data, MAX_MANIFEST_BYTES, "manifest")
-    try:
-        manifest = open_document(signed, PolicyManifest, trusted_key)
-    except ProtocolError as error:
-        raise ManifestRefused(f"a manifest is refused: {error}") from error
+    manifest = _opened(data, MAX_MANIFEST_BYTES, PolicyManifest, "a manifest", run, trusted_key)
     problem = _chunks_problem(manifest.chunks, manifest.chunk_size_bytes, manifest.size_bytes)
     problem = problem or entries_problem(manifest.entries, manifest.size_bytes) or _deltas_problem(manifest)
     if not problem:
         digest = content_digest(manifest.entries, manifest.chunk_size_bytes, manifest.chunks)
         if digest != manifest.policy.digest:
             problem = f"its content has digest {digest[:16]}…, not {manifest.policy.digest[:16]}…"
-    if run is not None and manifest.run != run:
-        problem = f"it belongs to run {manifest.run[:80]}, not to {run}"
     if problem:
         raise ManifestRefused(f"the manifest of policy {manifest.policy.label} is refused: {problem}")
     return manifest
 
 
 def read_head(data: bytes, run: str | None, trusted_key: str) -> BroadcastHead:
-    signed = _signed(data, MAX_HEAD_BYTES, "head")
+    return _opened(data, MAX_HEAD_BYTES, BroadcastHead, "a head", run, trusted_key)
+
+
+def _opened(data: bytes, max_bytes: int, kind: type[D], what: str, run: str | None, trusted_key: str) -> D:
+    """A document that the key has signed for this run."""
     try:
-        head = open_document(signed, BroadcastHead, trusted_key)
+        if len(data) > max_bytes:
+            raise ProtocolError(f"it has {len(data)} bytes; at most {max_bytes} are allowed")
+        document = open_document(SignedDocument.model_validate_json(data), kind, trusted_key)
+        if run is not None and document.run != run:
+            raise ProtocolError(f"it belongs to run {document.run[:80]}, not to {run}")
+    except ValidationError as error:
+        raise ManifestRefused(f"{what} is refused: it is not a signed document: {first_problem(error)}") from error
     except ProtocolError as error:
-        raise ManifestRefused(f"a head is refused: {error}") from error
-    if run is not None and head.run != run:
-        raise ManifestRefused(f"a head is refused: it belongs to run {head.run[:80]}, not to {run}")
-    return head
+        raise ManifestRefused(f"{what} is refused: {error}") from error
+    return document
 
 
 def place_of(document: PolicyManifest | BroadcastHead) -> Place:
@@ -126,15 +130,6 @@ def check_not_rolled_back(head: BroadcastHead, known: BroadcastHead | None) -> N
         raise ManifestRefused(f"a head is refused: {back}")
     if place_of(head) == place_of(known) and head.policy.digest != known.policy.digest:
         raise ManifestRefused(f"a head is refused: it names other weights for policy {head.policy.label}")
-
-
-def _signed(data: bytes, max_bytes: int, what: str) -> SignedDocument:
-    if len(data) > max_bytes:
-        raise ManifestRefused(f"a {what} is refused: it has {len(data)} bytes; at most {max_bytes} are allowed")
-    try:
-        return SignedDocument.model_validate_json(data)
-    except ValidationError as error:
-        raise ManifestRefused(f"a {what} is refused: it is not a signed document: {first_problem(error)}") from error
 
 
 def _chunks_problem(chunks: tuple[Chunk, ...], chunk_size: int, size: int) -> str:

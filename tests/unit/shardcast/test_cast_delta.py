@@ -21,10 +21,10 @@ from shoal.shardcast.delta import (
     MAGIC,
     NOTHING,
     SIZE,
-    DeltaReader,
     apply_block,
     blocks_of,
     encode_block,
+    open_delta,
 )
 
 WIDTHS = st.sampled_from([1, 2, 4])
@@ -155,8 +155,8 @@ def test_a_decompression_bomb_is_refused_before_it_inflates() -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        (b"", "shorter than its header"),
-        (HEADER.pack(1, 1, 1), "shorter than its header"),
+        (b"", "ends in the middle"),
+        (HEADER.pack(1, 1, 1), "ends in the middle"),
         (block_of(5, [frame(bytes(5)), frame(bytes(5))]), "says more"),  # of four values
         (block_of(1, [frame(b"\x04"), frame(b"\x00")]), "changes value 4 of 4"),
         (block_of(2, [frame(b"\x00\x03"), frame(bytes(2))]), "changes value 4 of 4"),
@@ -165,7 +165,7 @@ def test_a_decompression_bomb_is_refused_before_it_inflates() -> None:
         (block_of(1, [frame(b"\x00")] * 5, gap_planes=4), "says more"),
         (block_of(0, [frame(b""), frame(b"")]), "says more"),
         (block_of(1, [frame(b"\x00"), frame(b"\x00")]) + b"!", "another length"),
-        (block_of(1, [frame(b"\x00"), frame(b"\x00")])[:-1], "another length"),
+        (block_of(1, [frame(b"\x00"), frame(b"\x00")])[:-1], "ends in the middle"),
         (block_of(1, [b"garbage", frame(b"\x00")]), "damaged"),
         (block_of(1, [frame(b"\x00\x00"), frame(b"\x00")]), "damaged"),
         (block_of(1, [frame(b"\x00") + b"?", frame(b"\x00")]), "damaged"),
@@ -176,7 +176,7 @@ def test_a_malformed_block_is_refused_by_name(block: bytes, words: str) -> None:
     with pytest.raises(DeltaRefused, match=words):
         apply_block(memoryview(target), block, 2)
     assert target == bytes(8)
-    with pytest.raises(DeltaRefused, match="a delta block"):
+    with pytest.raises(DeltaRefused, match="a delta"):
         apply_block(memoryview(target), block, 2, fast=True)
 
 
@@ -198,10 +198,9 @@ def stream(*blocks: bytes) -> io.BytesIO:
 
 
 def read_all(file: io.BytesIO, size: int = 8) -> None:
-    reader = DeltaReader(file)
+    reader = open_delta(file)
     for block in blocks_of([entry("w", 0, size, "BF16")]):
-        reader.next(block)
-    reader.finish()
+        block.read(reader)
 
 
 def test_a_whole_delta_is_read_to_its_end() -> None:
@@ -215,7 +214,6 @@ def test_a_whole_delta_is_read_to_its_end() -> None:
         (io.BytesIO(b"PK\x03\x04"), "does not begin"),
         (stream(), "ends in the middle"),
         (stream(NOTHING[:-1]), "ends in the middle"),
-        (stream(NOTHING, b"x"), "continues after"),
         (stream(HEADER.pack(1, 1, 1), struct.pack("<2I", 10, 10)), "ends in the middle"),
         (stream(HEADER.pack(1, 1, 1), struct.pack("<2I", 1 << 31, 10)), "says more"),
     ],

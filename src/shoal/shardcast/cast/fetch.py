@@ -17,13 +17,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import BroadcastError, UserError, VersionNotFound
-from shoal.protocol import PolicyManifest, PolicyRef
+from shoal.protocol import PolicyRef
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
@@ -49,34 +48,25 @@ class FetchRequest:
     patience_s: float
     force: bool = False
 
-    @property
-    def path(self) -> Path:
-        return Path(self.output).absolute()
-
-    @property
-    def cache(self) -> Path:
-        name = self.path.name
-        if len(name.encode()) > LONG_NAME_BYTES:
-            name = hashlib.sha256(name.encode()).hexdigest()
-        return self.path.with_name(f".{name}.cast")
-
 
 def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: Terminal) -> int:
     """Fetch, say what came from whom; the exit code. `begin` is called when what was asked for makes sense."""
-    sources = Sources.parse(request.sources)
-    if not request.path.name:
-        raise UserError(f"{request.path} cannot be the output; give a file or folder with -o")
-    if request.path.exists() and not (request.path.is_file() or request.path.is_dir()):
-        raise UserError(f"{request.path} is neither a file nor a folder; give another -o")
-    stop = begin()
-    ensure_folder(request.cache)
+    sources, path = Sources.parse(request.sources), Path(request.output).absolute()
+    if not path.name:
+        raise UserError(f"{path} cannot be the output; give a file or folder with -o")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} is neither a file nor a folder; give another -o")
+    is_long = len(path.name.encode()) > LONG_NAME_BYTES
+    name = hashlib.sha256(path.name.encode()).hexdigest() if is_long else path.name
+    stop, cache = begin(), ensure_folder(path.with_name(f".{name}.cast"))
     try:
-        with FolderLock(request.cache).acquire(stop):
-            delivery = Delivery(request.output, request.cache, request.force)
-            delivery.check()
+        with FolderLock(cache).acquire(stop):
+            delivery = Delivery(request.output, cache, request.force)
+            if path.is_file():  # before anything is fetched
+                delivery.refuse_strangers([path])
             settings = DownloadSettings(kept_payloads=1, remember_changes=False, patience_s=request.patience_s)
-            downloader = Downloader(sources.urls, None, sources.key, request.cache, stop, settings)
-            with closing(downloader):
+            downloader = Downloader(sources.urls, None, sources.key, cache, stop, settings)
+            with contextlib.closing(downloader):
                 while True:
                     ref = downloader.newest(request.wait_s)
                     try:
@@ -89,7 +79,7 @@ def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: T
     except BroadcastError:
         if not stop.is_set():
             raise
-        log.warning("stopped; the same command continues from here")
+        log.warning("stopped; the same command resumes from here")
         return STOPPED_CODE
 
 
@@ -105,19 +95,16 @@ def _bring(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal:
 
         payload = downloader.fetch(ref, DEADLINE_S, on_progress)
     seconds = time.monotonic() - started_s
-    target = delivery.deliver(payload)
-    terminal.say(visible(_summary(target, payload.manifest, last, seconds)))
-
-
-def _summary(target: Path, manifest: PolicyManifest, last: Progress | None, seconds: float) -> str:
-    """Bytes, seconds, rate, and from whom."""
-    what = f"{target.name} version {manifest.policy.version}: {megabytes(manifest.size_bytes)}"
+    whole = megabytes(payload.manifest.size_bytes)
+    said = f"{delivery.deliver(payload).name} version {ref.version}: {whole}"
     fetched = sum(last.by_source.values()) if last is not None else 0
     if last is None or not fetched:
-        return f"{what}, all of it here already; verified in {seconds:.1f} s"
-    parts = f", {megabytes(fetched)} of it fetched" if megabytes(fetched) != megabytes(manifest.size_bytes) else ""
-    rate = "" if "delta" in last.route else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
-    return f"{what} in {seconds:.1f} s{parts}{rate}; from {shares(last.by_source)}"
+        said += f", all of it here already; verified in {seconds:.1f} s"
+    else:
+        part = "" if megabytes(fetched) == whole else f", {megabytes(fetched)} of it fetched"
+        rate = "" if "delta" in last.route else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
+        said += f" in {seconds:.1f} s{part}{rate}; from {shares(last.by_source)}"
+    terminal.say(visible(said))
 
 
 def shares(by_source: Mapping[str, int]) -> str:
@@ -136,47 +123,36 @@ class Delivery:
         self._record = cache / "delivered.json"
         self._force = force
 
-    def check(self) -> None:
-        """Refuse before anything is fetched what would be refused at the end."""
-        if self._path.is_file():
-            self._refuse_strangers([self._path])
-
     def deliver(self, payload: Payload) -> Path:
         """Write the version; where it is. A single file is a second name of the copy in the cache."""
-        entries = payload.manifest.entries
+        entries, target = payload.manifest.entries, self._path
         if len(entries) == 1 and entries[0].type == "file":
-            target = self._file_target(entries[0].name)
-            self._refuse_strangers([target])
+            if target.is_dir() or self._output.endswith("/"):
+                target = ensure_folder(target) / Path(entries[0].name).name
+                if target.is_dir():
+                    raise UserError(f"a file has been fetched, but {target} is a folder; give another -o")
+            targets = [target]
+        elif target.exists() and not target.is_dir():
+            raise UserError(f"a folder has been fetched, but {target} is a file; give a folder with -o")
+        else:
+            targets = [target / entry.name for entry in entries if entry.type == "file"]
+        self.refuse_strangers(targets)
+        self._remove_old({str(path) for path in targets})  # first: a file may have become a folder
+        if targets == [target]:
             assert payload.path is not None
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                linked = target.exists() and target.samefile(payload.path)
+                if not (target.exists() and target.samefile(payload.path)):
+                    copy_or_link(payload.path, target)
             except OSError as error:
                 raise resource_error("write", target, error) from error
-            if not linked:
-                copy_or_link(payload.path, target)
-            self._remove_old({str(target)})
-            self._remember([target])
-            return target
-        if self._path.exists() and not self._path.is_dir():
-            raise UserError(f"a folder has been fetched, but {self._path} is a file; give a folder with -o")
-        targets = [self._path / entry.name for entry in entries if entry.type == "file"]
-        self._refuse_strangers(targets)
-        self._remove_old({str(target) for target in targets})  # first: a file may have become a folder
-        payload.export(self._path)
-        self._remember(targets)
-        return self._path
-
-    def _file_target(self, name: str) -> Path:
-        if not (self._path.is_dir() or self._output.endswith("/")):
-            return self._path
-        ensure_folder(self._path)
-        target = self._path / Path(name).name
-        if target.is_dir():
-            raise UserError(f"a file has been fetched, but {target} is a folder; give another -o")
+        else:
+            payload.export(target)
+        stamps = {str(path): stamp for path in targets if (stamp := _stamp(path)) is not None}
+        write_atomically(self._record, json.dumps(stamps).encode())
         return target
 
-    def _refuse_strangers(self, targets: list[Path]) -> None:
+    def refuse_strangers(self, targets: Iterable[Path]) -> None:
         known = self._delivered()
         strangers = [target for target in targets if target.is_file() and str(target) not in known]
         if strangers and not self._force:
@@ -191,10 +167,8 @@ class Delivery:
             if name not in kept and path.is_relative_to(self._path) and _stamp(path) == stamp:
                 path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # not empty, or gone already
-                    for folder in path.parents:
-                        if folder == self._path or not folder.is_relative_to(self._path):
-                            break
-                        folder.rmdir()
+                    for folder in path.relative_to(self._path).parents[:-1]:
+                        (self._path / folder).rmdir()
 
     def _delivered(self) -> dict[str, Stamp]:
         try:
@@ -202,10 +176,6 @@ class Delivery:
             return {str(name): (int(size), int(time_ns)) for name, (size, time_ns) in found.items()}
         except (FileNotFoundError, ValueError, TypeError, AttributeError):
             return {}
-
-    def _remember(self, targets: list[Path]) -> None:
-        stamps = {str(target): stamp for target in targets if (stamp := _stamp(target)) is not None}
-        write_atomically(self._record, json.dumps(stamps).encode())
 
 
 def _stamp(path: Path) -> Stamp | None:

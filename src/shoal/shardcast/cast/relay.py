@@ -39,30 +39,22 @@ def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], termin
     sources, peers = Sources.parse(request.upstreams), tuple(peer.partition("#")[0] for peer in request.peers)
     for peer in peers:
         Address.parse(peer)
-    settings = RelaySettings.model_validate(request.settings)
-    ensure_folder(request.directory)
-    stop = begin()
-    run = _run_of(sources, request.directory, stop)
-    if run is None:
-        return
-    folder, host, port = request.directory, request.host, request.port
-    config = RelayConfig(folder, sources.urls, run, sources.key, host, port, settings, peers)
-    run_relay(config, stop, lambda url: say_commands(terminal, url, host, sources.key, run))
-
-
-def _run_of(sources: Sources, folder: Path, stop: StopToken) -> str | None:
-    """Which broadcast to mirror, by the mirror itself or by its upstreams; None if stopped while nobody was there."""
+    settings, folder = RelaySettings.model_validate(request.settings), ensure_folder(request.directory)
+    stop, run = begin(), None
     data = Tree(folder).read(HEAD)
     if data is not None:
         try:
-            return read_head(data, None, sources.key).run
+            run = read_head(data, None, sources.key).run
         except ManifestRefused as error:
             raise UserError(f"{folder} mirrors another publisher: {error}; give another --dir") from error
     log.info("looking for the broadcast at %s", ", ".join(sources.urls))
     with closing(Lookup(SourceScores(sources.urls), None, sources.key, stop, Timeouts())) as lookup:
-        while not stop.is_set():
+        while run is None:
+            if stop.is_set():
+                return
             try:
-                return lookup.newest(None, Deadline(ATTEMPT_S))[0].run
+                run = lookup.newest(None, Deadline(ATTEMPT_S))[0].run
             except VersionNotFound as error:
                 log.warning("%s; still trying", error)
-    return None
+    config = RelayConfig(folder, sources.urls, run, sources.key, request.host, request.port, settings, peers)
+    run_relay(config, stop, lambda url: say_commands(terminal, url, request.host, sources.key, run))
