@@ -10,8 +10,8 @@
                                             └─ asked for: SIGKILL to itself. No handler, no `finally`, no answer.
     (`cli.main` calls `arm`, which reads the environment; a process that never does dies nowhere.)
 
-Every point has a name here that says what has just happened and what has not. A point that is not placed anywhere, or
-placed and not named, fails a test, and so does one that no test can make a process reach.
+A point that is not placed anywhere, or placed and not named, fails a test, and so does one that no test can make a
+process reach.
 """
 
 from __future__ import annotations
@@ -32,47 +32,20 @@ log = logging.getLogger(__name__)
 CRASH_AT = "SHOAL_CRASH_AT"
 CRASH_FOLDER = "SHOAL_CRASH_FOLDER"
 
-POINTS: Mapping[str, str] = {
-    "hub.start.after_secret": "the run's secret is on disk; its database may not exist",
-    "hub.start.before_commit": "the run is written into its database, uncommitted",
-    "hub.node.before_commit": "a node is registered, uncommitted",
-    "hub.node.after_commit": "a node is registered and does not know it",
-    "hub.lease.before_commit": "units are leased, uncommitted",
-    "hub.lease.after_commit": "units are leased and their worker does not know it",
-    "hub.submit.before_blob": "a submission would be taken; nothing of it is on disk",
-    "hub.submit.after_blob": "the bytes of a submission are on disk; no row names them",
-    "hub.submit.before_commit": "a submission's row and receipt are written, uncommitted",
-    "hub.submit.after_commit": "a submission is promised and its worker does not know it",
-    "hub.audit.before_commit": "submissions are claimed for a validator, uncommitted",
-    "hub.audit.after_commit": "submissions are claimed and the validator does not know it",
-    "hub.verdict.before_commit": "verdicts, what they cost and what they earned are written, uncommitted",
-    "hub.verdict.after_commit": "verdicts are in force and the validator does not know it",
-    "hub.credit.before_commit": "pending credit has become final, uncommitted",
-    "hub.credit.after_commit": "pending credit has become final",
-    "hub.ledger.before_commit": "rows were moved from the outbox into the ledger, uncommitted",
-    "hub.ledger.after_commit": "rows were moved from the outbox into the ledger",
-    "hub.batch.before_commit": "a batch is written down, uncommitted",
-    "hub.batch.after_commit": "a batch is written down and the trainer does not know it",
-    "hub.policy.before_commit": "a policy is announced, uncommitted",
-    "hub.policy.after_commit": "a policy is announced and the trainer does not know it",
-    "trainer.step.recorded": "a step's row is in the metrics and at the hub; its checkpoint is not begun",
-    "trainer.checkpoint.before_rename": "all files of a checkpoint are written, under a hidden name",
-    "trainer.checkpoint.after_rename": "a checkpoint is in place; older ones are not removed",
-    "trainer.publish.before_manifest": "the chunks of a version are at the origin; its manifest is not",
-    "trainer.publish.before_head": "a version's manifest is at the origin; the head names the one before",
-    "trainer.publish.before_announce": "a version is published at the origin; the hub has not heard of it",
-    "trainer.publish.after_announce": "a version is announced; the trainer has not noted it",
-    "worker.lease.received": "leases are in hand; nothing is generated",
-    "worker.outbox.written": "a finished group is in the outbox; the uploader does not know it",
-    "worker.outbox.before_send": "a parcel was taken from the outbox; nothing is sent",
-    "worker.outbox.after_receipt": "the hub has promised a parcel; its file is still there",
-    "validator.verdict.before_report": "verdicts are made; nobody has heard of them",
-    "validator.verdict.after_report": "verdicts are reported; the validator has not noted it",
-    "backup.before_rename": "a backup is whole, under a hidden name",
-    "restore.after_blobs": "all submissions are in the store; no row and no recipe names it",
-    "restore.after_rows": "all rows are in the database, marked; the folder that names it is hidden",
-    "restore.before_rename": "a run is restored, under a hidden name",
-}
+# Each names what has just happened. After a commit nobody outside knows of it yet; before it, all of it is lost.
+POINTS = (
+    "hub.start.after_secret", "hub.start.before_commit", "hub.node.before_commit", "hub.node.after_commit",
+    "hub.lease.before_commit", "hub.lease.after_commit", "hub.submit.before_blob", "hub.submit.after_blob",
+    "hub.submit.before_commit", "hub.submit.after_commit", "hub.audit.before_commit", "hub.audit.after_commit",
+    "hub.verdict.before_commit", "hub.verdict.after_commit", "hub.credit.before_commit", "hub.credit.after_commit",
+    "hub.ledger.before_commit", "hub.ledger.after_commit", "hub.batch.before_commit", "hub.batch.after_commit",
+    "hub.policy.before_commit", "hub.policy.after_commit", "trainer.step.recorded", "trainer.checkpoint.before_rename",
+    "trainer.checkpoint.after_rename", "trainer.publish.before_manifest", "trainer.publish.before_head",
+    "trainer.publish.before_announce", "trainer.publish.after_announce", "worker.lease.received",
+    "worker.outbox.written", "worker.outbox.before_send", "worker.outbox.after_receipt",
+    "validator.verdict.before_report", "validator.verdict.after_report", "backup.before_rename", "restore.after_blobs",
+    "restore.after_rows", "restore.before_rename",
+)  # fmt: skip
 
 
 _plan: _CrashPlan | None = None

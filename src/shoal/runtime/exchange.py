@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,16 +125,10 @@ class Network(httpcore.NetworkBackend):
     def __init__(self) -> None:
         self._inner = httpcore.SyncBackend()
 
-    def connect_tcp(
-        self, host: str, port: int, timeout: float | None = None, local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> _Stream:  # fmt: skip
-        left_s = _left_s(timeout, httpcore.ConnectTimeout)
-        return _Stream(self._inner.connect_tcp(host, port, left_s, local_address, socket_options))
+    def connect_tcp(self, host: str, port: int, timeout: float | None = None, *more: Any, **options: Any) -> _Stream:
+        return _Stream(self._inner.connect_tcp(host, port, _left_s(timeout, httpcore.ConnectTimeout), *more, **options))
 
-    def connect_unix_socket(
-        self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
-    ) -> _Stream:
+    def connect_unix_socket(self, path: str, timeout: float | None = None, socket_options: Any = None) -> _Stream:
         left_s = _left_s(timeout, httpcore.ConnectTimeout)
         return _Stream(self._inner.connect_unix_socket(path, left_s, socket_options))
 

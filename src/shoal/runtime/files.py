@@ -2,8 +2,6 @@
 
 Whatever reports a failed write in whatever words (the operating system, a library in Rust, SQLite), a person reads the
 same sentence about it: `resource_error`.
-
-The user's own folder (`home`): identities, known hubs, kept ledger heads. `SHOAL_HOME` names another place for it.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ _HINTS = {
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
-FULL_BYTES = 16 * 1024
-"""With less than this a disk is as good as full: a log line or a page of a database may not fit any more."""
+FULL_BYTES = 16 * 1024  # with less a log line or a page of a database may not fit any more
 
 
 def resource_error(action: str, path: Path, error: Exception) -> ResourceError:
@@ -121,7 +118,7 @@ VARIABLE = "SHOAL_HOME"
 
 
 def home() -> Path:
-    """`~/.shoal`, or the folder that SHOAL_HOME names."""
+    """Identities, known hubs, kept ledger heads: in `~/.shoal`, or the folder that SHOAL_HOME names."""
     given = os.environ.get(VARIABLE)
     try:
         return Path(given).absolute() if given else Path.home() / ".shoal"

@@ -1,7 +1,4 @@
-"""What a process may take of its machine: memory, disk, bandwidth; and how much of these there is.
-
---max-memory 8GB   --max-disk 40GB   --max-bandwidth 20Mbit/s
-"""
+"""What a process may take of its machine: memory, disk, bandwidth; and how much of these there is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Logs for people: one line per record, on stderr and in a file.
 
-    14:03:07.120 INFO  trainer    step 12: reward 0.71, held out 0.83
-
-A traceback goes to the file in full, indented; stderr shows only its last line unless `verbose`.
+14:03:07.120 INFO  trainer    step 12: reward 0.71, held out 0.83
 """
 
 from __future__ import annotations
@@ -21,13 +19,12 @@ QUIET_LIBRARIES = ("httpx", "httpcore", "uvicorn", "uvicorn.access", "asyncio", 
 
 
 class LineFormatter(logging.Formatter):
-    """`time level role message`; line breaks in messages are folded, so that one record is one line, and no character
-    reaches the terminal that is not visible (`runtime.text`)."""
+    """`time level role message` on one line, of visible characters alone (`runtime.text`). A traceback goes to the
+    file in full, indented; stderr shows only its last line unless verbose."""
 
     def __init__(self, role: str, tracebacks: bool) -> None:
         super().__init__()
-        self._role = role
-        self._tracebacks = tracebacks
+        self._role, self._tracebacks = role, tracebacks
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))

@@ -1,7 +1,5 @@
 """What depends on the size of the model and on links, unless a recipe sets it: one function, from sizes and speeds.
 
-    RunSize, Speeds ─► derive ─► Derived ◄─ settle ─ what the recipe sets, which wins
-
 Small models have the values of `Derived`; a model for which those are too short or too many gets others. Every process
 of a run computes them from what the hub says of the run (`RunSize.of`), so that all of them agree.
 """

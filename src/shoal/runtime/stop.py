@@ -22,11 +22,7 @@ ROLES = ("hub", "trainer", "validator", "relay", "join")
 
 def end_at_start(words: Sequence[str]) -> bool:
     """Before the imports: from now on a signal ends the process at once, without a traceback, with the code that the
-    command has when it is stopped later. True for a role, which listens itself when it begins.
-
-    >>> end_at_start(["--help"])                                              # doctest: +SKIP
-    False
-    """
+    command has when it is stopped later. True for a role, which listens itself when it begins."""
     is_role = next((word for word in words if not word.startswith("-")), "") in ROLES
     code = 0 if is_role and SUPERVISED not in os.environ else TOLD_TO_STOP_CODE
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -13,13 +13,9 @@ Otherwise a hub, which anyone may run, could read and write what only this machi
 database on loopback, a cloud's metadata service. The hub's own place is that of the address that answered. A name is
 resolved once, and what was checked is what is connected to; no redirect is followed. What the user named is the user's.
 
-Behind a proxy, names are resolved by the proxy, so only addresses in numbers can be checked here.
-
 Proxies are named by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, as other programs read them; this machine's own
-addresses are never asked for through one. Plain sources are asked for by their whole URL, secure ones in a tunnel:
-
-    http://source   ─ GET http://source/head.json ─► proxy ─► source
-    https://source  ─ CONNECT source:443 ──────────► proxy ═► TLS with the source, which the proxy cannot read
+addresses are never asked for through one. A proxy resolves names itself, so only addresses in numbers can be checked
+here. Plain sources are asked for by their whole URL, secure ones in a tunnel.
 """
 
 from __future__ import annotations
@@ -139,10 +135,8 @@ def parse_proxy(text: str) -> Proxy:
             f"shoal does not know the kind of proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names "
             f"({parts.scheme or 'no kind'}): give one such as http://proxy.example:3128, or list the host in NO_PROXY"
         )
-    authorization = ""
-    if parts.username is not None:
-        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        authorization = "Basic " + b64encode(pair.encode()).decode()
+    pair = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()
+    authorization = "" if parts.username is None else f"Basic {b64encode(pair).decode()}"
     return Proxy(parts.hostname, port, parts.scheme == "https", authorization)
 
 

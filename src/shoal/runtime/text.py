@@ -1,11 +1,6 @@
 """What others wrote, made fit for a terminal and a log: nothing in it moves the cursor, rings, sets a title or the
-clipboard, turns the line around, or begins another line; and no line of it fills a disk.
-
-Hubs, nodes, sources, stores and model files are others. Logs are cleaned in one place (`runtime.logs`), errors in
-another (`cli.main`); whatever else prints others' words uses one of these.
-
-`shoal_command` is how the person at the terminal calls programs of this installation: advice that is printed must work
-when copied.
+clipboard, turns the line around, or begins another line; and no line of it fills a disk. Hubs, nodes, sources, stores
+and model files are others. Logs are cleaned in `runtime.logs`, errors in `cli.main`.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ def visible(text: str) -> str:
     >>> visible("a\\x1b[2Jb\\nc\\u202ed")
     'a�[2Jb ⏎ c�d'
     """
-    text = clipped(text)
+    text = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}… ({len(text):,} characters)"
     line = text if text.isprintable() else BREAK.join(text.splitlines())
     return "".join(letter if letter.isprintable() else STAND_IN for letter in line)
 
@@ -46,11 +41,6 @@ def meant(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'sort'?)` if one of the known words is near; else empty."""
     close = get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def clipped(text: str) -> str:
-    """The same, if it is not too long for a line."""
-    return text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}… ({len(text):,} characters)"
 
 
 def printable(text: str) -> str:

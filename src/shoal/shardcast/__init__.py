@@ -19,7 +19,7 @@ for `/have/…`, which it does not know: clients ask, and do without):
 
     key, stop = load_or_create_key(Path("publisher.key")), StopToken()
     origin = Origin("www", "my-files", key)
-    origin.publish(1, "data.bin")                       # or a folder, or {"weight": array, …}
+    origin.publish(1, "data.bin")                       # or a folder
     server = Thread(target=run_origin, args=(Path("www"), "127.0.0.1", 8471, stop, print))
     server.start()
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from shoal.shardcast.limits import RelayConfig, RelaySettings
     from shoal.shardcast.origin import Origin, OriginSettings
     from shoal.shardcast.payload import ChangedValues, Payload
+    from shoal.shardcast.plan import SourceScores
     from shoal.shardcast.relay import run_relay
     from shoal.shardcast.server import run_origin
-    from shoal.shardcast.sources import SourceScores
 
 __all__ = [
     "ChangedValues", "Content", "DownloadSettings", "Downloader", "Origin", "OriginSettings", "Payload", "Prefetch",
@@ -52,7 +52,7 @@ __all__ = [
 _HOMES = {
     "content": "Content TensorView digest_of", "download": "DownloadSettings Downloader Prefetch Progress",
     "limits": "RelayConfig RelaySettings", "origin": "Origin OriginSettings", "payload": "ChangedValues Payload",
-    "relay": "run_relay", "server": "run_origin", "sources": "SourceScores",
+    "relay": "run_relay", "server": "run_origin", "plan": "SourceScores",
 }  # fmt: skip
 
 

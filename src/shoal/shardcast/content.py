@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from blake3 import blake3
 from pydantic import ValidationError
@@ -30,10 +30,6 @@ from shoal.shardcast.payload import read_fully
 
 SMALL_BYTES = 64 * 1024
 CHANGED = "{} was changed while it was being published; publish it again"
-TYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,18 +85,6 @@ class Content:
             # a view with a zero in its shape cannot be cast
             parts.append((tensor.name, tensor, tensor.data.cast("B") if tensor.data.nbytes else memoryview(b"")))
         return cls._laid_out([*parts, *((name, None, memoryview(files[name])) for name in sorted(files))])
-
-    @classmethod
-    def of_arrays(cls, arrays: Mapping[str, Any]) -> Content:
-        """numpy's arrays, by name: `Content.of_arrays({"w": np.zeros(3)})`."""
-        tensors = []
-        for name, array in arrays.items():
-            dtype = TYPES.get(str(getattr(array, "dtype", "")))
-            if dtype is None:
-                raise ConfigError(f"{name!r} is no array of a type that travels: {', '.join(sorted(TYPES))}")
-            data = memoryview(array.tobytes())  # little-endian, contiguous, and the array may change meanwhile
-            tensors.append(TensorView(name, dtype, tuple(array.shape), data))
-        return cls.of({}, tensors)
 
     @classmethod
     def at(cls, path: Path) -> Content:

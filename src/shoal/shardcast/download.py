@@ -35,8 +35,8 @@ from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.lookup import Lookup, Route, plan
 from shoal.shardcast.manifest import place_of, read_head
 from shoal.shardcast.payload import Payload
+from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool, show_shares
-from shoal.shardcast.sources import SourceScores
 from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)

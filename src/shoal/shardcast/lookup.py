@@ -36,7 +36,7 @@ from shoal.shardcast.manifest import (
     read_head,
     read_manifest,
 )
-from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.tree import HEAD, manifest_key
 
 PAUSE_S = 0.05

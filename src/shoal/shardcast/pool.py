@@ -29,8 +29,7 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
 from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.lookup import ABSENT, get_document
-from shoal.shardcast.plan import Flight, Plan, Question
-from shoal.shardcast.sources import REST, UNKNOWN_S, Kind, SourceScores
+from shoal.shardcast.plan import REST, UNKNOWN_S, Flight, Kind, Plan, Question, SourceScores
 from shoal.shardcast.tree import chunk_key
 
 log = logging.getLogger(__name__)

@@ -36,14 +36,13 @@ from shoal.runtime.clock import Backoff
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import manifest as manifests
-from shoal.shardcast.catalogue import Blob, Catalogue, Inventory
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
 from shoal.shardcast.limits import PoolSettings, RelayConfig, ServerLimits
 from shoal.shardcast.lookup import MANIFEST_S, get_document
 from shoal.shardcast.manifest import Place, Selection, check_not_rolled_back, offered, place_of, read_head
+from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool, show_shares
-from shoal.shardcast.server import TreeServer, serve
-from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.server import Blob, Catalogue, Inventory, TreeServer, serve
 from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, chunk_key, have_key, manifest_key, parse_label
 
 log = logging.getLogger(__name__)

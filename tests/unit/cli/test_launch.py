@@ -31,7 +31,7 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec
 from shoal.runtime.text import shoal_command
-from shoal.shardcast import Origin
+from shoal.shardcast import Content, Origin
 
 SERVE = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nwhile True: signal.pause()"
 
@@ -105,7 +105,7 @@ def test_the_run_ends_well_with_its_trainer(monkeypatch: Patch, folder: RunFolde
 def test_only_a_finished_run_loses_its_caches_and_older_versions(monkeypatch: Patch, folder: RunFolder) -> None:
     origin = Origin(folder.path / "origin", folder.run_id, folder.key("trainer"))
     for version in range(5):
-        origin.publish(version, {"weight": np.frombuffer(np.random.default_rng(version).bytes(400_000), np.int16)})
+        origin.publish(version, Content.of({"weight": np.random.default_rng(version).bytes(400_000)}))
     caches = [folder.path / name for name in ("worker-7/cache", "validator-0/cache", "relay-0/chunks")]
     kept = [folder.path / name for name in ("worker-7/outbox", "trainer/checkpoints/3.0", "trainer/export", "hub")]
     for path in (*caches, *kept):

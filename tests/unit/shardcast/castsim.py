@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
-from shoal.shardcast.plan import Flight, Plan, Question
-from shoal.shardcast.sources import Kind, SourceScores
+from shoal.shardcast.plan import Flight, Kind, Plan, Question, SourceScores
 
 STEP_S = 0.02
 SIZE = 1000

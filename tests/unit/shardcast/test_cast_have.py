@@ -16,9 +16,8 @@ from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection
 from shoal.shardcast.manifest import offered
-from shoal.shardcast.plan import Plan, Question
+from shoal.shardcast.plan import Plan, Question, SourceScores
 from shoal.shardcast.pool import ask_for_map
-from shoal.shardcast.sources import SourceScores
 
 A, B = "http://a:1", "http://b:1"
 CHUNKS = chunks_of(11)

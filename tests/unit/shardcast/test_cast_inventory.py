@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
-from shoal.shardcast.catalogue import Inventory
 from shoal.shardcast.manifest import Place, select_versions, size_of
+from shoal.shardcast.server import Inventory
 
 NAMES = "abcdefghij"
 

@@ -36,9 +36,9 @@ from kit.cast import (
 )
 from shoal.protocol import PolicyManifest, TensorView
 from shoal.shardcast import Content, Origin, OriginSettings, RelayConfig, RelaySettings, run_relay
-from shoal.shardcast.catalogue import Arrivals
 from shoal.shardcast.manifest import offered, read_head
 from shoal.shardcast.relay import Mirror
+from shoal.shardcast.server import Arrivals
 from shoal.shardcast.tree import HEAD, chunk_key
 
 Scripted = Callable[[Handler], ScriptedSource]

@@ -21,8 +21,8 @@ from kit.cast import Handler, ScriptedSource, eventually, reply
 from shoal.protocol import Chunk
 from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.limits import PoolSettings
+from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool
-from shoal.shardcast.sources import SourceScores
 
 SIZE = 1000
 WITHIN_S = 30.0

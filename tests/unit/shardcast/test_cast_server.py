@@ -22,10 +22,9 @@ from shoal.errors import ResourceError
 from shoal.protocol import Chunk
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, run_origin
-from shoal.shardcast.catalogue import Blob, Catalogue, Inventory
 from shoal.shardcast.connection import Throttle
 from shoal.shardcast.limits import ServerLimits, client_of
-from shoal.shardcast.server import Request, TreeServer, serve
+from shoal.shardcast.server import Blob, Catalogue, Inventory, Request, TreeServer, serve
 from shoal.shardcast.tree import chunk_key, have_key
 
 Start = Callable[[Path], Running]

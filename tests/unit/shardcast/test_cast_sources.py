@@ -15,7 +15,7 @@ from kit.cast import Handler, ScriptedSource, reply
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
-from shoal.shardcast.sources import Kind, SourceScores
+from shoal.shardcast.plan import Kind, SourceScores
 
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
 Scripted = Callable[[Handler], ScriptedSource]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kit.cast import KEY, RUN, Running, assert_content, eventually, make_downloader
 from shoal.errors import BroadcastError, ConfigError, ManifestRefused
 from shoal.protocol import PolicyManifest, TensorView
-from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, Origin, OriginSettings, Payload, Progress, delta, run_origin
 from shoal.shardcast.manifest import offered
 from shoal.shardcast.tree import chunk_key
@@ -283,10 +282,12 @@ def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_byt
 def test_a_large_payload_of_mixed_widths_goes_through_the_compiled_loops(tmp_path, start_origin, monkeypatch):
     monkeypatch.setattr(delta, "COMPILED_FROM_BYTES", 0)
     run = Run(tmp_path / "origin")
-    odd = {"odd": np.arange(3, dtype=np.uint8)}  # what follows lies at no multiple of two
+    odd = TensorView("odd", "U8", (3,), memoryview(bytes(range(3))))  # what follows lies at no multiple of two
     for version in range(1, 5):
         weights = np.arange(VALUES, dtype=np.int16) + (np.arange(VALUES) % 7 < version - 1)
-        manifest = run.origin.publish(version, odd | {"w": weights.astype(np.int16)})
+        manifest = run.origin.publish(
+            version, [odd, TensorView("w", "I16", (VALUES,), memoryview(weights.astype(np.int16).tobytes()))]
+        )
     assert bases(manifest) == [3, 2]
     payload = make_downloader([start_origin(run.folder).url], tmp_path / "client").fetch(manifest.policy, 20)
     assert bytes(payload.tensors[1].data) == weights.astype(np.int16).tobytes()
@@ -362,27 +363,6 @@ def test_progress_of_publishing_is_told(tmp_path: Path) -> None:
     assert told == [(262_144, 600_000), (524_288, 600_000), (600_000, 600_000)]
 
 
-def test_arrays_paths_and_tensors_can_be_published_and_nothing_else(tmp_path: Path, start_origin: Start) -> None:
-    origin = Origin(str(tmp_path / "www"), RUN, KEY)
-    arrays = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "flags": np.array([True, False]), "one": np.int64(7)}
-    origin.publish(1, arrays)
-    downloader = Downloader(
-        [start_origin(tmp_path / "www").url], RUN, KEY.public_key, str(tmp_path / "client"), StopToken()
-    )
-    payload = downloader.fetch(downloader.newest(10), 10)
-    assert [(t.name, t.dtype, t.shape) for t in payload.tensors] == [
-        ("w", "F32", (2, 3)), ("flags", "BOOL", (2,)), ("one", "I64", ()),
-    ]  # fmt: skip
-    assert bytes(payload.tensors[0].data) == arrays["w"].tobytes()
-    assert repr(payload) == "Payload(policy 0.1: 0 files, 3 tensors, 34 bytes)"
-    (tmp_path / "file").write_bytes(b"x")
-    assert origin.publish(2, str(tmp_path / "file")).entries[0].name == "file"
-    with pytest.raises(TypeError, match="a path, arrays by name"):
-        origin.publish(3, ["file"])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="'w' is no array"):
-        origin.publish(3, {"w": "file"})
-
-
 def test_a_small_file_that_comes_or_goes_moves_no_large_one(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -399,9 +379,9 @@ def test_weights_that_come_back_can_be_fetched_from_nothing(tmp_path: Path, star
     second, third = first + (rng.random(VALUES) < 0.01), first + (rng.random(VALUES) < 0.02)
     origin = Origin(tmp_path / "www", RUN, KEY, settings=OriginSettings(delta_from_bytes=0))
     for version, bits in enumerate((first, second, first, second, third), 1):
-        manifest = origin.publish(version, {"w": bits.astype(np.int16)})
+        manifest = origin.publish(version, Content.of({"w": bits.astype(np.int16).tobytes()}))
     payload = make_downloader([start_origin(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
-    assert bytes(payload.tensors[0].data) == third.astype(np.int16).tobytes()
+    assert payload.files["w"] == third.astype(np.int16).tobytes()
 
 
 def test_a_file_overwritten_while_it_is_published_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from shoal.shardcast.cast import Sources, Terminal, say_commands
 from shoal.shardcast.connection import Address, Deadline, Timeouts
 from shoal.shardcast.lookup import Lookup
 from shoal.shardcast.manifest import read_head
-from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.tree import HEAD, Tree
 
 log = logging.getLogger(__name__)
