@@ -26,6 +26,7 @@ from shoal.hub import HubConfig, create_app
 from shoal.ledger import Accounts, fold, verify
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.protocol import AuditRequest, Lease, LeaseRequest, LedgerEntry, PolicyAnnouncement, Receipt, sign_document
+from shoal.protocol.codec import TensorView
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 from shoal.runtime.stop import StopToken
@@ -99,8 +100,8 @@ class Play:
             self.validator.verdicts(verdicts)
 
     def publish(self, version: int) -> None:
-        weights = {"w": np.full((4,), version, np.float32)}
-        policy = self._origin.publish(version, weights, ledger_head=self.trainer.ledger_head()).policy
+        weights = TensorView("w", "F32", (4,), memoryview(np.full(4, version, np.float32)).cast("B"))
+        policy = self._origin.publish(version, [weights], ledger_head=self.trainer.ledger_head()).policy
         announcement = PolicyAnnouncement(run=self.folder.run_id, policy=policy, created_at_ms=1)
         self.trainer.announce(sign_document(announcement, self.folder.key("trainer")))
 
