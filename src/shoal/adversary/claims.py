@@ -114,7 +114,7 @@ CHEATS = (
         submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values - NUDGE)),
     ),
     cheating(
-        "nan", "reports log-probabilities that are no numbers, to spoil the weights for everybody", {"shape.logprobs"},
+        "nan", "reports log-probabilities that are NaN, to spoil the weights for everybody", {"shape.logprobs"},
         submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values * np.nan)),
     ),
     cheating(

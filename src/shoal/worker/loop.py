@@ -1,6 +1,6 @@
 """The worker: leases groups, generates them under the lease's policy and seeds, and hands them in.
 
-    newest policy ──► loaded (`newest`)
+    newest policy ──► loaded, then
     hub ── leases ──► worker ── one engine call per policy ──► outbox (fsync) ──► uploader ── submissions ──► hub
      ▲                  │ ▲                                       │
      └─ heartbeat ──────┘ └── pauses while the outbox is full ◄───┘
@@ -10,6 +10,10 @@ Back-pressure: the worker leases only when it is about to generate (it never hoa
 the time of a lease by its measured speed, and generates only while the outbox has room. Whatever it waits for, its
 heartbeat says so. A hub that is away is waited for (`Pace.patience_s`); finished work survives anything on disk; leases
 in hand are given back on the way out.
+
+Weights come before leases, so that the time of a lease is for generating only, however slow the link. A newer policy is
+fetched for `FOLLOW_S`, then in the background (`Prefetch`) while the hub gives out leases under the old one; once it
+does not, only fetching is left to do.
 """
 
 from __future__ import annotations
@@ -23,14 +27,14 @@ from dataclasses import dataclass, replace
 from shoal.adversary import Cheat, Loot, find_cheat
 from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
-from shoal.engines import Completion, Engine, build, check_policy, kind_of, warm_up
+from shoal.engines import Engine, build, check_policy, kind_of, warm_up
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.memory import keep_to_share
 from shoal.engines.protocol import BoundedEngine
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
-from shoal.protocol import Entry, HeartbeatReply, Lease, LeaseRelease, LeaseRequest, PolicyRef
-from shoal.protocol.lease import MAX_HELD, MAX_LEASES_PER_REQUEST
+from shoal.protocol import Entry, HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
+from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.lock import FolderLock
@@ -38,7 +42,6 @@ from shoal.runtime.stop import StopToken
 from shoal.runtime.text import count_of
 from shoal.shardcast import Prefetch
 from shoal.worker.earnings import Earnings, shut_out
-from shoal.worker.newest import NewestPolicy
 from shoal.worker.outbox import KeptHeads, Outbox, Parcel, Uploader
 from shoal.worker.settings import (
     WorkerConfig,
@@ -61,8 +64,10 @@ STOP_FLUSH_S = 5.0  # how long a stopping worker still sends finished groups
 CACHED_POLICIES = 2  # on disk: the one at work, and the next
 LOADED_POLICIES = 1  # leases name the newest policy: a second copy of the weights would hardly ever be used
 PROFILE_UNKNOWN = "profile.unknown"  # the hub's code for a kind of worker that the run has not measured
-BROKEN_CALLS = 3  # engine calls in a row with groups that are no numbers, after which the worker ends
-POLICY_PAUSE_S = 1.0  # after a policy could not be had, before asking for work again
+BROKEN_CALLS = 3  # engine calls in a row with NaN or infinite log-probabilities, after which the worker ends
+FETCH_S = 3600.0  # what has arrived by then stays on disk, and the next attempt continues from there
+FOLLOW_S = 5.0
+PAUSE_S = 1.0  # after a policy could not be had, or while the run has none, before looking again
 SURE = 0.75  # the part of a lease's time that is planned with: the next groups may be longer than the last
 
 
@@ -79,10 +84,10 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         client = HubClient(urls, identity(config.folder), stop, config.root_fingerprint, config.http, options=options)
         client.on_receipt = KeptHeads(config.folder).keep
         with closing(client):
-            _work(config, client, conduct, stop)
+            _work_for_run(config, client, conduct, stop)
 
 
-def _work(config: WorkerConfig, client: HubClient, conduct: Cheat, stop: StopToken) -> None:
+def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop: StopToken) -> None:
     run = client.run_info()
     refuse_too_little_disk(run, config.folder, config.limits)
     warm_up(config.engine, config.settings.device)
@@ -185,10 +190,13 @@ class Worker:
         self._deadlines_ms: dict[str, int] = {}
         self._broken_calls = self._submitted = 0
         self._units = 1  # to be asked for next: one, until it is known how long that takes
-        self.finished = False
+        self._newest: PolicyRef | None = None
+        self._loaded: PolicyRef | None = None
+        self._kind = DEFAULT_PROFILE  # of the engine that has the loaded policy
+        self._outdated = True  # nothing is given out under the loaded policy
+        self._is_over = self.finished = False  # as the hub says; and with nothing left to do here
         self._earnings = Earnings(client)
         self.activity = Activity(clock)
-        self._newest = NewestPolicy(client, shelf, self.activity, stop)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
         self._showing = ProgressSender(client, self._deadlines_ms.__setitem__, conduct, clock)
         self._heartbeat = RegularHeartbeat(client, pace.heartbeat_s, self.activity, self._hear)
@@ -213,18 +221,53 @@ class Worker:
             self._raise_failure()
             if not self._room_in_outbox():
                 continue
-            if self._newest.follow():
+            if self._follow():
                 self._lease()
                 self._work()
             else:
-                self.finished = self._newest.finished
+                self.finished = self._is_over
 
     def _hear(self, reply: HeartbeatReply) -> None:
         """In the heartbeat's thread: what the hub thinks of this node, and the time it gives for leases at work."""
         self._earnings.hear(reply)
-        self._newest.hear(reply)
+        self._hear_of_policy(reply)
         self._showing.hear(reply)
         self._deadlines_ms.update((lease, ms) for lease, ms in reply.deadlines.items() if lease in self._hand)
+
+    def _hear_of_policy(self, reply: HeartbeatReply | LeaseReply) -> None:
+        newest, found = self._newest, reply.policy
+        if found is not None and (newest is None or _age(found) >= _age(newest)):
+            self._newest = found
+        self._is_over = self._is_over or reply.finished
+
+    @property
+    def _behind(self) -> bool:
+        """Whether a newer policy than the loaded one is known to be out."""
+        return self._loaded != self._newest
+
+    def _follow(self) -> bool:
+        """Load the newest policy; whether there is one loaded to ask for leases under. False if the run is finished."""
+        if self._newest is None:
+            with self.activity.waiting("the first policy of the run"):
+                self._hear_of_policy(self._client.heartbeat(self.activity.heartbeat()))
+                if self._newest is None and not self._is_over:
+                    self._stop.wait(PAUSE_S)
+        newest = self._newest
+        if newest is None or (self._is_over and self._behind):
+            return False
+        if not self._behind:
+            return True
+        try:
+            with self.activity.waiting(f"policy {newest.label}"):
+                self._kind = self._shelf.get(newest, FETCH_S if self._outdated else FOLLOW_S).engine.kind
+        except (BroadcastError, DeadlineExceeded) as error:
+            if not self._outdated or self._stop.is_set():
+                return not self._stop.is_set()
+            log.warning("policy %s could not be fetched: %s", newest.label, error)
+            self._stop.wait(PAUSE_S)
+            return False
+        self._loaded, self._outdated = newest, False
+        return True
 
     def _ends_at_s(self, held: Held) -> float:
         """When a lease runs out by this machine's clock; as much later as the hub has moved its deadline."""
@@ -244,11 +287,10 @@ class Worker:
             return self._outbox.wait_until_below(self._run, OUTBOX_LIMIT, self._pace.heartbeat_s)
 
     def _lease(self) -> None:
-        policy = self._newest.loaded
-        profile = self._conduct.profile(self._newest.kind, self._client.run_info().profiles)
+        profile = self._conduct.profile(self._kind, self._client.run_info().profiles)
         request = LeaseRequest(
             request=uuid.uuid4().hex, max_units=self._units, wait_s=self._pace.poll_s, held=self._known_leases(),
-            profile=profile, policy=policy, behind=self._newest.behind,
+            profile=profile, policy=self._loaded, behind=self._behind,
         )  # fmt: skip
         try:
             with self.activity.waiting("work from the hub"):
@@ -263,14 +305,14 @@ class Worker:
         for name in list(self._deadlines_ms):  # the heartbeat's thread may add some meanwhile: none is lost
             if name not in self._hand:
                 self._deadlines_ms.pop(name, None)
-        self._newest.hear(reply)
-        if not reply.leases and self._newest.behind:
-            self._newest.refused()
-        self.finished = reply.finished and not reply.leases
+        self._hear_of_policy(reply)
         if reply.leases:
             self._may_choose = False
             point("worker.lease.received")
-        if not reply.leases and reply.waiting:
+            return
+        self.finished = reply.finished
+        self._outdated |= self._behind
+        if reply.waiting:
             log.debug("no work: %s", reply.waiting)
             # validators may have measured since the start that work of this kind cannot be judged
             if self._may_choose and profile not in self._client.refreshed_run().info.profiles:
@@ -306,7 +348,7 @@ class Worker:
                 return None
             log.warning("policy %s could not be fetched: %s", policy.label, error)
             self._release([held.lease.lease for held in self._of(policy)], f"policy {policy.label} not available")
-            self._stop.wait(POLICY_PAUSE_S)
+            self._stop.wait(PAUSE_S)
             return None
 
     def _generate(self, loaded: LoadedPolicy) -> None:
@@ -320,8 +362,9 @@ class Worker:
         with self.activity.busy(f"generating {count_of(len(leases), 'group')} by policy {loaded.ref.label}"):
             groups = generate(loaded, leases, self.activity.generated, self._showing.of)
         self._size_up(leases, self._clock.monotonic_s() - now_s, units_that_fit(loaded.engine, leases))
+        broken = [lease.lease for lease, group in zip(leases, groups, strict=True) if not is_finite(group)]
         for lease, completions in zip(leases, groups, strict=True):
-            if not is_finite(completions):
+            if lease.lease in broken:
                 continue
             if not self._showing.keeps_word(lease.lease, completions):
                 self._release([lease.lease], "generated once more, it is not what was shown of it")
@@ -331,7 +374,9 @@ class Worker:
             del self._hand[lease.lease]
             self.activity.count("groups")
             self.activity.count("tokens", sum(len(completion.token_ids) for completion in completions))
-        self._give_back_broken(loaded, groups)
+        self._broken_calls = self._broken_calls + 1 if broken else 0
+        if broken:
+            self._give_back_broken(broken, len(groups), loaded)
 
     def _size_up(self, leases: Sequence[Lease], took_s: float, most: int = MAX_LEASES_PER_REQUEST) -> None:
         """How many groups can be generated in one call within the time of a lease; `most` fit into memory."""
@@ -339,22 +384,17 @@ class Worker:
         doable = int(SURE * allowed_ms / 1000 * len(leases) / max(took_s, 0.001))
         self._units = max(1, min(doable, most, self._settings.units_per_lease))
 
-    def _give_back_broken(self, loaded: LoadedPolicy, groups: Sequence[Sequence[Completion]]) -> None:
-        """What this machine computed is no number: that is its failure, not the policy's, and nothing to be judged."""
-        broken = sum(not is_finite(group) for group in groups)
-        if not broken:
-            self._broken_calls = 0
-            return
+    def _give_back_broken(self, leases: list[str], groups: int, loaded: LoadedPolicy) -> None:
+        """Log-probabilities that are NaN are this machine's failure, not the policy's, and nothing to be judged."""
         log.warning(
-            "%d of %d groups have log-probabilities that are no numbers: this machine's arithmetic, or the policy "
+            "%d of %d groups have log-probabilities that are NaN or infinite: this machine's arithmetic, or the policy "
             "%s, is broken; they are not submitted",
-            broken, len(groups), loaded.ref.label,
+            len(leases), groups, loaded.ref.label,
         )  # fmt: skip
-        self._release([held.lease.lease for held in self._of(loaded.ref)], "log-probabilities that are no numbers")
-        self._broken_calls += 1
+        self._release(leases, "log-probabilities that are NaN or infinite")
         if self._broken_calls >= BROKEN_CALLS:
             raise ResourceError(
-                f"the engine {loaded.engine.name} gave log-probabilities that are no numbers {BROKEN_CALLS} times in a "
+                f"the engine {loaded.engine.name} gave NaN or infinite log-probabilities {BROKEN_CALLS} times in a "
                 "row: try another device or number format (--device, --dtype); `shoal doctor --selftest` "
                 "tells whether it helps"
             )
@@ -397,3 +437,7 @@ class Worker:
         kept = len(self._outbox.waiting(self._run))
         if kept and self._earnings.shut_out is None:
             log.info("the outbox keeps %s for the next start", count_of(kept, "finished group"))
+
+
+def _age(policy: PolicyRef) -> tuple[int, int]:
+    return policy.incarnation, policy.version

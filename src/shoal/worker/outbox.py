@@ -168,15 +168,10 @@ class Uploader:
     def __init__(
         self, client: HubClient, outbox: Outbox, on_sent: Callable[[Parcel, bool], None], clock: Clock = SystemClock()
     ) -> None:
-        self._outbox = outbox
-        self._run = client.run_info().run
-        self._client = client
-        self._on_sent = on_sent
-        self._clock = clock
-        self._end = StopToken()
-        self._threads = [
-            threading.Thread(target=self._empty, name=f"uploader-{number}", daemon=True) for number in range(UPLOADS)
-        ]
+        self._client, self._outbox, self._on_sent, self._clock = client, outbox, on_sent, clock
+        self._run, self._end = client.run_info().run, StopToken()
+        names = (f"uploader-{number}" for number in range(UPLOADS))
+        self._threads = [threading.Thread(target=self._empty, name=name, daemon=True) for name in names]
         self.failure: ShoalError | None = None
 
     def __enter__(self) -> Uploader:
@@ -201,32 +196,29 @@ class Uploader:
     def _empty(self) -> None:
         while not self._end.is_set() and self.failure is None:
             parcel = self._outbox.take(self._run, POLL_S)
-            if parcel is not None:
+            if parcel is None:
+                continue
+            try:
                 self._send(parcel)
+            except DeadlineExceeded:
+                self._outbox.put_back(parcel)
+                self._end.wait(POLL_S)  # stopping: try once more until the flush is over
+            except (ShoalError, OSError) as error:  # also: the disk has no room for what the hub said
+                self._outbox.put_back(parcel)
+                self.failure = error if isinstance(error, ShoalError) else resource_error("send", parcel.path, error)
 
     def _send(self, parcel: Parcel) -> None:
+        point("worker.outbox.before_send")
         try:
-            point("worker.outbox.before_send")
-            try:
-                receipt = self._client.submit(parcel.lease, parcel.path.read_bytes())
-            except HubRefused as refusal:
-                return self._refused(parcel, refusal)
+            receipt = self._client.submit(parcel.lease, parcel.path.read_bytes())
+        except HubRefused as refusal:
+            if refusal.status == UNAUTHORISED or isinstance(refusal, ShutOut):
+                raise  # about this node, not about the parcel: it stays
+            log.warning("unit %d was not taken: %s", parcel.unit, refusal)
+            taken = False
+        else:
             log.debug("unit %d: receipt for %s", parcel.unit, receipt.submission)
             point("worker.outbox.after_receipt")
-            self._outbox.remove(parcel)
-            self._on_sent(parcel, True)
-        except DeadlineExceeded:
-            self._outbox.put_back(parcel)
-            self._end.wait(POLL_S)  # stopping: try once more until the flush is over
-        except (ShoalError, OSError) as error:  # also: the disk has no room for what the hub said
-            self._outbox.put_back(parcel)
-            self.failure = error if isinstance(error, ShoalError) else resource_error("send", parcel.path, error)
-
-    def _refused(self, parcel: Parcel, refusal: HubRefused) -> None:
-        if refusal.status == UNAUTHORISED or isinstance(refusal, ShutOut):
-            self._outbox.put_back(parcel)
-            self.failure = refusal  # about this node, not about the parcel: it stays
-            return
+            taken = True
         self._outbox.remove(parcel)
-        log.warning("unit %d was not taken: %s", parcel.unit, refusal)
-        self._on_sent(parcel, False)
+        self._on_sent(parcel, taken)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -69,17 +69,20 @@ class _SentProgress:
                     self.sent[rollout] = Chunks(there.token_ids[:end], proofs)
         return ShownProgress(chunks) if chunks else None
 
-    def is_continued_by(self, found: Mapping[int, Chunks]) -> bool:
-        """Whether nothing that was sent is otherwise in `found`, as far as that goes."""
-        return all(_agree(sent, found[rollout]) for rollout, sent in self.sent.items() if rollout in found)
+    def is_continued_by(self, rollout: int, found: Chunks) -> bool:
+        """Whether what was sent of a rollout is the same as far as both go; the last proof may be of a short chunk."""
+        sent = self.sent.get(rollout, found)
+        both, length = min(len(sent.proofs), len(found.proofs)) - 1, min(len(sent.token_ids), len(found.token_ids))
+        same = bool((sent.token_ids[:length] == found.token_ids[:length]).all())
+        return same and sent.proofs[:both] == found.proofs[:both]
 
-
-def _agree(sent: Chunks, found: Chunks) -> bool:
-    """Whether two copies of a rollout are the same as far as both go; the last proof of one may be of a short chunk."""
-    both = min(len(sent.proofs), len(found.proofs)) - 1
-    length = min(len(sent.token_ids), len(found.token_ids))
-    same = bool((sent.token_ids[:length] == found.token_ids[:length]).all())
-    return same and sent.proofs[:both] == found.proofs[:both]
+    def is_beginning_of(self, group: Sequence[Completion]) -> bool:
+        """Whether the finished group begins with all that may have been sent of it."""
+        return all(
+            group[rollout].token_ids[: len(sent.token_ids)].tolist() == sent.token_ids.tolist()
+            and group[rollout].proofs.startswith(b"".join(sent.proofs))
+            for rollout, sent in self.sent.items()
+        )
 
 
 class ProgressSender:
@@ -116,11 +119,9 @@ class ProgressSender:
         """Who is told of the finished chunks of a lease; nobody if its node is past probation."""
         if not self._on_probation:
             return None
+        fresh = _SentProgress(lease, self._clock.monotonic_s() + _every_s(lease))
         with self._changed:
-            shown = self._leases.setdefault(
-                lease.lease, _SentProgress(lease, self._clock.monotonic_s() + _every_s(lease))
-            )
-        return partial(self._see, shown)
+            return partial(self._see, self._leases.setdefault(lease.lease, fresh))
 
     def _see(self, shown: _SentProgress, take: Callable[[], dict[int, Chunks]]) -> None:
         """In the engine's thread: keep a snapshot for the sender, if it is time for one."""
@@ -131,18 +132,17 @@ class ProgressSender:
         latest = {row: by_seed[seed] for row, seed in enumerate(shown.lease.seed_numbers) if seed in by_seed}
         with self._changed:
             shown.due_s = now_s + _every_s(shown.lease)
-            shown.ended = not shown.is_continued_by(latest)
+            shown.ended = not all(shown.is_continued_by(rollout, found) for rollout, found in latest.items())
             shown.latest, shown.fresh = latest, True
             self._changed.notify()
 
     def keeps_word(self, lease: str, group: Sequence[Completion]) -> bool:
         """The group of a lease is finished: whether it begins with all that may have been shown of it."""
         with self._changed:
-            shown = self._leases.pop(lease, None)
-            if shown is None:
+            if (shown := self._leases.pop(lease, None)) is None:
                 return True
             shown.ended = True
-            return all(_begins_with(group[rollout], sent) for rollout, sent in shown.sent.items())
+            return shown.is_beginning_of(group)
 
     def forget(self, lease: str) -> None:
         """Nothing more is shown of this lease."""
@@ -151,18 +151,17 @@ class ProgressSender:
                 shown.ended = True
 
     def _run(self) -> None:
+        def found() -> _SentProgress | None:
+            return next((shown for shown in self._leases.values() if shown.fresh and not shown.ended), None)
+
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._next() is not None)
-                shown = self._next()
-                if self._closing or shown is None:
+                self._changed.wait_for(lambda: self._closing or found() is not None)
+                if self._closing or (shown := found()) is None:
                     return
                 part, shown.fresh = shown.part(), False
             if part is not None:
                 self._send(shown, part)
-
-    def _next(self) -> _SentProgress | None:
-        return next((shown for shown in self._leases.values() if shown.fresh and not shown.ended), None)
 
     def _send(self, shown: _SentProgress, part: ShownProgress) -> None:
         name, before = shown.lease.lease, list(shown.have)
@@ -182,9 +181,3 @@ class ProgressSender:
 
 def _every_s(lease: Lease) -> float:
     return (lease.deadline_ms - lease.issued_at_ms) / 1000 / SHOWINGS_PER_LEASE
-
-
-def _begins_with(completion: Completion, sent: Chunks) -> bool:
-    length = len(sent.token_ids)
-    same = length <= len(completion.token_ids) and bool((completion.token_ids[:length] == sent.token_ids).all())
-    return same and completion.proofs.startswith(b"".join(sent.proofs))

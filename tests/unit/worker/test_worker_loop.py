@@ -19,7 +19,7 @@ from shoal.errors import ConfigError, HubRefused, PolicyMismatch, ProtocolError,
 from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, NodeState, PolicyRef, SamplingParameters
 from shoal.protocol.submission import unpack_spans
 from shoal.toploc import split_proofs
-from shoal.worker import newest
+from shoal.worker import loop
 from shoal.worker.loop import NotTaken
 from shoal.worker.settings import units_that_fit
 
@@ -126,7 +126,7 @@ def test_a_finished_run_is_left_without_fetching_its_last_policy(tmp_path: Path)
 
 
 def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(newest, "PAUSE_S", 0.0)
+    monkeypatch.setattr(loop, "PAUSE_S", 0.0)
     bench = Bench(tmp_path, [lease(1)])
     bench.hub.policy = None
     asked_before: list[int] = []
@@ -164,8 +164,8 @@ def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_unti
     assert bench.units == [1, 2, 3, 4]
     asked = [(request.policy and request.policy.version, request.behind) for request in bench.hub.requests[:5]]
     assert asked == [(0, False), (0, False), (0, True), (0, True), (1, False)]
-    at_first, soon, at_last = bench.shelf.patience[0], newest.FOLLOW_S, newest.FETCH_S
-    assert (at_first, at_last) == (newest.FETCH_S, newest.FETCH_S)
+    at_first, soon, at_last = bench.shelf.patience[0], loop.FOLLOW_S, loop.FETCH_S
+    assert (at_first, at_last) == (loop.FETCH_S, loop.FETCH_S)
     fetches = [patience for patience in bench.shelf.patience if patience in (soon, at_last)]
     assert fetches == [at_first, soon, soon, at_last]
 
@@ -302,8 +302,10 @@ def test_what_is_no_number_is_given_back_and_not_handed_in(tmp_path: Path, caplo
     bench.shelf.engine.broken = {1: value}
     bench.worker.run()
     assert bench.units == [3, 4]
-    assert bench.hub.released == [LeaseRelease(leases=("lease-1",), reason="log-probabilities that are no numbers")]
-    assert "1 of 2 groups have log-probabilities that are no numbers" in caplog.text
+    assert bench.hub.released == [
+        LeaseRelease(leases=("lease-1",), reason="log-probabilities that are NaN or infinite")
+    ]
+    assert f"1 of 2 groups have {reason}" in caplog.text
 
 
 def test_a_machine_that_computes_no_numbers_at_all_ends_with_what_to_do(tmp_path: Path) -> None:
