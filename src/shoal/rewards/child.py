@@ -31,22 +31,22 @@ TASKS_TRIED = 32
 
 def main() -> None:
     source, sink = _own_pipes()
-
-    def follow_parent() -> None:
-        waiter = select.poll()
-        waiter.register(source, 0)  # only the end of it
-        waiter.poll()
-        if os.getpgrp() == os.getpid():
-            os.killpg(os.getpgrp(), signal.SIGKILL)
-        os._exit(0)
-
-    threading.Thread(target=follow_parent, name="follow-parent", daemon=True).start()
+    threading.Thread(target=_follow_parent, args=(source,), name="follow-parent", daemon=True).start()
     try:
         _serve(source, sink)
     except MemoryError:
         os._exit(frames.EXIT_MEMORY)
     except (BrokenPipeError, KeyboardInterrupt):
         os._exit(0)  # nobody listens any more
+
+
+def _follow_parent(source: int) -> None:
+    waiter = select.poll()
+    waiter.register(source, 0)  # only the end of it
+    waiter.poll()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(0)
 
 
 def _serve(source: int, sink: int) -> None:

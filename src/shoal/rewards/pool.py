@@ -31,9 +31,9 @@ from shoal.environments import Environment, EnvironmentSettings, Score, scoring_
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import CodecError, DeadlineExceeded, ScoringFailure
 from shoal.rewards import frames
-from shoal.rewards.frames import Channel, ChannelClosed, FromChild, JobAnswer
+from shoal.rewards.frames import Channel, ChannelClosed, JobAnswer
 from shoal.rewards.protocol import Job, NotBegun, Scores, ScoringPatience, child_settings, core_digest, process_count
-from shoal.runtime.clock import Backoff, Clock, SystemClock
+from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import describe_exit
 from shoal.runtime.text import visible
@@ -41,8 +41,8 @@ from shoal.runtime.text import visible
 log = logging.getLogger(__name__)
 
 LIMIT_PART = "limit"
-STARTS = 3  # of processes that die before they are ready, until a seat is given up for the round
-REAP_S, SEND_S = 5.0, 30.0
+STARTS = 3  # of processes that die before they are ready, until no more are started for these jobs
+RESTART_PAUSE_S, REAP_S, SEND_S = 0.2, 5.0, 30.0
 LINES_LOGGED, LINE_LIMIT = 20, 300
 SECRETS = ("SHOAL_JUDGE_KEY",)  # what a reward function has no use for
 CALM = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONHASHSEED": "0"}
@@ -89,35 +89,87 @@ class Ground:
 
 
 class ScoringProcess:
-    """One life of a scoring process, seen from its parent: a child with its pipes. Not for several threads at once."""
+    """One process after another, seen from their parent: a child with its pipes. Not for several threads at once."""
 
     def __init__(self, ground: Ground) -> None:
-        self._ground, self._is_ready, self._has_ended = ground, False, False
+        self._ground = ground
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
         self._said: deque[str] = deque(maxlen=1)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Without waiting for it."""
+        if self._process is not None:
+            return
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
         command, pipe = [sys.executable, "-P", "-m", "shoal.rewards.child"], subprocess.PIPE
         try:  # in a session of its own: Ctrl-C is for the parent; what it starts can be ended with it
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=pipe, env={**environment, **CALM}, start_new_session=True
             )
         except OSError as error:
             raise DiedEarly(f"a scoring process could not be started: {error}") from error
-        self.pid = self._process.pid
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        source, sink = self._process.stdout.fileno(), self._process.stdin.fileno()
-        self._channel = Channel(source, sink, ground.stop, ground.clock)
-        threading.Thread(target=self._drain, name="scoring-output", daemon=True).start()
+        self._process, self._is_ready = process, False
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ground = self._ground
+        self._channel = Channel(process.stdout.fileno(), process.stdin.fileno(), ground.stop, ground.clock)
+        threading.Thread(target=self._drain, args=(process,), name="scoring-output", daemon=True).start()
         limits, settings = ground.limits, ground.settings.model_dump_json().encode()
         try:
             self._channel.send(frames.Setup(settings, limits.seconds, limits.memory_mb * 10**6), SEND_S)
         except (ChannelClosed, TimeoutError):
-            log.debug("the scoring process %d takes no settings", self.pid)  # `ready` finds out why
+            log.debug("the scoring process %d takes no settings", process.pid)  # `_ready` finds out why
         except BaseException:  # nobody would hold what has been started
             self.end()
             raise
 
-    def ready(self) -> None:
+    def end(self) -> None:
+        """Kill it and all that it started; whoever asks next starts another."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
+
+    def ask(self, job: Job) -> Result:
+        """What the job is worth; `Ended` if the process did not survive it, `ScoringFailure` is raised if none gets
+        ready for it."""
+        for starts in range(1, STARTS + 1):
+            try:
+                self.start()
+                self._ready()
+                break
+            except ScoringFailure as failure:
+                self.end()
+                if not isinstance(failure, DiedEarly) or starts == STARTS:
+                    raise
+                log.info("%s; another one is started", failure)
+                self._ground.stop.wait(RESTART_PAUSE_S)
+        try:
+            return self._answer(job)
+        except Ended:
+            self.end()
+            raise
+
+    def ask_alone(self, job: Job) -> Result | Ended:
+        """In a process that has scored nothing before."""
+        self.end()
+        try:
+            return self.ask(job)
+        except (ScoringFailure, Ended) as outcome:
+            return outcome
+
+    def _ready(self) -> None:
         """Wait until the environment is built; what goes wrong with it is a `ScoringFailure`.
 
         The limit counts from here, not from the start: a process that nobody has asked yet cannot be late.
@@ -146,16 +198,20 @@ class ScoringProcess:
             log.warning("scoring has no limit on %s", message.unlimited)
         self._is_ready = True
 
-    def ask(self, job: Job) -> Result:
-        """What the job is worth; `Ended` if the process did not survive it."""
+    def _answer(self, job: Job) -> Result:
         within_s = self._ground.patience.job_within_s(self._ground.limits)
         try:
             self._channel.send(frames.Work(job.task, frames.as_bytes(job.completion)), SEND_S)
-            answer = self._received(within_s)
+            answer = self._channel.receive(within_s)
             if isinstance(answer, frames.Allows):  # what the task allows beside that
-                answer = self._received(within_s + answer.seconds)
+                within_s += answer.seconds
+                answer = self._channel.receive(within_s)
         except TimeoutError:
-            raise Ended(Cause.CLOCK, f"takes no work within {SEND_S:g} s") from None
+            raise Ended(
+                Cause.CLOCK,
+                f"did not end within {within_s:g} s by the clock (this machine is very busy, or the reward function "
+                "waits for something: it must give up by itself)",
+            ) from None
         except ChannelClosed:
             raise self._how_it_ended() from None
         except CodecError as error:
@@ -166,37 +222,12 @@ class ScoringProcess:
             raise Ended(Cause.MEMORY, self._too_much)
         return answer if answer.failure is None else ScoringFailure(answer.failure)
 
-    def _received(self, within_s: float) -> FromChild:
-        try:
-            return self._channel.receive(within_s)
-        except TimeoutError:
-            raise Ended(
-                Cause.CLOCK,
-                f"did not end within {within_s:g} s by the clock (this machine is very busy, or the reward function "
-                "waits for something: it must give up by itself)",
-            ) from None
-
-    def end(self) -> None:
-        """Kill it and all that it started. May be called again."""
-        if self._has_ended:
-            return
-        self._has_ended = True
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
-
     def _how_it_ended(self) -> Ended:
         """After its pipe has closed."""
+        assert self._process is not None
         try:
-            code: int | None = self._process.wait(REAP_S)
+            code = self._process.wait(REAP_S)
         except subprocess.TimeoutExpired:
-            code = None
-        self.end()
-        if code is None:
             return Ended(Cause.OTHER, "closed its pipe and did not end")
         if code in (-signal.SIGPROF, -signal.SIGXCPU):
             return Ended(Cause.TIME, f"took longer than {self._ground.limits.seconds:g} s of processor time")
@@ -211,64 +242,16 @@ class ScoringProcess:
     def _too_much(self) -> str:
         return f"needed more than {self._ground.limits.memory_mb} MB"
 
-    def _drain(self) -> None:
+    def _drain(self, process: subprocess.Popen[bytes]) -> None:
         """What its code prints: the first lines are logged, the last one kept, and it never waits for a reader."""
-        assert self._process.stderr is not None
-        with self._process.stderr as output:
+        assert process.stderr is not None
+        with process.stderr as output:
             for number, line in enumerate(iter(lambda: output.readline(LINE_LIMIT), b"")):
                 if text := visible(line.decode(errors="replace").rstrip()):
                     self._said.append(text)
                     if number <= LINES_LOGGED:
                         more = "more; it is not shown" if number == LINES_LOGGED else f": {text}"
-                        log.info("scoring process %d says%s", self.pid, more)
-
-
-class Seat:
-    """A place for one process after another."""
-
-    def __init__(self, ground: Ground) -> None:
-        self._ground, self._backoff = ground, Backoff(first_s=0.2, most_s=5.0)
-        self.process: ScoringProcess | None = None
-
-    def start(self) -> ScoringProcess:
-        """Without waiting for it."""
-        self.process = self.process or ScoringProcess(self._ground)
-        return self.process
-
-    def ask(self, job: Job) -> Result:
-        """`ScoringFailure` is raised if no process gets ready for it."""
-        starts = 0
-        while True:
-            try:
-                process = self.start()
-                process.ready()
-                break
-            except ScoringFailure as failure:
-                self.clear()
-                starts += 1
-                if not isinstance(failure, DiedEarly) or starts == STARTS:
-                    raise
-                log.info("%s; another one is started", failure)
-                self._ground.stop.wait(self._backoff.wait_s(starts - 1))
-        try:
-            return process.ask(job)
-        except Ended:
-            self.clear()
-            raise
-
-    def ask_alone(self, job: Job) -> Result | Ended:
-        """In a process that has scored nothing before."""
-        self.clear()
-        try:
-            return self.ask(job)
-        except (ScoringFailure, Ended) as outcome:
-            return outcome
-
-    def clear(self) -> None:
-        """End the process, if there is one: whoever asks next starts another."""
-        if self.process is not None:
-            self.process.end()
-            self.process = None
+                        log.info("scoring process %d says%s", process.pid, more)
 
 
 class ScoringPool:
@@ -283,30 +266,30 @@ class ScoringPool:
     ) -> None:
         limits = scoring_of(environment)
         self._ground = Ground(child_settings(settings), limits, core_digest(environment), patience, stop or StopToken())
-        self._seats = [Seat(self._ground) for _ in range(process_count(limits))]
+        self._processes = [ScoringProcess(self._ground) for _ in range(process_count(limits))]
         self._busy = threading.Lock()
 
     def start(self) -> None:
         """Start the processes without waiting for them: they are ready sooner. Whoever asks starts what is missing."""
         try:
-            for seat in self._seats:
-                seat.start()
+            for process in self._processes:
+                process.start()
         except DiedEarly as failure:
             log.warning("%s; it is tried again when something is to be scored", failure)
 
     def close(self) -> None:
-        for seat in self._seats:
-            seat.clear()
+        for process in self._processes:
+            process.end()
 
     @property
     def pids(self) -> list[int]:
-        return [seat.process.pid for seat in self._seats if seat.process is not None]
+        return [process.pid for process in self._processes if process.pid is not None]
 
     def scores(self, jobs: Sequence[Job]) -> Scores:
         """What each is worth. `DeadlineExceeded` if the process is told to stop meanwhile."""
         with self._busy:
             try:
-                results = _Round(self._ground, list(dict.fromkeys(jobs))).run(self._seats)  # equal ones are scored once
+                results = _Round(self._ground, list(dict.fromkeys(jobs))).run(self._processes)  # equal ones once
             except DeadlineExceeded:
                 self.close()  # they are in the middle of something that nobody waits for
                 raise
@@ -318,27 +301,27 @@ class ScoringPool:
 
 
 class _Round:
-    """All that is asked at once: over the seats, each in a thread, until nothing is open or the time is up."""
+    """All that is asked at once: over the processes, a thread each, until nothing is open or the time is up."""
 
     def __init__(self, ground: Ground, jobs: Sequence[Job]) -> None:
         self._ground, self._open = ground, deque(jobs)
         self._results: dict[Job, Result] = {}
-        self._unready: dict[Seat, ScoringFailure] = {}
+        self._unready: dict[ScoringProcess, ScoringFailure] = {}
         self._until_s = ground.clock.monotonic_s() + ground.patience.all_s
         self._late = f"scoring took longer than {ground.patience.all_s:g} s in all"
 
-    def run(self, seats: Sequence[Seat]) -> dict[Job, Result]:
-        usable = seats[: len(self._open)]
-        while self._open and usable:  # what a seat without a process gives back, the others take
+    def run(self, processes: Sequence[ScoringProcess]) -> dict[Job, Result]:
+        usable = processes[: len(self._open)]
+        while self._open and usable:  # what one that is never ready gives back, the others take
             with ThreadPoolExecutor(len(usable), thread_name_prefix="scoring") as threads:
                 list(threads.map(self._serve, usable))
-            usable = [seat for seat in usable if seat not in self._unready]
+            usable = [process for process in usable if process not in self._unready]
         for job in self._open:
             self._results[job] = next(iter(self._unready.values()))
         return self._results
 
-    def _serve(self, seat: Seat) -> None:
-        """Let the seat take one job after another until there are none, or it gets no process."""
+    def _serve(self, process: ScoringProcess) -> None:
+        """Give it one job after another until there are none, or it does not get ready."""
         while True:
             try:
                 job = self._open.popleft()
@@ -348,26 +331,26 @@ class _Round:
                 self._results[job] = NotBegun(f"{self._late}: this was not begun")
                 continue
             try:
-                self._results[job] = seat.ask(job)
+                self._results[job] = process.ask(job)
             except Ended as ended:
                 log.debug("task %s is tried again, alone: its scoring process %s", job.task, ended.what)
-                self._results[job] = self._retried(seat, job, ended.cause)
+                self._results[job] = self._retried(process, job, ended.cause)
             except ScoringFailure as failure:
-                self._unready[seat] = failure
+                self._unready[process] = failure
                 self._open.appendleft(job)
                 return
 
-    def _retried(self, seat: Seat, job: Job, cause: Cause) -> Result:
+    def _retried(self, process: ScoringProcess, job: Job, cause: Cause) -> Result:
         """The job alone; if that ends the process again, whether the completion is to blame."""
         if cause is Cause.CLOCK and self._is_late():  # it has had its time: whoever asks again must come to an end
             return ScoringFailure(f"{self._late}, and task {job.task} ended its scoring process once")
-        again = seat.ask_alone(job)
+        again = process.ask_alone(job)
         if not isinstance(again, Ended):
             return again
         about = f"task {job.task}: the scoring process {again.what}"
         if again.cause not in BLAMABLE:
             return ScoringFailure(f"{about}, twice")
-        empty = seat.ask_alone(Job(job.task, ""))
+        empty = process.ask_alone(Job(job.task, ""))
         if isinstance(empty, JobAnswer):
             log.info("%s, twice; the completion is worth 0 for it", about)
             return JobAnswer(0.0, {LIMIT_PART: 1.0}, f"scoring it {again.what}".encode())

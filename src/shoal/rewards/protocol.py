@@ -28,18 +28,18 @@ class Job:
     completion: str
 
 
+Scores = list[Score | ScoringFailure]
+
+
 @runtime_checkable
 class Scorer(Protocol):
     """Scores completions of one environment. A failure of the machinery is returned, not raised; so is `NotBegun`."""
 
-    def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:
+    def scores(self, jobs: Sequence[Job]) -> Scores:
         """One result per job, in order. Equal jobs have equal results."""
         ...
 
     def close(self) -> None: ...
-
-
-Scores = list[Score | ScoringFailure]
 
 
 def settled(ask: Callable[[Sequence[Job]], Scores], jobs: Sequence[Job]) -> Scores:
@@ -58,20 +58,19 @@ def settled(ask: Callable[[Sequence[Job]], Scores], jobs: Sequence[Job]) -> Scor
 class DirectScorer:
     environment: Environment
 
-    def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:
-        results = {job: self._score(job) for job in dict.fromkeys(jobs)}
+    def scores(self, jobs: Sequence[Job]) -> Scores:
+        results: dict[Job, Score | ScoringFailure] = {}
+        for job in dict.fromkeys(jobs):
+            try:
+                results[job] = self.environment.score(self.environment.task(job.task), job.completion)
+            except EnvironmentSetupError as error:
+                results[job] = ScoringFailure(f"the environment does not know the task: {error}")
+            except ScoringFailure as failure:
+                results[job] = failure
         return [results[job] for job in jobs]
 
     def close(self) -> None:
         """Nothing is open."""
-
-    def _score(self, job: Job) -> Score | ScoringFailure:
-        try:
-            return self.environment.score(self.environment.task(job.task), job.completion)
-        except EnvironmentSetupError as error:
-            return ScoringFailure(f"the environment does not know the task: {error}")
-        except ScoringFailure as failure:
-            return failure
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class ScoringPatience:
     """How long the parent waits: for a process to be ready once it is asked, for one job, and for all asked at once.
 
     `job_s` is time on the clock, against jobs that wait for something; processor time has a limit of its own, which a
-    busy machine does not use up. None: `AT_LEAST_S` more than three times that limit. A task whose grader allows more
+    busy machine does not use up. None: a minute more than three times that limit. A task whose grader allows more
     (a program in a sandbox) gets that in addition.
     """
 
@@ -87,10 +86,8 @@ class ScoringPatience:
     job_s: float | None = None
     all_s: float = 600.0
 
-    AT_LEAST_S = 60.0
-
     def job_within_s(self, settings: ScoringSettings) -> float:
-        return self.AT_LEAST_S + 3 * settings.seconds if self.job_s is None else self.job_s
+        return 60.0 + 3 * settings.seconds if self.job_s is None else self.job_s
 
 
 def process_count(settings: ScoringSettings) -> int:

@@ -302,9 +302,8 @@ def test_what_is_no_number_is_given_back_and_not_handed_in(tmp_path: Path, caplo
     bench.shelf.engine.broken = {1: value}
     bench.worker.run()
     assert bench.units == [3, 4]
-    assert bench.hub.released == [
-        LeaseRelease(leases=("lease-1",), reason="log-probabilities that are NaN or infinite")
-    ]
+    reason = "log-probabilities that are NaN or infinite"
+    assert bench.hub.released == [LeaseRelease(leases=("lease-1",), reason=reason)]
     assert f"1 of 2 groups have {reason}" in caplog.text
 
 
