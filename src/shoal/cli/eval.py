@@ -19,8 +19,7 @@ from shoal.errors import ScoringFailure, UserError
 if TYPE_CHECKING:
     from shoal.environments import Environment
     from shoal.evaluation.job import Chosen, EvaluationJob
-    from shoal.evaluation.leaks import Leaks
-    from shoal.evaluation.plan import SamplingPlan
+    from shoal.evaluation.plan import Leaks, SamplingPlan
     from shoal.run.sources import ModelSource, TaskSource
 
 STOPPED_CODE = 130
@@ -196,7 +195,7 @@ def scorable(source: TaskSource) -> Environment:
 def look_for_leaks(trained_on: str | None, chosen: Chosen, model: ModelSource) -> Leaks:
     """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
     from shoal.environments import build
-    from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks
+    from shoal.evaluation.plan import Leaks, archived_ids, find_leaks
     from shoal.run.sources import TaskSource, task_source
 
     if trained_on is not None:

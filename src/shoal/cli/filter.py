@@ -46,13 +46,13 @@ def filter_tasks(
     batch_rows: options.BatchRows = 256,
 ) -> None:
     """Measure how often a model solves each task, and write those within a band. The same command continues."""
-    from shoal.evaluation.filter import RateBand, stored_about
+    from shoal.evaluation.filter import RateBand, written_before
     from shoal.run.sources import task_source
 
     source, band = task_source(data, overrides or ()), RateBand.parse(keep)
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: the result is a Parquet file; let its name end in .parquet")
-    stored_about(out)  # what is somebody else's is refused before a model is loaded
+    written_before(out)  # what is somebody else's is refused before a model is loaded
     part = split or ("all" if source.whole else "train")  # held-out rows of a recipe must stay out of training
     machine = (engine, device, dtype)
     given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, part, batch_rows, machine)
@@ -65,7 +65,7 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     from shoal.environments.data.readers import Table
     from shoal.evaluation import filter as filtering
     from shoal.evaluation.job import measure
-    from shoal.evaluation.leaks import Leaks
+    from shoal.evaluation.plan import Leaks
     from shoal.evaluation.subject import plain_name
     from shoal.evaluation.summary import SummaryTally, missing_lines
 

@@ -1,13 +1,12 @@
 """How good a model is: completions of held-out tasks, scored, with the uncertainty that belongs to every number.
 
-    plan        SamplingPlan: what is sampled, from which seeds; tasks_of
+    plan        SamplingPlan: what is sampled, from which seeds; find_leaks: evaluated tasks that are in a training set
     subject     EvaluatedModel, open_subject: the model in an engine, with its digest
     job         EvaluationJob, evaluate: draw, score, keep, batch by batch
     records     TaskRecord, SampleRecord; EvaluationJournal: those so far, kept; the Parquet file of all
     summary     SummaryTally: avg@k, pass@k and the rest, for programs and for people
     statistics  intervals and tests: pure functions
     compare     two evaluations of the same tasks
-    leaks       find_leaks: evaluated tasks that are in a training set
     filter      RateBand: how often tasks are solved; the data set that a filter writes
 
 Importing it does not import torch.

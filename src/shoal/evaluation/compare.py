@@ -60,8 +60,7 @@ class PairedComparison:
 
     def as_json(self) -> dict[str, Any]:
         d, count = self.difference, len(self.means)
-        moved = sorted((b - a, task, a, b) for task, (a, b) in self.means.items())
-        shown = [({"task": task, "a": a, "b": b}, change) for change, task, a, b in moved]
+        moved = sorted((b - a, task, {"task": task, "a": a, "b": b}) for task, (a, b) in self.means.items())
         return {
             "tasks": count, **self.unpaired,
             "mean_a": math.fsum(a for a, _ in self.means.values()) / count,
@@ -69,8 +68,8 @@ class PairedComparison:
             "difference": {"value": d.value, "low": finite(d.low), "high": finite(d.high)},
             "p_value": self.p_value, "detectable_difference": finite(self.detectable),
             "verdict": self.verdict, "sentence": self.sentence,
-            "gained": [each for each, change in reversed(shown[-MOVERS:]) if change > 0],
-            "lost": [each for each, change in shown[:MOVERS] if change < 0],
+            "gained": [shown for change, _, shown in reversed(moved[-MOVERS:]) if change > 0],
+            "lost": [shown for change, _, shown in moved[:MOVERS] if change < 0],
         }  # fmt: skip
 
 
@@ -85,23 +84,21 @@ def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> Paire
             )
     if problem and not force:
         raise ConfigError(f"{a.path} and {b.path} cannot be compared: {problem}; --force compares them all the same")
-    ours, theirs = ({result.task: result for result in each.tasks} for each in (a, b))
-    shared = sorted(ours.keys() & theirs.keys())
-    same = [task for task in shared if ours[task].prompt_digest == theirs[task].prompt_digest]
+    shared = sorted(a.tasks.keys() & b.tasks.keys())
+    same = [task for task in shared if a.tasks[task][0] == b.tasks[task][0]]
     if not same:
         which = "--env and --seed, which decides the lengths asked for" if shared else "--env"
         raise ConfigError(f"{a.path} and {b.path} have no task in common: evaluate both models with the same {which}")
-    means = {task: (ours[task].mean, theirs[task].mean) for task in same}
+    means = {task: (a.tasks[task][1], b.tasks[task][1]) for task in same}
     differences = np.array([after - before for before, after in means.values()])
+    unpaired = {"only_in_a": len(a.tasks) - len(shared), "only_in_b": len(b.tasks) - len(shared)}
     return PairedComparison(
         means,
-        {
-            "only_in_a": len(ours) - len(shared), "only_in_b": len(theirs) - len(shared),
-            "other_prompt": len(shared) - len(same),
-        },
-        difference=bootstrap_mean(differences, seed), p_value=sign_flip_p(differences, seed),
+        unpaired | {"other_prompt": len(shared) - len(same)},
+        difference=bootstrap_mean(differences, seed),
+        p_value=sign_flip_p(differences, seed),
         detectable=detectable_difference(differences),
-    )  # fmt: skip
+    )
 
 
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:

@@ -66,14 +66,8 @@ class Rate(NamedTuple):
 
 def rates_by_row(environment: Environment, part: Part, records: Iterable[TaskRecord]) -> dict[int, Rate]:
     """By row of the data set, or by number in the split where tasks are no rows. A task without a score has none."""
-    data = data_of(environment)
-    return {
-        record.index if data is None else row_of(data, part, record.index): Rate(
-            record.passes / len(record.scores), len(record.scores)
-        )
-        for record in records
-        if record.scores
-    }
+    scored = ((record.index, record.passes, len(record.scores)) for record in records if record.scores)
+    return {row_of(environment, part, index): Rate(passes / samples, samples) for index, passes, samples in scored}
 
 
 def data_of(environment: Environment) -> DatasetEnvironment | None:
@@ -81,12 +75,14 @@ def data_of(environment: Environment) -> DatasetEnvironment | None:
     return inner if isinstance(inner, DatasetEnvironment) else None
 
 
-def row_of(environment: DatasetEnvironment, part: Part, index: int) -> int:
-    splits = environment.splits
+def row_of(environment: Environment, part: Part, index: int) -> int:
+    data = data_of(environment)
+    if data is None:
+        return index
+    train, held_out = data.splits.train, data.splits.held_out
     if part == "train":
-        return int(splits.train[index])
-    before = len(splits.held_out)
-    return int(splits.held_out[index] if part == "held_out" or index < before else splits.train[index - before])
+        return int(train[index])
+    return int(held_out[index] if part == "held_out" or index < len(held_out) else train[index - len(held_out)])
 
 
 def histogram_lines(rates: Mapping[int, Rate], samples: int, band: RateBand) -> Iterator[str]:
@@ -189,23 +185,17 @@ def write_rows(path: Path, table: Any, about: Mapping[str, Any]) -> int:
     return int(table.num_rows)
 
 
-def stored_about(path: Path) -> dict[str, Any] | None:
-    """What the result at `path` is of; None if nothing is there. A file that is no result is a `ConfigError`."""
+def written_before(path: Path, about: Mapping[str, Any] | None = None) -> bool:
+    """Whether the file is there and is the result of `about`; anything else is a `ConfigError`. None: of anything."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not path.exists():
-        return None
+        return False
     try:
         stored: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[METADATA])
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise ConfigError(f"{path} is there and was not written by shoal filter: choose another --out") from error
-    return stored
-
-
-def written_before(path: Path, about: Mapping[str, Any]) -> bool:
-    """Whether the file is there and is this very result; another one is a `ConfigError`."""
-    stored = stored_about(path)
-    if stored is not None and stored != json.loads(json.dumps(about)):
+    if about is not None and stored != json.loads(json.dumps(about)):
         raise ConfigError(f"{path} is another result: {difference(stored, about, 'that file')}")
-    return stored is not None
+    return True

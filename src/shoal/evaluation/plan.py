@@ -1,25 +1,33 @@
-"""What an evaluation does, settled before it starts: which tasks, how they are sampled, and from which seeds.
+"""What an evaluation does, settled before it starts: which tasks, how they are sampled, from which seeds; and leaks.
 
 Everything follows from the plan and public names: a sample's seed from the seed, the task's id and the sample's
 number, so that sample 3 of a task is the same one whether 4 or 64 are drawn, and whatever else is evaluated with it.
+
+Held-out means never trained on: that is checked by the digest of what is asked, not by names. Spaces, case and width do
+not make another prompt; another conversation before it does.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from shoal.environments import Environment, Task, budget_of
+from shoal.environments.composed import inner_of
+from shoal.environments.mix import MixedEnvironment
 from shoal.environments.protocol import LazyTasks
-from shoal.errors import ConfigError
+from shoal.environments.questions import UNUSABLE, task_digest, task_digests
+from shoal.errors import ConfigError, LeakFound
 from shoal.sampling import uniforms
 
 Part = Literal["held_out", "train", "all"]
 PARTS: tuple[Part, ...] = ("held_out", "train", "all")
 MAX_SAMPLES = 4096
 BATCH_TOKENS = 2**21
+SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -102,3 +110,54 @@ def sample_seed(seed: int, task: str, sample: int) -> int:
 def _derived(*names: object) -> int:
     text = "\n".join(map(str, ("shoal/eval/v1", *names)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+@dataclass(frozen=True)
+class Leaks:
+    """Ids of evaluated tasks that are in the training set, and those of them that a batch is known to have had."""
+
+    known: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        some = ", ".join(self.known[:SHOWN]) + (", …" if len(self.known) > SHOWN else "")
+        trained = f", {len(self.trained)} of them in batches that were trained on" if self.trained else ""
+        return f"{len(self.known)} of the evaluated tasks are in the training set{trained}: {some}"
+
+    def refuse(self) -> None:
+        if self.known:
+            raise LeakFound(f"{self.sentence}; --allow-leaks leaves them out and evaluates the others")
+
+
+def find_leaks(tasks: Iterable[Task], training: Environment, trained_ids: Iterable[str] = ()) -> Leaks:
+    """Which of `tasks` the training environment has in its training split; `trained_ids` are its tasks in batches."""
+    ids_by_digest: dict[bytes, list[str]] = {}
+    for task in tasks:
+        ids_by_digest.setdefault(task_digest(task), []).append(task.id)
+    batches = (task_digest(training.task(task_id)) for task_id in trained_ids)
+    known, trained = (
+        {task for digest in digests for task in ids_by_digest.get(digest, ())}
+        for digests in (train_digests(training), batches)
+    )
+    return Leaks(tuple(sorted(known | trained)), tuple(sorted(trained)))
+
+
+def train_digests(environment: Environment) -> Iterator[bytes]:
+    """The digest of every prompt of the training split that can be used; a data set has them without reading again."""
+    inner = inner_of(environment)
+    if isinstance(inner, MixedEnvironment):  # all that a part may come to, without what another part holds out
+        for part in inner.parts:
+            yield from (found for found in train_digests(part.environment) if found not in inner.aside)
+        return
+    yield from (found for found in task_digests(inner, "train") if found != UNUSABLE)
+
+
+def archived_ids(rollouts: Path) -> set[str]:
+    """The tasks in the batches of a run, by the files that its trainer keeps of them."""
+    import pyarrow.parquet as pq
+
+    found: set[str] = set()
+    for path in sorted(rollouts.glob("step-*.parquet")):
+        found.update(pq.read_table(path, columns=["task"]).column("task").unique().to_pylist())
+    return found

@@ -195,14 +195,11 @@ def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, 
     }  # fmt: skip
 
     def row(record: TaskRecord) -> dict[str, Any]:
-        samples = record.samples
-        by_sample = {
-            "samples": len(record.scores),
-            "scores": [sample.score for sample in samples], "tokens": [sample.tokens for sample in samples],
-            "finish": [sample.finish for sample in samples], "completions": [sample.text for sample in samples],
-            "parts": [sorted(sample.parts.items()) for sample in samples],
-        }  # fmt: skip
-        return {name: by_sample[name] if name in by_sample else getattr(record, name) for name in columns}
+        found = {name: getattr(record, name, None) for name in columns}
+        for column, field in (("scores", "score"), ("tokens", "tokens"), ("finish", "finish"), ("completions", "text")):
+            found[column] = [getattr(sample, field) for sample in record.samples]
+        found["parts"] = [sorted(sample.parts.items()) for sample in record.samples]
+        return found | {"samples": len(record.scores)}
 
     schema = pa.schema(list(columns.items()), {METADATA: json.dumps(about, sort_keys=True).encode()})
     rows = map(row, records)
@@ -211,26 +208,19 @@ def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, 
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
 
 
-class TaskResult(msgspec.Struct, frozen=True):
-    task: str
-    prompt_digest: str
-    samples: int
-    mean: float
-
-
 @dataclass(frozen=True)
 class Results:
-    """A finished evaluation, read back: what it is of, and the tasks that could be scored."""
+    """A finished evaluation, read back: what it is of, and of each scored task (prompt digest, mean, samples)."""
 
     path: Path
     about: Mapping[str, Any]
-    tasks: Sequence[TaskResult]
+    tasks: Mapping[str, tuple[str, float, int]]
 
     @property
     def missing_share(self) -> float:
         """Of the samples that were asked for, how many have no score."""
         wanted = self.about.get("chosen", {}).get("tasks", 0) * self.about.get("plan", {}).get("samples", 0)
-        return (wanted - sum(task.samples for task in self.tasks)) / wanted if wanted else 0.0
+        return (wanted - sum(samples for *_, samples in self.tasks.values())) / wanted if wanted else 0.0
 
 
 def read_results(path: Path, file: str) -> Results:
@@ -246,4 +236,5 @@ def read_results(path: Path, file: str) -> Results:
         about = json.loads((table.schema.metadata or {})[METADATA])
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise ConfigError(f"{found} holds no results of shoal eval: {str(error).partition(chr(10))[0]}") from error
-    return Results(found, about, tuple(TaskResult(**row) for row in table.to_pylist() if row["mean"] is not None))
+    rows = [row for row in table.to_pylist() if row["mean"] is not None]
+    return Results(found, about, {row["task"]: (row["prompt_digest"], row["mean"], row["samples"]) for row in rows})

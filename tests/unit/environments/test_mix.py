@@ -27,7 +27,7 @@ from shoal.environments.generated import GeneratedEnvironment
 from shoal.environments.mix import MixedEnvironment, Part, Schedule, part_of, permute
 from shoal.environments.questions import prompt_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
-from shoal.evaluation.leaks import Leaks, find_leaks
+from shoal.evaluation.plan import Leaks, find_leaks
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=9)
 

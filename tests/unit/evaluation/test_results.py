@@ -27,13 +27,11 @@ from shoal.evaluation.filter import (
     rates_by_row,
     refuse_taken,
     row_of,
-    stored_about,
     task_rows,
     write_rows,
     written_before,
 )
-from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks, train_digests
-from shoal.evaluation.plan import SamplingPlan, tasks_of
+from shoal.evaluation.plan import Leaks, SamplingPlan, archived_ids, find_leaks, tasks_of, train_digests
 from shoal.evaluation.records import UNUSABLE
 from shoal.evaluation.statistics import mean_estimate
 from shoal.evaluation.summary import MAX_FAILURES, SummaryTally, table_lines
@@ -152,7 +150,6 @@ class TestTheFile:
 
     def test_what_is_there_is_known(self, tmp_path: Path) -> None:
         path = tmp_path / "x.parquet"
-        assert stored_about(path) is None
         assert not written_before(path, {"band": "0:1"})
         write_rows(path, pa.table({"a": [1]}), {"band": "0:1"})
         assert written_before(path, {"band": "0:1"})
@@ -160,7 +157,7 @@ class TestTheFile:
             written_before(path, {"band": "0:0.5"})
         path.write_bytes(b"mine")
         with pytest.raises(ConfigError, match="was not written by shoal filter"):
-            stored_about(path)
+            written_before(path)
 
 
 # Leaks are found by what is asked; a summary says by part and kind what was found, and what is missing
