@@ -28,10 +28,8 @@ from shoal.runtime.text import count_of
 
 log = logging.getLogger("shoal.environments.rows")
 LONGEST_ID = 100
-PROBED = 16
-"""Rows of each kind whose answers are looked at when a data set is opened: one good one is enough."""
-ELSEWHERE = "held_out/"
-"""What begins the ids of tasks that come from a held-out file of their own."""
+PROBED = 16  # rows of each kind whose answers are looked at when a data set is opened: one good one is enough
+ELSEWHERE = "held_out/"  # begins the ids of tasks that come from a held-out file of their own
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,6 @@ class StoredTask(Task):
         value = self.load()
         object.__setattr__(self, "answer", value)
         return value
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong with the rows of one data set; `where` says where a row is."""
-
-    path: Path
-    problems: Problems
-    where: Callable[[int], str]
 
 
 class DatasetEnvironment:
@@ -88,7 +77,7 @@ class DatasetEnvironment:
         said = json.dumps(content, sort_keys=True).encode()
         self.digest = hashlib.sha256(b"shoal/dataset/v1\n" + said).hexdigest()
         for opened in self._opened:
-            opened.checked = scanning.known_check(opened, self._grader)
+            opened.checked = scanning.check(opened, self._grader)
         self._refuse_or_warn()
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -164,24 +153,21 @@ class DatasetEnvironment:
         digests = (self._main if split == "train" else self._held_out).found.digests
         return (digests[row].tobytes() for row in self._rows(split).tolist())
 
-    def check(self, progress: Callable[[int, int], None]) -> tuple[Finding, ...]:
-        """Look at every answer of every row, of each data set (a held-out file is one of its own).
+    def check(self, progress: Callable[[int, int], None]) -> tuple[Opened, ...]:
+        """Each data set (a held-out file is one of its own), after a look at every answer.
 
         `progress` is told how many rows are done, and how many there are.
         """
-        found = []
         for opened in self._opened:
             opened.checked = opened.checked or scanning.check(opened, self._grader, progress)
-            problems = opened.found.problems.joined(opened.checked.problems)
-            found.append(Finding(opened.path, problems, opened.table.where))
-        return tuple(found)
+        return self._opened
 
     @property
     def row_count(self) -> int:
         return self._main.table.rows
 
     def where(self, row: int) -> str:
-        return self._main.table.where(row)
+        return self._main.where(row)
 
     @property
     def description(self) -> str:
@@ -269,20 +255,16 @@ class DatasetEnvironment:
             log.warning("%s: EVERY row of a kind is left out: %s", opened.path, unusable)
         for found in self.check(lambda _done, _total: None) if self.options.bad_rows == "refuse" else ():
             if found.problems.count:
-                raise EnvironmentSetupError(
-                    f"{count_of(found.problems.count, 'row')} of the data {found.path} cannot be used:"
-                    f' {found.problems.sentence(found.where)} (options.bad_rows = "skip" leaves them out;'
-                    f" shoal data check {found.path} lists them)"
-                )
+                rows, told = count_of(found.problems.count, "row"), found.problems.sentence(found.where)
+                raise EnvironmentSetupError(f"{rows} of the data {found.path} cannot be used: {told}")
         for opened in self._opened:
-            problems = opened.found.problems
-            if problems.count:
-                of, told = count_of(opened.table.rows, "row"), problems.sentence(opened.table.where)
-                log.warning("%s: %d of %s left out, for they cannot be used: %s", opened.path, problems.count, of, told)
+            if problems := opened.found.problems.count:
+                of, told = count_of(opened.table.rows, "row"), opened.found.problems.sentence(opened.where)
+                log.warning("%s: %d of %s left out, for they cannot be used: %s", opened.path, problems, of, told)
         if self.splits.shared:
             rows = count_of(self.splits.shared, "row")
             log.warning("%s: %s left out of training: a held-out question is repeated", self._main.path, rows)
 
 
 def _named(opened: Opened, row: int, reason: str) -> str:
-    return f"row {row} ({opened.table.where(row)}) cannot be used: {reason}"
+    return f"row {row} ({opened.where(row)}) cannot be used: {reason}"

@@ -103,8 +103,6 @@ class GeneratedEnvironment(IndexedEnvironment):
 
 
 class SortOptions(Options):
-    """How many digits a list has."""
-
     min_digits: int = Field(default=6, ge=1, le=64)
     max_digits: int = Field(default=8, ge=1, le=64)
 
@@ -118,8 +116,7 @@ class SortOptions(Options):
 class SortEnvironment(GeneratedEnvironment):
     """Put digits in ascending order, `3142=` wants `1234`: `min_digits` to `max_digits`, every length equally often.
 
-    The smallest task on which a policy visibly learns something. The built-in tiny policy was shown lists of up to five
-    digits; the default tasks have six to eight, longer than any demonstration, and nobody shows it an answer.
+    The built-in tiny policy was shown lists of up to five digits; the default tasks have six to eight.
     """
 
     name: ClassVar[str] = "sort"
@@ -133,8 +130,6 @@ class SortEnvironment(GeneratedEnvironment):
 
 
 class AdditionOptions(Options):
-    """How large the two numbers may be."""
-
     max_digits: int = Field(default=2, ge=1, le=64)
 
 
@@ -151,8 +146,6 @@ class AdditionEnvironment(GeneratedEnvironment):
 
 
 class CalculatorOptions(Options):
-    """How long the expressions are, what is in them, and how many turns the model has."""
-
     terms: int = Field(default=3, ge=2, le=16, description="numbers in an expression")
     max_digits: int = Field(default=2, ge=1, le=9, description="digits of a number, at most")
     operators: str = Field(default="+-*", pattern=r"^[-+*]{1,16}$", description="signs that stand between the numbers")
@@ -168,8 +161,6 @@ class CalculatorEnvironment(GeneratedEnvironment):
     """Expressions of whole numbers, which the model may have computed before it says what the value is.
 
     12*(3+4)=  ─►  model: 12*(3+4)  ─►  calculator: 84  ─►  model: 84
-
-    1 for the value as the last turn says it, 0 for what is no number.
     """
 
     name: ClassVar[str] = "calculator"

@@ -4,13 +4,10 @@
                                                                  and that can be answered
 
 The answer is what stands between <answer> and </answer> after the thinking; all that follows the thinking, if there are
-no such tags. Nothing is stored: a task is made again when it is scored.
-
-The library is made for scripts. Some of its scorers evaluate the answer as Python (`eval`, sympy's parser): here they
-get readers that take literals and arithmetic and nothing else. Some generators draw from global random numbers, or from
-sets in whatever order: here they have numbers and orders of their own. Some scorers are satisfied by one answer to
-everything ("nan", "0", "6+6+6+6"): here a full score must also pass `CONDITIONS`. Some tasks have no answer that a
-scorer could take: `is_answerable` tells. Only the version that this was checked against is used.
+no such tags. The library is made for scripts: here its scorers that evaluate the answer as Python (`eval`, sympy's
+parser) get readers that take literals and arithmetic and nothing else; generators that draw from global numbers, or
+from sets in whatever order, have numbers and orders of their own; scorers that one answer always satisfies must
+also pass `CONDITIONS`. Only the version that this was checked against is used.
 """
 
 from __future__ import annotations
@@ -117,8 +114,7 @@ VERSION = "0.1.25"
 SOLVER = "pycosat"
 REFUSED = {
     "composite": "it is a mixture of others: use environment.mix",
-    "codeio": "it runs stored programs whose output differs from process to process, so that hub and validator would "
-    "disagree about its tasks",
+    "codeio": "it runs stored programs whose output differs from process to process",
 }
 BY_ITS_OWN_SEED = {"acre": 5, "gsm_symbolic": 1, "list_functions": 1, "word_ladder": 1}
 """Generators that list their tasks in advance: each task comes from a listing of this many, with a seed of its own."""
@@ -172,29 +168,17 @@ class Generator:
         if len(answer) > MOST_ANSWER_CHARACTERS:
             return 0.0, "the answer is too long"
         try:
-            value = self._scored(entry, answer)
+            value = float(self._first.score_answer(answer, dict(entry)))
             condition = CONDITIONS.get(self.name)
             if value > 0 and condition is not None and not condition(answer, entry):
                 return 0.0, "the generator's scorer would take this for an answer to any of its tasks"
         except UNREADABLE as error:
-            if gold := example_answer(entry):  # what fails on the task's own answer, too, is no fault of this one
-                try:
-                    self._scored(entry, gold)
-                except UNREADABLE as broken:
-                    raise self._failure(broken) from broken
             return 0.0, f"the scorer could not read the answer: {type(error).__name__}"
-        return (min(1.0, max(0.0, value)), "") if math.isfinite(value) else (0.0, "the scorer gave no number")
-
-    def _scored(self, entry: Mapping[str, Any], answer: str) -> float:
-        try:
-            return float(self._first.score_answer(answer, dict(entry)))
-        except (MemoryError, *UNREADABLE):
+        except MemoryError:
             raise
         except Exception as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> ScoringFailure:
-        return ScoringFailure(f"the scorer of reasoning-gym's {self.name} failed: {type(error).__name__}: {error}")
+            raise ScoringFailure(f"the scorer of reasoning-gym's {self.name} failed: {error!r}") from error
+        return (min(1.0, max(0.0, value)), "") if math.isfinite(value) else (0.0, "the scorer gave no number")
 
     def _dataset(self, seed: int, size: int) -> Any:
         with _lock:
@@ -210,9 +194,8 @@ def generator_names() -> list[str]:
 
 
 def _refused() -> dict[str, str]:
-    if importlib.util.find_spec(SOLVER) is not None:
-        return REFUSED
-    return {**REFUSED, "zebra_puzzles": f"it needs {SOLVER}, which is not installed (it takes a C compiler)"}
+    missing = importlib.util.find_spec(SOLVER) is None
+    return REFUSED | ({"zebra_puzzles": f"it needs {SOLVER}, which takes a C compiler"} if missing else {})
 
 
 def example_answer(entry: Mapping[str, Any]) -> str:
@@ -244,8 +227,6 @@ CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
 
 def _values(name: str, config: type[Any], settings: Mapping[str, Any], level: int | None) -> dict[str, Any]:
     """What the generator is configured with; a level is one of its own curriculum, one beyond its last is its last."""
-    fields = {field.name: field for field in dataclasses.fields(config)}
-    allowed = [field for field in fields if field not in ("seed", "size")]
     values: dict[str, Any] = {}
     if level is not None:
         factory = _library().factory
@@ -255,29 +236,30 @@ def _values(name: str, config: type[Any], settings: Mapping[str, Any], level: in
         curriculum.set_global_level(level)
         chosen = curriculum.generate_configuration()
         values = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
+    fields = {field.name: field for field in dataclasses.fields(config) if field.name not in ("seed", "size")}
     for key, value in settings.items():
-        if key not in allowed:
-            raise EnvironmentSetupError(f"reasoning-gym's {name} has no setting {key!r}{meant(key, allowed)}")
-        values[key] = _fitted(name, fields[key], value)
+        if key not in fields:
+            raise EnvironmentSetupError(f"reasoning-gym's {name} has no setting {key!r}{meant(key, fields)}")
+        default, make = fields[key].default, fields[key].default_factory
+        if default is dataclasses.MISSING and make is not dataclasses.MISSING:
+            default = make()
+        if isinstance(default, bool | int | float) and not isinstance(value, bool | int | float):
+            raise EnvironmentSetupError(f"reasoning-gym's {name}: {key} is a {type(default).__name__}, not {value!r}")
+        values[key] = _fitted(default, value)
     return values
 
 
-def _fitted(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
+def _fitted(default: Any, value: Any) -> Any:
     """A setting as the generator's configuration wants it; a recipe has no tuples, dates in words, no classes."""
-    default = field.default
-    if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    if isinstance(default, bool | int | float) and not isinstance(value, bool | int | float):
-        wanted = {bool: "true or false", int: "a whole number"}.get(type(default), "a number")
-        raise EnvironmentSetupError(f"reasoning-gym's {name}: {field.name} must be {wanted}, not {value!r}")
-    if isinstance(default, tuple) and isinstance(value, list):
-        return tuple(value)
-    if isinstance(value, str) and isinstance(default, enum.Enum):
-        return type(default)(value)
-    if isinstance(value, str) and isinstance(default, datetime.date | datetime.time):
-        return type(default).fromisoformat(value)
-    if isinstance(value, Mapping) and dataclasses.is_dataclass(default) and not isinstance(default, type):
-        return dataclasses.replace(default, **value)
+    match default, value:
+        case tuple(), list():
+            return tuple(value)
+        case enum.Enum(), str():
+            return type(default)(value)
+        case datetime.date() | datetime.time(), str():
+            return type(default).fromisoformat(value)
+        case _, Mapping() if dataclasses.is_dataclass(default) and not isinstance(default, type):
+            return dataclasses.replace(default, **value)
     return value
 
 
@@ -309,8 +291,8 @@ _own_random = random.Random(0)
 
 
 def _library() -> ModuleType:
-    """reasoning_gym, loaded and mended on first use. One package of it has to be compiled: one generator of a hundred
-    uses it, and the library cannot be imported without, so something empty stands in where it is missing."""
+    """reasoning_gym, loaded and mended on first use. Where its solver, which one generator of a hundred uses, is not
+    installed, something empty stands in: the library cannot be imported without."""
     missing, install = importlib.util.find_spec(SOLVER) is None, install_command(f"reasoning-gym=={VERSION}")
     try:
         if missing:

@@ -114,8 +114,7 @@ class MixedEnvironment:
     """Implements `Environment`, and hands on what its parts can do beyond that.
 
     The train split has `train_size` positions; if that is None, as many as it takes until every part has had a turn for
-    each of its tasks. The held-out split has each part in proportion, no task twice, and `held_out_size` tasks at most:
-    as many as the part that has the fewest allows.
+    each of its tasks. The held-out split has each part in proportion and no task twice, `held_out_size` tasks at most.
     """
 
     name: ClassVar[str] = "mix"

@@ -145,8 +145,7 @@ def identity_of(environment: Environment) -> Identity:
 
 RESERVED = ("task", "length", "target", "limit", "shuffled_from")
 RESERVED_PREFIX = "judge."
-RESERVED_NAMES = f"{', '.join(RESERVED)} and {RESERVED_PREFIX}*"
-"""Parts of a score that shoal adds itself: no environment may call one of its own so."""
+RESERVED_NAMES = f"{', '.join(RESERVED)} and {RESERVED_PREFIX}*"  # parts of a score that shoal adds itself
 
 
 def is_reserved(name: str) -> bool:

@@ -1,14 +1,10 @@
 """Tools: what answers a model's turn. Contributors run them, so a tool reads the text and computes; it runs nothing.
 
-The calculator: a turn that is an expression gets its value, a turn that is anything else is the model's answer.
-
-    sum      := product (("+" | "-") product)*
-    product  := factor (("*" | "/") factor)*
-    factor   := ("+" | "-") factor | atom (("^" | "**") factor)?
-    atom     := number | "(" sum ")"
-
-Values are exact fractions. No text takes long or gives a long answer: its length, the digits of a number, the depth of
+The calculator: a turn that is an expression gets its value, a turn that is anything else is the model's answer. Values
+are exact fractions. No text takes long or gives a long answer: its length, the digits of a number, the depth of
 parentheses and signs, exponents, and the size of every value on the way are bounded.
+
+    factor   := ("+" | "-") factor | (number | "(" sum ")") (("^" | "**") factor)?
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def test_a_check_finds_everything_and_is_remembered(tmp_path: Path, monkeypatch:
     assert problems.count == 4
     assert [row for row, _ in sorted(problems.first)] == [3, 5, 30, 31]
     again = open_data(path)
-    monkeypatch.setattr(scanning, "check", lambda *_: pytest.fail("read everything again"))
+    monkeypatch.setattr(scanning, "usable_answer", lambda *_: pytest.fail("read everything again"))
     assert checked(again).count == 4
     with pytest.raises(UnusableTask, match="row 5 "):
         again.task("5/p5")  # known without reading its answer

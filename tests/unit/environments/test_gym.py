@@ -147,18 +147,14 @@ def test_a_wrong_sign_is_a_wrong_answer() -> None:
 def test_a_scorer_that_fails_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
     monkeypatch.setattr(made, "_first", Scorer(error))
-    with pytest.raises(ScoringFailure, match=f"scorer of reasoning-gym's chain_sum failed: {type(error).__name__}: "):
+    with pytest.raises(ScoringFailure, match=f"scorer of reasoning-gym's chain_sum failed: {type(error).__name__}"):
         made.score(entry, "12")
 
 
-def test_unreadable_answer_scores_0_if_gold_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_answer_scores_0(monkeypatch: pytest.MonkeyPatch) -> None:
     made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
-    monkeypatch.setattr(made, "_first", Scorer(ValueError("no number"), reads=entry["answer"]))
-    assert made.score(entry, "twelve") == (0.0, "the scorer could not read the answer: ValueError")
-    assert made.score(entry, entry["answer"])[0] == 1.0
     monkeypatch.setattr(made, "_first", Scorer(ValueError("no number")))
-    with pytest.raises(ScoringFailure, match="failed: ValueError"):
-        made.score(entry, "twelve")
+    assert made.score(entry, "twelve") == (0.0, "the scorer could not read the answer: ValueError")
 
 
 def test_memory_that_does_not_suffice_is_for_whoever_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,15 +165,11 @@ def test_memory_that_does_not_suffice_is_for_whoever_limits_it(monkeypatch: pyte
 
 
 class Scorer:
-    """Raises at every answer but one."""
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
-    def __init__(self, error: Exception, reads: str | None = None) -> None:
-        self._error, self._reads = error, reads
-
-    def score_answer(self, answer: str, _entry: object) -> float:
-        if answer != self._reads:
-            raise self._error
-        return 1.0
+    def score_answer(self, _answer: str, _entry: object) -> float:
+        raise self._error
 
 
 CALLS = {"eval", "exec", "compile", "parse_expr", "sympify", "S"}
@@ -317,8 +309,8 @@ def test_settings_that_a_recipe_cannot_spell_are_fitted() -> None:
         ({"settings": {"min_term": 2}}, "did you mean 'min_terms'"),
         ({"settings": {"size": 2}}, "has no setting 'size'"),
         ({"settings": {"min_terms": 9, "max_terms": 2}}, "refuses its settings"),
-        ({"settings": {"min_terms": "many"}}, "min_terms must be a whole number, not 'many'"),
-        ({"settings": {"allow_negation": "no"}}, "allow_negation must be true or false, not 'no'"),
+        ({"settings": {"min_terms": "many"}}, "min_terms is a int, not 'many'"),
+        ({"settings": {"allow_negation": "no"}}, "allow_negation is a bool, not 'no'"),
         ({"generator": "acre", "level": 1}, "has no curriculum"),
     ],
 )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoal.environments")
 HASH_BYTES = 32
-VERSION = 2  # part of every name: raised when entries mean something else
+VERSION = 3  # part of every name: raised when entries mean something else
 CHUNK_BYTES = 8 * 2**20
 
 
@@ -45,30 +45,15 @@ def identity(path: Path) -> tuple[object, ...]:
     return (str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
 
-def load(name: str) -> bytes | None:
-    try:
-        content = (cache_folder() / name).read_bytes()
-    except OSError:
-        return None
-    payload = content[HASH_BYTES:]
-    return payload if blake3(payload).digest() == content[:HASH_BYTES] else None
-
-
-def store(name: str, payload: bytes) -> None:
-    """Keep an entry, whole or not at all. A cache that cannot be written is no reason to stop."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomically(folder / name, blake3(payload).digest() + payload)
-    except (OSError, ResourceError) as error:
-        log.debug("cannot keep what was found out about the data in %s: %s", folder, error)
-
-
 def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | None:
+    """An entry's arrays and what was kept beside them, or None if there is none that is whole."""
     import numpy as np
 
     try:
-        with np.load(io.BytesIO(load(name) or b""), allow_pickle=False) as entry:
+        content = (cache_folder() / name).read_bytes()
+        if blake3(content[HASH_BYTES:]).digest() != content[:HASH_BYTES]:
+            return None
+        with np.load(io.BytesIO(content[HASH_BYTES:]), allow_pickle=False) as entry:
             arrays = {key: entry[key] for key in entry.files}
         return arrays, json.loads(arrays.pop("json").tobytes())
     except (ValueError, KeyError, AttributeError, EOFError, OSError, zipfile.BadZipFile):
@@ -76,11 +61,16 @@ def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | N
 
 
 def store_arrays(name: str, arrays: Mapping[str, np.ndarray[Any, Any]], beside: Any) -> None:
+    """Keep an entry, whole or not at all. A cache that cannot be written is no reason to stop."""
     import numpy as np
 
-    buffer = io.BytesIO()
+    buffer, folder = io.BytesIO(), cache_folder()
     np.savez(buffer, json=np.frombuffer(json.dumps(beside).encode(), np.uint8), **arrays)  # type: ignore[arg-type]
-    store(name, buffer.getvalue())
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(folder / name, blake3(buffer.getvalue()).digest() + buffer.getvalue())
+    except (OSError, ResourceError) as error:
+        log.debug("cannot keep what was found out about the data in %s: %s", folder, error)
 
 
 def data_digest(paths: Sequence[Path]) -> str:
@@ -91,9 +81,9 @@ def data_digest(paths: Sequence[Path]) -> str:
 def file_digest(path: Path) -> str:
     """Hex BLAKE3 of a file's bytes, remembered until the file changes."""
     name = entry_name("digest", identity(path))
-    known = load(name)
+    known = load_arrays(name)
     if known is not None:
-        return known.decode()
+        return str(known[1])
     hasher, buffer = blake3(max_threads=blake3.AUTO), bytearray(CHUNK_BYTES)
     try:
         with path.open("rb", buffering=0) as file:  # a mapping of the file would count as this process's memory
@@ -102,5 +92,5 @@ def file_digest(path: Path) -> str:
     except OSError as error:
         raise EnvironmentSetupError(f"cannot read the data {path}: {error.strerror or error}") from None
     if entry_name("digest", identity(path)) == name:  # it was not changed meanwhile
-        store(name, hasher.hexdigest().encode())
+        store_arrays(name, {}, hasher.hexdigest())
     return hasher.hexdigest()

@@ -1,12 +1,9 @@
 """What reads the files of a data set: rows by number, and all rows in batches; only the columns that are asked for.
 
-    Table       all files as one: rows are numbered through, in the order of the files
-    Parquet     a row group is decoded up to the row that is asked for, in pieces, which are kept within a bound in
-                bytes (a file with row groups of a gigabyte is better written anew with row_group_size=1000)
+    Parquet     a row group is decoded up to the row that is asked for, in pieces, which are kept up to a size
     JSON lines  where each line begins is found once, and a line is decoded when it is asked for: row n is line n + 1
 
-`pyarrow.dataset` decodes a whole row group before it gives the first batch of it (800 MB instead of 330 MB for one of
-400 MB), and does not say which line of JSON is bad.
+`pyarrow.dataset` decodes a whole row group before it gives the first batch of it, and does not say which line is bad.
 """
 
 from __future__ import annotations
@@ -34,15 +31,12 @@ from shoal.errors import EnvironmentSetupError, UnusableTask
 if TYPE_CHECKING:
     import numpy as np
 
-ROW_LIMIT_BYTES = 16 * 2**20
-"""Of one row's text: what is larger is no task."""
+ROW_LIMIT_BYTES = 16 * 2**20  # of one row's text: what is larger is no task
 BATCH_ROWS, BATCH_BYTES = 8192, 16 * 2**20
-KEPT_BYTES = 96 * 2**20
-"""Of decoded rows that are kept."""
+KEPT_BYTES = 96 * 2**20  # of decoded rows
 CHUNK_BYTES = 8 * 2**20
 LINES_AT_ONCE, LOOKED_AT = 1024, 100  # lines that tell which columns there are
-OPEN_AT_ONCE = 64
-"""Files whose handles are kept; a data set of a thousand shards must not use up what a process may open."""
+OPEN_AT_ONCE = 64  # files: a thousand shards must not use up what a process may open
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """What must be known of every row before the first task is drawn: can it be asked, and what question is it? And, on
 request, for that reads everything: is every answer one that its grader can use?
 
-    path ─► files ─► table ─► format ─► scan ─► Opened ─► Splits: no question is in both
-                 └─► digest (beside it) ──────────┘
-
-A scan reads the columns that ask, in batches. Answers are not read: that would be most of the bytes.
+    path ─► files ─► table ─► format ─► scan (of the columns that ask) ─► Opened ─► Splits: no question is in both
+                 └─► digest (beside it) ───────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ VERSION, CHECK_VERSION = 5, 1
 MOST_KINDS = MOST_REASONS = 1000
 SHOWN = 20
 SLACK = 1e-9  # of a solve rate that was written with fewer digits
-LARGEST_SHARE = 5
-"""At most a fifth of the questions is held out, of a data set that is small."""
+LARGEST_SHARE = 5  # at most a fifth of the questions is held out
 TOO_LARGE = f"it has more than {ROW_LIMIT_BYTES // 2**20} MB"
 
 
@@ -102,10 +99,7 @@ class Scan:
 
 @dataclass(eq=False)
 class Opened:
-    """A data set that can be read: its table, how rows become tasks, what every row is, and which data it is.
-
-    `checked` is what a check of every answer found, once there was one.
-    """
+    """A data set that can be read. `checked` is what a check of every answer found, once there was one."""
 
     path: Path
     table: Table
@@ -118,6 +112,13 @@ class Opened:
         good = self.found.usable.copy()
         good[list(self.checked.bad if self.checked else ())] = False
         return good
+
+    @property
+    def problems(self) -> Problems:
+        return self.found.problems.joined(self.checked.problems) if self.checked else self.found.problems
+
+    def where(self, row: int) -> str:
+        return self.table.where(row)
 
 
 def open_data(path: Path, options: DatasetOptions) -> Opened:
@@ -229,7 +230,7 @@ def split_two(found: Scan, held_out: Scan, held_out_size: int) -> Splits:
 
 @dataclass(frozen=True)
 class Checked:
-    """Rows whose answer is no good, beyond those that cannot be asked."""
+    """Rows whose answer is no good."""
 
     bad: dict[int, str]
     problems: Problems
@@ -244,17 +245,17 @@ def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Grade
     return answer
 
 
-def known_check(opened: Opened, graders: Graders) -> Checked | None:
-    known = load_arrays(_check_name(opened, graders))
-    if known is None:
+def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None] | None = None) -> Checked | None:
+    """What a look at every answer finds, or has found; without `progress` (rows that are done, all rows), None if
+    nobody has looked yet."""
+    versions = [[kind, graders(kind).version] for kind in opened.found.graders]
+    name = entry_name("check", CHECK_VERSION, opened.table.identities(), opened.layout.signature, versions)
+    if known := load_arrays(name):
+        arrays, beside = known
+        bad = dict(zip(arrays["bad"].tolist(), beside["why"], strict=True))
+        return Checked(bad, Problems.from_json(**beside["problems"]))
+    if progress is None:
         return None
-    arrays, beside = known
-    bad = dict(zip(arrays["bad"].tolist(), beside["why"], strict=True))
-    return Checked(bad, Problems.from_json(**beside["problems"]))
-
-
-def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None]) -> Checked:
-    """Look at every answer; `progress` is told how many rows are done, and how many there are."""
     bad, problems, first, layout = dict[int, str](), Problems(), 0, opened.layout
     for batch in opened.table.scan(layout.columns):
         for number, row in enumerate(rows_of(batch), first):
@@ -268,11 +269,5 @@ def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None]
                     problems.add(number, str(error))
         first += len(next(iter(batch.values())))
         progress(first, opened.table.rows)
-    beside = {"why": list(bad.values()), "problems": problems.as_json()}
-    store_arrays(_check_name(opened, graders), {"bad": np.array(list(bad), np.int64)}, beside)
+    store_arrays(name, {"bad": np.array(list(bad), np.int64)}, {"why": [*bad.values()], "problems": problems.as_json()})
     return Checked(bad, problems)
-
-
-def _check_name(opened: Opened, graders: Graders) -> str:
-    versions = [[kind, graders(kind).version] for kind in opened.found.graders]
-    return entry_name("check", CHECK_VERSION, opened.table.identities(), opened.layout.signature, versions)

@@ -100,8 +100,7 @@ def _wrong(case: Test, ran: Ran, limits: Limits) -> str:
 _OPENING = re.compile(r"(?P<before>[^`~]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
 _LIST = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]*)*")
 _PYTHON = re.compile(r"\{?\s*\.?(?:i?python|pypy|py)[\d.]*(?![\w-])", re.IGNORECASE)
-CLOSING_INDENT = 3
-"""A fence that is indented by more closes nothing: it is in the code, most likely in a docstring."""
+CLOSING_INDENT = 3  # a fence that is indented by more is in the code, most likely in a docstring
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,12 @@
     {"public_test_cases": [{"input": "2 3", "output": "5", "testtype": "stdin"}], "private_test_cases": …,
      "metadata": {"func_name": "add"}}                              LiveCodeBench
 
-The list of cases may stand alone. Lists may also be given as JSON text; `test_cases` and `ground_truth` may hold, as
-JSON text or not, an object in any of the three spellings. The arguments of a call are a list, or a text with one JSON
-value per line, whose expected value is then JSON too. `limits` may be added to any of them, and raises or lowers the
-usual ones.
+The list of cases may stand alone, lists may be JSON text, and `test_cases` and `ground_truth` may hold an object in any
+of the three spellings. `limits` may be added to any of them.
 
-Outputs are compared outside of the sandbox, from bytes that came out of it. Printed text is compared line by line,
-without regard to the amount of white space within and after a line, or to empty lines at the beginning and the end.
-Returned values are compared as JSON: tuples are lists, and true is not 1.
-
-Numbers that are expected with a point or an exponent may differ by 10⁻⁶, or by 10⁻⁹ of their size if that is more; but
-one that is whole (5.0) by less than a half, and one that is very small by a hundredth of itself, or half of the last
-digit that is expected, if that is more. Numbers without a point may not differ.
+Printed text is compared line by line, without regard to the amount of white space; returned values as JSON. Numbers
+that are expected with a point or an exponent may differ by 10⁻⁶, or by 10⁻⁹ of their size if that is more; but one that
+is whole (5.0) by less than a half, and one that is very small by a hundredth of itself, or half of its last digit.
 """
 
 from __future__ import annotations
@@ -35,15 +29,12 @@ from pydantic import ValidationError
 from shoal.environments.sandbox import Limits
 
 ABSOLUTE, RELATIVE, SHARE = 1e-6, 1e-9, 1e-2
-ALL_WHOLE = 2**53
-"""Below this a float can be every whole number; above, many are none."""
+ALL_WHOLE = 2**53  # below this a float can be every whole number; above, many are none
 _NUMBER = re.compile(rb"[+-]?(?:\d{1,64}\.?\d{0,64}|\.\d{1,64})(?:[eE][+-]?\d{1,3})?")
 LANGUAGES = ("", "python", "python3", "py")
 MAX_TESTS = 10_000
-CPU_S_A_TEST = 0.02
-"""Where a task says nothing of time: what each of its tests adds, once there are so many that the usual is less."""
-SPARE_BYTES, ESCAPED = 65_536, 12
-"""JSON may write a character in up to twelve bytes."""
+CPU_S_A_TEST = 0.02  # where a task says nothing of time, once there are so many tests that the usual is less
+SPARE_BYTES, ESCAPED = 65_536, 12  # JSON may write a character in up to twelve bytes
 
 
 class BadTests(ValueError):
@@ -57,10 +48,8 @@ class Test:
     given: bytes
     expected: Any
     function: str = ""
-    expected_bytes: int = 0
-    """How long the expected value is as JSON: something much longer is another value, and is not read at all."""
-    or_alone: bool = False
-    """APPS wraps what a function returns in a list; not everywhere."""
+    expected_bytes: int = 0  # of the expected value as JSON: something much longer is not read at all
+    or_alone: bool = False  # APPS wraps what a function returns in a list; not everywhere
 
     @property
     def called(self) -> bool:
@@ -82,8 +71,6 @@ class Test:
 
 @dataclass(frozen=True)
 class Tests:
-    """All tests of a task, in the order in which they are run."""
-
     cases: tuple[Test, ...]
     limits: Limits
 

@@ -1,12 +1,11 @@
 """A program in its sandbox, test by test, seen from outside.
 
     Sandbox(code, limits)          bubblewrap starts `runner` in namespaces of its own; it says that it is ready
-      .run(given, called=False)    pipes are made here and passed in; the runner forks; what comes out is read here,
-                                   with a bound and a deadline; the runner says how the process ended
+      .run(given, called=False)    pipes are passed in; the runner forks; what comes out is read here, with a bound
+                                   and a deadline; the runner says how the process ended
       .close()                     everything in there is killed, and gone when this returns
 
-The program's output is read from pipes that only it writes to, and compared by whoever called: nothing inside knows
-what is expected. The runner is asked only how the program ended and how long it took.
+Nothing inside knows what is expected. The runner is asked only how the program ended and how long it took.
 """
 
 from __future__ import annotations
@@ -37,15 +36,11 @@ TEST_COST_S = 0.01
 """Processor time that a test takes besides the program's own, generously: it is given back for every test."""
 CHUNK, ERRORS_KEPT, REPORT_BYTES = 1 << 16, 4096, 16
 LOOK_S = 0.25
-START_S = 30.0
-"""How long a sandbox may take to start. One that is slower is a machine in trouble, not a bad program."""
+START_S = 30.0  # a sandbox that takes longer to start is a machine in trouble, not a bad program
 STOP_S = 10.0
-STARVED = 0.5
-"""A program that had to wait for a processor for this share of its time was not slow: the machine was busy."""
-ASKED = b"\xff" * 8
-"""What the runner's answer to a question begins with, where a report has the status."""
-CLOCKS_AGREE = 0.75
-"""How much of the time that the limit saw the account may see: the kernel keeps two clocks, and one only by ticks."""
+STARVED = 0.5  # who had to wait for a processor for this share of the time was not slow: the machine was busy
+ASKED = b"\xff" * 8  # begins the runner's answer to a question, where a report has the status
+CLOCKS_AGREE = 0.75  # of the time that the limit saw: the kernel keeps two clocks, and one only by ticks
 Cut = Literal["time", "output"]
 Ended = Literal["well", "error", "signal", "time", "output"]
 
@@ -84,10 +79,9 @@ class Ran:
 
 @dataclass
 class Exchange:
-    """What goes in and comes out during one test, for `within_s` at the latest.
+    """What goes in and comes out during one test, all at once: a program may print before it has read everything.
 
-    All at once: a program may print before it has read everything. One look counts `LOOK_S` at most in `waited_s`,
-    however long it took: while the machine sleeps, the program does not run either.
+    One look counts `LOOK_S` at most in `waited_s`: while the machine sleeps, the program does not run either.
     """
 
     control: socket.socket
@@ -127,7 +121,6 @@ class Exchange:
         return None
 
     def report(self) -> tuple[int, float]:
-        """The kernel's status of the program, and its processor seconds."""
         return int.from_bytes(self.said[:8], "little"), int.from_bytes(self.said[8:], "little") / 1e6
 
     def _served(self, file: Any, sink: bytearray | None) -> bool:
@@ -182,8 +175,7 @@ class Sandbox:
     def run(self, given: bytes, *, called: bool = False) -> Ran:
         """One test. After one that did not end well the sandbox is of no more use.
 
-        `called`: `given` is {"function": …, "arguments": […]}, and what it returned comes back as JSON. Otherwise it is
-        the program's standard input.
+        `called`: `given` is {"function": …, "arguments": […]}, and what it returned comes back as JSON.
         """
         self._tests += 1
         self._left_s += TEST_COST_S
@@ -227,10 +219,11 @@ class Sandbox:
                 raise ScoringFailure(f"a sandbox was still there {STOP_S:.0f} s after it was ended") from None
 
     def _started(self, theirs: socket.socket, modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        limits = self._limits
+        limits, nothing = self._limits, subprocess.DEVNULL
         settings = [str(self._uid), str(limits.memory_mb << 20), str(limits.threads), ",".join(modules)]
+        runner = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")  # the package is not seen in there
         try:
-            nothing, inside = subprocess.DEVNULL, ["-c", _runner(), str(theirs.fileno()), _filter(), *settings]
+            inside = ["-c", runner, str(theirs.fileno()), _filter(), *settings]
             return subprocess.Popen(
                 view.command(inside, uid=self._uid), stdin=nothing, stdout=nothing, stderr=subprocess.PIPE,
                 env=view.ENVIRON, pass_fds=[theirs.fileno()],
@@ -295,12 +288,6 @@ class Sandbox:
 
 
 @cache
-def _runner() -> str:
-    """The text of what runs inside: it is passed on the command line, so the package need not be seen there."""
-    return Path(__file__).with_name("runner.py").read_text(encoding="utf-8")
-
-
-@cache
 def _filter() -> str:
     return seccomp.assemble(os.uname().machine).hex()
 
@@ -326,11 +313,8 @@ def require_sandbox() -> None:
     except ScoringFailure as failure:
         raise EnvironmentSetupError(f"programs cannot be run safely here: {failure}. {advice(str(failure))}") from None
     if ran.output != b"hello there world\n":
-        said = ran.errors.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise EnvironmentSetupError(
-            f"programs cannot be run safely here: one that starts a thread and says hello ended with {ran.ended!r}"
-            f" ({said[-1]}); this needs Linux 5.14 or later"
-        )
+        said = f"{ran.ended!r}: {ran.errors.decode(errors='replace').strip()[-200:]}"
+        raise EnvironmentSetupError(f"programs cannot be run safely here (this needs Linux 5.14 or later): {said}")
 
 
 def advice(failure: str) -> str:

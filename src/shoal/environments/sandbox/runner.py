@@ -7,8 +7,8 @@ test by test, one message: S (standard input) or C (a call), the processor secon
 input, output, errors and, for a call, result. The answer is the status that the kernel gave and the microseconds of
 processor time, eight bytes each. While a test runs, any byte is the question how long it has waited for a processor.
 
-This process never holds what a test is given or what came of it, so the next test, forked from it, cannot find it. It
-is the first of its process namespace: no signal of a program reaches it, and when it ends everything in there ends.
+This process never holds what a test is given or what came of it, so the next test, forked from it, cannot find it. No
+signal of a program reaches it, the first of its namespace, and when it ends everything in there ends.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     import types
     from typing import Any
 
-SEALED = 3
-"""The first descriptor that a program is not given; a call has one more, for what it returned."""
+SEALED = 3  # the first descriptor that a program is not given; a call has one more, for what it returned
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 KILL, FILTER_MODE = 9, 2
 MEGABYTE = 1 << 20
 INT_BYTES = 4
-ASKED = b"\xff" * 8
-"""In place of a status: what follows is the answer to a question."""
+ASKED = b"\xff" * 8  # in place of a status: what follows is the answer to a question
 RECURSION, DEEPEST_VALUE = 600_000, 1000
 # What programs take for granted: LeetCode has these names, and other graders import them into every program.
 MODULES = {
@@ -257,7 +255,6 @@ def call(code: bytes) -> None:
 
 
 def mentioned(code: types.CodeType) -> set[str]:
-    """Every name in a compiled program, those of its functions too."""
     inner = (mentioned(constant) for constant in code.co_consts if isinstance(constant, type(code)))
     return set(code.co_names).union(*inner)
 
