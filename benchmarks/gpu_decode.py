@@ -64,9 +64,10 @@ def main() -> None:
         note("1024 rows, mixed lengths", **timed(engine, asked, ProofParameters()))
     if options.plain:
         asked = requests(options.plain, options.prompt, [64] * options.plain, never)
-        with engine.without_pages():
-            engine.generate(asked, ProofParameters())
-            note(f"{options.plain} rows x 64, plain path", **timed(engine, asked, ProofParameters()))
+        engine._may_page = False
+        engine.generate(asked, ProofParameters())
+        note(f"{options.plain} rows x 64, plain path", **timed(engine, asked, ProofParameters()))
+        engine._may_page = True
         note(f"{options.plain} rows x 64, pages", **timed(engine, asked, ProofParameters()))
     if options.prefill:
         asked = requests(256, options.prompt, [options.tokens] * 256, never)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -242,11 +242,17 @@ class RowBatch:
     def _tell(self) -> None:
         """Proofs and completions of what the last window drew; whoever asked for it is told."""
         seen, self._seen = self._seen, []
-        chunked = {held.row.group for held in seen if held.points}
-        _commit(seen)
-        for held in seen:
-            if held.ended and held.row.completion is None:
-                _complete(held.row, held.request)
+        pairs = [(held, points) for held in seen for points in held.points]
+        if pairs:
+            for (held, _), made in zip(pairs, commit(PointBatch.concat([points for _, points in pairs])), strict=True):
+                held.row.proofs.append(made)
+                held.points = []
+        chunked = {held.row.group for held, _ in pairs}
+        for row, request in ((held.row, held.request) for held in seen if held.ended):
+            if row.completion is None:
+                row.tokens, row.logprobs = row.tokens.astype(np.int32), row.logprobs.astype(np.float32)
+                finish: Finish = "eos" if row.tokens[-1] == request.sampling.eos_token_id else "length"
+                row.completion = Completion(row.tokens, row.logprobs, finish, b"".join(row.proofs))
         for group in dict.fromkeys(held.row.group for held in seen):
             request, rows = self._requests[group], self._groups[group]
             if request.on_tokens is not None:
@@ -272,20 +278,6 @@ class RowBatch:
             row.tokens, row.logprobs = row.tokens[:kept].astype(np.int32), row.logprobs[:kept].astype(np.float32)
             self._waiting.append(row)
         return list(self._waiting)
-
-
-def _commit(seen: Iterable[HeldRow]) -> None:
-    pairs = [(held, points) for held in seen for points in held.points]
-    if pairs:
-        for (held, _), made in zip(pairs, commit(PointBatch.concat([points for _, points in pairs])), strict=True):
-            held.row.proofs.append(made)
-            held.points = []
-
-
-def _complete(row: Row, request: GenerationRequest) -> None:
-    row.tokens, row.logprobs = row.tokens.astype(np.int32), row.logprobs.astype(np.float32)
-    finish: Finish = "eos" if row.tokens[-1] == request.sampling.eos_token_id else "length"
-    row.completion = Completion(row.tokens, row.logprobs, finish, b"".join(row.proofs))
 
 
 def pages_for(tokens: int) -> int:

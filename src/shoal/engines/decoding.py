@@ -36,10 +36,8 @@ Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
 class Uniforms:
-    """The streams of all rows, a block of positions at a time (a long limit would need gigabytes at once).
-
-    Each row's stream begins at its own position, `begun`.
-    """
+    """The streams of all rows, each from its own position `begun`, a block of positions at a time (a long limit would
+    need gigabytes at once)."""
 
     def __init__(self, seeds: Sequence[int], begun: Sequence[int], block: int, device: torch.device) -> None:
         self._seeds_R1 = np.array(seeds, dtype=np.uint64)[:, None]
@@ -104,9 +102,8 @@ class HiddenRows:
     def proofs(self) -> list[list[bytes]]:
         """The proofs of all folded chunks, of every row. Each is computed once, however often this is asked."""
         if self._folded:
-            rows = np.concatenate([rows for rows, _ in self._folded]).tolist()
-            made = commit(PointBatch.concat([points for _, points in self._folded]))
-            for row, proof in zip(rows, made, strict=True):
+            rows, points = zip(*self._folded, strict=True)
+            for row, proof in zip(np.concatenate(rows).tolist(), commit(PointBatch.concat(points)), strict=True):
                 self._proofs[row].append(proof)
             self._folded = []
         return self._proofs
@@ -114,11 +111,9 @@ class HiddenRows:
 
 @dataclass(eq=False)
 class Row:
-    """One completion to be drawn: of which request, by which seed, and what there is of it so far.
-
-    `tokens`, `logprobs` and `proofs` are those of a finished completion, or what is kept of a batch for which memory
-    did not suffice: whole chunks, which are not computed again, so that what was shown of them stays true.
-    """
+    """One completion to be drawn: of which request, by which seed, and what there is of it so far: all of a finished
+    one, or what is kept of a batch for which memory did not suffice: whole chunks, which are not computed again, so
+    that what was shown of them stays true."""
 
     group: int
     seed: int
@@ -130,11 +125,9 @@ class Row:
 
 @dataclass
 class Decoding:
-    """What has been decoded so far, step by step; rows are those of the whole batch, finished or not.
-
-    All rows begin with equally many tokens: none, or those that were kept (`Row`). `line_of` says of a row whether
-    somebody answers its turns: such rows are looked at token by token, the others never.
-    """
+    """What has been decoded so far, step by step; rows are those of the whole batch, finished or not. All begin with
+    equally many tokens: none, or those that were kept (`Row`). `line_of` says of a row whether somebody answers its
+    turns: such rows are looked at token by token, the others never."""
 
     rows: Sequence[Row]
     max_new_tokens: int
@@ -147,10 +140,9 @@ class Decoding:
     _hidden: HiddenRows | None = None
 
     def __post_init__(self) -> None:
-        self.n_rows = len(self.rows)
-        self.begun = self.step = len(self.rows[0].tokens)
-        begun = ((place, self._begun_line(row)) for place, row in enumerate(self.rows))
-        self.lines = {place: line for place, (line, _) in begun if line is not None}
+        self.n_rows, self.begun = len(self.rows), len(self.rows[0].tokens)
+        self.step, lines = self.begun, [self._begun_line(row)[0] for row in self.rows]
+        self.lines = {place: line for place, line in enumerate(lines) if line is not None}
 
     def _begun_line(self, row: Row) -> tuple[Line | None, bool]:
         """The line of a row after the tokens that it has, and whether the completion goes on."""
@@ -175,20 +167,16 @@ class Decoding:
             self._hidden.keep(state, self.lengths)
         self.step += 1
         keep_R = live_R & (tokens_R != self.eos_token_id)
-        if self.lines:
-            keep_R = self._heard(state.rows.tolist(), tokens_R.tolist(), live_R, keep_R)
+        if self.lines:  # those whose turns are answered are told their token
+            keep, live = keep_R.tolist(), live_R.tolist()
+            for place, (row, token) in enumerate(zip(state.rows.tolist(), tokens_R.tolist(), strict=True)):
+                if live[place] and row in self.lines:
+                    keep[place] = self.lines[row].take(token)
+            keep_R = torch.tensor(keep, device=keep_R.device)
         self._alive[state.rows] = keep_R
         if self.step == self.max_new_tokens or not bool(keep_R.any()):
             return None
         return keep_R
-
-    def _heard(self, rows: list[int], tokens: list[int], live_R: Tensor, keep_R: Tensor) -> Tensor:
-        """Which rows go on once those whose turns are answered have been told their token."""
-        keep = keep_R.tolist()
-        for place, (row, token, live) in enumerate(zip(rows, tokens, live_R.tolist(), strict=True)):
-            if live and row in self.lines:
-                keep[place] = self.lines[row].take(token)
-        return torch.tensor(keep, device=keep_R.device)
 
     def forced(self, state: Rows, tokens_R: Tensor, logprobs_R: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens with those that are given in place of drawn ones, and 0 for their log-probabilities."""
@@ -223,8 +211,9 @@ class Decoding:
 
     def chunks(self) -> list[Chunks]:
         """The finished chunks of every row, right after a step that finished some (a multiple of `proof.rows`)."""
-        pairs = zip(self._columns()[0], self._proofs(), strict=True)
-        return [Chunks(tokens, tuple(proofs)) for tokens, proofs in pairs]
+        return [
+            Chunks(tokens, tuple(proofs)) for tokens, proofs in zip(self._columns()[0], self._proofs(), strict=True)
+        ]
 
     def finish(self) -> None:
         """Every row is drawn: give each its completion."""
@@ -238,13 +227,9 @@ class Decoding:
     ) -> None:
         row, line, ended = self.rows[place], self.lines.get(place), tokens[-1] == self.eos_token_id
         row.tokens, row.logprobs, row.proofs = tokens, logprobs, proofs
-        row.completion = Completion(
-            token_ids=tokens,
-            logprobs=logprobs,
-            finish=line.finish if line is not None else ("eos" if ended else "length"),
-            proofs=b"".join(proofs),
-            given=() if line is None else tuple(line.given),
-        )
+        finish = line.finish if line is not None else ("eos" if ended else "length")
+        given = () if line is None else tuple(line.given)
+        row.completion = Completion(tokens, logprobs, finish, b"".join(proofs), given)
 
     def salvage(self) -> list[Row]:
         """After memory ran out: what is finished is kept. Returns the rows that are to be continued from there.
@@ -291,7 +276,7 @@ class GenerationCall:
 
     def choice(self, decoding: Decoding, device: torch.device) -> Choose:
         if self.greedy:
-            return _most_probable
+            return lambda logits_RV, _step, rows_R: (logits_RV.argmax(dim=1), torch.zeros(len(rows_R), device=device))
         sampling = self.requests[decoding.rows[0].group].sampling
         begun = [self.requests[row.group].begun for row in decoding.rows]
         block = min(UNIFORM_BLOCK, sampling.max_new_tokens)
@@ -336,10 +321,6 @@ class GenerationCall:
             return found | {decoding.rows[place].seed: chunks()[place] for place in places[group]}
 
         return tell
-
-
-def _most_probable(logits_RV: Tensor, _step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
-    return logits_RV.argmax(dim=1), torch.zeros(len(rows_R), device=logits_RV.device)
 
 
 def choose_tiled(head: Head, state: Rows, step: int, choose: Choose, tile_elements: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from shoal.runtime.limits import free_memory_bytes
 MEMORY_ERRORS = (RuntimeError, MemoryError)  # among them torch's OutOfMemoryError; `is_out_of_memory` tells which
 TELLING = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 SHARES = {"cpu": 0.5, "cuda": 0.8}  # of free memory; a processor's runs out without an error, by killing a process
-ALLOWANCE = 2  # a growing cache has room for as much again (`cache`)
+ALLOWANCE = 2  # a growing cache has room for as much again
 _share = 1.0  # of a GPU's memory, for this process
 PATIENCE = 64  # batches near the limit that have to fit before twice as much is tried: a failure costs one batch
 
@@ -107,30 +107,20 @@ def _count(config: Any, name: str, default: int = 1) -> int:
 
 
 class Room:
-    """How many tokens may be computed at once, at most `most`; it learns from what did not fit.
-
-    >>> room = Room(1000)
-    >>> room.failed(800)
-    >>> room.tokens
-    400
-    """
+    """How many tokens may be computed at once, at most `most`; it learns from what did not fit."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self._learnt: int | None = None
-        self._fitted = 0
+        self.most, self._learned, self._fitted = most, sys.maxsize, 0
 
     @property
     def tokens(self) -> int:
-        return self.most if self._learnt is None else min(self._learnt, self.most)
+        return min(self._learned, self.most)
 
     def failed(self, tokens: int) -> None:
-        self._learnt, self._fitted = max(1, min(tokens, self.tokens) // 2), 0
+        self._learned, self._fitted = max(1, min(tokens, self.tokens) // 2), 0
 
     def fitted(self, tokens: int) -> None:
         """So many did fit. The limit is raised again slowly: memory may have been short for a while only."""
-        if self._learnt is None or 2 * tokens < self._learnt:
-            return
-        self._fitted += 1
+        self._fitted += 2 * tokens >= self._learned
         if self._fitted == PATIENCE:
-            self._learnt, self._fitted = 2 * self._learnt, 0
+            self._learned, self._fitted = 2 * self._learned, 0

@@ -29,11 +29,8 @@ Respond = Callable[[list[int]], tuple[int, ...] | None]
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The finished chunks of a completion that is being drawn: their tokens (int32), and one proof for each chunk.
-
-    Tokens and proofs are the first ones of the later `Completion`, bit for bit. The last chunk has fewer than `rows`
-    tokens only if the completion is finished.
-    """
+    """The finished chunks of a completion that is being drawn: the first tokens (int32) and proofs of the later
+    `Completion`, bit for bit. The last chunk has fewer than `rows` tokens only if the completion is finished."""
 
     token_ids: npt.NDArray[np.int32]
     proofs: tuple[bytes, ...]
@@ -47,16 +44,12 @@ OnChunks = Callable[[Callable[[], dict[int, Chunks]]], None]
 class GenerationRequest:
     """One group: a prompt, and one 64-bit seed per completion wanted.
 
-    `on_tokens`, if given, is told every few steps how many tokens of the group are drawn so far, in the caller's
-    thread: a lease on which something happens is renewed. `on_chunks` is told in the same way when chunks of tokens are
-    finished, if proofs are asked for; what it does not ask for within the call is not computed. `respond`, if given, is
-    asked at every end-of-sequence token whether the completion is finished; what it gives instead is fed to the model,
-    not drawn (see `dialogue`). `begun` tokens at the end of the prompt are the first of the completion: the uniforms of
-    the first token that is drawn here are those of that position.
-
-    >>> sampling = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=1)
-    >>> len(GenerationRequest(prompt_ids=(5, 6), seeds=(11, 12, 13), sampling=sampling).seeds)
-    3
+    `on_tokens` is told every few steps how many tokens of the group are drawn so far, in the caller's thread: a lease
+    on which something happens is renewed. `on_chunks` is told in the same way when chunks of tokens are finished, if
+    proofs are asked for; what it does not ask for within the call is not computed. `respond` is asked at every
+    end-of-sequence token whether the completion is finished; what it gives instead is fed to the model, not drawn (see
+    `dialogue`). `begun` tokens at the end of the prompt are the first of the completion: the uniforms of the first
+    token that is drawn here are those of that position.
     """
 
     prompt_ids: tuple[int, ...]
@@ -123,11 +116,9 @@ class Prefill:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Generates and prefills under the policy last loaded. One caller at a time.
-
-    Results depend on the request alone: batching, order and neighbours change nothing but floating-point noise.
-    Token ids outside the vocabulary are a `ValueError`; generating before a policy is loaded is a `PolicyMismatch`.
-    """
+    """Generates and prefills under the policy last loaded. One caller at a time. Results depend on the request alone:
+    batching, order and neighbours change nothing but floating-point noise. Token ids outside the vocabulary are a
+    `ValueError`; generating before a policy is loaded is a `PolicyMismatch`."""
 
     @property
     def name(self) -> str: ...

@@ -181,4 +181,5 @@ def build(name: str, files: Files, device: str = "cpu", dtype: str = "float32") 
 
     `device` "auto" is a GPU if there is one. `dtype` is what it computes in ("auto": the fastest of the device).
     """
-    return ENGINES[name].make(files, *resolved(name, device, dtype))
+    found = resolved(name, device, dtype)
+    return ENGINES[name].make(files, *found)

@@ -68,20 +68,12 @@ class Rows:
         for start in range(0, longest, piece):
             columns = slice(start, start + piece)
             output = model.base_model(
-                input_ids=ids_BL[:, columns],
-                attention_mask=mask_BL[:, : start + piece],
-                position_ids=positions_BL[:, columns],
-                past_key_values=cache,
-                use_cache=True,
-            )
+                input_ids=ids_BL[:, columns], attention_mask=mask_BL[:, : start + piece],
+                position_ids=positions_BL[:, columns], past_key_values=cache, use_cache=True,
+            )  # fmt: skip
         cache.reorder_cache(source_R)
-        return cls(
-            rows=torch.arange(len(source_R), device=device),
-            hidden=output.last_hidden_state[:, -1][source_R],
-            position=positions_BL[source_R, -1],
-            mask=mask_BL[source_R],
-            cache=cache,
-        )
+        rows, hidden = torch.arange(len(source_R), device=device), output.last_hidden_state[:, -1][source_R]
+        return cls(rows, hidden, positions_BL[source_R, -1], mask_BL[source_R], cache)
 
     def select(self, kept: Tensor) -> None:
         self.rows, self.hidden = self.rows[kept], self.hidden[kept]
@@ -97,15 +89,11 @@ class Rows:
         steps_T = torch.arange(1, ids_RT.shape[1] + 1, device=ids_RT.device)
         positions_RT = self.position[:, None] + steps_T[None, :]
         self.mask = torch.cat([self.mask, self.mask.new_ones(ids_RT.shape)], dim=1)
-        output = model.base_model(
-            input_ids=ids_RT,
-            attention_mask=self.mask,
-            position_ids=positions_RT,
-            past_key_values=self.cache,
+        states_RTH: Tensor = model.base_model(
+            input_ids=ids_RT, attention_mask=self.mask, position_ids=positions_RT, past_key_values=self.cache,
             use_cache=True,
-        )
+        ).last_hidden_state  # fmt: skip
         self.position = positions_RT[:, -1]
-        states_RTH: Tensor = output.last_hidden_state
         return states_RTH
 
 

@@ -62,7 +62,15 @@ class ScriptedEngine:
     ) -> list[list[Completion]]:
         for request in requests:
             self._refuse_unknown(request.prompt_ids)
-        return [self._group(request, proof) for request in requests]
+        groups: list[list[Completion]] = []
+        for request in requests:
+            group, finished = list[Completion](), dict[int, Chunks]()
+            for seed in request.seeds:
+                group.append(self._complete(request, seed, proof, finished))
+                if request.on_tokens is not None:
+                    request.on_tokens(sum(len(completion.token_ids) for completion in group))
+            groups.append(group)
+        return groups
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         return [self._prefill(request, proof) for request in requests]
@@ -70,47 +78,40 @@ class ScriptedEngine:
     def greedy(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
     ) -> list[npt.NDArray[np.int32]]:
-        return [self._greedy(prompt, max_new_tokens, eos_token_id) for prompt in prompts]
-
-    def _group(self, request: GenerationRequest, proof: ProofParameters | None) -> list[Completion]:
-        group: list[Completion] = []
-        finished: dict[int, Chunks] = {}
-        for seed in request.seeds:
-            group.append(self._complete(request, seed, proof, finished))
-            if request.on_tokens is not None:
-                request.on_tokens(sum(len(completion.token_ids) for completion in group))
-        return group
+        found = []
+        for prompt in prompts:
+            self._refuse_unknown(prompt)
+            sequence = list(prompt)
+            while len(sequence) < len(prompt) + max_new_tokens:
+                sequence.append(int(np.argmax(self._step(sequence)[0])))
+                if sequence[-1] == eos_token_id:
+                    break
+            found.append(np.array(sequence[len(prompt) :], dtype=np.int32))
+        return found
 
     def _complete(
         self, request: GenerationRequest, seed: int, proof: ProofParameters | None, finished: dict[int, Chunks]
     ) -> Completion:
         sampling = request.sampling
         stream_T = uniforms(seed, request.begun, sampling.max_new_tokens)
-        line = Line(request.respond or _finished, sampling.eos_token_id, sampling.max_new_tokens)
+        line = Line(request.respond or (lambda _tokens: None), sampling.eos_token_id, sampling.max_new_tokens)
         logprobs, states, goes_on = list[float](), list[npt.NDArray[np.float32]](), True
         while goes_on:
-            position = len(line.tokens)
+            position, forced = len(line.tokens), line.forced
             logits_V, hidden_H = self._step([*request.prompt_ids, *line.tokens])
             tokens, logprob = sample(logits_V[None], stream_T[position : position + 1], sampling.temperature)
             states.append(hidden_H)
-            if line.forced is None:
-                logprobs.append(float(logprob[0]))
-                goes_on = line.take(int(tokens[0]))
-            else:
-                self._refuse_unknown([line.forced])
-                logprobs.append(0.0)
-                goes_on = line.take(line.forced)
+            if forced is not None:
+                self._refuse_unknown([forced])
+            logprobs.append(float(logprob[0]) if forced is None else 0.0)
+            goes_on = line.take(int(tokens[0]) if forced is None else forced)
             if proof is not None and request.on_chunks is not None and (len(states) % proof.rows == 0 or not goes_on):
                 proofs = tuple(commit(_points(states, proof)))
                 finished[seed] = Chunks(np.array(line.tokens, dtype=np.int32), proofs)
                 request.on_chunks(partial(dict, finished))
-        return Completion(
-            token_ids=np.array(line.tokens, dtype=np.int32),
-            logprobs=np.array(logprobs, dtype=np.float32),
-            finish=line.finish,
-            proofs=b"".join(commit(_points(states, proof))) if proof is not None else b"",
-            given=tuple(line.given),
-        )
+        tokens_T, logprobs_T = np.array(line.tokens, dtype=np.int32), np.array(logprobs, dtype=np.float32)
+        made = b"".join(commit(_points(states, proof))) if proof is not None else b""
+        return Completion(tokens_T, logprobs_T, line.finish, made, tuple(line.given))
 
     def _prefill(self, request: PrefillRequest, proof: ProofParameters | None) -> Prefill:
         sequence = [*request.prompt_ids, *(int(token) for token in request.token_ids)]
@@ -123,15 +124,6 @@ class ScriptedEngine:
         entropy_T, varentropy_T = _surprise(logits_TV, request.temperature)
         points = _points([state for _, state in steps], proof) if proof is not None else None
         return Prefill(logprobs_T, low_T, high_T, entropy_T, varentropy_T, points)
-
-    def _greedy(self, prompt: tuple[int, ...], max_new_tokens: int, eos: int) -> npt.NDArray[np.int32]:
-        self._refuse_unknown(prompt)
-        sequence = list(prompt)
-        for _ in range(max_new_tokens):
-            sequence.append(int(np.argmax(self._step(sequence)[0])))
-            if sequence[-1] == eos:
-                break
-        return np.array(sequence[len(prompt) :], dtype=np.int32)
 
     def _step(self, sequence: Sequence[int]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Logits and hidden state after a sequence: uniforms under a seed that is a hash of where we are."""
@@ -150,10 +142,6 @@ class ScriptedEngine:
         for token in token_ids:
             if not 0 <= token < self.vocabulary_size:
                 raise ValueError(f"token {token} is outside the vocabulary of {self.vocabulary_size}")
-
-
-def _finished(_token_ids: Sequence[int]) -> None:
-    """Nobody answers: the first end of a turn is the end."""
 
 
 def _points(states: Sequence[npt.NDArray[np.float32]], proof: ProofParameters) -> PointBatch:

@@ -109,15 +109,6 @@ class TorchEngine:
         engine.memory_bytes = self.memory_bytes
         return engine
 
-    @contextmanager
-    def without_pages(self) -> Iterator[None]:
-        """Decode by the plain path: other kernels compute the same in another order."""
-        before, self._may_page = self._may_page, False
-        try:
-            yield
-        finally:
-            self._may_page = before
-
     @property
     def model(self) -> Any:
         return self._model
@@ -134,8 +125,7 @@ class TorchEngine:
         return f"{path}/{device}/{str(self._model.dtype).removeprefix('torch.')}"
 
     def _setup(self, model: Any, max_rows: int, max_prefill_tokens: int | None) -> None:
-        self._model = model
-        self._max_rows = max_rows
+        self._model, self._max_rows = model, max_rows
         default = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
         self._max_prefill_tokens = max_prefill_tokens or default
         self._room, self._prefill_room = Room(1), Room(1)  # until they are measured
@@ -168,14 +158,16 @@ class TorchEngine:
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         results: dict[int, Prefill] = {}
         self._measure_room()
+        left = sorted(range(len(requests)), key=lambda index: _length(requests[index]))
         with self._inference():
-            for indices in self._prefill_batches(requests):
-                while indices:
-                    size = max(1, self._prefill_room.tokens // max(_length(requests[index]) for index in indices))
-                    found = self._try_prefill([requests[index] for index in indices[:size]], proof)
-                    if found is not None:  # else the room has shrunk
-                        results.update(zip(indices[:size], found, strict=True))
-                        indices = indices[size:]
+            while left:  # requests of similar length together, as many padded tokens as there is room for
+                size = 1
+                while size < len(left) and (size + 1) * _length(requests[left[size]]) <= self._prefill_room.tokens:
+                    size += 1
+                found = self._try_prefill([requests[index] for index in left[:size]], proof)
+                if found is not None:  # else the room has shrunk
+                    results.update(zip(left[:size], found, strict=True))
+                    left = left[size:]
         return [results[index] for index in range(len(requests))]
 
     def greedy(
@@ -250,11 +242,8 @@ class TorchEngine:
     def _computable(self, longest: int) -> int:
         """How many tokens of rows of up to so many fit into memory while a layer is computed of them; at least one."""
         config = self._model.config.get_text_config()
-        each = (
-            memory.computed_token_bytes(config, self._model.dtype.itemsize, self._width)
-            + memory.scores_bytes(config) * longest
-        )
-        return max(1, self._usable // each)
+        computed = memory.computed_token_bytes(config, self._model.dtype.itemsize, self._width)
+        return max(1, self._usable // (computed + memory.scores_bytes(config) * longest))
 
     def _drawn(self, drawing: GenerationCall) -> list[list[Completion]]:
         self._measure_cache()
@@ -343,7 +332,8 @@ class TorchEngine:
 
     def _line(self, drawing: GenerationCall, row: Row) -> Line | None:
         """For a row of a request whose turns are answered."""
-        respond, sampling = drawing.requests[row.group].respond, drawing.requests[row.group].sampling
+        request = drawing.requests[row.group]
+        respond, sampling = request.respond, request.sampling
         if respond is None:
             return None
 
@@ -388,17 +378,6 @@ class TorchEngine:
             state.hidden = state.follow(self._model, ids_RT)[:, -1]
         return state
 
-    def _prefill_batches(self, requests: Sequence[PrefillRequest]) -> Iterator[list[int]]:
-        """Indices of requests of similar length, at most `max_prefill_tokens` padded tokens together."""
-        batch: list[int] = []
-        for index in sorted(range(len(requests)), key=lambda index: _length(requests[index])):
-            if batch and _length(requests[index]) * (len(batch) + 1) > self._prefill_room.tokens:
-                yield batch
-                batch = []
-            batch.append(index)
-        if batch:
-            yield batch
-
     def _try_prefill(self, batch: Sequence[PrefillRequest], proof: ProofParameters | None) -> list[Prefill] | None:
         """The prefills of a batch; None if memory does not suffice, and less is to be tried."""
         longest = max(map(_length, batch))
@@ -410,15 +389,15 @@ class TorchEngine:
             if not is_out_of_memory(error):
                 raise
         release_memory()  # only now: the error's traceback held the tensors
-        if len(batch) == 1 and self._tile_elements() <= LEAST_TILE:
-            raise ResourceError(
-                f"the prefill of one sequence of {longest} tokens does not fit into the memory that is free for "
-                f"{self.kind}"
-            )
-        if len(batch) == 1:
+        if len(batch) > 1:
+            self._prefill_room.failed(len(batch) * longest)
+        elif self._tile_elements() > LEAST_TILE:
             self._tile_divisor *= 4
         else:
-            self._prefill_room.failed(len(batch) * longest)
+            raise ResourceError(
+                f"the prefill of one sequence of {longest} tokens does not fit into the memory that is "
+                f"free for {self.kind}"
+            )
         log.warning("memory did not suffice for a prefill of %d sequences at once: trying less", len(batch))
         return None
 
@@ -442,12 +421,11 @@ class TorchEngine:
         worth_it = shared > SHARED_WORTH * (shared + sum(map(len, prompts)) + sum(lengths))
         if worth_it and follows_with_cache(self._model):
             return self._hidden_after(prompts, batch, lengths)
-        starts_B1 = np.array([len(request.prompt_ids) for request in batch])[:, None]
+        device, starts_B1 = self._model.device, np.array([len(request.prompt_ids) for request in batch])[:, None]
         pieces = [piece for request in batch for piece in (request.prompt_ids, request.token_ids)]
         ids_BL, ends_B1 = self._laid_out(pieces, starts_B1[:, 0] + np.array(lengths))
         column_1L = np.arange(ids_BL.shape[1])[None, :]
         wanted_BL = ((column_1L >= starts_B1 - 1) & (column_1L < ends_B1 - 1))[:, :-1]
-        device = self._model.device
         inputs_BL = torch.from_numpy(ids_BL[:, :-1].copy()).to(device)
         states = self._model.base_model(input_ids=inputs_BL, use_cache=False).last_hidden_state
         selected: Tensor = states[torch.from_numpy(wanted_BL).to(device)]

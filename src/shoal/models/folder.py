@@ -77,8 +77,13 @@ def read_config(files: Mapping[str, bytes], name: str = "config.json") -> dict[s
     most = MAX_CONFIG_BYTES if name in ("config.json", "generation_config.json") else MAX_FILE_BYTES
     if len(files[name]) > most:
         raise ModelError(f"the model's {name} has {len(files[name])} bytes; at most {most} are allowed")
+
+    def number(value: dict[str, Any]) -> Any:  # JSON has no infinity: transformers writes {"__float__": "Infinity"}
+        tag = value.get("__float__") if len(value) == 1 else None
+        return float(tag) if tag in ("Infinity", "-Infinity", "NaN") else value
+
     try:
-        value = json.loads(files[name], object_hook=_number)
+        value = json.loads(files[name], object_hook=number)
     except RecursionError:
         raise ModelError(f"the model's {name} is nested too deep") from None
     except ValueError as error:
@@ -86,16 +91,6 @@ def read_config(files: Mapping[str, bytes], name: str = "config.json") -> dict[s
     if not isinstance(value, dict):
         raise ModelError(f"the model's {name} is no JSON object")
     return value
-
-
-def _number(value: dict[str, Any]) -> Any:
-    """JSON has no infinity: transformers writes {"__float__": "Infinity"}, the state space models' configurations do.
-
-    >>> _number({"__float__": "-Infinity"})
-    -inf
-    """
-    tag = value.get("__float__") if len(value) == 1 else None
-    return float(tag) if tag in ("Infinity", "-Infinity", "NaN") else value
 
 
 def eos_token_id(files: Mapping[str, bytes]) -> int:

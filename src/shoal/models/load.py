@@ -89,8 +89,7 @@ def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") ->
     """A built-in model by name ("tiny"), or any causal language model from a Hugging Face folder."""
     folder = model_folder(name)
     files = read_files(folder)
-    tokenizer = TextTokenizer(files)
-    config = read_model_config(files)
+    tokenizer, config = TextTokenizer(files), read_model_config(files)
     if (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"the model folder {folder} holds adapters (adapter_config.json): merge them into the model first"
@@ -152,9 +151,8 @@ def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: st
     if needed > memory_bytes:
         count = sum(parameter.numel() for parameter in model.parameters())
         raise ResourceError(
-            f"the policy is a model of {count:,} weights, which take {show_bytes(needed)} in {dtype}, "
-            f"and {show_bytes(memory_bytes)} of memory may be used here: allow more (--max-memory), or use another "
-            "machine"
+            f"the policy is a model of {count:,} weights, which take {show_bytes(needed)} in {dtype}, and "
+            f"{show_bytes(memory_bytes)} of memory may be used: allow more (--max-memory), or use another machine"
         )
 
 

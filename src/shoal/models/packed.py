@@ -25,7 +25,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,8 +45,7 @@ log = logging.getLogger(__name__)
 
 
 ATTENTION = "shoal_packed"
-# On a GPU a pack is filled up to a multiple of this by a sequence of its own: aligned matrix products are faster, and
-# what is compiled sees few different lengths.
+# On a GPU a pack is filled up to a multiple of this: aligned products are faster, compiled code sees few lengths.
 GPU_MULTIPLE = 256
 FLASH_HEAD_SIZES = range(8, 257, 8)
 # What an attention may ask for that is not computed here.
@@ -76,11 +75,8 @@ class Packed:
 
     @classmethod
     def of(cls, sequences: Sequence[Tensor]) -> Packed:
-        bounds = [0]
-        for sequence in sequences:
-            bounds.append(bounds[-1] + len(sequence))
         positions = [torch.arange(len(sequence), device=sequence.device) for sequence in sequences]
-        return cls(torch.cat(list(sequences)), torch.cat(positions), tuple(bounds))
+        return cls(torch.cat(list(sequences)), torch.cat(positions), tuple(accumulate(map(len, sequences), initial=0)))
 
     @property
     def longest(self) -> int:
@@ -156,12 +152,10 @@ def _buckets(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
     """
     buckets: list[list[tuple[int, int]]] = []
     for index, length in sorted(enumerate(lengths), key=lambda pair: (-pair[1], pair[0])):
-        if length == 0:
-            continue
-        if buckets and 2 * length > buckets[-1][0][1]:
+        if length and (not buckets or 2 * length <= buckets[-1][0][1]):
+            buckets.append([])
+        if length:
             buckets[-1].append((index, length))
-        else:
-            buckets.append([(index, length)])
     return buckets
 
 
@@ -184,13 +178,11 @@ def packed_attention(
     query_TGD, key_TGD, value_TGD = (each[0].transpose(0, 1) for each in (query_1GTD, key_1GTD, value_1GTD))
     if packed_bounds is not None:
         lengths = (packed_bounds, packed_bounds, packed_longest, packed_longest)
-        found = varlen_attn(query_TGD, key_TGD, value_TGD, *lengths, scale=scaling, **VARLEN_OPTIONS)
-        assert isinstance(found, Tensor)  # and not with what was not asked for
-        attended_TGD = found
-    else:
-        assert packed_places is not None
-        attended_TGD = _rows(query_TGD, key_TGD, value_TGD, packed_rows, packed_places, scaling)
-    return attended_TGD[None], None
+        attended_TGD = varlen_attn(query_TGD, key_TGD, value_TGD, *lengths, scale=scaling, **VARLEN_OPTIONS)
+        assert isinstance(attended_TGD, Tensor)  # and not with what was not asked for
+        return attended_TGD[None], None
+    assert packed_places is not None
+    return _rows(query_TGD, key_TGD, value_TGD, packed_rows, packed_places, scaling)[None], None
 
 
 def _rows(
@@ -279,7 +271,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
             f"{type(model).__name__} has no list of {count} layers; switch trainer.memory.recompute and .compile off"
         )
     # The largest: there may be lists of the same length that hold one small part of each layer.
-    largest = max(lists, key=lambda part: sum(weight.numel() for layer in part for weight in layer.parameters()))
+    largest = max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()))
     return list(largest)
 
 

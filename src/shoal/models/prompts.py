@@ -41,14 +41,8 @@ class Manner(Protocol):
 
 
 class PromptEncoder:
-    """Encodes tasks for one model; the same ids for the same files, settings and task.
-
-    `chat` None means: by the model's template if it has one. Without a template and without settings, the ids are
-    those of the prompt's text and nothing else.
-
-    >>> PromptEncoder(files).encode("3142=") == TextTokenizer(files).encode("3142=")      # doctest: +SKIP
-    True
-    """
+    """Encodes tasks for one model; the same ids for the same files, settings and task. `chat` None means: by the
+    model's template if it has one. Without a template and settings, the ids are those of the prompt's text."""
 
     def __init__(
         self, files: Mapping[str, bytes], chat: bool | None = None, system: str = "", thinking: str = ""
@@ -85,8 +79,7 @@ class PromptEncoder:
 
     def encode(self, prompt: str, history: Sequence[Message] = ()) -> tuple[int, ...]:
         own = any(role == "system" for role, _text in history)
-        system = [("system", self._system)] if self._system and not own else []
-        messages = [*system, *history, ("user", prompt)]
+        messages = [*([("system", self._system)] if self._system and not own else []), *history, ("user", prompt)]
         if self._template is None:
             ids = self.tokenizer.encode("\n".join(text for _role, text in messages))
             return ids + self.tokenizer.encode(self._thinking) if self._thinking else ids
@@ -142,9 +135,8 @@ class PromptEncoder:
                 messages=said, add_generation_prompt=True, tools=None, documents=None, **self._words
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise ModelError(
-                f"the model's chat template refuses the prompt: {type(error).__name__}: {error}"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            raise ModelError(f"the model's chat template refuses the prompt: {why}") from error
 
 
 def template_source(files: Mapping[str, bytes]) -> str | None:

@@ -93,12 +93,12 @@ def change_state(model: nn.Module, changes: Iterable[Any]) -> None:
             values = torch.from_numpy(change.values.view(SIGNED[change.width]))
             where = torch.from_numpy(change.where).to(target.device)
             source = TORCH_TYPES[change.dtype]
+            if not _holds(target.dtype, source):
+                raise ModelError(f"the changes of weight {change.name} are {source}, the model's is {target.dtype}")
             if source == target.dtype:
                 target.view(BIT_TYPES[change.width])[where] = values.to(target.device)
-            elif _holds(target.dtype, source):
-                target[where] = values.view(source).to(target.device, target.dtype)
             else:
-                raise ModelError(f"the changes of weight {change.name} are {source}, the model's is {target.dtype}")
+                target[where] = values.view(source).to(target.device, target.dtype)
             if not whole.is_contiguous():
                 whole.copy_(target.view(whole.shape))
 

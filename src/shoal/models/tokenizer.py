@@ -157,10 +157,8 @@ def _is_slow(pattern: str) -> bool:
     depth, alternatives = 0, [""]  # the parts between those | that are in no group
     for character in plain:
         depth += (character == "(") - (character == ")")
-        if character == "|" and depth == 0:
-            alternatives.append("")
-        else:
-            alternatives[-1] += character
+        splits = character == "|" and depth == 0
+        alternatives[-1:] = [alternatives[-1], ""] if splits else [alternatives[-1] + character]
     return any(
         len(LONG_REPETITION.findall(LAST_REPETITION.sub("", OPTIONAL_END.sub("", each)))) > 1
         or len(re.findall(r"[+*?{]", each)) > MAX_REPETITIONS

@@ -72,11 +72,8 @@ class Mark(NamedTuple):
     place: tuple[int, int]
 
 
-def digest(kind: str, *parts: bytes) -> bytes:
-    hashed = hashlib.blake2b(kind.encode(), digest_size=DIGEST_BYTES)
-    for part in parts:
-        hashed.update(part)
-    return hashed.digest()
+def digest(kind: str, part: bytes) -> bytes:
+    return hashlib.blake2b(kind.encode() + part, digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass
@@ -92,17 +89,11 @@ class SeenWork:
     capacity: int = CAPACITY
     _whose: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict, repr=False)
 
-    def __len__(self) -> int:
-        return len(self._whose)
-
     def copied(self, marks: Iterable[Mark]) -> Mark | None:
         """The first mark that is somebody else's already: of an accepted submission, or earlier in this one."""
         own: dict[bytes, bytes] = {}
         for mark in marks:
-            if own.setdefault(mark.what, mark.whose) != mark.whose:
-                return mark
-            known = self._whose.get(mark.what)
-            if known is not None and known != mark.whose:
+            if {own.setdefault(mark.what, mark.whose), self._whose.get(mark.what, mark.whose)} != {mark.whose}:
                 return mark
         return None
 
@@ -132,7 +123,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """What this validator's own prefill says of a submission's tokens and proofs, and the uniforms of its lease."""
+    """What this validator's own prefill says of tokens and proofs, and the uniforms of the lease."""
 
     logprobs: Floats
     low: Floats
@@ -146,7 +137,7 @@ class Replay:
     def is_finite(self) -> bool:
         """Whether the policy gives distributions at all. (A token that cannot be has a log-probability of -inf.)"""
         sums = self.low.sum() + self.high.sum() + self.entropy.sum() + self.varentropy.sum()
-        return bool(np.isfinite(sums)) and not bool(np.isnan(self.logprobs).any())
+        return bool(np.isfinite(sums) and not np.isnan(self.logprobs).any())
 
 
 @dataclass(eq=False)
@@ -230,12 +221,12 @@ class Case:
     @cached_property
     def proofs(self) -> list[bytes]:
         """Every proof; a `ProofError` if the bytes of a rollout do not divide into as many as it must have."""
-        proof, chunks = self.lease.proof, list[bytes]()
+        size, topk, rows, chunks = self.hidden_size, self.lease.proof.topk, self.lease.proof.rows, list[bytes]()
         for rollout, length in zip(self.rollouts, self.lengths, strict=True):
-            ends = _proof_ends(length, self.hidden_size, proof.topk, proof.rows)
+            ends = _proof_ends(length, size, topk, rows)
             if len(rollout.proofs) != ends[-1]:
-                split_proofs(rollout.proofs, length, self.hidden_size, proof.topk, proof.rows)  # says what is wrong
-            chunks += [rollout.proofs[start:end] for start, end in zip((0, *ends), ends, strict=False)]
+                split_proofs(rollout.proofs, length, size, topk, rows)  # says what is wrong
+            chunks += [rollout.proofs[start:end] for start, end in pairwise((0, *ends))]
         return chunks
 
     @cached_property
@@ -309,19 +300,16 @@ class Case:
     @property
     def unsure_rate(self) -> float:
         """How likely honest work of this kind and length is to be unsure: with two accidents, about."""
-        expected = self.accidents(np.zeros(len(self.proofs), dtype=np.int64)).expected
+        expected = self.accidents(np.zeros_like(self.points)).expected
         return 1.0 - (1.0 + expected) * math.exp(-expected)
 
     @cached_property
     def tally(self) -> Tally:
         """What this submission adds to its node's record."""
         channels = {name: self.measures.sums(name, self.profile) for name in NoiseLimits.model_fields}
-        return Tally(
-            tokens=self.generated,
-            proofs=len(self.odd.proofs),
-            accidents=int((self.odd.worst > 0).sum()),
-            channels={**channels, "accidents": self.accidents(self.odd.worst)},
-        )
+        channels["accidents"] = self.accidents(self.odd.worst)
+        odd = int((self.odd.worst > 0).sum())
+        return Tally(tokens=self.generated, proofs=len(self.odd.proofs), accidents=odd, channels=channels)
 
     def evidence(self, *channels: str) -> tuple[float, str]:
         """The strongest log-evidence of these channels, by this submission alone, and which channel it is."""

@@ -7,9 +7,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
-from shoal.engines import GenerationRequest
+from shoal.engines import GenerationRequest, choose, kind_of
 from shoal.engines.scripted import ScriptedEngine
+from shoal.errors import ConfigError
 from shoal.models import from_numpy
 from shoal.protocol import SamplingParameters
 
@@ -46,13 +48,6 @@ def test_vocabulary_and_end_come_from_the_config():
     assert np.bincount(tokens, minlength=11).argmax() == 3
 
 
-def test_it_needs_no_torch():
-    code = "import sys; from shoal import engines; engines.warm_up('scripted'); engines.build('scripted', {})"
-    assert (
-        subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=False).returncode == 0
-    )
-
-
 @pytest.mark.slow
 def test_warming_up_the_torch_engine_imports_what_building_one_takes():
     code = (
@@ -66,3 +61,70 @@ def test_warming_up_the_torch_engine_imports_what_building_one_takes():
         line.partition("registry:")[2].partition(",")[0] for line in done.stderr.splitlines() if "registry:" in line
     ]
     assert said == ["loading torch", "torch is loaded"]
+
+
+FLOAT32 = ("torch/cpu/float32", "torch/cuda/float32")
+BFLOAT16 = ("torch/cpu/bfloat16", "torch/cuda/bfloat16")
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: capability >= (8, 0))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("taken", "found"),
+    [(FLOAT32, ("cpu", "float32")), (BFLOAT16, ("cpu", "bfloat16")), ((*BFLOAT16, *FLOAT32), ("cpu", "float32"))],
+    ids=["float32", "bfloat16", "both"],
+)
+@pytest.mark.usefixtures("no_gpu")
+def test_a_processor_follows_the_run(taken: tuple[str, ...], found: tuple[str, str]) -> None:
+    assert choose("torch", "auto", "auto", taken) == found
+
+
+@pytest.mark.parametrize(
+    ("taken", "found"),
+    [
+        (FLOAT32, ("cuda", "float32")),
+        (BFLOAT16, ("cuda", "bfloat16")),
+        ((*FLOAT32, *BFLOAT16), ("cuda", "bfloat16")),
+        (("torch/cpu/float32",), ("cpu", "float32")),
+    ],
+    ids=["float32", "bfloat16", "both", "processors-only"],
+)
+def test_a_gpu_follows_the_run(monkeypatch: pytest.MonkeyPatch, taken: tuple[str, ...], found: tuple[str, str]) -> None:
+    gpu(monkeypatch, "NVIDIA A100", (8, 0))
+    assert choose("torch", "auto", "auto", taken) == found
+
+
+def test_a_gpu_without_bfloat16_computes_in_float32_where_the_run_takes_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, "Tesla T4", (7, 5))
+    assert choose("torch", "auto", "auto", (*FLOAT32, *BFLOAT16)) == ("cuda", "float32")
+    assert kind_of("torch", "cuda", "auto") == "torch/cuda/float32"
+
+
+def test_a_gpu_without_bfloat16_is_refused_in_words_where_the_run_takes_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu(monkeypatch, "Tesla T4", (7, 5))
+    with pytest.raises(ConfigError, match=r"the GPU Tesla T4 \(compute capability 7.5; bfloat16 needs 8.0\)") as told:
+        choose("torch", "cuda", "auto", BFLOAT16)
+    for word in (*BFLOAT16, "torch/cuda/float32", "--device", "--dtype", "doctor --calibrate"):
+        assert word in str(told.value)
+    with pytest.raises(ConfigError, match=r"Tesla T4 .* does not compute in bfloat16: choose float32, or the device"):
+        kind_of("torch", "cuda", "bfloat16")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_was_asked_for_is_never_replaced() -> None:
+    with pytest.raises(ConfigError, match="no validator of the run can judge what this machine computes"):
+        choose("torch", "cpu", "float32", BFLOAT16)
+    with pytest.raises(ConfigError, match="the engine torch does not compute in 'int8'"):
+        choose("torch", "cpu", "int8", BFLOAT16)

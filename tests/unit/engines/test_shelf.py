@@ -94,11 +94,6 @@ def test_a_failed_fetch_leaves_the_shelf_as_it_was() -> None:
     assert shelf.get(ref(1), 1) is one
 
 
-def test_a_shelf_holds_something() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        EngineShelf(Source().fetch, Source().build, held=0)
-
-
 @given(st.lists(st.integers(1, 6), max_size=30), st.integers(1, 4))
 def test_the_shelf_never_holds_more_than_it_may(asked: list[int], held: int) -> None:
     source = Source()

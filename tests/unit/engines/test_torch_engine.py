@@ -102,17 +102,6 @@ def test_finished_rows_leave_the_batch():
     assert needed <= computed < 1.3 * needed
 
 
-def test_a_tied_model_is_loaded_and_decoded():
-    tied = build_tiny(0, tie_word_embeddings=True)
-    loaded = load_model("tiny")
-    config = tied.config.to_json_string(use_diff=False).encode()
-    engine = TorchEngine({**loaded.files, "config.json": config})
-    engine.load_policy(REF, policy_views(tied))
-    expected = TorchEngine.wrap(tied).generate(requests(2))
-    for one, two in zip(engine.generate(requests(2)), expected, strict=True):
-        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
-
-
 def test_weights_that_do_not_fit_leave_no_policy_behind():
     loaded = load_model("tiny")
     engine = TorchEngine(loaded.files)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ModelError
 from shoal.models import TextTokenizer, as_numpy, eos_token_id, from_numpy, model_folder, read_files
-from shoal.models.quantize import INT4, INT8, Quantization, quantized
+from shoal.models.quantize import INT8, Quantization, quantized
 from shoal.models.state import TORCH_TYPES, apply_state, policy_state, policy_views, to_torch, to_view
 from shoal.models.tiny import build_tiny
 
@@ -27,12 +27,6 @@ def test_text_survives_the_round_trip_one_token_per_character(text):
     ids = TOKENIZER.encode(text)
     assert len(ids) == len(text)
     assert TOKENIZER.decode(ids) == text
-
-
-def test_the_vocabulary_is_small_and_has_an_end():
-    assert TOKENIZER.vocabulary_size == 96
-    assert TOKENIZER.eos_token_id == 1
-    assert TOKENIZER.encode("ü") == (2,)
 
 
 def test_decode_takes_away_one_final_end_and_hides_nothing_else():
@@ -51,10 +45,6 @@ def test_transformers_reads_the_same_tokenizer():
     assert tuple(tokenizer("314= x").input_ids) == TOKENIZER.encode("314= x")
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
     assert tokenizer.decode(TOKENIZER.encode("3 1 . 4")) == "3 1 . 4"
-
-
-def test_only_what_describes_the_model_travels():
-    assert set(TINY) == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
 def test_the_end_of_sequence_is_found_where_models_put_it():
@@ -115,15 +105,6 @@ def test_applied_weights_give_the_same_outputs_in_place():
     apply_state(target, policy_views(source))
     assert torch.equal(source(ids).logits, target(ids).logits)
     assert target.lm_head.weight.data_ptr() == before
-
-
-def test_views_are_a_snapshot():
-    model = build_tiny(0)
-    views = policy_views(model)
-    before = bytes(views["lm_head.weight"].data)
-    with torch.no_grad():
-        model.lm_head.weight.add_(1.0)
-    assert bytes(views["lm_head.weight"].data) == before
 
 
 @pytest.mark.parametrize(
@@ -200,17 +181,6 @@ def test_groups_have_fifteen_levels_each(matrix: np.ndarray) -> None:
     rounded = Quantization(bits=4, group=32).round(matrix).reshape(-1, 32)
     assert max(len(np.unique(group)) for group in rounded) <= 15
     assert 0 < np.abs(rounded - matrix.reshape(-1, 32)).max() < 0.3
-
-
-def test_rounding_again_changes_nothing_more(matrix: np.ndarray) -> None:
-    once = INT8.round(matrix)
-    assert np.allclose(INT8.round(once), once, atol=1e-6)
-
-
-def test_zeros_stay_zeros() -> None:
-    zeros = np.zeros((2, 32), np.float32)
-    assert (INT8.round(zeros) == 0).all()
-    assert (INT4.round(zeros) == 0).all()
 
 
 def test_only_linear_layers_are_touched_and_types_stay(matrix: np.ndarray) -> None:

@@ -58,12 +58,6 @@ def test_files_and_weights_make_the_same_model_as_the_folder():
     assert torch.equal(rebuilt(ids).logits, loaded.model(ids).logits)
 
 
-def test_a_number_type_can_be_chosen():
-    assert load_model("tiny", dtype="bfloat16").model.dtype == torch.bfloat16
-    with pytest.raises(ModelError, match="unknown number type 'int3'; there are float32"):
-        load_model("tiny", dtype="int3")
-
-
 def test_loading_draws_nothing_on_the_terminal(capfd):
     load_model("tiny")
     captured = capfd.readouterr()
@@ -192,13 +186,6 @@ def test_adapters_pass_and_those_of_another_rank_do_not():
         check(other, entries_of(loaded.model))
 
 
-def test_check_leaves_no_hooks_behind():
-    loaded = load_model("tiny")
-    check(loaded.files, entries_of(loaded.model))
-    assert not nn.modules.module._global_module_registration_hooks
-    assert not nn.modules.module._global_parameter_registration_hooks
-
-
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("shape", [None, SHAPE], ids=["plain", "adapters"])
 def test_announced_size_holds_every_version(dtype, bytes_each, shape):
@@ -209,11 +196,6 @@ def test_announced_size_holds_every_version(dtype, bytes_each, shape):
     weights = sum(tensor.numel() for name, tensor in policy_state(loaded.model).items() if "lora" not in name)
     assert announced.parameters == weights
     assert weights * bytes_each < published <= announced.payload_bytes < published + 20 * 2**20
-
-
-def test_folder_without_weights_announces_nothing(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert model_size(tmp_path, "float32").payload_bytes == 0
 
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "one_file_rl.py"

@@ -133,16 +133,6 @@ def test_rescaled_logits_have_the_plain_formulas_values_and_gradients(parts, row
         torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize(("scale", "cap"), [(0.5, None), (1.0, 2.0), (0.5, 3.0)])
-def test_rescaled_logits_are_differentiable_by_themselves(scale, cap):
-    hidden, weight, shift, _targets, _weights = make(3)
-    leaves = [each[:4].clone().requires_grad_() for each in (hidden, weight, shift)]
-    mine = torch.autograd.grad(Head(*leaves[1:], scale, cap).logits(leaves[0]).square().sum(), leaves)
-    plainly = rescaled(torch.nn.functional.linear(*leaves), scale, cap)
-    for one, other in zip(mine, torch.autograd.grad(plainly.square().sum(), leaves), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("rows", [TOKENS, 5])
 def test_values_on_a_cpu_are_bit_for_bit_those_of_log_softmax(rows):
     """Engines and validators compare them across machines: no other way of adding up."""
@@ -216,12 +206,3 @@ def test_the_whole_table_is_made_in_neither_direction(cap):
         )
         (found.logprobs.sum() + found.entropy.sum()).backward()
     assert rows * vocabulary <= largest.elements <= rows * vocabulary  # 3,000 of 120,000
-
-
-def test_no_tokens_are_no_trouble():
-    hidden, weight = torch.zeros((0, 4), requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    found = token_logprobs(hidden, Head(weight, None), torch.zeros(0, dtype=torch.long))
-    found.logprobs.sum().backward()
-    assert found.logprobs.shape == (0,)
-    assert weight.grad is not None
-    assert not weight.grad.any()

@@ -80,17 +80,6 @@ def test_merged_is_an_ordinary_model_that_computes_the_same():
     assert not torch.allclose(plain(IDS).logits, build_tiny(0)(IDS).logits)
 
 
-def test_without_adapters_merging_changes_nothing():
-    state = policy_state(build_tiny(0))
-    tensors, files = merged(state, {"config.json": b"{}"})
-    assert tensors == state
-    assert files == {"config.json": b"{}"}
-
-
-def test_the_shape_survives_its_file():
-    assert adapter_shape({ADAPTER_FILE: SHAPE.as_file()}) == SHAPE
-
-
 @pytest.mark.parametrize(
     "data",
     [b"", b"[]", b"{}", b'{"rank": "many", "alpha": 1, "targets": ["q_proj"]}',

@@ -95,12 +95,6 @@ def test_a_model_once_packed_serves_plain_calls_bit_for_bit_as_before(model):
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_other_models_and_the_exported_configuration_know_nothing_of_it(model):
-    packed_states(model, Packed.of(sequences()))
-    assert ATTENTION not in model.config.to_json_string()
-    assert build_tiny(0).config._attn_implementation == "sdpa"
-
-
 def test_filling_up_is_a_sequence_of_its_own(model):
     packed = Packed.of(sequences())
     filled = packed.filled(16)

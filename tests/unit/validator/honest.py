@@ -23,11 +23,15 @@ from shoal.protocol import (
     SigningKey,
     Submission,
     TensorView,
+    Verdict,
     pack,
     sign_document,
     submission_digest,
 )
+from shoal.runtime.clock import ManualClock
 from shoal.toploc import commit
+from shoal.validator.judge import Judge
+from shoal.validator.profiles import BUILT_IN
 from shoal.validator.verdicts import Docket
 
 HUB = SigningKey.from_seed(b"h" * 32)
@@ -99,6 +103,20 @@ def docket(of: Lease, what: Submission | bytes | None = None, **audit_fields: An
         **audit_fields,
     )
     return Docket(audit, of, body)
+
+
+KEY = "scripted/cpu/float32"
+
+
+def judge(environment: Any = None, limits: dict[str, Any] | None = None, **changes: Any) -> Judge:
+    """A judge by the built-in profile, with these limits in place of some of its own."""
+    profile = BUILT_IN[KEY].model_copy(update=limits or {})
+    return Judge(environment or LengthEnvironment(), {KEY: profile}, **{"clock": ManualClock(), **changes})
+
+
+def judged(of: Lease, what: Submission | bytes | None = None, by: Judge | None = None, **audit: Any) -> Verdict:
+    [verdict] = (by or judge()).verdicts([docket(of, what, **audit)], loaded())
+    return verdict
 
 
 class LengthEnvironment:

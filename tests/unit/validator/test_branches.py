@@ -137,16 +137,16 @@ def test_differences_are_shares_of_the_range_that_all_rewards_have() -> None:
 def test_honest_work_gains_nothing_even_where_rewards_follow_from_lengths(
     longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1,200 looks the sum of differences is within 4 standard errors of 0: at whole completions, and at blocks."""
+    """Of 600 looks the sum of differences is within 4 standard errors of 0: at whole completions, and at blocks."""
     monkeypatch.setattr(branches, "LONGEST", longest)
     lookout, found = Lookout(time_share=1e9, rng=random.Random(1)), list[float]()
     unit, looked = 0, 0
-    while looked < 1_200:
+    while looked < 600:
         case = case_of(nth_lease(unit))
         [seen] = lookout.look([(case, rewards_of(case), 1.0)], engine(), by_length)
         found += seen.differences
         looked, unit = looked + seen.looked, unit + 1
-    assert len(found) > 200
+    assert len(found) > 100
     assert abs(np.sum(found)) < 4 * np.sqrt(np.square(found).sum())
 
 
@@ -154,7 +154,7 @@ def test_honest_work_gains_nothing_even_where_rewards_follow_from_lengths(
 def test_about_the_share_of_the_audited_tokens_is_decoded(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "LONGEST", longest)
     lookout, audited, decoded = Lookout(time_share=1e9, rng=random.Random(2)), 0, 0
-    for unit in range(60):
+    for unit in range(30):
         case = case_of(nth_lease(unit))
         [seen] = lookout.look([(case, rewards_of(case), 0.1)], engine(), by_length)
         audited, decoded = audited + len(case.tokens), decoded + seen.tokens
@@ -175,11 +175,6 @@ def test_no_more_time_is_taken_than_its_share() -> None:
         [seen] = lookout.look([(case, rewards_of(case), 1.0)], Slow(), by_length)
         looked += seen.looked > 0
     assert looked == 2  # 5 s each, of 210 s; none in the first 120 s
-
-
-def test_dialogues_are_left_out() -> None:
-    case = replace(case_of(lease(seeds=32)), dialogue=object())
-    assert list(Lookout(rng=random.Random(4))._chosen(case, 1.0)) == []
 
 
 def test_an_engine_that_fails_ends_no_audit() -> None:

@@ -242,11 +242,6 @@ def test_it_catches_cheaper_weights_by_proofs_and_other_seeds_by_sampling(
     assert share("temperature 0.9 T", 1024).by_sampling > 0.95
 
 
-def test_it_tells_how_far_it_is(measured: tuple[Measurement, list[str]]) -> None:
-    assert any("main, 0 of 512 sequences" in line for line in measured[1])
-    assert any("seen by cpu/float32" in line for line in measured[1])
-
-
 def test_limits_have_room_above_what_was_seen_and_are_never_tighter_than_those_of_float32(
     measured: tuple[Measurement, list[str]],
 ) -> None:
@@ -281,20 +276,9 @@ def test_limits_are_rounded_up_to_three_digits(value: float, rounded: float) -> 
     assert bands_module._rounded(limits).logprobs.lean == pytest.approx(rounded)
 
 
-def test_bands_survive_work_with_nothing_outside(measured: tuple[Measurement, list[str]]) -> None:
-    assert isinstance(measured[0].bands["cpu/float32"], Bands)
-    assert list(blocks_of([], 32)) == []
-
-
 def test_too_few_sequences_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 32 sequences"):
         Plan([(3,)], 1, sequences=8)
-
-
-@pytest.mark.parametrize("text", ["cuda", "/float32", "cpu/"])
-def test_a_machine_has_a_device_and_a_format(text: str) -> None:
-    with pytest.raises(ConfigError, match="device/format"):
-        Machine.parse(text)
 
 
 # ── the self-test ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -311,12 +295,6 @@ def test_a_sound_machine_passes_its_self_test() -> None:
     assert all(trial.ok for trial in trials.values())
     assert "8 of 8 groups accepted" in trials["honest work"].text
     assert "caught: proofs.forged" in trials["proofs that are constants"].text
-
-
-def test_a_machine_without_a_profile_is_told_so_at_once() -> None:
-    trials = self_test({"torch/cuda/float32": BUILT_IN["torch/cuda/float32"]})
-    assert list(trials) == ["profile"]
-    assert "no profile for torch/cpu/float32" in trials["profile"].text
 
 
 def test_a_profile_that_lets_everything_pass_fails_the_self_test() -> None:

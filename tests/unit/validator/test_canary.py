@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from honest import LengthEnvironment, docket, lease, loaded
+from honest import docket, judge, lease, loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ from shoal.errors import CanaryMissed
 from shoal.protocol import Outcome, SamplingParameters, Submission, unpack
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
-from shoal.validator import Judge, load_profiles
+from shoal.validator import Judge
 from shoal.validator.canary import SPOILERS, Canary, Original
 from shoal.validator.case import BODY_LIMITS, Case, SeenWork
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits
@@ -26,10 +26,6 @@ REASONS = {
     "another rollout's proofs": {"proofs.mismatch"},
     "proofs that are constants": {"proofs.forged"},
 }
-
-
-def judge(**changes: object) -> Judge:
-    return Judge(LengthEnvironment(), load_profiles(), **changes)  # type: ignore[arg-type]
 
 
 def original(of, profile=BUILT_IN["scripted/cpu/float32"]) -> Original:  # type: ignore[no-untyped-def]
@@ -68,16 +64,6 @@ def test_the_first_at_once_then_after_every_so_many_and_all_kinds_in_turn() -> N
         caught.append(canary.check(dockets, by.verdicts(dockets, loaded()), loaded()))
     assert [index for index, name in enumerate(caught) if name] == [0, 3, 6, 9, 12]
     assert [name for name in caught if name] == list(SPOILERS)
-
-
-def test_it_waits_for_something_accepted_in_full() -> None:
-    by = judge()
-    canary = Canary(by, every=5)
-    for of, what, depth in ((lease(1), b"garbage", "full"), (lease(2), None, "light")):
-        dockets = [docket(of, what, depth=depth)]
-        assert canary.check(dockets, by.verdicts(dockets, loaded()), loaded()) is None
-    dockets = [docket(lease(3), b"garbage"), docket(lease(4))]
-    assert canary.check(dockets, by.verdicts(dockets, loaded()), loaded()) is not None
 
 
 def test_the_twin_leaves_no_trace_in_the_judges_memory() -> None:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from honest import LengthEnvironment, completions, docket, engine, lease, loaded, submission
-from tokenizers import Tokenizer, models, pre_tokenizers
+from honest import completions, docket, engine, judge, lease, loaded, proved, submission
 
-from shoal.engines.dialogue import texts_of
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
-from shoal.errors import ScoringFailure
-from shoal.protocol import Outcome, Rollout, RolloutReward, Severity, pack_tokens
-from shoal.rewards import DirectScorer
-from shoal.runtime.clock import ManualClock
-from shoal.validator import Judge, load_profiles
-from shoal.validator.rewards import Group, Scored, Scoring, completion_ids, shuffled
+from shoal.protocol import Outcome, Rollout, RolloutReward, Severity, pack, pack_tokens, submission_digest
+from shoal.rewards.panel import Panel
+from shoal.validator.judge import KeptSubmission, recheck
+from shoal.validator.rewards import completion_ids
 from shoal.validator.verdicts import Docket
-
-
-def judge(**changes: object) -> Judge:
-    return Judge(LengthEnvironment(), load_profiles(), **changes, clock=ManualClock())  # type: ignore[arg-type]
 
 
 class CountingEngine(ScriptedEngine):
@@ -108,12 +99,6 @@ def test_a_first_look_that_the_engine_fails_on_decides_nothing() -> None:
     assert made.batches == [2, 1, 1, 24, 12, 12]
 
 
-def test_nothing_to_prefill_calls_no_engine() -> None:
-    made, policy = counting()
-    judge().verdicts([docket(lease(1), b"garbage")], policy)
-    assert made.batches == []
-
-
 def test_a_failing_engine_is_unsure_for_the_one_it_fails_on_and_rejects_nobody() -> None:
     made, policy = counting(poison=lease(2).prompt_ids[0])
     first, second, third = judge().verdicts([docket(lease(unit)) for unit in (1, 2, 3)], policy)
@@ -143,41 +128,10 @@ def test_shuffled_rewards_keep_the_group_and_lose_the_connection() -> None:
     assert control.rewards[0].parts["task"] == control.rewards[0].value
 
 
-def test_units_are_shuffled_differently_and_evenly() -> None:
-    rewards = [RolloutReward(value=float(i)) for i in range(8)]
-    first_places = [shuffled(rewards, "run", unit)[0].value for unit in range(4000)]
-    counts = np.bincount(np.array(first_places, dtype=int), minlength=8)
-    assert counts.min() > 400
-    assert counts.max() < 600
-    assert shuffled(rewards, "run", 1) != shuffled(rewards, "other", 1)
-
-
-def test_text_without_a_tokenizer_is_characters() -> None:
-    assert texts_of({}).decode_many([[72, 105], []]) == ["Hi", ""]
-
-
 def test_one_end_token_is_no_part_of_the_completion() -> None:
     assert completion_ids(Rollout(pack_tokens([7, 1]), b"", "eos"), eos_token_id=1) == [7]
     assert completion_ids(Rollout(pack_tokens([7, 8]), b"", "length"), eos_token_id=1) == [7, 8]
     assert completion_ids(Rollout(pack_tokens([1]), b"", "eos"), eos_token_id=1) == []
-
-
-def test_text_with_a_tokenizer_is_the_tokenizers_and_it_is_read_once() -> None:
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 2}, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    files = {"tokenizer.json": tokenizer.to_str().encode(), "config.json": json.dumps({"eos_token_id": 1}).encode()}
-    texts = texts_of(files)
-    assert [text.replace(" ", "") for text in texts.decode_many([[2, 0], [0], []])] == ["ba", "a", ""]
-    assert texts_of(dict(files)) is texts
-
-
-def test_scoring_a_group_is_whole_or_nothing() -> None:
-    environment, rollouts = LengthEnvironment(), submission(lease(3)).rollouts
-    groups = [Group(lease(3), rollouts), Group(lease(3, task="t/broken"), rollouts)]
-    scored, failure = Scoring(environment, DirectScorer(environment)).score(groups, texts_of({}).decode_many)
-    assert isinstance(scored, Scored)
-    assert len(scored.rewards) == len(rollouts)
-    assert isinstance(failure, ScoringFailure)
 
 
 def test_a_validator_whose_own_numbers_are_none_rejects_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,3 +146,67 @@ def test_a_validator_whose_own_numbers_are_none_rejects_nobody(monkeypatch: pyte
     [verdict] = judge().verdicts([docket(of)], table)
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.prefill")
     assert "NaN or infin" in verdict.message
+
+
+UNIT = lease(5)
+
+
+def kept(what: Docket, **changes: Any) -> KeptSubmission:
+    return KeptSubmission(judge().verdicts([what], loaded())[0].model_copy(update=changes), what.audit.lease, what.body)
+
+
+def test_an_honest_verdict_is_the_same_again() -> None:
+    honest = docket(UNIT)
+    assert judge().verdicts([honest], loaded())[0].outcome is Outcome.ACCEPTED
+    assert recheck(judge(), kept(honest), loaded()).state == "same"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"generated_tokens": 10**6}, "it was accepted with 1000000 tokens"),
+        ({"rewards": tuple(RolloutReward(value=0.5) for _ in range(12))}, "its rewards are others now"),
+        ({"rewards": ()}, "its rewards are others now"),
+        ({"unit": 6}, "of another unit or node"),
+        ({"submission": "0" * 64}, "the kept bytes are not those"),
+    ],
+)
+def test_a_verdict_that_says_more_than_was_done_is_found(changes: dict[str, Any], words: str) -> None:
+    found = recheck(judge(), kept(docket(UNIT), **changes), loaded())
+    assert found.state == "different"
+    assert words in found.sentence
+
+
+def test_a_lie_that_was_waved_through_is_found() -> None:
+    lie = docket(UNIT, proved(UNIT, submission(UNIT), value=4.0))
+    paid = kept(docket(UNIT), submission=lie.audit.submission)
+    found = recheck(judge(), KeptSubmission(paid.verdict, lie.audit.lease, lie.body), loaded())
+    assert found.state == "different"
+    assert "and is rejected with 0" in found.sentence
+
+
+def test_what_this_machine_cannot_decide_is_unknown() -> None:
+    elsewhere = docket(lease(5, profile="torch/cuda/nothing"))
+    verdict = (
+        judge().verdicts([docket(UNIT)], loaded())[0].model_copy(update={"submission": elsewhere.audit.submission})
+    )
+    found = recheck(judge(), KeptSubmission(verdict, elsewhere.audit.lease, elsewhere.body), loaded())
+    assert found.state == "unknown"
+
+
+def test_a_verdict_that_claims_a_judge_which_the_run_does_not_have_is_different() -> None:
+    other = tuple(RolloutReward(value=0.5) for _ in range(12))
+    found = recheck(judge(), kept(docket(UNIT), rewards=other, unreproducible=("judge",)), loaded())
+    assert found.state == "different"
+    assert "it named judge, and there are none" in found.sentence
+
+
+def test_rewards_that_nobody_can_compute_again_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    what = kept(docket(UNIT))
+    monkeypatch.setattr(Panel, "unreproducible", ("judge",))
+    assert recheck(judge(), what, loaded()).state == "different", "the verdict of then hid the judge"
+    verdict = what.verdict.model_copy(update={"unreproducible": ("judge",)})
+    found = recheck(judge(), KeptSubmission(verdict, what.lease, what.body), loaded())
+    assert found.state == "unknown"
+    assert "judge" in found.sentence
+    assert submission_digest(pack(submission(UNIT))) == docket(UNIT).audit.submission

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
 from shoal.protocol import Outcome
-from shoal.protocol.lease import DEFAULT_PROFILE
 from shoal.runtime.config import parse_config
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
@@ -21,12 +18,6 @@ from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles, pr
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST, LogprobLimits, Measured, read_profile, to_toml
 
 MEASURED = Measured(model="tiny", tokens=1000, date="2026-11-15", validators=("cpu/float32",), bands={"distance": 1e-5})
-
-
-def test_the_default_of_a_lease_is_built_in() -> None:
-    assert DEFAULT_PROFILE in BUILT_IN
-    assert all(profile.key == key for key, profile in BUILT_IN.items())
-    assert profile_keys(ValidatorSettings()) == tuple(sorted(BUILT_IN))
 
 
 def test_wide_limits_are_there_only_for_who_names_them() -> None:
@@ -125,19 +116,3 @@ def test_a_file_that_cannot_be_read_or_comes_twice(tmp_path: Path) -> None:
         (tmp_path / name).write_text("key = 'a/b/c'")
     with pytest.raises(ConfigError, match=r"two files .* are for a/b/c, one of them is .*b\.toml"):
         load_profiles([tmp_path / "a.toml", tmp_path / "b.toml"])
-
-
-def test_a_lease_of_a_kind_without_a_profile_is_judged_by_nobody() -> None:
-    of = lease(1, profile="warp/tpu/int3")
-    for depth in ("full", "light"):
-        [verdict] = Judge(LengthEnvironment(), load_profiles()).verdicts([docket(of, depth=depth)], loaded())
-        assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile")
-        assert "warp/tpu/int3" in verdict.message
-
-
-def test_the_hub_needs_no_torch_to_know_the_profiles() -> None:
-    code = (
-        "import sys; from shoal.validator import profile_keys, ValidatorSettings; profile_keys(ValidatorSettings());"
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,7 +18,7 @@ from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSet
 from shoal.errors import ScoringFailure
 from shoal.protocol import Lease, Outcome, Rollout, Verdict, pack_tokens
 from shoal.rewards import DirectScorer, Job, NotBegun
-from shoal.rewards.panel import Panel, Piece, ScoredPiece, Seated
+from shoal.rewards.panel import Panel, Piece, Seated
 from shoal.runtime.clock import ManualClock
 from shoal.validator import Judge, load_profiles
 from shoal.validator.rewards import Group, Notebook, Scored, Scoring, sampled_tokens
@@ -76,9 +76,6 @@ def seated(judge: Opinion, label: str = "taste", kind: str = "openai", **changes
     return Seated(JudgeSettings(**given), judge)  # type: ignore[arg-type]
 
 
-# ── length ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_length_counts_what_was_drawn_without_the_end_token_and_without_what_was_given() -> None:
     def count(tokens: list[int], given: list[int] | None = None, eos: int | None = 1) -> int:
         rollout = Rollout(pack_tokens(tokens), b"", "eos", given=pack_tokens(given or []))
@@ -113,15 +110,6 @@ def test_another_length_target_than_the_units_is_not_scored(tmp_path: Path, clai
     verdict = verdict_of(environment, leased(environment, length_target=claimed))
     assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.environment")
     assert "length target" in verdict.message
-
-
-def test_a_length_target_without_a_budget_is_not_scored(tmp_path: Path) -> None:
-    environment = composed(tmp_path)
-    verdict = verdict_of(environment, leased(environment, length_target=4))
-    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.environment")
-
-
-# ── judges ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def groups_of(*units: int) -> list[Group]:
@@ -189,9 +177,6 @@ def test_judges_see_the_answer_after_the_thinking_that_the_prompt_began(tmp_path
     assert opinion.asked[0].prompt == "p"
 
 
-# ── what the verdict says ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_every_verdict_names_the_environment_that_it_was_scored_with(tmp_path: Path) -> None:
     environment = composed(tmp_path)
     good, bad = leased(environment, 1), leased(environment, 2)
@@ -257,23 +242,6 @@ def test_a_limit_that_was_exceeded_is_in_the_record() -> None:
     assert "1 of 12 completions" in check.message
 
 
-class Counting(DirectScorer):
-    calls: ClassVar[list[int]] = []
-
-    def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:
-        self.calls.append(len(jobs))
-        return super().scores(jobs)
-
-
-def test_all_groups_of_a_report_are_scored_at_once() -> None:
-    environment = LengthEnvironment()
-    Counting.calls.clear()
-    judge = Judge(environment, load_profiles(), scorer=Counting(environment))
-    verdicts = judge.verdicts([docket(lease(unit)) for unit in (1, 2, 3)], loaded())
-    assert {verdict.outcome for verdict in verdicts} == {Outcome.ACCEPTED}
-    assert Counting.calls == [36]
-
-
 class Slow(DirectScorer):
     """Has time for so many jobs at a call."""
 
@@ -299,22 +267,6 @@ def test_what_there_is_no_time_to_score_has_no_verdict_but_one_always_has(
     assert Slow.calls == calls
     alone = Judge(environment, load_profiles(), clock=ManualClock()).verdicts([docket(lease(1))], loaded())
     assert verdicts[0] == alone[0]
-
-
-def test_judges_are_asked_about_a_few_groups_at_a_time_and_what_they_have_no_time_for_is_left() -> None:
-    clock, opinion = ManualClock(), Opinion()
-
-    class Slow(Opinion):
-        def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
-            clock.advance(400)
-            return opinion.values(pieces)
-
-    group = [ScoredPiece(Piece("p", f"{n}"), Score(1.0)) for n in range(40)]
-    panel = Panel((seated(Slow()),), all_s=600.0, clock=clock)
-    first, second, third = panel.add([group, group, group])
-    assert isinstance(first, list)
-    assert isinstance(second, list)
-    assert isinstance(third, NotBegun)
 
 
 def test_a_lease_for_other_data_is_not_this_validators() -> None:

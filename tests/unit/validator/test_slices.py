@@ -48,11 +48,6 @@ def test_what_could_not_be_scored_is_no_sample() -> None:
     assert found.scores[1:] == (None, None, None)
 
 
-def test_another_environment_is_not_measured() -> None:
-    found = evaluating(Hub()).report(part("t/1", environment_digest="f" * 64), loaded())
-    assert (found.scores, "another environment" in found.problem) == ((), True)
-
-
 def test_an_engine_that_fails_is_a_problem_not_a_score() -> None:
     class Broken:
         def greedy(self, *_arguments: object) -> None:

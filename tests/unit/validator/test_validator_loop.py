@@ -16,16 +16,7 @@ from shoal.engines import Prefill
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import Score
-from shoal.errors import (
-    CanaryMissed,
-    CodecError,
-    DeadlineExceeded,
-    HubRefused,
-    HubUnreachable,
-    PolicyMismatch,
-    ScoringFailure,
-    VersionNotFound,
-)
+from shoal.errors import CanaryMissed, DeadlineExceeded, HubRefused, HubUnreachable, ScoringFailure, VersionNotFound
 from shoal.protocol import (
     Audit,
     AuditReply,
@@ -196,6 +187,7 @@ def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills
     role._ahead.has_measured = has_measured
     role.run()
     assert (shelf.asked, shelf.engine.prefills) == ([POLICY.version], prefills)
+    assert [(request.wait_s, request.evaluate) for request in hub.requests] == [(1.0, "no"), (Pace().poll_s, "no")]
 
 
 @pytest.mark.parametrize(
@@ -234,17 +226,6 @@ def test_who_has_measured_limits_releases_a_canary_with_the_second_claim(
     assert role.activity.heartbeat().counters["canaries_caught"] == 1
 
 
-def test_an_idle_validator_loads_the_first_policy_and_rehearses_an_audit_before_the_first_submission() -> None:
-    hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
-    hub.newest = POLICY
-    role = validator(hub, shelf)
-    role.run()
-    assert shelf.asked == [POLICY.version]
-    assert shelf.engine.prefills == 1
-    assert [(request.wait_s, request.evaluate) for request in hub.requests] == [(1.0, "no"), (Pace().poll_s, "no")]
-    assert not hub.taken
-
-
 @pytest.mark.parametrize(("has_audit", "passed_s", "expected"), [(0, 0.0, "no"), (0, 31.0, "now"), (1, 0.0, "now")])
 def test_held_out_tasks_wait_for_the_first_audit_or_for_a_while(has_audit: int, passed_s: float, expected: str) -> None:
     """Before, the first verdict came 13 s late: the validator was answering held-out tasks of the first policy."""
@@ -271,14 +252,6 @@ def test_nothing_is_evaluated_while_limits_are_measured() -> None:
     role._calibrator = limits  # type: ignore[assignment]
     role.run()
     assert [request.evaluate for request in hub.requests] == ["no", "now", "no", "now"]
-
-
-def test_a_claim_of_groups_of_two_policies_is_doubled_like_any_other() -> None:
-    hub = ListHub()
-    both = [hub.audit(lease(unit, policy=old(2 + unit % 2))) for unit in range(4)]
-    hub.replies = [AuditReply(audits=tuple(both)), AuditReply(finished=True)]
-    validator(hub).run()
-    assert [request.max_audits for request in hub.requests] == [4, 7]
 
 
 @pytest.mark.parametrize(("keeps_others", "asked"), [(True, [3, 4]), (False, [3])])
@@ -347,7 +320,7 @@ def test_it_audits_until_the_run_is_finished_and_signs_what_it_finds() -> None:
     ]
     assert hub.requests[0].max_audits == 4, "few at first, so that the first verdicts come soon"
     counters = role.activity.heartbeat().counters
-    assert (counters["accepted"], counters["rejected"]) == (2, 1)
+    assert (counters["accepted"], counters["rejected"], counters["canaries_caught"]) == (2, 1, 1)
     assert counters["tokens"] == sum(v.generated_tokens for v in hub.taken)
 
 
@@ -370,16 +343,6 @@ def test_a_policy_that_cannot_be_fetched_leaves_its_audits_and_at_last_gives_the
     role.audit([missing])
     assert (hub.taken[-1].outcome, hub.taken[-1].reason) == (Outcome.UNSURE, "machinery.policy")
     assert hub.taken[-1].severity is None
-
-
-def test_a_policy_that_comes_back_is_audited_as_if_nothing_had_been() -> None:
-    hub, shelf = ListHub(), ListShelf(2)
-    role = validator(hub, shelf)
-    audit = hub.audit(lease(1, policy=old(2)))
-    role.audit([audit])
-    shelf.missing.clear()
-    role.audit([audit])
-    assert [v.outcome for v in hub.taken] == [Outcome.ACCEPTED]
 
 
 def test_what_was_leased_for_another_environment_is_left_for_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -453,37 +416,6 @@ def test_a_stop_while_it_registers_is_no_failure(tmp_path: Path) -> None:
     )  # fmt: skip
     run_validator(config, stop)
     assert stop.is_set()
-
-
-def test_weights_that_are_not_the_promised_ones_end_it() -> None:
-    class Wrong(ListShelf):
-        def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
-            raise PolicyMismatch("another digest")
-
-    hub = ListHub()
-    with pytest.raises(PolicyMismatch):
-        validator(hub, Wrong()).audit([hub.audit(lease(1))])
-    assert hub.taken == []
-
-
-def test_a_body_that_is_not_its_name_is_the_hubs_trouble() -> None:
-    class Lying(ListHub):
-        def submissions(self, digests: Sequence[str]) -> list[bytes]:
-            raise CodecError("does not match its digest")
-
-    hub = Lying()
-    validator(hub).audit([hub.audit(lease(1))])
-    assert hub.taken == []
-
-
-def test_canaries_are_counted_where_the_hub_sees_it() -> None:
-    hub = ListHub()
-    role = validator(hub)
-    role.audit([hub.audit(lease(1)), hub.audit(lease(2))])
-    counters = role.activity.heartbeat().counters
-    assert counters["canaries_caught"] == 1
-    assert "canaries_missed" not in counters
-    assert [v.unit for v in hub.taken] == [1, 2]
 
 
 def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None:
