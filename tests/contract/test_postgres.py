@@ -148,16 +148,6 @@ class TestPostgres:
         assert "runs with fsync off" in caplog.text, "the server of these tests does"
         careless.close()
 
-    def test_a_value_that_no_column_takes_is_not_tried_again(self, storage: Storage) -> None:
-        with pytest.raises(ResourceError, match="null value"):
-            apply(storage, Save(replace(node(3), name=None), None))  # type: ignore[arg-type]
-
-    def test_it_says_what_time_it_is(self, storage: Storage) -> None:
-        first, second = storage.now_ms(), storage.now_ms()
-        assert first is not None
-        assert second is not None
-        assert 1_600_000_000_000 < first <= second
-
     def test_a_character_that_it_cannot_hold_is_the_callers_fault(self, storage: Storage) -> None:
         with pytest.raises(Refusal, match=r"request\.value"):
             apply(storage, Save(replace(node(3), name="a\x00b"), None))

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
 
 from kit import Request
 from kit.storage import POLICY, apply, lease, leased, node, on_postgres, submission
 from shoal import ledger
-from shoal.errors import ConfigError, LedgerError, ResourceError
+from shoal.errors import LedgerError, ResourceError
 from shoal.hub.state.commands import AddBatch, AddPolicy, AddShown, AddVerdict, Command, RaiseAlarm, Record, Save
 from shoal.hub.state.rows import LeaseState, Progress, ShownRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
@@ -157,20 +156,6 @@ def test_progress_counts_what_pacing_needs(storage: Storage) -> None:
         assert (counts["void"], counts["void_stale"], counts["void_attempts"], counts["accepted"]) == (2, 1, 1, 2)
 
 
-def test_dropped_groups_are_found_by_the_step_that_lost_them(storage: Storage) -> None:
-    """A batch's `sampled_reward` rests on it: rewards as they were stored, of that step, of dropped units only."""
-    states = {3: UnitState.DROPPED, 1: UnitState.DROPPED, 2: UnitState.VOID, 4: UnitState.ACCEPTED}
-    for number, state in states.items():
-        lost_step = None if state == UnitState.ACCEPTED else 5
-        row = UnitRow(number, "t", state, submission=submission(number).submission, lost_step=lost_step)
-        stored = replace(submission(number), rewards=(0.1 * number,) * 2)
-        apply(storage, Save(row, None), Save(lease(number), None), Save(stored, None))
-    with storage.read() as reader:
-        found = reader.dropped_submissions(5)
-        assert [(row.unit, row.rewards) for row in found] == [(1, (0.1, 0.1)), (3, (0.1 * 3, 0.1 * 3))]
-        assert reader.dropped_submissions(4) == []
-
-
 def test_queries_come_in_order_and_within_limits(storage: Storage) -> None:
     units = [Save(UnitRow(number, "t"), None) for number in (5, 3, 4)]
     apply(storage, *units, *leased(2, deadline_ms=50), *leased(1, deadline_ms=60), *leased(0, deadline_ms=90))
@@ -223,56 +208,8 @@ def test_kin_are_nodes_of_a_kind_that_are_here_and_failed_or_passed(storage: Sto
     assert found[0].doubt == 0.5
 
 
-def test_audits_and_decisions_by_time(storage: Storage) -> None:
-    apply(storage, *leased(0), *leased(1), *leased(2))
-    for unit, until_ms in ((0, 10), (1, 20)):
-        row = replace(submission(unit), state=SubmissionState.AUDITING, claimed_until_ms=until_ms)
-        apply(storage, Save(row, None))
-    decided = replace(submission(2), state=SubmissionState.ACCEPTED, decided_at_ms=5)
-    apply(storage, Save(decided, None))
-    with storage.read() as reader:
-        assert [row.unit for row in reader.overdue_audits(15)] == [0]
-        assert reader.decided_submissions(5) == [decided]
-
-
-def test_refusals_among_the_newest_decisions(storage: Storage) -> None:
-    rejected, accepted, unsure = SubmissionState.REJECTED, SubmissionState.ACCEPTED, SubmissionState.UNSURE
-    states = (rejected, accepted, unsure, rejected)
-    for unit, state in enumerate(states):
-        row = replace(submission(unit), state=state, decided_at_ms=unit)
-        apply(storage, *leased(unit), Save(row, None))
-    with storage.read() as reader:
-        assert [row.unit for row in reader.refused_submissions(10)] == [3, 2, 0]
-        assert [row.unit for row in reader.refused_submissions(3)] == [3, 2]
-        assert [row.state for row in reader.refused_submissions(2)] == [states[3], states[2]]
-
-
-def test_a_lease_that_ended_is_no_longer_held(storage: Storage) -> None:
-    apply(storage, *leased(0))
-    apply(storage, Save(replace(lease(0), state=LeaseState.EXPIRED), LeaseState.ACTIVE))
-    with storage.read() as reader:
-        assert reader.holdings() == []
-        assert reader.overdue_holdings(10**9) == []
-
-
 def proven(number: int, **changes: Any) -> Command:
     return Save(replace(node(number), passed=8, **changes), NodeState.ACTIVE)
-
-
-def test_what_newcomers_have_in_hand(storage: Storage) -> None:
-    def in_hand() -> int:
-        with storage.read() as reader:
-            return sum(reader.newcomers_in_hand("").networks.values())
-
-    apply(storage, *leased(0), *leased(1), *leased(2), *leased(3, who=2))
-    assert in_hand() == 4
-    for unit, state in ((0, SubmissionState.RECEIVED), (1, SubmissionState.ACCEPTED)):
-        ended = replace(lease(unit), state=LeaseState.SUBMITTED)
-        handed_in = replace(submission(unit), state=state)
-        apply(storage, Save(ended, LeaseState.ACTIVE), Save(handed_in, None))
-    assert in_hand() == 3, "handed in is in hand until it is judged"
-    apply(storage, proven(1))
-    assert in_hand() == 1
 
 
 def test_what_newcomers_have_in_hand_by_node_and_network(storage: Storage) -> None:
@@ -294,26 +231,6 @@ def test_what_newcomers_have_in_hand_by_node_and_network(storage: Storage) -> No
     assert in_hand(1) == (2, {here: 1, there: 2}, {here: 1, there: 2})
     apply(storage, Save(replace(passed, passed=8), NodeState.ACTIVE))
     assert in_hand(1) == (0, {here: 1}, {here: 1})
-
-
-def test_leases_of_unproven_newcomers_that_last_longer_than_lease_s_by_network(storage: Storage) -> None:
-    def long() -> dict[str, int]:
-        with storage.read() as reader:
-            return {name: units for name, units in reader.newcomers_in_hand("").long.items() if units}
-
-    here, there = "192.0.2.0/24", "198.51.100.0/24"
-    apply(storage, *(Save(replace(node(who), network=here), NodeState.ACTIVE) for who in (1, 2)))
-    (*made, last) = leased(1)
-    assert isinstance(last, Save)
-    apply(storage, *leased(0), *made, Save(replace(last.row, brief=True), None), *leased(2, who=2))
-    assert long() == {here: 2}
-    apply(storage, Save(replace(node(2), network=there), NodeState.ACTIVE))
-    assert long() == {here: 1, there: 1}
-    apply(storage, Save(replace(node(2), network=there, passed=1), NodeState.ACTIVE))
-    assert long() == {here: 1}
-    ended = replace(lease(0), state=LeaseState.SUBMITTED)
-    apply(storage, Save(ended, LeaseState.ACTIVE), Save(submission(0), None))
-    assert long() == {}, "handed in"
 
 
 def test_whether_an_established_worker_is_here(storage: Storage) -> None:
@@ -466,24 +383,6 @@ def test_a_nonce_is_taken_once_per_node_until_it_is_forgotten(storage: Storage) 
         assert transaction.take_nonce("b", "n", 50)
 
 
-def test_nonces_are_forgotten_in_pages(storage: Storage) -> None:
-    with storage.write(durable=False) as transaction:
-        for number in range(5):
-            assert transaction.take_nonce("a", f"{number}", 10)
-        assert [transaction.forget_nonces(100, 2) for _ in range(4)] == [2, 2, 1, 0]
-
-
-def test_who_was_heard_of_is_not_heard_of_earlier_afterwards(storage: Storage) -> None:
-    """Two hubs note it in any order, by clocks that are a little apart."""
-    with storage.write() as transaction:
-        transaction.touch_presence("a", 9)
-        transaction.touch_presence("a", 7)
-        transaction.put_presence(Presence("b", 9, "old"))
-        transaction.put_presence(Presence("b", 8, "new"))
-    with storage.read() as reader:
-        assert reader.presences_named(["a", "b"]) == {"a": Presence("a", 9), "b": Presence("b", 9, "new")}
-
-
 def test_presence_reports_and_alarms(storage: Storage) -> None:
     said = Presence("a", 5, "doing", "waiting", 4, {"tokens": 1.5})
     with storage.write() as transaction:
@@ -531,27 +430,9 @@ def test_a_reader_keeps_its_view_while_others_write(storage: Storage) -> None:
 
 
 class TestSqlite:
-    def test_everything_is_there_after_reopening(self, tmp_path: Path) -> None:
-        first = SqliteStorage(tmp_path / "hub.db")
-        apply(first, Save(replace(node(1), state=NodeState.BANNED), None), Record("run", {}, 1))
-        first.close()
-        second = SqliteStorage(tmp_path / "hub.db")
-        with second.read() as reader:
-            assert [row.state for row in reader.nodes()] == [NodeState.BANNED]
-            assert reader.outbox_length() == 1
-        second.close()
-
     def test_a_file_that_is_no_database_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "hub.db").write_bytes(b"this is not a database, it only looks long enough" * 100)
         with pytest.raises(ResourceError, match=r"hub\.db"):
-            SqliteStorage(tmp_path / "hub.db")
-
-    def test_a_foreign_database_is_refused(self, tmp_path: Path) -> None:
-        engine = create_engine(f"sqlite:///{tmp_path / 'hub.db'}")
-        with engine.begin() as connection:
-            connection.execute(text("CREATE TABLE meta (key TEXT, value TEXT)"))
-        engine.dispose()
-        with pytest.raises(ConfigError, match="not a hub's database"):
             SqliteStorage(tmp_path / "hub.db")
 
     @pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 1)])

@@ -13,7 +13,7 @@ from shoal.hub.state.commands import AddVerdict, Command, Record, Save
 from shoal.hub.state.rows import LeaseRow, LeaseState, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import Presence, Reader, SqliteStorage, Storage
 from shoal.hub.storage.postgres import PostgresStorage
-from shoal.hub.storage.reader import LEASES_TOLD, NodeGroup
+from shoal.hub.storage.reader import NodeGroup
 from shoal.ledger import append, node_subject, unit_subject
 from shoal.protocol import NodeState
 
@@ -88,18 +88,6 @@ def test_all_leases_of_a_unit_and_the_newest_of_a_node(reader: Reader) -> None:
     assert [held.lease.lease for held in reader.oldest_holdings(5)] == ["u7a2"]
 
 
-@pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
-def test_unit_passed_around_tells_the_newest_leases(maker: Maker, request: Request, tmp_path: Path) -> None:
-    storage = maker(request, tmp_path)
-    commands: list[Command] = [Save(node(1), None), Save(UnitRow(7, "t"), None)]
-    commands += [Save(lease(7, attempt, 1), None) for attempt in range(LEASES_TOLD + 5)]
-    with storage.write() as transaction:
-        transaction.apply(commands)
-    with storage.read() as reader:
-        assert [row.attempt for row in reader.leases_of_unit(7)] == list(range(5, LEASES_TOLD + 5))
-    storage.close()
-
-
 def test_submissions_and_their_verdicts(reader: Reader) -> None:
     refused, accepted = reader.submissions_of_unit(7)
     assert (refused.state, accepted.state) == (SubmissionState.REJECTED, SubmissionState.ACCEPTED)
@@ -118,14 +106,6 @@ def test_ledger_entries_about_a_subject(reader: Reader) -> None:
     assert kinds(node_subject(node(1).node), "credit") == ["node", "rejected"]
     assert kinds(unit_subject(7), limit=2) == ["rejected", "batch"]
     assert kinds(unit_subject(70)) == []
-
-
-def test_ledger_entries_of_a_kind_about_several(reader: Reader) -> None:
-    found = reader.ledger_of_kind("credit", [unit_subject(8), unit_subject(7), node_subject(node(1).node)])
-    assert [entry.body["unit"] for entry in found] == [7, 8]
-    assert [entry.kind for entry in reader.ledger_of_kind("batch", [unit_subject(7), unit_subject(8)])] == ["batch"]
-    assert reader.ledger_of_kind("credit", [unit_subject(70)]) == []
-    assert reader.ledger_of_kind("credit", []) == []
 
 
 def test_the_fleet_in_sums(reader: Reader) -> None:
@@ -147,10 +127,3 @@ def test_nodes_in_pages_and_by_rank(reader: Reader) -> None:
     assert [row.node for row in reader.nodes_ranked("seen", 3)] == [names[2], names[3], names[1]]
     assert reader.node_counts() == {"worker.active": 3, "worker.banned": 1, "trainer.active": 1}
     assert set(reader.nodes_named([names[1], "f" * 32])) == {names[1]}
-
-
-def test_who_waits_longest(reader: Reader) -> None:
-    assert [each.waiting_for for each in reader.waiting_presences(0, 9)] == ["y", "x"]
-    assert [each.waiting_for for each in reader.waiting_presences(15, 9)] == ["y"]
-    assert [each.waiting_for for each in reader.waiting_presences(0, 1)] == ["y"]
-    assert set(reader.presences_named([node(1).node, node(4).node])) == {node(1).node}

@@ -38,16 +38,6 @@ def survive(place: Place, asked: Sequence[str], always: bool = False, storm: boo
     return hub
 
 
-@pytest.mark.slow
-def test_without_a_crash_the_books_agree(tmp_path: Path) -> None:
-    place = Place(tmp_path / "hub")
-    with HubLives(place) as hub, Cast(hub) as cast:
-        entries = cast.play()
-        hub.end()
-    cast.books.check(place, entries)
-    assert hub.deaths == 0
-
-
 def test_killed_once_at_every_point_in_one_run(place: Place) -> None:
     hub = survive(place, HUB_POINTS)
     assert hub.struck == set(HUB_POINTS)

@@ -525,16 +525,6 @@ class TestTogether:
         for hub in hubs:
             hub.close()
 
-    def test_another_secret_is_refused(self, tmp_path: Path, database_url: str) -> None:
-        clock = ManualClock()
-        self.hub(tmp_path / "a", database_url, clock).close()
-        with pytest.raises(ConfigError, match=r"secret .* is missing: .* copy it from another hub"):
-            self.hub(tmp_path / "b", database_url, clock)
-        (tmp_path / "c").mkdir()
-        (tmp_path / "c" / "secret").write_text("ab" * 32)
-        with pytest.raises(ConfigError, match="all hubs of a run need the same"):
-            self.hub(tmp_path / "c", database_url, clock)
-
     def test_each_with_a_blob_folder_of_its_own_is_refused(self, tmp_path: Path, database_url: str) -> None:
         clock = ManualClock()
         self.hub(tmp_path / "a", database_url, clock).close()
@@ -558,17 +548,6 @@ class TestTogether:
         for hub in hubs:
             assert abs(hub.context.clock.now_ms() - SystemClock().now_ms()) < HOUR_MS / 6
             hub.close()
-
-    def test_what_was_written_an_hour_ahead_does_not_set_the_clock(self, tmp_path: Path, database_url: str) -> None:
-        clock = ManualClock(SystemClock().now_ms())
-        self.hub(tmp_path / "hub", database_url, clock).close()
-        storage = PostgresStorage(database_url)
-        with storage.write() as transaction:
-            transaction.touch_presence(worker_key(1).node, clock.now_ms() + HOUR_MS)
-        storage.close()
-        hub = self.hub(tmp_path / "hub", database_url, clock)
-        assert abs(hub.context.clock.now_ms() - SystemClock().now_ms()) < HOUR_MS / 6
-        hub.close()
 
     def test_naming_leases_of_others_waits_for_none(
         self, tmp_path: Path, database_url: str, monkeypatch: Patch

@@ -73,14 +73,6 @@ def test_what_must_hold_holds_in_the_middle_too(tmp_path: Path) -> None:
     assert found == []
 
 
-def test_the_same_seed_is_the_same_run(tmp_path: Path) -> None:
-    first = Simulation(tmp_path / "a", scenario(3, seconds=150)).run()
-    again = Simulation(tmp_path / "b", scenario(3, seconds=150)).run()
-    other = Simulation(tmp_path / "c", scenario(4, seconds=150)).run()
-    assert first == again
-    assert first.ledger != other.ledger
-
-
 def test_the_same_seed_is_the_same_run_in_another_process(tmp_path: Path) -> None:
     """No set or hash of this process decides anything."""
     script = (
@@ -156,16 +148,16 @@ class TestTheInvariantsCanFail:
 
 
 @pytest.mark.slow
-def test_a_thousand_workers_for_ten_minutes(tmp_path: Path) -> None:
+def test_hundreds_of_workers_for_six_minutes(tmp_path: Path) -> None:
     crews = (
-        WorkerKind(800, group_s=60, lives_s=1200),
-        WorkerKind(50, group_s=30, lies=0.3, fresh_keys=True),
-        WorkerKind(50, delivers=False),
-        WorkerKind(100, group_s=300),
+        WorkerKind(320, group_s=60, lives_s=1200),
+        WorkerKind(20, group_s=30, lies=0.3, fresh_keys=True),
+        WorkerKind(20, delivers=False),
+        WorkerKind(40, group_s=300),
     )
-    run = RunSettings(steps=1000, groups_per_step=512, group_size=2, max_staleness=2)
+    run = RunSettings(steps=1000, groups_per_step=200, group_size=2, max_staleness=2)
     simulation = Simulation(
-        tmp_path, scenario(11, crews=crews, run=run, seconds=600, validators=4, audit_s=0.02, claims=32, restarts_s=200)
+        tmp_path, scenario(11, crews=crews, run=run, seconds=360, validators=4, audit_s=0.02, claims=32, restarts_s=200)
     )
     simulation.run()
     assert problems(simulation.world) == []

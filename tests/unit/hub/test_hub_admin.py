@@ -61,26 +61,6 @@ def test_a_paused_run_gives_out_nothing_and_says_why(bench: Bench, owner: Owner)
     assert len(asked(bench).leases) == 1
 
 
-def test_what_is_out_comes_in_during_a_pause_and_no_batch_is_written(bench: Bench, owner: Owner) -> None:
-    ok(bench.announce(0))
-    leases = bench.alice.lease(fresh_request(), 2)
-    owner.order("pause")
-    for lease in leases:
-        ok(bench.alice.submit(lease))
-    for audit in bench.audits():
-        ok(bench.judge(audit))
-    assert bench.batch(0) is None
-    owner.order("resume")
-    assert bench.batch(0) is not None
-
-
-def test_a_lease_that_was_granted_before_a_pause_is_granted_again(bench: Bench, owner: Owner) -> None:
-    ok(bench.announce(0))
-    [lease] = bench.alice.lease("request-lost")
-    owner.order("pause")
-    assert [again.lease for again in bench.alice.lease("request-lost")] == [lease.lease]
-
-
 def test_a_drained_run_trains_on_what_there_is_and_waits_with_the_rest(bench: Bench, owner: Owner) -> None:
     ok(bench.announce(0))
     leases = bench.alice.lease(fresh_request(), 2)
@@ -99,17 +79,6 @@ def test_a_drained_run_trains_on_what_there_is_and_waits_with_the_rest(bench: Be
     [wait] = [wait.what for wait in status(bench).waits if "step 1" in wait.what]
     assert "no worker is asking" not in wait
     assert "0 of 2 groups; the run's owner lets the run drain" in wait
-
-
-def test_a_pause_outlives_a_restart(bench: Bench, owner: Owner) -> None:
-    ok(bench.announce(0))
-    owner.order("pause", reason="tonight")
-    again = bench.restarted()
-    try:
-        assert status(again).standing.reason == "tonight"
-        assert not asked(again).leases
-    finally:
-        again.close()
 
 
 # ── who may ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,17 +115,6 @@ def test_an_order_is_carried_out_once_and_only_now(bench: Bench, owner: Owner) -
     assert code_of(owner.post(late)) == (401, "admin.skew")
 
 
-def test_asking_for_what_is_so_already_changes_nothing(bench: Bench, owner: Owner) -> None:
-    owner.order("pause", reason="first")
-    before = ledger(bench).head
-    again = owner.order("pause", reason="second")
-    assert not again.changed
-    assert again.message == "nothing to do: the run is paused"
-    assert status(bench).standing.reason == "first"
-    assert ledger(bench).head == before
-    assert not owner.order("pardon", target=ALICE).changed
-
-
 # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -173,10 +131,6 @@ def test_sanctions_by_order(bench: Bench, owner: Owner) -> None:
     assert "suspended for 120 s more: be slower" in asked(bench).waiting
     [view] = [node for node in status(bench).nodes if node.node == ALICE]
     assert (view.state, view.suspensions) == (NodeState.SUSPENDED, 1)
-
-
-def test_orders_about_nobody_are_refused(bench: Bench, owner: Owner) -> None:
-    assert code_of(owner.post(owner.request("ban", target="f" * 32))) == (404, "node.unknown")
 
 
 @pytest.mark.parametrize("verb", ["ban", "suspend"])
@@ -226,15 +180,6 @@ def test_a_validator_is_added_and_its_key_revoked(bench: Bench, owner: Owner) ->
     assert code_of(owner.post(owner.request("certify", certificates=(signed,)))) == (409, "admin.revoked")
 
 
-def test_certificates_are_the_roots_alone(bench: Bench, owner: Owner) -> None:
-    key = SigningKey.from_seed(b"w" * 32)
-    forged = certificate(key, "validator", signer=ADMIN)
-    assert code_of(owner.post(owner.request("certify", certificates=(forged,)))) == (422, "admin.certificate")
-    trainer = certificate(key, "trainer")
-    assert code_of(owner.post(owner.request("certify", certificates=(trainer,)))) == (409, "admin.trainer")
-    assert code_of(owner.post(owner.request("certify"))) == (422, "admin.certificate")
-
-
 def test_what_cannot_be_revoked(bench: Bench, owner: Owner) -> None:
     codes = {
         ROOT.public_key: (409, "admin.root"),
@@ -245,12 +190,6 @@ def test_what_cannot_be_revoked(bench: Bench, owner: Owner) -> None:
     }
     for target, code in codes.items():
         assert code_of(owner.post(owner.request("revoke", target=target))) == code
-
-
-def test_a_revoked_admin_gives_no_orders(bench: Bench, owner: Owner) -> None:
-    assert owner.order("revoke", key=ROOT, target=ADMIN.public_key).changed
-    assert code_of(owner.post(owner.request("pause"))) == (403, "admin.revoked")
-    assert owner.order("pause", key=ROOT).changed
 
 
 # ── the ledger ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,8 +13,8 @@ from kit.state import NOW_MS, moment, policy
 from shoal import protocol
 from shoal.environments import Split, Task
 from shoal.hub.state import evaluations
-from shoal.hub.state.commands import Command, Refusal, Save
-from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, EvaluationState, IllegalMove, Moment
+from shoal.hub.state.commands import Command, Save
+from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, EvaluationState, Moment
 
 PLAN = EvaluationPlan(every=2, tasks=40)
 
@@ -87,42 +87,6 @@ def test_a_version_is_measured_slice_by_slice(bench: Bench) -> None:
     assert page(bench, since=1).evaluations == ()
 
 
-def test_audits_come_first_unless_a_slice_is_overdue(bench: Bench) -> None:
-    ok(bench.announce(0))
-    leases = bench.alice.lease(fresh_request(), 2)
-    for lease in leases:
-        ok(bench.alice.submit(lease))
-    reply = ask(bench, max_audits=1)
-    assert (len(reply.audits), reply.evaluation) == (1, None)
-    reply = ask(bench, evaluate="now", max_audits=1)
-    assert len(reply.audits) == 1
-    assert slice_of(reply).first == 0
-
-
-def test_a_slice_alone_leaves_audits_where_they_are(bench: Bench) -> None:
-    ok(bench.announce(0))
-    (lease,) = bench.alice.lease(fresh_request(), 1)
-    ok(bench.alice.submit(lease))
-    (audit,) = ask(bench, evaluate="idle").audits
-    reply = ask(bench, evaluate="only")
-    assert (reply.audits, slice_of(reply).first) == ((), 0)
-    assert bench.status().submissions["auditing"] == 1, "what it has claimed stays its own"
-    ok(bench.judge(audit))
-
-
-def test_who_does_not_evaluate_gets_no_slice(bench: Bench) -> None:
-    ok(bench.announce(0))
-    assert ask(bench, evaluate="no").evaluation is None
-
-
-def test_without_a_plan_there_are_none(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, changes={"environment": WithHeldOut()})
-    ok(bench.announce(0))
-    assert ask(bench, evaluate="now").evaluation is None
-    assert page(bench).evaluations == ()
-    bench.close()
-
-
 def test_a_killed_validators_slice_is_taken_up_again(bench: Bench) -> None:
     ok(bench.announce(0))
     other = second_validator(bench)
@@ -134,14 +98,6 @@ def test_a_killed_validators_slice_is_taken_up_again(bench: Bench) -> None:
     with bench.hub.context.storage.read() as reader:
         assert {row.state for row in reader.evaluations_under_way()} == {"open"}, "nobody has to ask for that"
     assert slice_of(ask(bench, other)).first == lost.first, "it is gone for good: its claim ran out"
-
-
-def test_the_first_report_stands_and_the_same_again_is_harmless(bench: Bench) -> None:
-    ok(bench.announce(0))
-    part = slice_of(ask(bench))
-    for scores in ([1.0] * 31, [0.0] * 31, [1.0] * 31):
-        ok(send(bench, report(part, scores)))
-    assert page(bench).evaluations[0].mean == 1.0
 
 
 def test_the_mean_of_a_part_is_shown_as_that_and_is_no_figure_of_the_run(bench: Bench) -> None:
@@ -197,15 +153,6 @@ def test_validators_stay_until_the_last_version_is_measured(tmp_path: Path) -> N
     bench.close()
 
 
-def test_what_was_measured_survives_a_restart(bench: Bench) -> None:
-    ok(bench.announce(0))
-    ok(send(bench, report(slice_of(ask(bench)), [0.5] * 31)))
-    again = bench.restarted()
-    assert page(again).evaluations[0].mean == 0.5
-    assert slice_of(ask(again)).first == 32
-    again.close()
-
-
 @pytest.mark.parametrize("digest", ["f0" * 32, ""])
 def test_a_verdict_of_another_environment_or_of_none_is_refused(bench: Bench, digest: str) -> None:
     ok(bench.announce(0))
@@ -247,11 +194,6 @@ def said(row: EvaluationRow, *scores: float | None, **changes: Any) -> protocol.
 
 
 class TestOffers:
-    def test_the_first_tasks_in_slices(self) -> None:
-        assert [(row.first, row.tasks) for row in offered(2)] == [(0, 32), (32, 8)]
-        assert [(row.first, row.tasks) for row in offered(2, tasks=33)] == [(0, 32), (32, 1)]
-        assert offered(2, tasks=0) == []
-
     def test_every_so_many_versions_and_the_last(self) -> None:
         assert [version for version in range(4) if offered(version)] == [0, 2]
         odd = now(steps=3)
@@ -275,26 +217,12 @@ class TestOffers:
 
 
 class TestClaims:
-    def test_the_oldest_version_first_and_until_when(self) -> None:
-        claim = evaluations.claim(now(), [a_slice(2, 0), a_slice(0, 16), a_slice(0, 0, state=DONE)], "v")
-        assert claim is not None
-        assert (claim.row.key, claim.row.validator) == ((0, 0, 16), "v")
-        assert claim.row.claimed_until_ms == NOW_MS + 5 * 30_000
-
-    def test_there_may_be_none(self) -> None:
-        assert evaluations.claim(now(), [a_slice(0, 0, state=CLAIMED, validator="v")], "w") is None
-
     def test_a_validator_that_asks_again_has_lost_its_slice(self) -> None:
         held = a_slice(0, 0, state=CLAIMED, validator="v", claimed_until_ms=NOW_MS + 1)
         (row,) = rows_of(evaluations.put_back([held], "v", NOW_MS))
         assert (row.state, row.tries, row.validator) == (OPEN, 1, None)
         assert evaluations.put_back([held], "w", NOW_MS) == []
         assert rows_of(evaluations.put_back([held], "w", NOW_MS + 1)) == [row], "its claim ran out"
-
-    def test_after_a_few_tries_a_slice_is_given_up(self) -> None:
-        held = a_slice(0, 0, state=CLAIMED, validator="v", tries=evaluations.MOST_TRIES - 1)
-        (row,) = rows_of(evaluations.put_back([held], "v", NOW_MS))
-        assert row.state is VOID
 
 
 class TestReports:
@@ -303,27 +231,11 @@ class TestReports:
         (row,) = rows_of(evaluations.report(held, said(held, 1.0, None, 0.5), "v", "{}", NOW_MS))
         assert (row.state, row.scores, row.document, row.decided_at_ms) == (DONE, (1.0, None, 0.5), "{}", NOW_MS)
 
-    def test_the_first_stands(self) -> None:
-        done = a_slice(0, 0, state=DONE, scores=(1.0,))
-        assert evaluations.report(done, said(done, 0.0), "w", "{}", NOW_MS) == []
-
     def test_a_problem_puts_it_back_if_it_is_whose_slice_it_is(self) -> None:
         held = a_slice(0, 0, state=CLAIMED, validator="v")
         (row,) = rows_of(evaluations.report(held, said(held, problem="no policy"), "v", "{}", NOW_MS))
         assert (row.state, row.tries) == (OPEN, 1)
         assert evaluations.report(held, said(held, problem="no policy"), "w", "{}", NOW_MS) == []
-
-    def test_what_was_never_offered_is_refused(self) -> None:
-        held = a_slice(0, 0, state=CLAIMED, validator="v")
-        for row, report in ((None, said(held, 1.0)), (held, said(held, 1.0, policy=policy(0, digest="c" * 64)))):
-            with pytest.raises(Refusal, match=r"evaluation\.unknown"):
-                evaluations.report(row, report, "v", "{}", NOW_MS)
-        with pytest.raises(Refusal, match=r"evaluation\.scores"):
-            evaluations.report(held, said(held, *[1.0] * 17), "v", "{}", NOW_MS)
-
-    def test_done_is_done(self) -> None:
-        with pytest.raises(IllegalMove):
-            a_slice(0, 0, state=DONE).to(OPEN)
 
 
 class TestResults:
@@ -331,23 +243,6 @@ class TestResults:
         rows = [a_slice(0, 0, state=DONE, scores=(1.0, None)), a_slice(0, 16, state=DONE, scores=(0.0, 0.5))]
         (found,) = evaluations.results(rows)
         assert (found.mean, found.scored, found.tasks, found.complete) == (0.5, 3, 32, True)
-
-    def test_it_is_complete_once_nothing_is_to_come(self) -> None:
-        rows = [a_slice(0, 0, state=DONE, scores=(1.0,)), a_slice(0, 16)]
-        assert [each.complete for each in evaluations.results(rows)] == [False]
-        rows[1] = a_slice(0, 16, state=VOID)
-        assert [each.complete for each in evaluations.results(rows)] == [True]
-
-    def test_a_mean_of_some_slices_says_so(self) -> None:
-        done, given_up = a_slice(0, 0, state=DONE, scores=(1.0,)), a_slice(0, 16, state=VOID)
-        assert [each.partial for each in evaluations.results([done, given_up])] == [True]
-        assert [each.partial for each in evaluations.results([done, a_slice(0, 16)])] == [False], "it may still come"
-        lost = a_slice(0, 16, state=DONE, scores=(None,))
-        assert [each.partial for each in evaluations.results([done, lost])] == [False], "no sample, as ever"
-
-    def test_what_was_given_up_is_left_out(self) -> None:
-        assert evaluations.results([a_slice(0, 0, state=VOID)]) == []
-        assert [each.mean for each in evaluations.results([a_slice(0, 0)])] == [None]
 
     def test_of_two_incarnations_the_newer(self) -> None:
         rows = [

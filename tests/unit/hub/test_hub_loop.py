@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from kit.hub import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, fresh_request, ok
-from shoal import ledger, protocol
+from kit.hub import HUB, RUN_ID, Bench, fresh_request, ok
+from shoal import protocol
 
 
 def test_three_steps_from_policy_to_finish(bench: Bench) -> None:
@@ -27,20 +25,6 @@ def test_three_steps_from_policy_to_finish(bench: Bench) -> None:
     assert reply["finished"] is True, "a finished run answers a long poll at once"
     assert ok(bench.validator.call("POST", "/audits", {"wait_s": 20})).json()["finished"] is True
     assert ok(bench.alice.call("POST", "/heartbeat", {})).json()["finished"] is True
-
-
-def test_the_trainer_gets_the_rollouts_with_the_validators_rewards(bench: Bench) -> None:
-    ok(bench.announce(0))
-    leases = bench.accept_groups(2)
-    assert bench.batch(0) is not None
-    body = ok(bench.trainer.call("GET", "/batches/0/rollouts")).content
-    batch = protocol.unpack(body, protocol.TrainingBatch, protocol.BodyLimits())
-    assert [group.unit for group in batch.groups] == [0, 1]
-    for group, lease in zip(batch.groups, leases, strict=True):
-        assert group.task == lease.task
-        assert tuple(group.prompt_ids) == lease.prompt_ids
-        assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0]
-        np.testing.assert_array_equal(group.rollouts[0].token_ids, range(TOKENS_PER_ROLLOUT))
 
 
 def test_a_batch_says_what_was_earned_by_everything_sampled_for_it(tmp_path: Path) -> None:
@@ -67,22 +51,6 @@ def test_a_batch_says_what_was_earned_by_everything_sampled_for_it(tmp_path: Pat
     bench.close()
 
 
-def test_the_ledger_records_the_run_and_accounts_for_every_credit(bench: Bench) -> None:
-    ok(bench.announce(0))
-    bench.accept_groups(2)
-    bench.batch(0)
-    page = protocol.LedgerPage.model_validate_json(ok(bench.http.get("/ledger?limit=1000")).content)
-    ledger.verify(page.entries, page.head)
-    kinds = [entry.kind for entry in page.entries]
-    assert kinds == ["run", "node", "node", "policy", "node", "credit", "credit", "batch"]
-    roles = [entry.body["role"] for entry in page.entries if entry.kind == "node"]
-    assert roles == ["trainer", "validator", "worker"], "bob, who had nothing accepted, has no row"
-    accounts = ledger.fold(page.entries)
-    assert accounts.by_node[bench.alice.key.node].credit == 2 * 2 * TOKENS_PER_ROLLOUT
-    views = {view.node: view for view in bench.status().nodes}
-    assert views[bench.alice.key.node].credit == accounts.by_node[bench.alice.key.node].credit
-
-
 def test_a_receipt_is_signed_by_the_hub_and_names_what_it_is_for(bench: Bench) -> None:
     ok(bench.announce(0))
     (lease,) = bench.alice.lease("one-unit-please")
@@ -95,10 +63,3 @@ def test_a_receipt_is_signed_by_the_hub_and_names_what_it_is_for(bench: Bench) -
     answer = ok(bench.validator.call("GET", f"/submissions?name={receipt.submission}")).content
     (body,) = protocol.unpack(answer, protocol.SubmissionBodies, protocol.BodyLimits()).bodies
     assert len(body) == receipt.size_bytes
-
-
-def test_run_info_is_signed_and_complete(bench: Bench) -> None:
-    signed = protocol.SignedDocument.model_validate_json(ok(bench.http.get("/run")).content)
-    info = protocol.open_document(signed, protocol.RunInfo, HUB.public_key)
-    assert (info.run, info.environment, info.group_size) == (RUN_ID, "fake", 2)
-    assert len(info.certificates) == 3

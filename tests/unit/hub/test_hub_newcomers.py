@@ -10,7 +10,7 @@ from kit.hub import fresh_request
 from kit.machine import Play
 from shoal.hub.service.turns import Place
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Heartbeat, Lease, LeaseReply, LeaseRequest, Outcome, PolicyRef, Severity
+from shoal.protocol import Heartbeat, Lease, LeaseRequest, Outcome, PolicyRef
 
 PROVEN = 8
 
@@ -40,11 +40,6 @@ def submit(play: Play, *numbers: int) -> None:
             play.submit(lease)
 
 
-def test_at_the_start_newcomers_take_all(play: Play) -> None:
-    assert units(play, 1, 4) == [0, 1, 2, 3]
-    assert units(play, 2, 4) == [4, 5, 6, 7]
-
-
 def test_with_an_established_node_here_they_share_a_quarter_leased_or_waiting_to_be_judged(play: Play) -> None:
     assert units(play, 0, 1) == [0]
     assert units(play, 1, 4) == [1, 2]
@@ -56,21 +51,6 @@ def test_with_an_established_node_here_they_share_a_quarter_leased_or_waiting_to
     assert units(play, 2, 4) == [3]
 
 
-def test_when_the_established_node_is_gone_they_take_all_again(play: Play) -> None:
-    assert units(play, 0, 1) == [0]
-    assert units(play, 1, 4) == [1, 2]
-    play.clock.advance(31)
-    assert units(play, 2, 4) == [3, 4, 5, 6]
-
-
-def test_a_banned_node_is_not_established(play: Play) -> None:
-    units(play, 0, 1)
-    submit(play, 0)
-    (audit,) = play.claim()
-    play.judge(audit, Outcome.REJECTED, (), Severity.CERTAIN)
-    assert units(play, 1, 4) == [0, 1, 2, 3]
-
-
 def test_a_unit_that_was_tried_goes_to_the_established_node_while_it_asks_and_delivers(play: Play) -> None:
     units(play, 0, 1)
     submit(play, 0)
@@ -79,13 +59,6 @@ def test_a_unit_that_was_tried_goes_to_the_established_node_while_it_asks_and_de
     play.release(play.leases[-1])
     assert units(play, 2, 1) == [3], "not the one that bob had"
     assert units(play, 0, 1) == [2]
-
-
-def test_an_established_node_that_only_asks_keeps_nothing_from_others(play: Play) -> None:
-    units(play, 0, 1)
-    assert units(play, 1, 1) == [1]
-    play.release(play.leases[-1])
-    assert units(play, 2, 1) == [1], "the first node has delivered nothing"
 
 
 def test_an_established_node_at_its_limit_is_not_asking(play: Play) -> None:
@@ -100,46 +73,6 @@ def test_an_established_node_at_its_limit_is_not_asking(play: Play) -> None:
     small.restart()  # forgets that alice asked
     assert units(small, 0, 1) == []
     assert units(small, 1, 1) == [1], "alice holds all that she may, so somebody else must have it"
-
-
-def test_audits_are_shared_and_nothing_is_left_undone(play: Play) -> None:
-    assert units(play, 1, 4) == [0, 1, 2, 3]
-    assert units(play, 0, 4) == [4, 5, 6, 7]
-    submit(play, *range(8))
-    judged = []
-    for _ in range(4):
-        audits = play.claim(4)
-        judged.append([audit.lease.document["unit"] for audit in audits])
-        for audit in audits:
-            play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0))
-    assert judged == [[0, 4, 5, 6], [1, 2, 3, 7], [], []]
-
-
-def test_an_audit_says_whether_its_node_is_a_newcomer_and_the_hub_how_many_tokens_it_has(play: Play) -> None:
-    units(play, 0, 1)
-    units(play, 1, 1)
-    submit(play, 0, 1)
-    audits = play.claim()
-    assert [audit.newcomer for audit in audits] == [False, True]
-    lease = Lease.model_validate(audits[0].lease.document)
-    with play.storage.read() as reader:
-        row = reader.submission(audits[0].submission)
-    assert row is not None
-    assert row.tokens == len(lease.seeds) * (len(lease.prompt_ids) + 3)
-
-
-def test_a_new_key_of_a_flooded_network_waits_and_one_of_another_network_is_served(play: Play) -> None:
-    """8 units may be alive in this young run: 4 for the new keys of one network, 2 for those of one address."""
-
-    def asks(network: str, address: str = "") -> LeaseReply:
-        worker = play.join(passed=0)
-        return play.hub.work.lease(worker, LeaseRequest(request=fresh_request(), max_units=8), network, address)
-
-    for address in ("192.0.2.1", "192.0.2.2"):
-        assert [len(asks("192.0.2.0/24", address).leases) for _ in range(3)] == [1, 1, 0]
-    refused = asks("192.0.2.0/24", "192.0.2.3")
-    assert (refused.leases, refused.held_back) == ((), True)
-    assert len(asks("2001:db8:1::/48").leases) == 1
 
 
 def test_a_key_that_asks_with_an_unknown_policy_keeps_no_newcomer_waiting(tmp_path: Path) -> None:

@@ -157,16 +157,6 @@ def test_a_request_makes_tasks_for_a_while_and_gets_what_there_is(tmp_path: Path
     assert [lease.unit for lease in stage.lease(stage.workers[0], 4)] == [2, 3]
 
 
-def test_prompts_are_made_only_of_tasks_that_would_be_taken(tmp_path: Path) -> None:
-    stage, slow = play(tmp_path, pools=PoolSettings(retire_after=1))
-    free = "train-7"
-    retired = [TaskRow(f"train-{index}", pool=Pool.RETIRED) for index in range(TASKS)]
-    with stage.storage.write() as transaction:
-        transaction.apply([SaveTask(row) for row in retired if row.task != free])
-    (lease,) = stage.lease(stage.workers[0], 1)
-    assert slow.encoded == [lease.task]
-
-
 def test_rows_that_change_after_the_tasks_were_made_count(tmp_path: Path) -> None:
     stage, slow = play(tmp_path, pools=PoolSettings(retire_after=1))
     stage.hub.work.drawing.prepare(0, 2)
@@ -185,18 +175,6 @@ class TestSlices:
         assert found.deadline_ms - stage.hub.context.clock.now_ms() == 5 * stage.rules.audit_ms
         assert [task.task for task in found.tasks] == [f"held_out-{index}" for index in range(32) if index != 3]
         assert stage.hub.work.drawing.unusable == 1
-
-    @pytest.mark.parametrize("evaluate", ["idle", "now", "only"])
-    def test_not_in_a_transaction(self, tmp_path: Path, evaluate: str) -> None:
-        stage, _ = play(tmp_path, evaluation=PLAN)
-        assert slice_in(measure(stage, evaluate)).first == 0
-
-    def test_they_are_made_once_for_all_versions(self, tmp_path: Path) -> None:
-        stage, slow = play(tmp_path, evaluation=PLAN)
-        first = slice_in(measure(stage))
-        made = len(slow.made)
-        assert slice_in(measure(stage)).tasks == first.tasks, "the same again: it asks, so it has lost it"
-        assert len(slow.made) == made
 
     def test_audits_do_not_wait_for_them(self, tmp_path: Path) -> None:
         stage, slow = play(tmp_path, evaluation=PLAN)

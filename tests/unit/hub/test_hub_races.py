@@ -6,14 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from kit.hub import Bench, code_of, fresh_request, ok, submission_body
+from kit.hub import Bench, code_of, fresh_request, submission_body
 from shoal.errors import ResourceError
 from shoal.hub.http.middleware import HEADER_REQUEST
-from shoal.protocol import Outcome
 
 pytestmark = pytest.mark.hub(run={"groups_per_step": 12})
 
@@ -56,23 +54,6 @@ def test_two_bodies_for_one_lease(bench: Bench) -> None:
     winner = bodies[statuses.index(201)]
     for body, status in zip(bodies, statuses, strict=True):
         assert status in ((201, 200) if body == winner else (409,))
-
-
-def test_one_verdict_sent_many_times_pays_once(bench: Bench) -> None:
-    ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
-    (audit,) = bench.audits()
-    answers = at_once(*[lambda: bench.judge(audit)] * 4, lambda: bench.judge(audit, outcome=Outcome.UNSURE))
-    assert sum(answer.status_code == 200 for answer in answers) in (4, 1)
-    view = next(view for view in bench.status().nodes if view.name == "alice")
-    assert view.credit in (0, 6)
-    assert view.accepted + view.unsure == 1
-
-
-def test_a_registration_sent_many_times_at_once_is_one_node(bench: Bench) -> None:
-    before = len(bench.status().nodes)
-    answers: list[httpx.Response] = at_once(*[lambda: bench.alice.register(name="alice")] * 4)
-    assert {answer.status_code for answer in answers} == {200}
-    assert len(bench.status().nodes) == before
 
 
 class TestFailures:

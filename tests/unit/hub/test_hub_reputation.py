@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kit.hub import Actor, Bench, code_of, earned, fresh_request, make_config, ok, policy, worker_key
-from kit.state import NOW_MS, moment, node, nodes_in, of_type, rules, submission, submissions_in, verdict
+from kit.hub import Actor, Bench, fresh_request, make_config, ok, policy
+from kit.state import NOW_MS, node, nodes_in, of_type, rules, submission, submissions_in, verdict
 from shoal import ledger, protocol
 from shoal.hub.state import credits, draws, reputation
 from shoal.hub.state.commands import Record
@@ -20,8 +20,6 @@ from shoal.hub.state.rows import Moment, NodeRow, Progress, SubmissionRow, Submi
 
 SETTINGS = {"audit": "reputation", "credit_window_s": 100, "audit_s": 30}
 CAUGHT = {"outcome": protocol.Outcome.REJECTED, "reason": "sampling.seed"}
-
-ABOVE = {"outside": protocol.Sums(seen=2.0, expected=1.0)}
 
 
 @pytest.fixture
@@ -74,31 +72,6 @@ class TestDepth:
         assert [audit.depth for audit in again.audits()] == ["light"]
         again.close()
 
-    def test_a_light_verdict_does_not_accept_what_is_to_be_audited_fully(self, bench: Bench) -> None:
-        hand_in(bench, bench.bob)
-        (audit,) = bench.audits()
-        assert code_of(bench.judge(audit, depth="light")) == (422, "verdict.depth")
-        ok(bench.judge(audit, depth="light", **CAUGHT))
-        assert bench.row(bench.bob).rejected == 1, "a failed check is a failed check"
-
-    def test_a_full_verdict_on_a_light_one_counts_as_full(self, bench: Bench) -> None:
-        hand_in(bench, bench.alice, 2)
-        first, second = bench.audits()
-        ok(bench.judge(first, depth="full", tally=protocol.Tally(tokens=4, channels=ABOVE)))
-        ok(bench.judge(second, depth="light", tally=protocol.Tally(tokens=4)))
-        row = bench.row(bench.alice)
-        assert (row.streak, row.record) == (201, protocol.Tally(tokens=4, channels=ABOVE))
-        assert (row_of(bench, first).depth, row_of(bench, second).depth) == ("full", "light")
-
-    def test_the_record_goes_to_the_validator(self, bench: Bench) -> None:
-        hand_in(bench, bench.bob)
-        accept(bench, bench.audits(), tally=protocol.Tally(tokens=6, channels=ABOVE))
-        hand_in(bench, bench.bob)
-        (audit,) = bench.audits()
-        assert audit.record == protocol.Tally(tokens=6, channels=ABOVE)
-        ok(bench.judge(audit, tally=protocol.Tally(tokens=6), **CAUGHT))
-        assert bench.row(bench.bob).record == audit.record, "a rejection adds nothing"
-
     def test_what_was_unsure_is_remembered_so_that_accidents_are_not_for_the_asking(self, bench: Bench) -> None:
         hand_in(bench, bench.bob)
         (audit,) = bench.audits()
@@ -143,23 +116,12 @@ class TestPulls:
         again = bench.bob.lease(fresh_request())[0]
         assert (again.unit, again.task, again.seeds) == (before.unit, before.task, before.seeds)
 
-    def test_what_waits_for_a_light_audit_waits_for_a_full_one(self, bench: Bench) -> None:
-        *_, under_way = self.fail(bench, protocol.Severity.STATISTICAL)
-        assert code_of(bench.judge(under_way, depth="light")) == (422, "verdict.depth")
-        assert [audit.depth for audit in bench.audits()] == ["full", "full"]
-
     def test_a_ban_pulls_what_was_audited_fully_too(self, bench: Bench) -> None:
         self.fail(bench, protocol.Severity.CERTAIN)
         assert self.states(bench) == {"pulled": 3, "rejected": 1, "received": 2}
         assert bench.row(bench.alice).state == protocol.NodeState.BANNED
         kinds = [entry.kind for entry in entries_of(bench)][-6:]
         assert kinds == ["rejected", "void", "void", "void", "sanction", "pulled"]
-
-    def test_a_soft_rejection_costs_nothing_else(self, bench: Bench) -> None:
-        self.fail(bench, None)
-        assert self.states(bench) == {"accepted": 3, "rejected": 1, "received": 1, "auditing": 1}
-        assert bench.row(bench.alice).streak > 0
-        assert not [entry for entry in entries_of(bench) if entry.kind in ("void", "pulled", "sanction")]
 
     def test_what_is_in_a_batch_stays(self, bench: Bench) -> None:
         hand_in(bench, bench.alice, 8)
@@ -171,21 +133,6 @@ class TestPulls:
         ok(bench.judge(caught, severity=protocol.Severity.CERTAIN, **CAUGHT))
         assert bench.status().submissions["pulled"] == 0
         assert bench.batch(0) == batch
-
-    def test_the_same_verdict_again_on_what_was_pulled_is_harmless(self, bench: Bench) -> None:
-        first, *_ = self.fail(bench, protocol.Severity.STATISTICAL)
-        assert bench.judge(first, depth="light").status_code == 200
-        assert code_of(bench.judge(first, **CAUGHT)) == (409, "verdict.decided")
-
-    def test_where_everything_is_audited_nothing_is_pulled(self, tmp_path: Path) -> None:
-        bench = Bench(tmp_path / "all", {"groups_per_step": 8})
-        ok(bench.announce(0))
-        bench.accept_groups(2)
-        hand_in(bench, bench.alice)
-        (caught,) = bench.audits()
-        ok(bench.judge(caught, severity=protocol.Severity.CERTAIN, **CAUGHT))
-        assert self.states(bench) == {"accepted": 2, "rejected": 1}
-        bench.close()
 
 
 class TestPendingCredit:
@@ -235,24 +182,6 @@ class TestPendingCredit:
         going_on = Progress(policy=policy(2), next_step=3)
         assert due_until_ms(Moment(rules, going_on, 5), is_all_judged=True) == 5
 
-    def test_a_failed_audit_voids_what_is_pending_of_that_node_only(self, bench: Bench) -> None:
-        hand_in(bench, bench.alice)
-        accept(bench, bench.audits())
-        self.pass_time(bench, 101)
-        ok(bench.alice.call("POST", "/heartbeat", {}))
-        hand_in(bench, bench.alice)
-        hand_in(bench, bench.bob)
-        accept(bench, bench.audits())
-        hand_in(bench, bench.alice)
-        (caught,) = bench.audits()
-        ok(bench.judge(caught, depth="light", severity=protocol.Severity.STATISTICAL, **CAUGHT))
-        assert self.view(bench, bench.alice) == (6, 0), "what has matured is not taken away"
-        assert self.view(bench, bench.bob) == (0, 6)
-        self.pass_time(bench, 101)
-        assert self.view(bench, bench.alice) == (6, 0)
-        accounts = ledger.fold(entries_of(bench))
-        assert (accounts.total_credit, earned(accounts)) == (12, 18)
-
     def test_after_a_ban_nobody_trains_on_a_group_whose_credit_is_final(self, bench: Bench) -> None:
         hand_in(bench, bench.alice)
         accept(bench, bench.audits())
@@ -266,33 +195,6 @@ class TestPendingCredit:
         assert (units["accepted"], units["void"]) == (0, 1), "paid for, so it is not given out again"
         assert bench.status().submissions["pulled"] == 0
         assert self.view(bench, bench.alice) == (6, 0)
-
-
-class TestDeadValidators:
-    def test_a_validator_that_dies_in_the_middle_loses_nothing(self, bench: Bench) -> None:
-        """Claimed, hub and validator gone, another validator: the same depths; verdicts, pulls and credit once."""
-        hand_in(bench, bench.alice, 2)
-        hand_in(bench, bench.bob)
-        claimed = bench.audits()
-        accept(bench, claimed[:1])
-        again = bench.restarted()
-        other = again.actor(worker_key(50))
-        ok(other.register("validator"))
-
-        def audits() -> tuple[protocol.Audit, ...]:
-            response = ok(other.call("POST", "/audits", {"max_audits": 8}))
-            return protocol.AuditReply.model_validate_json(response.content).audits
-
-        assert audits() == (), "still claimed"
-        again.clock.advance(31)
-        found = audits()
-        assert [(audit.submission, audit.depth) for audit in found] == [
-            (audit.submission, audit.depth) for audit in claimed[1:]
-        ]
-        accept(again, claimed)  # the first validator was only slow
-        accounts = ledger.fold(entries_of(again))
-        assert earned(accounts) == 18
-        again.close()
 
 
 # Reputation: how often a node is audited fully, what audits do to its record, and how pending credit moves
@@ -331,10 +233,6 @@ class TestProbability:
     ) -> None:
         assert reputation.full_audit_probability(REPUTATION, proven(streak)) == pytest.approx(expected)
 
-    def test_everything_by_default_and_on_probation(self) -> None:
-        assert reputation.full_audit_probability(rules(), proven(10_000)) == 1
-        assert reputation.full_audit_probability(REPUTATION, proven(10_000, passed=7)) == 1
-
     def test_after_an_unsure_audit_everything_for_a_while_unless_our_own_machinery_failed(self) -> None:
         """In coarse formats a chosen token costs no more than that: before, 95 % of such groups were trained on."""
         open_ = verdict(submission(0), outcome=protocol.Outcome.UNSURE)
@@ -355,16 +253,8 @@ class TestProbability:
         depths = [reputation.depth_for(REPUTATION, proven(200), fraction) for fraction in fractions]
         assert 140 < depths.count("full") < 260, "five per cent of 4000, within four standard deviations"
 
-    def test_a_full_audit_is_what_lies_below_the_probability(self) -> None:
-        assert reputation.depth_for(REPUTATION, proven(20), 0.499) == "full"
-        assert reputation.depth_for(REPUTATION, proven(20), 0.5) == "light"
-
 
 class TestRecord:
-    def test_only_full_audits_lengthen_the_streak(self) -> None:
-        row = passes(passes(node(1, passed=0), 3), 5, depth="light", tokens=9)
-        assert (row.streak, row.passed, row.accepted, row.record) == (3, 3, 8, protocol.Tally())
-
     def test_a_sleeper_needs_two_thousand_submissions_to_be_audited_at_one_in_twenty(self) -> None:
         """Were light audits counted, 200 would do."""
         row, handed_in = node(1), 0
@@ -381,9 +271,6 @@ class TestRecord:
         assert (hard.streak, hard.passed, hard.on_probation, hard.strikes) == (0, 0, True, 1)
         assert passes(hard, 7).on_probation
         assert not passes(hard, 8).on_probation
-
-    def test_trusted_roles_are_never_on_probation(self) -> None:
-        assert not node(1, role="validator").on_probation
 
     def test_a_statistical_strike_is_forgiven_after_a_thousand_full_audits_in_a_row(self) -> None:
         struck = reputation.failed(node(1), protocol.Severity.STATISTICAL)
@@ -411,18 +298,6 @@ class TestCredit:
         fields = {"state": SubmissionState.ACCEPTED, "generated_tokens": 7, "validator": "v"}
         return submission(number, **{**fields, **changes})
 
-    def test_it_is_given_at_once_where_everything_is_audited(self) -> None:
-        assert credits.matures_at_ms(moment()) is None
-        row, record = credits.earn(node(1), self.accepted(), "{}", NOW_MS)
-        assert (row.credit, row.pending, record.kind) == (7, 0, "credit")
-
-    def test_by_reputation_it_is_pending_for_the_window(self) -> None:
-        until_ms = credits.matures_at_ms(moment(audit="reputation", credit_window_ms=5000))
-        assert until_ms == NOW_MS + 5000
-        row, record = credits.earn(node(1), self.accepted(matures_at_ms=until_ms), "{}", NOW_MS)
-        assert (row.credit, row.pending, record.kind) == (0, 7, "pending")
-        assert record.body["matures_at_ms"] == until_ms
-
     def test_what_is_due_becomes_credit_one_row_per_submission_one_save_per_node(self) -> None:
         due = [self.accepted(0, matures_at_ms=1), self.accepted(1, matures_at_ms=2, generated_tokens=5)]
         row = node(1, pending=20, credit=1)
@@ -432,9 +307,3 @@ class TestCredit:
         assert {record.body["verdict"] for record in records} == {protocol.document_hash("{}")}
         assert nodes_in(commands) == [replace(row, pending=8, credit=13)]
         assert [after.matures_at_ms for after in submissions_in(commands)] == [None, None]
-
-    def test_void_takes_what_is_pending_and_leaves_what_was_credited(self) -> None:
-        row, commands = credits.void(node(1, pending=7, credit=30), [self.accepted(matures_at_ms=1)], "why", NOW_MS)
-        assert (row.pending, row.credit) == (0, 30)
-        (record,) = of_type(commands, Record)
-        assert (record.kind, record.body["credit"], record.body["reason"]) == ("void", 7, "why")

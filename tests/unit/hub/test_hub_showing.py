@@ -237,17 +237,6 @@ def test_a_progress_verdict_that_names_another_unit_or_node_changes_nothing(benc
     ok(bench.alice.submit(lease))
 
 
-def test_only_a_certain_failure_is_taken_from_an_audit_of_progress(bench: Bench) -> None:
-    lease = leased(bench)
-    shown(bench, lease, chunks(0))
-    [audit] = bench.audits()
-    assert code_of(failed(bench, audit, severity=Severity.STATISTICAL)) == (422, "verdict.progress")
-    assert code_of(failed(bench, audit, reason="sampling.seed")) == (422, "verdict.progress")
-    assert code_of(bench.judge(audit)) == (422, "verdict.progress")
-    ok(bench.alice.submit(lease))
-    assert code_of(failed(bench, audit)) == (409, "verdict.late")
-
-
 def test_the_audit_of_a_submission_carries_what_was_shown(bench: Bench) -> None:
     lease = leased(bench)
     shown(bench, lease, chunks(1))
@@ -277,16 +266,6 @@ def test_a_hub_that_has_lost_what_was_shown_says_so_and_gets_it_again(bench: Ben
         transaction._connection.exec_driver_sql("DELETE FROM shown")
     assert shown(bench, lease, chunks(0, start=32)).tokens == (0, 0)
     assert shown(bench, lease, chunks(0, count=2)).tokens == (64, 0)
-
-
-def test_what_an_established_node_shows_is_not_kept(bench: Bench) -> None:
-    lease = leased(bench)
-    with bench.hub.context.storage.write() as transaction:
-        transaction._connection.exec_driver_sql("UPDATE nodes SET passed = 8")
-    reply = shown(bench, lease, chunks(0))
-    assert reply.deadline_ms == lease.deadline_ms
-    with bench.hub.context.storage.read() as reader:
-        assert reader.shown(lease.lease) == []
 
 
 # Shown progress in the decision core: which chunks are taken, whose lease is looked at, which rollout of it
@@ -331,12 +310,6 @@ def test_what_cannot_be_meant_is_refused(said, why):
     assert (caught.value.status, caught.value.code) == (422, "progress.malformed")
 
 
-def test_nothing_follows_a_short_chunk():
-    _, last, _ = take(None, cut_chunks(0, 0, range(3)))
-    with pytest.raises(Refusal, match="ended with a short chunk, at token 3"):
-        take(last, cut_chunks(0, 3, range(4)))
-
-
 @given(data=st.data())
 def test_however_messages_are_cut_lost_and_repeated_the_copy_becomes_the_group(data: st.DataObject):
     lengths = data.draw(st.tuples(st.integers(1, 16), st.integers(1, 16)))
@@ -369,17 +342,3 @@ def test_however_messages_are_cut_lost_and_repeated_the_copy_becomes_the_group(d
     for prefix in submissions.prefixes(found):
         begins = pack_tokens(whole[prefix.rollout][: prefix.tokens])
         assert prefix.digest == shown_digest(begins, b"".join(proofs[prefix.rollout])[: prefix.proof_bytes])
-
-
-def test_a_lease_is_looked_at_when_it_shows_something_and_again_after_each_doubling():
-    assert [submissions.is_shown_due(tokens, 0) for tokens in (0, 1, 64)] == [False, True, True]
-    assert [submissions.is_shown_due(64, looked_at) for looked_at in (32, 33, 64)] == [True, False, False]
-
-
-@given(
-    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), fraction=st.floats(0, 1, exclude_max=True)
-)
-def test_a_rollout_is_picked_in_proportion_to_what_was_shown_of_it(tokens, fraction):
-    picked = submissions.next_shown_rollout(tokens, fraction)
-    assert tokens[picked] > 0
-    assert sum(tokens[:picked]) <= fraction * sum(tokens) <= sum(tokens[: picked + 1])

@@ -9,25 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from kit.hub import HUB, RUN_ID, TRAINER, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
+from kit.hub import HUB, RUN_ID, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
 from shoal.hub.service import reporting
-from shoal.hub.service.stories import node_sentence
-from shoal.hub.state.rows import NodeRow
 from shoal.ledger import fold
 from shoal.protocol.identity import SigningKey
 from shoal.protocol.lease import Lease
-from shoal.protocol.node import NodeState, Registration, Vouch
-from shoal.protocol.signing import SignedDocument, document_hash, open_document, sign_document, sign_values
-from shoal.protocol.status import (
-    EvidencePage,
-    LedgerEntry,
-    LedgerPage,
-    NodePage,
-    NodeStory,
-    RunStatus,
-    UnitStory,
-    behind,
-)
+from shoal.protocol.node import Registration, Vouch
+from shoal.protocol.signing import SignedDocument, document_hash, open_document, sign_document
+from shoal.protocol.status import EvidencePage, LedgerEntry, LedgerPage, NodeStory, RunStatus, UnitStory, behind
 from shoal.protocol.submission import Receipt
 from shoal.protocol.verdict import CheckResult, Outcome, Severity, Verdict
 
@@ -157,40 +146,6 @@ def test_the_evidence_of_each_row_is_what_it_points_to(bench: Bench) -> None:
     assert [each["row"] for each in ok(bench.http.get(after)).json()["evidence"]] == [credits[1].index]
 
 
-@pytest.mark.parametrize(
-    ("count", "until_ms", "sentence"),
-    [
-        (0, 5, "suspended: slow; it ends by itself"),  # a row from before suspensions were counted
-        (1, 5, "suspended: slow; it ends by itself"),
-        (3, 5, "suspended, 3 times so far: slow; it ends by itself"),
-        (1, None, "suspended: slow; only the run's owner can pardon it"),
-    ],
-)
-def test_a_suspension_in_words(count: int, until_ms: int | None, sentence: str) -> None:
-    row = NodeRow(ALICE, "0" * 64, role="worker", name="a", registered_at_ms=0, state=NodeState.SUSPENDED,
-                  reason="slow", suspensions=count, until_ms=until_ms)  # fmt: skip
-    assert node_sentence(row) == sentence
-
-
-@pytest.mark.parametrize(
-    ("path", "code"),
-    [("/units/7", 404), (f"/nodes/{'f' * 32}", 404), ("/units/-1", 422), ("/nodes/nobody", 422), ("/units/x", 422)],
-)
-def test_what_is_not_there(bench: Bench, path: str, code: int) -> None:
-    assert code_of(bench.http.get(path))[0] == code
-
-
-def test_nodes_come_in_pages(bench: Bench) -> None:
-    found, after = [], ""
-    while page := NodePage.model_validate_json(bench.http.get(f"/nodes?after={after}&limit=3").content).nodes:
-        found += [view.node for view in page]
-        after = page[-1].node
-    assert found == sorted(found)
-    assert len(found) == 4
-    counts = NodePage.model_validate_json(bench.http.get("/nodes?limit=1").content).counts
-    assert counts == {"worker.active": 2, "trainer.active": 1, "validator.active": 1}
-
-
 def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "NODES_SHOWN", 6)
     ranks = (("trusted", 2), ("sanctioned", 1), ("credit", 1), ("seen", 6))
@@ -292,26 +247,6 @@ def test_an_owner_is_written_down_once_and_stays(bench: Bench) -> None:
     assert fold(ledger(bench)).by_node[CAROL.node].owner == OWNER.public_key
 
 
-def test_a_node_that_worked_alone_can_get_an_owner_later(bench: Bench) -> None:
-    ok(bench.announce(0))
-    assert ok(register(bench, CAROL, None)).json()["owner"] == ""
-    works(bench, CAROL)
-    assert vouches(bench) == []
-    assert ok(register(bench, CAROL, vouch())).json()["owner"] == OWNER.public_key
-    assert len(vouches(bench)) == 1
-
-
-def test_one_owner_can_have_several_machines(bench: Bench) -> None:
-    dave = worker_key(6)
-    ok(bench.announce(0))
-    ok(register(bench, CAROL, vouch()))
-    ok(register(bench, dave, vouch(dave.node)))
-    works(bench, CAROL)
-    works(bench, dave)
-    assert {body["owner"] for body in vouches(bench)} == {OWNER.public_key}
-    assert len(vouches(bench)) == 2
-
-
 @pytest.mark.parametrize(
     ("signed", "code"),
     [
@@ -328,17 +263,3 @@ def test_a_vouch_that_does_not_hold_is_refused_and_leaves_nothing(
     assert code_of(register(bench, CAROL, signed)) == (403, code)
     assert vouches(bench) == []
     assert CAROL.node not in [node.node for node in bench.status().nodes]
-
-
-def test_a_vouch_carries_no_load(bench: Bench) -> None:
-    """Keys are free, and what a key brings is kept: 60 a minute of 64 kB would be 5 GB a day for each address."""
-    values = {**vouch().document, "load": "x" * 2000}
-    signed = sign_values("vouch", values, OWNER)
-    assert code_of(register(bench, CAROL, signed)) == (422, "vouch.size")
-    ok(register(bench, CAROL, sign_values("vouch", {**vouch().document, "later": "field"}, OWNER)))
-
-
-def test_only_workers_have_owners(bench: Bench) -> None:
-    signed = certificate(TRAINER, "trainer")
-    answer = register(bench, TRAINER, vouch(TRAINER.node), role="trainer", certificate=signed)
-    assert code_of(answer) == (403, "vouch.role")

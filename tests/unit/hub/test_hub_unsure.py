@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from kit.hub import Actor, Bench, code_of, fresh_request, ok, worker_key
+from kit.hub import Actor, Bench, fresh_request, ok, worker_key
 from kit.machine import Play
 from shoal.hub.service.calibrating import SETTING
 from shoal.hub.service.reporting import read_figures
 from shoal.hub.state import calibrations
 from shoal.hub.state.calibrations import InForce
-from shoal.hub.state.commands import Refusal, Save
-from shoal.hub.state.reputation import NEWER, POOLED_AUDITS, Suspicion, evidence_groups
-from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Audit, AuditRequest, Batch, Lease, NodeState, Outcome, Severity
+from shoal.hub.state.commands import Save
+from shoal.hub.state.reputation import NEWER, POOLED_AUDITS, Suspicion
+from shoal.protocol import Audit, Batch, NodeState, Outcome, Severity
 from shoal.protocol.verdict import ENOUGH, Branches, GainEvidence
 
 GROUPS = 3
@@ -69,25 +68,6 @@ def test_fresh_keys_whose_every_group_is_unsure_stop_no_step(play: Play) -> None
     rows = [play._node(worker.node) for worker in play.workers]
     assert {(row.credit, row.strikes, row.state) for row in rows} == {(0, 0, NodeState.ACTIVE)}
     assert {node.credit for node in status.nodes} == {0}, "the validator earns nothing either"
-
-
-def test_leases_that_lapsed_before_cannot_take_the_unit_from_the_validator(play: Play) -> None:
-    """Many keys let a lease of the unit lapse and keep their groups for when it is free again."""
-    lapsed: list[Lease] = []
-    for _ in range(4):
-        lapsed += [lease for lease in play.lease(play.join(), 1) if lease.unit == 0]
-        let_pass(play, 241)
-    assert len(lapsed) == 4
-    for lease in lapsed[:2]:
-        play.submit(lease)
-        judge_all(play, Outcome.UNSURE)
-    assert state_of(play, 0) == ("open", 2)
-    refused = [play.submit(lease) for lease in lapsed[2:]]
-    assert [each.code for each in refused if isinstance(each, Refusal)] == ["lease.late"] * 2
-    (lease,) = [each for each in play.entrust() if each.unit == 0]
-    play.submit(lease)
-    judge_all(play, Outcome.UNSURE)
-    assert state_of(play, 0)[0] == "accepted"
 
 
 def test_a_validator_that_dies_with_a_unit_is_not_blamed_and_the_unit_comes_again(play: Play) -> None:
@@ -191,15 +171,6 @@ def test_who_works_as_a_kind_that_nobody_measured_is_a_newcomer_and_audited_full
     assert [audit.depth for audit in play.claim(4)] == ["full"]
 
 
-def test_a_kind_that_was_asked_for_is_wanted_at_every_hub_and_after_a_restart(tmp_path: Path) -> None:
-    """The hub that a validator asks may be another one than that of the worker which waits."""
-    play = Play(tmp_path, {"steps": 2}, {}, measurable=("torch/cpu/bfloat16",))
-    play.announce(0)
-    assert play.lease(play.join(), 1, profile="torch/cpu/bfloat16") == []
-    play.restart()
-    assert play.hub.checking.audits(play.validator, AuditRequest()).wanted == ("torch/cpu/bfloat16",)
-
-
 def test_a_refused_path_is_closed_while_the_other_path_of_its_format_is_open() -> None:
     """Limits of the open path are not those of the refused one: no leases by them."""
     paged, plain = "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16"
@@ -252,14 +223,6 @@ def test_a_nodes_evidence_grows_and_comes_with_its_next_audit(bench: Bench) -> N
     assert bench.row(bench.bob).gains == GainEvidence()
 
 
-def test_it_is_there_after_a_restart(bench: Bench) -> None:
-    judged(bench, bench.alice, [1.0])
-    again = bench.restarted()
-    assert again.row(again.alice).gains.differing == 1
-    assert newer(again).evidence.differing == 1
-    again.close()
-
-
 def test_the_same_verdict_again_counts_once(bench: Bench) -> None:
     audit = audit_of(bench, bench.alice)
     verdict = bench.verdict(audit, [0.0, 1.0] * 8, branches=Branches(looked=1, differences=(1.0,)))
@@ -267,12 +230,6 @@ def test_the_same_verdict_again_counts_once(bench: Bench) -> None:
         ok(bench.report(verdict))
     assert bench.row(bench.alice).gains.differing == 1
     assert newer(bench).evidence.differing == 1
-
-
-def test_more_branches_than_rollouts_are_refused(bench: Bench) -> None:
-    audit = audit_of(bench, bench.alice)
-    for shown in (Branches(looked=17), Branches(looked=1, differences=(1.0, 1.0))):
-        assert code_of(bench.judge(audit, [0.0, 1.0] * 8, branches=shown)) == (422, "verdict.branches")
 
 
 def test_a_strike_begins_the_nodes_evidence_anew_and_is_not_held_against_the_others(bench: Bench) -> None:
@@ -313,9 +270,3 @@ def test_an_owner_answers_for_all_its_nodes(bench: Bench) -> None:
     assert newer(bench) == Suspicion()
     assert not bench.row(bench.alice).gains.suffices
     assert judged(bench, bench.alice, []).distrusted == "its owner"
-
-
-def test_whose_evidence_a_node_counts_for() -> None:
-    row = NodeRow("1" * 32, "1" * 64, "worker", "n", 0)
-    assert list(evidence_groups(row)) == [NEWER]
-    assert list(evidence_groups(replace(row, owner="ab", passed=POOLED_AUDITS))) == ["gains/ab"]

@@ -33,12 +33,6 @@ def test_the_leases_of_a_worker_that_is_gone_end_long_before_their_deadline(benc
     assert again.unit == lease.unit
 
 
-def test_a_worker_that_is_heard_of_keeps_its_leases(bench: Bench) -> None:
-    bench.alice.lease(fresh_request())
-    pass_time(bench, heard=True)
-    assert bench.status().units["leased"] == 1
-
-
 def test_who_comes_back_hands_in_what_is_still_free_and_is_told_what_is_not(bench: Bench) -> None:
     first, second = bench.alice.lease(fresh_request(), 2)
     pass_time(bench)
@@ -59,15 +53,6 @@ def test_after_a_pause_of_its_own_the_hub_gives_everybody_time_to_be_heard(bench
     assert bench.status().units["leased"] == 1
     pass_time(bench, 10)
     assert bench.status().units["open"] == 1
-
-
-def test_so_does_a_hub_that_was_just_started(bench: Bench) -> None:
-    bench.alice.lease(fresh_request())
-    bench.clock.advance(100)
-    again = bench.restarted()
-    pass_time(again, 15)
-    assert again.status().units["leased"] == 1
-    again.close()
 
 
 def alice_of(bench: Bench) -> NodeRow:
@@ -146,12 +131,3 @@ def test_nonces_are_kept_until_no_hub_would_take_the_request_again(bench: Bench)
     bench.hub.upkeep.tick()
     with bench.hub.context.storage.write() as transaction:
         assert transaction.forget_nonces(10**15, 99) > 0
-
-
-def test_who_delivered_long_ago_is_not_remembered(bench: Bench) -> None:
-    work = bench.hub.work
-    for actor in (bench.alice, bench.bob):
-        (lease,) = actor.lease(fresh_request())
-        assert actor.submit(lease).status_code == 201
-        bench.clock.advance(LEASE_S + 1)
-    assert list(work._delivered_ms) == [bench.bob.key.node]

@@ -23,7 +23,7 @@ from kit.state import (
     units_in,
     verdict,
 )
-from shoal.hub.state import audits, nodes, reputation
+from shoal.hub.state import audits, nodes
 from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Refusal
 from shoal.hub.state.rows import LeaseState, NodeRow, Progress, SubmissionState, UnitState
@@ -79,10 +79,6 @@ class TestAccepted:
         assert record.body["verdict"] == document_hash(SIGNED)
         assert of_type(commands, AddVerdict) == [AddVerdict(row.submission, SIGNED)]
 
-    def test_a_node_is_written_into_the_ledger_once(self) -> None:
-        commands = judge(case(node=node(1, accepted=1)))
-        assert [record.kind for record in of_type(commands, Record)] == ["credit"]
-
     def test_the_first_work_of_a_banned_node_brings_its_owner_and_ban_into_the_ledger(self) -> None:
         vouched = {"owner": "0a" * 32, "vouch": '{"kind": "vouch"}'}
         commands = judge(case(node=node(1, state=NodeState.BANNED, reason="sampling.seed", **vouched)))
@@ -97,20 +93,6 @@ class TestAccepted:
         assert (dropped.state, dropped.lost_step) == (UnitState.DROPPED, 0)
         assert nodes_in(commands)[0].credit == 7
         assert of_type(commands, RaiseAlarm) == []
-
-    def test_the_drop_that_exceeds_the_refills_raises_the_alarm(self) -> None:
-        now = moment(progress=Progress(policy=policy(), dropped=8))
-        (alarm,) = of_type(judge(case(), now, rewards=(1, 1)), RaiseAlarm)
-        assert alarm.code == "refill.exhausted"
-        assert "step 0 lost more groups than the 8 that are refilled" in alarm.message
-        assert "Most had equal rewards" in alarm.message
-
-    def test_one_more_drop_does_not_change_the_alarm(self) -> None:
-        def said(dropped: int) -> str:
-            now = moment(progress=Progress(policy=policy(), dropped=dropped))
-            return of_type(judge(case(), now, rewards=(1, 1)), RaiseAlarm)[0].message
-
-        assert said(8) == said(11), "whoever shows alarms shows what is new"
 
     def test_the_tasks_part_decides_what_is_equal(self) -> None:
         def reward(value: float, **parts: float) -> RolloutReward:
@@ -139,13 +121,6 @@ class TestAccepted:
         assert decided.rewards == (0.9, 0.8), "what is trained on, were it trained on, is the whole"
         assert decided.pass_rate == 1.0
 
-    def test_by_total_only_what_is_equal_as_a_whole_is_dropped(self) -> None:
-        solved = RolloutReward(value=0.7, parts={"task": 1, "length": -0.3})
-        failed = RolloutReward(value=0.7, parts={"task": 0, "length": 0.7})
-        assert audits.has_equal_rewards([solved, failed], "total"), "no rollout has an advantage"
-        assert not audits.has_equal_rewards([solved, failed], "task")
-        assert not audits.has_equal_rewards([solved], "total"), "a group of one has nothing to compare with"
-
     def test_a_group_that_became_too_stale_is_void_and_paid(self) -> None:
         commands = judge(case(), moment(progress=Progress(policy=policy(1), next_step=1)))
         after = units_in(commands)[0]
@@ -156,10 +131,6 @@ class TestAccepted:
         commands = judge(case(unit=unit(0, UnitState.VOID)))
         assert units_in(commands) == {}
         assert nodes_in(commands)[0].credit == 7
-
-    def test_a_verdict_after_its_claim_ran_out_counts(self) -> None:
-        late = case(submission=submission(0, state=SubmissionState.RECEIVED))
-        assert submissions_in(judge(late))[0].state == SubmissionState.ACCEPTED
 
 
 class TestDuplicates:
@@ -195,19 +166,6 @@ class TestUnsure:
         assert f"({reason}); the validators' logs say why" in first[0].message
         assert "ConnectError" not in first[0].message
 
-    def test_an_accident_of_rounding_is_no_alarm(self) -> None:
-        assert of_type(judge(case(), outcome=Outcome.UNSURE, reason="sampling.accident"), RaiseAlarm) == []
-
-    @pytest.mark.parametrize("reason", ["sampling.accident", "machinery.profile", "reward.machinery"])
-    def test_workers_never_void_a_unit_whatever_the_reason(self, reason: str) -> None:
-        row, seen = case().unit, []
-        for _ in range(50):
-            (row,) = units_in(judge(case(unit=row), outcome=Outcome.UNSURE, reason=reason)).values()
-            seen.append((row.state, row.failures))
-            row = replace(row, state=UnitState.SUBMITTED, submission=case().submission.submission)
-        assert seen[:3] == [(UnitState.OPEN, 1), (UnitState.OPEN, 2), (UnitState.OPEN, 2)]
-        assert set(seen[2:]) == {(UnitState.OPEN, 2)}
-
     def test_only_attempts_of_validators_can_give_a_unit_up_and_the_owner_is_told(self) -> None:
         row, now = replace(case().unit, failures=2), moment(progress=Progress(policy=policy(), dropped=8))
         for _ in range(4):
@@ -230,13 +188,6 @@ class TestUnsure:
         (row,) = nodes_in(judge(case(node=row)))
         assert nodes.window(rules(), row) > 1
 
-    def test_an_unsure_group_in_fifty_is_no_doubt_where_that_is_the_formats_rate(self) -> None:
-        row = node(1, window=8)
-        for number in range(2000):
-            outcome = Outcome.UNSURE if number % 50 == 0 else Outcome.ACCEPTED
-            (row,) = nodes_in(judge(case(node=row), outcome=outcome, reason="sampling.accident", unsure_rate=0.02))
-            assert nodes.window(rules(), row) == 8
-
     def test_who_is_always_unsure_is_doubted_whatever_the_formats_rate(self) -> None:
         """Groups of 16 x 8,192 tokens have 4,096 parts: by limits of 2e-3 each the rate is 1, and doubt never grew."""
         row = node(1, window=8)
@@ -245,12 +196,6 @@ class TestUnsure:
                 judge(case(node=row), outcome=Outcome.UNSURE, reason="sampling.accident", unsure_rate=1.0)
             )
         assert nodes.window(rules(), row) == 1
-
-    def test_what_our_own_machinery_failed_is_no_doubt(self) -> None:
-        row = node(1)
-        for _ in range(9):
-            (row,) = nodes_in(judge(case(node=row), outcome=Outcome.UNSURE, reason="reward.machinery"))
-        assert (row.doubt, row.unsure) == (0, 9)
 
 
 def trusted(**changes: Any) -> NodeRow:
@@ -266,9 +211,6 @@ class TestTrusted:
         (decided,) = submissions_in(commands)
         assert (decided.state, decided.generated_tokens, decided.rewards) == (SubmissionState.ACCEPTED, 0, (0, 1))
         assert of_type(commands, Record) == []
-
-    def test_it_is_audited_lightly_under_any_policy_of_audits(self) -> None:
-        assert reputation.depth_for(rules(audit="all"), trusted(), 0.0) == "light"
 
     @pytest.mark.parametrize("severity", [None, *Severity])
     def test_its_rejection_sanctions_nobody_and_is_an_alarm(self, severity: Severity | None) -> None:
@@ -325,12 +267,6 @@ class TestKinds:
         assert self.outcome(*kin(1, accepted=8, **FAILED)) == SubmissionState.REJECTED
         assert self.outcome(*kin(2, accepted=8, **FAILED)) == SubmissionState.UNSURE
 
-    def test_fresh_keys_of_one_network_count_once(self) -> None:
-        many = kin(50, network="10.0.0", **FAILED)
-        assert self.outcome(*many) == SubmissionState.REJECTED
-        elsewhere = node(99, network="10.2.2", **FAILED)
-        assert self.outcome(*many, elsewhere) == SubmissionState.UNSURE
-
     def test_as_many_machines_that_pass_outweigh_those_that_fail(self) -> None:
         failing = kin(2, accepted=8, **FAILED)
         passing = [node(number, accepted=8, passed=8) for number in range(50, 53)]
@@ -354,10 +290,6 @@ class TestKinds:
         (row, *_) = nodes_in(judge(case(kin=kin(9, accepted=8, **failed)), **{**STRIKE, "reason": "sampling.steered"}))
         assert (row.strikes, row.state) == (1, NodeState.SUSPENDED)
 
-    def test_the_same_verdict_again_is_harmless(self) -> None:
-        decided = case(submission=submission(0, state=SubmissionState.UNSURE, reason="proofs.drift"))
-        assert judge(decided, **STRIKE) == []
-
 
 class TestRejected:
     def test_one_certain_failure_bans(self) -> None:
@@ -377,13 +309,6 @@ class TestRejected:
         after = units_in(commands)
         assert (after[4].state, after[4].failures) == (UnitState.OPEN, 0)
         assert (after[0].state, after[0].failures) == (UnitState.OPEN, 0), "the node failed, not the unit"
-
-    @pytest.mark.parametrize("severity", [None, Severity.STATISTICAL, Severity.CERTAIN])
-    def test_what_is_rejected_of_a_key_without_accepted_work_leaves_no_row(self, severity: Severity | None) -> None:
-        commands = judge(case(node=node(1, soft=9)), outcome=Outcome.REJECTED, severity=severity)
-        assert nodes_in(commands)[0].state is not NodeState.ACTIVE
-        assert of_type(commands, AddVerdict), "the signed verdict is kept: it is what an appeal needs"
-        assert of_type(commands, Record) == []
 
     def test_two_statistical_failures_ban(self) -> None:
         first = nodes_in(judge(case(), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]
@@ -431,23 +356,12 @@ class TestRejected:
         assert (after.streak, after.passed) == (7, 9)
         assert after.reason == "4 groups in a row were rejected, the last for reward.late"
 
-    def test_an_accepted_group_begins_the_count_anew(self) -> None:
-        (row,) = nodes_in(judge(case(node=node(1, soft=3))))
-        assert row.soft == 0
-        (row,) = nodes_in(judge(case(node=row), outcome=Outcome.REJECTED))
-        assert (row.state, row.soft) == (NodeState.ACTIVE, 1)
-
     def test_what_was_handed_in_before_a_suspension_can_make_it_longer_and_ban(self) -> None:
         waiting = node(1, state=NodeState.SUSPENDED, statistical=1, suspensions=1, until_ms=NOW_MS + 5)
         (soft,) = nodes_in(judge(case(node=replace(waiting, soft=9)), outcome=Outcome.REJECTED))
         assert (soft.state, soft.until_ms) == (NodeState.SUSPENDED, NOW_MS + 5), "it is out already"
         (struck,) = nodes_in(judge(case(node=waiting), outcome=Outcome.REJECTED, severity=Severity.CERTAIN))
         assert (struck.state, struck.until_ms) == (NodeState.BANNED, None)
-
-    def test_a_banned_node_is_sanctioned_once(self) -> None:
-        banned = node(1, state=NodeState.BANNED, certain=1, accepted=3)
-        commands = judge(case(node=banned), outcome=Outcome.REJECTED, severity=Severity.CERTAIN)
-        assert [record.kind for record in of_type(commands, Record)] == ["rejected"]
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,6 @@ class TestSynchronous:
         assert choice.batch is None
         assert "lower-numbered" in choice.waiting
 
-    def test_a_higher_number_does_not_matter(self) -> None:
-        rows = [*(accepted(number) for number in (1, 2, 3, 4)), unit(9, UnitState.LEASED)]
-        assert choose(rows).batch is not None
-
     def test_what_it_waits_for_in_words(self) -> None:
         rows = [accepted(0), unit(1, UnitState.LEASED), unit(2, UnitState.LEASED), unit(3, UnitState.SUBMITTED)]
         assert choose(rows).waiting == "step 0: 1 of 4 groups (2 leased, 1 submitted)"
@@ -76,12 +72,6 @@ class TestSynchronous:
 
 
 class TestAsynchronous:
-    def test_it_is_written_as_soon_as_enough_are_there(self) -> None:
-        rows = [unit(0, UnitState.LEASED), *(accepted(number) for number in (1, 2, 3, 4, 5))]
-        choice = choose(rows, max_staleness=1)
-        assert choice.batch is not None
-        assert [group.unit for group in choice.batch.groups] == [1, 2, 3, 4]
-
     def test_only_groups_within_the_bound(self) -> None:
         rows = [accepted(0, version=1), *(accepted(number, version=2) for number in (1, 2, 3, 4))]
         choice = choose(rows, step=3, version=3, max_staleness=1)
@@ -118,10 +108,6 @@ class TestAsynchronous:
         assert voided == [5, 7]
         assert leases_in(commands) == {}, "the work was asked for: it is taken, judged and paid"
 
-    def test_a_batch_may_be_asked_for_before_its_version_is_announced(self) -> None:
-        rows = [accepted(number, version=2) for number in range(4)]
-        assert choose(rows, step=3, version=2, max_staleness=1).batch is not None
-
 
 class TestRefills:
     def test_past_the_cap_a_step_takes_what_there_is(self) -> None:
@@ -131,38 +117,9 @@ class TestRefills:
         (alarm,) = of_type(choice.commands, RaiseAlarm)
         assert alarm.message == "step 0 was written down with 3 of 4 groups"
 
-    def test_even_nothing(self) -> None:
-        choice = choose([], dropped=10, failed=2)
-        assert choice.batch is not None
-        assert choice.batch.groups == ()
-
-    def test_an_empty_step_still_waits_for_what_can_come_in(self) -> None:
-        assert choose([unit(3, UnitState.SUBMITTED)], dropped=12).batch is None
-
 
 class TestSampledReward:
     """The mean over all rollouts that were accepted for a step, those that nothing is learnt from included."""
-
-    def test_by_hand(self) -> None:
-        lost = [submission(8, rewards=(1.0, 1.0)), submission(9, rewards=(0.5, 0.5, 0.5, 0.5))]
-        choice = choose([accepted(number) for number in range(4)], lost=lost, dropped=2)
-        assert choice.batch is not None
-        assert choice.batch.sampled_reward == (4 * (0 + 1) + 2 * 1 + 4 * 0.5) / (4 * 2 + 2 + 4)
-        assert choice.batch.sampled_reward != 0.5, "the mean of the chosen groups alone"
-
-    def test_it_does_not_depend_on_the_order(self) -> None:
-        groups = [(0.1, 0.2), (0.3,), (1e9, -1e9), (0.7, 0.6)]
-        assert batches.mean_reward(groups) == batches.mean_reward(reversed(groups))
-
-    def test_an_empty_step_without_a_single_group_has_none(self) -> None:
-        choice = choose([], failed=12)
-        assert choice.batch is not None
-        assert choice.batch.sampled_reward is None
-
-    def test_an_empty_step_tells_of_what_was_dropped(self) -> None:
-        choice = choose([], dropped=12, lost=[submission(number, rewards=(0.25, 0.25)) for number in range(12)])
-        assert choice.batch is not None
-        assert (choice.batch.groups, choice.batch.sampled_reward) == ((), 0.25)
 
     def test_the_digest_of_a_batch_is_about_its_groups_alone(self) -> None:
         rows = [accepted(number) for number in range(4)]
@@ -229,8 +186,3 @@ class TestPolicies:
         assert leases_in(commands) == {"u1a0": LeaseState.VOID}
         assert after[9].state == UnitState.TRAINED
         assert 10 not in after, "a batch that is written down stays"
-
-    def test_the_first_policy_of_a_run(self) -> None:
-        assert of_type(announce(policy(0), policy=None, next_step=0), AddPolicy)
-        with pytest.raises(Refusal):
-            announce(policy(1), policy=None, next_step=0)

@@ -18,7 +18,6 @@ from kit.state import (
     policy,
     rows_in,
     submission,
-    submissions_in,
     unit,
     units_in,
 )
@@ -57,20 +56,10 @@ class TestGrant:
         assert (found.leases, found.commands) == ((), ())
         assert found.plan.waiting == "all 4 units of step 0 (policy 0.0) are given out or being checked"
 
-    def test_the_newest_policy_is_used(self) -> None:
-        now = moment(progress=Progress(policy=policy(3, incarnation=1), next_step=3))
-        assert grant(now, [], ask()).leases[0].policy == policy(3, incarnation=1)
-
     def test_a_node_holds_only_so_many(self) -> None:
         now = moment()
         assert len(grant(now, [], ask(4, held_leases=1, window=2)).leases) == 1
         assert "holds 2 leases" in grant(now, [], ask(4, held_leases=2, window=2)).plan.waiting
-
-    def test_a_newcomer_gets_a_quarter(self) -> None:
-        now = moment(leases_per_node=8)
-        assert len(grant(now, [], ask(4)).leases) == 2
-        assert "holds 2 leases" in grant(now, [], ask(4, held_leases=2)).plan.waiting
-        assert len(grant(moment(leases_per_node=2), [], ask(4)).leases) == 1
 
     def test_a_slow_node_gets_what_it_can_have_back_in_time(self) -> None:
         progress = Progress(policy=policy(3), next_step=3)
@@ -88,23 +77,6 @@ class TestGrant:
         suspended = ask(state=NodeState.SUSPENDED, reason="because", until_ms=NOW_MS + 42_001)
         found = grant(moment(), [unit(0)], suspended)
         assert (found.leases, found.plan.waiting) == ((), "this node is suspended for 43 s more: because")
-
-    def test_why_there_is_nothing(self) -> None:
-        waits = {
-            "no policy has been published yet": Progress(),
-            "the run is finished": Progress(policy=policy(10), next_step=10),
-            "all groups for policy 0.2 are generated: waiting for the trainer to publish the next one": Progress(
-                policy=policy(2), next_step=3
-            ),
-            "the run needs no more groups: its last step is being trained": Progress(policy=policy(9), next_step=10),
-        }
-        for expected, progress in waits.items():
-            assert grant(moment(progress=progress), [], ask()).plan.waiting == expected
-
-    def test_units_end_at_one_that_has_no_task(self) -> None:
-        """Without gaps: a number that is left out would never be made."""
-        assert [row.unit for row in grant(moment(), [], ask(4), taskless={1}).leases] == [0]
-        assert grant(moment(), [], ask(4), taskless={0}).plan.waiting.startswith("no task that was drawn for unit 0")
 
 
 class TestExpiry:
@@ -136,14 +108,6 @@ class TestRenewal:
         assert row.deadline_ms == NOW_MS + 70_000
         assert row.issued_at_ms == NOW_MS, "nothing else changes"
 
-    def test_without_progress_nothing_changes(self) -> None:
-        assert self.renewed(7, progress=7) == []
-        assert self.renewed(3, progress=7) == []
-        assert self.renewed(-3) == []
-        ended = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0))
-        assert leases.renew(moment(), [ended], {"u0a0": 9}) == []
-        assert leases.renew(moment(), [held(0)], {"another": 9}) == []
-
     def test_nobody_has_more_tokens_than_a_group_has(self) -> None:
         (row,) = self.renewed(10**9)
         assert row.progress == 2 * 16
@@ -157,9 +121,6 @@ class TestAbandon:
         assert units_in(commands) == {0: unit(0, attempt=1)}
         assert [(row.window, row.lapses) for row in nodes_in(commands)] == [(1, 1)]
 
-    def test_what_this_very_request_was_granted_stands(self) -> None:
-        assert leases.abandon(moment(), node(1), [held(0, request="request-2")], "request-2", ()) == []
-
 
 class TestRelease:
     def test_a_release_is_no_failure_of_the_unit(self) -> None:
@@ -168,13 +129,6 @@ class TestRelease:
         assert units_in(commands)[0] == unit(0, attempt=1)
         (after,) = nodes_in(commands)
         assert (after.window, after.lapses, after.state) == (4, 7, NodeState.ACTIVE), "it halves, it never suspends"
-
-    def test_ended_leases_are_ignored_and_foreign_ones_refused(self) -> None:
-        done = held(0, state=UnitState.SUBMITTED)
-        done = Holding(replace(done.lease, state=LeaseState.SUBMITTED), done.unit)
-        assert leases.release(moment(), node(1), [done]) == []
-        with pytest.raises(Refusal, match=r"lease\.not_yours"):
-            leases.release(moment(), node(2), [held(0)])
 
 
 ARRIVAL = Arrival(node=node(1).node, lease="u0a0", submission="a" * 64, size_bytes=12)
@@ -192,16 +146,6 @@ def receive(
 
 
 class TestReceive:
-    def test_new(self) -> None:
-        status, commands = receive(held(0))
-        assert status == 201
-        (row,) = submissions_in(commands)
-        assert (row.submission, row.receipt, row.size_bytes) == ("a" * 64, "signed", 12)
-        after = units_in(commands)[0]
-        assert (after.state, after.submission, after.version) == (UnitState.SUBMITTED, "a" * 64, 0)
-        assert leases_in(commands) == {"u0a0": LeaseState.SUBMITTED}
-        assert nodes_in(commands)[0].lapses == 0
-
     def test_the_same_again_and_another_body(self) -> None:
         assert receive(held(0), replace(submission(0), submission="a" * 64)) == (200, [])
         with pytest.raises(Refusal) as refusal:
@@ -225,13 +169,6 @@ class TestReceive:
             assert len(leases_in(commands)) == 1
             assert units_in(commands) == {}
 
-    def test_past_the_deadline_but_not_noticed_yet(self) -> None:
-        assert receive(held(0, deadline_ms=0))[0] == 201
-
-    def test_late_while_the_unit_is_free(self) -> None:
-        expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0, attempt=1, failures=1))
-        assert units_in(receive(expired)[1])[0].state == UnitState.SUBMITTED
-
     @pytest.mark.parametrize("state", [state for state in UnitState if state != UnitState.OPEN])
     def test_late_when_the_unit_has_moved_on(self, state: UnitState) -> None:
         expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0, state))
@@ -250,13 +187,6 @@ class TestReceive:
             receive(Holding(replace(held(0).lease, state=state), unit(0)))
         assert (refusal.value.status, refusal.value.code) == (410, f"lease.{state.value}")
 
-    def test_whose_lease_it_is(self) -> None:
-        with pytest.raises(Refusal) as unknown:
-            submissions.check_owner(None, node(1).node, "u9a9")
-        with pytest.raises(Refusal) as foreign:
-            submissions.check_owner(held(0, who=2), node(1).node, "u0a0")
-        assert (unknown.value.status, foreign.value.status) == (404, 403)
-
 
 class TestPolicyOfTheWorker:
     """Version 5 is the newest, step 5 has no batch yet, and groups may be two versions old."""
@@ -267,10 +197,6 @@ class TestPolicyOfTheWorker:
         held = None if version is None else policy(version, incarnation)
         ask = Ask(node(1, passed=8), "request-1", max_units=8, held=0, policy=held, behind=behind)
         return grant(now, [], ask)
-
-    @pytest.mark.parametrize(("version", "behind"), [(None, False), (5, False), (5, True)])
-    def test_leases_are_for_the_newest_one(self, version: int | None, behind: bool) -> None:
-        assert {row.version for row in self.grant(version, behind).leases} == {5}
 
     def test_who_has_an_older_one_is_told_to_load_the_newest(self) -> None:
         found = self.grant(4, behind=False)

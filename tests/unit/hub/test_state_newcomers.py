@@ -57,15 +57,6 @@ class TestLeases:
     def test_otherwise_there_is_no_bound(self, crowd: Crowd, changes: dict[str, Any]) -> None:
         assert [row.unit for row in granted(crowd, **changes).leases] == [0, 1, 4, 5, 6, 7, 8, 9]
 
-    def test_a_small_share_is_one_and_none_is_none(self) -> None:
-        assert len(granted(HERE, newcomer_share=0.01).leases) == 1
-        assert granted(HERE, newcomer_share=0.0).leases == ()
-        assert len(granted(Crowd(), newcomer_share=0.0).leases) == 8, "who else should do it"
-
-    def test_units_that_were_tried_before_are_left_to_established_nodes_that_ask(self) -> None:
-        assert [row.unit for row in granted(replace(HERE, asking=True)).leases] == [4, 5, 6, 7]
-        assert [row.unit for row in granted(HERE).leases] == [0, 1, 4, 5], "nobody asks: a newcomer is better than none"
-
 
 class TestFirstUnits:
     """16 units may be alive; newcomers may have 4 of them in hand while established nodes are here."""
@@ -175,11 +166,6 @@ class TestFirstUnits:
         assert found.plan.waiting == "other newcomers of this network are first: they had fewer units"
         assert with_ahead(ahead=0, unproven=4).plan.short == "inside", "its own network lacks a place"
 
-    def test_in_a_young_run_they_have_half_of_all_units(self) -> None:
-        assert len(self.grant(hands(7, 0, 7, HOME), here=False).leases) == 1
-        assert self.grant(hands(8, 0, 8, HOME), here=False).leases == ()
-        assert len(self.grant(hands(8, 0, 8, "198.51.100.0/24"), here=False).leases) == 1
-
     def test_who_had_more_turns_yields_to_other_networks(self) -> None:
         """16 units may be alive."""
 
@@ -192,16 +178,6 @@ class TestFirstUnits:
         assert found.plan.waiting == "newcomers of other networks are first: they had fewer units"
         assert len(with_alive(alive=13, ahead=2).leases) == 1, "one for each of them, and one more"
         assert not with_alive(alive=16, ahead=2).plan.yields, "there is nothing to leave to others"
-
-    @pytest.mark.parametrize(
-        ("passed", "hard_ms", "expected_ms"), [(0, 600_000, 240_000), (0, 90_000, 90_000), (1, 600_000, 600_000)]
-    )
-    def test_a_first_lease_lasts_four_times_lease_s_at_the_most(
-        self, passed: int, hard_ms: int, expected_ms: int
-    ) -> None:
-        now = moment(progress=Progress(policy=policy()), lease_hard_ms=hard_ms, max_new_tokens=256)
-        (row,) = grant(now, [], Ask(node(1, passed=passed), "request-1", 1, 0)).leases
-        assert (row.deadline_ms - now.now_ms, row.hard_deadline_ms - now.now_ms) == (60_000, expected_ms)
 
     @pytest.mark.parametrize(
         ("tokens", "passed", "pace_ms", "expected_ms"),
@@ -247,14 +223,6 @@ class TestTurns:
         assert turns.ahead(FLOOD, 2, 60_000) == (1, 0)
         assert turns.ahead(HONEST, 2, 60_000) == (0, 0)
         assert turns.ahead(at("stranger"), 2, 60_000) == (0, 0), "who had nothing yields to nobody"
-
-    def test_it_yields_no_longer_once_the_other_is_served_or_gone(self) -> None:
-        turns = Turns()
-        turns.asked(FLOOD, 2, now_ms=0)
-        turns.asked(HONEST, 0, now_ms=1)
-        assert turns.ahead(FLOOD, 10_002, 60_000) == (0, 0)
-        turns.asked(HONEST, 1, now_ms=10_003)
-        assert turns.ahead(FLOOD, 10_004, 60_000) == (0, 0)
 
     def test_an_accepted_group_makes_a_network_first_again_and_keeps_a_place_for_it(self) -> None:
         turns = Turns()
@@ -323,12 +291,6 @@ class TestTurns:
         turns.asked(at("flood", "one", "a"), 0, now_ms=1, only_inside=True)
         assert turns.ahead(HONEST, 2, 60_000) == (0, 0)
 
-    def test_this_machines_own_keys_have_no_order_among_them(self) -> None:
-        turns = Turns()
-        turns.asked(at("", "", "a"), 1, now_ms=0)
-        turns.asked(at("", "", "b"), 0, now_ms=1)
-        assert turns.ahead(at("", "", "a"), 2, 60_000) == (0, 0)
-
     def test_networks_addresses_and_keys_are_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("shoal.hub.service.turns.REMEMBERED", (64, 16, 8))
         turns = Turns()
@@ -362,17 +324,6 @@ class TestAudits:
         chosen, _ = newcomers.choose(*queue(established, fresh), 8, 0.25)
         assert sum(row.node == node(2).node for row in chosen) == expected
         assert len(chosen) == min(8, established + fresh)
-
-    def test_each_side_lowest_unit_first(self) -> None:
-        chosen, _ = newcomers.choose(*queue(10, 10), 8, 0.25)
-        assert sorted(row.unit for row in chosen) == [0, 1, 10, 11, 12, 13, 14, 15]
-
-    def test_a_validator_that_takes_one_at_a_time_takes_every_fourth_from_newcomers(self) -> None:
-        owed, taken = 0.0, []
-        for _ in range(12):
-            (row,), owed = newcomers.choose(*queue(50, 50, owed), 1, 0.25)
-            taken.append(row.node == node(2).node)
-        assert taken == [False, False, False, True] * 3
 
     @pytest.mark.parametrize("count", [1, 4, 32])
     def test_groups_with_forty_times_as_many_tokens_get_a_quarter_of_all_tokens(self, count: int) -> None:

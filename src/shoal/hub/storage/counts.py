@@ -3,6 +3,7 @@
     where the run stands (`Progress`)     kept while units are leased and submitted; read again after anything else
     how many units are alive, by state    kept until an accepted one changes: it may have been in a batch, or not
     what newcomers have in hand           a sum for each network; a node whose rows changed is read again, alone
+    nodes                                 rows as they were read or written last: every request asks for one
 
 Only a writer uses them: nobody writes beside it. What a transaction that fails has changed is read again.
 """
@@ -31,6 +32,8 @@ from shoal.hub.state.rows import (
 )
 from shoal.hub.storage.reader import IN_HAND, NEWCOMER, UNJUDGED
 from shoal.hub.storage.writer import Writer
+
+NODES_KEPT = 20_000
 
 
 class Hands:
@@ -66,14 +69,17 @@ class Hands:
 
 
 class Counts:
-    """Of one file; all are None until a writer needs them."""
+    """Of one file; all are empty until a writer needs them."""
 
-    progress: Progress | None = None
-    alive: Counter[UnitState] | None = None
-    hands: Hands | None = None
+    def __init__(self) -> None:
+        self.progress: Progress | None = None
+        self.alive: Counter[UnitState] | None = None
+        self.hands: Hands | None = None
+        self.nodes: dict[str, NodeRow] = {}
 
     def forget(self) -> None:
         self.progress = self.alive = self.hands = None
+        self.nodes.clear()
 
 
 class CountingWriter(Writer):
@@ -88,6 +94,16 @@ class CountingWriter(Writer):
             self._counts.progress = self._counts.alive = None
         if self._counts.hands is not None:
             self._counts.hands.changed |= self._changed
+        for node in self._changed:
+            self._counts.nodes.pop(node, None)
+
+    def node(self, node: str) -> NodeRow | None:
+        known = self._counts.nodes.get(node)
+        if known is None and (known := super().node(node)) is not None:
+            if len(self._counts.nodes) >= NODES_KEPT:
+                self._counts.nodes.clear()
+            self._counts.nodes[node] = known
+        return known
 
     def progress(self, counted: bool = True) -> Progress:  # noqa: ARG002  it is kept
         if self._counts.progress is None:
@@ -121,6 +137,7 @@ class CountingWriter(Writer):
             self._unit_moved(command.row, command.was)
         elif isinstance(command, Save) and _moves_units(command):
             self._changed.add(command.row.node)
+            self._counts.nodes.pop(command.row.node, None)
             if self._counts.hands is not None:
                 self._counts.hands.changed.add(command.row.node)
 

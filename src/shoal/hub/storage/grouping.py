@@ -65,9 +65,7 @@ class GroupCommit:
             if self._group is not None and durable and not self._group.durable:
                 self._end(self._group)
             if self._group is None:
-                if durable not in self._connections:
-                    self._connections[durable] = self._engines[durable].connect()
-                self._group = _Group(self._connections[durable], durable)
+                self._group = _Group(self._connection(durable), durable)
             group = self._group
             group.size += 1
             alone = group.size == 1  # the first in a group has nobody beside it to spare
@@ -85,6 +83,22 @@ class GroupCommit:
             self._lock.release()
         if durable:
             self._await(group)
+
+    @contextmanager
+    def look(self) -> Iterator[Connection]:
+        """The relaxed connection between two groups: what is read in no transaction."""
+        self._enter()
+        try:
+            if self._group is not None:
+                self._end(self._group)
+            yield self._connection(False)
+        finally:
+            self._lock.release()
+
+    def _connection(self, durable: bool) -> Connection:
+        if durable not in self._connections:
+            self._connections[durable] = self._engines[durable].connect()
+        return self._connections[durable]
 
     def close(self) -> None:
         with self._lock:

@@ -77,7 +77,7 @@ class SqliteStorage:
     @contextmanager
     def read(self) -> Iterator[Reader]:
         try:
-            with self._writers.write(False) if self._in_memory else self._view() as connection:
+            with self._writers.look() if self._in_memory else self._view() as connection:
                 yield Reader(connection)
         except (DatabaseError, sqlite3.Error) as error:
             raise self._explained(error) from error

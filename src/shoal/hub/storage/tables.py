@@ -229,7 +229,7 @@ def insert(table: sa.Table, but: str = "") -> str:
 def _conversions(sort: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
     """How a field of this type is read from its column and written to it; None: as it is."""
     if get_origin(sort) is dict:
-        return json.loads, json.dumps
+        return json.loads, lambda value: json.dumps(value) if value else "{}"
     if get_origin(sort) is tuple:
         return lru_cache(4096)(lambda text: tuple(json.loads(text))), json.dumps
     if sort is bool:
