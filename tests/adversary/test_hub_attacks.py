@@ -6,14 +6,11 @@ hand, against a hub behind real sockets.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-import zstandard
 
 from kit import TempPaths
 from kit.door import Caller, Hub, establish, ok, packed, refusal, running_hub, submission
@@ -104,15 +101,6 @@ def test_a_truncated_body(worker: Caller) -> None:
     assert refusal(worker.submit(lease, whole[: len(whole) // 2])) == (422, "submission.malformed")
 
 
-def test_a_bomb(worker: Caller) -> None:
-    """A megabyte that would be a gigabyte."""
-    [lease] = worker.lease()
-    compressor = zstandard.ZstdCompressor(level=1).compressobj()
-    bomb = b"".join(compressor.compress(bytes(MIB)) for _ in range(1024)) + compressor.flush()
-    assert len(bomb) < MIB
-    assert refusal(worker.submit(lease, bomb)) == (422, "submission.malformed")
-
-
 def test_a_forged_reward(worker: Caller) -> None:
     """There is no place for one: a submission that brings a reward along is none."""
     [lease] = worker.lease()
@@ -154,7 +142,7 @@ def test_a_profile_that_nobody_has_measured(worker: Caller) -> None:
 
 def test_hoarding_leases(tmp_path_factory: TempPaths) -> None:
     """A new key has one unit until its first group is accepted, and loses it when the time is over."""
-    with running_hub(tmp_path_factory.mktemp("hoard") / "run", hub={"lease_s": 2, "requests_per_key_s": 0}) as hub:
+    with running_hub(tmp_path_factory.mktemp("hoard") / "run", hub={"lease_s": 0.5, "requests_per_key_s": 0}) as hub:
         hoarder = hub.worker()
         held = hoarder.lease(16)
         assert len(held) == 1
@@ -171,7 +159,7 @@ def test_hoarding_leases(tmp_path_factory: TempPaths) -> None:
 
 def test_progress_that_is_only_said(tmp_path_factory: TempPaths) -> None:
     """A newcomer that says more tokens with every heartbeat, and shows none, holds a unit no longer than `lease_s`."""
-    with running_hub(tmp_path_factory.mktemp("said") / "run", hub={"lease_s": 2, "requests_per_key_s": 0}) as hub:
+    with running_hub(tmp_path_factory.mktemp("said") / "run", hub={"lease_s": 0.5, "requests_per_key_s": 0}) as hub:
         liar = hub.worker()
         [lease] = liar.lease(1)
         tokens, end_s, deadlines = 0, time.monotonic() + 20, {lease.lease: lease.deadline_ms}
@@ -200,35 +188,6 @@ def test_sybil_keys_after_a_ban(tmp_path_factory: TempPaths) -> None:
         assert len(taken) <= 8  # a quarter of the 32 units that two steps may have alive
         assert len(honest.lease(16)) == 12  # its window: a newcomer's four, and one more for each group accepted
         assert all(node.on_probation for node in status(hub).nodes if node.accepted == 0 and node.role == "worker")
-
-
-def test_a_flood_of_requests(hub: Hub) -> None:
-    """Strangers ask as fast as they can; whoever works is answered all the same."""
-    worker, over = hub.worker(), threading.Event()
-    flooded: list[int] = []
-
-    def flood() -> None:
-        stranger = hub.caller()
-        with httpx.Client(base_url=hub.http.base_url, timeout=30) as http:
-            while not over.is_set():
-                headers = stranger.signed("POST", "/leases", b"{}")
-                flooded.append(http.post("/leases", content=b"{}", headers=headers).status_code)
-
-    threads = [threading.Thread(target=flood, daemon=True) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    try:
-        waits_s = []
-        while len(waits_s) < 10 or (not flooded and sum(waits_s) < 30):  # until the flood is there
-            started_s = time.monotonic()
-            ok(worker.call("POST", "/heartbeat", b"{}"))
-            waits_s.append(time.monotonic() - started_s)
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(30)
-    assert set(flooded) == {401}
-    assert max(waits_s) < 5
 
 
 # ── what was written down ────────────────────────────────────────────────────────────────────────────────────────

@@ -56,9 +56,8 @@ SHUT_OUT_CODES = ("node.banned", "node.suspended")
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """How long a call keeps trying (`patience_s`), how long one attempt may take, and the pauses in between. A hub that
-    does not answer for `tell_after_s` is mentioned in the log, once per call. `retries_pages`: what no hub answers may
-    come from somebody in the hub's place, for a while."""
+    """How long a call keeps trying, how long one attempt may take, and the pauses in between. A hub that does not
+    answer for `tell_after_s` is mentioned in the log. `retries_pages`: a page may be there for a while only."""
 
     patience_s: float = 60.0
     connect_timeout_s: float = 10.0

@@ -28,11 +28,6 @@ TOKEN_BYTES = 8  # a token id and its log-probability
 PROFILES = (DEFAULT_PROFILE, "scripted/cpu/float32")
 
 
-def proof_bytes(topk: int) -> int:
-    """The most that one proof has: a modulus and a coefficient per point, two bytes each."""
-    return 2 + 2 * topk
-
-
 class RunSettings(BaseModel):
     """What is being trained. The same for everybody who takes part; it never changes during a run."""
 
@@ -106,15 +101,9 @@ class HubSettings(BaseModel):
 
 @dataclass(frozen=True)
 class HubConfig:
-    """What a hub is made of: its folder, its run, and how prompts become token ids.
-
-    `certificates` are the role certificates that `GET /run` hands out; `sources` where the weights are. Work goes to
-    nodes that generate with one of `profiles` (engine/device/number format), whose limits are built in, or with one of
-    `measurable`, once a validator has measured it.
-    `frame` are the tokens before and after what a tool says, in runs whose environment answers the model.
-    `pools` says how difficulty decides which tasks are drawn, `evaluation` what validators measure meanwhile. `model`
-    is how large policies are, as nodes are told.
-    """
+    """What a hub is made of: its folder, its run, and how prompts become token ids. Work goes to nodes that
+    generate with one of `profiles` (engine/device/number format), whose limits are built in, or of `measurable`, once a
+    validator has measured it. `frame` are the tokens before and after what a tool says."""
 
     folder: Path
     run_id: str
@@ -154,7 +143,8 @@ class HubConfig:
     def submission_limits(self) -> BodyLimits:
         """Caps on a submission: what a group of this run can need, and never more than anybody may send."""
         run = self.run
-        proofs = -(-run.max_new_tokens // self.proof.rows) * proof_bytes(self.proof.topk)
+        proof_bytes = 2 + 2 * self.proof.topk  # a modulus and a coefficient per point, two bytes each
+        proofs = -(-run.max_new_tokens // self.proof.rows) * proof_bytes
         rollout = ROLLOUT_BYTES + TOKEN_BYTES * run.max_new_tokens + proofs
         needed = SUBMISSION_BASE_BYTES + run.group_size * rollout
         return BodyLimits(min(MAX_SUBMISSION_BYTES, needed), min(MAX_INFLATED_BYTES, needed))

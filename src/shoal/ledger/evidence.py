@@ -29,11 +29,8 @@ from shoal.protocol.submission import Receipt
 from shoal.protocol.verdict import Outcome, Verdict
 
 _FIXED = ("node", "unit", "tokens", "validator", "receipt", "verdict")
-# Which depths of an audit a run pays for, by what its row 0 says is audited.
-_DEPTHS = {"all": ("full",), "reputation": ("full", "light")}
-
-
-_Handler = Callable[[LedgerEntry, Evidence | None], None]
+_ABOUT = ("node", "unit", "submission")
+_DEPTHS = {"all": ("full",), "reputation": ("full", "light")}  # of audits that a run pays for, by what it audits
 
 
 @dataclass
@@ -72,8 +69,8 @@ class Proofs:
     credited: int = 0
     rejections: int = 0
     orders: int = 0
-    _limit: int = 0
     _group_size: int = 0
+    _max_tokens: int = 0  # of a group
     _depths: tuple[str, ...] = ()
     _environment: str = ""
     _nodes: dict[str, Role] = field(default_factory=dict)
@@ -84,9 +81,9 @@ class Proofs:
     _failed_at: dict[str, int] = field(default_factory=dict)
 
     def add(self, entry: LedgerEntry, evidence: Evidence | None = None) -> None:
-        handler: _Handler | None = getattr(self, f"_on_{entry.kind}", None)
+        handler: Callable[[LedgerEntry, Evidence | None], None] | None = getattr(self, f"_on_{entry.kind}", None)
         try:
-            if handler is None and entry.kind not in KINDS:
+            if entry.kind not in KINDS:
                 raise ValueError(f"{entry.kind!r} is not a kind of ledger entry")
             if handler is not None:
                 handler(entry, evidence)
@@ -97,51 +94,45 @@ class Proofs:
             raise LedgerError(f"ledger row {entry.index} ({entry.kind}) is not proven: {said}") from error
 
     def _on_run(self, entry: LedgerEntry, _: Evidence | None) -> None:
-        if entry.index != 0:
-            raise ValueError("a run begins once, with row 0")
-        self._group_size, longest = _whole(entry.body, "group_size"), _whole(entry.body, "max_new_tokens")
+        body = entry.body
+        _require(entry.index == 0, "a run begins once, with row 0")
+        self._group_size, longest = _whole(body, "group_size"), _whole(body, "max_new_tokens")
         if not (1 <= self._group_size <= MAX_GROUP and 1 <= longest <= MAX_NEW_TOKENS):
             raise ValueError(f"no run has groups of {self._group_size} with up to {longest} tokens each")
-        self._limit = self._group_size * longest
-        if entry.body["audit"] not in _DEPTHS:
-            raise ValueError(f"audit is {str(entry.body['audit'])[:40]!r}, not one of {', '.join(_DEPTHS)}")
-        self._depths = _DEPTHS[entry.body["audit"]]
-        self._environment = entry.body["environment_digest"]
-        for signed in entry.body["certificates"]:
+        if body["audit"] not in _DEPTHS:
+            raise ValueError(f"audit is {str(body['audit'])[:40]!r}, not one of {', '.join(_DEPTHS)}")
+        self._max_tokens, self._depths = self._group_size * longest, _DEPTHS[body["audit"]]
+        self._environment = body["environment_digest"]
+        for signed in body["certificates"]:
             self.keys.certify(signed)
 
     def _on_node(self, entry: LedgerEntry, _: Evidence | None) -> None:
         body = entry.body
-        if body["node"] != node_id(body["public_key"]):
-            raise ValueError("the node's id is not the one of its public key")
-        if body["node"] in self._nodes:
-            raise ValueError("this node has a row already")
+        _require(body["node"] == node_id(body["public_key"]), "the node's id is not the one of its public key")
+        _require(body["node"] not in self._nodes, "this node has a row already")
         self._nodes[body["node"]] = body["role"]
-        if body["role"] == "worker":
-            return
-        certificate = self.keys.certify(body["certificate"])
-        if (certificate.role, certificate.public_key) != (body["role"], body["public_key"]):
-            raise ValueError(f"its certificate is that of another key, or of a {certificate.role}")
+        if body["role"] != "worker":
+            certificate = self.keys.certify(body["certificate"])
+            is_its_own = (certificate.role, certificate.public_key) == (body["role"], body["public_key"])
+            _require(is_its_own, f"its certificate is that of another key, or of a {certificate.role}")
 
     def _on_vouch(self, entry: LedgerEntry, _: Evidence | None) -> None:
         self._require_worker(entry.body)
         vouch = open_document(SignedDocument.model_validate(entry.body["vouch"]), Vouch, entry.body["owner"])
-        if (vouch.owner, vouch.node) != (entry.body["owner"], entry.body["node"]):
-            raise ValueError("the signed vouch is of another owner, or for another node")
+        is_the_same = (vouch.owner, vouch.node) == (entry.body["owner"], entry.body["node"])
+        _require(is_the_same, "the signed vouch is of another owner, or for another node")
 
     def _on_admin(self, entry: LedgerEntry, _: Evidence | None) -> None:
         action = open_order(entry.body, self.keys.run, self.keys.root_key)
         signer = entry.body["order"]["action"]["signed_by"]
-        if signer in self.keys.revoked:
-            raise ValueError("the key that signed this order had been revoked")
-        if (action.verb, action.target) != (entry.body["verb"], entry.body["target"]):
-            raise ValueError("it says another thing than the order that was signed")
+        _require(signer not in self.keys.revoked, "the key that signed this order had been revoked")
+        is_the_same = (action.verb, action.target) == (entry.body["verb"], entry.body["target"])
+        _require(is_the_same, "it says another thing than the order that was signed")
         for signed in action.certificates if action.verb is AdminVerb.CERTIFY else ():
             self.keys.certify(signed)
         if action.verb is AdminVerb.REVOKE:
-            roles = self.keys.roles.get(action.target, set())
-            if signer != self.keys.root_key and roles != {"validator"}:
-                raise ValueError("only the root key revokes a key that is no validator's")
+            may = signer == self.keys.root_key or self.keys.roles.get(action.target, set()) == {"validator"}
+            _require(may, "only the root key revokes a key that is no validator's")
             self.keys.revoked.add(action.target)
         self.orders += 1
 
@@ -152,19 +143,17 @@ class Proofs:
         if entry.kind == "credit" and submission in self._pending:
             _, pending = self._pending.pop(submission)
             differ = [name for name in _FIXED if says[name] != pending[name]]
-            if differ:
-                raise ValueError(f"its {' and '.join(differ)} is another than when the credit was pending")
+            _require(not differ, f"its {' and '.join(differ)} is another than when the credit was pending")
             return
-        if not 0 <= _whole(body, "tokens") <= self._limit:
-            raise ValueError(f"{body['tokens']} tokens are more than a group of this run can have ({self._limit})")
-        if _whole(body, "unit") in self._earned:
-            raise ValueError(f"unit {body['unit']} has earned before")
+        if not 0 <= _whole(body, "tokens") <= self._max_tokens:
+            raise ValueError(f"{body['tokens']} tokens are more than a group of this run can have ({self._max_tokens})")
+        _require(_whole(body, "unit") not in self._earned, f"unit {body['unit']} has earned before")
         self._earned.add(body["unit"])
         if entry.kind == "pending":
             self._pending[submission] = entry.index, says
         self.credited += 1
         if self.needs_documents:
-            self._check_receipt(entry, _present(evidence, "receipt", body["receipt"]))
+            self._check_receipt(entry, evidence)
             verdict = self._open_verdict(entry, evidence)
             if verdict.outcome is not Outcome.ACCEPTED or verdict.generated_tokens != body["tokens"]:
                 signed = f"the signed verdict is {verdict.outcome.value} with {verdict.generated_tokens} tokens"
@@ -177,10 +166,10 @@ class Proofs:
 
     _on_pending = _on_credit
 
-    def _check_receipt(self, entry: LedgerEntry, signed: SignedDocument) -> None:
+    def _check_receipt(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
+        signed = _present(entry, evidence, "receipt")
         receipt = open_document(signed, Receipt, self.keys.with_role("hub"))
-        body = entry.body
-        _require_same(receipt, {"run": self.keys.run, **{name: body[name] for name in ("node", "unit", "submission")}})
+        _require_same(receipt, {"run": self.keys.run, **{name: entry.body[name] for name in _ABOUT}})
         if receipt.ledger is None or receipt.ledger.run != self.keys.run or receipt.ledger.index >= entry.index:
             raise ValueError("the receipt does not name a head of this ledger from before")
         if self.chain.hash_at(receipt.ledger.index) != receipt.ledger.hash:
@@ -189,22 +178,22 @@ class Proofs:
 
     def _open_verdict(self, entry: LedgerEntry, evidence: Evidence | None) -> Verdict:
         """The verdict behind a row, by a validator that the root key trusted at that row, about what the row says."""
-        signed, body = _present(evidence, "verdict", entry.body["verdict"]), entry.body
+        signed, body = _present(entry, evidence, "verdict"), entry.body
         verdict = open_document(signed, Verdict, self.keys.with_role("validator") - self.keys.revoked)
-        if node_id(signed.signed_by) != body["validator"]:
-            raise ValueError("the verdict is signed by another validator than the row names")
+        is_the_same = node_id(signed.signed_by) == body["validator"]
+        _require(is_the_same, "the verdict is signed by another validator than the row names")
         about = {"run": self.keys.run, "environment_digest": self._environment}
-        _require_same(verdict, {**about, **{name: body[name] for name in ("node", "unit", "submission")}})
+        _require_same(verdict, {**about, **{name: body[name] for name in _ABOUT}})
         return verdict
 
     def _on_void(self, entry: LedgerEntry, _: Evidence | None) -> None:
         """Only an audit of the node that failed while the credit was pending takes it."""
         body = entry.body
         row, pending = self._pending.pop(body["submission"], (0, None))
-        if pending is None or any(body[name] != pending[name] for name in ("node", "unit", "tokens")):
-            raise ValueError("it is not what was pending for this submission")
-        if self._failed_at.get(body["node"], -1) < row:
-            raise ValueError("no audit of this node failed since the credit is pending")
+        is_the_same = pending is not None and all(body[name] == pending[name] for name in ("node", "unit", "tokens"))
+        _require(is_the_same, "it is not what was pending for this submission")
+        has_failed = self._failed_at.get(body["node"], -1) >= row
+        _require(has_failed, "no audit of this node failed since the credit is pending")
         self._void[body["unit"]] = body["node"]
 
     def _on_rejected(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
@@ -214,30 +203,33 @@ class Proofs:
             self._failed[body["submission"]] = body["node"]
             self._failed_at[body["node"]] = entry.index
         self.rejections += 1
-        if not self.needs_documents:
-            return
-        verdict = self._open_verdict(entry, evidence)
-        severity = verdict.severity.value if verdict.severity else ""
-        if (verdict.outcome, verdict.reason, severity) != (Outcome.REJECTED, body["reason"], body["severity"]):
-            raise ValueError(f"the signed verdict is {verdict.outcome.value} ({verdict.reason}, {severity})")
+        if self.needs_documents:
+            verdict = self._open_verdict(entry, evidence)
+            severity = verdict.severity.value if verdict.severity else ""
+            if (verdict.outcome, verdict.reason, severity) != (Outcome.REJECTED, body["reason"], body["severity"]):
+                raise ValueError(f"the signed verdict is {verdict.outcome.value} ({verdict.reason}, {severity})")
 
     def _on_pulled(self, entry: LedgerEntry, _: Evidence | None) -> None:
         """Units whose accepted group is taken back, and whose credit is void, may earn once more."""
         body = entry.body
-        if self._failed.get(body["submission"]) != body["node"]:
-            raise ValueError("the audit that it names did not fail, or was of another node")
+        has_failed = self._failed.get(body["submission"]) == body["node"]
+        _require(has_failed, "the audit that it names did not fail, or was of another node")
         for unit in body["units"]:
-            if self._void.pop(unit, None) != body["node"]:
-                raise ValueError(f"unit {unit} has no void credit of this node: final credit stays")
+            is_void = self._void.pop(unit, None) == body["node"]
+            _require(is_void, f"unit {unit} has no void credit of this node: final credit stays")
             self._earned.remove(unit)
 
     def _on_sanction(self, entry: LedgerEntry, _: Evidence | None) -> None:
-        if entry.body["node"] not in self._nodes:
-            raise ValueError("the node is not in the ledger")
+        _require(entry.body["node"] in self._nodes, "the node is not in the ledger")
 
     def _require_worker(self, body: dict[str, Any]) -> None:
-        if self._nodes.get(body["node"]) != "worker":
-            raise ValueError(f"node {str(body['node'])[:64]} is not registered in the ledger as a worker")
+        is_worker = self._nodes.get(body["node"]) == "worker"
+        _require(is_worker, f"node {str(body['node'])[:64]} is not registered in the ledger as a worker")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
 
 
 def _whole(body: dict[str, Any], name: str) -> int:
@@ -247,20 +239,19 @@ def _whole(body: dict[str, Any], name: str) -> int:
     return value
 
 
-def _present(evidence: Evidence | None, name: str, expected: Any) -> SignedDocument:
+def _present(entry: LedgerEntry, evidence: Evidence | None, name: str) -> SignedDocument:
     """The document that a row points to, if it was handed over."""
     signed: SignedDocument | None = None if evidence is None else getattr(evidence, name)
     if signed is None:
         raise ValueError(f"its signed {name} is missing")
-    if document_hash(signed) != expected:
-        raise ValueError(f"the signed {name} is not the one that the row points to")
+    _require(document_hash(signed) == entry.body[name], f"the signed {name} is not the one that the row points to")
     return signed
 
 
 def _require_same(document: Document, expected: dict[str, Any]) -> None:
     for name, value in expected.items():
-        if getattr(document, name) != value:
-            raise ValueError(f"the signed {document.kind} says {name} {str(getattr(document, name))[:80]}")
+        said = getattr(document, name)
+        _require(said == value, f"the signed {document.kind} says {name} {str(said)[:80]}")
 
 
 def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:

@@ -22,18 +22,14 @@ from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
 
 
 class Rows(Protocol):
-    """A ledger somewhere: its rows, and the signed documents behind them."""
+    """A ledger somewhere: its rows from first to last, and the signed documents behind some of them, by row; these are
+    asked for in order."""
 
     label: str
     root_key: str | None
 
-    def entries(self) -> Iterator[LedgerEntry]:
-        """From the first to the last, streamed."""
-        ...
-
-    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
-        """The signed documents behind some entries, by row; pages are asked for in order."""
-        ...
+    def entries(self) -> Iterator[LedgerEntry]: ...
+    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]: ...
 
 
 @dataclass

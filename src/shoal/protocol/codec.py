@@ -59,10 +59,9 @@ def _inflate(data: bytes, limits: BodyLimits, exactly: bool = False) -> bytes:
     declared = frame.content_size
     if declared == zstandard.CONTENTSIZE_UNKNOWN:
         raise CodecError("the zstd frame does not declare its size")
-    if declared > limits.inflated_bytes:
-        raise CodecError(f"the body inflates to {declared} bytes; at most {limits.inflated_bytes} are allowed")
-    if exactly and declared != limits.inflated_bytes:
-        raise CodecError(f"the zstd frame declares {declared} bytes, not {limits.inflated_bytes}")
+    if declared > limits.inflated_bytes or (exactly and declared != limits.inflated_bytes):
+        most = "exactly" if exactly else "at most"
+        raise CodecError(f"the body inflates to {declared} bytes; {most} {limits.inflated_bytes} are allowed")
     if frame.dict_id:
         raise CodecError("the zstd frame needs a dictionary")
     # One call into one buffer of the declared size: the streaming interface lets a frame inflate past what it declares.

@@ -20,10 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from shoal.errors import KeyFileError, SignatureError
 
-PUBLIC_KEY_HEX = 64
-SIGNATURE_HEX = 128
-
-
+PUBLIC_KEY_HEX, SIGNATURE_HEX = 64, 128
 _FIELD = 2**255 - 19
 _ORDER_8 = int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little")
 _SMALL_ORDER = frozenset({0, 1, _FIELD - 1, _ORDER_8, _FIELD - _ORDER_8})
@@ -85,9 +82,8 @@ class SigningKey:
         return f"SigningKey(node={self.node})"
 
     def to_pem(self) -> bytes:
-        return self._key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        return self._key.private_bytes(pem, pkcs8, serialization.NoEncryption())
 
     @classmethod
     def from_pem(cls, data: bytes) -> SigningKey:
@@ -99,18 +95,14 @@ class SigningKey:
 
 def verify(public_key: str, signature: str, message: bytes) -> None:
     """Raise `SignatureError` unless `signature` over `message` was made by `public_key` (both hex)."""
-    if len(public_key) != PUBLIC_KEY_HEX or len(signature) != SIGNATURE_HEX:
-        raise SignatureError("a key or signature has the wrong length")
-    if public_key != public_key.lower() or signature != signature.lower():
-        raise SignatureError("a key or signature is not in lower case: each has one spelling only")
+    if len(signature) != SIGNATURE_HEX or signature != signature.lower():
+        raise SignatureError(f"a signature has {SIGNATURE_HEX} hex digits in lower case")
     try:
-        check_public_key(public_key)
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(check_public_key(public_key)))
+        key.verify(bytes.fromhex(signature), message)
     except ValueError as error:
         raise SignatureError(str(error)) from error
-    try:
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
-        key.verify(bytes.fromhex(signature), message)
-    except (InvalidSignature, ValueError) as error:
+    except InvalidSignature as error:
         raise SignatureError("the signature does not match the key") from error
 
 
@@ -126,9 +118,8 @@ def load_key(path: Path) -> SigningKey:
     try:
         return SigningKey.from_pem(data)
     except (ValueError, TypeError) as error:
-        raise KeyFileError(
-            f"{path} is not an Ed25519 key in PEM form; restore it from a backup, or move it away to get a new identity"
-        ) from error
+        advice = "restore it from a backup, or move it away to get a new identity"
+        raise KeyFileError(f"{path} is not an Ed25519 key in PEM form; {advice}") from error
 
 
 def load_or_create_key(path: Path) -> SigningKey:
@@ -142,9 +133,7 @@ def load_or_create_key(path: Path) -> SigningKey:
 def store_key(path: Path, key: SigningKey) -> None:
     """Write a key where there is none yet: a key that is overwritten is lost, and all that it has earned with it."""
     if path.exists() or not _write_key(path, key):
-        raise KeyFileError(
-            f"there is a key at {path} already: it is not overwritten; move it away, or choose another file"
-        )
+        raise KeyFileError(f"there is a key at {path} already: move it away, or choose another file")
 
 
 def _write_key(path: Path, key: SigningKey) -> bool:

@@ -55,10 +55,9 @@ class DialogueTerms(Message):
 
 
 class Lease(Document):
-    """One unit of work for one node: generate this group, under these seeds, by that policy, until the deadline. A unit
-    keeps its prompt and its seeds when it is issued again, whoever gets it. `deadline_ms` moves on with every heartbeat
-    that shows progress, up to `hard_deadline_ms`. `length_target` is the one that the prompt names. `calibration` is
-    the one that the work is judged by, whatever is measured later; empty: by built-in limits."""
+    """One unit of work for one node. A unit keeps its prompt and its seeds when it is issued again, whoever gets it.
+    `deadline_ms` moves on with every heartbeat that shows progress, up to `hard_deadline_ms`. `calibration` is the one
+    that the work is judged by, whatever is measured later; empty: by built-in limits."""
 
     kind: ClassVar[str] = "lease"
     run: str
@@ -91,15 +90,10 @@ class Lease(Document):
 
 
 class LeaseRequest(Message):
-    """Ask for up to `max_units` leases, waiting up to `wait_s` for one. The same `request` gets the same answer.
-
-    `held` are the leases that the worker still knows. Its other ones end at once, and nobody waits for them to run out:
-    it was killed, or could not give them back. Without `held` (None) nothing ends. `profile` is what it generates with
-    (engine/device/number format); the run has measured how far an honest one may be off, or gives it no work.
-    `policy` is the one that it has loaded: leases are for that one (None: for the newest). If a newer one is out, there
-    are none, and the reply names it; a worker that cannot have the newer one soon says `behind`, and gets leases for
-    its own while they can still be trained on.
-    """
+    """Ask for up to `max_units` leases, waiting up to `wait_s` for one. The same `request` gets the same answer. `held`
+    are the leases that the worker still knows: its other ones end at once (None: nothing ends). `profile` is what it
+    generates with (engine/device/number format). Leases are for `policy`, which it has loaded (None: for the newest).
+    If a newer one is out, there are none, and the reply names it; a worker that cannot have it soon says `behind`."""
 
     request: str = Field(min_length=8, max_length=64, pattern=PRINTABLE)
     max_units: int = Field(default=1, ge=1, le=MAX_LEASES_PER_REQUEST)
@@ -144,10 +138,9 @@ class MeasuredKind(Message):
 
 
 class Calibration(Document):
-    """What was measured with `policy`, signed by a validator or by the run's owner; named by `document_hash`.
-    `replaces` is the one that was in force when it was made: another one meanwhile, and it is refused. `machines` are
-    what the validators computed with (device/format). `refused` are kinds whose limits would let cheats pass, with the
-    reason: nobody may work so."""
+    """What was measured with `policy`, signed by a validator or by the run's owner; named by `document_hash`. It is
+    refused unless the one that it `replaces` is in force. `machines` are what the validators computed with
+    (device/format). `refused` are kinds whose limits would let cheats pass: nobody may work so."""
 
     kind: ClassVar[str] = "calibration"
     run: str

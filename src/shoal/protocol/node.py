@@ -33,16 +33,12 @@ def check_spoken(who: str, version: int) -> None:
 
     >>> check_spoken("hub", PROTOCOL_VERSION)
     """
-    if version == PROTOCOL_VERSION:
-        return
-    of_hub = who == "hub"
-    remedy = "the hub is too old: ask the run's owner to upgrade it, or install the shoal that the run uses"
-    if of_hub == (version > PROTOCOL_VERSION):
-        where = "this machine" if of_hub else "this node's machine"
-        remedy = f"shoal on {where} is too old: upgrade it {'' if of_hub else 'there '}with: {UPGRADE}"
-    hub, other = (version, PROTOCOL_VERSION) if of_hub else (PROTOCOL_VERSION, version)
-    speaker = "this shoal" if of_hub else "the node"
-    raise ProtocolError(f"{'the' if of_hub else 'this'} hub speaks protocol {hub}, {speaker} speaks {other}: {remedy}")
+    if version != PROTOCOL_VERSION:
+        hub, node = (version, PROTOCOL_VERSION) if who == "hub" else (PROTOCOL_VERSION, version)
+        remedy = "the hub is too old: ask the run's owner to upgrade it, or install the shoal that the run uses"
+        if node < hub:
+            remedy = f"shoal on the node's machine is too old: upgrade it there with: {UPGRADE}"
+        raise ProtocolError(f"the hub speaks protocol {hub}, the node speaks {node}: {remedy}")
 
 
 Role = Literal["hub", "trainer", "validator", "worker", "admin"]

@@ -48,9 +48,7 @@ class SealedKey(BaseModel):
 def seal(key: SigningKey, passphrase: str, cost: int = COST) -> str:
     """The key as a line of text that only the passphrase opens."""
     if len(passphrase) < LEAST_PASSPHRASE:
-        raise KeyFileError(
-            f"the passphrase is too short: take at least {LEAST_PASSPHRASE} characters, better several words"
-        )
+        raise KeyFileError(f"the passphrase is too short: take at least {LEAST_PASSPHRASE} characters")
     frame = SealedKey(
         node=key.node, public_key=key.public_key, cost=cost, salt=os.urandom(16).hex(), nonce=os.urandom(12).hex()
     )
@@ -62,10 +60,8 @@ def unseal(text: str, passphrase: str) -> SigningKey:
     """The key inside, or `KeyFileError`: not a sealed key, another passphrase, or changed by somebody."""
     frame = read_sealed(text)
     try:
-        data = _cipher(frame, passphrase).decrypt(
-            bytes.fromhex(frame.nonce), bytes.fromhex(frame.sealed), frame.covered
-        )
-        key = SigningKey.from_pem(data)
+        nonce, sealed = bytes.fromhex(frame.nonce), bytes.fromhex(frame.sealed)
+        key = SigningKey.from_pem(_cipher(frame, passphrase).decrypt(nonce, sealed, frame.covered))
     except (InvalidTag, ValueError, TypeError) as error:
         raise KeyFileError("this passphrase does not open the key, or the key was damaged on the way") from error
     if key.public_key != frame.public_key:

@@ -67,15 +67,10 @@ class OwnerOrders(Message):
 
 
 class RunStatus(Message):
-    """Everything `shoal status` and the dashboard show.
-
-    `nodes` are all of them, or those that matter most of very many; `node_counts` counts all, by `role.state`. `outbox`
-    is how many entries wait to be appended to the ledger, since `outbox_since_ms`. `pools` counts the tasks that were
-    seen by difficulty (easy, hard, retired, normal); it is empty unless tasks are drawn by it. `evaluations` are those
-    that validators made, or are making. `no_sample` is how many groups the validators that are known now could not
-    score since they were started: a failure of the machinery, which costs nobody anything but time. `standstill` says
-    who is missing to train, check or work, why, and what to do.
-    """
+    """Everything `shoal status` and the dashboard show. `nodes` are those that matter most of very many; `node_counts`
+    counts all, by `role.state`. `outbox` is how many entries wait to be appended to the ledger. `pools` counts the
+    tasks by difficulty, if they are drawn by it. `no_sample` is how many groups the validators could not score since
+    they were started. `standstill` says who is missing to train, check or work, why, and what to do."""
 
     run: str
     name: str
@@ -207,9 +202,8 @@ class UnitStory(Message):
 
 
 class NodeStory(Message):
-    """What the hub holds of a node. `refused` and `recent` are newest first, `ledger` oldest first. `ledger` has what
-    made or unmade its standing: registration, vouch, rejections, sanctions, void credit, orders; what it earned is in
-    its account. `record` sums what audits saw of it recently, and is what a statistical check looks at."""
+    """What the hub holds of a node. `refused` and `recent` are newest first. `ledger` has what made or unmade its
+    standing, oldest first. `record` sums what audits saw of it recently: a statistical check looks at that."""
 
     run: str
     node: NodeView

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -135,20 +135,6 @@ def test_an_answer_that_cannot_be_read_is_an_error(content: bytes, error: type[E
         hub.client().register("n", "worker", None)
 
 
-def test_an_answer_that_drips_is_left_and_asked_for_again() -> None:
-    def dripping(_request: httpx.Request) -> httpx.Response:
-        def drops() -> Iterator[bytes]:
-            while True:
-                hub.clock.advance(5)  # well within the time-out of one receive
-                yield b" "
-
-        return httpx.Response(200, content=drops())
-
-    hub = ScriptedHub(script=[dripping, answer(VIEW)])
-    assert hub.client(patience_s=100).register("n", "worker", None) == VIEW
-    assert len(hub.requests) == 2
-
-
 def test_the_run_is_fetched_once_and_verified() -> None:
     hub = ScriptedHub(script=[answer(HeartbeatReply(node=VIEW)), answer(HeartbeatReply(node=VIEW))])
     client = hub.client(fingerprint(ROOT.public_key))
@@ -200,12 +186,6 @@ def test_a_submission_is_checked_against_its_name() -> None:
     for _ in range(2):
         with pytest.raises(CodecError, match="do not match"):
             client.submissions(names)
-
-
-def test_rollouts_are_unpacked() -> None:
-    batch = protocol.TrainingBatch(step=2, groups=[])
-    hub = ScriptedHub(script=[httpx.Response(200, content=pack(batch))])
-    assert hub.client().rollouts(2) == batch
 
 
 def test_a_patient_twin_shares_the_run_but_not_the_patience() -> None:
@@ -326,13 +306,3 @@ def test_a_role_that_came_later_can_have_a_certificate_without_harm() -> None:
     certificates = [*extra.document["certificates"], certificate.model_dump(mode="json")]
     hub = ScriptedHub(info=later(run_info(), certificates=certificates))
     assert hub.client().trusted_run().hub_keys == {HUB.public_key}
-
-
-@pytest.mark.parametrize(
-    ("version", "remedy"),
-    [(PROTOCOL_VERSION + 1, "pip install -U shoal"), (PROTOCOL_VERSION - 1, "ask the run's owner to upgrade it")],
-)
-def test_a_version_too_far_away_says_who_has_to_upgrade(version: int, remedy: str) -> None:
-    hub = ScriptedHub(info=later(run_info(), protocol_version=version))
-    with pytest.raises(ProtocolError, match=f"the hub speaks protocol {version}.*{remedy}"):
-        hub.client().run_info()

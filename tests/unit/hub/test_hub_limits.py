@@ -48,11 +48,6 @@ def test_looking_costs_nothing_and_callers_do_not_share() -> None:
     assert (buckets.take("alice", 0.0), buckets.take("alice", 0.0), buckets.take("bob", 0.0)) == (0.0, 1.0, 0.0)
 
 
-def test_no_rate_is_no_limit() -> None:
-    buckets = Buckets(rate_s=0)
-    assert not any(buckets.take("alice", 0.0) for _ in range(10_000))
-
-
 def test_a_million_callers_are_not_remembered() -> None:
     buckets = Buckets(rate_s=1.0, remembered=100)
     for number in range(10_000):

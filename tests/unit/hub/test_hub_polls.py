@@ -264,13 +264,6 @@ async def test_what_changes_while_somebody_looks_is_not_missed() -> None:
 
 
 @in_loop
-async def test_a_stop_wakes_all_of_a_crowd() -> None:
-    shop = Shop()
-    await shop.end(await shop.crowd(CROWD))
-    assert shop.served == []
-
-
-@in_loop
 async def test_without_notice_one_looks_again_by_itself() -> None:
     shop = Shop()
     task = asyncio.create_task(shop.poll(0, look_s=0.01))
@@ -307,17 +300,6 @@ class TestRetry:
         with pytest.raises(Refusal) as caught:
             retry(call)
         assert (caught.value.status, caught.value.code, len(made)) == (503, "hub.busy", context.ATTEMPTS)
-
-    def test_other_failures_are_not_repeated(self) -> None:
-        made: list[int] = []
-
-        def call() -> None:
-            made.append(1)
-            raise ResourceError("the disk is full")
-
-        with pytest.raises(ResourceError):
-            retry(call)
-        assert len(made) == 1
 
     def test_routes_retry(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         register, failures = bench.hub.membership.register, [StaleRow("once")]
@@ -362,11 +344,6 @@ class TestPosting:
         assert hub.reporting.ledger_page(-1, 99).entries == ()
         monkeypatch.undo()
         hub.upkeep.tick()
-        assert self.outgoing(hub) == 0
-
-    def test_a_hub_that_stops_leaves_nothing_outgoing(self, hub: Hub) -> None:
-        hub.close()
-        hub.close()
         assert self.outgoing(hub) == 0
 
     def test_a_hub_that_could_not_post_stops_all_the_same(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,11 @@ class Running:
         return time.monotonic() - before
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "TAKEN_S", 0.1)
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
     running = Running(make_config(tmp_path / "hub"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -90,35 +88,6 @@ def test_threads_that_race_end_with_the_same_key(tmp_path: Path) -> None:
         assert keys == [load_key(path).public_key] * 4
 
 
-RACER = """
-import sys
-from pathlib import Path
-from shoal.protocol.identity import load_or_create_key
-print("ready", flush=True)
-sys.stdin.readline()
-print(load_or_create_key(Path(sys.argv[1])).public_key, flush=True)
-"""
-
-
-def test_processes_that_race_end_with_the_same_key(tmp_path: Path) -> None:
-    path = tmp_path / "node.key"
-    command = [sys.executable, "-c", RACER, str(path)]
-    racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    for racer in racers:
-        assert racer.stdout is not None
-        assert racer.stdout.readline() == "ready\n"
-    keys = {racer.communicate("go\n", timeout=30)[0].strip() for racer in racers}
-    assert keys == {load_key(path).public_key}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["node.key"]
-
-
-def test_what_a_crash_left_behind_does_no_harm(tmp_path: Path) -> None:
-    path = tmp_path / "node.key"
-    for leftover in (".node.key.1", ".node.key.2"):
-        (tmp_path / leftover).write_text("half a key")
-    assert load_or_create_key(path).public_key == load_key(path).public_key
-
-
 def test_a_key_never_shows_itself() -> None:
     key = SigningKey.from_seed(SEED)
     assert str(key) == repr(key) == f"SigningKey(node={key.node})"
@@ -161,7 +130,7 @@ def test_a_key_and_a_signature_have_one_spelling() -> None:
     signature = key.sign(b"x")
     verify(key.public_key, signature, b"x")
     for public_key, sign in ((key.public_key.upper(), signature), (key.public_key, signature.upper())):
-        with pytest.raises(SignatureError, match="one spelling"):
+        with pytest.raises(SignatureError, match="lower case"):
             verify(public_key, sign, b"x")
 
 
@@ -176,12 +145,6 @@ def test_it_comes_back_with_its_passphrase_and_shows_whose_it_is_without() -> No
     assert read_sealed(SEALED).node == KEY.node
     assert KEY.to_pem().decode().splitlines()[1] not in SEALED
     assert "\n" not in SEALED
-
-
-def test_the_usual_cost_is_not_a_small_one_and_works() -> None:
-    text = seal(KEY, WORDS)
-    assert read_sealed(text).cost == 2**17
-    assert unseal(text, WORDS).public_key == KEY.public_key
 
 
 @pytest.mark.parametrize("passphrase", ["", "correct horse batterz", WORDS + " "])
@@ -229,7 +192,7 @@ def test_a_key_is_written_where_there_is_none_and_never_over_another(tmp_path: P
     path = tmp_path / "deep" / "node.key"
     store_key(path, KEY)
     assert path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(KeyFileError, match="is not overwritten"):
+    with pytest.raises(KeyFileError, match="there is a key at"):
         store_key(path, SigningKey.generate())
     assert load_key(path).public_key == KEY.public_key
     assert [entry.name for entry in path.parent.iterdir()] == ["node.key"]
