@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from kit.attack import Attacked, table  # noqa: E402
 from kit.trial import PROFILES, Court, Judged, Trial, docket  # noqa: E402
 from shoal.adversary import CHEATS, Cheat, find_cheat  # noqa: E402
-from shoal.adversary.claims import Steal  # noqa: E402
 from shoal.adversary.steering import Steer  # noqa: E402
+from shoal.adversary.tokens import Steal  # noqa: E402
 from shoal.engines.shelf import LoadedPolicy  # noqa: E402
 from shoal.protocol import Lease, Outcome, Submission, TrainingGroup, TrainingRollout  # noqa: E402
 from shoal.run.recipe import Recipe, load_recipe  # noqa: E402  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 from kit import TempPaths
 from kit.attack import HONEST, Attack, Attacked, Result, results, table
 from shoal.adversary import CHEATS
-from shoal.adversary.claims import HONEST_UNITS, Steal
+from shoal.adversary.tokens import HONEST_UNITS, Steal
 from shoal.errors import ShutOut
 from shoal.ledger import Account, fold
 from shoal.protocol import LedgerEntry, NodeState, SubmissionStory

@@ -13,8 +13,8 @@ from kit import Patch
 from kit.attack import HONEST, Attacked, results
 from kit.trial import PROFILES, Court, Judged, Trial
 from shoal.adversary import CHEATS, Cheat, find_cheat
-from shoal.adversary.claims import Sleeper
 from shoal.adversary.steering import Steer
+from shoal.adversary.tokens import Sleeper
 from shoal.protocol import Outcome
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"

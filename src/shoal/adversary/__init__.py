@@ -2,13 +2,12 @@
 
     base       Cheat, Loot: its hooks (profile, fetch, engine, shown, submission); Disguise, rewriting, vouched
     tokens     other seeds than the lease's: best-of, own-dice, grind, greedy, cold, loose; completions rewritten: edit,
-               answer, early-end, cut-short, pad, run-on, swap-prompt
+               answer, early-end, cut-short, pad, run-on, swap-prompt; honest work, false papers: logprobs, nan,
+               vocabulary, claim-prompt, claim-policy, claim-node, claim-given, few; about the progress that is shown:
+               show-random, show-other, show-swap; copies of work: copy, replay, steal; sleeper: honest for long
     weights    other weights: stale, small-model, int8, int4, and those that let the right ones vouch for them; forged
                proofs of honest work
     steering   steer, branch: inside the tolerance
-    claims     honest work, false papers: logprobs, nan, vocabulary, claim-prompt, claim-policy, claim-node,
-               claim-given, few; about the progress that is shown: show-random, show-other, show-swap; copies of
-               work: copy, replay, steal; sleeper: honest for long, then not
 
 Each pays if nobody looks: a better reward, less work, or no downloads. What is not the cheat itself is done as well as
 can be done: tokens that were never drawn come with the right policy's log-probabilities and proofs.
@@ -16,14 +15,14 @@ can be done: tokens that were never drawn come with the right policy's log-proba
 
 from collections.abc import Mapping
 
-from shoal.adversary import claims, steering, tokens, weights
+from shoal.adversary import steering, tokens, weights
 from shoal.adversary.base import Cheat, Disguise, Loot
 from shoal.errors import ConfigError
 
 __all__ = ["CHEATS", "Cheat", "Disguise", "Loot", "find_cheat"]
 
 CHEATS: Mapping[str, type[Cheat]] = {
-    cheat.name: cheat for cheat in (*tokens.CHEATS, *weights.CHEATS, steering.Steer, steering.Branch, *claims.CHEATS)
+    cheat.name: cheat for cheat in (*tokens.CHEATS, *weights.CHEATS, steering.Steer, steering.Branch)
 }
 
 

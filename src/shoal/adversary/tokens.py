@@ -1,6 +1,7 @@
-"""Cheats that choose tokens: seeds of their own, the best of several, and completions rewritten.
+"""Cheats that choose tokens, and cheats that lie on paper.
 
-The right policy vouches for tokens that were never drawn, so that only the seeds can tell.
+Tokens: seeds of their own, the best of several, completions rewritten. The right policy vouches for tokens that were
+never drawn, so that only the seeds can tell. On paper: what they generate is honest, what they say of it is not.
 """
 
 from __future__ import annotations
@@ -8,18 +9,37 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace as changed
 
-from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Loot, Worth, cheating, rewriting, vouched
+from shoal.adversary.base import (
+    OTHER_TOKENS,
+    OTHER_WEIGHTS,
+    Cheat,
+    Disguise,
+    Loot,
+    Worth,
+    cheating,
+    each_rollout,
+    rewriting,
+    vouched,
+)
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.protocol import Groups
-from shoal.protocol import ProofParameters
+from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
+from shoal.protocol.submission import ShownChunks, ShownProgress, pack_spans
 
 Requests = Sequence[GenerationRequest]
 TRIES = 4  # completions from which best-of and grind choose one
 COLD = 0.7
+NUDGE = 0.05
+FAR_TOKEN = 2**31
+HONEST_UNITS = 12
+LIES = frozenset({"progress.seed", "progress.prefix"})
+COPIES = frozenset({"duplicate.rollout", "duplicate.proof"})
 
 
 def edited(engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
@@ -167,7 +187,80 @@ class Loose(Cheat):
         return claimed if claimed in known else profile
 
 
-COPIES = {"duplicate.rollout", "duplicate.proof"}
+def _with_logprobs(rollout: Rollout, values: npt.NDArray[np.float32]) -> Rollout:
+    return changed(rollout, logprobs=pack_logprobs(values))
+
+
+def _given(rollout: Rollout) -> Rollout:
+    """All but the first token and the last: those cannot be given."""
+    middle = len(rollout.token_ids) - 2
+    if middle < 1:
+        return rollout
+    logprobs = rollout.logprob_values
+    logprobs[1:-1] = 0.0
+    return changed(_with_logprobs(rollout, logprobs), given=pack_spans([(1, middle)]))
+
+
+def _made_up(chunks: ShownChunks) -> ShownChunks:
+    tokens = unpack_tokens(chunks.tokens)
+    shift = np.random.default_rng(chunks.start).integers(1, 9, len(tokens))
+    return changed(chunks, tokens=pack_tokens((tokens + shift) % 16))
+
+
+def _copied(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
+    """Generates for the first seed of a group only."""
+    drawn = engine.generate([replace(request, seeds=request.seeds[:1]) for request in requests], proof)
+    return [group * len(request.seeds) for request, group in zip(requests, drawn, strict=True)]
+
+
+class ReplayFirst(Cheat):
+    name = "replay"
+    what = "generates for its first lease and submits that for every later one"
+    reasons = OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
+
+    def __init__(self) -> None:
+        self._first: list[Rollout] = []
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        self._first = self._first or submission.rollouts
+        return changed(submission, rollouts=self._first)
+
+
+class Steal(Cheat):
+    name = "steal"
+    what = "submits what another node made, if it can get at it"
+    reasons = OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
+
+    library: ClassVar[list[Submission]] = []
+    """Others' submissions. No honest party gives them away: whoever tests the worst case lays them in here."""
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        fitting = [each for each in self.library if len(each.rollouts) == len(submission.rollouts)]
+        same_task = [each for each in fitting if each.prompt == submission.prompt]
+        found = (same_task or fitting)[-1:]
+        return changed(submission, rollouts=found[0].rollouts) if found else submission
+
+
+class Sleeper(Cheat):
+    name = "sleeper"
+    what = f"is honest for {HONEST_UNITS} groups, and from then on does what best-of does"
+    reasons = OTHER_TOKENS
+
+    def __init__(self, honest_units: int = HONEST_UNITS) -> None:
+        self._honest_left = honest_units
+
+    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
+        awake = choosing(engine, loot)
+
+        def draw(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
+            honest, rest = requests[: self._honest_left], requests[self._honest_left :]
+            self._honest_left -= len(honest)
+            first = engine.generate(honest, proof) if honest else []
+            return [*first, *(awake.generate(rest, proof) if rest else [])]
+
+        return Disguise(engine, draw)
+
+
 CHEATS = (
     cheating(
         "best-of", f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best",
@@ -211,4 +304,64 @@ CHEATS = (
         "swap-prompt", "answers the first prompt that it was given again and again, whatever its leases ask",
         OTHER_WEIGHTS | COPIES, engine=swapping,
     ),
+    cheating(
+        "copy", "generates one completion of every group and submits it for all of them",
+        OTHER_TOKENS | COPIES | {"proofs.malformed"}, draw=_copied,
+    ),
+    ReplayFirst,
+    Steal,
+    cheating(
+        "logprobs", f"reports log-probabilities that are {NUDGE} too low, so that training trusts its tokens more",
+        {"logprobs.mismatch"},
+        submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values - NUDGE)),
+    ),
+    cheating(
+        "nan", "reports log-probabilities that are NaN, to spoil the weights for everybody", {"shape.logprobs"},
+        submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values * np.nan)),
+    ),
+    cheating(
+        "vocabulary", "submits tokens that the policy does not have", {"shape.vocabulary"},
+        submission=each_rollout(
+            lambda one: changed(one, tokens=pack_tokens(np.full_like(one.token_ids, FAR_TOKEN)))
+        ),
+    ),
+    cheating(
+        "claim-prompt", "submits another prompt than its lease gave", {"prompt.mismatch"},
+        submission=lambda given, lease: changed(
+            given, prompt=pack_tokens(lease.prompt_ids[::-1] + lease.prompt_ids[:1])
+        ),
+    ),
+    cheating(
+        "claim-policy", "says openly that another version of the policy generated it",
+        {"submission.mismatch", "policy.mismatch"},
+        submission=lambda given, _: changed(given, version=given.version + 1, policy_digest="f" * 64),
+    ),
+    cheating(
+        "claim-node", "submits its work in the name of another node", {"submission.mismatch", "lease.mismatch"},
+        submission=lambda given, _: changed(given, node="0" * len(given.node)),
+    ),
+    cheating(
+        "claim-given",
+        "draws by seeds of its own, and says that the environment gave the tokens, so that no seeds are looked at",
+        OTHER_TOKENS | {"dialogue.forged"}, draw=by_own_seeds, submission=each_rollout(_given),
+    ),
+    cheating(
+        "few", "submits only half of every group", {"submission.group", "shape.rollouts"},
+        submission=lambda given, _: changed(given, rollouts=given.rollouts[: max(1, len(given.rollouts) // 2)]),
+    ),
+    cheating(
+        "show-random", "shows made-up tokens of the groups that it is generating, to keep their leases", LIES,
+        shown=lambda progress, _: ShownProgress([_made_up(chunks) for chunks in progress.chunks]),
+    ),
+    cheating(
+        "show-other", "shows the chunks of one rollout as those of the next, which has another seed", LIES,
+        shown=lambda progress, lease: ShownProgress(
+            [changed(each, rollout=(each.rollout + 1) % len(lease.seeds)) for each in progress.chunks]
+        ),
+    ),
+    cheating(
+        "show-swap", "shows the groups that it generates, and submits them with their rollouts in another order",
+        LIES | OTHER_TOKENS, submission=lambda given, _: changed(given, rollouts=given.rollouts[::-1]),
+    ),
+    Sleeper,
 )  # fmt: skip

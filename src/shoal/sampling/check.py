@@ -1,19 +1,16 @@
 """Does a sequence of tokens follow its seed? The validator asks, after a prefill of its own.
 
 Between two machines logits differ by rounding, so an honest u can fall just outside the interval that the validator
-computes. Two questions of single tokens are answered here:
+computes. Two questions of single tokens are answered here; whether a node's tokens are outside too often, or too far in
+sum, is asked of all that it submits (`shoal.validator.evidence`).
 
     beyond       is some u farther outside its token's interval than rounding can explain?
     implausible  does some token pass only by the tolerance although the policy would hardly ever say it?
                  (an interval of width 1e-12 next to u is "near", but no rounding error puts a token there)
 
-Whether more tokens are outside, or farther in sum, than rounding explains, each within the tolerance, is asked of all
-that a node submits (`shoal.validator.evidence`).
-
-The numbers are a profile's (model, engine, device, dtype). The defaults are for float32 on both sides: a model of 135 M
-weights and 49,152 tokens, decoding against prefill, showed a mean distance of 3e-7 and none that could exceed 4.5e-6;
-smaller vocabularies show less. Of a vocabulary of 262,144 honest tokens have a probability below 10⁻⁹ once in 40,000,
-and each further decade is 4 to 5 times rarer: below the floor lies one in 10⁹.
+The limits are a profile's. The defaults are for float32 on both sides: with 135 M weights and 49,152 tokens, decoding
+against prefill showed a mean distance of 3e-7 and none that could exceed 4.5e-6. Of a vocabulary of 262,144 honest
+tokens have a probability below the floor once in 10⁹.
 """
 
 from __future__ import annotations
@@ -82,14 +79,11 @@ def check_seeded(
     elif not probability >= limits.floor:
         reason = "implausible"
     return SeedCheck(
-        reason=reason,
-        n_tokens=len(uniforms_T),
-        n_outside=n_outside,
+        reason=reason, n_tokens=len(uniforms_T), n_outside=n_outside,
         sum_distance=float(np.minimum(distance_T, 1.0).sum()),  # in probability: at most 1, also where it is NaN
-        max_distance=float(distance_T.max()) if len(distance_T) else 0.0,
-        position=int(np.argmax(distance_T)) if n_outside else None,
+        max_distance=float(distance_T.max(initial=0.0)), position=int(np.argmax(distance_T)) if n_outside else None,
         min_probability_outside=probability,
-    )
+    )  # fmt: skip
 
 
 def distances(uniforms_T: Floats, low_T: Floats, high_T: Floats) -> Floats:

@@ -1,7 +1,4 @@
-"""The uniform stream on a torch device: the same numbers as `stream`, bit for bit, made where they are used.
-
-The largest conversion to float64 is of 53 bits, which is exact.
-"""
+"""The uniform stream on a torch device: the same numbers as `stream`, bit for bit, made where they are used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """TOPLOC: small proofs that a model was run, which anyone who can run it can check.
 
     points    PointBatch, top_points, chunk_rows, chunk_topk: the largest values of chunks of activations
-    proofs    commit, split_proofs: one polynomial through the points of each chunk, byte for byte as `toploc` writes it
+              commit, split_proofs: one polynomial through the points of each chunk, byte for byte as `toploc` writes it
     check     Comparisons, compare: proofs against the verifier's own points, in numbers
               ProofTolerance, ProofCheck, check_proofs: malformed, forged, mismatch, or fine
     package   the functions of the published package: build_proofs_bytes, verify_proofs_bytes, …
@@ -28,8 +28,7 @@ from shoal.toploc.package import (
     verify_proofs_base64,
     verify_proofs_bytes,
 )
-from shoal.toploc.points import PointBatch, chunk_rows, chunk_topk, top_points
-from shoal.toploc.proofs import commit, split_proofs
+from shoal.toploc.points import PointBatch, chunk_rows, chunk_topk, commit, split_proofs, top_points
 
 __all__ = [
     "Comparisons", "PointBatch", "ProofCheck", "ProofTolerance", "VerificationResult", "build_proofs_base64",

@@ -22,25 +22,24 @@ KERNELS = "shoal.toploc.kernels"  # once imported, for large work, it is the fas
 _is_broken = False
 
 
-def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
-    selected: tuple[Ints, Bits] = _run("select", len(flat) >= LARGE_VALUES, flat, starts, sizes, counts)
-    return selected
+def select(flat: npt.NDArray[Any], *chunks: Ints) -> tuple[Ints, Bits]:
+    found: tuple[Ints, Bits] = _run("select", len(flat) >= LARGE_VALUES, flat, *chunks)
+    return found
 
 
 def interpolate(indices: Ints, bits: Bits, counts: Ints) -> tuple[Ints, Bits]:
-    interpolated: tuple[Ints, Bits] = _run("interpolate", len(bits) >= LARGE_POINTS, indices, bits, counts)
-    return interpolated
+    found: tuple[Ints, Bits] = _run("interpolate", len(bits) >= LARGE_POINTS, indices, bits, counts)
+    return found
 
 
 def measure(indices: Ints, bits: Bits, *rest: Any) -> Ints:
-    measured: Ints = _run("measure", len(bits) >= LARGE_POINTS, indices, bits, *rest)
-    return measured
+    found: Ints = _run("measure", len(bits) >= LARGE_POINTS, indices, bits, *rest)
+    return found
 
 
 def _run(name: str, is_large: bool, *arguments: Any) -> Any:
-    """The function of that name, of the arithmetic that fits. Compiled code may fail for reasons that are none of ours
-    (an installation that is broken, a folder that cannot be written, a damaged cache): then numpy does the work, here
-    and from now on."""
+    """Compiled code may fail (a broken installation, a folder that cannot be written, a damaged cache): then numpy does
+    the work, here and from now on."""
     global _is_broken
     if _is_broken or not (is_large or KERNELS in sys.modules):
         return getattr(plain, name)(*arguments)

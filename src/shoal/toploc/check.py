@@ -10,10 +10,8 @@ that follow from the verifier's points.
     mismatch    some chunk differs more than rounding explains: other weights, other tokens, another chunk's proof
 
 Whether chunks that pass one by one differ too much together (weights of lower precision) is for whoever knows how
-honest ones vary: `proof_sums` has the sums for it.
-
-The numbers are a profile's (model, engine, device, dtype). The defaults are for float32 on both sides, where only
-values next to a bfloat16 rounding boundary differ, by one, and seldom.
+honest ones vary: `proof_sums` has the sums for it. The limits are a profile's; the defaults are for float32 on both
+sides, where only values next to a bfloat16 rounding boundary differ, by one, and seldom.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ import numpy.typing as npt
 
 from shoal.toploc import backend
 from shoal.toploc.plain import PRIME, Ints, least_modulus
-from shoal.toploc.points import PointBatch
-from shoal.toploc.proofs import Polynomials, decode
+from shoal.toploc.points import PointBatch, Polynomials, decode
 
 Reason = Literal["malformed", "forged", "mismatch"]
 CHANCE = 256 / PRIME  # a field element drawn at random has a given exponent: 128 mantissas, two signs

@@ -22,8 +22,7 @@ import numpy as np
 
 from shoal.errors import ProofError
 from shoal.toploc.check import compare
-from shoal.toploc.points import Activations, PointBatch, chunk_rows, points_of_chunks
-from shoal.toploc.proofs import commit
+from shoal.toploc.points import Activations, PointBatch, chunk_rows, commit, points_of_chunks
 
 Many: TypeAlias = "Activations | Sequence[Activations]"
 

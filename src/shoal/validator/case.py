@@ -53,7 +53,7 @@ from shoal.protocol.submission import ShownPrefix, drawn_mask
 from shoal.sampling import SeedCheck, check_seeded
 from shoal.sampling.stream import uniforms_at
 from shoal.toploc import Comparisons, PointBatch, chunk_rows, chunk_topk, compare, split_proofs
-from shoal.toploc.proofs import proof_size
+from shoal.toploc.points import proof_size
 from shoal.validator.evidence import MOST_POINTS, Kept, Measures, Odd, accident_sums, log_evidence
 from shoal.validator.profiles import NoiseLimits, Profile
 

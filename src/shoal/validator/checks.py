@@ -63,7 +63,7 @@ from shoal.protocol.submission import shown_digest, unpack_spans
 from shoal.protocol.verdict import Branches
 from shoal.sampling.check import distances
 from shoal.toploc import check_proofs
-from shoal.toploc.proofs import decode
+from shoal.toploc.points import decode
 from shoal.validator.branches import by_tolerance
 from shoal.validator.case import Case, Finding, failed, passed, unsure
 from shoal.validator.evidence import CERTAIN, DOUBT, MOST_POINTS, STRIKE, log_evidence

@@ -48,7 +48,7 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.sizing import Derived, RunSize, policies_loaded, settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
-from shoal.toploc.proofs import compile_kernels
+from shoal.toploc.points import compile_kernels
 from shoal.validator.branches import Lookout
 from shoal.validator.canary import Canary
 from shoal.validator.judge import Judge, SecondEngines

@@ -13,9 +13,8 @@ import pytest
 
 from shoal.adversary import CHEATS, Cheat, Loot, find_cheat
 from shoal.adversary.base import Worth
-from shoal.adversary.claims import HONEST_UNITS, Sleeper, Steal
 from shoal.adversary.steering import Steer
-from shoal.adversary.tokens import TRIES, own_seeds
+from shoal.adversary.tokens import HONEST_UNITS, TRIES, Sleeper, Steal, own_seeds
 from shoal.adversary.weights import FIELD, chunks_of, shallow_files
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.groups import submission_of
