@@ -79,7 +79,7 @@ def order(
     typer.echo(f"# {tasks} tasks, seed {chosen}, environment digest {identity.digest}{data}")
     typer.echo("unit\trow\tid")
     for unit in range(start, start + count):
-        typer.echo(f"{unit}\t" + "\t".join(_drawn(environment, chosen, unit, tasks)))
+        typer.echo(f"{unit}\t{_drawn(environment, chosen, unit, tasks)}")
 
 
 @data.command()
@@ -134,11 +134,11 @@ def demos(
 
 def source_at(spec: str, overrides: Sequence[str]) -> TaskSource:
     """What the specification means; an override is of an option of the data set: `keep_solve_rate=[0.1, 0.5]`."""
+    from shoal.run.sources import task_source
+
     for override in overrides:
         if "=" not in override:
             raise UserError(f"expected OPTION=VALUE, not {override!r}; for example: --set format=aime")
-    from shoal.run.sources import task_source
-
     return task_source(spec, [f"environment.options.{override.strip()}" for override in overrides])
 
 
@@ -191,19 +191,18 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     return 0 if bad_rows == "skip" else UserError.exit_code
 
 
-def _drawn(environment: Environment, seed: int, unit: int, count: int) -> tuple[str, str]:
+def _drawn(environment: Environment, seed: int, unit: int, count: int) -> str:
     """The row and id of the first candidate that can be used."""
-    from shoal.environments.composed import Composed
+    from shoal.environments.composed import inner_of
     from shoal.environments.dataset import DatasetEnvironment
     from shoal.hub.state.draws import candidates
 
-    inner = environment.inner if isinstance(environment, Composed) else environment
-    tasks = environment.tasks("train")
+    inner, tasks = inner_of(environment), environment.tasks("train")
     for position in candidates(count, seed, unit):
         try:
             task = tasks[position]
         except UnusableTask:
             continue
         row = inner.row_at("train", position) if isinstance(inner, DatasetEnvironment) else position
-        return str(row), task.id
+        return f"{row}\t{task.id}"
     raise EnvironmentSetupError(f"none of the tasks that unit {unit} may be can be used: run shoal data check")

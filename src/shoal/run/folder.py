@@ -278,13 +278,12 @@ def find_run(where: str | None) -> str:
 
 def resolve(source: Path | None, directory: Path | None, overrides: Sequence[str]) -> Recipe:
     """The recipe that was named, or that of the folder to resume, with everything that was changed on the way."""
-    if source is None:
-        source = directory / "recipe.toml" if directory is not None else None
-        if directory is not None and not directory.is_dir():
+    if source is None and directory is not None:
+        if not directory.is_dir():
             raise ConfigError(f"there is no run folder {directory}; to make one: shoal run RECIPE --dir FOLDER")
-        if source is None or not source.is_file():
-            raise ConfigError("which recipe? for example: shoal run recipes/tiny.toml (or --dir RUN to resume a run)")
-        RunFolder.open(source.parent)  # says what is wrong with a recipe that was damaged
+        source = RunFolder.open(directory).path / "recipe.toml"  # says what is wrong with a recipe that was damaged
+    if source is None:
+        raise ConfigError("which recipe? for example: shoal run recipes/tiny.toml (or --dir RUN to resume a run)")
     return load_recipe(source, overrides)
 
 
@@ -308,20 +307,18 @@ def port_of(url: str) -> int:
 
 def _refuse_moved(path: Path, stored: Recipe, given: Recipe) -> None:
     """Nothing is written down that a begun run cannot resume with: a place without its rows, or an end it is past."""
+    before, now = stored.hub, given.hub
     if given.run.steps < stored.run.steps:
         raise ConfigError(
-            f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun can be continued for "
-            f"longer, never for less; to end it earlier, stop it (resume with: shoal run --dir {path})"
+            f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun may become longer, "
+            f"never shorter; to end it earlier, stop it (resume with: shoal run --dir {path})"
         )
-    if not (path / "hub" / "hub.db").exists() and not any((path / "origin" / "manifests").glob("*")):
-        return  # it holds nothing yet: a mistyped address of a first start can be mended
-    before, now = stored.hub, given.hub
-    if (masked(before.database), before.storage) == (masked(now.database), now.storage):  # a password may be another
-        return
+    begun = (path / "hub" / "hub.db").exists() or any((path / "origin" / "manifests").glob("*"))
+    if not begun or (masked(before.database), before.storage) == (masked(now.database), now.storage):
+        return  # a mistyped address of a first start can be mended, and a password may be another
     named = {"database": masked(now.database), "storage": now.storage, "storage_endpoint": now.storage_endpoint}
     places = "".join(f" --set hub.{name}={value}" for name, value in named.items() if value)
     raise ConfigError(
-        f"hub.database and hub.storage were {masked(before.database)!r} and {before.storage!r}, and what the run in "
-        f"{path} holds is there; to move it, stop it, then: shoal backup {path} FILE, "
-        f"shoal restore FILE FOLDER{places}"
+        f"what the run in {path} holds is at hub.database {masked(before.database)!r}, hub.storage {before.storage!r}; "
+        f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"
     )

@@ -64,8 +64,15 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
     settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
     check_choices(request.engine, request.cheat, settings)
     stop = begin("worker", None, verbose)
+
+    def say_when_stopping() -> None:
+        """At once: the group that is being generated may take long to end."""
+        while not stop.wait(60):
+            pass
+        log.info("stopping (%s): finished groups are sent, leases given back; a second time ends at once", stop.reason)
+
     if SANDBOX not in os.environ:  # else the process around the sandbox says it
-        threading.Thread(target=_say_when_stopping, args=(stop,), name="stopping", daemon=True).start()
+        threading.Thread(target=say_when_stopping, name="stopping", daemon=True).start()
     with ending_quietly(stop):
         folder, root_fingerprint = arrive(urls, pinned, request, stop)
         if request.sandbox:
@@ -86,13 +93,6 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
         )
         run_worker(config, stop)
     return 0
-
-
-def _say_when_stopping(stop: StopToken) -> None:
-    """At once: the group that is being generated may take long to end."""
-    while not stop.wait(60):
-        pass
-    log.info("stopping (%s): finished groups are sent, leases given back; a second time ends at once", stop.reason)
 
 
 def run_standalone_relay(

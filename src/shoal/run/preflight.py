@@ -155,11 +155,13 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
     A row of data that cannot be asked is passed over when it is drawn, so that only many of them are a mistake; in an
     environment that makes its tasks, one is.
     """
-    trials: dict[str, Task] = {}
+    trials, clock = dict[str, Task](), SystemClock()
     for split in SPLITS:
-        tasks, tried = environment.tasks(split), 0
+        tasks, tried, ends_s = environment.tasks(split), 0, clock.monotonic_s() + SECONDS_TRIED
         problems, kinds = list[UnusableTask](), Counter[str]()
-        for index in _first(len(tasks)):
+        for index in range(min(PROMPTS_TRIED, len(tasks))):
+            if tried and clock.monotonic_s() > ends_s:  # some generators take seconds for each task
+                break
             tried += 1
             try:
                 task = tasks[index]
@@ -180,16 +182,6 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
             among = f"the first {tried}" if tried < len(tasks) else f"all {tried}"
             log.warning("%d of %s %s tasks cannot be asked: %s", len(problems), among, split, problems[0])
     return list(trials.values())[:KINDS_TRIED]
-
-
-def _first(size: int) -> Iterator[int]:
-    """The first positions of so many, until a few seconds have passed: some generators take one for each task."""
-    clock = SystemClock()
-    ends_s = clock.monotonic_s() + SECONDS_TRIED
-    for index in range(min(PROMPTS_TRIED, size)):
-        yield index
-        if clock.monotonic_s() > ends_s:
-            return
 
 
 def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: Sequence[Task]) -> None:

@@ -254,11 +254,15 @@ def troubles(status: RunStatus | None, processes: Sequence[ProcessView], silent_
     heard_s = min((process.since_s for process in processes if process.name == "hub"), default=0.0)
     found = {}
     for process in processes:
-        sentence = _exited(process)
-        if not sentence and process.name == "hub":
-            sentence = _silent(process, silent_s)
+        sentence, who = _exited(process), process.name
+        who += "" if process.pid is None else f" (pid {process.pid})"
+        if not sentence and process.name == "hub":  # one that has answered is silent sooner than one just started
+            answered = silent_s < process.since_s
+            since_s = silent_s if answered else process.since_s
+            if since_s >= (SILENT_S if answered else QUIET_S):
+                sentence = f"{who} has not answered for {duration(since_s)}: is it stuck? (see logs/hub.log)"
         elif not sentence and status is not None and silent_s < SILENT_S and heard_s >= QUIET_S:
-            sentence = _quiet(process, status)
+            sentence = _quiet(process, who, status)
         if sentence:
             found[process.name] = sentence
     return found
@@ -267,43 +271,28 @@ def troubles(status: RunStatus | None, processes: Sequence[ProcessView], silent_
 def _exited(process: ProcessView) -> str:
     """What the supervisor alone can say; empty if it runs as it should."""
     name, (exit_, _, said) = process.name, process.why.partition(": ")
-    said = f": {printable(said)}" if said else ""
+    said, ago = f": {printable(said)}" if said else "", f"{duration(process.since_s)} ago"
     if process.state == "restarting" and process.why:
-        ago = f"{',' if exit_[-1].isdigit() else ''} {duration(process.since_s)} ago"
-        return f"{name} {exit_}{ago} and is being restarted (#{process.restarts + 1}){said}"
+        return f"{name} {exit_}, {ago}, and is being restarted (#{process.restarts + 1}){said}"
     if process.state == "given up":
         return f"{name} was given up after it {exit_}{said}"
     if process.state == "resting" and process.why != "is done":
         return f"{name} {exit_} and is not started again{said}"
     if process.state == "running" and process.restarts > 1 and process.since_s < QUIET_S:
-        return f"{name} was restarted {process.restarts} times, {duration(process.since_s)} ago after it {exit_}{said}"
+        return f"{name} was restarted {process.restarts} times, {ago} after it {exit_}{said}"
     return ""
 
 
-def _silent(hub: ProcessView, silent_s: float) -> str:
-    """That the hub does not answer, for longer than it may take; one that was just started needs a while."""
-    answered = silent_s < hub.since_s
-    since_s = silent_s if answered else hub.since_s
-    if since_s < (SILENT_S if answered else QUIET_S):
-        return ""
-    return f"{_who(hub)} has not answered for {duration(since_s)}: is it stuck? (see logs/hub.log)"
-
-
-def _quiet(process: ProcessView, status: RunStatus) -> str:
+def _quiet(process: ProcessView, who: str, status: RunStatus) -> str:
     """That the hub has not heard of a running process for long; empty if it has."""
-    role = process.name.partition("-")[0]
-    loading = process.since_s < LOADING_S
+    role, loading = process.name.partition("-")[0], process.since_s < LOADING_S
     if role not in REPORTING or process.state != "running" or status.finished or loading:
         return ""
     seen_ms = [node.last_seen_ms for node in status.nodes if node.role == role and node.name == process.name]
     if not seen_ms:
-        return f"{_who(process)} has not reached the hub in the {duration(process.since_s)} since it started"
+        return f"{who} has not reached the hub in the {duration(process.since_s)} since it started"
     quiet_s = (status.now_ms - max(seen_ms)) / 1000
-    return f"{_who(process)} has said nothing for {duration(quiet_s)}: is it stuck?" if quiet_s >= QUIET_S else ""
-
-
-def _who(process: ProcessView) -> str:
-    return process.name if process.pid is None else f"{process.name} (pid {process.pid})"
+    return f"{who} has said nothing for {duration(quiet_s)}: is it stuck?" if quiet_s >= QUIET_S else ""
 
 
 POLL_S = 1.0

@@ -88,7 +88,7 @@ def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, f
         _open_ways(forwarder, urls, client)
         around = [bubblewrap, *_options(folder, forwarder.folder)]
         _probe(around)
-        words = ["-m", "shoal.cli.enclosed", TypeAdapter(type(inner)).dump_json(inner).decode()]
+        words = ["-m", "shoal.cli", "--enclosed-worker", TypeAdapter(type(inner)).dump_json(inner).decode()]
         return _watched([*around, "--", sys.executable, *words], stop, lambda: _open_ways(forwarder, urls, client))
 
 

@@ -15,9 +15,9 @@ from kit.folder import Play
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ProtocolError, ResourceError
 from shoal.run import backup
-from shoal.run.backup import MANIFEST, backup_run, new_bundle, read_bundle, restore_run, verify_backup
+from shoal.run.backup import MANIFEST, backup_run, new_bundle, restore_run, verify_backup
 from shoal.run.folder import RunFolder
-from shoal.run.recipe import Recipe, missing_inputs
+from shoal.run.recipe import Recipe
 from shoal.run.sources import export_run
 from shoal.runtime.metrics import MetricsLog
 from shoal.shardcast.tree import Tree
@@ -92,14 +92,6 @@ class TestContents:
         assert Tree(tmp_path / "run" / "origin").places() == [(0, 0), (0, 1)]
         assert not (tmp_path / "run" / "hub" / "hub.db-wal").exists()
 
-    def test_only_the_newest_checkpoints_go_in(self, tmp_path: Path) -> None:
-        source = tmp_path / "run" / "trainer" / "checkpoints"
-        for name in ("1.0", "2.0", "9.0", "10.0", ".saving-11.0"):
-            (source / name).mkdir(parents=True)
-            (source / name / "checkpoint.json").write_text("{}")
-        backup._hold_checkpoints(tmp_path / "run", tmp_path / "scratch", keep_best=1)
-        assert {path.name for path in (tmp_path / "scratch" / "trainer" / "checkpoints").iterdir()} == {"9.0", "10.0"}
-
     @pytest.mark.parametrize(
         ("keep_best", "held"), [(0, {"9.0", "10.0"}), (1, {"9.0", "10.0", "2.1"}), (2, {"9.0", "10.0", "2.1", "1.0"})]
     )
@@ -151,12 +143,6 @@ class TestContents:
         backup._hold_origin(tmp_path / "run", tmp_path / "scratch")
         held = {str(path.relative_to(tmp_path / "scratch" / "origin")) for path in (tmp_path / "scratch").rglob("*.*")}
         assert held == {"head.json", "manifests/0.2.json"}
-
-    def test_what_the_recipe_names_and_is_not_here_is_told(self, taken: Path, tmp_path: Path) -> None:
-        recipe = RunFolder.open(taken.parent / "run").recipe
-        assert missing_inputs(recipe) == []
-        model = recipe.model.model_copy(update={"path": str(tmp_path / "gone")})
-        assert missing_inputs(recipe.model_copy(update={"model": model})) == [str(tmp_path / "gone")]
 
 
 def rewritten(source: Path, target: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
@@ -254,16 +240,6 @@ class TestPlaces:
         ):
             bundle.add("a", tmp_path / "none")
         assert list(tmp_path.iterdir()) == []
-
-    def test_a_bundle_gives_back_what_was_put_in(self, tmp_path: Path) -> None:
-        given = {"a/b": b"x" * 3_000_000, "empty": b""}
-        with new_bundle(tmp_path / "out.tar", "run", 1) as bundle:
-            for name, data in given.items():
-                bundle.add(name, data)
-        manifest = read_bundle(tmp_path / "out.tar", tmp_path / "all")
-        assert {name: (tmp_path / "all" / name).read_bytes() for name in manifest.members} == given
-        read_bundle(tmp_path / "out.tar", tmp_path / "one", only="empty")
-        assert [path.name for path in (tmp_path / "one").iterdir()] == ["empty"]
 
     def test_the_commands_say_what_to_do_next(self, taken: Path, tmp_path: Path, capsys: Capture) -> None:
         assert main(["backup", str(taken.parent / "run"), str(tmp_path / "again.tar")]) == 0

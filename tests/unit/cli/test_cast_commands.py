@@ -28,8 +28,8 @@ from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 from shoal.shardcast import Content, Downloader, Origin, Payload, RelayConfig, RelaySettings
-from shoal.shardcast.cast import Sources, megabytes, public_url, say_commands
-from shoal.shardcast.cast.fetch import Delivery, shares
+from shoal.shardcast.cast import Sources, public_url, say_commands
+from shoal.shardcast.cast.fetch import Delivery
 from shoal.shardcast.server import local_url
 
 KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
@@ -184,16 +184,6 @@ def test_several_files_become_a_folder(tmp_path: Path, serve: Serve) -> None:
 # ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_log_gets_a_line_every_few_seconds() -> None:
-    file, now = io.StringIO(), [0.0]
-    with counted("fetching [x]", Console(file=file, width=200), lambda: now[0], unit="MB") as report:
-        for second in range(12):
-            now[0] = float(second)
-            report(second * 1_000_000, 20_000_000)
-    lines = file.getvalue().splitlines()
-    assert lines == ["fetching [x]: 10 of 20 MB, 10 s left"]
-
-
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120)
@@ -201,12 +191,6 @@ def test_a_terminal_gets_a_bar_that_goes_away() -> None:
         report(5_000_000, 20_000_000)
     assert "fetching" in file.getvalue()
     assert "25 %" in file.getvalue()
-
-
-def test_who_sent_how_much() -> None:
-    assert shares({"http://b": 25, "http://a": 75, "http://c": 0}) == "http://a 75 %, http://b 25 %"
-    assert megabytes(300) == "300 bytes"
-    assert megabytes(1_234_567_890) == "1,234.57 MB"
 
 
 def test_the_commands_name_an_address_that_others_can_reach(capsys: Capture) -> None:
@@ -389,9 +373,3 @@ def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[Rela
     assert 0 < budget_gb < shutil.disk_usage(tmp_path).free / 1e9
     assert configs[0].upstreams == ("http://relay:1", "http://origin:1")
     assert configs[0].reach == PUBLIC_ONLY
-
-
-@pytest.mark.parametrize("option", [["--keep", "0"], ["--disk-budget-gb", "0"]])
-def test_a_limit_that_cannot_be_is_a_mistake_of_the_user(configs: list[RelayConfig], option: list[str]) -> None:
-    assert main(["relay", "--run-info", HUB, *option]) == 2
-    assert configs == []

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -78,40 +77,13 @@ def test_help_groups_the_commands_by_reader(capsys: Capture) -> None:
     assert "Commands" not in shown, "a command is in no group"
 
 
-@pytest.mark.parametrize("command", command_names())
-def test_every_command_explains_itself(command: str, capsys: Capture) -> None:
-    assert main([command, "--help"]) == 0
-    assert "Usage: shoal" in capsys.readouterr().out
-
-
-def test_the_version(capsys: Capture) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == "shoal 0.1.0\n"
-
-
 # ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_an_unknown_key_in_the_recipe(shoal: Shoal, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text("[trainer]\nlearning_rat = 1e-4\n")
-    message = one_line(shoal("run", "mine.toml"), 2)
-    assert message == "mine.toml: [trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
 
 @pytest.mark.parametrize("command", [["join", NOWHERE], ["status", NOWHERE], ["relay", "--run-info", NOWHERE]])
 def test_a_hub_that_cannot_be_reached(shoal: Shoal, command: list[str]) -> None:
     message = one_line(shoal(*command, "--wait", "0"), 4)
     assert NOWHERE in message
-
-
-def test_a_hub_that_stays_away_is_complained_about_once(tmp_path: Path) -> None:
-    """Longer than a process that works in the background would keep silent about it."""
-    with ThreadPoolExecutor() as threads:
-        commands = [(word, NOWHERE, "--wait", "3.6") for word in ("status", "join")]
-        for ran in threads.map(lambda command: fork.run(tmp_path, *command), commands):
-            assert ran.returncode == 4
-            assert ran.stderr.count("\n") == 1, ran.stderr
 
 
 def in_process(capsys: Capture, *arguments: str) -> tuple[int, str]:
@@ -292,17 +264,6 @@ def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: Capt
 def test_status_of_a_hub_with_another_root_key_than_the_url_names_is_refused(hub_url: str, capsys: Capture) -> None:
     assert main(["status", hub_url + "/#" + "ab" * 20]) == 1
     assert "impostor" in capsys.readouterr().err
-
-
-def test_doctor_looks_where_join_writes(
-    hub_url: str, own_home: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
-    main(["doctor", hub_url])
-    assert f"{own_home} is writable" in capsys.readouterr().out
-    monkeypatch.delenv("SHOAL_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    main(["doctor", hub_url])
-    assert f"{tmp_path / 'home' / '.shoal'} is writable" in capsys.readouterr().out
 
 
 def test_the_doctor_says_what_to_do_about_each_problem(hub_url: str, tmp_path: Path, capsys: Capture) -> None:

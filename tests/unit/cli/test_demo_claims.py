@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -115,11 +114,6 @@ def test_a_cheater_that_got_away_fails_the_demo(rows: tuple[tuple[str, dict[str,
     assert why in claim.sentence
 
 
-def test_without_a_ledger_nothing_holds() -> None:
-    assert not cheater_caught([], CAST).holds
-    assert not honest_unpunished([], CAST).holds
-
-
 def test_the_honest_are_unpunished() -> None:
     claim = honest_unpunished(ledger(*CAUGHT), CAST)
     assert claim.holds
@@ -154,11 +148,6 @@ def earlier_demo(path: Path) -> Path:
     (path / "hub").mkdir()
     (path / "hub" / "hub.db").write_text("old")
     return path
-
-
-def test_a_new_folder_is_made_and_marked(tmp_path: Path) -> None:
-    make_room(tmp_path / "runs" / "demo", FACTS)
-    assert json.loads((tmp_path / "runs" / "demo" / MARK).read_text()) == FACTS
 
 
 def test_an_earlier_demo_is_replaced(tmp_path: Path) -> None:

@@ -9,10 +9,8 @@ import pytest
 
 from kit import Capture, Patch
 from shoal.cli.main import main
-from shoal.errors import ResourceError
 from shoal.protocol.node import ModelSize
 from shoal.run import doctor
-from shoal.run.doctor import examine
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 from shoal.validator.profiles import read_profile
 
@@ -47,11 +45,6 @@ def test_little_disk_warns_and_none_stops(
     assert not (tmp_path / "not").exists()
 
 
-def test_a_folder_that_cannot_be_written_stops(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert doctor._writable(tmp_path / "file" / "x").stops == ResourceError.exit_code
-
-
 @pytest.mark.parametrize(
     ("problems", "ok", "text"),
     [
@@ -73,13 +66,6 @@ def test_a_source_is_asked_as_a_worker_would_ask_it() -> None:
     assert "cannot be reached: Connection refused" in doctor._reach(Reach(Nearness.LOOPBACK), NOWHERE)
     assert "it may not send this machine there" in doctor._reach(PUBLIC_ONLY, NOWHERE)
     assert "is not a URL" in doctor._reach(PUBLIC_ONLY, "nonsense")
-
-
-def test_urls_of_two_runs_are_one_problem_and_nobody_is_asked(tmp_path: Path) -> None:
-    urls = [f"{NOWHERE}/#{'ab' * 20}", f"{NOWHERE}/#{'cd' * 20}"]
-    problems = [finding for finding in examine(urls, tmp_path) if finding.name == "hub"]
-    assert [finding.stops for finding in problems] == [2]
-    assert "different runs" in problems[0].text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kit import Patch
-from shoal.errors import ConfigError, KeyFileError, ResourceError
+from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import RoleCertificate, SigningKey, fingerprint, load_or_create_key, open_document, sign_document
 from shoal.run.folder import Endpoints, RunFolder, masked, port_of, without_passwords
 from shoal.run.recipe import Recipe
@@ -78,12 +78,6 @@ def test_the_root_key_may_be_moved_away_once_certificates_exist(folder: RunFolde
     assert not (folder.path / "keys" / "root.key").exists()
 
 
-def test_another_validator_gets_its_certificate_from_the_same_root(folder: RunFolder) -> None:
-    more = RunFolder.prepare(folder.path, recipe("validator.count=3"))
-    assert more.run_id == folder.run_id
-    assert len(more.certificates) == 5
-
-
 def test_a_missing_certificate_needs_the_same_root_key(folder: RunFolder) -> None:
     root = folder.path / "keys" / "root.key"
     root.unlink()
@@ -150,12 +144,6 @@ def test_what_is_trained_may_not_change(folder: RunFolder, override: str) -> Non
         RunFolder.prepare(folder.path, recipe(override))
 
 
-def test_adapters_may_not_be_left_out_either(tmp_path: Path) -> None:
-    folder = begun(RunFolder.prepare(tmp_path / "run", recipe("trainer.lora.rank=4")))
-    with pytest.raises(ConfigError, match=r"trainer.lora.rank was 4, is None"):
-        RunFolder.prepare(folder.path, recipe())
-
-
 def begun(folder: RunFolder) -> RunFolder:
     (folder.path / "hub").mkdir()
     (folder.path / "hub" / "hub.db").touch()
@@ -199,7 +187,7 @@ def test_a_mistyped_database_of_a_first_start_can_be_mended(tmp_path: Path) -> N
 def test_a_run_that_has_begun_can_be_made_longer_never_shorter(folder: RunFolder) -> None:
     (folder.path / "hub").mkdir()
     RunFolder.prepare(folder.path, recipe("run.steps=40"))
-    with pytest.raises(ConfigError, match=r"run.steps was 40, is 39: .* never for less"):
+    with pytest.raises(ConfigError, match=r"run.steps was 40, is 39: .* never shorter"):
         RunFolder.prepare(folder.path, recipe("run.steps=39"))
     assert RunFolder.open(folder.path).recipe.run.steps == 40
 
@@ -232,12 +220,6 @@ def test_a_certificate_for_another_run_or_key_is_refused(folder: RunFolder) -> N
         (folder.path / "keys" / "trainer.json").write_text(sign_document(document, root).model_dump_json())
         with pytest.raises(ConfigError, match="is for another key, role or run"):
             folder.certificate("trainer")
-
-
-def test_a_readable_key_is_refused(folder: RunFolder) -> None:
-    (folder.path / "keys" / "hub.key").chmod(0o644)
-    with pytest.raises(KeyFileError, match="chmod 600"):
-        folder.key("hub")
 
 
 # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -274,13 +256,6 @@ def test_a_configured_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None
         with pytest.raises(ResourceError, match=rf"cannot listen on port {port} .*hub\.port=0"):
             folder.assign_endpoints()
     assert port_of(folder.assign_endpoints().hub) == port
-
-
-def test_listening_everywhere_gives_an_address_that_others_can_use(tmp_path: Path) -> None:
-    folder = RunFolder.prepare(tmp_path / "run", recipe("hub.host=0.0.0.0"))
-    endpoints = folder.assign_endpoints()
-    assert endpoints.bind == "0.0.0.0"
-    assert "0.0.0.0" not in endpoints.hub
 
 
 def test_an_address_that_is_not_this_machines_is_refused(tmp_path: Path) -> None:

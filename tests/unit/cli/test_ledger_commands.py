@@ -14,7 +14,7 @@ from hubrun import batch, earn, forged, hub_config, join, join_validator, make_f
 
 from kit import Capture, Patch, TempPaths
 from shoal.cli.main import main
-from shoal.errors import LedgerError, ResourceError, UserError
+from shoal.errors import LedgerError, UserError
 from shoal.hub.service import Hub
 from shoal.ledger import Account, Accounts, append, head_of
 from shoal.protocol import LedgerEntry, SigningKey, Vouch, sign_document
@@ -299,32 +299,11 @@ def test_an_exported_file_holds_by_itself_and_damage_is_named(run: Path, tmp_pat
         check_ledger(str(out))
 
 
-@pytest.mark.parametrize("index", [None, "x", 2.5])
-def test_an_export_of_a_file_leaves_out_a_head_that_is_none(run: Path, tmp_path: Path, index: object) -> None:
-    out, head = tmp_path / "ledger.jsonl", tmp_path / "ledger.jsonl.head"
-    rows = export_ledger(str(run), out)
-    said = json.loads(head.read_bytes())
-    said["head"]["document"]["index"] = index
-    head.write_text(json.dumps(said))
-    assert export_ledger(str(out), tmp_path / "again.jsonl") == rows
-    assert not (tmp_path / "again.jsonl.head").exists()
-
-
 def test_an_export_is_whole_or_not_there(run: Path, tmp_path: Path) -> None:
     change_a_body(run)
     with pytest.raises(LedgerError, match="row 3 was changed"):
         export_ledger(str(run), tmp_path / "ledger.jsonl")
     assert list(tmp_path.glob("*ledger*")) == []
-
-
-def test_an_export_that_cannot_be_written_is_refused_before_the_hub_is_asked(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "ledger.jsonl.head").mkdir()
-    nowhere = "http://127.0.0.1:9"  # asking it would be another error
-    with pytest.raises(ResourceError, match="cannot write to the folder"):
-        export_ledger(nowhere, tmp_path / "file" / "ledger.jsonl", wait_s=0)
-    with pytest.raises(UserError, match="is a folder"):
-        export_ledger(nowhere, tmp_path / "ledger.jsonl", wait_s=0)
 
 
 def test_a_run_that_went_well_leaves_its_ledger_and_fails_for_nothing_else(run: Path) -> None:

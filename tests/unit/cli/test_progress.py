@@ -16,17 +16,7 @@ from kit.cli import NODE, report, status, wait
 from kit.scene import Memory, at_step, process, verdict, worker
 from shoal.protocol import NodeState, NodeView, RunStatus
 from shoal.run.launch import steps_in, summary
-from shoal.run.progress import (
-    History,
-    Reporter,
-    StatusPoller,
-    Watchdog,
-    fetch_status,
-    labels,
-    sparkline,
-    verdict_line,
-    waits_line,
-)
+from shoal.run.progress import History, Reporter, StatusPoller, Watchdog, labels, waits_line
 from shoal.runtime.clock import ManualClock
 
 # ── history ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -48,12 +38,6 @@ def test_every_rejection_is_kept_once_and_newest_last() -> None:
     history.add(status(verdicts=(second, first)), 2.0)
     history.add(status(verdicts=tuple(verdict(unit, worker(0)) for unit in range(20, 40))), 3.0)
     assert list(history.rejections.values()) == [first, second]
-
-
-def test_a_unit_rejected_twice_of_one_node_counts_twice() -> None:
-    history, cheater = History(), worker(2)
-    history.add(status(verdicts=tuple(verdict(17, cheater, "rejected", at_ms) for at_ms in (5, 9))), 1.0)
-    assert [kept.decided_at_ms for kept in history.rejections.values()] == [5, 9]
 
 
 def credited(tokens: int) -> tuple[NodeView, ...]:
@@ -87,15 +71,6 @@ def test_the_time_left_follows_the_pace_of_the_steps_and_runs_down_between_them(
     assert history.left_s(95.0) == 0.0
 
 
-def test_the_pace_is_that_of_the_last_steps() -> None:
-    history = History()
-    for step in range(6):
-        history.add(at_step(step, steps=100), 100.0 * step)
-    for step in range(6, 20):
-        history.add(at_step(step, steps=100), 500.0 + 2.0 * step)
-    assert history.left_s(538.0) == pytest.approx(81 * 2.0)
-
-
 def test_a_run_that_was_set_back_forgets_its_pace() -> None:
     history = History()
     history.add(at_step(5), 0.0)
@@ -111,13 +86,6 @@ def test_a_run_that_was_set_back_forgets_its_pace() -> None:
 # ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_sparkline_spans_what_it_shows() -> None:
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([5.0, 5.0]) == "▁▁"
-    assert sparkline([]) == ""
-    assert sparkline([9.0, *([0.0] * 3), 1.0], width=4) == "▁▁▁█"
-
-
 def test_nodes_of_one_name_are_told_apart() -> None:
     alone, one, other = worker(0), worker(1), worker(2)
     twin = NodeView(node="cd" * 16, name="worker-1", role="worker", state=NodeState.ACTIVE)
@@ -126,15 +94,6 @@ def test_nodes_of_one_name_are_told_apart() -> None:
         alone.node: "worker-0", one.node: "worker-1 (00000000)", twin.node: "worker-1 (cdcdcdcd)",
         other.node: "worker-2", nameless.node: "worker",
     }  # fmt: skip
-
-
-def test_a_verdict_in_words() -> None:
-    cheater = worker(2)
-    rejected = verdict(17, cheater, "rejected")
-    assert verdict_line(rejected, {cheater.node: "worker-2"}) == (
-        "worker-2, unit 17: rejected, sampling.seed: token 3 has another seed"
-    )
-    assert verdict_line(verdict(3, cheater), {}) == "00000000, unit 3: accepted"
 
 
 def test_waits_are_told_longest_first_and_not_without_end() -> None:
@@ -173,15 +132,6 @@ def test_the_summary_is_read_from_the_trainers_own_numbers(tmp_path: Path) -> No
     assert summary(tmp_path / "none", None, 1.0) == ["0 steps in 1 s"]
 
 
-def test_a_score_that_was_taken_once_is_no_development(tmp_path: Path) -> None:
-    rows = (
-        {"step": 0, "held_out": 0.25, "reward_mean": 0.5, "groups": 4},
-        {"step": 1, "reward_mean": 0.0, "groups": 4},
-    )
-    lines = summary(written(tmp_path / "metrics.jsonl", *rows), None, 3.0)
-    assert lines == ["2 steps in 3 s", "held-out score 0.250 (version 0, no other)", "reward 0.500 → 0.000"]
-
-
 def test_a_start_that_failed_does_not_claim_the_steps_before_it(tmp_path: Path) -> None:
     path = written(tmp_path / "metrics.jsonl", *({"step": step, "groups": 4} for step in range(87)))
     assert steps_in(path) == 87
@@ -209,26 +159,8 @@ def test_training_on_nothing_is_explained(
 DEADLINE_S = 20.0
 
 
-def transport(answers: list[httpx.Response | Exception]) -> httpx.Client:
-    """Gives the answers in turn, the last one again and again."""
-
-    def answer(_request: httpx.Request) -> httpx.Response:
-        given = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(given, Exception):
-            raise given
-        return given
-
-    return httpx.Client(transport=httpx.MockTransport(answer))
-
-
 def answer(seen: RunStatus) -> httpx.Response:
     return httpx.Response(200, text=seen.model_dump_json())
-
-
-def test_whatever_is_not_a_status_is_none() -> None:
-    answers = [httpx.ConnectError("no"), httpx.Response(500), httpx.Response(200, text="<html>"), answer(status())]
-    http = transport(list(answers))
-    assert [fetch_status("http://hub", http) for _ in answers] == [None, None, None, status()]
 
 
 # ── the poller ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -319,18 +251,6 @@ def test_the_reporter_shows_scenes_as_often_as_the_display_wants_them() -> None:
     assert last.processes == [process("hub")]
     assert last.notes == {"worker-2": "cheats"}
     assert last.silent_s == 5.0
-
-
-def test_the_last_look_asks_again_and_is_shown() -> None:
-    clock, display, source = ManualClock(), Memory(), Answers()
-    reporter = Reporter(source, display, Watchdog(1000), clock=clock)
-    reporter.tick()
-    source.next = at_step(9, finished=True)
-    clock.advance(0.1)
-    reporter.last_look()
-    assert reporter.status == at_step(9, finished=True)
-    assert display.scenes[-1].status == reporter.status
-    assert reporter.history.answered_s == pytest.approx(0.1, abs=1e-3)
 
 
 def test_the_watchdog_is_told_everything() -> None:

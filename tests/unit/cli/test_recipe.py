@@ -93,16 +93,6 @@ def test_every_recipe_in_the_repository_loads_and_its_parts_exist(path: Path) ->
         model_folder(recipe.model.path)
 
 
-def test_paths_are_meant_from_where_the_recipe_lies(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("[model]\npath = 'models/small'\n[environment]\nfile = 'reward.py'\n")
-    recipe = load_recipe(path)
-    assert recipe.model.path == str(tmp_path / "models" / "small")
-    assert recipe.environment.file == tmp_path / "reward.py"
-    assert load_recipe(path, ["model.path=/elsewhere"]).model.path == "/elsewhere"
-    assert load_recipe(path, ["model.path=tiny"]).model.path == "tiny"
-
-
 def test_bfloat16_is_published_where_workers_compute_so_unless_set(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("[worker]\ndtype = 'bfloat16'\n")
@@ -142,17 +132,6 @@ def test_mistakes_are_told_with_the_remedy(tmp_path: Path, text: str, message: s
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_recipe(path)
-
-
-def test_a_path_in_an_override_is_meant_from_here(tmp_path: Path, monkeypatch: Patch) -> None:
-    (tmp_path / "recipes").mkdir()
-    recipe = tmp_path / "recipes" / "r.toml"
-    recipe.write_text('[environment]\nfile = "beside.py"\n')
-    monkeypatch.chdir(tmp_path)
-    assert load_recipe(recipe).environment.file == tmp_path / "recipes" / "beside.py"
-    for value in ("here.py", '"here.py"', "./here.py"):
-        assert load_recipe(recipe, [f"environment.file={value}"]).environment.file == tmp_path / "here.py"
-    assert load_recipe(recipe, ["model.path=tiny"]).model.path == "tiny"
 
 
 def test_the_loss_of_demonstrations_is_none_of_a_run() -> None:
@@ -200,19 +179,6 @@ DESCRIBED = {
     "environment.prompt": {"thinking": "<think>\n"},
     "hub": {"drop_equal": "total"},
 }
-# In one source and not in the other: both numbers stand beside the setting.
-BOTH_SAID = {
-    "keep_solve_rate": "0.1 to 0.8",
-    "targets": "1000 to 5000",
-    "max_new_tokens": "16,000 with the prompt",
-    "warmup_steps": "optimizer steps",
-    "advantage": "std by n",
-    "ratio_base": '"behaviour"',
-    "kl": "0.002",
-    "entropy": "1e-3",
-    "drop_equal": '"task"',
-    "temperature": "1.0",
-}
 
 
 def test_its_numbers_are_those_that_are_described() -> None:
@@ -223,13 +189,6 @@ def test_its_numbers_are_those_that_are_described() -> None:
             section = getattr(section, name)
         assert {name: getattr(section, name) for name in values} == values, table
     assert recipe.environment.options["keep_solve_rate"] == [0.125, 0.5]
-
-
-@pytest.mark.parametrize("setting", sorted(BOTH_SAID))
-def test_where_sources_differ_both_numbers_stand_beside_the_setting(setting: str) -> None:
-    _before, _, after = PATH.read_text().partition(f"\n{setting} = ")
-    beside = "".join(re.findall(r"^.*#.*\n(?:^ +#.*\n)*", after, re.MULTILINE)[:1])
-    assert BOTH_SAID[setting] in beside
 
 
 def test_the_twin_has_the_same_mechanisms() -> None:

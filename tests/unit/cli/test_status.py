@@ -11,18 +11,10 @@ import pytest
 from kit import Capture, Patch
 from shoal import protocol
 from shoal.cli.main import main
-from shoal.cli.printing import console, sheet
 from shoal.cli.why import check_line, entry_line, node_lines, reward_lines, unit_lines
 from shoal.ledger import append
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
-
-
-def test_what_is_piped_is_not_cut(capsys: Capture, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    long = "x" * 300
-    console().print(sheet(("name", "doing"), [("a", long)], ("doing",)))
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == ["name  doing", f"a     {long}"]
 
 
 @pytest.mark.parametrize(

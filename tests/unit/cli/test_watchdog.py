@@ -73,7 +73,7 @@ def test_symptom_and_cause_are_both_named() -> None:
     waits = (wait("trainer", "a batch", 55),)
     dead = process("validator-0", state="restarting", restarts=2, why="was killed by SIGKILL", since_s=12.0)
     assert blame(status(waits=waits), [HUB, dead], silent_s=0.0) == (
-        "trainer waits for a batch (55 s); validator-0 was killed by SIGKILL 12 s ago and is being restarted (#3)"
+        "trainer waits for a batch (55 s); validator-0 was killed by SIGKILL, 12 s ago, and is being restarted (#3)"
     )
     assert blame(status(), [HUB], silent_s=0.0) == "and nobody says that they wait for anything"
 
@@ -85,9 +85,9 @@ def test_symptom_and_cause_are_both_named() -> None:
     ("changes", "words"),
     [
         ({"state": "restarting", "why": "was killed by SIGKILL", "since_s": 12.4},
-         "w was killed by SIGKILL 12 s ago and is being restarted (#1)"),
+         "w was killed by SIGKILL, 12 s ago, and is being restarted (#1)"),
         ({"state": "restarting", "why": "ended with exit code 1: no luck", "since_s": 3, "restarts": 11},
-         "w ended with exit code 1, 3 s ago and is being restarted (#12): no luck"),
+         "w ended with exit code 1, 3 s ago, and is being restarted (#12): no luck"),
         ({"state": "given up", "why": "ended with exit code 1: no luck"},
          "w was given up after it ended with exit code 1: no luck"),
         ({"state": "resting", "why": "was shut out by the hub: this node is banned"},
