@@ -31,8 +31,7 @@ Sequences = Sequence[tuple[TokenIds, TokenIds]]
 
 
 def minibatches(count: int, parts: int, *, seed: int, step: int) -> list[list[int]]:
-    """Indices `0 … count − 1` in an order that depends on (seed, step) only, cut into at most `parts` even parts. The
-    order is by hash, not by a library's generator, so that it is the same on every machine and version."""
+    """Indices `0 … count − 1` in an order by hash of (seed, step), the same on every machine, in even parts."""
     order = sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest())
     parts = min(parts, count)
     cuts = [count * part // parts for part in range(parts + 1)] if parts else [0]
@@ -56,11 +55,7 @@ def packs(lengths: Sequence[int], token_budget: int, cost: Cost, ranks: int = 1)
     """Indices in bins of at most `token_budget` tokens, about equally costly; a multiple of `ranks`, if there are as
     many sequences. One longer than the budget stands alone: it is trained on, not dropped. As few bins as first-fit
     finds, then each sequence, longest first, to the cheapest bin that has room for it; as first-fit packed them, if one
-    is left over.
-
-    >>> packs([3, 8, 4, 7], token_budget=16, cost=Cost(1, 0))
-    [[1, 0], [3, 2]]
-    """
+    is left over."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     fewest: list[list[int]] = []
     room = np.zeros(len(order), dtype=np.int64)  # of bins that are open; the others have none
@@ -87,14 +82,9 @@ def packs(lengths: Sequence[int], token_budget: int, cost: Cost, ranks: int = 1)
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int, ranks: int = 1) -> list[list[int]]:
-    """Indices grouped so that rows × longest row ≤ `token_budget`; longest first, so that rows are of similar length.
-
-    For models that cannot be computed packed. A sequence longer than the budget stands alone. Several ranks get a part
-    each of what would fit into one.
-
-    >>> micro_batches([3, 8, 4, 7], token_budget=16)
-    [[1, 3], [2, 0]]
-    """
+    """For models that cannot be computed packed: indices grouped so that rows × longest row ≤ `token_budget`; longest
+    first, so that rows are of similar length. A sequence longer than the budget stands alone. Several ranks get a part
+    each of what would fit into one."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     token_budget = min(token_budget, -(-len(lengths) * max(lengths, default=0) // ranks))
     batches: list[list[int]] = []
@@ -107,14 +97,9 @@ def micro_batches(lengths: Sequence[int], token_budget: int, ranks: int = 1) -> 
 
 
 def shares(bins: Sequence[list[int]], costs: Sequence[int], ranks: int) -> list[list[list[int]]]:
-    """Each rank's bins, as many for every rank: an empty one is to be computed as a dummy that changes nothing.
-
-    Ranks wait for each other at every bin, so the n-th ones of all ranks are alike in cost: dearest first, and the
-    order of ranks turned round every time, so that none has the dearest of every row.
-
-    >>> shares([[0], [1], [2]], costs=[5, 9, 7], ranks=2)
-    [[[1], []], [[2], [0]]]
-    """
+    """Each rank's bins, as many for every rank: an empty one is to be computed as a dummy that changes nothing. Ranks
+    wait for each other at every bin, so the n-th ones of all ranks are alike in cost: dearest first, and the order of
+    ranks turned round every time, so that none has the dearest of every row."""
     order = sorted(range(len(bins)), key=lambda bin_: (-costs[bin_], bin_))
     shared: list[list[list[int]]] = [[] for _ in range(ranks)]
     for turn, start in enumerate(range(0, len(order), ranks)):

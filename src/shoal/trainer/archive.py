@@ -1,8 +1,5 @@
 """What was trained on, for people: every batch as a Parquet file with texts, tokens, log-probabilities and rewards.
 
-    written-down batch ─┬─► table, one row per rollout ─► rollouts/step-00007.parquet ─┬─► row 7 of the metrics
-                        └─► training of step 7 ────────────────────────────────────────┘
-
 A file is written while its step is trained, whatever comes of it: one that diverges can be looked at. A step that is
 repeated after a crash has the same batch, and its file the same bytes. A step without any group has a file without
 rows: a missing file means that the step was never reached. Nothing here is ever read back by shoal.
@@ -48,14 +45,11 @@ class RolloutArchive:
         for left in ensure_folder(self.folder).glob(".step-*.parquet.*"):
             left.unlink(missing_ok=True)
 
-    def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:05d}.parquet"
-
     def write(self, batch: Batch, rollouts: TrainingBatch) -> Path:
         """Put the file of one step in place, whole; the same batch gives the same bytes."""
         sink = pa.BufferOutputStream()
         pq.write_table(as_table(batch, rollouts, self._decode), sink, compression="zstd")
-        path = self.path(batch.step)
+        path = self.folder / f"step-{batch.step:05d}.parquet"
         write_atomically(path, sink.getvalue().to_pybytes())
         return path
 

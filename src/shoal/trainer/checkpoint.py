@@ -324,10 +324,9 @@ class GpuCopyStream(CopyStream):
 
 
 class Copies:
-    """Takes copies of one learner, each into the memory of the one before: whoever uses that must have finished. The
-    memory is as large as the state: 4 bytes per weight, 12 with the moments, and 2 more if bfloat16 is published. For a
-    GPU it is page-locked, so that copies run by themselves at the speed of the bus. To lock pages takes seconds: those
-    of a checkpoint are locked beside the first step. Weights that are not trained are copied once."""
+    """Takes copies of one learner, each into the memory of the one before: whoever uses that must have finished. For a
+    GPU it is page-locked, so that copies run by themselves at the speed of the bus; locking takes seconds, so that the
+    pages of a checkpoint are locked beside the first step. Weights that are not trained are copied once."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}

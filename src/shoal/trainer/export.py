@@ -69,14 +69,12 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 That of the model it was trained from, where nothing else was agreed.
 """
 Which = int | Literal["newest", "best"]  # a version, the newest checkpoint, or that with the best held-out score
-LOOKS = 3  # a trainer may remove a checkpoint while it is read; another one is there by then
 
 
 @dataclass(frozen=True)
 class ModelCard:
     """What a reader of the exported model wants to know. `metrics` is the last row that measured each number, `scores`
-    the held-out score by version, `chosen` says which of the run's versions this is, `files` which files the export
-    consists of."""
+    the held-out score by version, `chosen` which of the run's versions this is, `files` what the export consists of."""
 
     progress: Progress
     base_model: str = ""
@@ -187,15 +185,8 @@ def export_checkpoint(
     under which that version was published."""
     rows = MetricsLog(trainer_folder / "metrics.jsonl")
     scores, store = scores_of(rows), CheckpointStore(trainer_folder / "checkpoints", keep=1)
-    for look in range(LOOKS):
-        stored, chosen = _choose(store, which, scores)
-        try:
-            tensors = stored.tensors()
-            break
-        except (OSError, SafetensorError, CheckpointError):
-            if stored.folder.is_dir() or look == LOOKS - 1:
-                raise
-            log.info("the checkpoint %s was removed meanwhile; looking again", stored.folder)
+    stored, chosen = _choose(store, which, scores)
+    tensors = stored.tensors()
     version, manifest = stored.progress.version, manifest_of(stored.progress)
     card = replace(card or ModelCard(stored.progress), progress=stored.progress, scores=scores)
     card = replace(card, metrics=latest_metrics(rows, version), chosen=chosen + beside_the_best(version, scores))

@@ -4,10 +4,9 @@
          ▲                                                                                  │ optimizer, on masters
          └───────────────────────────── rounded once ──────────────────────── master ◄──────┘
 
-A step of training moves most weights by less than bfloat16 can tell apart; the masters keep what would be rounded away.
-A gradient is taken over as soon as it is there, so that those in bfloat16 never exist all at once. Weights that are not
-trained have no masters. What they were before they were rounded is kept in the host's memory: it is what is saved,
-published and exported.
+A step moves most weights by less than bfloat16 can tell apart; the masters keep what would be rounded away. A gradient
+is taken over as soon as it is there, so that those in bfloat16 never exist all at once. Weights that are not trained
+have no masters: what they were before is kept in the host's memory, and saved, published and exported.
 """
 
 from __future__ import annotations
@@ -94,8 +93,7 @@ def recompute_layers(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Learner:
-    """A model with its optimizer. The algorithm is three values that nobody else looks into. `state` is what has been
-    learnt: in float32 always, also where the model computes in bfloat16 (`masters`)."""
+    """A model with its optimizer. `state` is always float32, also where the model computes in bfloat16 (`masters`)."""
 
     model: Any
     optimizer: torch.optim.AdamW
@@ -105,10 +103,8 @@ class Learner:
     loss_parameters: LossParameters
     ranks: Ranks = Ranks()  # noqa: RUF009 - it has no state
     masters: Masters | None = None
-    # The policy that training began with, if the objective is held near it; `model` itself, if without its adapters.
-    reference: Any = None
-    # Sequences end to end, or in padded rows where the model cannot be computed so.
-    packed: bool = False
+    reference: Any = None  # the policy that training began with, for a KL term; with adapters `model` itself
+    packed: bool = False  # sequences end to end, or in padded rows where the model cannot be computed so
     cost: Cost = Cost(linear=1, quadratic=0)  # noqa: RUF009 - it is frozen
 
     @property

@@ -34,7 +34,7 @@ from pathlib import Path
 from shoal.client import Activity, HubClient
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
 from shoal.models.tokenizer import TextTokenizer
-from shoal.protocol import Batch, PolicyManifest, PolicyRef, SigningKey, TrainingBatch
+from shoal.protocol import Batch, EvaluationPage, PolicyManifest, PolicyRef, SigningKey, TrainingBatch
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.sizing import RunSize, settle
 from shoal.runtime.stop import StopToken
@@ -44,17 +44,17 @@ from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start
 from shoal.trainer.export import ModelCard, beside_the_best, export_policy, write_card
 from shoal.trainer.folder import Progress, Retention, refuse_foreign
 from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
-from shoal.trainer.held_out import HeldOut
 from shoal.trainer.learner import Learner
 from shoal.trainer.publisher import Publisher
 from shoal.trainer.record import RunRecord, Stopwatch, Trackers
-from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.shards import Actions
 from shoal.trainer.step import StepWork, Stopped
 
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0  # a failed publication, or a request to stop, is noticed within this
+LAST_WAIT_S = 120.0  # for the score of the last version
+LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,11 @@ class TrainingRun:
 
     def __init__(self, parts: TrainingParts, stop: StopToken) -> None:
         self._parts, self._stop, self._info = parts, stop, parts.hub.run_info()
-        self._chosen = settle(self._settings, RunSize.of(self._info))
-        settings, lookback = self._settings, LOOKBACK if needs_lookback(self._settings.guards) else 0
+        settings = self._settings = parts.learner.settings
+        self._chosen, lookback = (
+            settle(settings, RunSize.of(self._info)),
+            LOOKBACK if needs_lookback(settings.guards) else 0,
+        )
         kept = Retention(self._chosen.keep_checkpoints, settings.keep_best, self._is_measured, lookback)
         self._store = CheckpointStore(parts.folder / "checkpoints", kept)
         self._record = RunRecord(parts.folder / "metrics.jsonl", parts.hub, parts.trackers, parts.clock)
@@ -94,10 +97,6 @@ class TrainingRun:
         self.activity = Activity(parts.clock)
         self.version = 0
         self._held_out = HeldOut(settings.evaluate_every, parts.hub.evaluations, parts.clock, stop)
-
-    @property
-    def _settings(self) -> TrainerSettings:
-        return self._parts.learner.settings
 
     def _is_measured(self, version: int) -> bool:
         """Whether a version gets a held-out score sooner or later."""
@@ -231,8 +230,8 @@ class TrainingRun:
         return batch, rollouts
 
     def _work(self, batch: Batch, rollouts: TrainingBatch) -> StepWork:
-        sampling, bound = self._info.sampling, self._info.max_staleness
-        seed, longest = self._parts.seed, sampling.max_new_tokens
+        (info, sampling), seed = (self._info, self._info.sampling), self._parts.seed
+        bound, longest = info.max_staleness, sampling.max_new_tokens
         return StepWork(batch.step, rollouts.groups, sampling.temperature, bound, seed, longest)
 
     def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
@@ -275,3 +274,46 @@ class TrainingRun:
             metrics=self._record.latest(self.version), scores=scores,
             chosen="the last of the run" + beside_the_best(self.version, scores),
         )  # fmt: skip
+
+
+@dataclass
+class HeldOut:
+    """The greedy scores on held-out tasks, by validators: `page` asks the hub for those of versions from a number on.
+    What comes twice, or again after a resume, changes nothing; a score of a part of the tasks (`Evaluation.partial`) is
+    none: beside those of other versions it would be read as a rise or a fall."""
+
+    every: int
+    page: Callable[[int], EvaluationPage]
+    clock: Clock
+    stop: StopToken
+    _told: dict[int, float] = field(default_factory=dict)
+    _since: int = 0
+
+    def known(self, version: int) -> dict[int, float]:
+        """The row of this version is about to be written: its score, and those of earlier ones that came since."""
+        if not self.every:
+            return {}
+        listed = self.page(self._since).evaluations
+        found = {each.policy.version: None if each.partial else each.mean for each in listed if each.complete}
+        # What a replay has not come to yet is known already; it is told with its own row.
+        open_ones = [each.policy.version for each in listed if not each.complete or each.policy.version > version]
+        self._since = min(open_ones, default=max(found, default=self._since - 1) + 1)
+        told = {number: mean for number, mean in found.items() if mean is not None and number <= version}
+        news = dict(told.items() - self._told.items())
+        self._told |= news
+        return news
+
+    def last(self, version: int) -> float | None:
+        """The run is over: the score of its last version, if validators measure all of it."""
+        until_s = self.clock.monotonic_s() + LAST_WAIT_S
+        while self.every and self.clock.monotonic_s() < until_s:
+            listed = self.page(version).evaluations
+            found = next((each for each in listed if each.policy.version == version), None)
+            if found is None or found.partial:
+                break
+            if found.complete:
+                return found.mean
+            if self.stop.wait(LOOK_S):
+                raise Stopped
+        log.info("validators have not measured all of version %d: it stays unscored", version)
+        return None

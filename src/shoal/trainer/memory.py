@@ -9,8 +9,7 @@
     copying      on a GPU, of that: the one weight that leaves it while training continues
     holes        on a CPU: what is free, and is not given back to the system
 
-What is compiled keeps less, since cheap operations are computed again: by COMPILED. That and HOLES are measured, not
-derived.
+What is compiled keeps less, by COMPILED: cheap operations are computed again. That and HOLES are measured, not derived.
 """
 
 from __future__ import annotations

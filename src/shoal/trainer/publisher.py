@@ -2,8 +2,7 @@
 
     main thread                                 publisher thread (one version at a time)
     copy ─► submit ───────────────────────────► rows to the hub ─► copy arrived ─► checkpoint durable, if due
-    … waits for rollouts, trains …              hub.ledger_head ─► origin.publish ─► hub.announce
-    check() at every wait ◄── failure, raised ◄─────┘  hash, write, sign       workers learn of it
+    check() at every wait ◄── failure, raised ─ hub.ledger_head ─► origin.publish ─► hub.announce
     wait() before the next copy: never more than one version on its way, and its memory is free again
 
 A version that was published before a crash is published again by the resumed trainer. The same digest is harmless.

@@ -8,16 +8,14 @@ Everything a step needs of the others is here, so that the step itself reads the
     rank 0 ──send──► the store: "message n, so many bytes" ──► every other rank: receive
            └───────────────── broadcast of its bytes ────────────────┘
 
-The others wait at the store and not in a collective: a wait that Python can leave when it is told to stop, and that may
-last as long as rank 0 waits for rollouts. Collectives have a deadline of their own, so that nothing hangs; a process
-that dies closes its connections, which ends the collectives of the others at once.
+The others wait at the store and not in a collective: a wait that Python can leave when it is told to stop, as long as
+rank 0 waits for rollouts. Collectives have a deadline of their own; a process that dies closes its connections, which
+ends the collectives of the others at once.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -168,27 +166,13 @@ def join_ranks(collective_s: float = COLLECTIVE_S) -> RankGroup:
     """Meet the other processes; what `torchrun` put into the environment says who and where they are."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=collective_s)
-    with _ended_at_once():
-        store, rank, world = next(rendezvous("env://", timeout=limit))
-        store.set_timeout(limit)
-        # An agent's store outlives the processes: what those of an earlier life left there is not for these.
-        life = PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        group = PrefixStore("group", life)
-        dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=limit)
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    # An agent's store outlives the processes: what those of an earlier life left there is not for these.
+    life = PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    group = PrefixStore("group", life)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=limit)
     return RankGroup(PrefixStore("shoal", life), rank, world)
-
-
-@contextmanager
-def _ended_at_once() -> Iterator[None]:
-    """SIGTERM ends the process here: it waits for others inside torch, where no handler of ours would run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -1,16 +1,11 @@
 """The rows of a run: written to metrics.jsonl at once, told to the trackers, reported to the hub a version later.
 
-    add(step) ─► row in the file, trackers                amend(step) ─► the same row, when more is known of it
-         └──────────────────── unreported ◄─────────────────────┘
-                                    │ take()
-                                    ▼
-                                report(rows) ─► the hub, which keeps the newest report of a step, with its alarms
+    add(step), amend(step) ─► row in the file, trackers, unreported ─take─► report ─► the hub, with alarms
 
 The file is what a resume relies on: a tracker that fails is warned about once and left alone. Reports go out in the
 publisher's thread, before the version that came of them. Trackers (`trainer.tracking`) are TensorBoard and Weights &
-Biases, online with a key, else offline (`wandb sync` later). A resume continues where the checkpoint is: no step
-appears twice, and one that was never tracked is made up for. Nothing here imports torch, and nothing waits for a
-person, or without end.
+Biases, online with a key, else offline (`wandb sync` later). After a resume no step appears twice, and one that was
+never tracked is made up for. Nothing here imports torch, and nothing waits for a person, or without end.
 """
 
 from __future__ import annotations
@@ -51,9 +46,8 @@ Row = Mapping[str, float]
 
 
 class Stopwatch:
-    """Laps by name, added up until `row` begins anew. `idle_fraction` is the part of the time in which the trainer
-    waited for rollouts. `overhead_fraction` is the part in which it neither trained nor waited for them: copying,
-    waiting for a version to be out, files, the hub."""
+    """Laps by name, added up until `row` begins anew. `idle_fraction`: the trainer waited for rollouts;
+    `overhead_fraction`: it neither trained nor waited for them (copying, publishing, files, the hub)."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -74,9 +68,8 @@ class Stopwatch:
         step_s, self._began_s = now_s - self._began_s, now_s
         laps = {**dict.fromkeys(ALWAYS, 0.0), **self._laps}
         self._laps.clear()
-        lost_s = max(0.0, step_s - laps["train_s"] - laps["wait_s"])
-        parts = {"idle_fraction": laps["wait_s"], "overhead_fraction": lost_s}
-        fractions = {name: spent_s / step_s if step_s else 0.0 for name, spent_s in parts.items()}
+        lost_s, whole_s = max(0.0, step_s - laps["train_s"] - laps["wait_s"]), step_s or 1.0
+        fractions = {"idle_fraction": laps["wait_s"] / whole_s, "overhead_fraction": lost_s / whole_s}
         return {**laps, "step_s": step_s, **fractions}
 
 
@@ -90,8 +83,8 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """Somewhere that rows go. Whatever it raises ends its part, never training. `begin`: training resumes after `rows`,
-    those of the steps before. `write`: the row of a step, whole. `amend`: what became known of an earlier step."""
+    """Somewhere that rows go. Whatever it raises ends its part, never training. `begin`: training resumes after `rows`.
+    `write`: the row of a step, whole. `amend`: what became known of an earlier step."""
 
     def begin(self, rows: Sequence[Row]) -> None: ...
     def write(self, row: Row) -> None: ...
@@ -179,9 +172,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Implements `Tracker`: one W&B run per run of shoal, also after a resume. A step that is trained again is not
-    logged again: its row would be the same. wandb/cursor.json has the newest step whose row was logged, and how often
-    anything was."""
+    """Implements `Tracker`: one W&B run per run of shoal, also after a resume. wandb/cursor.json has the newest step
+    whose row was logged, which is not logged again, and how often anything was."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked

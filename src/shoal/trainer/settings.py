@@ -29,9 +29,8 @@ LossName = Literal[
 Normalisation = Literal["tokens", "samples", "constant"]
 
 # What a word brings along where the recipe does not say otherwise: without it, it would not be its authors' algorithm.
-CLIP_OF_LOSS: dict[str, tuple[float, float]] = {"gspo": (3e-4, 4e-4)}
-NORMALISATION_OF_LOSS: dict[str, Normalisation] = {"gspo": "samples"}
-NORMALISATION_OF_ADVANTAGE: dict[str, Normalisation] = {"dr_grpo": "constant"}
+CLIP_OF_GSPO = (3e-4, 4e-4)
+NORMALISATION_OF: dict[str, Normalisation] = {"gspo": "samples", "dr_grpo": "constant"}
 
 
 class ObjectiveSettings(BaseModel):
@@ -67,6 +66,9 @@ class MemorySettings(BaseModel):
     compile: bool = Field(False, description="compile every layer (GPU, bfloat16); the first steps take minutes")
 
 
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 class LoraSettings(BaseModel):
     """The [trainer.lora] table: train low-rank adapters instead of all weights."""
 
@@ -74,11 +76,7 @@ class LoraSettings(BaseModel):
 
     rank: int = Field(16, ge=1, le=1024, description="rank of each adapter")
     alpha: Real = Field(32.0, gt=0, description="an adapter's output is scaled by alpha / rank")
-    targets: tuple[str, ...] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        min_length=1,
-        description="names of the linear layers that get one",
-    )
+    targets: tuple[str, ...] = Field(TARGETS, min_length=1, description="names of the linear layers that get one")
 
 
 class TrainerSettings(BaseModel):
@@ -127,10 +125,10 @@ class TrainerSettings(BaseModel):
     def _complete(self) -> TrainerSettings:
         """What the words bring along is filled in, here and nowhere else; whatever was given wins."""
         objective, brought = self.objective, dict[str, object]()
-        if self.loss in CLIP_OF_LOSS and "clip_epsilon" not in self.model_fields_set:
-            low, brought["clip_high"] = CLIP_OF_LOSS[self.loss]
+        if self.loss == "gspo" and "clip_epsilon" not in self.model_fields_set:
+            low, brought["clip_high"] = CLIP_OF_GSPO
             object.__setattr__(self, "clip_epsilon", low)
-        by_loss, by_advantage = NORMALISATION_OF_LOSS.get(self.loss), NORMALISATION_OF_ADVANTAGE.get(self.advantage)
+        by_loss, by_advantage = NORMALISATION_OF.get(self.loss), NORMALISATION_OF.get(self.advantage)
         brought["normalisation"] = by_loss or by_advantage or "tokens"
         undecided = "normalisation" not in objective.model_fields_set
         if by_loss and by_advantage and by_loss != by_advantage and undecided:
@@ -164,11 +162,7 @@ HARMLESS = ("tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoint
 
 
 def is_changeable(key: str) -> bool:
-    """Whether a run may resume with another value of `trainer.KEY`.
-
-    >>> [is_changeable(key) for key in ("keep_best", "guards.clip_fraction.react", "objective.kl")]
-    [True, True, False]
-    """
+    """Whether a run may resume with another value of `trainer.KEY`."""
     return key in HARMLESS or key in ROUNDING or key.split(".")[0] == "guards"
 
 
@@ -191,11 +185,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def own_rank(values: Mapping[str, str] = os.environ) -> int | None:
-    """The number of this process in its group; None if `torchrun` did not start it.
-
-    >>> own_rank({"RANK": "1", "WORLD_SIZE": "2"}), own_rank({})
-    (1, None)
-    """
+    """The number of this process in its group; None if `torchrun` did not start it."""
     return int(values["RANK"]) if "RANK" in values and "WORLD_SIZE" in values else None
 
 

@@ -8,11 +8,10 @@
     Restore(folder) ────────────────────► read their rows of a checkpoint
     (over) ─────────────────────────────► end
 
-Commands are msgpack of known structures, never pickles. Rank 0 alone talks to the hub, and only it ever holds a whole
-model, in the memory of its host; the others need nothing but config.json. A layer's weights are gathered when it
-computes and dropped afterwards; gradients are summed over the ranks and arrive as rows again.
-
-All ranks see the same folder of checkpoints: on several machines it lies on a shared file system. Rank 0 writes them.
+Commands are msgpack of known structures, never pickles. Rank 0 alone talks to the hub and writes checkpoints, and only
+it ever holds a whole model, in the memory of its host; the others need nothing but config.json, and the same folder of
+checkpoints (on several machines: a shared file system). A layer's weights are gathered when it computes and dropped
+afterwards; gradients are summed over the ranks and arrive as rows again.
 """
 
 from __future__ import annotations
@@ -90,9 +89,8 @@ class Actions:
 def lead(loaded: LoadedModel, settings: TrainerSettings, ranks: RankGroup) -> Learner:
     """Rank 0: a learner whose weights, those of `loaded`, are spread over the ranks."""
     ranks.use(choose_device(settings.device))
-    files = dict(loaded.files)
-    _send(ranks, Begin(settings.model_dump_json(), files))
-    return _learner(loaded.model, settings, files, ranks)
+    _send(ranks, Begin(settings.model_dump_json(), dict(loaded.files)))
+    return _learner(loaded.model, settings, loaded.files, ranks)
 
 
 def leading_actions(ranks: RankGroup) -> Actions:
@@ -185,11 +183,7 @@ def shard(model: Any, precision: str, ranks: RankGroup) -> None:
 
 
 def rows_of(count: int, rank: int, world: int) -> slice:
-    """Which of `count` rows a rank holds: equal shards, the last ones smaller or empty.
-
-    >>> [(rows_of(5, rank, 4).start, rows_of(5, rank, 4).stop) for rank in range(4)]
-    [(0, 2), (2, 4), (4, 5), (5, 5)]
-    """
+    """Which of `count` rows a rank holds: equal shards, the last ones smaller or empty. Of 5 in 4 ranks: 2, 2, 1, 0."""
     size = -(-count // world)
     return slice(min(count, rank * size), min(count, (rank + 1) * size))
 

@@ -2,36 +2,268 @@
 
     groups ─prepare─► samples by group ─minibatches─► shares of micro-batches ─► one `Update` per minibatch
                                                           └ log-probabilities of the step's beginning, if the loss asks
+    update: for each micro-batch: forward, loss, backward (summed) ─► norm ─► numbers, the same in every process
+        veto(numbers) says why not? ─► skipped, counted
+        not finite?                 ─► TrainingDiverged, nothing is updated by it
+        else                        ─► clip, optimizer step
 
 Normalisation: a minibatch's loss is (its tokens' losses, each weighted) × minibatches, and the weights follow from the
-counts of the whole step. So a token weighs the same in whatever minibatch, micro-batch or process it stands.
+counts of the whole step. So a token weighs the same in whatever minibatch, micro-batch or process it stands. Tokens
+that the environment gave are read, and carry no loss. A process with fewer micro-batches than the others computes
+dummies: a forward and backward pass that adds zero. Numbers are summed over tokens, micro-batches, ranks and updates:
 
-Tokens that the environment gave are read, and carry no loss: none of them is among the tokens that are counted.
+    micro-batch ─add─► Tally (tensors, so that a GPU is not waited for) ─reduced─► Numbers (floats, the same in every
+    rank) ─veto, then add─► Totals ─► the row of metrics
+
+Legend: N completion tokens that the model drew (flat).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shoal.algorithms.losses import LossOutput, LossTokens
 from shoal.algorithms.packing import micro_batches, minibatches, packs, shares
 from shoal.algorithms.registry import NEEDS_RECOMPUTED
-from shoal.algorithms.terms import normalised
+from shoal.algorithms.terms import divergence, effective_share, normalised, ratio_sums, with_terms
+from shoal.errors import TrainingDiverged
+from shoal.models.logprobs import TokenLogprobs
+from shoal.models.lora import without_adapters
 from shoal.protocol import TrainingGroup
 from shoal.trainer.learner import Learner, learning_rate
-from shoal.trainer.samples import Prepared, Sample, all_recorded, check_groups, prepare
-from shoal.trainer.update import Micro, StepPlan, Stopped, Tally, Update, Veto
+from shoal.trainer.ranks import Ranks
+from shoal.trainer.samples import Laid, Prepared, Sample, all_recorded, check_groups, lay, prepare, score
 
-__all__ = ["StepPlan", "StepWork", "Stopped", "Veto", "look_back", "mean_loss", "train_samples", "train_step"]
-
+log = logging.getLogger(__name__)
 
 OLDEST_SHOWN = 15  # of the shares of groups by age
 HUGE = 1e8  # weights beyond that are broken: the product of five is more than float32 holds
+
+
+# Sums that become something else than a mean over tokens.
+TOKENS, POSITIONS, INPUTS = "_tokens", "_positions", "_inputs"
+RATIO, RATIO_SQUARED = "_ratio", "_ratio_squared"
+
+
+@dataclass
+class Numbers:
+    """Sums and peaks over all processes, of one update or several. `tokens`: how many tokens each sum is of, so that
+    an update that did not measure something does not count in its mean."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: Numbers) -> None:
+        for mine, theirs in ((self.sums, other.sums), (self.tokens, other.tokens)):
+            for name, value in theirs.items():
+                mine[name] = mine.get(name, 0.0) + value
+        for name, value in other.peaks.items():
+            self.peaks[name] = max(self.peaks.get(name, value), value)
+
+    def means(self) -> dict[str, float]:
+        """For example `{"loss": 0.2, "effective_samples": 0.98, "ratio_max": 1.4, …}`."""
+        means = {name: total / self.tokens[name] for name, total in self.sums.items() if not name.startswith("_")}
+        if INPUTS in self.sums:
+            means["padding_fraction"] = 1 - self.sums[INPUTS] / self.sums[POSITIONS]
+        if RATIO in self.sums:
+            share = effective_share(self.sums[RATIO], self.sums[RATIO_SQUARED], int(self.tokens[RATIO]))
+            means["effective_samples"] = share
+        return means | self.peaks
+
+
+@dataclass
+class Tally:
+    """One update's sums in this process, by name. Every process adds the same names in the same order."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    peaks: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, values: Mapping[str, Tensor], peaks: Mapping[str, Tensor], *, counted: bool = True) -> None:
+        """Sum per-token values, keep the largest of `peaks`. What does not count adds its names and nothing else."""
+        for name, values_N in values.items():
+            values_N = values_N.detach().double()
+            total = values_N.sum() if counted else values_N.new_zeros(())
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+        for name, values_N in peaks.items():
+            values_N = values_N.detach().double()
+            peak = values_N.max() if counted else values_N.new_full((), -torch.inf)
+            self.peaks[name] = torch.maximum(self.peaks[name], peak) if name in self.peaks else peak
+
+    def reduced(self, ranks: Ranks) -> Numbers:
+        """Over all processes. This is where a GPU is waited for: once an update."""
+        sums = dict(zip(self.sums, ranks.total(torch.stack(list(self.sums.values()))).tolist(), strict=True))
+        peaks = ranks.peak(torch.stack(list(self.peaks.values()))).tolist() if self.peaks else []
+        return Numbers(sums, dict.fromkeys(sums, sums[TOKENS]), dict(zip(self.peaks, peaks, strict=True)))
+
+
+@dataclass
+class Totals:
+    """A step's numbers. `grad_norm` is the mean of the updates that were made, if any was; `grad_norm_max` is of the
+    skipped ones, too."""
+
+    numbers: Numbers = field(default_factory=Numbers)
+    grad_norms: list[float] = field(default_factory=list)
+    made_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """The row's numbers; of a step in which nothing was measured only how many updates were skipped."""
+        skipped = {"skipped_updates": float(self.skipped)}
+        if not self.grad_norms:
+            return skipped
+        norms = {"grad_norm": float(np.mean(self.made_norms or self.grad_norms)), "grad_norm_max": max(self.grad_norms)}
+        return {**self.numbers.means(), **norms, **skipped}
+
+
+Veto = Callable[[Mapping[str, float]], str | None]
+
+
+class Stopped(Exception):
+    """The process was told to stop. Not an error: what is in memory is dropped, the last checkpoint is good."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step needs to know beside its samples."""
+
+    step: int
+    temperature: float
+    seed: int = 0
+    rate_factor: float = 1.0  # of the learning rate: its decay in a warm start
+    max_new_tokens: int | None = None  # the run's limit, for `normalisation = "constant"`
+    recorded: bool = True  # whether samples bring the log-probabilities that they were drawn with
+
+
+@dataclass(frozen=True)
+class Micro:
+    """The samples of one forward pass and what each of their tokens weighs in the loss; none: a dummy."""
+
+    samples: Sequence[Sample]
+    weights: Sequence[float]
+
+
+DUMMY = Sample(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.float32), 0.0, np.ones(1, np.bool_))
+
+
+@dataclass(frozen=True)
+class Update:
+    """The parts of a step that all its optimizer steps share."""
+
+    learner: Learner
+    plan: StepPlan
+    interrupted: Callable[[], bool]
+    veto: Veto = lambda _numbers: None
+    totals: Totals = field(default_factory=Totals)
+
+    def run(self, batches: Sequence[Micro], recomputed: Sequence[Tensor] | None, *, first: bool) -> None:
+        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch; None: not asked for. In the
+        `first` update the trained policy is the one that the step began with."""
+        learner, tally = self.learner, Tally()
+        learner.optimizer.zero_grad(set_to_none=True)
+        for number, batch in enumerate(batches):
+            self._stop_if_told()
+            self._accumulate(batch, tally, recomputed[number] if recomputed else None, first=first)
+        gradients = [weight.grad for weight in learner.trained().values() if weight.grad is not None]
+        self._finish(tally.reduced(learner.ranks), learner.ranks.norm(gradients))
+        learner.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Micro) -> Tensor:
+        """Of the policy as it is, without a gradient."""
+        self._stop_if_told()
+        return self._score(self.learner.model, self._lay(batch)).logprobs
+
+    @torch.no_grad()
+    def look(self, batch: Micro, tally: Tally) -> None:
+        """How far the policy as it is now is from what was recorded, without learning from it."""
+        self._stop_if_told()
+        laid = self._lay(batch)
+        difference_N = self._score(self.learner.model, laid).logprobs - laid.behaviour_N
+        values = {"mismatch": difference_N.abs(), "mismatch_kl": divergence(difference_N)}
+        tally.add({TOKENS: torch.ones_like(difference_N), **values}, {}, counted=bool(batch.samples))
+
+    def _stop_if_told(self) -> None:
+        if self.learner.ranks.any(self.interrupted()):
+            raise Stopped
+
+    def _lay(self, batch: Micro) -> Laid:
+        return lay(batch.samples or [DUMMY], self.learner.device, packed=self.learner.packed)
+
+    def _score(self, model: object, laid: Laid) -> TokenLogprobs:
+        return self.learner.ranks.run(model, lambda: score(model, laid, self.plan.temperature))
+
+    def _accumulate(self, batch: Micro, tally: Tally, recomputed_N: Tensor | None, *, first: bool) -> None:
+        """Forward and backward of one micro-batch."""
+        learner, laid, reference_N = self.learner, self._lay(batch), None
+        if learner.reference is not None:
+            begun = without_adapters(learner.model) if learner.reference is learner.model else nullcontext()
+            with torch.no_grad(), begun:
+                reference_N = self._score(learner.reference, laid).logprobs
+        scored = self._score(learner.model, laid)
+        if recomputed_N is None and first:
+            recomputed_N = scored.logprobs.detach()
+        tokens = LossTokens(
+            logprobs_N=scored.logprobs, behaviour_N=laid.behaviour_N, advantages_N=laid.advantages_N,
+            recomputed_N=recomputed_N, reference_N=reference_N, entropy_N=scored.entropy, sequence_N=laid.sequence_N,
+        )  # fmt: skip
+        objective, parameters = learner.settings.objective, learner.loss_parameters
+        output = learner.loss(tokens, parameters)
+        output = with_terms(output, tokens, parameters, kl=objective.kl, entropy=objective.entropy)
+        weights = torch.tensor(batch.weights or [0.0], dtype=torch.float32, device=laid.sequence_N.device)
+        torch.autograd.backward((output.loss_N * weights.index_select(0, laid.sequence_N)).sum())
+        self._tally(tally, laid, tokens, output, counted=bool(batch.samples))
+
+    @torch.no_grad()
+    def _tally(self, tally: Tally, laid: Laid, tokens: LossTokens, output: LossOutput, *, counted: bool) -> None:
+        ones_N = torch.ones_like(tokens.logprobs_N)
+        assert tokens.entropy_N is not None
+        values = {TOKENS: ones_N, "loss": output.loss_N, "entropy": tokens.entropy_N, **output.mean}
+        peaks = dict(output.peak)
+        if self.plan.recorded:
+            values[RATIO], values[RATIO_SQUARED] = ratio_sums(tokens.logprobs_N - laid.behaviour_N)
+        if self.plan.recorded and tokens.recomputed_N is not None:
+            difference_N = tokens.recomputed_N - laid.behaviour_N
+            peaks["mismatch_max"] = values["mismatch"] = difference_N.abs()
+            values["mismatch_kl"] = divergence(difference_N)
+        values[POSITIONS] = ones_N.new_full((), laid.ids.numel())
+        values[INPUTS] = ones_N.new_full((), laid.inputs)
+        tally.add(values, peaks, counted=counted)
+
+    def _finish(self, numbers: Numbers, norm: Tensor) -> None:
+        """Apply the gradient, skip it, or refuse it: the same in every process."""
+        learner, totals = self.learner, self.totals
+        seen = {**numbers.means(), "grad_norm": float(norm)}
+        finite = math.isfinite(seen["grad_norm"]) and math.isfinite(seen["loss"])
+        reason = self.veto(seen)
+        refused = learner.ranks.any(reason is not None)
+        if finite:
+            totals.numbers.add(numbers)
+            totals.grad_norms.append(seen["grad_norm"])
+            totals.made_norms += [] if refused else [seen["grad_norm"]]
+        if refused:
+            totals.skipped += 1
+            log.warning("an update of step %d was skipped: %s", self.plan.step, reason or "another process refused it")
+        elif not finite:
+            raise TrainingDiverged(
+                f"step {self.plan.step} diverged: loss {seen['loss']}, gradient norm {seen['grad_norm']}; this update "
+                "was refused and the last checkpoint is good; lower trainer.learning_rate, or look at the rewards and "
+                "log-probabilities of its batch"
+            )
+        else:
+            torch.nn.utils.clip_grads_with_norm_(learner.trained().values(), learner.settings.grad_clip, norm)
+            learner.optimizer.step()
+            if learner.masters is not None:
+                learner.masters.write_back()
 
 
 @dataclass(frozen=True)

@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.trainer.loop.POLL_S", 0.05)
-    monkeypatch.setattr("shoal.trainer.held_out.LOOK_S", 0.0)
+    monkeypatch.setattr("shoal.trainer.loop.LOOK_S", 0.0)

@@ -17,7 +17,7 @@ from trainer_stubs import KEY, RUN, FakeHub, tiny_loaded
 from shoal.protocol import PolicyRef
 from shoal.runtime.stop import StopToken, stop_on_signals
 from shoal.shardcast.origin import Origin
-from shoal.trainer import update
+from shoal.trainer import step as steps
 from shoal.trainer.loop import TrainingParts, TrainingRun
 from shoal.trainer.ranks import RankGroup, join_ranks
 from shoal.trainer.settings import TrainerSettings
@@ -64,14 +64,14 @@ def _die_if_told(ranks: RankGroup) -> None:
     rank, _, step = os.environ.get("SHOAL_TEST_DIE", "-1.0").partition(".")
     if int(rank) != ranks.rank or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
-    finish = update.Update._finish
+    finish = steps.Update._finish
 
-    def die(self: update.Update, *arguments: Any) -> None:
+    def die(self: steps.Update, *arguments: Any) -> None:
         if self.plan.step == int(step):
             os.kill(os.getpid(), signal.SIGKILL)
         finish(self, *arguments)
 
-    update.Update._finish = die  # type: ignore[method-assign]
+    steps.Update._finish = die  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

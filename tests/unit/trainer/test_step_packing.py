@@ -18,8 +18,7 @@ from shoal.trainer.learner import Learner, cost_of, new_learner
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.samples import Sample, lay, score
 from shoal.trainer.settings import MemorySettings, ObjectiveSettings
-from shoal.trainer.step import StepWork, train_step
-from shoal.trainer.update import DUMMY
+from shoal.trainer.step import DUMMY, StepWork, train_step
 
 STILL = SETTINGS.model_copy(update={"learning_rate": 1e-30, "weight_decay": 0.0, "grad_clip": 1e9, "minibatches": 1})
 

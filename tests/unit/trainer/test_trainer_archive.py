@@ -94,7 +94,7 @@ def test_a_step_without_a_group_is_a_file_without_rows_of_the_same_schema(archiv
 
 def test_the_same_batch_gives_the_same_bytes_and_replaces_what_was_there(archive: RolloutArchive) -> None:
     before = archive.write(*STEP_7).read_bytes()
-    archive.path(7).write_bytes(b"half of a fi")
+    (archive.folder / "step-00007.parquet").write_bytes(b"half of a fi")
     assert archive.write(*STEP_7).read_bytes() == before
     assert [path.name for path in archive.folder.iterdir()] == ["step-00007.parquet"]
 

@@ -17,7 +17,7 @@ from shoal.errors import CheckpointError, ConfigError, ResourceError
 from shoal.models.state import policy_state
 from shoal.protocol import LedgerHead
 from shoal.runtime.metrics import MetricsLog
-from shoal.trainer.checkpoint import CheckpointStore, StoredCheckpoint
+from shoal.trainer.checkpoint import CheckpointStore
 from shoal.trainer.export import ModelCard, Which, export_checkpoint, export_policy, write_card
 from shoal.trainer.folder import HIDDEN, Progress, Retention
 from shoal.trainer.learner import Learner
@@ -189,23 +189,6 @@ def test_a_version_that_is_not_kept_is_refused_with_those_that_are(trained: Path
     with pytest.raises(ConfigError, match=r"no checkpoint of version 6 in .*; those kept are 0, 2, 4, 5"):
         export_checkpoint(trained, tmp_path / "out", which=6)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_trainer_that_goes_on_may_remove_what_is_being_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, store = learner(), CheckpointStore(tmp_path / "checkpoints", 1)
-    store.save(made, Progress(RUN, 3), tiny_files(made.model))
-    read = StoredCheckpoint.tensors
-
-    def goes_on(stored: StoredCheckpoint, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
-        if stored.progress.version == 3:
-            store.save(made, Progress(RUN, 4), tiny_files(made.model))
-        return read(stored, name)
-
-    monkeypatch.setattr(StoredCheckpoint, "tensors", goes_on)
-    folder = export_checkpoint(tmp_path, tmp_path / "out")
-    assert json.loads((folder / "shoal.json").read_text())["progress"]["version"] == 4
 
 
 def test_the_card_is_one_that_the_hugging_face_hub_reads(tmp_path: Path) -> None:

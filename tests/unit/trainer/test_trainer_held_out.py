@@ -11,8 +11,8 @@ from trainer_stubs import SETTINGS, FakeHub, Killed, killing, rows_of, training_
 
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
-from shoal.trainer import held_out
-from shoal.trainer.held_out import HeldOut
+from shoal.trainer import loop
+from shoal.trainer.loop import HeldOut
 from shoal.trainer.step import Stopped
 
 STEPS = 4
@@ -78,7 +78,7 @@ def test_validators_that_never_come_are_not_waited_for_without_end(hub: FakeHub)
     hub.measure(STEPS, None, complete=False)
     hub.before["evaluations"] = lambda since: looks.append(since) or clock.advance(30)
     assert measuring(hub, clock).last(STEPS) is None
-    assert len(looks) == held_out.LAST_WAIT_S / 30
+    assert len(looks) == loop.LAST_WAIT_S / 30
 
 
 def test_who_is_told_to_stop_does_not_wait(hub: FakeHub) -> None:

@@ -2,10 +2,9 @@
 
     resume ─► [ validate, if due ─► train ─► guards ─► row ─► checkpoint, if due ] ─► look back ─► checkpoint ─► export
 
-Crash anywhere: the newest checkpoint is loaded and the steps since then are trained again; batches, order and rate
-follow from the number of the step, so that on a CPU the weights are the same bit for bit. Told to stop, it saves where
-it stands. Divergence ends it before anything is saved: at the end the loss of the last batch is compared with that of
-the first step.
+Batches, order and rate follow from the number of the step: resumed from the newest checkpoint, the weights are the same
+on a CPU, bit for bit. Told to stop, it saves where it stands. Divergence ends it before anything is saved: at the end
+the loss of the last batch is compared with that of the first step.
 """
 
 from __future__ import annotations
