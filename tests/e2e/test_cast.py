@@ -192,30 +192,6 @@ def test_serving_the_same_content_again_makes_no_new_version(tmp_path: Path) -> 
     assert (tmp_path / "out.bin").read_bytes() == data
 
 
-def test_another_file_is_not_taken_for_the_next_version(tmp_path: Path) -> None:
-    random_file(tmp_path / "a.bin")
-    random_file(tmp_path / "b.bin", 1, 1000)
-    assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
-    ran = shoal(tmp_path, "cast", "publish", "b.bin", "--no-serve")
-    assert ran.returncode == 2
-    assert "www is the broadcast 'a.bin'" in ran.stderr.splitlines()[-1]
-    ran = shoal(tmp_path, "cast", "publish", "b.bin", "--no-serve", "--name", "a.bin")
-    assert ran.stdout.startswith("published a.bin version 2"), ran.stderr
-
-
-def test_a_file_that_was_not_fetched_is_not_replaced(tmp_path: Path) -> None:
-    data = random_file(tmp_path / "a.bin", 1, 1000)
-    (tmp_path / "mine.txt").write_text("precious")
-    with publisher(tmp_path, "a.bin") as origin:
-        for _ in range(2):  # not even the second time
-            ran = shoal(tmp_path, "cast", "fetch", url_of(origin), "-o", "mine.txt")
-            assert ran.returncode == 2
-            assert "was not fetched from here" in ran.stderr.splitlines()[-1]
-        assert (tmp_path / "mine.txt").read_text() == "precious"
-        fetch(tmp_path, url_of(origin), "-o", "mine.txt", "--force")
-    assert (tmp_path / "mine.txt").read_bytes() == data
-
-
 @pytest.mark.slow
 def test_what_the_publisher_removed_goes_and_what_others_put_there_stays(tmp_path: Path) -> None:
     for name in ("keep", "gone", "edited"):

@@ -36,7 +36,7 @@ from shoal.shardcast.lookup import Lookup, Route, plan
 from shoal.shardcast.manifest import place_of, read_head
 from shoal.shardcast.payload import Payload
 from shoal.shardcast.plan import SourceScores
-from shoal.shardcast.pool import ChunkPool, show_shares
+from shoal.shardcast.pool import ChunkPool
 from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)
@@ -207,7 +207,6 @@ class Downloader:
         """Take the cheapest route; when it turns out to be closed, the next."""
         manifest, closed = fetch.target, set[str]()
         refusal: DeltaRefused | None = None
-        size = len(manifest.model_dump_json())  # that of a version in between is about as large
 
         def between(ref: PolicyRef) -> PolicyManifest | None:
             found = self._cache.manifest(ref) or self._lookup.manifest_now(ref, fetch.deadline.tighter(BETWEEN_S))
@@ -216,7 +215,7 @@ class Downloader:
         while True:
             held = {digest for digest, other in self._cache.held().items() if other.entries == manifest.entries}
             try:
-                route = plan(manifest, held, between, closed, size)
+                route = plan(manifest, held, between, closed)
             except VersionNotFound as error:
                 raise refusal or error from None
             self._lookup.close()  # idle meanwhile: a source that counts its clients' connections would count them
@@ -257,7 +256,7 @@ class Downloader:
         log.info(
             "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
             target.policy.label, pool.fetched_bytes.total() / 1e6, target.size_bytes / 1e6,
-            time.monotonic() - fetch.started_s, route.describe(), show_shares(pool.fetched_bytes) or "nobody",
+            time.monotonic() - fetch.started_s, route.describe(), pool.shares(),
         )  # fmt: skip
 
     def _await(self, route: Route, pool: ChunkPool, fetch: _Fetch) -> None:

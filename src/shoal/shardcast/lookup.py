@@ -195,8 +195,7 @@ class Lookup:
         return head
 
 
-MAX_STEPS = 64  # deltas applied in one go; their files are open at the same time
-SEARCH = 0.1  # of the payload's bytes: more manifests are not asked for once there is an anchor to begin with
+MAX_STEPS = 64  # deltas applied in one go, whose files are open at the same time; and versions that are looked at
 
 
 @dataclass(frozen=True)
@@ -234,24 +233,20 @@ class Route:
 
 def plan(
     target: PolicyManifest, held: Collection[str], manifest_of: Callable[[PolicyRef], PolicyManifest | None],
-    closed: Collection[str] = (), manifest_bytes: int = 0,
+    closed: Collection[str] = (),
 ) -> Route:  # fmt: skip
     """The cheapest route to `target` from the payloads `held` (by digest), or from an anchor. `closed`: the names of
-    steps, and the digests of anchors, that have failed. `manifest_bytes`: what the manifest of a version in between
-    costs; of a tiny model it is not much less than a payload. Raises `VersionNotFound` if no route is left."""
+    steps, and the digests of anchors, that have failed. Raises `VersionNotFound` if no route is left."""
     order = count()  # breaks ties, so that nothing else is ever compared
     ahead = 0 if held else target.size_bytes  # with nothing here, every route begins with a payload as large as this
     frontier: list[tuple[int, int, PolicyRef, tuple[Step, ...], PolicyManifest | None]] = []
     heapq.heappush(frontier, (ahead, next(order), target.policy, (), None))
     visited: set[PolicyRef] = set()
-    anchored = False
     while frontier:
         cost, _, ref, steps, whole = heapq.heappop(frontier)
-        if whole is not None:
+        if whole is not None or ref.digest in held:
             return Route(ref, whole, steps)
-        if ref.digest in held:
-            return Route(ref, None, steps)
-        if ref in visited or (anchored and len(visited) * manifest_bytes > SEARCH * target.size_bytes):
+        if ref in visited or len(visited) > MAX_STEPS:
             continue
         visited.add(ref)
         manifest = target if ref == target.policy else manifest_of(ref)
@@ -262,10 +257,10 @@ def plan(
                 steps = steps[index + 1 :]
                 break
         if manifest.anchor and ref.digest not in closed:
-            anchored = True
             heapq.heappush(frontier, (cost - ahead + manifest.size_bytes, next(order), ref, steps, manifest))
         for step in (Step(manifest, delta) for delta in manifest.deltas):
-            if step.name not in closed and len(steps) < MAX_STEPS:
-                total = cost + step.delta.size_bytes + (0 if step.delta.base.digest in held else manifest_bytes)
-                heapq.heappush(frontier, (total, next(order), step.delta.base, (step, *steps), None))
+            if step.name not in closed:
+                heapq.heappush(
+                    frontier, (cost + step.delta.size_bytes, next(order), step.delta.base, (step, *steps), None)
+                )
     raise VersionNotFound(f"there is no route to policy {target.policy.label}: no anchor leads to it any more")

@@ -94,6 +94,11 @@ class ChunkPool:
         with self._lock:
             return self._plan.announced()
 
+    def shares(self) -> str:
+        """Who sent how much so far, for a log line."""
+        shares = self.fetched_bytes.most_common()
+        return ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in shares) or "this disk"
+
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is pending or something has failed; true if so."""
         with self._lock:
@@ -279,8 +284,3 @@ def ask_for_map(connection: Connection, question: Question) -> bytes | None:
     if body is not None and len(body) != expected:
         raise BroadcastError(f"{connection.source} sends a map of {len(body)} bytes, not {expected}")
     return body
-
-
-def show_shares(fetched_bytes: Counter[str]) -> str:
-    """Who sent how much, for a log line."""
-    return ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in fetched_bytes.most_common())

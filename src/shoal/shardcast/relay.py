@@ -23,9 +23,7 @@ import json
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from blake3 import blake3
@@ -41,7 +39,7 @@ from shoal.shardcast.limits import PoolSettings, RelayConfig, ServerLimits
 from shoal.shardcast.lookup import MANIFEST_S, get_document
 from shoal.shardcast.manifest import Place, Selection, check_not_rolled_back, offered, place_of, read_head
 from shoal.shardcast.plan import SourceScores
-from shoal.shardcast.pool import ChunkPool, show_shares
+from shoal.shardcast.pool import ChunkPool
 from shoal.shardcast.server import Blob, Catalogue, Inventory, TreeServer, serve
 from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, chunk_key, have_key, manifest_key, parse_label
 
@@ -194,11 +192,10 @@ class Follower:
         while places := [place for place in self._mirror.missing_places() if place not in asked]:
             asked.update(places)
             for place in places:
-                with self._mirror.promised(place):
-                    older = self._get_manifest(place)
-                    if older is not None:
-                        self._mirror.adopt_manifest(place, older)
-                        news = True
+                older = self._get_manifest(place)
+                if older is not None:
+                    self._mirror.adopt_manifest(place, older)
+                    news = True
         return news
 
     def _get_manifest(self, place: Place) -> bytes | None:
@@ -222,14 +219,12 @@ class Mirror(Catalogue):
         self.scores = SourceScores(config.upstreams)
         self._run, self._trusted_key, self._settings = config.run, config.trusted_key, config.settings
         self._lock = threading.RLock()
-        self._promised: set[str] = set()  # keys of manifests that are being fetched
         # Replaced as a whole, never changed, so that the event loop can look at them at any time:
         self._manifests: dict[Place, PolicyManifest] = {}
         self._sizes: dict[str, int] = {}  # of every chunk of every mirrored version, by hash
         self._selection = Selection()
         # Changed in place, looked at one element at a time:
         self._complete: set[str] = set()  # chunks that this process has verified
-        self._began: dict[Place, tuple[float, Counter[str]]] = {}
         self.head: BroadcastHead | None = None
         pool = PoolSettings(config.settings.connections, timeouts=Timeouts(reach=config.reach))
         self.pool = ChunkPool(self.scores, self, pool)
@@ -247,9 +242,7 @@ class Mirror(Catalogue):
 
     def expects(self, key: str) -> bool:
         match = CHUNK.fullmatch(key)
-        if match is None:
-            return key in self._promised
-        return match[2] in self._sizes and match[2] not in self._complete
+        return match is not None and match[2] in self._sizes and match[2] not in self._complete
 
     def announced(self) -> set[str]:
         return self.pool.announced()
@@ -301,13 +294,9 @@ class Mirror(Catalogue):
             self._complete.add(chunk.hash)
             told = [place for place, one in self.inventories.items() if one.add(chunk.hash)]
             for place in told:
-                if self.inventories[place].complete and place in self._began:
-                    began_s, fetched = self._began[place]
-                    log.info(
-                        "policy %d.%d is whole: %.1f MB, %.1f s after its manifest; from %s",
-                        *place, manifests.size_of([self._manifests[place]]) / 1e6, time.monotonic() - began_s,
-                        show_shares(self.pool.fetched_bytes - fetched) or "this disk",
-                    )  # fmt: skip
+                if self.inventories[place].complete:
+                    size = manifests.size_of([self._manifests[place]])
+                    log.info("policy %d.%d is whole: %.1f MB; from %s", *place, size / 1e6, self.pool.shares())
         self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, told))
 
     # What the followers say
@@ -346,7 +335,7 @@ class Mirror(Catalogue):
             self._tree.write(HEAD, head_data)  # after its manifest, so that whoever sees the head finds the manifest
             self.head = head
             self._settle()
-        self.arrivals.notify(manifest_key(place_of(head)), HEAD)
+        self.arrivals.notify(HEAD)
         return True
 
     def adopt_manifest(self, place: Place, data: bytes) -> None:
@@ -357,22 +346,11 @@ class Mirror(Catalogue):
                 return
             self._take(place, manifest, data)
             self._settle()
-        self.arrivals.notify(manifest_key(place))
 
     def missing_places(self) -> list[Place]:
         """The older versions whose manifests should be here besides the head's, newest first."""
         with self._lock:
             return sorted(self._selection.wanted - self._manifests.keys(), reverse=True)
-
-    @contextmanager
-    def promised(self, place: Place) -> Iterator[None]:
-        """Hold requests for this manifest while it is being fetched; when that ends, let go those still waiting."""
-        self._promised.add(manifest_key(place))
-        try:
-            yield
-        finally:
-            self._promised.discard(manifest_key(place))
-            self.arrivals.notify(manifest_key(place))
 
     def lost(self, key: str) -> None:
         """A chunk that was here has vanished from the disk: it is fetched again, and no longer promised."""
@@ -425,8 +403,6 @@ class Mirror(Catalogue):
             place: self.inventories[place] if place in unchanged else Inventory(offered(manifest), self._complete)
             for place, manifest in self._manifests.items()
         }
-        now = time.monotonic(), Counter(self.pool.fetched_bytes)
-        self._began = {place: self._began.get(place, now) for place in self.places()}
         self.pool.forget_except(set(self._sizes))
         for place in gone:
             self._tree.remove_manifest(place)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from pathlib import Path
 from typing import Literal
@@ -124,15 +123,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_config(huge, Recipe)
 
 
-def test_a_file_is_called_by_its_name(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("[trainer]\nminibatches = 7")
-    assert load_config(path, Recipe, ["trainer.loss=cispo"]).trainer == Trainer(minibatches=7, loss="cispo")
-    path.write_text("[trainer]\nminibatches = 0")
-    with pytest.raises(ConfigError, match=r"^mine\.toml: \[trainer\] minibatches = 0: "):
-        load_config(path, Recipe)
-
-
 def test_a_dump_is_toml_a_person_would_write() -> None:
     recipe = Recipe(environment=Environment(options={"digits": 8, "a b": "c"}, words=["x\ny"]))
     assert dump_config(recipe) == (
@@ -174,13 +164,6 @@ anything = st.builds(
 @given(st.builds(Nested, top=st.integers(0, 9), one=anything, two=anything))
 def test_what_is_dumped_loads_to_the_same_model(model: Nested) -> None:
     assert parse_config(dump_config(model), Nested, "dump") == model
-
-
-def test_numbers_that_are_none_survive() -> None:
-    text = dump_config(Nested(one=Anything(number=math.nan), two=Anything(number=-math.inf)))
-    loaded = parse_config(text, Nested, "dump")
-    assert math.isnan(loaded.one.number)
-    assert loaded.two.number == -math.inf
 
 
 @given(st.text(max_size=60))

@@ -54,12 +54,6 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     crash.arm({})
 
 
-def test_nothing_happens_unless_asked_for() -> None:
-    for environment in ({}, {crash.CRASH_AT: ""}, {crash.CRASH_AT: OTHER}):
-        crash.arm(environment)
-        crash.point(ONE)
-
-
 def test_it_strikes_at_the_point_and_at_the_count_asked_for() -> None:
     crash.arm({crash.CRASH_AT: f"{ONE}:3, {OTHER}"})
     for _ in range(2):
@@ -119,9 +113,3 @@ sys.exit(7)
     ran = run([sys.executable, "-c", program], asked)
     assert ran.returncode == code, ran.stderr
     assert ran.stdout.split() == (["once"] if code < 0 else ["once", "finally"])
-
-
-def test_a_command_refuses_a_name_that_is_none_before_it_does_anything(tmp_path: Path) -> None:
-    ran = run([sys.executable, "-m", "shoal.cli", "hub", "--dir", str(tmp_path)], "hub.submit.never")
-    assert ran.returncode == 2, ran.stderr
-    assert "SHOAL_CRASH_AT names 'hub.submit.never', which is no crash point" in ran.stderr

@@ -68,15 +68,6 @@ def test_a_traceback_goes_to_the_file_only(tmp_path: Path, capsys: pytest.Captur
     assert all(line.startswith("    ") for line in file.read_text().splitlines()[1:])
 
 
-def test_verbose_shows_more_and_setting_up_again_replaces(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.setup("hub", None)
-    logs.setup("relay", None, verbose=True)
-    logging.getLogger("shoal.x").debug("detail")
-    shown = capsys.readouterr().err
-    assert shown.count("detail") == 1
-    assert "relay" in shown
-
-
 def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot write the log"):
@@ -96,12 +87,6 @@ NASTY = {
     "surrogate": "\udcff",
     "delete": "\x7f",
 }
-
-
-@pytest.mark.parametrize("text", NASTY.values(), ids=NASTY)
-def test_nothing_invisible_is_left(text: str) -> None:
-    assert visible(text).isprintable()
-    assert printable(text).isprintable()
 
 
 @given(st.text())

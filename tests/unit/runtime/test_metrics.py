@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,19 +9,6 @@ import pytest
 
 from shoal.errors import ResourceError
 from shoal.runtime.metrics import MetricsLog
-
-
-def test_rows_are_plain_json_lines(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    assert log.rows() == []
-    log.append(0, {"loss": 0.5})
-    log.append(1, {"loss": 0.25, "held_out": 1.0})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert (
-        [json.loads(line) for line in lines]
-        == log.rows()
-        == [{"step": 0, "loss": 0.5}, {"step": 1, "loss": 0.25, "held_out": 1.0}]
-    )
 
 
 def test_a_rewind_forgets_later_steps_and_a_torn_line(tmp_path: Path) -> None:
@@ -91,20 +77,8 @@ def test_what_somebody_put_there_that_is_no_number_is_left_out(tmp_path: Path, v
     assert log.append(1, {"loss": 0.1}) == {"step": 1, "loss": 0.1}
 
 
-def test_of_two_rows_of_a_step_the_later_counts(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.path.write_text("".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in ((0, 1), (1, 2), (0, 3))))
-    assert log.rows() == [{"step": 0, "loss": 3}, {"step": 1, "loss": 2}]
-
-
 @pytest.mark.parametrize("use", [MetricsLog.rows, lambda log: log.rewind(1), lambda log: log.append(0, {})])
 def test_a_folder_in_its_place_is_one_clear_error(tmp_path: Path, use: Callable[[MetricsLog], object]) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ResourceError, match=r"cannot (read|write) .*metrics\.jsonl: Is a directory"):
         use(MetricsLog(tmp_path / "metrics.jsonl"))
-
-
-def test_a_line_that_is_nested_beyond_reason_is_left_out(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.path.write_text("[" * 200_000 + '\n{"step": 1, "loss": 0.5}\n')
-    assert log.rows() == [{"step": 1, "loss": 0.5}]

@@ -16,15 +16,7 @@ import pytest
 from shoal.errors import ResourceError
 from shoal.runtime.clock import Backoff
 from shoal.runtime.stop import TOLD_TO_STOP_CODE, StopToken
-from shoal.runtime.supervise import (
-    Ending,
-    ProcessSpec,
-    ProcessView,
-    RestartPolicy,
-    Supervisor,
-    follow_supervisor,
-    last_line,
-)
+from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, RestartPolicy, Supervisor, last_line
 
 DEADLINE_S = 20.0
 QUICK = RestartPolicy(Backoff(0.01, 0.02), max_short_lives=3, healthy_s=60.0, grace_s=5.0)
@@ -161,12 +153,6 @@ def test_one_that_the_hub_has_shut_out_rests_and_the_run_goes_on(bench: Bench) -
     assert seen.why == "was shut out by the hub: this node is banned: sampling.seed"
 
 
-def test_an_essential_one_that_the_hub_has_shut_out_ends_the_run(bench: Bench) -> None:
-    ending = bench.make(bench.spec("validator", SHUT_OUT)).run()
-    assert ending == Ending(6, "validator: this node is banned: sampling.seed")
-    assert bench.log("validator").count("banned") == 1
-
-
 def test_processes_as_people_see_them(bench: Bench) -> None:
     policy = RestartPolicy(Backoff(30.0, 30.0), max_short_lives=3)
     dies = bench.spec("relay", "import sys; print('no luck'); sys.exit(1)", essential=False)
@@ -200,16 +186,6 @@ def test_one_that_somebody_told_to_stop_is_not_done_and_comes_back(bench: Bench,
     assert "was told to stop by somebody" in view(supervisor, "trainer").why
 
 
-def test_one_that_may_rest_is_not_restarted_and_a_server_is(bench: Bench) -> None:
-    resting = bench.spec("worker", "print('once')", when_done="rest")
-    lives = bench.folder / "lives"
-    serving = bench.spec("hub", f"open({str(lives)!r}, 'a').write('x')")
-    supervisor = bench.make(resting, serving, policy=RestartPolicy(Backoff(0.01, 0.01), healthy_s=0.0))
-    poll_until(supervisor, lambda: lives.exists() and len(lives.read_text()) >= 2, "the server's second life")
-    poll_until(supervisor, lambda: "worker" not in supervisor.pids, "the worker to rest")
-    assert bench.log("worker").count("once") == 1
-
-
 def test_stopping_ends_every_child_cleanly(bench: Bench) -> None:
     polite = (
         "import signal, sys, time\n"
@@ -240,15 +216,6 @@ def test_a_child_that_ignores_sigterm_is_killed_with_its_own_children(bench: Ben
     supervisor.shut_down()
     assert not alive(pid)
     eventually(lambda: not alive(grandchild), "the end of the grandchild")
-
-
-def test_a_child_that_is_halted_is_killed(bench: Bench) -> None:
-    supervisor = bench.make(bench.spec("hub", SLEEP), policy=RestartPolicy(grace_s=0.2))
-    poll_until(supervisor, lambda: "up" in bench.log("hub"), "the hub")
-    pid = supervisor.pids["hub"]
-    os.kill(pid, signal.SIGSTOP)
-    supervisor.shut_down()
-    assert not alive(pid)
 
 
 IMPATIENCE = """
@@ -296,12 +263,6 @@ def test_a_second_signal_leaves_no_child_and_no_traceback(tmp_path: Path, second
             process.kill()
 
 
-def test_the_tick_can_end_the_run(bench: Bench) -> None:
-    supervisor = bench.make(bench.spec("hub", SLEEP))
-    assert supervisor.run(lambda: Ending(1, "no progress")) == Ending(1, "no progress")
-    assert supervisor.pids == {}
-
-
 def test_a_command_that_does_not_exist_is_one_sentence(bench: Bench) -> None:
     missing = ProcessSpec("hub", ("/nowhere/at/all",), bench.folder / "hub.log")
     with pytest.raises(ResourceError, match="cannot start hub"):
@@ -343,13 +304,6 @@ def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     finally:
         supervisor.kill()
         supervisor.wait(DEADLINE_S)
-
-
-def test_following_nobody_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SHOAL_SUPERVISED", raising=False)
-    stop = StopToken()
-    follow_supervisor(stop)
-    assert not stop.is_set()
 
 
 def test_the_last_line_of_a_log(tmp_path: Path) -> None:

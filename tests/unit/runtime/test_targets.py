@@ -54,18 +54,6 @@ def test_global_addresses_of_this_machine_and_its_link_are_near(
     )
 
 
-def test_the_source_on_the_way_to_an_own_address_is_that_address() -> None:
-    own = str(targets._source_of("127.0.0.1"))
-    beyond = targets._source_of("192.0.2.1")  # this machine's own address on the way out, if there is one
-    assert own == "127.0.0.1"
-    assert beyond is None or targets._source_of(str(beyond)) == beyond
-
-
-def test_a_name_that_cannot_be_looked_up_is_no_target() -> None:
-    with pytest.raises(TargetRefused, match="is no name of a host"):
-        addresses("a..b", 80, None)
-
-
 MAY_NAME = {
     Nearness.PUBLIC: {Nearness.PUBLIC},
     Nearness.PRIVATE: {Nearness.PRIVATE, Nearness.PUBLIC},

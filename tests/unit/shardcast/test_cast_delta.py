@@ -86,11 +86,6 @@ def test_a_step_of_one_unit_is_small_also_across_zero_and_exponents() -> None:
     assert block == block_of(4, [frame(bytes(4)), frame(bytes([0, 1, 1, 1]))]), "-1, 1, 1, 1"
 
 
-def test_equal_blocks_cost_a_header() -> None:
-    data = memoryview(bytes(BLOCK_BYTES))
-    assert encode_block(data, data, 4) == NOTHING
-
-
 def small_update(count: int = 1 << 19) -> tuple[bytes, bytes]:
     rng = np.random.default_rng(0)
     old = rng.integers(0x3C00, 0x3D00, count).astype(np.uint16)
@@ -119,11 +114,6 @@ def test_blocks_cover_the_payload_and_never_mix_widths() -> None:
     ]  # fmt: skip
     found = [(block.offset, block.size_bytes, block.width) for block in blocks_of(entries)]
     assert found == [(0, 16, 2), (16, 28, 4), (44, 8, 1), (52, 4, 2)]
-
-
-def test_a_large_span_is_cut_into_blocks() -> None:
-    sizes = [block.size_bytes for block in blocks_of([entry("w", 0, 2 * BLOCK_BYTES + 8, "F32")])]
-    assert sizes == [BLOCK_BYTES, BLOCK_BYTES, 8]
 
 
 # What a delta from somebody evil can look like. Its chunks' hashes were signed, so it was the origin that is evil.
@@ -201,11 +191,6 @@ def read_all(file: io.BytesIO, size: int = 8) -> None:
     reader = open_delta(file)
     for block in blocks_of([entry("w", 0, size, "BF16")]):
         block.read(reader)
-
-
-def test_a_whole_delta_is_read_to_its_end() -> None:
-    read_all(stream(NOTHING))
-    read_all(stream(block_of(1, [frame(b"\x00"), frame(b"\x00")])))
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,11 @@ import pytest
 
 from kit.cast import (
     CHUNK,
-    OTHER_KEY,
     Handler,
     Running,
     ScriptedSource,
     assert_content,
-    chunk_paths,
     content,
-    eventually,
     from_folder,
     instead,
     make_downloader,
@@ -132,16 +129,6 @@ def test_a_version_not_published_yet_is_waited_for(tmp_path: Path, start_origin:
     assert_content(downloader.fetch(ref, 20), files, tensors)
 
 
-def test_a_version_that_retention_removed_is_reported_at_once(tmp_path: Path, start_origin: Start) -> None:
-    origin = make_origin(tmp_path / "origin", kept=2)
-    gone, *_ = [publish(origin, version) for version in range(4)]
-    downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
-    started = time.monotonic()
-    with pytest.raises(VersionNotFound, match=r"policy 0\.0 is no longer offered.* is at 0\.3 and keeps 0\.2, 0\.3"):
-        downloader.fetch(gone.policy, 60)
-    assert time.monotonic() - started < 5
-
-
 def test_other_weights_than_the_lease_names_are_refused(tmp_path: Path, start_origin: Start) -> None:
     manifest = publish(make_origin(tmp_path / "origin"), 1)
     wrong = manifest.policy.model_copy(update={"digest": "0" * 64})
@@ -198,15 +185,6 @@ def test_a_stop_ends_a_fetch_at_once(tmp_path: Path, scripted: Scripted) -> None
     assert time.monotonic() - started < 4
 
 
-def test_the_newest_head_of_all_sources_counts(tmp_path: Path, scripted: Scripted) -> None:
-    ahead, behind, forged = (tmp_path / name for name in ("ahead", "behind", "forged"))
-    publish(make_origin(behind), 1)
-    new = publish(make_origin(ahead), 2)
-    publish(make_origin(forged, key=OTHER_KEY), 9)
-    sources = [scripted(from_folder(folder)).url for folder in (behind, ahead, forged)]
-    assert make_downloader([*sources, DEAD], tmp_path / "cache").newest(10) == new.policy
-
-
 def test_a_full_disk_is_a_resource_error_and_does_not_hang(tmp_path, start_origin, monkeypatch):
     def full(self: PayloadFile, chunk: object, data: memoryview) -> None:
         raise ResourceError("cannot write: the disk is full: free some space")
@@ -215,18 +193,6 @@ def test_a_full_disk_is_a_resource_error_and_does_not_hang(tmp_path, start_origi
     monkeypatch.setattr(PayloadFile, "keep", full)
     with pytest.raises(ResourceError, match="disk is full"):
         make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache").fetch(manifest.policy, 60)
-
-
-def test_many_chunks_from_two_sources_come_from_both(tmp_path: Path, scripted: Scripted) -> None:
-    folder = tmp_path / "origin"
-    files, tensors = content(1, sizes=(40_000,))
-    manifest = make_origin(folder).publish(1, Content.of(files, tensors))
-    sources = [scripted(from_folder(folder)) for _ in range(2)]
-    downloader = make_downloader([source.url for source in sources], tmp_path / "cache")
-    assert_content(downloader.fetch(manifest.policy, 20), files, tensors)
-    assert all(chunk_requests(source) for source in sources)
-    wanted = len(chunk_paths(folder, manifest))  # a slow source may be doubted: then a few are asked for twice
-    eventually(lambda: len({target for source in sources for target in chunk_requests(source)}) == wanted)
 
 
 class Failing:

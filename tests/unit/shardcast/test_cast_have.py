@@ -59,33 +59,6 @@ def test_exactly_those_chunks_are_asked_for_whose_bits_are_set(flags: list[bool]
     assert set(asked) == {chunk for chunk, flag in zip(chunks, flags, strict=True) if flag}
 
 
-def test_the_bits_are_those_of_the_contract() -> None:
-    """HAVE of chunks 0 and 9, SOON of chunk 1: two bytes each."""
-    plan = plan_of(manifest_of(CHUNKS))
-    assert plan.see(A, PLACE, bytes([0b1, 0b10, 0b10, 0]), 0.0, 0.0) == 2
-    seen = plan.map(A, plan._versions[PLACE])
-    assert (seen.have, seen.soon) == (1 | 1 << 9, 1 << 1)
-
-
-def test_a_source_without_a_map_is_asked_for_everything_and_one_not_heard_yet_for_one_chunk() -> None:
-    plan = plan_of(manifest_of(CHUNKS))
-    first = plan.take(0.5)
-    assert first is not None
-    assert first.map.asked_s is None
-    assert plan.take(0.5) is None
-    plan.see(A, PLACE, None, 0.0, 0.0)
-    assert plan.take(0.5) is not None
-    plan.land(first, True)
-
-
-def test_a_map_that_has_grown_is_news_and_one_of_a_version_that_is_not_wanted_is_not_kept() -> None:
-    plan = plan_of(manifest_of(CHUNKS))
-    news = [plan.see(A, PLACE, bytes([have, 0, soon, 0]), 0.0, 0.0) for have, soon in ((1, 0), (1, 2), (31, 0))]
-    assert news == [1, 1, 4]
-    assert plan.see(A, (0, 7), bytes([255, 7, 0, 0]), 4.0, 4.0) == 1
-    assert set(plan._maps) == {(A, PLACE)}
-
-
 def test_newer_versions_come_first_and_of_each_the_deltas() -> None:
     base = PolicyRef(incarnation=0, version=0, digest="b" * 64)
     delta = Delta(base=base, size_bytes=2000, chunks=CHUNKS[2:4])

@@ -83,13 +83,6 @@ def test_what_several_versions_share_lies_on_the_disk_once_and_what_is_not_offer
     assert size_of([manifest(1, "abcd"), manifest(2, "abce"), None]) == 50
 
 
-def test_without_a_budget_everything_wanted_is_mirrored() -> None:
-    selection = select_versions(CHAIN, 3, None)
-    assert numbers(selection.wanted) == [1, 2, 3, 4, 5]  # version 3 is reached from 1
-    assert selection.mirrored == selection.wanted
-    assert (selection.route_bytes, selection.fits) == (50, True)
-
-
 def test_the_oldest_go_first_and_nothing_is_kept_without_its_anchor() -> None:
     assert numbers(select_versions(CHAIN, 3, 110).mirrored) == [1, 2, 3, 4, 5]
     for budget in (109, 60, 50):  # version 3 would fit, but nobody could reach it
@@ -112,12 +105,6 @@ def test_a_manifest_not_known_yet_is_wanted_and_ends_the_route_for_now() -> None
     selection = select_versions(unknown, 1, 50)
     assert numbers(selection.wanted) == [4, 5]
     assert (selection.fits, selection.route_bytes) == (True, 10)
-
-
-def test_nothing_published_is_nothing_mirrored() -> None:
-    for budget in (None, 1):
-        selection = select_versions({}, 3, budget)
-        assert (selection.wanted, selection.mirrored, selection.fits) == (frozenset(), frozenset(), True)
 
 
 @given(count=st.integers(1, 6), budget=st.integers(1, 130))

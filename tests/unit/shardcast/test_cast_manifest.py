@@ -92,20 +92,6 @@ def test_a_view_that_is_not_contiguous_is_refused() -> None:
         Content.of({}, [TensorView("w", "F32", (4,), every_other)])
 
 
-@pytest.mark.parametrize(
-    "name", ["../evil", "/etc/passwd", "a//b", "a/../b", "a\\b", "", "a\x00b", "x" * 300, "a/" * 600 + "b"]
-)
-def test_a_name_that_could_leave_its_folder_cannot_be_published(name: str) -> None:
-    with pytest.raises(BroadcastError, match="name"):
-        Content.of({name: b""}, [])
-
-
-def test_two_tensors_of_one_name_cannot_be_published() -> None:
-    _, (first, *_) = content()
-    with pytest.raises(BroadcastError, match=r"two tensor entries are called layer\.0\.weight"):
-        Content.of({}, [first, first])
-
-
 def test_a_manifest_signed_by_another_key_is_refused() -> None:
     with pytest.raises(ManifestRefused, match="not trusted"):
         read_manifest(encode(build(*content()), OTHER_KEY), RUN, KEY.public_key)

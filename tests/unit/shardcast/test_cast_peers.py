@@ -30,16 +30,13 @@ from kit.cast import (
     is_complete,
     make_downloader,
     make_origin,
-    manifest_path,
     publish,
     reply,
 )
 from shoal.protocol import PolicyManifest, TensorView
 from shoal.shardcast import Content, Origin, OriginSettings, RelayConfig, RelaySettings, run_relay
-from shoal.shardcast.manifest import offered, read_head
-from shoal.shardcast.relay import Mirror
-from shoal.shardcast.server import Arrivals
-from shoal.shardcast.tree import HEAD, chunk_key
+from shoal.shardcast.manifest import offered
+from shoal.shardcast.tree import chunk_key
 
 Scripted = Callable[[Handler], ScriptedSource]
 StartOrigin = Callable[[Path], Running]
@@ -185,32 +182,6 @@ def test_the_map_of_a_relay_follows_what_arrives(tmp_path: Path, start_peer: Sta
     asking.join(10)
     assert answers == [(200, bytes([0b11111, 0]))]
     assert ask(relay.url, "/have/0.2?wait_s=20")[0] == 404
-
-
-def test_arrivals_are_told_to_those_who_wait_for_a_chunk_and_for_a_map_of_a_version_that_goes(tmp_path: Path) -> None:
-    told: list[str] = []
-
-    class Listening(Arrivals):
-        def notify(self, *keys: str) -> None:
-            told.extend(keys)
-            super().notify(*keys)
-
-    folder = tmp_path / "origin"
-    origin = make_origin(folder)
-    settings = RelaySettings(kept_versions=1)
-    mirror = Mirror(RelayConfig(tmp_path / "relay", (NOWHERE,), RUN, KEY.public_key, settings=settings))
-    mirror.arrivals = Listening()
-    for version in (1, 2):
-        manifest = publish(origin, version)
-        data = (folder / HEAD).read_bytes()
-        head = read_head(data, RUN, KEY.public_key)
-        assert mirror.adopt_head(head, data, manifest_path(folder, manifest).read_bytes())
-        if version == 1:
-            mirror.keep(manifest.chunks[0], memoryview(chunk_paths(folder, manifest)[0].read_bytes()))
-            assert {chunk_key(manifest.chunks[0].hash), "have/0.1"} <= set(told)
-            told.clear()
-    assert "have/0.1" in told
-    assert (0, 1) not in mirror.inventories
 
 
 def test_only_what_a_version_offers_is_mirrored_and_every_version_kept_can_be_reached(

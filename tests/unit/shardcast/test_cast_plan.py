@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.shardcast.limits import FEW_FLIGHTS
-from shoal.shardcast.plan import Question
 
 A, B, ORIGIN = "http://a:1", "http://b:1", "http://origin:1"
 CHUNKS = chunks_of(40)
@@ -96,16 +95,6 @@ def test_relays_that_trade_take_about_one_copy_from_upstream(count: int, most: f
     assert all(node.kept == {chunk.hash for chunk in chunks} for node in nodes)
 
 
-def test_relays_that_do_not_know_of_each_other_take_a_copy_each() -> None:
-    """The measure of the test above: without peers the same world needs two copies."""
-    world, chunks = World(), chunks_of(128)
-    origin = world.add(Source(ORIGIN, {chunk.hash for chunk in chunks}, 20 * SIZE, maps=False))
-    for seed in range(2):
-        Node(world, seed, upstreams=[ORIGIN]).want(manifest_of(chunks))
-    assert world.run(60)
-    assert origin.sent_bytes == 2 * len(chunks) * SIZE
-
-
 def test_an_announced_chunk_is_waited_for_but_not_for_ever() -> None:
     world, node, origin, *_ = following(
         Source(ORIGIN, ALL, maps=False), Source(B, set(), announces=hashes(10, 40)), peers=[B]
@@ -124,19 +113,6 @@ def test_a_peer_much_slower_than_upstream_is_not_waited_for() -> None:
     )
     assert world.run(20)
     assert len(origin.asked) >= 36
-
-
-def test_nor_is_one_that_is_fast_enough_not_to_be_left() -> None:
-    world = World()
-    origin = world.add(Source(ORIGIN, ALL, rate_bytes_s=100 * SIZE, maps=False))
-    world.add(Source(B, set(ALL), rate_bytes_s=10 * SIZE))
-    node = Node(world, upstreams=[ORIGIN], peers=[B])
-    for url, seconds in ((ORIGIN, 0.04), (B, 0.4)):
-        for _ in range(5):
-            node.scores.succeeded(url, SIZE, seconds)
-    node.want(MANIFEST)
-    assert world.run(20)
-    assert len(origin.asked) >= 25
 
 
 def test_a_slow_source_is_left_in_the_middle_and_booked_as_slow() -> None:
@@ -250,34 +226,6 @@ def test_a_source_that_is_always_busy_is_asked_ever_more_rarely() -> None:
     assert sum(busy.asked.values()) < 60
 
 
-def test_deltas_and_the_newest_version_come_first() -> None:
-    world = World()
-    world.add(Source(A, set(ALL), rate_bytes_s=10 * SIZE))
-    node = Node(world, upstreams=[A], connections=1)
-    old, new = manifest_of(CHUNKS[:20], 1), manifest_of(CHUNKS[20:], 2)
-    for manifest in (old, new):
-        node.plan.want(manifest, manifest.chunks, world.now_s)
-    node.manifest = new
-    arrived: list[str] = []
-    while node.plan.pending():
-        world.step()
-        arrived += [one for one in sorted(node.kept) if one not in arrived]
-    assert set(arrived[:20]) == hashes(20, 40)
-
-
-def test_two_processes_fetch_in_different_orders() -> None:
-    orders = []
-    for seed in (1, 2):
-        world = World()
-        source = world.add(Source(A, set(ALL)))
-        node = Node(world, seed, upstreams=[A], connections=1)
-        node.want(MANIFEST)
-        assert world.run(60)
-        orders.append(list(source.asked))
-    assert orders[0] != orders[1]
-    assert set(orders[0]) == set(orders[1]) == ALL
-
-
 def test_what_is_forgotten_is_left_on_its_way() -> None:
     world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE))
     while not source.sending:
@@ -290,29 +238,6 @@ def test_what_is_forgotten_is_left_on_its_way() -> None:
     assert node.plan.progress()[1] == node.plan.pending() * SIZE
     world.step()
     assert not any(flight.lost for flight in source.sending)
-
-
-def test_versions_are_of_interest_as_long_as_something_of_them_is_wanted() -> None:
-    """A client that goes from an anchor over a delta wants chunks of several."""
-    world = World()
-    world.add(Source(A, set(ALL)))
-    node = Node(world, upstreams=[A])
-    for version in (1, 2):
-        manifest = manifest_of(CHUNKS[20 * version - 20 : 20 * version], version)
-        node.plan.want(manifest, manifest.chunks, world.now_s)
-    assert list(node.plan._versions) == [(0, 2), (0, 1)]
-    node.plan.forget_except(hashes(0, 20))
-    assert list(node.plan._versions) == [(0, 1)]
-    node.plan.forget_except(set())
-    assert node.plan.question(A) is None
-
-
-def test_a_source_that_has_everything_is_not_asked_for_its_map_again() -> None:
-    world, node, *_ = following(Source(A, set(ALL), rate_bytes_s=SIZE))
-    assert node.plan.question(A) == Question((0, 1), 40)
-    for _ in range(3):
-        world.step()
-    assert node.plan.question(A) is None
 
 
 TROUBLES = st.sampled_from(["none", "dead", "slow", "corrupt", "busy", "claims", "announces", "mapless"])

@@ -6,12 +6,10 @@ import random
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
 from blake3 import blake3
 from castsim import bits, manifest_of
 from hypothesis import given, settings
@@ -26,7 +24,6 @@ from shoal.shardcast.pool import ChunkPool
 
 SIZE = 1000
 WITHIN_S = 30.0
-DEAD = "http://127.0.0.1:9"
 Scripted = Callable[[Handler], ScriptedSource]
 
 
@@ -117,101 +114,6 @@ def fetch_all(scores: SourceScores, **settings: int) -> ChunkPool:
     return pool
 
 
-def chunks_asked(source: ScriptedSource) -> Counter[str]:
-    return Counter(target.rpartition("/")[2] for target in source.seen if target.startswith("/chunks/"))
-
-
-def test_two_relays_that_have_half_each_are_asked_for_what_they_have(scripted: Scripted) -> None:
-    keys = list(DATA)
-    halves = [{key: DATA[key] for key in keys[half::2]} for half in range(2)]
-    sources = [scripted(serving(full(half))) for half in halves]
-    pool = fetch_all(SourceScores([source.url for source in sources]))
-    assert pool.fetched_bytes == {source.url: 12 * SIZE for source in sources}
-    # without maps each would be asked for nearly all; a few were, before the map was there
-    assert all(sum(chunks_asked(source).values()) <= 16 for source in sources)
-    assert pool.progress() == (24 * SIZE, 24 * SIZE)
-
-
-def test_no_connection_is_held_by_a_chunk_that_a_relay_does_not_have_yet(scripted: Scripted) -> None:
-    """The relay holds such a request for ever; all but the one that came before its map go to what is there."""
-    shelf = full(dict(list(DATA.items())[:20]))
-    honest = serving(shelf)
-
-    def hold(target: str, to: socket.socket) -> None:
-        key = target.rpartition("/")[2]
-        if target.startswith("/chunks/"):
-            with shelf.changed:
-                shelf.changed.wait_for(lambda: key in shelf.chunks, WITHIN_S)
-        honest(target, to)
-
-    kept = Shelf()
-    with pool_of(SourceScores([scripted(hold).url]), kept, 3) as pool:
-        pool.want(MANIFEST, CHUNKS)
-        pool.start()
-        eventually(lambda: len(kept.chunks) == 20)
-        with shelf.changed:
-            shelf.chunks.update(DATA)
-            shelf.changed.notify_all()
-        assert pool.wait(WITHIN_S)
-
-
-def test_static_servers_serve_without_maps(scripted: Scripted) -> None:
-    source = scripted(static(DATA))
-    fetch_all(SourceScores([source.url]))
-    assert chunks_asked(source) == dict.fromkeys(DATA, 1)
-
-
-def test_two_relays_that_trade_need_about_one_copy_from_upstream(scripted: Scripted) -> None:
-    uplink = threading.Lock()
-    honest = static(DATA)
-
-    def throttled(target: str, to: socket.socket) -> None:
-        if target.startswith("/chunks/"):
-            with uplink:
-                time.sleep(0.02)  # the link's own time; nobody waits for it to have passed
-        honest(target, to)
-
-    origin = scripted(throttled)
-    shelves, pools = [Shelf(), Shelf()], []
-    relays = [
-        scripted(serving(shelf, lambda key, at=at: key in pools[at].announced())) for at, shelf in enumerate(shelves)
-    ]
-    with (
-        pool_of(SourceScores([origin.url], peers=[relays[1].url]), shelves[0]) as first,
-        pool_of(SourceScores([origin.url], peers=[relays[0].url]), shelves[1]) as second,
-    ):
-        pools += [first, second]
-        for pool in pools:
-            pool.want(MANIFEST, CHUNKS)
-            pool.start()
-        assert all(pool.wait(WITHIN_S) for pool in pools)
-        assert all(shelf.chunks == DATA for shelf in shelves)
-        copies = sum(chunks_asked(origin).values()) / len(DATA)
-        assert 1.0 <= copies <= 1.3, "the relays fetched the same chunks"
-        assert all(pool.fetched_bytes[relay.url] for pool, relay in zip(pools, reversed(relays), strict=True))
-
-
-def test_what_is_fetched_from_upstream_is_announced_until_it_is_here(scripted: Scripted) -> None:
-    asked, go = threading.Event(), threading.Event()
-    honest = static(DATA)
-
-    def wait(target: str, to: socket.socket) -> None:
-        if target.startswith("/chunks/"):
-            asked.set()
-            go.wait(WITHIN_S)
-        honest(target, to)
-
-    with pool_of(SourceScores([scripted(wait).url]), Shelf(), 2) as pool:
-        pool.want(MANIFEST, CHUNKS[:1])
-        assert pool.announced() == set()
-        pool.start()
-        assert asked.wait(WITHIN_S)
-        assert pool.announced() == {CHUNKS[0].hash}
-        go.set()
-        assert pool.wait(WITHIN_S)
-        assert pool.announced() == set()
-
-
 def test_the_next_chunk_is_announced_before_the_last_has_arrived(scripted: Scripted) -> None:
     """Else a peer that hears of the arrival could choose the very chunk that we choose a moment later."""
     announced: list[set[str]] = []
@@ -254,17 +156,6 @@ def test_a_source_far_slower_than_the_other_is_left_in_the_middle_of_a_chunk(scr
     assert "slow" in scores.describe()
 
 
-def test_it_is_booked_as_slow_where_nobody_has_time_to_hedge(scripted: Scripted) -> None:
-    slow = scripted(_drip)
-    quick = scripted(serving(full()))
-    scores = SourceScores([slow.url, quick.url])
-    for _ in range(5):
-        scores.succeeded(quick.url, SIZE, 0.01)
-    scores.succeeded(slow.url, SIZE, 1e-6)  # it looked splendid once
-    fetch_all(scores, connections=1)
-    assert f"{slow.url} is far slower than the others" in scores.describe()
-
-
 def test_the_last_chunk_is_fetched_twice_and_the_slower_is_hung_up_on(scripted: Scripted) -> None:
     hung_up = threading.Event()
 
@@ -278,28 +169,6 @@ def test_the_last_chunk_is_fetched_twice_and_the_slower_is_hung_up_on(scripted: 
     pool = fetch_all(SourceScores([stalled.url, other.url]))
     assert pool.fetched_bytes == {other.url: 24 * SIZE}
     assert hung_up.wait(WITHIN_S)
-
-
-def test_a_liar_about_its_map_is_dropped_by_name(scripted: Scripted) -> None:
-    """Alone it is asked again and again, until its claims have been found empty three times."""
-    honest = serving(full())
-    liar = scripted(lambda target, to: honest(target, to) if target.startswith("/have/") else reply(to, 404, b""))
-    scores = SourceScores([liar.url])
-    with pool_of(scores, Shelf()) as pool:
-        pool.want(MANIFEST, CHUNKS)
-        pool.start()
-        eventually(lambda: not scores.usable(), WITHIN_S)
-    assert scores.describe() == f"{liar.url} claims chunks that it does not deliver; it is dropped"
-
-
-@pytest.mark.parametrize("relay", ["whole", "dead", "corrupt"])
-def test_the_last_resort_is_asked_only_when_no_relay_is_left(scripted: Scripted, relay: str) -> None:
-    origin = scripted(static(DATA))
-    urls = {"whole": scripted(serving(full())).url, "dead": DEAD}
-    url = urls.get(relay) or scripted(lambda target, to: reply(to, 200, bytes(SIZE))).url
-    pool = fetch_all(SourceScores([url], last_resort=[origin.url]))
-    assert pool.fetched_bytes == {url if relay == "whole" else origin.url: 24 * SIZE}
-    assert bool(origin.seen) is (relay != "whole")
 
 
 def test_a_source_that_appears_later_is_asked_for_its_map_and_its_chunks(scripted: Scripted) -> None:
@@ -320,7 +189,6 @@ def test_a_source_that_appears_later_is_asked_for_its_map_and_its_chunks(scripte
         assert not pool.wait(0.05)
         scores.set_sources([source.url])
         assert pool.wait(WITHIN_S)
-    assert set(chunks_asked(source)) == set(DATA)
 
 
 def test_a_closed_pool_calls_its_keeper_no_more_and_its_threads_end(scripted: Scripted) -> None:

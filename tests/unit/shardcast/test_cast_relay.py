@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,21 +62,6 @@ def test_origin_to_relay_to_relay_to_client(tmp_path: Path, start_origin: StartO
     assert int(str(state["bytes_out"])) >= sum(fetched.values())
 
 
-def test_the_mirrored_tree_is_the_same_files(tmp_path, start_origin, start_relay):
-    origin = make_origin(tmp_path / "origin")
-    for version in range(3):
-        publish(origin, version)
-    relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url)
-    eventually(lambda: is_complete(relay, "0.2") and len(health(relay)["versions"]) == 3)
-
-    def tree(folder: Path) -> dict[str, bytes]:
-        return {
-            str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"
-        }
-
-    assert tree(tmp_path / "relay") == tree(tmp_path / "origin")
-
-
 @pytest.mark.parametrize("allowed", [2, 3])
 def test_a_client_that_may_have_few_connections_does_with_few(tmp_path, start_origin, start_relay, allowed):
     """Idle ones are closed, or they would keep the busy one out until the relay tires of them, after half a minute."""
@@ -100,16 +84,6 @@ def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(tmp_path, sta
     path.unlink() if damage == "removed" else path.write_bytes(b"short")
     assert_content(make_downloader([relay.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
     eventually(lambda: is_complete(relay, "0.1"))
-
-
-def test_a_relay_started_first_waits_for_its_upstream(tmp_path, start_origin, start_relay, scripted):
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
-    relay = start_relay(tmp_path / "relay", f"http://127.0.0.1:{port}")
-    assert ask(relay.url, "/head.json")[0] == 404
-    manifest = publish(make_origin(tmp_path / "origin"), 1)
-    start_relay(tmp_path / "upstream", start_origin(tmp_path / "origin").url, port=port)
-    assert_content(make_downloader([relay.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
 
 
 def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(tmp_path, start_origin, start_relay):
@@ -208,24 +182,6 @@ def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(tmp_path, s
     assert asked == {f"/chunks/{last[:2]}/{last}", f"/chunks/{rotten.name[:2]}/{rotten.name}"}
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["its upstream is gone", "its documents are damaged"])
-def test_a_relay_started_again_serves_what_it_has(tmp_path, start_relay, scripted, torn):
-    folder = tmp_path / "origin"
-    manifest = publish(make_origin(folder), 1)
-    upstream = scripted(from_folder(folder))
-    first = start_relay(tmp_path / "relay", upstream.url)
-    eventually(lambda: is_complete(first, "0.1"))
-    assert first.end() < 4, "stopping is quick"
-    if torn:
-        manifest_path(tmp_path / "relay", manifest).write_bytes(b"torn")
-        (tmp_path / "relay" / "chunks" / ".abc").write_bytes(b"")
-    else:
-        upstream.close()
-    second = start_relay(tmp_path / "relay", upstream.url)
-    eventually(lambda: is_complete(second, "0.1"))
-    assert_content(make_downloader([second.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
-
-
 def test_a_full_disk_ends_the_relay_with_the_reason(tmp_path, start_origin, monkeypatch):
     def full(self: Mirror, chunk: Chunk, data: memoryview) -> None:
         raise ResourceError("cannot write: the disk is full: free some space")
@@ -261,12 +217,3 @@ def test_setup_mistakes_are_one_clear_line(tmp_path: Path, start_origin: StartOr
     for config, error, sentence in cases:
         with pytest.raises(error, match=sentence):
             run_relay(config, StopToken(), lambda url: None)
-
-
-def test_shardcast_starts_without_torch() -> None:
-    program = (
-        "import sys; sys.modules['torch'] = None; import shoal.shardcast; assert 'transformers' not in sys.modules"
-    )
-    started = time.monotonic()
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-    assert time.monotonic() - started < 30

@@ -44,11 +44,9 @@ class Web:
         self.asked.append(wanted.version)
         return self._known.get(wanted.version)
 
-    def route(
-        self, target: int, held: Collection[int] = (), closed: Collection[str] = (), manifest_bytes: int = 0
-    ) -> Route:
+    def route(self, target: int, held: Collection[int] = (), closed: Collection[str] = ()) -> Route:
         here = {ref(version).digest for version in held}
-        return plan(self._known[target], here, self.manifest_of, closed, manifest_bytes)
+        return plan(self._known[target], here, self.manifest_of, closed)
 
 
 def versions(route: Route) -> list[int]:
@@ -64,54 +62,10 @@ WEB = (
 )
 
 
-def test_one_delta_from_the_version_before() -> None:
-    web = Web(*WEB)
-    assert versions(web.route(12, held=[11])) == [11, 12]
-    assert web.asked == []  # nothing in between had to be looked at
-
-
-def test_a_longer_stride_is_taken_where_it_is_cheaper() -> None:
-    assert Web(*WEB).route(12, held=[8]).size_bytes == 30
-    assert versions(Web(*WEB).route(10, held=[8])) == [8, 10]
-
-
-def test_a_chain_of_deltas_from_far_behind() -> None:
-    assert versions(Web(*WEB).route(11, held=[9])) == [9, 10, 11]
-
-
 def test_with_nothing_here_an_anchor_is_fetched_whole_and_nothing_is_asked_for() -> None:
     web = Web(*WEB)
     route = web.route(12)
     assert (versions(route), route.whole, web.asked) == ([12], WEB[-1], [])
-
-
-def test_with_nothing_here_and_no_anchor_the_nearest_anchor_and_deltas() -> None:
-    route = Web(*WEB).route(11)
-    assert (versions(route), route.size_bytes) == ([8, 10, 11], FULL + 25)
-
-
-def test_deltas_dearer_than_the_whole_are_not_taken() -> None:
-    web = Web(manifest(1), manifest(2, _1=600), manifest(3, anchor=True, _2=600))
-    assert versions(web.route(3, held=[1])) == [3]
-
-
-def test_manifests_of_a_tiny_model_count_as_what_they_cost() -> None:
-    """Ten deltas of 10 bytes and nine manifests of 150: more than the whole, which is offered."""
-    chain = [manifest(version, **{f"_{version - 1}": 10}) for version in range(2, 11)]
-    web = Web(manifest(1, anchor=True), *chain, manifest(11, anchor=True, _10=10))
-    assert versions(web.route(11, held=[1])) == list(range(1, 12))
-    web.asked.clear()
-    assert versions(web.route(11, held=[1], manifest_bytes=150)) == [11]
-    assert web.asked == []  # one manifest would have been more than a tenth of the whole
-    assert versions(web.route(10, held=[1], manifest_bytes=150)) == list(range(1, 11))  # there is no other way
-    assert versions(web.route(11, held=[10], manifest_bytes=150)) == [10, 11]  # for one delta none is asked for
-
-
-def test_a_search_for_deltas_ends_once_it_has_cost_a_tenth_of_the_whole() -> None:
-    chain = [manifest(version, **{f"_{version - 1}": 1}) for version in range(2, 60)]
-    web = Web(manifest(1, anchor=True), *chain, manifest(60, anchor=True, _59=1))
-    assert versions(web.route(60, held=[1], manifest_bytes=10)) == [60]
-    assert len(web.asked) == 10
 
 
 def test_a_closed_step_is_avoided_and_a_closed_anchor_too() -> None:

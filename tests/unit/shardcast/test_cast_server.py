@@ -159,13 +159,6 @@ def test_a_held_request_whose_client_hung_up_frees_its_place(tmp_path: Path, sta
     eventually(lambda: connections() == 1)
 
 
-def test_one_connection_serves_many_requests(tmp_path: Path, start_origin: Start) -> None:
-    publish(make_origin(tmp_path), 1)
-    keep = b"GET /health HTTP/1.1\r\n\r\n"
-    answer = ask(start_origin(tmp_path).url, keep * 3 + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n")
-    assert answer.count(b"HTTP/1.1 200 OK") == 4
-
-
 def test_health_counts_bytes_and_names_versions(tmp_path: Path, start_origin: Start) -> None:
     publish(make_origin(tmp_path), 1)
     url = start_origin(tmp_path).url
@@ -320,12 +313,6 @@ def test_a_map_of_an_unknown_version_is_not_found_and_one_that_goes_lets_go_who_
         assert answers == [404]
 
 
-def test_what_a_catalogue_says_of_its_health_counts(tmp_path: Path) -> None:
-    with serving(TreeServer(Shelf(tmp_path))) as url:
-        health = json.loads(get(url, "/health")[2])
-        assert (health["ok"], health["problem"]) == (False, "too little disk")
-
-
 def test_ipv6_clients_are_let_in_and_counted_by_network(tmp_path: Path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
@@ -340,20 +327,6 @@ def test_ipv6_clients_are_let_in_and_counted_by_network(tmp_path: Path) -> None:
 
 
 # Requests as they are read, who counts as one client, and the bucket of a throttle
-
-
-@pytest.mark.parametrize(
-    ("head", "keep_alive"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", True),
-        (b"GET / HTTP/1.0\r\n\r\n", False),
-        (b"GET / HTTP/1.1\r\nConnection: Close\r\n\r\n", False),
-    ],
-)
-def test_keep_alive_is_as_http_says(head: bytes, keep_alive: bool) -> None:
-    request = Request.parse(head, Mock())
-    assert request is not None
-    assert request.keep_alive is keep_alive
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from blake3 import blake3
 from kit.cast import Handler, ScriptedSource, reply
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
+from shoal.shardcast.connection import Connection, Deadline, Timeouts
 from shoal.shardcast.plan import Kind, SourceScores
 
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
@@ -29,13 +29,6 @@ def test_the_faster_source_is_asked_more_often_but_not_always() -> None:
     chosen = Counter(scores.choose() for _ in range(2000))
     assert 1600 < chosen[A] < 1990
     assert chosen[B] > 0
-
-
-def test_a_source_that_is_not_known_yet_is_tried_like_the_best() -> None:
-    scores = SourceScores([A, B])
-    scores.succeeded(A, 9_000_000, 1.0)
-    chosen = Counter(scores.choose() for _ in range(1000))
-    assert 350 < chosen[B] < 650
 
 
 def test_a_failing_source_rests_longer_each_time_and_comes_back() -> None:
@@ -100,50 +93,12 @@ def test_each_source_is_one_kind_and_the_nearest_counts() -> None:
     assert set(scores.usable()) == {A}
 
 
-def test_a_last_resort_is_chosen_only_where_there_is_no_other() -> None:
-    now = [0.0]
-    scores = SourceScores([A], last_resort=[C], now_s=lambda: now[0])
-    assert {scores.choose() for _ in range(50)} == {A}
-    scores.failed(A, "is broken")
-    assert {scores.choose() for _ in range(50)} == {C}
-    now[0] += 10
-    assert {scores.choose() for _ in range(50)} == {A}
-
-
-def test_those_ready_come_with_what_is_known_of_them() -> None:
-    scores = SourceScores([A, B], peers=[C])
-    scores.succeeded(A, 1000, 2.0)
-    scores.failed(B, "is broken")
-    ready = {source: (one.kind, one.weight, one.bandwidth_bytes_s) for source, one in scores.ready().items()}
-    assert ready == {A: (Kind.UPSTREAM, 500.0, 500.0), C: (Kind.PEER, 500.0, None)}
-    scores.succeeded(B, 1000, 1.0)
-    assert scores.ready()[B].failures == 0
-
-
-def test_a_slow_source_rests_and_its_bandwidth_is_known_but_it_has_not_failed() -> None:
-    now = [0.0]
-    scores = SourceScores([A, B], now_s=lambda: now[0])
-    scores.succeeded(A, 1000, 1.0)
-    scores.failed(A, "is slow", None, 0.0)
-    assert set(scores.ready()) == {B}
-    assert scores.describe() == "is slow"
-    now[0] += 10
-    standing = scores.ready()[A]
-    assert 600 < (standing.bandwidth_bytes_s or 0) < 800
-    assert standing.weight == standing.bandwidth_bytes_s  # its success rate is unharmed
-
-
 @pytest.mark.parametrize(
     "source", ["", "host:80", "ftp://host", "http://", "http://host:port", "http://h/a b", "http://h?q"]
 )
 def test_what_is_not_a_url_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="source"):
         SourceScores([source])
-
-
-def test_addresses() -> None:
-    assert Address.parse("https://example.org/run/") == Address(True, "example.org", 443, "/run")
-    assert Address.parse("http://[::1]:9") == Address(False, "::1", 9, "")
 
 
 def connect(source: ScriptedSource, stop: StopToken | None = None, stall_s: float = 5) -> Connection:
@@ -261,27 +216,6 @@ def test_hanging_up_ends_a_wait_at_once_from_another_thread(scripted: Scripted) 
     assert not connection.hung_up
 
 
-def test_a_request_that_was_hung_up_on_is_not_repeated(scripted: Scripted) -> None:
-    """Though one over an idle connection that the other side has closed is."""
-    asked = threading.Event()
-
-    def answer_once(target: str, to: socket.socket) -> None:
-        if target == "/first":
-            reply(to, 200, b"ok")
-        else:
-            asked.set()
-
-    source = scripted(answer_once)
-    connection = connect(source, stall_s=60)
-    read_all(connection, Deadline(5), "/first")
-    thread = threading.Thread(target=lambda: asked.wait(10) and connection.hang_up())
-    thread.start()
-    with pytest.raises(BroadcastError):
-        connection.get("/second", Deadline(60))
-    thread.join(10)
-    assert source.seen == ["/first", "/second"]
-
-
 def test_a_check_sees_the_bytes_and_may_leave(scripted: Scripted) -> None:
     body = bytes(3_000_000)
     connection = connect(scripted(lambda target, to: reply(to, 200, body)))
@@ -310,13 +244,6 @@ def test_a_truncated_body_is_a_broken_source_and_a_huge_one_is_not_read(scripted
     huge = connect(scripted(lambda target, to: reply(to, 200, b"", size=1 << 40)))
     with pytest.raises(BroadcastError, match="at most 1048576"):
         read_all(huge, Deadline(5))
-
-
-def test_an_unwanted_body_is_skipped(scripted: Scripted) -> None:
-    connection = connect(scripted(lambda target, to: reply(to, 404, b"no such thing")))
-    for _ in range(2):
-        assert connection.get("/x", Deadline(5)).status == 404
-        connection.drain(Deadline(5))
 
 
 def test_nobody_listening_is_one_sentence() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.cast import KEY, RUN, Running, assert_content, eventually, make_downloader
-from shoal.errors import BroadcastError, ConfigError, ManifestRefused
+from kit.cast import KEY, RUN, Running, assert_content, make_downloader
+from shoal.errors import BroadcastError, ManifestRefused
 from shoal.protocol import PolicyManifest, TensorView
 from shoal.shardcast import Content, Downloader, Origin, OriginSettings, Payload, Progress, delta, run_origin
 from shoal.shardcast.manifest import offered
@@ -155,20 +153,6 @@ def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_a
         assert last.total_bytes <= 2 * manifest.size_bytes
 
 
-def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(tmp_path, start_origin, monkeypatch):
-    monkeypatch.setattr("shoal.shardcast.origin.DELTA_STRIDES", ())
-    run = Run(tmp_path / "origin", anchor_every=8, kept_versions=12)
-    server = start_origin(run.folder)
-    client = make_downloader([server.url], tmp_path / "client")
-    fetched(client, run.step(1))
-    newest = [run.step(version) for version in range(2, 10)][-1]
-    assert newest.anchor
-    assert len(newest.model_dump_json()) * 7 > 0.5 * newest.size_bytes  # the manifests in between would cost as much
-    payload, last = fetched(client, newest)
-    run.check(payload)
-    assert last.route == "all of policy 0.9"
-
-
 def test_what_has_no_delta_is_an_anchor(tmp_path: Path) -> None:
     small = Run(tmp_path / "small", delta_from_bytes=1 << 20)  # an adapter
     assert all(manifest.anchor and not manifest.deltas for manifest in small.steps(3))
@@ -244,20 +228,6 @@ def test_what_changed_is_told_tensor_by_tensor(tmp_path: Path, start_origin: Sta
     assert before.changes_from(first.policy) is None
 
 
-def test_a_follower_hears_of_new_versions(tmp_path: Path, start_origin: Start) -> None:
-    run = Run(tmp_path / "origin")
-    run.step(1)
-    downloader = make_downloader([start_origin(run.folder).url], tmp_path / "client")
-    follower = downloader.follower()
-    heard = follower.newer(5)
-    assert heard is not None
-    assert heard.version == 1
-    assert follower.newer(0) is None
-    run.step(2)
-    eventually(lambda: (found := follower.newer(1)) is not None and found.version == 2)
-    follower.close()
-
-
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_bytes(data, tmp_path_factory):
@@ -300,52 +270,6 @@ def publish_path(tmp_path: Path, path: Path) -> PolicyManifest:
     return Origin(tmp_path / "www", RUN, KEY).publish(1, path)
 
 
-def test_a_file_arrives_as_it_was(tmp_path: Path, start_origin: Start) -> None:
-    data = np.random.default_rng(0).bytes(700_001)
-    (tmp_path / "model.bin").write_bytes(data)
-    manifest = publish_path(tmp_path, tmp_path / "model.bin")
-    assert len(manifest.chunks) == 3
-    payload = make_downloader([start_origin(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
-    assert payload.export(tmp_path / "out") == [tmp_path / "out" / "model.bin"]
-    assert (tmp_path / "out" / "model.bin").read_bytes() == data
-
-
-def test_a_folder_arrives_as_it_was(tmp_path: Path, start_origin: Start) -> None:
-    files = {"a.txt": b"a", "sub/b.txt": b"b" * 5000, "sub/deep/.hidden": b"", "with space é.bin": b"\x00\x01"}
-    for name, data in files.items():
-        path = tmp_path / "folder" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    manifest = publish_path(tmp_path, tmp_path / "folder")
-    payload = make_downloader([start_origin(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
-    payload.export(tmp_path / "out")
-    found = {
-        p.relative_to(tmp_path / "out").as_posix(): p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()
-    }
-    assert found == files
-
-
-def test_what_cannot_be_published_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-
-    def refused(why: str, path: Path = folder) -> None:
-        with pytest.raises(ConfigError, match=why):
-            publish_path(tmp_path, path)
-
-    refused("no file or folder", tmp_path / "missing")
-    folder.mkdir()
-    refused("holds no files")
-    os.mkfifo(folder / "pipe")
-    refused("pipe is no plain file")
-    (folder / "pipe").unlink()
-    (folder / "nowhere").symlink_to(tmp_path / "missing")
-    refused("nowhere is a link to no file")
-    (folder / "nowhere").unlink()
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(folder / "socket"))
-        refused("socket is no plain file")
-
-
 def test_a_file_that_changes_while_it_is_published_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1_000_000))
@@ -354,13 +278,6 @@ def test_a_file_that_changes_while_it_is_published_is_noticed(tmp_path: Path) ->
     with pytest.raises(BroadcastError, match="was changed while"):
         Origin(tmp_path / "www", RUN, KEY).publish(1, content)
     assert Origin(tmp_path / "www", RUN, KEY).head() is None
-
-
-def test_progress_of_publishing_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(600_000))
-    told: list[tuple[int, int]] = []
-    Origin(tmp_path / "www", RUN, KEY).publish(1, tmp_path / "file", on_progress=lambda *done: told.append(done))
-    assert told == [(262_144, 600_000), (524_288, 600_000), (600_000, 600_000)]
 
 
 def test_a_small_file_that_comes_or_goes_moves_no_large_one(tmp_path: Path) -> None:
