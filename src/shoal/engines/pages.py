@@ -114,15 +114,9 @@ def is_decoding() -> bool:
 
 
 def _attention(
-    module: Any,
-    query: Tensor,
-    _key: Tensor,
-    _value: Tensor,
-    _mask: Any,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, scaling: float | None = None,
+    sliding_window: int | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls in the place of its own attention: query [R, Q, 1, D] → [R, 1, Q, D]."""
     unknown = [
         name for name, value in options.items() if name not in KNOWN and value is not None and value is not False
@@ -139,13 +133,9 @@ AttentionInterface.register(NAME, _attention)
 
 
 def attend(
-    query_RQD: Tensor,
-    stored: tuple[Tensor, Tensor],
-    table_RW: Tensor,
-    counts_R: Tensor,
-    scale: float,
+    query_RQD: Tensor, stored: tuple[Tensor, Tensor], table_RW: Tensor, counts_R: Tensor, scale: float,
     window: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention of one token per row over the `counts_R` tokens of its pages; with a window, over the last of them."""
     if query_RQD.device.type == "cuda":
         return _attend_cuda(query_RQD, stored, table_RW, counts_R, scale, window or 0)

@@ -89,14 +89,9 @@ class Bands:
         limits, accidents = _sum_limits(single, judged), single.accidents
         if accidents.first > 0:  # how often parts of rollouts are odd, where that happens at all
             first_C = np.concatenate([case.part for case in every]) == 0
-            limits = limits.model_copy(
-                update={
-                    "accidents": AccidentLimits(
-                        first=min(MOST_ACCIDENTS.first, accidents.first + _share(odd_C[first_C])),
-                        later=min(MOST_ACCIDENTS.later, accidents.later + _share(odd_C[~first_C])),
-                    )
-                }
-            )
+            first = min(MOST_ACCIDENTS.first, accidents.first + _share(odd_C[first_C]))
+            later = min(MOST_ACCIDENTS.later, accidents.later + _share(odd_C[~first_C]))
+            limits = limits.model_copy(update={"accidents": AccidentLimits(first=first, later=later)})
         if not is_exact and int(pool.outside.sum()) < FEW_OUTSIDE:
             limits = _with_usual_seeds(limits)
         compared = pool.compared
@@ -147,15 +142,16 @@ class _Pool:
         def gathered(pick: Callable[[Case], npt.NDArray[Any]]) -> npt.NDArray[Any]:
             return np.concatenate([pick(case)[case.kept.tokens] for case in cases])
 
-        def replayed(name: str) -> npt.NDArray[Any]:
+        def replayed(name: str) -> Floats:
             return gathered(lambda case: getattr(case.replayed, name))
 
-        low, high, uniforms = replayed("low"), replayed("high"), replayed("uniforms")
+        names = ("low", "high", "uniforms", "entropy", "logprobs")
+        low, high, uniforms, entropy, logprobs = map(replayed, names)
         return cls(
             distance=distances(uniforms, low, high),
             outside=~((low <= uniforms) & (uniforms < high)),
-            nats=np.clip(replayed("entropy"), 0.0, MOST_NATS),
-            logprobs=replayed("logprobs"),
+            nats=np.clip(entropy, 0.0, MOST_NATS),
+            logprobs=logprobs,
             delta=gathered(lambda case: case.claimed - case.replayed.logprobs),
             part=gathered(lambda case: case.part[case.chunk_of]),
             compared=joined([case.replayed.comparisons.only(case.kept.chunks) for case in cases]),

@@ -105,8 +105,7 @@ class SeenWork:
             self._whose.popitem(last=False)
 
 
-MESSAGE_LIMIT = 500
-GIB = 2**30
+MESSAGE_LIMIT, GIB = 500, 2**30
 # The hub has enforced the run's own caps before it gave a receipt; these only bound this process's memory, and must
 # never be the tighter ones: a body that the hub took is not malformed for being large.
 BODY_LIMITS = BodyLimits(compressed_bytes=GIB, inflated_bytes=4 * GIB)

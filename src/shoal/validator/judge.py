@@ -368,7 +368,8 @@ class Judge:
         rewards = scored.rewards
         if self.shuffle_rewards:
             rewards = shuffled(rewards, case.lease.run, case.lease.unit)
-        return docket.accepted(findings, rewards, case.generated, now_ms, tally, self.panel.unreproducible)
+        fields = {"generated_tokens": case.generated, "unreproducible": self.panel.unreproducible}
+        return docket.accepted(findings, rewards, now_ms, tally, **fields)
 
 
 def _settled(

@@ -178,15 +178,13 @@ class Calibrator:
 
     def _plan(self, loaded: LoadedPolicy) -> Plan:
         run = self._client.run_info()
+        sampling = run.sampling
+        sequences = Plan.sequences if self.machine.startswith("cuda/") else CPU_SEQUENCES
         return Plan(
-            prompts_of(loaded.files, self._judge.environment, run.sampling.max_new_tokens),
-            run.sampling.eos_token_id,
-            sequences=Plan.sequences if self.machine.startswith("cuda/") else CPU_SEQUENCES,
-            tokens=min(Plan.tokens, run.sampling.max_new_tokens),
-            temperature=run.sampling.temperature,
-            proof=run.proof,
+            prompts_of(loaded.files, self._judge.environment, sampling.max_new_tokens), sampling.eos_token_id,
+            sequences, min(Plan.tokens, sampling.max_new_tokens), temperature=sampling.temperature, proof=run.proof,
             model=run.run,
-        )
+        )  # fmt: skip
 
     def _measure(self, policy: PolicyRef, kinds: list[str], in_force: Calibration | None, digest: str) -> None:
         loaded = self._shelf.get(policy, self._shelf.wait_s)
@@ -261,16 +259,11 @@ class Calibrator:
             is_mine = self.machine in in_force.machines
             before = {kind: why for kind, why in in_force.refused.items() if kind not in found.kinds or not is_mine}
             refused = before | refused | _problems(self._tested[kind] for kind in found.kinds)
+        kinds = {kind: each for kind, each in kinds.items() if kind not in refused}
         return Calibration(
-            run=self._client.run_info().run,
-            policy=found.policy,
-            replaces=digest,
-            kinds={kind: each for kind, each in kinds.items() if kind not in refused},
-            refused=refused,
-            machines=tuple(machines),
-            seconds=found.seconds,
-            made_at_ms=self._clock.now_ms(),
-        )
+            run=self._client.run_info().run, policy=found.policy, replaces=digest, kinds=kinds, refused=refused,
+            machines=tuple(machines), seconds=found.seconds, made_at_ms=self._clock.now_ms(),
+        )  # fmt: skip
 
     def _test(self, limits: Profiles, in_force: Calibration, digest: str) -> None:
         again = {kind: self._tested[kind].under(each) for kind, each in limits.items()}

@@ -262,7 +262,15 @@ class Validator:
             with self.activity.busy(f"auditing {len(together)} groups of policy {policy.label}"):
                 verdicts = self._judge.verdicts(together, loaded)
                 done = {verdict.submission for verdict in verdicts}
-                self._release_canary([each for each in together if each.audit.submission in done], verdicts, loaded)
+                decided = [docket for docket in together if docket.audit.submission in done]
+                try:  # before anything is reported: does this validator still catch what it must?
+                    caught = self._canary.check(decided, verdicts, loaded)
+                except CanaryMissed:
+                    self.activity.count("canaries_missed")
+                    self._heartbeat.once()  # so that the hub knows why nothing is judged any more
+                    raise
+                if caught is not None:
+                    self.activity.count("canaries_caught")
             self._report(verdicts)
             self._ahead.rehearsed, self._ready_s = True, began_s
             oldest_ms = min(docket.audit.received_at_ms for docket in together)
@@ -273,11 +281,7 @@ class Validator:
             )  # fmt: skip
             claimed += sum(docket.audit.depth != "progress" for docket in together)
             judged += sum(verdict.depth != "progress" for verdict in verdicts)
-        self._pace(claimed, judged)
-
-    def _pace(self, claimed: int, judged: int) -> None:
-        """Claim what can be scored in time: the rest would be prefilled for nothing, and others could have had it."""
-        if judged < claimed:
+        if judged < claimed:  # more would be prefilled for nothing, and others could have had it
             self._most = max(1, judged)
             log.warning(
                 "there was no time to score %d of %d groups: they are left for later, and %d are claimed at once from "
@@ -286,18 +290,6 @@ class Validator:
             )  # fmt: skip
         elif claimed >= self._most:
             self._most = min(2 * self._most, self._chosen.max_audits)
-
-    def _release_canary(self, dockets: Sequence[Docket], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> None:
-        """Before anything is reported: does this validator still catch what it must?"""
-        try:
-            caught = self._canary.check(dockets, verdicts, loaded)
-        except CanaryMissed:
-            self.activity.count("canaries_missed")
-            self._heartbeat.once()  # so that the hub knows why nothing is judged any more
-            raise
-        if caught is not None:
-            log.debug("a canary was caught: %s", caught)
-            self.activity.count("canaries_caught")
 
     def _is_ours(self, docket: Docket) -> bool:
         """Whether this validator may say anything about it; if not, its claim runs out and somebody else gets it."""

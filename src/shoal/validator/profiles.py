@@ -66,9 +66,7 @@ class ChannelLimits(_Table):
     curve: float = Field(0.0, ge=0, allow_inf_nan=False, description="the same per square nat, added to it")
     unit: float = Field(gt=0, allow_inf_nan=False, description="the lumps that it varies in")
     shared: float = Field(0.0, ge=0, allow_inf_nan=False, description="relative error that a submission shares")
-    most: float = Field(
-        1e9, gt=0, allow_inf_nan=False, description="what one token, or a value of one proof, counts for"
-    )
+    most: float = Field(1e9, gt=0, allow_inf_nan=False, description="what a token, or a proof's value, counts for")
 
 
 class NoiseLimits(_Table):
@@ -94,9 +92,7 @@ class LikelihoodLimits(_Table):
 
     deviations: float = Field(8.0, gt=0, allow_inf_nan=False, description="largest distance from the expected sum")
     tokens: int = Field(64, ge=1, description="fewest tokens that the check needs")
-    variance: float = Field(
-        16.0, gt=0, allow_inf_nan=False, description="smallest variance of the sum that the check needs, in nats²"
-    )
+    variance: float = Field(16.0, gt=0, allow_inf_nan=False, description="smallest variance that it needs, in nats²")
 
 
 class Measured(_Table):
@@ -133,11 +129,7 @@ class Profile(_Table):
     noise: NoiseLimits = NoiseLimits()
     accidents: AccidentLimits = AccidentLimits()
     likelihood: LikelihoodLimits = LikelihoodLimits()
-    validators: tuple[str, ...] = Field(
-        ("float32",),
-        min_length=1,
-        description="what a validator may compute in; one of coarser rounding could not tell",
-    )
+    validators: tuple[str, ...] = Field(("float32",), min_length=1, description="what a validator may compute in")
     measured: Measured | None = None
 
 

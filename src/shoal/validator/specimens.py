@@ -75,12 +75,6 @@ def seeds_of(label: str, number: int, count: int) -> tuple[str, ...]:
 
 def docket_of(lease: Lease, group: Sequence[Completion], engine: Engine, key: SigningKey) -> Docket:
     """The same as a validator gets it on the table."""
-    body = pack(submission_of(lease, group, engine.name))
-    audit = Audit(
-        submission=submission_digest(body),
-        size_bytes=len(body),
-        lease=sign_document(lease, key),
-        received_at_ms=0,
-        deadline_ms=0,
-    )
-    return Docket(audit, lease, body)
+    body, signed = pack(submission_of(lease, group, engine.name)), sign_document(lease, key)
+    name, size = submission_digest(body), len(body)
+    return Docket(Audit(submission=name, size_bytes=size, lease=signed, received_at_ms=0, deadline_ms=0), lease, body)

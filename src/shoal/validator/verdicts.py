@@ -58,13 +58,7 @@ class Docket:
     measured: bool = True
 
     def accepted(
-        self,
-        findings: Sequence[Finding],
-        rewards: tuple[RolloutReward, ...],
-        generated_tokens: int,
-        now_ms: int,
-        tally: Tally = NOTHING_COUNTED,
-        unreproducible: tuple[str, ...] = (),
+        self, findings: Sequence[Finding], rewards: tuple[RolloutReward, ...], now_ms: int, tally: Tally, **fields: Any
     ) -> Verdict:
         """Everything held: the rewards count, and so do the tokens. Of rewards nothing is said that would tell an
         answer, but how many completions hit a limit."""
@@ -73,9 +67,7 @@ class Docket:
         reward = CheckResult(check="reward", passed=True)
         if limited:
             reward = CheckResult(check="reward", passed=True, evidence={"limited": limited}, message=said)
-        found = [*findings, Finding(reward)]
-        more = {"rewards": rewards, "generated_tokens": generated_tokens, "unreproducible": unreproducible}
-        return self._verdict(Outcome.ACCEPTED, found, now_ms, tally, **more)
+        return self._verdict(Outcome.ACCEPTED, [*findings, Finding(reward)], now_ms, tally, rewards=rewards, **fields)
 
     def rejected(self, findings: Sequence[Finding], now_ms: int, tally: Tally = NOTHING_COUNTED) -> Verdict:
         """The last finding failed: its reason, severity and sentence are the verdict's."""

@@ -95,13 +95,6 @@ def test_a_shorter_or_longer_completion_is_never_taken_for_whole(talk: Dialogue,
         assert talk.read([*line.tokens, 5]).problem == "past end"
 
 
-@given(talks, st.lists(tokens, min_size=1, max_size=60))
-def test_any_tokens_can_be_read(talk: Dialogue, ids: list[int]) -> None:
-    reading = talk.read(ids)
-    unpack_spans(pack_spans(reading.given), len(ids) + 1)
-    assert reading.turns <= talk.terms.max_turns
-
-
 def test_the_rules_one_by_one() -> None:
     talk = dialogue(max_turns=3, limit=20, frame=(8,), tool=lambda turns: "\t" * len(turns))
     assert talk.read([5, EOS, 8, 9, 8, 6, EOS, 8, 9, 9, 8, EOS]) == Reading(((2, 3), (7, 4)), 3, "eos", "", 12)
@@ -113,12 +106,6 @@ def test_the_rules_one_by_one() -> None:
     assert talk.read([5] * 20) == Reading((), 1, "length")
     assert talk.read([5] * 16 + [EOS]) == Reading((), 1, "length", "", 17), "three more would fill it up"
     assert talk.read([5] * 15 + [EOS]).problem == "other words"
-
-
-def test_a_tool_with_nothing_to_say_and_no_frame_ends_the_dialogue() -> None:
-    talk = dialogue(frame=(), tool=lambda _turns: "")
-    assert talk.read([5, EOS]).finish == "eos"
-    assert drawn(talk, [5, EOS]).tokens == [5, EOS]
 
 
 def test_words_that_look_like_special_tokens_are_spelt_out() -> None:
@@ -209,13 +196,6 @@ def test_greedy_dialogues_are_those_of_sampling_without_heat(engine: Engine, tin
         ids = drawn.token_ids.tolist()[sum(drawn.given[-1]) if drawn.given else 0 :]
         wanted.append(ids[:-1] if ids[-1] == EOS else ids)
     assert greedy_answers(engine, prompts, talks, sampling) == wanted
-
-
-def test_nobody_answers_where_the_environment_does_not(engine: Engine, tiny: LoadedModel) -> None:
-    prompts = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
-    plain = [ids.tolist() for ids in engine.greedy(prompts, 24, EOS)]
-    wanted = [ids[:-1] if ids[-1] == EOS else ids for ids in plain]
-    assert greedy_answers(engine, prompts, [None] * 4, COLD) == wanted
 
 
 def test_a_task_has_the_dialogue_that_its_lease_would_have(tiny: LoadedModel) -> None:

@@ -139,13 +139,6 @@ def test_dialogues_are_continued_where_they_were(model, caplog) -> None:
 EARLY = 40  # an end-of-sequence token that the untrained model draws now and then
 
 
-def test_greedy_evaluation_survives_a_small_device(model) -> None:
-    expected = [tokens.tolist() for tokens in TorchEngine.wrap(model).greedy(PROMPTS, 16, 1)]
-    with small_device(model, cells=40) as refused:
-        assert [tokens.tolist() for tokens in TorchEngine.wrap(model).greedy(PROMPTS, 16, 1)] == expected
-    assert refused
-
-
 def test_one_completion_that_does_not_fit_is_said_so(model) -> None:
     with small_device(model, cells=15), pytest.raises(ResourceError, match=r"up to 24 tokens, after a prompt of 1, do"):
         TorchEngine.wrap(model).generate(requests()[:1])
@@ -215,12 +208,6 @@ def test_a_prefill_that_does_not_fit_is_halved_and_the_same(model) -> None:
 )
 def test_which_errors_say_that_memory_ran_out(error: Exception, ran_out: bool) -> None:
     assert is_out_of_memory(error) is ran_out
-
-
-def test_the_processors_allocator_is_understood() -> None:
-    with pytest.raises(RuntimeError) as refused:
-        torch.empty(2**50, dtype=torch.uint8)
-    assert is_out_of_memory(refused.value)
 
 
 def test_how_much_is_drawn_at_once_follows_from_free_memory(model, monkeypatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf
@@ -92,16 +90,6 @@ def test_a_failed_fetch_leaves_the_shelf_as_it_was() -> None:
     with pytest.raises(VersionNotFound):
         shelf.get(ref(99), 1)
     assert shelf.get(ref(1), 1) is one
-
-
-@given(st.lists(st.integers(1, 6), max_size=30), st.integers(1, 4))
-def test_the_shelf_never_holds_more_than_it_may(asked: list[int], held: int) -> None:
-    source = Source()
-    shelf = EngineShelf(source.fetch, source.build, held=held)
-    for version in asked:
-        assert shelf.get(ref(version), 1).engine.policy == ref(version)
-        assert len(shelf._loaded) <= held
-    assert len({id(loaded.engine) for loaded in shelf._loaded.values()}) == len(shelf._loaded)
 
 
 def test_where_memory_does_not_suffice_fewer_policies_are_held() -> None:

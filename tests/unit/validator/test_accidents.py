@@ -48,8 +48,8 @@ from shoal.validator import Judge
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
-from shoal.validator.evidence import COUNT_BETS, DOUBT, STRIKE, SUM_BETS, accident_sums, log_evidence
-from shoal.validator.profiles import BUILT_IN, CHANNELS, AccidentLimits, Profile
+from shoal.validator.evidence import DOUBT, STRIKE, accident_sums, log_evidence
+from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile
 from shoal.validator.specimens import Terms
 
 KEY = "scripted/cpu/float32"
@@ -284,15 +284,6 @@ def test_what_leans_less_is_found_by_the_record() -> None:
     assert 0 < passed < 50
 
 
-@pytest.mark.parametrize("mean", [0.1, 3.0, 200.0])
-@pytest.mark.parametrize("bet", COUNT_BETS)
-def test_the_mean_evidence_of_honest_counts_is_one(mean: float, bet: float) -> None:
-    """Of a Poisson number, for every bet: so the product over submissions exceeds 1/α with a probability of α."""
-    spread = range(int(mean * math.exp(bet) + 40 * math.sqrt(mean * math.exp(bet)) + 60))
-    terms = [k * bet - math.expm1(bet) * mean - mean + k * math.log(mean) - math.lgamma(k + 1) for k in spread]
-    assert sum(map(math.exp, terms)) == pytest.approx(1.0, abs=1e-6)
-
-
 def test_honest_sums_with_a_shared_error_are_struck_less_often_than_promised() -> None:
     """Exponential lumps, a Poisson number of them, and a relative error of 10 % that each group shares."""
     random = np.random.default_rng(1)
@@ -308,10 +299,3 @@ def test_honest_sums_with_a_shared_error_are_struck_less_often_than_promised() -
             struck += log_evidence("distance", record.of("distance")) >= math.log(1000)
             record = recent(record)
     assert struck <= 30 * nodes / 1000
-
-
-def test_the_level_allows_a_hundredth_of_a_false_ban_in_ten_thousand_nodes() -> None:
-    """Each of 10³ beginnings exceeds it with 10⁻⁶ at most in all channels; a ban takes two, of fresh work each."""
-    strike = 1000 * len(CHANNELS) * math.exp(-STRIKE)
-    assert 10_000 * strike**2 <= 0.0101
-    assert 0 < SUM_BETS.min() < SUM_BETS.max() < 1

@@ -17,7 +17,7 @@ from shoal.engines import Engine, build
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
-from shoal.errors import ConfigError, ModelError
+from shoal.errors import ConfigError
 from shoal.models.load import load_model
 from shoal.models.state import policy_state, policy_views
 from shoal.protocol import Submission
@@ -26,17 +26,7 @@ from shoal.toploc import Comparisons, ProofTolerance
 from shoal.validator import bands as bands_module
 from shoal.validator import calibrate as calibrate_module
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.calibrate import (
-    Catch,
-    Measurement,
-    Plan,
-    Subject,
-    blocks_of,
-    measure,
-    model_of,
-    prompts_of,
-    replayed,
-)
+from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, measure, model_of, prompts_of, replayed
 from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.case import Case, Replay, failed, unsure
 from shoal.validator.profiles import (
@@ -165,24 +155,6 @@ def test_a_worker_is_measured_without_changing_the_validators_weights() -> None:
     measure(worker, validators, plan)
     for model in (model_of(validators["cpu/float32"]), model_of(worker)):
         assert all(torch.equal(before[name], each) for name, each in policy_state(model).items())
-
-
-def test_weights_that_a_format_cannot_hold_are_not_rounded_for_it() -> None:
-    loaded = load_model("tiny")
-    engine = build("torch", loaded.files)
-    engine.load_policy(None, policy_views(loaded.model))
-    assert isinstance(engine, TorchEngine)
-    with pytest.raises(ModelError, match=r"bfloat16 cannot hold.*trainer\.publish_dtype"):
-        engine.copied(loaded.files, "bfloat16")
-
-
-def test_a_policy_of_little_entropy_shows_other_seeds_after_more_tokens() -> None:
-    worker, validators, plan = engines("float32", "float32")
-    cases = replayed(validators["cpu/float32"], Subject(worker, plan, print).drawn("entropy", 64, 12))
-    little = [replace(case, replay=replace(case.replayed, entropy=case.replayed.entropy * 0 + 0.25)) for case in cases]
-    sizes = {nats: [int(lengths.sum()) for _, lengths in blocks_of(little, 64, nats)] for nats in (0, 64)}
-    assert all(64 <= size < 80 for size in sizes[0])
-    assert all(256 <= size < 272 for size in sizes[64])
 
 
 def test_long_prompts_are_measured_with_their_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,13 +76,6 @@ def test_of_a_newcomers_group_one_rollout_is_computed_first_and_rubbish_costs_no
     assert third.outcome is Outcome.ACCEPTED
 
 
-def test_a_newcomers_group_whose_first_look_holds_is_checked_as_a_whole() -> None:
-    made, policy = counting()
-    [verdict] = judge(pick=lambda _count: 0).verdicts([wrong_from(1, first=1)], policy)
-    assert made.batches == [1, 12, 12]
-    assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, "sampling.seed")
-
-
 def test_which_rollout_of_a_newcomer_is_looked_at_first_is_drawn_anew_each_time() -> None:
     cheat, found = wrong_from(1, first=6), []
     for _ in range(64):

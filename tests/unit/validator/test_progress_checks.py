@@ -114,13 +114,6 @@ def test_wrong_chunks_fail_for_certain(name: str, limits: Profile) -> None:
     assert verdict.message
 
 
-def test_chunks_of_other_weights_fail_for_certain() -> None:
-    of = long_lease()
-    with_others = msgspec.structs.replace(cut(of, submission(of).rollouts[0], 4))
-    [verdict] = verdicts(of, shown(of, 0, with_others), loaded(4.0))
-    assert verdict.reason == "progress.seed"
-
-
 def test_a_fault_of_one_prefill_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, it banned: an honest node was shut out while it generated."""
     of, right, wrong = long_lease(), loaded(), loaded(4.0)

@@ -43,11 +43,6 @@ def accident(case: Case) -> Finding:
     return passed("accident") if drift(case).passed else unsure("sampling.accident", "nobody can tell")
 
 
-@pytest.fixture(autouse=True)
-def only_drift(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "AFTER_PREFILL", (drift,))
-
-
 def judged(first: LoadedPolicy, second: Engine | None, profile: str = COARSE, **profiles: Any) -> Verdict:
     asked: list[tuple[PolicyRef, str]] = []
 
@@ -86,10 +81,6 @@ def test_a_machine_that_cannot_look_again_is_unsure_and_says_why() -> None:
 def test_a_profile_that_is_not_for_the_workers_own_format_allows_no_second_look() -> None:
     profile = Profile(key=COARSE, validators=("float32",))
     assert judged(loaded(WRONG), engine(WRONG), **{COARSE: profile}).reason == "second.missing"
-
-
-def test_what_passes_the_first_look_is_looked_at_once() -> None:
-    assert judged(loaded(RIGHT), engine(WRONG)).outcome is Outcome.ACCEPTED
 
 
 def test_a_certain_failure_is_looked_at_again_too_if_need_be_by_the_same_engine(

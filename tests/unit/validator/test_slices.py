@@ -102,12 +102,6 @@ def evaluating(hub: Hub, stop: StopToken | None = None, clock: ManualClock | Non
     )
 
 
-def test_a_slice_goes_from_the_hub_to_the_hub() -> None:
-    hub = Hub()
-    evaluating(hub).measure(sign_document(part("t/1", "t/2"), HUB))
-    assert [len(report.scores) for report in hub.reports] == [2]
-
-
 def test_a_policy_that_cannot_be_had_is_reported() -> None:
     hub = Hub()
     evaluating(hub, missing=True).measure(sign_document(part("t/1"), HUB))

@@ -359,14 +359,6 @@ def test_what_was_leased_for_another_environment_is_left_for_others(caplog: pyte
     assert "length (eeeeeeeeeeeeeeee…" in told
 
 
-def test_what_could_not_be_scored_is_counted_where_the_hub_sees_it() -> None:
-    hub = ListHub()
-    role = validator(hub)
-    role.audit([hub.audit(lease(1, task="t/broken")), hub.audit(lease(2))])
-    assert [verdict.reason for verdict in hub.taken] == ["reward.machinery", ""]
-    assert role.activity.heartbeat().counters["no_sample"] == 1
-
-
 def test_papers_out_of_order_are_skipped_and_block_nobody() -> None:
     hub = ListHub()
     forged = hub.audit(lease(1)).model_copy(update={"lease": sign_document(lease(1), KEY)})
