@@ -194,17 +194,6 @@ def test_dice_are_held_against_drawn_tokens_only() -> None:
     assert np.flatnonzero(coarse.odd.seeds).tolist() == [coarse.chunk_of[at]]
 
 
-def test_statistics_are_of_drawn_tokens_only() -> None:
-    case = replayed(lease(1))
-    replay, drawn = case.replayed, case.drawn
-    evidence = checks.likelihood(case).result.evidence
-    assert evidence["excess"] == pytest.approx(float((replay.logprobs + replay.entropy)[drawn].sum()))
-    assert evidence["variance"] == pytest.approx(float(replay.varentropy[drawn].sum()))
-    error = np.abs(case.claimed - replay.logprobs)[drawn]
-    assert checks.logprobs(case).result.evidence["mean_error"] == pytest.approx(float(error.mean()))
-    assert checks.logprobs(case).result.evidence["max_error"] == pytest.approx(float(error.max()))
-
-
 def test_bands_are_of_drawn_tokens_only() -> None:
     """What the tool said is far from any dice: one such token would widen a profile beyond use."""
     case = replayed(lease(1))

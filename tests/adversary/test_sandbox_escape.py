@@ -104,9 +104,7 @@ def slow_if_long(names: Iterable[str]) -> list[object]:
 @pytest.mark.parametrize("bomb", slow_if_long(BOMBS))
 def test_a_bomb_is_worth_nothing(bomb: str) -> None:
     code, says = BOMBS[bomb]
-
     value, notes = worth(code)
-
     assert value == 0.0
     assert notes.startswith("test 1 of 2: ")
     assert says in notes
@@ -123,9 +121,7 @@ SLEEPERS = [
 def test_a_program_that_only_waits_is_ended_by_the_clock(code: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(process_module, "WALL_FACTOR", 0)
     monkeypatch.setattr(process_module, "WALL_GRACE_S", 1.0)
-
     value, notes = worth(code)
-
     assert value == 0.0
     assert "took longer" in notes
 
@@ -134,7 +130,6 @@ def test_a_child_that_would_outlive_its_parent_is_never_born() -> None:
     code = "import os\ntry:\n  os.fork()\nexcept OSError as e:\n  print(e.errno)\nimport ctypes\n" + "".join(
         f"print(ctypes.CDLL(None, use_errno=True).{call})\n" for call in ("fork()", "vfork()", "daemon(0, 0)")
     )
-
     assert said(code).split() == ["1", "-1", "-1", "-1"]
 
 
@@ -170,7 +165,6 @@ def test_what_is_outside_is_not_there() -> None:
                 "/home", "/tmp", "/var", "/sys", "/run", "/bin/sh", "/usr/bin", "/dev/shm", "/dev/pts", "/dev/tty",
                 "/dev/mem", "/dev/kmsg"]  # fmt: skip
         code = f"import os\nprint([path for path in {here!r} if os.path.exists(path)])"
-
         assert said(code) == "[]"
 
 
@@ -184,7 +178,6 @@ for path in ("/proc/1/root", "/proc/1/cwd", "/proc/self/root/../..", "/proc/1/fd
         print(path, error.errno)
 """
     lines = dict(line.split(" ", 1) for line in said(code).splitlines())
-
     assert lines["/proc/1/root"] == lines["/proc/1/cwd"] == lines["/proc/1/fd"] == lines["/proc/1/map_files"] == "13"
     assert "'proc'" in lines["/proc/self/root/../.."]
     assert "'etc'" not in lines["/proc/self/root/../.."]
@@ -243,7 +236,6 @@ def test_the_expected_output_is_nowhere_in_there(monkeypatch: Patch) -> None:
         scored = said(HUNTER)
     finally:
         os.close(kept)
-
     assert scored == "[] None ['solution.py']"
     assert worth(HUNTER)[0] == 0.0
 
@@ -251,7 +243,6 @@ def test_the_expected_output_is_nowhere_in_there(monkeypatch: Patch) -> None:
 def test_the_hunter_would_find_what_is_there() -> None:
     """The hunt itself works: what a program is given, it finds."""
     code = f"given = input()\n{HUNTER}"
-
     assert said(code, SECRET + "\n") != "[] None ['solution.py']"
 
 
@@ -271,7 +262,6 @@ print(word)
         first = sandbox.run(f"{SECRET}\n".encode())
         second = sandbox.run(b"second\n")
         third = sandbox.run(b"import builtins\n")
-
     assert first.output.split(b"\n")[1] != b"[] None ['solution.py']"
     assert second.output.split(b"\n")[1] == b"[] None ['solution.py']"
     assert third.output.split(b"\n")[1] == b"[] None ['solution.py']"
@@ -294,7 +284,6 @@ for attempt in (lambda: os.setpriority(os.PRIO_PROCESS, 1, 19), lambda: os.nice(
 """
     with Sandbox(code.encode(), SHORT) as sandbox:
         first, second = sandbox.run(b""), sandbox.run(b"")
-
     assert first.ended == second.ended == "well"
     assert first.output == second.output
 
@@ -338,17 +327,14 @@ def test_a_forgery_is_worth_nothing(forgery: str, answer: str) -> None:
 
 
 KILLERS = {
-    "kill": "os.kill(target, 9)",
-    "kill softly": "os.kill(target, 15)",
-    "tgkill": "assert not libc.syscall(234, target, target, 9)",
-    "tkill": "assert not libc.syscall(200, target, 9)",
-    "pidfd": "signal.pidfd_send_signal(os.pidfd_open(target), 9)",
-    "oneself": "signal.raise_signal(9)",
+    "kill": "os.kill(target, 9)", "kill softly": "os.kill(target, 15)",
+    "tgkill": "assert not libc.syscall(234, target, target, 9)", "tkill": "assert not libc.syscall(200, target, 9)",
+    "pidfd": "signal.pidfd_send_signal(os.pidfd_open(target), 9)", "oneself": "signal.raise_signal(9)",
     "a signal of a pipe": "r, w = os.pipe()\n    fcntl.fcntl(r, 10, 9)\n    fcntl.fcntl(r, 8, target)\n"
     "    fcntl.fcntl(r, 4, fcntl.fcntl(r, 3) | 0x2000)\n    os.write(w, b'x')\n    time.sleep(0.1)",
     "a limit of time": "resource.setrlimit(resource.RLIMIT_CPU, (0, 0))",
     "another's limit": "resource.prlimit(target, resource.RLIMIT_CPU, (0, 0))",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", KILLERS)
@@ -367,7 +353,6 @@ print("here")
 """
     with Sandbox(code.encode(), SHORT) as sandbox:
         outputs = [sandbox.run(b"").output, sandbox.run(b"").output]
-
     assert outputs == [b"here\n"] * 2
 
 
@@ -405,27 +390,14 @@ for family, address in ((socket.AF_INET, ("127.0.0.1", {server})), (socket.AF_IN
 
 
 CALLS = {
-    "ptrace": (101, 16, 1, 0, 0),
-    "process_vm_readv": (310, 1, 0, 0, 0, 0, 0),
-    "mount": (165, 0, 0, 0, 0, 0),
-    "unshare": (272, 0x10000000),
-    "setns": (308, 0, 0),
-    "clone with a user namespace": (56, 0x10000011, 0, 0, 0, 0),
-    "bpf": (321, 0, 0, 0),
-    "perf_event_open": (298, 0, 0, -1, -1, 0),
-    "io_uring_setup": (425, 1, 0),
-    "userfaultfd": (323, 0),
-    "keyctl": (250, 0, -3, 0),
-    "add_key": (248, 0, 0, 0, 0, -3),
-    "shmget": (29, 0, 4096, 0o1600),
-    "mq_open": (240, 0, 0x42, 0o600, 0),
-    "open_by_handle_at": (304, -100, 0, 0),
-    "personality": (135, 0x0040000),
-    "chroot": (161, 0),
-    "timer_create": (222, 0, 0, 0),
-    "pidfd_open": (434, 1, 0),
+    "ptrace": (101, 16, 1, 0, 0), "process_vm_readv": (310, 1, 0, 0, 0, 0, 0), "mount": (165, 0, 0, 0, 0, 0),
+    "unshare": (272, 0x10000000), "setns": (308, 0, 0), "clone with a user namespace": (56, 0x10000011, 0, 0, 0, 0),
+    "bpf": (321, 0, 0, 0), "perf_event_open": (298, 0, 0, -1, -1, 0), "io_uring_setup": (425, 1, 0),
+    "userfaultfd": (323, 0), "keyctl": (250, 0, -3, 0), "add_key": (248, 0, 0, 0, 0, -3),
+    "shmget": (29, 0, 4096, 0o1600), "mq_open": (240, 0, 0x42, 0o600, 0), "open_by_handle_at": (304, -100, 0, 0),
+    "personality": (135, 0x0040000), "chroot": (161, 0), "timer_create": (222, 0, 0, 0), "pidfd_open": (434, 1, 0),
     "setrlimit": (160, 0, 0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")

@@ -27,10 +27,6 @@ def test_the_described_form() -> None:
     assert cases == [("2 3\n", b"5\n", ""), (call, 5, "add")]
 
 
-def test_tests_as_json_text() -> None:
-    assert read(test_cases=json.dumps([PRINTED])) == [("2 3\n", b"5\n", "")]
-
-
 def test_apps_with_standard_input_also_as_lines() -> None:
     assert read(inputs=["1", ["2", "3"]], outputs=["a", ["b"]]) == [("1", b"a", ""), ("2\n3", b"b", "")]
 
@@ -92,28 +88,12 @@ def test_spellings_of_public_data_sets(info: Any, cases: list[tuple[str, Any, st
     assert [(case.given.decode(), case.expected, case.function) for case in found] == cases
 
 
-def test_limits_of_a_task() -> None:
-    limits = read_tests(json.dumps({"test_cases": [PRINTED], "limits": {"cpu_s": 3, "memory_mb": 64}})).limits
-    assert (limits.cpu_s, limits.memory_mb, limits.test_cpu_s) == (3, 64, 4)
-
-
 BAD: list[tuple[Any, str]] = [
-    ("", "no JSON"),
-    ("{", "no JSON"),
-    ("[]", "no tests"),
-    ("5", "no JSON object"),
-    ("9" * 5000, "no JSON"),
-    ("[" * 100_000, "no JSON"),
-    ({}, "no tests"),
-    ({"test_cases": []}, "no tests"),
-    ({"test_cases": None}, "no tests"),
-    ({"test_cases": 5}, "no list"),
-    ({"test_cases": "{}"}, "no tests"),
-    ({"ground_truth": "42"}, "no tests"),
-    ({"test_cases": "x"}, "no JSON"),
-    ({"test_cases": [5]}, "no input"),
-    ({"test_cases": [{"input": "1"}]}, "no output"),
-    ({"test_cases": [{**PRINTED, "input": 5}]}, "no text"),
+    ("", "no JSON"), ("{", "no JSON"), ("[]", "no tests"), ("5", "no JSON object"), ("9" * 5000, "no JSON"),
+    ("[" * 100_000, "no JSON"), ({}, "no tests"), ({"test_cases": []}, "no tests"), ({"test_cases": None}, "no tests"),
+    ({"test_cases": 5}, "no list"), ({"test_cases": "{}"}, "no tests"), ({"ground_truth": "42"}, "no tests"),
+    ({"test_cases": "x"}, "no JSON"), ({"test_cases": [5]}, "no input"),
+    ({"test_cases": [{"input": "1"}]}, "no output"), ({"test_cases": [{**PRINTED, "input": 5}]}, "no text"),
     ({"test_cases": [{**PRINTED, "output": None}]}, "no text"),
     ({"test_cases": [{**PRINTED, "type": "shell"}]}, "stdin_stdout"),
     ({"test_cases": [{**CALLED, "fn_name": None}]}, "names no function"),
@@ -124,8 +104,7 @@ BAD: list[tuple[Any, str]] = [
     ({"test_cases": [PRINTED], "language": "rust"}, "only Python"),
     ({"test_cases": [PRINTED], "limits": {"cpu_s": -1}}, "limits: cpu_s"),
     ({"test_cases": [PRINTED], "limits": {"files": 1}}, "limits: files"),
-    ({"test_cases": [PRINTED] * 10_001}, "10001 tests"),
-    ({"inputs": ["1"], "outputs": []}, "not as many outputs"),
+    ({"test_cases": [PRINTED] * 10_001}, "10001 tests"), ({"inputs": ["1"], "outputs": []}, "not as many outputs"),
     ({"inputs": ["1"], "outputs": 5}, "outputs is no list"),
     ({"public_test_cases": [{"input": 1, "output": "2"}]}, "no text"),
     ({"public_test_cases": [{"input": "x", "output": "2", "testtype": "functional"}], "metadata": {"func_name": "f"}},
@@ -142,57 +121,29 @@ def test_what_is_wrong_is_said(info: Any, says: str) -> None:
     assert says in grader("prime_rl_code").problem(answer)
 
 
-def test_nothing_is_wrong_with_good_tests() -> None:
-    assert grader("code").problem(json.dumps({"test_cases": [PRINTED, CALLED]})) == ""
-
-
 # Which block of a completion is the program, however it is fenced
 
 BLOCKS = [
-    ("```python\na\n```", "a\n"),
-    ("```py\na\n```", "a\n"),
-    ("```Python3 title=x\na\n```", "a\n"),
-    ("```py3\na\n```", "a\n"),
-    ("```python3.11\na\n```", "a\n"),
-    ("```{python}\na\n```", "a\n"),
-    ("```{.python .numbers}\na\n```", "a\n"),
-    ("``` python\na\n```", "a\n"),
-    ("```python,linenos\na\n```", "a\n"),
-    ("```\na\n```", "a\n"),
-    ("```python\r\na\r\n```\r\n", "a\n"),
-    ("````python\na\n````", "a\n"),
-    ("````python\na\n```\nb\n````", "a\n```\nb\n"),
-    ("```python\na\n````", "a\n"),
-    ("~~~python\na\n~~~", "a\n"),
-    ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
-    ("```python\na\n```\nor\n```python\nb\n```", "b\n"),
-    ("```python\na\n```\nprints\n```\n5\n```", "a\n"),
-    ("```python\na\n```\n```json\n{}\n```", "a\n"),
-    ("  ```python\na\n  ```", "a\n"),
-    ("1. so\n   ```python\n   a\n     b\n   ```", "a\n  b\n"),
-    ("- ```python\n  a\n\n    b\n  ```", "a\n\n  b\n"),
-    ("      ```python\n      a\n      ```", "a\n"),
-    ("Here it is:```python\na\n```", "a\n"),
-    ("- **Code:** ```python\na\n```", "a\n"),
+    ("```python\na\n```", "a\n"), ("```py\na\n```", "a\n"), ("```Python3 title=x\na\n```", "a\n"),
+    ("```py3\na\n```", "a\n"), ("```python3.11\na\n```", "a\n"), ("```{python}\na\n```", "a\n"),
+    ("```{.python .numbers}\na\n```", "a\n"), ("``` python\na\n```", "a\n"), ("```python,linenos\na\n```", "a\n"),
+    ("```\na\n```", "a\n"), ("```python\r\na\r\n```\r\n", "a\n"), ("````python\na\n````", "a\n"),
+    ("````python\na\n```\nb\n````", "a\n```\nb\n"), ("```python\na\n````", "a\n"), ("~~~python\na\n~~~", "a\n"),
+    ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"), ("```python\na\n```\nor\n```python\nb\n```", "b\n"),
+    ("```python\na\n```\nprints\n```\n5\n```", "a\n"), ("```python\na\n```\n```json\n{}\n```", "a\n"),
+    ("  ```python\na\n  ```", "a\n"), ("1. so\n   ```python\n   a\n     b\n   ```", "a\n  b\n"),
+    ("- ```python\n  a\n\n    b\n  ```", "a\n\n  b\n"), ("      ```python\n      a\n      ```", "a\n"),
+    ("Here it is:```python\na\n```", "a\n"), ("- **Code:** ```python\na\n```", "a\n"),
     ("```python\na  # ```\nb\n```", "a  # ```\nb\n"),
     ("```python\n\"\"\"see:```\n\"\"\"\nb\n```", "\"\"\"see:```\n\"\"\"\nb\n"),
     ("```python\ndef f():\n    \"\"\"\n    ```\n    5\n    ```\n    \"\"\"\n```",
      "def f():\n    \"\"\"\n    ```\n    5\n    ```\n    \"\"\"\n"),
-    ("```python\na", "a\n"),
-    ("```python\na\n", "a\n"),
-    ("```python\na\n```\n```python\nb", "b\n"),
-    ("```python\na\n```\nDone.\n```", "a\n"),
-    ("```python\na\n```\n```python\n>>> a\n5\n```", "a\n"),
-    ("Use `x` and ```y``` then\n```python\na\n```", "a\n"),
-    ("```python a```\n```python\nb\n```", "b\n"),
-    ("```pycon\n>>> a\n```", ""),
-    ("<think>```python\na\n```</think>no code", ""),
-    ("<think>```python\na\n```", ""),
-    ("<think>```python\na\n```</think>```python\nb\n```", "b\n"),
-    ("```rust\na\n```", ""),
-    ("```python\n```", ""),
-    ("a = 1", ""),
-    ("", ""),
+    ("```python\na", "a\n"), ("```python\na\n", "a\n"), ("```python\na\n```\n```python\nb", "b\n"),
+    ("```python\na\n```\nDone.\n```", "a\n"), ("```python\na\n```\n```python\n>>> a\n5\n```", "a\n"),
+    ("Use `x` and ```y``` then\n```python\na\n```", "a\n"), ("```python a```\n```python\nb\n```", "b\n"),
+    ("```pycon\n>>> a\n```", ""), ("<think>```python\na\n```</think>no code", ""), ("<think>```python\na\n```", ""),
+    ("<think>```python\na\n```</think>```python\nb\n```", "b\n"), ("```rust\na\n```", ""), ("```python\n```", ""),
+    ("a = 1", ""), ("", ""),
 ]  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,19 +59,6 @@ def test_the_same_seed_gives_the_same_rows_and_another_gives_others(script: Modu
         made.append(pq.read_table(tmp_path / name).to_pylist())
     assert made[0] == made[1]
     assert made[0] != made[2]
-
-
-@pytest.mark.parametrize(("size", "said"), [(900, "0.9 kB"), (2_345_678, "2.3 MB"), (1_710_000_000, "1.71 GB")])
-def test_a_size_is_told_in_a_unit_that_fits(script: ModuleType, size: int, said: str) -> None:
-    assert script.size_text(size) == said
-
-
-def test_it_says_what_it_wrote(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["make_dataset.py", "--out", str(tmp_path), "--tasks", "9", "--code-share", "0"])
-    script.main()
-    assert re.fullmatch(rf"wrote 1 file, \d+\.\d kB, to {tmp_path}\n", capsys.readouterr().out)
 
 
 def test_bad_rows_are_as_many_as_asked_for(script: ModuleType, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -11,11 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from blake3 import blake3
 
 from kit.data import (
     KINDS,
@@ -51,28 +48,6 @@ def test_every_kind_of_file_gives_the_same_tasks(kind: str, tmp_path: Path) -> N
         assert environment.task(task.id) == task
         assert environment.score(task, f"\\boxed{{{json.loads(task.answer)['ground_truth']}}}").value == 1.0
         assert environment.score(task, "\\boxed{-1}").value == 0.0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_second_opening_finds_the_same(kind: str, tmp_path: Path, own_cache: Path) -> None:
-    path = KINDS[kind](tmp_path, described(11, prompt={3: ""}))
-    first = open_data(path)
-    assert list(own_cache.iterdir())
-    second = open_data(path)
-    assert identity_of(first) == identity_of(second)
-    assert [task.id for task in first.tasks("train")] == [task.id for task in second.tasks("train")]
-    assert second.problems.count == first.problems.count == 1
-
-
-def test_prompts_that_are_conversations_have_a_history(tmp_path: Path) -> None:
-    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
-    for write, name in ((write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")):
-        rows = [{**row, "prompt": said[number % 2 :]} for number, row in enumerate(described(10))]
-        environment = open_data(write(tmp_path / name, rows), held_out_size=1)
-        for row in (0, 1):
-            task = environment.task(f"{row}/p{row}")
-            assert task.prompt == "2+2?"
-            assert task.history == ((("system", "Be brief."),) if row == 0 else ())
 
 
 def test_an_answer_is_not_read_before_somebody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,29 +95,6 @@ def test_a_row_of_a_large_group_is_decoded_in_pieces(tmp_path: Path, monkeypatch
     for number in (49, 0, 6, 7, 48):
         assert environment.task(f"{number}/p{number}").answer == rows[number]["verification_info"]
     assert max(piece.num_rows for piece in environment._main.table._kept._pieces.values()) == 7
-
-
-@pytest.mark.slow
-def test_a_large_shard_opens_in_little_memory(tmp_path: Path) -> None:
-    """200 MB of unit tests in one row group: neither opening it nor reading a task may hold them all."""
-    rows = [
-        {**row, "verification_info": json.dumps({"ground_truth": "1", "notes": "1" * 100_000})}
-        for row in described(2000)
-    ]
-    path = write_parquet(tmp_path / "large.parquet", rows, compression="none", use_dictionary=False)
-    script = (
-        "import resource, sys; from pathlib import Path; import pyarrow.parquet, numpy;"
-        "from shoal.environments import EnvironmentSettings, build;"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024; before = peak();"
-        "e = build(EnvironmentSettings(name='dataset', data=sys.argv[1]));"
-        "t = e.task('1999/p1999'); assert len(t.answer) > 100_000; print(peak() - before)"
-    )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout) < 150
 
 
 def test_many_shards_need_few_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,20 +268,3 @@ def test_a_change_that_keeps_size_and_time_is_a_change(tmp_path: Path) -> None:
     after = open_data(path)
     assert after.data_digest != before.data_digest
     assert after.digest != before.digest
-
-
-def npz(**arrays: Any) -> bytes:
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize("payload", [b"no arrays", b"", b"PK\x03\x04 cut", npz(a=[1]), npz(json=np.zeros(3, np.uint8))])
-def test_entry_without_arrays_costs_time_only(payload: bytes, tmp_path: Path, own_cache: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", described(10))
-    expected = open_data(path).digest
-    entries = [*own_cache.glob("scan-*"), *own_cache.glob("lines-*")]
-    assert len(entries) == 2
-    for entry in entries:
-        entry.write_bytes(blake3(payload).digest() + payload)
-    assert open_data(path).digest == expected

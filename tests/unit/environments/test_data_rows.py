@@ -49,21 +49,6 @@ CODE: dict[str, dict[int, str]] = {
     "intellect2": {3: PRINTS, 4: RETURNS}, "synthetic1": {2: PRINTS, 3: RETURNS}, "eurus2": {2: PRINTS},
     "deepcoder": {0: PRINTS, 1: RETURNS, 2: PRINTS, 3: METHOD, 4: PRINTS}, "taco": {0: PRINTS, 1: RETURNS},
 }  # fmt: skip
-KINDS = {
-    "intellect2": ["kind 'verifiable_math': 3 rows, 3 can be used",
-                   "kind 'prime_rl_code': 2 rows, 2 can be used"],
-    "synthetic1": ["kind 'verifiable_math': 2 rows, 2 can be used",
-                   "kind 'verifiable_code': 3 rows, 2 can be used",
-                   "kind 'llm_judgeable_groundtruth_similarity': 2 rows, 0 can be used",
-                   "kind 'code_output_prediction': 1 row, 0 can be used"],
-    "numinamath15": ["kind 'math-word-problem': 3 rows, 2 can be used",
-                     "kind 'MCQ': 1 row, 1 can be used",
-                     "kind 'proof': 2 rows, 0 can be used"],
-    "deepscaler": ["kind 'mathematics': 3 rows, 3 can be used"],
-    "eurus2": ["kind 'math': 2 rows, 2 can be used", "kind 'code': 1 row, 1 can be used"],
-    "deepcoder": ["kind 'code': 5 rows, 5 can be used"],
-    "taco": ["kind 'code': 2 rows, 2 can be used"],
-}  # fmt: skip
 
 
 def opened(name: str, folder: Path, packed: bool) -> tuple[DatasetEnvironment, dict[int, Task]]:
@@ -98,23 +83,6 @@ def test_code_is_read_and_judged(name: str, tmp_path: Path) -> None:
         assert (score.value, score.notes) == (1.0, ""), row
         wrong = program.replace("a + b", "a - b").replace("sum(", "max(")
         assert environment.score(tasks[row], wrong).value == 0.0, row
-
-
-@both_kinds
-@pytest.mark.parametrize("name", KINDS)
-def test_kinds_are_counted(name: str, packed: bool, tmp_path: Path) -> None:
-    environment = open_data(fixture(name, tmp_path, packed), bad_rows="skip")
-    environment.check(lambda *_: None)
-    lines, trained = zip(
-        *(line.removesuffix(" to train on").rsplit(", ", 1) for line in environment.kinds()), strict=True
-    )
-    assert list(lines) == KINDS[name]
-    unusable = sum(int(line.partition(": ")[2].split()[0]) for line in lines) - sum(map(can_be_used, lines))
-    assert sum(map(int, trained)) + len(environment.tasks("held_out")) + unusable == environment.row_count
-
-
-def can_be_used(line: str) -> int:
-    return int(line.removesuffix(" can be used").rsplit(maxsplit=1)[1])
 
 
 @pytest.mark.parametrize(
@@ -275,29 +243,6 @@ def test_text_that_is_not_utf_8_is_a_bad_row(column: str, check_first: bool, tmp
     assert sorted(good) == [f"{row}/p{row}" for row in range(10) if row not in (4, 5)]
 
 
-def test_graders_of_rows_that_cannot_be_asked_are_part_of_the_environment(tmp_path: Path) -> None:
-    """Its digest names them, and must not change."""
-    rows = described(20, task_type={3: "verifiable_code"}, prompt={3: ""})
-    environment = open_data(write_parquet(tmp_path / "a.parquet", rows), bad_rows="skip")
-    assert "(code, mathematics)" in environment.description
-
-
-def test_a_row_is_told_by_one_number_where_one_is_enough(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_parquet(tmp_path / f"{name}.parquet", [{**row, "problem_id": None} for row in described(10)])
-    environment = open_data(tmp_path, bad_rows="refuse")  # which refuses no good data set
-    assert [environment.where(row) for row in (7, 17)] == ["a.parquet", "b.parquet row 7"]
-
-
-def test_the_sequence_of_tasks_does_not_depend_on_whether_it_was_checked(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", described(30, verification_info={4: "{", 9: "{"}))
-    before = open_data(path)
-    before.check(lambda *_: None)
-    after = open_data(path)
-    assert before.digest == after.digest
-    assert before.splits.train.tolist() == after.splits.train.tolist()
-
-
 def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     good = lines(described(12)).splitlines(keepends=True)
     good[2] = b"{broken\n"
@@ -332,11 +277,6 @@ def test_rows_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         _ = environment.task("3/p3").answer
 
 
-def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{**row, "prompt": ""} for row in described(30)])
-    assert re.search(r"leaves no task to train on: row 0 .*; and 27 more", refused(path))
-
-
 def test_only_the_first_problems_are_listed() -> None:
     problems = Problems()
     for row in reversed(range(1000)):
@@ -360,13 +300,6 @@ def test_spaces_case_and_width_do_not_make_another_question(text: str) -> None:
     assert prompt_digest(f"  {text.replace(' ', '   ')}\n") == digest
     if text.isascii():
         assert prompt_digest(text.upper()) == prompt_digest(text.lower()) == digest
-
-
-def test_what_makes_another_question_and_what_does_not() -> None:
-    assert prompt_digest("２ ＋ ２") == prompt_digest("2+2")  # noqa: RUF001
-    assert prompt_digest("STRASSE") == prompt_digest("straße")
-    assert prompt_digest("2+2") != prompt_digest("2-2")
-    assert prompt_digest("a\x1cb") == prompt_digest("ab")
 
 
 def test_what_was_said_before_makes_another_question(tmp_path: Path) -> None:
@@ -407,11 +340,6 @@ def test_the_split_depends_on_content_and_not_on_place(tmp_path: Path) -> None:
     prompts = [{task.prompt for task in environment.tasks("held_out")} for environment in (one, other)]
     assert prompts[0] == prompts[1]
     assert len(prompts[0]) == 5
-
-
-def test_at_most_a_fifth_is_held_out(tmp_path: Path) -> None:
-    environment = open_data(write_parquet(tmp_path / "a.parquet", described(10)), held_out_size=256)
-    assert (len(environment.tasks("train")), len(environment.tasks("held_out"))) == (8, 2)
 
 
 def test_a_held_out_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

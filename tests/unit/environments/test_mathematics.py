@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.mathematics import pairs
-from shoal.environments.graders.mathematics.grader import MathematicsGrader, MathVerifyGrader
-from shoal.environments.graders.registry import Grader, grader
+from shoal.environments.graders.mathematics.grader import MathematicsGrader
+from shoal.environments.graders.registry import grader
 from shoal.errors import ScoringFailure
 
 PAIRS = pairs()
@@ -34,14 +34,6 @@ def test_every_gold_answer_is_usable_and_right_against_itself() -> None:
         assert GRADER.score(gold, f"<think>Hm.</think>\nThus\n$$\\boxed{{{gold}}}$$").value == 1.0, gold
 
 
-def test_the_table_is_as_large_as_it_should_be() -> None:
-    assert len(PAIRS) >= 600
-    assert len(CATEGORIES) >= 25
-    right = sum(pair.right for pair in PAIRS)
-    assert 0.4 < right / len(PAIRS) < 0.7
-    assert len({(pair.gold, pair.completion) for pair in PAIRS}) == len(PAIRS)
-
-
 def test_pairs_that_nothing_was_tuned_to_are_mostly_judged_as_people_do() -> None:
     """The bar for the grader: at least nine of ten, and five wrong acceptances of 684. Do not tune to these pairs: a
     class that is judged wrongly gets new pairs in the other table."""
@@ -55,13 +47,6 @@ def test_pairs_that_nothing_was_tuned_to_are_mostly_judged_as_people_do() -> Non
 
 
 # Gold answers as data sets write them, and what a score says
-
-
-def test_the_registry_knows_it_by_name_and_by_the_data_sets_task_type() -> None:
-    for name in ("mathematics", "verifiable_math"):
-        found = grader(name)
-        assert isinstance(found, Grader)
-        assert (found.name, found.version) == ("mathematics", 5)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +71,6 @@ def test_any_of_several_gold_answers_is_right_and_all_together_are_not() -> None
     assert GRADER.score(answer, "\\boxed{3, -3}").value == 0.0
 
 
-def test_braces_that_are_no_json_are_a_set() -> None:
-    assert GRADER.problem("{1, 2}") == ""
-    assert GRADER.score("{1, 2}", "\\boxed{\\{2, 1\\}}").value == 1.0
-
-
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
@@ -107,19 +87,10 @@ def test_a_gold_answer_that_cannot_be_used_is_a_problem_and_no_zero(answer: str,
         GRADER.score(answer, "\\boxed{1}")
 
 
-def test_deep_json_is_no_answer_and_no_crash() -> None:
-    assert "characters" in GRADER.problem('{"answer":' * 50_000)
-
-
 def test_notes_say_why_and_never_the_answer() -> None:
     assert "no final answer" in GRADER.score("42", "<think>42").notes
     assert "limits" in GRADER.score("42", "\\boxed{9^{9^{9}}}").notes
     assert GRADER.score("42", "\\boxed{43}").notes == ""
-
-
-def test_one_gold_answer_beyond_the_limits_does_not_hide_the_next() -> None:
-    answer = json.dumps({"answer": ["9^{9^{9}}", "42"]})
-    assert GRADER.score(answer, "\\boxed{42.0}").value == 1.0
 
 
 def test_lists_cannot_ask_symbolic_algebra_for_every_pair() -> None:
@@ -155,11 +126,6 @@ def test_the_other_grader_says_what_math_verify_says() -> None:
     for gold, text in [("5 cm", "5\\text{ m}"), ("\\sqrt{2}", "1.41421356237")]:
         assert found.score(gold, f"$\\boxed{{{text}}}$").value == 1.0
         assert MathematicsGrader().score(gold, f"$\\boxed{{{text}}}$").value == 0.0
-
-
-def test_what_exceeds_the_limits_of_math_verify_is_worth_nothing() -> None:
-    score = MathVerifyGrader().score("7", "\\boxed{9^{9^{9}}}")
-    assert (score.value, "limits" in score.notes) == (0.0, True)
 
 
 # Of any text: no exception, the same score again, and a gold answer is right against itself
@@ -213,24 +179,6 @@ def test_every_spelling_of_a_number_is_that_number_and_no_other(value: Fraction)
         assert SIMPLE.score(gold, f"\\boxed{{{spelling}}}").value == 1.0
     other = value + Fraction(1, 1001)
     assert SIMPLE.score(gold, f"\\boxed{{{other.numerator}/{other.denominator}}}").value == 0.0
-
-
-@given(roots=st.lists(st.integers(-9, 9), min_size=1, max_size=4), step=st.integers(1, 5))
-@settings(max_examples=50, deadline=None)
-def test_a_polynomial_is_its_expansion_and_no_other(roots: list[int], step: int) -> None:
-    factored = "".join(f"(x - {root})" if root >= 0 else f"(x + {-root})" for root in roots)
-    coefficients = [1]
-    for root in roots:
-        shifted, scaled = [*coefficients, 0], [0, *(-root * c for c in coefficients)]
-        coefficients = [a + b for a, b in zip(shifted, scaled, strict=True)]
-    assert SIMPLE.score(factored, f"\\boxed{{{_expanded(coefficients)}}}").value == 1.0
-    coefficients[-1] += step
-    assert SIMPLE.score(factored, f"\\boxed{{{_expanded(coefficients)}}}").value == 0.0
-
-
-def _expanded(coefficients: list[int]) -> str:
-    degree = len(coefficients) - 1
-    return " + ".join(f"({c})x^{{{degree - index}}}" for index, c in enumerate(coefficients))
 
 
 # What no person would answer: it is worth 0, and neither raises nor hangs. (A hang fails by the test's time limit.)
