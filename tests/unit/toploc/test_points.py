@@ -114,6 +114,11 @@ def test_other_types_and_shapes_are_refused() -> None:
         top_points(normal(0, 32, 8), [31], 8, 32)
     with pytest.raises(ValueError, match="3 dimensions"):
         top_points(normal(0, 32, 8)[None], [32], 8, 32)
+    with pytest.raises(ProofError, match="has 0 values"):
+        top_points(np.zeros((3, 0), np.float32), [3], 128, 32)
+    with pytest.raises(ValueError, match="-1"):
+        chunk_rows(-1, 32)
+    assert len(top_points(np.zeros((0, 64), np.float32), [0, 0], 128, 32)) == 0
 
 
 def test_chunks_do_not_cross_sequences() -> None:
@@ -145,16 +150,6 @@ def test_slices_and_concatenation() -> None:
         batch[::2]
 
 
-def test_no_rows_no_points() -> None:
-    assert len(top_points(np.zeros((0, 64), np.float32), [], 128, 32)) == 0
-    assert len(top_points(np.zeros((0, 64), np.float32), [0, 0], 128, 32)) == 0
-
-
-def test_a_row_without_channels_is_refused() -> None:
-    with pytest.raises(ProofError, match="has 0 values"):
-        top_points(np.zeros((3, 0), np.float32), [3], 128, 32)
-
-
 sizes = st.integers(1, 64)
 
 
@@ -179,11 +174,6 @@ def test_chunks_cover_a_sequence(length: int, rows: int) -> None:
     assert sum(heights) == length
     assert all(height == rows for height in heights[:-1])
     assert all(0 < height <= rows for height in heights)
-
-
-def test_a_length_below_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        chunk_rows(-1, 32)
 
 
 def test_inverses_are_inverses() -> None:
@@ -225,12 +215,6 @@ def test_large_k_finds_its_modulus() -> None:
     assert len(set((indices % modulus).tolist())) == 700
     assert all(len(set((indices % m).tolist())) < 700 for m in range(modulus + 1, PRIME + 1))
     assert plain.interpolate(indices, bits, counts)[0][0] == modulus >= least_modulus(700)
-
-
-def test_import_needs_neither_torch_nor_numba() -> None:
-    script = "import sys, shoal.toploc; print([m for m in ('torch', 'numba') if m in sys.modules])"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout.strip() == "[]"
 
 
 def test_numba_is_used_for_large_work_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,13 +69,6 @@ def test_a_reason_that_is_not_there_is_said_to_be_so(caplog: pytest.LogCaptureFi
     assert "could not be asked for (gone)" in caplog.text
 
 
-def test_what_could_not_be_judged_is_no_blame(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    earnings = heard(StatusHub(), {"unsure": 1})
-    assert "1 group could not be judged; that costs nothing" in caplog.text
-    assert earnings.shut_out is None
-
-
 def test_being_shut_out_carries_the_reason() -> None:
     earnings = heard(StatusHub(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
     assert isinstance(earnings.shut_out, ShutOut)
@@ -111,8 +104,3 @@ def test_groups_that_are_not_judged_yet_are_in_the_last_line() -> None:
     gained = "2 groups accepted, credit +20; in all 12 groups, credit 1020"
     assert earnings.summary(submitted=5) == f"{gained}; 2 groups not judged yet, which may still earn"
     assert earnings.summary(submitted=3) == gained
-
-
-def test_without_a_word_from_the_hub_there_is_nothing_to_sum_up() -> None:
-    client: Any = StatusHub()
-    assert Earnings(client).summary() == "the hub was not heard from"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,31 +119,6 @@ def test_a_crash_at_any_system_call_loses_nothing_that_was_put(
     assert set(units(found)) <= set(range(count))
     for parcel in found.waiting("run-1"):
         assert parcel.path.read_bytes() == pack(submission(parcel.unit))
-
-
-CHILD = """
-import sys
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from test_outbox import submission
-from shoal.worker.outbox import Outbox
-outbox = Outbox(Path(sys.argv[1]))
-for unit in range(100000):
-    outbox.put(submission(unit))
-    print(unit, flush=True)
-"""
-
-
-def test_kill_minus_nine_keeps_every_promise(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-c", CHILD, str(tmp_path), str(Path(__file__).parent)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        promised = [int(child.stdout.readline()) for _ in range(20)]
-        child.send_signal(signal.SIGKILL)
-        promised += [int(line) for line in child.stdout.read().split("\n")[:-1]]
-    found = units(Outbox(tmp_path))
-    assert set(promised) <= set(found)
-    assert len(found) <= len(promised) + 1
 
 
 def test_what_one_sender_has_taken_no_other_gets_until_it_is_put_back(tmp_path: Path) -> None:

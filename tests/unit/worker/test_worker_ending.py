@@ -110,17 +110,3 @@ def test_a_full_outbox_pauses_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         bench.hub.gate.set()
         thread.join(30)
     assert bench.units == [1, 2, 3, 4]
-
-
-def test_generation_goes_on_while_an_upload_hangs(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1)], [lease(2)], [lease(3)])
-    bench.hub.gate.clear()
-    thread = threading.Thread(target=bench.worker.run)
-    thread.start()
-    try:
-        assert eventually(lambda: bench.shelf.engine.calls == [[1], [2], [3]])
-        assert bench.units == []
-    finally:
-        bench.hub.gate.set()
-        thread.join(30)
-    assert bench.units == [1, 2, 3]

@@ -73,12 +73,6 @@ def test_every_lease_gets_proofs_of_the_size_that_it_asks_for(tmp_path: Path) ->
             assert split_proofs(rollout.proofs, len(rollout.token_ids), 64, proof.topk, proof.rows)
 
 
-def test_it_asks_for_work_as_what_it_generates_with(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, profile="scripted/cpu/float32")
-    bench.worker.run()
-    assert [request.profile for request in bench.hub.requests] == ["scripted/cpu/float32"]
-
-
 def test_a_run_that_does_not_know_its_kind_ends_it_with_the_hubs_sentence(tmp_path: Path) -> None:
     refusal = HubRefused(403, "profile.unknown", "this run has no profile for warp/tpu/int3")
     bench = Bench(tmp_path, [lease(1)], refusal)
@@ -88,34 +82,26 @@ def test_a_run_that_does_not_know_its_kind_ends_it_with_the_hubs_sentence(tmp_pa
     assert bench.units == [1]  # what was done before is handed in
 
 
-def test_leases_of_two_policies_are_done_oldest_first(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1, version=5), lease(2, version=4), lease(3, version=5)])
-    bench.worker.run()
-    assert bench.shelf.engine.calls == [[2], [1, 3]]
-
-
 def test_a_policy_that_cannot_be_had_gives_its_leases_back_and_work_goes_on(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1, version=1), lease(2)], [lease(3)], v1=VersionNotFound("nobody has it"))
     bench.worker.run()
     assert bench.units == [2, 3]
+    assert bench.shelf.engine.calls == [[2], [3]]  # the oldest policy first
     [release] = bench.hub.released
     assert release.leases == ("lease-1",)
     assert "policy 0.1" in release.reason
     assert bench.shelf.patience[1] == pytest.approx(60, abs=5)
 
 
-def test_other_weights_than_promised_end_it_before_it_leases(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1)], v0=PolicyMismatch("another digest"))
+@pytest.mark.parametrize(("version", "requests", "released"), [(0, 0, []), (1, 1, [("lease-1", "lease-2")])])
+def test_other_weights_than_promised_end_it_and_give_everything_back(
+    tmp_path: Path, version: int, requests: int, released: list[tuple[str, ...]]
+) -> None:
+    wrong: Any = {f"v{version}": PolicyMismatch("another digest")}
+    bench = Bench(tmp_path, [lease(1, version=version), lease(2, version=version)], **wrong)
     with pytest.raises(PolicyMismatch):
         bench.worker.run()
-    assert bench.hub.requests == []
-
-
-def test_other_weights_than_those_of_a_lease_end_it_and_give_everything_back(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1, version=1), lease(2, version=1)], v1=PolicyMismatch("another digest"))
-    with pytest.raises(PolicyMismatch):
-        bench.worker.run()
-    assert bench.hub.released[0].leases == ("lease-1", "lease-2")
+    assert (len(bench.hub.requests), [release.leases for release in bench.hub.released]) == (requests, released)
 
 
 def test_a_finished_run_is_left_without_fetching_its_last_policy(tmp_path: Path) -> None:
@@ -244,16 +230,6 @@ def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_pa
     worker._deadlines_ms.update({"lease-1": 1_000, "lease-0": 1_000})
     worker._lease()
     assert worker._deadlines_ms == {"lease-1": 1_000, "lease-100": 9, "lease-101": 9}
-
-
-def test_deadlines_of_leases_that_are_not_in_hand_are_not_kept(tmp_path: Path) -> None:
-    """However long one group takes, and whatever a hub says meanwhile."""
-    bench = Bench(tmp_path, [lease(1)])
-    bench.worker._lease()
-    for beat in range(5):
-        deadlines = {f"{beat}-{number}": 1 for number in range(1000)}
-        bench.worker._hear(HeartbeatReply(node=bench.hub.view, deadlines={**deadlines, "lease-1": beat}))
-    assert bench.worker._deadlines_ms == {"lease-1": 4}
 
 
 def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path) -> None:
