@@ -103,7 +103,8 @@ def vouched(of: protocol.Lease, ids: Sequence[int], spans: Sequence[tuple[int, i
     )  # fmt: skip
 
 
-Change = Callable[[list[int], list[tuple[int, int]]], tuple[Sequence[int], Sequence[tuple[int, int]]]]
+Span = tuple[int, int]
+Change = Callable[[list[int], list[Span]], tuple[Sequence[int], Sequence[Span]]]
 
 
 def changed(of: protocol.Lease, change: Change, finish: Any = None) -> protocol.Submission:
@@ -229,95 +230,63 @@ def test_tokens_that_were_drawn_are_called_given() -> None:
         return vouched(of, ids, spans, rollout.finish)
 
     forged = msgspec.structs.replace(submission, rollouts=[claim(rollout) for rollout in submission.rollouts])
-    verdict = rejected(of, forged, "dialogue.forged")
-    assert "claims that" in verdict.message
-
-    def widened(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        (start, length), *rest = spans
-        return ids, [(start - 1, length + 1), *rest]
-
-    rejected(of, changed(of, widened), "dialogue.forged")
-    rejected(of, changed(of, lambda ids, spans: (ids, [(1, 1), *spans])), "dialogue.forged")
+    rejected(of, forged, "dialogue.forged")
 
 
-def test_the_tools_words_are_changed() -> None:
-    def change(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        at = spans[0][0] + 1
-        ids[at] = ids[at] + 1 if ids[at] < 14 else ids[at] - 1
-        return ids, spans
-
-    rejected(lease(1), changed(lease(1), change), "dialogue.forged")
+def bumped(token: int) -> int:
+    return token + 1 if token < 14 else token - 1
 
 
-def test_the_tools_words_are_left_out() -> None:
-    """The turn is called the last one, or the model goes on at once, or what was said is not called given."""
-
-    def stop(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        return ids[: spans[0][0]], []
-
-    def go_on(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        start, length = spans[0]
-        return [*ids[:start], 6, *ids[start + length :]], []
-
-    of = lease(1)
-    rejected(of, changed(of, stop), "dialogue.missing")
-    rejected(of, changed(of, go_on), "dialogue.missing")
-    rejected(of, changed(of, lambda ids, _spans: (ids, [])), "dialogue.missing")
-
-    def half(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        start, length = spans[0]
-        return [*ids[: start + length - 1], *ids[start + length :]], [(start, length - 1), *spans[1:]]
-
-    rejected(of, changed(of, half), "dialogue.forged")
+def with_token(ids: list[int], at: int, token: int) -> list[int]:
+    return [*ids[:at], token, *ids[at + 1 :]]
 
 
-def test_an_answer_to_other_turns() -> None:
-    """The words are the tool's, but to another rollout's turn; or the turn was edited after the tool had answered."""
-
-    def edited(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        at = spans[0][0] - 2
-        ids[at] = ids[at] + 1 if ids[at] < 14 else ids[at] - 1
-        return ids, spans
-
-    def others(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        start, length = spans[0]
-        words = (3, *tiny().tokenizer.encode("12345"), 3)
-        return [*ids[:start], *words, *ids[start + length :]], [(start, len(words))]
-
-    of = lease(1)
-    rejected(of, changed(of, edited), "dialogue.forged")
-    rejected(of, changed(of, others), "dialogue.forged")
+def answer_of_others(ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
+    words = (3, *tiny().tokenizer.encode("12345"), 3)
+    return [*ids[: spans[0][0]], *words, *ids[sum(spans[0]) :]], [(spans[0][0], len(words))]
 
 
-def test_one_turn_too_many() -> None:
-    of = lease(1, max_turns=2)
+def one_turn_too_many(_ids: list[int], _spans: list[Span]) -> tuple[list[int], list[Span]]:
     digits = list(tiny().tokenizer.encode("1+1"))
-    answer = [3, *tiny().tokenizer.encode("2"), 3]
-
-    def more(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        first = [*digits, EOS, *answer]
-        again = [*first, *digits, EOS, *answer, *digits, EOS]
-        return again, [(len(first) - 3, 3), (len(again) - 7, 3)]
-
-    rejected(of, changed(of, more), "dialogue.forged")
-
-    def unclaimed(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        again, both = more(ids, spans)
-        return again, both[:1]
-
-    rejected(of, changed(of, unclaimed), "termination.past_eos")
+    turn = [*digits, EOS, 3, *tiny().tokenizer.encode("2"), 3]
+    return [*turn, *turn, *digits, EOS], [(len(turn) - 3, 3), (2 * len(turn) - 3, 3)]
 
 
-def test_the_tools_words_as_special_tokens() -> None:
-    """A frame's or a special token in place of the same letters; and an end token in what was given."""
+FORGED: dict[str, tuple[Change, str]] = {
+    "the turn before is called the tool's": (
+        lambda ids, spans: (ids, [(spans[0][0] - 1, spans[0][1] + 1), *spans[1:]]), "dialogue.forged"),
+    "a token of the turn is called the tool's": (lambda ids, spans: (ids, [(1, 1), *spans]), "dialogue.forged"),
+    "its words are changed": (
+        lambda ids, spans: (with_token(ids, spans[0][0] + 1, bumped(ids[spans[0][0] + 1])), spans),
+        "dialogue.forged"),
+    "the turn is called the last one": (lambda ids, spans: (ids[: spans[0][0]], []), "dialogue.missing"),
+    "the model resumes at once": (
+        lambda ids, spans: ([*ids[: spans[0][0]], 6, *ids[sum(spans[0]) :]], []), "dialogue.missing"),
+    "its words are not called the tool's": (lambda ids, _spans: (ids, []), "dialogue.missing"),
+    "its last word is left out": (
+        lambda ids, spans: ([*ids[: sum(spans[0]) - 1], *ids[sum(spans[0]) :]],
+                            [(spans[0][0], spans[0][1] - 1), *spans[1:]]),
+        "dialogue.forged"),
+    "the turn is edited after the tool has answered": (
+        lambda ids, spans: (with_token(ids, spans[0][0] - 2, bumped(ids[spans[0][0] - 2])), spans),
+        "dialogue.forged"),
+    "the answer is another rollout's": (answer_of_others, "dialogue.forged"),
+    "an end token in its words": (
+        lambda ids, spans: (with_token(ids, spans[0][0], EOS), spans), "dialogue.forged"),
+    "special tokens before its words": (
+        lambda ids, spans: ([*ids[: spans[0][0]], 0, 2, *ids[spans[0][0] :]], spans), "dialogue.forged"),
+    "one turn too many": (one_turn_too_many, "dialogue.forged"),
+    "one turn too many, not called the tool's": (
+        lambda ids, spans: (one_turn_too_many(ids, spans)[0], one_turn_too_many(ids, spans)[1][:1]),
+        "termination.past_eos"),
+}  # fmt: skip
 
-    def change(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        ids[spans[0][0]] = EOS
-        return ids, spans
 
-    of = lease(1)
-    rejected(of, changed(of, change), "dialogue.forged")
-    rejected(of, changed(of, lambda ids, s: ([*ids[: s[0][0]], 0, 2, *ids[s[0][0] :]], s)), "dialogue.forged")
+@pytest.mark.parametrize("forgery", FORGED)
+def test_a_forged_dialogue_is_rejected(forgery: str) -> None:
+    change, reason = FORGED[forgery]
+    of = lease(1, max_turns=2) if forgery.startswith("one turn") else lease(1)
+    rejected(of, changed(of, change), reason)
 
 
 @pytest.mark.parametrize(
@@ -363,10 +332,8 @@ def test_it_says_that_it_ended_otherwise() -> None:
     of = lease(1)
     rejected(of, changed(of, lambda ids, spans: (ids, spans), finish="length"), "termination.finish")
 
-    def early(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        return [*ids[: sum(spans[0])], 6], spans[:1]
-
-    rejected(of, changed(of, early, finish="length"), "termination.early")
+    early = changed(of, lambda ids, spans: ([*ids[: sum(spans[0])], 6], spans[:1]), finish="length")
+    rejected(of, early, "termination.early")
 
 
 # ── dialogues that are shown before they are finished ────────────────────────────────────────────────────────────

@@ -77,9 +77,8 @@ def _digest(inner: Environment, settings: Settings) -> str:
     """The inner one's where nothing changes a score: how many processes there are is a machine's own affair."""
     limits = (settings.scoring or ScoringSettings()).model_copy(update={"processes": ScoringSettings().processes})
     prompt = None if settings.prompt == PromptSettings() else settings.prompt
-    settings = settings.model_copy(
-        update={"prompt": prompt, "scoring": None if limits == ScoringSettings() else limits}
-    )
+    scoring = None if limits == ScoringSettings() else limits
+    settings = settings.model_copy(update={"prompt": prompt, "scoring": scoring})
     if is_plain(settings):
         return inner.digest
     added = settings.model_dump(mode="json", include={"length", "prompt", "judges", "scoring"})

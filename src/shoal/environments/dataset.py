@@ -162,10 +162,6 @@ class DatasetEnvironment:
             opened.checked = opened.checked or scanning.check(opened, self._grader, progress)
         return self._opened
 
-    @property
-    def row_count(self) -> int:
-        return self._main.table.rows
-
     def where(self, row: int) -> str:
         return self._main.where(row)
 

@@ -288,9 +288,8 @@ def gpqa(columns: Names, wanted: DatasetOptions) -> Format:
 
     def options(row: Row) -> tuple[str, list[str], int]:
         question, right, *wrong = (required(row.get(column), column).strip() for column in GPQA)
-        listed = sorted(
-            (right, *wrong), key=lambda text: hashlib.sha256(f"shoal/gpqa/v1\n{question}\n{text}".encode()).digest()
-        )
+        label = f"shoal/gpqa/v1\n{question}\n"
+        listed = sorted((right, *wrong), key=lambda text: hashlib.sha256(f"{label}{text}".encode()).digest())
         if len(set(listed)) != len(listed):
             raise UnusableTask("two of its options are the same")
         return question, listed, listed.index(right)
@@ -414,18 +413,14 @@ class DatasetOptions(Options):
     question: str = Field(default="", description="the column that is the prompt; empty: found by its name")
     answer: str = Field(default="", description="the column that is the answer; empty: found by its name")
     id: str = Field(default="", description="the column that is the id; empty: found by its name, if there is one")
-    format: str = Field(
-        default="", description=f"which schema the rows have ({', '.join(FORMATS)}); empty: told by the columns"
-    )
+    format: str = Field(default="", description=f"the schema of the rows ({', '.join(FORMATS)}); empty: by columns")
     split: str = Field(default="", description="which split of a folder that holds several; empty: train")
     bad_rows: Literal["", "skip", "refuse"] = Field(
         default="",
         description="rows that cannot be used; empty: leave single rows out, refuse a kind of which none can be used;"
         " skip: leave both out; refuse: refuse both (checks every answer)",
     )
-    held_out: Path | None = Field(
-        default=None, description="another file or folder with the held-out tasks; unset: some rows of this one"
-    )
+    held_out: Path | None = Field(default=None, description="data with the held-out tasks; unset: rows of this one")
     solve_rate: str = Field(default="", description="the column of solve rates; empty: the one named solve_rate…")
     keep_solve_rate: tuple[float, float] | None = Field(
         default=None, description="lowest and highest solve rate of the tasks to keep, e.g. [0.125, 0.5]"

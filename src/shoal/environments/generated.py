@@ -149,12 +149,8 @@ class CalculatorOptions(Options):
     terms: int = Field(default=3, ge=2, le=16, description="numbers in an expression")
     max_digits: int = Field(default=2, ge=1, le=9, description="digits of a number, at most")
     operators: str = Field(default="+-*", pattern=r"^[-+*]{1,16}$", description="signs that stand between the numbers")
-    max_turns: int = Field(
-        default=DEFAULT_TURNS, ge=2, le=MAX_TURNS, description="turns of the model, the answer included"
-    )
-    number_credit: float = Field(
-        default=0.0, ge=0, le=1, description="what an answer is worth that is a number, but not the right one"
-    )
+    max_turns: int = Field(default=DEFAULT_TURNS, ge=2, le=MAX_TURNS, description="turns, with the answer")
+    number_credit: float = Field(default=0.0, ge=0, le=1, description="what a number is worth that is not right")
 
 
 class CalculatorEnvironment(GeneratedEnvironment):

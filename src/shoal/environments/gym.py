@@ -58,9 +58,7 @@ class GymOptions(Options):
         default="Give your final answer between <answer> and </answer>.",
         description="added to every question, in a line of its own; may be empty",
     )
-    partial: bool = Field(
-        default=False, description="take the generator's credit for a part of the answer; else it is 1 or 0"
-    )
+    partial: bool = Field(default=False, description="take the generator's partial credit; else it is 1 or 0")
 
 
 class GymEnvironment(IndexedEnvironment):

@@ -125,17 +125,16 @@ class MixedEnvironment:
         self._by_label = {part.label: part for part in self.parts}
         self._listing = [part for part in self.parts if not part.generates]
         self._skipped = lru_cache(maxsize=None)(self._positions_held_out)
-        sizes = [len(part.environment.tasks("train")) for part in parts]
-        schedule = Schedule([part.weight for part in parts])
-        if train_size is None:  # the fewest positions in which every part has as many turns as it has tasks
-            train_size = bisect_left(
-                range(LONGEST), True, sum(sizes), key=lambda n: all(map(ge, schedule.counts(n), sizes))
-            )
         holding = [part for part in self.parts if len(part.environment.tasks("held_out"))]
-        rest, most = (
-            Schedule([part.weight for part in holding]),
-            [len(p.environment.tasks("held_out")) for p in holding],
-        )
+        schedule, rest = (Schedule([part.weight for part in some]) for some in (parts, holding))
+        sizes = [len(part.environment.tasks("train")) for part in parts]
+        most = [len(part.environment.tasks("held_out")) for part in holding]
+        if train_size is None:  # the fewest positions in which every part has as many turns as it has tasks
+
+            def enough(positions: int) -> bool:
+                return all(map(ge, schedule.counts(positions), sizes))
+
+            train_size = bisect_left(range(LONGEST), True, sum(sizes), key=enough)
         wanted = range(1, held_out_size + 1) if holding else range(0)
         held_out = bisect_left(wanted, True, key=lambda n: not all(map(le, rest.counts(n), most)))
         self._tasks: dict[Split, Sequence[Task]] = {

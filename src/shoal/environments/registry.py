@@ -30,9 +30,7 @@ def _dataset(options: DatasetOptions, given: Ingredient) -> Environment:
 
 
 def _generating(make: Callable[[Any, dict[Split, int]], Environment]) -> Callable[[Any, Ingredient], Environment]:
-    return lambda options, given: make(
-        options, {"train": given.train_size or GENERATED, "held_out": given.held_out_size}
-    )
+    return lambda said, given: make(said, {"train": given.train_size or GENERATED, "held_out": given.held_out_size})
 
 
 ENVIRONMENTS: dict[str, tuple[type[generated.Options], Callable[[Any, Ingredient], Environment]]] = {

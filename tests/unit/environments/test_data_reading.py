@@ -232,7 +232,7 @@ def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None
         (named, {"split": "train"}, "is one file and has no split 'train'"),
     ]:
         assert said in refused(data, **options)  # type: ignore[arg-type]
-    assert open_data(named, split="test").row_count == 10
+    assert open_data(named, split="test")._main.table.rows == 10
     with pytest.raises(EnvironmentSetupError, match="needs data"):
         build(EnvironmentSettings(name="dataset"))
     with pytest.raises(EnvironmentSetupError, match=r'sort reads no data: set environment\.name = "dataset"'):
@@ -242,8 +242,8 @@ def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None
 def test_files_without_a_split_in_their_name_come_before_others(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "some.jsonl", described(10))
     write_jsonl(tmp_path / "test.jsonl", described(5))
-    assert open_data(tmp_path).row_count == 10
-    assert open_data(tmp_path, split="test").row_count == 5
+    assert open_data(tmp_path)._main.table.rows == 10
+    assert open_data(tmp_path, split="test")._main.table.rows == 5
 
 
 def test_opening_loads_nothing_heavy_before_there_is_data() -> None:

@@ -114,7 +114,7 @@ def test_a_kind_whose_answers_cannot_be_read_is_refused_at_opening(tmp_path: Pat
         open_data(path)
     assert len(open_data(path, bad_rows="skip").tasks("train")) == 58
     rows[59]["verification_info"] = json.dumps({"inputs": ["1"], "outputs": ["1"]})
-    assert open_data(write_jsonl(tmp_path / "b.jsonl", rows)).row_count == 60  # one good row was seen
+    assert open_data(write_jsonl(tmp_path / "b.jsonl", rows))._main.table.rows == 60  # one good row was seen
 
 
 def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     assert found[2].startswith("the line is no JSON object")
     assert found[4] == "the line is empty"
     assert found[6] == "the line is not UTF-8"
-    assert environment.row_count == 12  # empty lines at the end are none
+    assert environment._main.table.rows == 12  # empty lines at the end are none
     assert environment.task("0/p0").prompt == "What is 0 + 0?"
     assert environment.task("11/p11").prompt == "What is 11 + 11?"
 

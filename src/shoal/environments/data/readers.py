@@ -122,10 +122,9 @@ class ParquetSource:
 
     def _rows_at_once(self, group: int, columns: tuple[str, ...]) -> int:
         found = self._file.metadata.row_group(group)
-        chunks = (found.column(number) for number in range(found.num_columns))
-        size = sum(
-            int(one.total_uncompressed_size) for one in chunks if one.path_in_schema.partition(".")[0] in columns
-        )
+        chunks = [found.column(number) for number in range(found.num_columns)]
+        read = [one for one in chunks if one.path_in_schema.partition(".")[0] in columns]
+        size = sum(int(one.total_uncompressed_size) for one in read)
         return max(1, min(BATCH_ROWS, BATCH_BYTES * int(found.num_rows) // max(1, size)))
 
     def close(self) -> None:
@@ -173,10 +172,8 @@ class JsonlSource:
         for start in range(0, self.rows, LINES_AT_ONCE):
             stop = min(start + LINES_AT_ONCE, self.rows)
             rows = [self._values(index, tuple(columns)) for index in range(start, stop)]
-            yield {
-                name: [row if isinstance(row, Broken) else row[number] for row in rows]
-                for number, name in enumerate(columns)
-            }
+            for_all = [row if isinstance(row, tuple) else (row,) * len(columns) for row in rows]
+            yield dict(zip(columns, map(list, zip(*for_all, strict=True)), strict=True))
 
     def row(self, index: int, columns: tuple[str, ...]) -> dict[str, Any]:
         values = self._values(index, columns)

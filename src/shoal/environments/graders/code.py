@@ -153,7 +153,6 @@ def blocks(completion: str) -> Iterator[Block]:
 def _defines(code: str, name: str) -> bool:
     """Whether it looks as if the code defined this name: a function, a method, an assignment or an import."""
     quoted = re.escape(name)
-    kinds = (
-        rf"(?:async[ \t]+)?def[ \t]+{quoted}\b|{quoted}[ \t]*(?::[^=\n]*)?=(?!=)|(?:from|import)\b[^#\n]*\b{quoted}\b"
-    )
+    made, imported = rf"{quoted}[ \t]*(?::[^=\n]*)?=(?!=)", rf"(?:from|import)\b[^#\n]*\b{quoted}\b"
+    kinds = rf"(?:async[ \t]+)?def[ \t]+{quoted}\b|{made}|{imported}"
     return re.search(rf"^[ \t]*(?:{kinds})", code, re.MULTILINE) is not None

@@ -98,9 +98,8 @@ class Exchange:
 
     def until_over(self, pipes: Sequence[FileIO]) -> Cut | None:
         """None when the program has ended and everything was read; otherwise why it was not waited for."""
-        sinks: dict[Any, bytearray] = dict(
-            zip((self.control, *pipes[1:]), (self.said, self.output, self.errors, self.returned), strict=False)
-        )
+        into = (self.said, self.output, self.errors, self.returned)
+        sinks: dict[Any, bytearray] = dict(zip((self.control, *pipes[1:]), into, strict=False))
         with selectors.PollSelector() as waiting:
             waiting.register(pipes[0], selectors.EVENT_WRITE)
             for source, sink in sinks.items():
@@ -179,11 +178,10 @@ class Sandbox:
         """
         self._tests += 1
         self._left_s += TEST_COST_S
-        seconds = max(1, min(self._limits.test_cpu_s, math.ceil(self._left_s)))
-        within_s = min(
-            self._limits.wall_s(self._tests) - self._clock_s, WALL_FACTOR * self._limits.test_cpu_s + WALL_GRACE_S
-        )
-        exchange = Exchange(self._control, given, self._limits.output_bytes, within_s)
+        limits = self._limits
+        seconds = max(1, min(limits.test_cpu_s, math.ceil(self._left_s)))
+        alone_s, left_s = WALL_FACTOR * limits.test_cpu_s + WALL_GRACE_S, limits.wall_s(self._tests) - self._clock_s
+        exchange = Exchange(self._control, given, limits.output_bytes, min(alone_s, left_s))
         with contextlib.ExitStack() as opened:
             ours, theirs = self._pipes(opened, 4 if called else 3)
             try:

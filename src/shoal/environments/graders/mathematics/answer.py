@@ -195,9 +195,7 @@ def plain(text: str) -> str:
         return text
     if not text.isascii():
         text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text)
-        text = _PARTS.sub(
-            lambda part: r"\frac{" + unicodedata.normalize("NFKC", part[0]).replace("⁄", "}{") + "}", text
-        )
+        text = _PARTS.sub(lambda part: rf"\frac{{{_full_size(part[0]).replace('⁄', '}{')}}}", text)
         text = _RAISED.sub(lambda run: f"^{{{_full_size(run[0])}}}", text)
         text = _LOWERED.sub(lambda run: f"_{{{_full_size(run[0])}}}", text).translate(_TRANSLATION)
         text = unicodedata.normalize("NFKC", text)

@@ -37,10 +37,8 @@ _POINTS = ((173, 107), (-131, 97), (277, 103), (41, 331), (-53, 110), (563, 108)
 
 _SCIENTIFIC = r"(?:\d+\.\d*|\.\d+|\d+(?!e[+-]\d(?!\d)))[eE][+-]?\d{1,4}(?![\d.])"
 """1.5e-3, 1e3, 2E-1, 2e-10. But `2e-1` is 2·e - 1: that is how people write Euler's number in an answer."""
-_TOKEN = re.compile(
-    rf"\s*(?:(?P<num>{_SCIENTIFIC}|\d+(?:\.\d*)?|\.\d+)|(?P<cmd>\\(?:[a-zA-Z]+|.))|(?P<word>[a-zA-Z]+)|(?P<sym>.))",
-    re.DOTALL,
-)
+_NUMBER = rf"(?P<num>{_SCIENTIFIC}|\d+(?:\.\d*)?|\.\d+)"
+_TOKEN = re.compile(rf"\s*(?:{_NUMBER}|(?P<cmd>\\(?:[a-zA-Z]+|.))|(?P<word>[a-zA-Z]+)|(?P<sym>.))", re.DOTALL)
 CALLS = frozenset("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh exp ln lg log".split())  # noqa: SIM905
 _GREEK = frozenset(
     "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi omega ell "  # noqa: SIM905
@@ -181,12 +179,10 @@ class _Parser:
     def group(self, depth: int, one_digit: bool = False) -> Tree:
         r"""One argument: `{…}`, or a single sign. `\frac12` is one half, but `2^10` clearly means the number."""
         digits = self.peek()
-        if digits == "{":
-            return self.bracketed(depth)
         if one_digit and digits.isdigit() and len(digits) > 1:
             self.tokens[self.here] = ("num", digits[1:])
             return ("num", Fraction(int(digits[0])))
-        return self.atom(depth + 1)
+        return self.bracketed(depth) if digits == "{" else self.atom(depth + 1)
 
     def bracketed(self, depth: int) -> Tree:
         opening = self.take()
@@ -296,11 +292,9 @@ def number(found: Tree | None) -> Any:
 
 def points(names: frozenset[str]) -> list[Point]:
     """What the variables are, at each of the points."""
-    size, order = len(_POINTS), sorted(names)
-    return [
-        {name: Fraction(*_POINTS[(index + shift) % size]) + index // size for index, name in enumerate(order)}
-        for shift in range(size)
-    ]
+    size, order = len(_POINTS), [*enumerate(sorted(names))]
+    values = [[Fraction(*_POINTS[(at + shift) % size]) + at // size for at, _ in order] for shift in range(size)]
+    return [dict(zip((name for _, name in order), each, strict=True)) for each in values]
 
 
 def same_value(left: Tree, right: Tree) -> bool | None:

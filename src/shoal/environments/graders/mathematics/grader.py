@@ -119,9 +119,8 @@ def _right(gold: str, given: str, comparison: Comparison) -> bool:
 
 def _chosen(gold: str, given: str) -> tuple[bool, str, str] | None:
     """Multiple choice: whether the letter is right, and what stands beside it in gold and answer, if both say."""
-    (wanted, first), (said, said_first) = (
-        (_LETTER.fullmatch(text), _LETTER_FIRST.fullmatch(text)) for text in (gold, given)
-    )
+    wanted, said = map(_LETTER.fullmatch, (gold, given))
+    first, said_first = map(_LETTER_FIRST.fullmatch, (gold, given))
     if wanted is None and first is None:
         return None
     letter = wanted[1] if wanted else first[1] or first[2] if first else ""
