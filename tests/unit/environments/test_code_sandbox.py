@@ -264,61 +264,40 @@ def decide(machine: str, number: int, *arguments: int, architecture: int | None 
             at += if_true if truth else if_false
 
 
-def number_of(machine: str, x86_64: int, aarch64: int) -> int:
-    return {"x86_64": x86_64, "aarch64": aarch64}[machine]
+CALLS = {
+    "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "tgkill": (234, 131), "prlimit64": (302, 261),
+    "fcntl": (72, 25), "read": (0, 63), "write": (1, 64), "mmap": (9, 222), "openat": (257, 56), "futex": (202, 98),
+    "exit_group": (231, 94), "getrandom": (318, 278), "rt_sigaction": (13, 134), "socketpair": (53, 199),
+}  # fmt: skip
 
 
 @BOTH
-def test_every_call_that_is_denied_is_refused(machine: str) -> None:
+def test_calls_are_denied_allowed_or_judged_by_their_arguments(machine: str) -> None:
     column = list(ARCHITECTURES).index(machine)
-    numbers = {name: both[column] for name, both in DENIED.items() if both[column] is not None}
-    assert {name for name, number in numbers.items() if number and decide(machine, number) != EPERM} == set()
-    assert len(set(numbers.values())) == len(numbers)
+    denied = [both[column] for both in DENIED.values() if both[column] is not None]
+    assert {number for number in denied if decide(machine, number or 0) != EPERM} == set()
+    assert len(set(denied)) == len(denied)
 
+    def allowed(name: str, *arguments: int, answer: int = ALLOW) -> bool:
+        return decide(machine, CALLS[name][column], *arguments) == answer
 
-@BOTH
-def test_what_programs_need_is_allowed(machine: str) -> None:
-    needed = {
-        "read": (0, 63), "write": (1, 64), "mmap": (9, 222), "openat": (257, 56), "futex": (202, 98),
-        "exit_group": (231, 94), "getrandom": (318, 278), "rt_sigaction": (13, 134), "socketpair": (53, 199),
-    }  # fmt: skip
-    assert {name for name, both in needed.items() if decide(machine, number_of(machine, *both)) != ALLOW} == set()
-
-
-@BOTH
-def test_threads_are_allowed_and_processes_are_not(machine: str) -> None:
-    clone = number_of(machine, 56, 220)
-    assert decide(machine, clone, 0x3D0F00) == ALLOW
-    assert decide(machine, clone, 0x01200011) == EPERM
-    assert decide(machine, clone, 0x10000000) == EPERM
-    assert decide(machine, 435) == ENOSYS
-
-
-@BOTH
-def test_only_local_sockets(machine: str) -> None:
-    families = {family for family in range(64) if decide(machine, number_of(machine, 41, 198), family) == ALLOW}
-    assert families == {1}
-
-
-@BOTH
-def test_only_abort(machine: str) -> None:
-    signals = {signal for signal in range(65) if decide(machine, number_of(machine, 234, 131), 1, 1, signal) == ALLOW}
-    assert signals == {6}
-
-
-@BOTH
-def test_limits_are_read_and_only_ones_own_stack_is_set(machine: str) -> None:
-    call = number_of(machine, 302, 261)
-    assert all(decide(machine, call, process, kind, 0, 5) == ALLOW for process in (0, 1) for kind in range(16))
-    for pointer in (0x7F00, 0x7F00_0000_0000, 1 << 32):
-        allowed = {(p, k) for p in (0, 1) for k in range(16) if decide(machine, call, p, k, pointer) == ALLOW}
-        assert allowed == {(0, 3)}
-
-
-@BOTH
-def test_no_other_signal_for_a_descriptor(machine: str) -> None:
-    refused = {command for command in range(20) if decide(machine, number_of(machine, 72, 25), 3, command) == EPERM}
-    assert refused == {10}
+    assert all(allowed(name) for name in list(CALLS)[6:])
+    assert allowed("clone", 0x3D0F00), "a thread"
+    assert allowed("clone", 0x01200011, answer=EPERM), "a process"
+    assert allowed("clone", 0x10000000, answer=EPERM), "a namespace"
+    assert allowed("clone3", answer=ENOSYS)
+    assert {family for family in range(64) if allowed("socket", family)} == {1}, "only local sockets"
+    assert {number for number in range(65) if allowed("tgkill", 1, 1, number)} == {6}, "only abort"
+    assert {command for command in range(20) if allowed("fcntl", 3, command, answer=EPERM)} == {10}
+    own_stack = {(0, 3)}  # limits are read, and only one's own stack's is set
+    everything = {(process, kind) for process in (0, 1) for kind in range(16)}
+    for pointer, expected in (
+        (0, everything),
+        (0x7F00, own_stack),
+        (0x7F00_0000_0000, own_stack),
+        (1 << 32, own_stack),
+    ):
+        assert {limit for limit in everything if allowed("prlimit64", *limit, pointer, 5)} == expected
 
 
 @BOTH

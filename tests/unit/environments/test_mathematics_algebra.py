@@ -33,8 +33,8 @@ def test_the_helper_answers_yes_no_and_too_long(helper: Helper) -> None:
     assert helper.same(*FIFTY_FIVE) is True
 
 
-STUBBORN = """
-import sys, types
+DYING = """
+import os, pathlib, sys, types
 sys.modules["math_verify"] = types.ModuleType("math_verify")  # not needed here, and slow to load
 from shoal.environments.graders.mathematics import algebra as helper
 
@@ -45,40 +45,15 @@ def compare(gold, given):
                 pass
         except BaseException:
             pass
-    return gold == given
-
-helper._compare = compare
-helper.main(0.1)
-"""
-
-
-def test_algebra_that_cannot_be_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "stubborn.py").write_text(STUBBORN)
-    script = tmp_path / "python"
-    script.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/stubborn.py\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    helper = Helper(answer_s=30.0)
-    assert helper.same("stubborn", "1") is None
-    assert helper.same("2", "2") is True
-    helper.close()
-
-
-DYING = """
-import os, pathlib, sys, types
-sys.modules["math_verify"] = types.ModuleType("math_verify")
-from shoal.environments.graders.mathematics import algebra as helper
-
-def compare(gold, given):
     name, _, number = gold.partition(" ")
     mark = pathlib.Path({mark!r})
     if name == "always" or (name == "once" and not mark.exists()):
         mark.touch()
         os.kill(os.getpid(), int(number))
-    return True
+    return gold == given or name == "once"
 
 helper._compare = compare
-helper.main(30.0)
+helper.main(0.1)
 """
 
 
@@ -93,6 +68,11 @@ def dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Helper]:
     made = Helper(answer_s=30.0)
     yield made
     made.close()
+
+
+def test_algebra_that_cannot_be_interrupted_is_killed(dying: Helper) -> None:
+    assert dying.same("stubborn", "1") is None
+    assert dying.same("2", "2") is True
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
