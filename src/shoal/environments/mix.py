@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
+from math import gcd, lcm
 from operator import ge, le
 from typing import ClassVar
 
@@ -37,45 +37,35 @@ from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 FEISTEL_ROUNDS = 4
+LONGEST_CYCLE = 10_000
 LONGEST = 10**12  # positions at most, however rare a part is: no run is that long
 PASSED_OVER = 256  # tasks of a generating part that are looked at for one that nobody holds out
 
 
 class Schedule:
-    """Positions dealt out by weights: the parts are split in two halves, again and again, each time evenly spread."""
+    """Positions dealt out by weights in a cycle, in which the turns of each part are evenly spread."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        exact = [Fraction(weight).limit_denominator(10**6) or Fraction(1, 10**6) for weight in weights]
-        self._parts, self._sums = len(exact), list(accumulate(exact, initial=Fraction(0)))
+        exact = [Fraction(weight).limit_denominator(LONGEST_CYCLE) or Fraction(1, LONGEST_CYCLE) for weight in weights]
+        turns = [int(share * lcm(*(each.denominator for each in exact))) for share in exact]
+        turns = [count // gcd(*turns) for count in turns]
+        if sum(turns) > LONGEST_CYCLE:
+            turns = [max(1, round(LONGEST_CYCLE * share / sum(exact))) for share in exact]
+        spread = sorted(((nth + 0.5) / count, part) for part, count in enumerate(turns) for nth in range(count))
+        self._cycle = [part for _when, part in spread]
+        self._places: list[list[int]] = [[] for _ in turns]
+        for place, part in enumerate(self._cycle):
+            self._places[part].append(place)
 
     def turn(self, position: int) -> tuple[int, int]:
         """The part whose turn a position is, and how many earlier positions were that part's."""
-        first, last, nth = 0, self._parts, position
-        while last - first > 1:
-            middle = (first + last) // 2
-            before, after = self._left(first, middle, last, nth), self._left(first, middle, last, nth + 1)
-            if after > before:
-                last, nth = middle, before
-            else:
-                first, nth = middle, nth - before
-        return first, nth
+        part = self._cycle[position % len(self._cycle)]
+        return part, self.counts(position)[part]
 
     def counts(self, positions: int) -> list[int]:
         """How many of the first `positions` each part has."""
-
-        def count(first: int, last: int, positions: int) -> list[int]:
-            if last - first == 1:
-                return [positions]
-            middle = (first + last) // 2
-            left = self._left(first, middle, last, positions)
-            return count(first, middle, left) + count(middle, last, positions - left)
-
-        return count(0, self._parts, positions)
-
-    def _left(self, first: int, middle: int, last: int, positions: int) -> int:
-        """How many of so many positions go to the left half: rounded down, so that each step is 0 or 1."""
-        left, whole = self._sums[middle] - self._sums[first], self._sums[last] - self._sums[first]
-        return int(positions * left / whole)
+        rounds, place = divmod(positions, max(1, len(self._cycle)))
+        return [rounds * len(places) + bisect_left(places, place) for places in self._places]
 
 
 def permute(position: int, size: int, key: str) -> int:
@@ -118,7 +108,7 @@ class MixedEnvironment:
     """
 
     name: ClassVar[str] = "mix"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __init__(self, parts: Sequence[Part], train_size: int | None, held_out_size: int) -> None:
         self.parts = tuple(parts)
@@ -142,7 +132,7 @@ class MixedEnvironment:
             "held_out": LazyTasks(held_out, partial(self._held_out, holding, rest)),
         }
         content = [[part.label, part.weight, part.environment.digest] for part in self.parts]
-        self.digest = _hash("shoal/mix/v1", [content, train_size, held_out_size])
+        self.digest = _hash("shoal/mix/v2", [content, train_size, held_out_size])
         data = [[part.label, getattr(part.environment, "data_digest", "")] for part in self.parts]
         self.data_digest = _hash("shoal/mix/data/v1", data) if any(digest for _label, digest in data) else ""
 

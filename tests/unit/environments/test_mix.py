@@ -102,7 +102,7 @@ def test_held_out_tasks_are_in_proportion_and_never_twice() -> None:
     mixed = mixture(Part("a", 3.0, Fixed("a", 9, 6)), Part("b", 1.0, Fixed("b", 9, 100)), empty)
     ids = [task.id for task in mixed.tasks("held_out")]
     assert len(ids) == len(set(ids))
-    assert Counter(one[0] for one in ids) == {"a": 6, "b": 3}  # all of a that there are; b's next turn came first
+    assert Counter(one[0] for one in ids) == {"a": 6, "b": 2}  # all of a that there are
     assert len(mixture(empty).tasks("held_out")) == 0
 
 
@@ -149,8 +149,8 @@ def test_a_recipe_s_mixture(tmp_path: Path) -> None:
     assert isinstance(mixed, MixedEnvironment)
     assert [part.label for part in mixed.parts] == ["sort", "sort-2", "my-reward", "x"]
     assert mixed.name == "mix"
-    assert len(mixed.tasks("train")) == 500_000  # so that those with a fifth of the turns have one for each task
-    task = mixed.tasks("train")[499_999]
+    assert len(mixed.tasks("train")) == 499_999  # so that those with a fifth of the turns have one for each task
+    task = mixed.tasks("train")[499_998]
     assert mixed.task(task.id) == task
 
 
@@ -197,7 +197,7 @@ def test_the_size_survives_being_written_down(tmp_path: Path) -> None:
     given = EnvironmentSettings.model_validate({"mix": [{"name": "sort", "train_size": 9}, {"name": "addition"}]})
     again = EnvironmentSettings.model_validate_json(given.model_dump_json())
     assert build(again).digest == build(given).digest
-    assert len(build(again).tasks("train")) == 199_999  # the last position is not needed any more
+    assert len(build(again).tasks("train")) == 200_000
 
 
 # ── what one part holds out, no part trains on ───────────────────────────────────────────────────────────────────
