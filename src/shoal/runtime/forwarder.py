@@ -117,9 +117,9 @@ class Forwarder:
 
     def _carry(self, inside: socket.socket, endpoint: Endpoint, proxy: targets.Proxy | None, found: list[str]) -> None:
         def reached() -> socket.socket:
-            if proxy is None:
-                return targets.first_answer(found, endpoint[1], CONNECT_S)
-            return proxy.connect(CONNECT_S, tunnel_to=targets.netloc(*endpoint))
+            if proxy is not None:
+                return proxy.connect(CONNECT_S, tunnel_to=targets.netloc(*endpoint))
+            return targets.first_answer(found, endpoint[1], CONNECT_S)
 
         try:
             with contextlib.closing(inside), contextlib.closing(reached()) as outside:

@@ -163,19 +163,11 @@ def kept_when_finished(max_staleness: int) -> int:
 
 
 def policies_loaded(held: int, model_bytes: int, memory_bytes: int) -> int:
-    """How many of the policies held on disk are loaded: as many as half of the free memory holds, but one at least.
-
-    >>> policies_loaded(3, 61 * 2**30, 139 * 2**30), policies_loaded(3, 2**20, 2**30)
-    (1, 3)
-    """
+    """How many of the policies held on disk are loaded: as many as half of the free memory holds, but one at least."""
     return held if not model_bytes else max(1, min(held, memory_bytes // 2 // model_bytes))
 
 
 def _at_least(least: float, *seconds: float) -> float:
-    """In tens of seconds, above what small models have.
-
-    >>> _at_least(60.0, 12.0, 61.0)
-    70.0
-    """
+    """In tens of seconds, above what small models have."""
     most = max(seconds)
     return least if most <= least else 10.0 * ceil(most / 10)

@@ -48,9 +48,9 @@ class PayloadFile:
     ) -> None:
         self.path = path
         self._donors = donors or {}
-        self._offsets: dict[str, list[int]] = defaultdict(list)
+        self.offsets: dict[str, list[int]] = defaultdict(list)
         for index, chunk in enumerate(chunks):
-            self._offsets[chunk.hash].append(index * chunk_size_bytes)
+            self.offsets[chunk.hash].append(index * chunk_size_bytes)
         self._resumed = path.exists()
         self._writing = threading.Lock()  # threads that write to one file at once spin on it in the kernel
         try:
@@ -59,29 +59,23 @@ class PayloadFile:
         except OSError as error:
             raise resource_error("write", path, error) from error
 
-    def wants(self, chunk: Chunk) -> bool:
-        return chunk.hash in self._offsets
-
     def has(self, chunk: Chunk, scratch: memoryview) -> bool:
-        offsets = self._offsets[chunk.hash]
+        offsets = self.offsets[chunk.hash]
         if self._resumed and _holds(self._file.fileno(), offsets[0], chunk, scratch):
-            self._write(scratch, offsets[1:])
+            self.write(scratch, offsets[1:])
             return True
         with suppress(KeyError, FileNotFoundError):
             path, offset = self._donors[chunk.hash]
             with path.open("rb", buffering=0) as file:
                 if _holds(file.fileno(), offset, chunk, scratch):
-                    self._write(scratch, offsets)
+                    self.write(scratch, offsets)
                     return True
         return False
-
-    def keep(self, chunk: Chunk, data: memoryview) -> None:
-        self._write(data, self._offsets[chunk.hash])
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, data: memoryview, offsets: list[int]) -> None:
+    def write(self, data: memoryview, offsets: list[int]) -> None:
         try:
             with self._writing:
                 for offset in offsets:
@@ -99,12 +93,12 @@ class PayloadFiles:
         self._files = files
 
     def has(self, chunk: Chunk, scratch: memoryview) -> bool:
-        return all(file.has(chunk, scratch) for file in self._files if file.wants(chunk))
+        return all(file.has(chunk, scratch) for file in self._files if chunk.hash in file.offsets)
 
     def keep(self, chunk: Chunk, data: memoryview) -> None:
         for file in self._files:
-            if file.wants(chunk):
-                file.keep(chunk, data)
+            if chunk.hash in file.offsets:
+                file.write(data, file.offsets[chunk.hash])
 
     def close(self) -> None:
         for file in self._files:

@@ -1,9 +1,8 @@
 """One keep-alive connection to a source: blocking sockets, large receives straight into the caller's buffer.
 
-Written by hand rather than over an HTTP library, for two reasons: a library spends several times the CPU per byte,
-and its time-outs are per receive, so that a source dripping one byte a second would hold a thread for days. Here
-every byte, header bytes included, is received under one deadline, and a stop is noticed within `SLICE_S`. Whoever
-does not want to wait even that long hangs up, from any thread. Proxies are honoured as elsewhere (`runtime.targets`).
+Not over an HTTP library, which spends several times the CPU per byte, and whose time-outs are per receive: a source
+dripping one byte a second would hold a thread for days. Here every byte, header bytes included, is received under one
+deadline, and a stop is noticed within `SLICE_S`; any thread may also hang up.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from blake3 import blake3
@@ -81,8 +81,7 @@ class Timeouts:
     reach: Reach | None = None
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The head of an answer; its body of `size_bytes` is still to be read."""
 
     status: int
@@ -98,10 +97,6 @@ class Address:
     host: str
     port: int
     prefix: str
-
-    @property
-    def netloc(self) -> str:
-        return netloc(self.host, self.port)
 
     @classmethod
     def parse(cls, source: str) -> Address:
@@ -205,11 +200,11 @@ class Connection:
     def _ask(self, target: str, deadline: Deadline) -> Answer:
         if self._socket is None:
             self._socket = self._connect(deadline)
-        address, lines, where = self._address, [f"Host: {self._address.netloc}", "Accept-Encoding: identity"], ""
-        if self._proxy is not None and not address.secure:
-            where = f"http://{address.netloc}"
-            lines += self._proxy.headers
-        lines.insert(0, f"GET {where}{address.prefix}{target} HTTP/1.1")
+        address, host = self._address, netloc(self._address.host, self._address.port)
+        by_proxy = self._proxy.headers if self._proxy is not None and not address.secure else None
+        where = "" if by_proxy is None else f"http://{host}"
+        lines = [f"GET {where}{address.prefix}{target} HTTP/1.1", f"Host: {host}", "Accept-Encoding: identity"]
+        lines += by_proxy or []
         try:
             self._socket.settimeout(max(0.01, min(deadline.remaining_s(), self._timeouts.stall_s)))
             self._socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
@@ -233,7 +228,7 @@ class Connection:
                 check_behind_proxy(address.host, address.port, reach)
                 if proxy.secure and address.secure:
                     raise OSError("a https:// source is not asked through a https:// proxy: name the proxy as http://")
-                plain = proxy.connect(timeout_s, tunnel_to=address.netloc if address.secure else "")
+                plain = proxy.connect(timeout_s, tunnel_to=netloc(address.host, address.port) if address.secure else "")
             if plain.family != socket.AF_UNIX:  # which leads out of a sandbox
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:

@@ -40,15 +40,6 @@ class FileSpan:
     size_bytes: int
     changed_ns: int
 
-    def check(self) -> None:
-        """Raise `BroadcastError` if the file is not what it was when it was first looked at."""
-        try:
-            status = self.path.stat()
-        except OSError as error:
-            raise resource_error("read", self.path, error) from error
-        if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self.changed_ns):
-            raise BroadcastError(CHANGED.format(self.path))
-
     def read_into(self, offset: int, buffer: memoryview) -> None:
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -142,9 +133,13 @@ class Content:
 
     def check_unchanged(self) -> None:
         """Raise `BroadcastError` if a file has changed since; what was read of it may then be half old, half new."""
-        for span in self._spans:
-            if isinstance(span, FileSpan):
-                span.check()
+        for span in (span for span in self._spans if isinstance(span, FileSpan)):
+            try:
+                status = span.path.stat()
+            except OSError as error:
+                raise resource_error("read", span.path, error) from error
+            if (status.st_size, status.st_mtime_ns) != (span.size_bytes, span.changed_ns):
+                raise BroadcastError(CHANGED.format(span.path))
 
     def cut(self, chunk_size_bytes: int) -> Iterator[memoryview]:
         """The payload chunk by chunk, holding at most one chunk. A view is valid until the next is asked for."""

@@ -13,10 +13,6 @@ the new bits, whatever they mean. So the same coding serves bf16, fp16, fp32 and
 A delta is trusted no further than its length: every count in it is checked before anything is allocated or written,
 and what it makes is believed only when its digest is the one that was signed.
 
-    >>> old, new = bytearray(b"abcdefgh"), b"abcdefgi"
-    >>> apply_block(memoryview(old), encode_block(memoryview(old), memoryview(new), width=2), width=2).tolist()
-    [3]
-
 A payload is made out of another by deltas in one pass, every block through all of them, hashed on the way out:
 
     base, a block at a time ─► delta ─► delta ─► … ─► hashed by chunk ─► file
@@ -335,25 +331,24 @@ class _Verifying:
     """Writes a payload in order and hashes it chunk by chunk on the way."""
 
     def __init__(self, descriptor: int, manifest: PolicyManifest) -> None:
-        self._descriptor = descriptor
-        self._manifest = manifest
+        self._descriptor, self._chunks = descriptor, manifest.chunks
         self._what = f"the deltas to policy {manifest.policy.label} give"
         self._hasher, self._index, self._filled = blake3(), 0, 0
 
     def write(self, data: memoryview) -> None:
         while data.nbytes:
-            chunk = self._manifest.chunks[self._index]
+            chunk = self._chunks[self._index]
             piece = data[: chunk.size_bytes - self._filled]
+            data = data[piece.nbytes :]
             self._hasher.update(piece)
             self._filled += piece.nbytes
             if self._filled == chunk.size_bytes:
                 if self._hasher.hexdigest() != chunk.hash:
                     raise DeltaRefused(f"{self._what} other bytes than were signed, in chunk {self._index}")
                 self._hasher, self._index, self._filled = blake3(), self._index + 1, 0
-            data = data[piece.nbytes :]
             while piece.nbytes:
                 piece = piece[os.write(self._descriptor, piece) :]
 
     def finish(self) -> None:
-        if self._index != len(self._manifest.chunks):
+        if self._index != len(self._chunks):
             raise DeltaRefused(f"{self._what} too few bytes")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -198,7 +198,11 @@ class Origin:
         # A small payload (an adapter) travels whole: one chunk more or less costs nobody anything.
         small = not content.entries or content.size_bytes <= self._settings.delta_from_bytes
         deltas = () if small or not ways else self._deltas(draft, ways[max(ways)])
-        anchor = self._must_be_anchor(draft, ways, deltas)
+        # Every version kept is reached from an anchor, by deltas that are together no larger than the payload.
+        (incarnation, version), last = draft.place, max((place_of(way.anchor) for way in ways.values()), default=None)
+        costs = [ways[delta.base.incarnation, delta.base.version].size_bytes + delta.size_bytes for delta in deltas]
+        far = last is None or last[0] != incarnation or version - last[1] >= self._settings.anchor_every
+        anchor = far or min(costs, default=content.size_bytes + 1) > content.size_bytes
         scratch = threading.local()
 
         def take(offset: int) -> Chunk:
@@ -237,15 +241,6 @@ class Origin:
             if found:
                 ways[other] = min(found, key=lambda way: way.size_bytes)
         return ways
-
-    def _must_be_anchor(self, draft: _Draft, ways: Mapping[Place, _Way], deltas: Sequence[Delta]) -> bool:
-        """Whether the whole payload has to be offered: so that every version kept can be reached from an anchor, by
-        deltas that are together no larger than the payload."""
-        (incarnation, version), last = draft.place, max((place_of(way.anchor) for way in ways.values()), default=None)
-        if last is None or last[0] != incarnation or version - last[1] >= self._settings.anchor_every:
-            return True
-        costs = [ways[delta.base.incarnation, delta.base.version].size_bytes + delta.size_bytes for delta in deltas]
-        return min(costs, default=draft.content.size_bytes + 1) > draft.content.size_bytes
 
     def _deltas(self, draft: _Draft, way: _Way) -> tuple[Delta, ...]:
         """The deltas that pay, nearest base first, written as chunks; none if not even that to the version before does.

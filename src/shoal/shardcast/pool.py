@@ -63,7 +63,7 @@ class ChunkPool:
         self._plan = Plan(scores, settings.connections, random.Random())
         self._lines: dict[Flight, Connection] = {}  # who may be hung up on
         self._map_lines: dict[str, Connection] = {}  # of the threads that ask for maps
-        self._at_keeper = 0
+        self._at_keeper = self._idle = 0  # threads
         self.error: Exception | None = None
         self.fetched_bytes: Counter[str] = Counter()  # of chunks that were kept
 
@@ -170,7 +170,9 @@ class ChunkPool:
                 flight = self._plan.take(time.monotonic())
                 if flight is not None:
                     return flight
-                self._work_there.wait(TICK_S if self._plan.pending() else None)
+                self._idle += 1  # the more are idle, the more rarely each looks: it costs time
+                self._work_there.wait(TICK_S * self._idle if self._plan.pending() else None)
+                self._idle -= 1
             self.follow_sources()
         return None
 

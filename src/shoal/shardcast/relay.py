@@ -176,8 +176,7 @@ class Follower:
         if data is None:
             self._say(f"{self._upstream} has nothing published yet")
             return False
-        head, news = read_head(data, self._config.run, self._config.trusted_key), False
-        known = self._mirror.head
+        head, news, known = read_head(data, self._config.run, self._config.trusted_key), False, self._mirror.head
         check_not_rolled_back(head, known)
         if known is None or place_of(head) != place_of(known):
             manifest = self._get_manifest(place_of(head))

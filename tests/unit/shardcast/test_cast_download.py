@@ -190,7 +190,7 @@ def test_a_full_disk_is_a_resource_error_and_does_not_hang(tmp_path, start_origi
         raise ResourceError("cannot write: the disk is full: free some space")
 
     manifest = publish(make_origin(tmp_path / "origin"), 1)
-    monkeypatch.setattr(PayloadFile, "keep", full)
+    monkeypatch.setattr(PayloadFile, "write", full)
     with pytest.raises(ResourceError, match="disk is full"):
         make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache").fetch(manifest.policy, 60)
 

@@ -1,9 +1,4 @@
-"""What `shoal cast` does: broadcast any file or folder, without a run, a hub or torch.
-
-publish    write the next version into a folder and serve it
-fetch      bring a version here, resumable, and put it where it belongs
-relay      mirror a broadcast
-"""
+"""What `shoal cast` does: broadcast any file or folder, without a run, a hub or torch."""
 
 from __future__ import annotations
 
