@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, text
 
 from kit import Request
 from kit.storage import POLICY, apply, lease, leased, node, on_postgres, submission
 from shoal import ledger
-from shoal.errors import LedgerError, ResourceError
+from shoal.errors import ConfigError, LedgerError, ResourceError
 from shoal.hub.state.commands import AddBatch, AddPolicy, AddShown, AddVerdict, Command, RaiseAlarm, Record, Save
 from shoal.hub.state.rows import LeaseState, Progress, ShownRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
@@ -445,6 +446,14 @@ class TestSqlite:
             assert pragma("PRAGMA foreign_keys").scalar() == 1
             assert int(pragma("PRAGMA busy_timeout").scalar() or 0) >= 1000
         storage.close()
+
+    def test_a_foreign_database_is_refused(self, tmp_path: Path) -> None:
+        engine = create_engine(f"sqlite:///{tmp_path / 'hub.db'}")
+        with engine.begin() as connection:
+            connection.execute(text("CREATE TABLE meta (key TEXT, value TEXT)"))
+        engine.dispose()
+        with pytest.raises(ConfigError, match="not a hub's database"):
+            SqliteStorage(tmp_path / "hub.db")
 
 
 def test_what_was_shown_of_leases_is_kept_part_by_part(storage: Storage) -> None:

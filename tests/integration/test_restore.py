@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kit import Patch, TempPaths
+from kit import Capture, Patch, TempPaths
 from kit.folder import Play
 from kit.hub import submission_body
 from kit.s3 import KEYS, Shop, s3_server
+from shoal.cli.main import main
 from shoal.errors import ConfigError, ShoalError
 from shoal.hub.service.context import Context
 from shoal.hub.storage import SqliteStorage, copying, open_storage
@@ -173,3 +174,32 @@ def test_a_copy_that_differs_is_not_made(taken: Taken, database_url: str, tmp_pa
             copy_rows(source, target)
         with target.read() as reader:
             assert set(extents(reader).values()) == {0}
+
+
+def test_a_restored_run_is_not_overwritten_by_the_same_backup(taken: Taken, database_url: str, tmp_path: Path) -> None:
+    restore_run(taken.tar, tmp_path / "one", at(database_url))
+    Play(tmp_path / "one").close()
+    with pytest.raises(ConfigError, match="holds the run"):
+        restore_run(taken.tar, tmp_path / "two", at(database_url))
+
+
+def test_a_store_is_not_changed_by_a_setting_alone(taken: Taken, shop: Shop, tmp_path: Path) -> None:
+    restore_run(taken.tar, tmp_path / "run")
+    change(tmp_path / "run", storage=f"{shop.url}/empty", storage_endpoint=shop.endpoint)
+    with pytest.raises(ConfigError, match=r"shoal restore --set hub\.storage"):
+        Play(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("hub.database=mysql://x/y", "not for PostgreSQL"),
+        ("run.steps=4", "a restore sets hub.database, hub.storage, hub.storage_endpoint only"),
+        ("hub.storage", "expected section.key=value"),
+        ("hub.storage=ftp://x", "s3://"),
+    ],
+)
+def test_wrong_place_said_before_the_backup_is_read(tmp_path: Path, capsys: Capture, override: str, said: str) -> None:
+    assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "run"), "--set", override]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -571,6 +571,16 @@ class TestTogether:
             assert reader.holdings(alice.node) == []
         hub.close()
 
+    def test_another_secret_is_refused(self, tmp_path: Path, database_url: str) -> None:
+        clock = ManualClock()
+        self.hub(tmp_path / "a", database_url, clock).close()
+        with pytest.raises(ConfigError, match=r"secret .* is missing: .* copy it from another hub"):
+            self.hub(tmp_path / "b", database_url, clock)
+        (tmp_path / "c").mkdir()
+        (tmp_path / "c" / "secret").write_text("ab" * 32)
+        with pytest.raises(ConfigError, match="all hubs of a run need the same"):
+            self.hub(tmp_path / "c", database_url, clock)
+
 
 @pytest.mark.slow
 def test_a_database_that_is_killed_and_comes_back(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ IN_VAIN = {Topic.LEASES: 3, Topic.AUDITS: 1, Topic.BATCHES: 1}
 """So many in a row that get nothing stand for all others of their kind: their asks would only cost time. Of a kind of
 workers some may be kept from work by their own windows; validators are all the same to the hub."""
 RUN = "simulated"
+TOPICS = tuple(Topic)  # an enumeration is slow to go through, after every event
 
 
 class HubDown(Exception):
@@ -235,9 +236,9 @@ class World:
     def _notice(self) -> None:
         if self._hub is None:
             return
-        for topic in Topic:
-            count = self._hub.context.changes.count(topic)
-            if self._seen.get(topic) != count:
+        count_of = self._hub.context.changes.count
+        for topic in TOPICS:
+            if self._seen.get(topic) != (count := count_of(topic)):
                 self._seen[topic] = count
                 if self._waiting[topic] and topic not in self._due:
                     self._due.add(topic)

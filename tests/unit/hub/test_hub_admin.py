@@ -210,3 +210,22 @@ def test_every_order_that_changed_something_is_in_the_ledger_as_it_was_signed(be
     changed = {**orders[0].body, "order": orders[1].body["order"] | {"certificate": None}}
     with pytest.raises(LedgerError, match="does not hold"):
         open_order(changed, RUN_ID, ROOT.public_key)
+
+
+def test_a_revoked_admin_gives_no_orders(bench: Bench, owner: Owner) -> None:
+    assert owner.order("revoke", key=ROOT, target=ADMIN.public_key).changed
+    assert code_of(owner.post(owner.request("pause"))) == (403, "admin.revoked")
+    assert owner.order("pause", key=ROOT).changed
+
+
+def test_certificates_are_the_roots_alone(bench: Bench, owner: Owner) -> None:
+    key = SigningKey.from_seed(b"w" * 32)
+    forged = certificate(key, "validator", signer=ADMIN)
+    assert code_of(owner.post(owner.request("certify", certificates=(forged,)))) == (422, "admin.certificate")
+    trainer = certificate(key, "trainer")
+    assert code_of(owner.post(owner.request("certify", certificates=(trainer,)))) == (409, "admin.trainer")
+    assert code_of(owner.post(owner.request("certify"))) == (422, "admin.certificate")
+
+
+def test_orders_about_nobody_are_refused(bench: Bench, owner: Owner) -> None:
+    assert code_of(owner.post(owner.request("ban", target="f" * 32))) == (404, "node.unknown")

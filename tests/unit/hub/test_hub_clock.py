@@ -149,3 +149,14 @@ def test_a_worker_goes_on_with_a_hub_from_before_it_came(tmp_path: Path) -> None
         assert [node.name for node in restored.status().nodes if node.role == "worker"].count("late") == 1
     finally:
         restored.close()
+
+
+def test_a_request_cannot_be_replayed_by_setting_the_clock_forth_and_back(bench: Bench) -> None:
+    recorded: list[httpx.Request] = []
+    bench.http.event_hooks["request"].append(recorded.append)
+    bench.alice.lease(fresh_request())
+    bench.clock.jump(HOUR_S)
+    bench.clock.advance(90)
+    bench.hub.upkeep.tick()
+    bench.clock.jump(-HOUR_S)
+    assert code_of(bench.http.send(recorded[0])) == (401, "auth.replay")

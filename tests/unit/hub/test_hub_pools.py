@@ -192,6 +192,16 @@ class TestUnusable:
         assert "none of 64 tasks drawn for unit 0 can be used" in status.alarms[0]
         assert any("no task that was drawn for unit 0 can be used" in wait.what for wait in status.waits)
 
+    def test_a_prompt_that_is_too_long_is_passed_over(self, tmp_path: Path) -> None:
+        def encode(task: Task) -> list[int]:
+            return [5] * (200_000 if task.id != "row-7" else 3)
+
+        play = Play(tmp_path, {**RUN, "groups_per_step": 1}, {}, environment=RowEnvironment(count=8), encode=encode)
+        play.join(streak=100)
+        play.announce(0)
+        (lease,) = play.lease(play.workers[0], 1)
+        assert (lease.task, lease.prompt_ids) == ("row-7", (5, 5, 5))
+
 
 def test_a_run_keeps_its_pools(tmp_path: Path) -> None:
     config, changed = make_config(tmp_path), POOLS.model_copy(update={"easy_share": 0.8})

@@ -342,3 +342,14 @@ def test_however_messages_are_cut_lost_and_repeated_the_copy_becomes_the_group(d
     for prefix in submissions.prefixes(found):
         begins = pack_tokens(whole[prefix.rollout][: prefix.tokens])
         assert prefix.digest == shown_digest(begins, b"".join(proofs[prefix.rollout])[: prefix.proof_bytes])
+
+
+def test_only_a_certain_failure_is_taken_from_an_audit_of_progress(bench: Bench) -> None:
+    lease = leased(bench)
+    shown(bench, lease, chunks(0))
+    [audit] = bench.audits()
+    assert code_of(failed(bench, audit, severity=Severity.STATISTICAL)) == (422, "verdict.progress")
+    assert code_of(failed(bench, audit, reason="sampling.seed")) == (422, "verdict.progress")
+    assert code_of(bench.judge(audit)) == (422, "verdict.progress")
+    ok(bench.alice.submit(lease))
+    assert code_of(failed(bench, audit)) == (409, "verdict.late")

@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from kit.hub import HUB, RUN_ID, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
+from kit.hub import HUB, RUN_ID, TRAINER, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
 from shoal.hub.service import reporting
 from shoal.ledger import fold
 from shoal.protocol.identity import SigningKey
 from shoal.protocol.lease import Lease
 from shoal.protocol.node import Registration, Vouch
-from shoal.protocol.signing import SignedDocument, document_hash, open_document, sign_document
+from shoal.protocol.signing import SignedDocument, document_hash, open_document, sign_document, sign_values
 from shoal.protocol.status import EvidencePage, LedgerEntry, LedgerPage, NodeStory, RunStatus, UnitStory, behind
 from shoal.protocol.submission import Receipt
 from shoal.protocol.verdict import CheckResult, Outcome, Severity, Verdict
@@ -263,3 +263,17 @@ def test_a_vouch_that_does_not_hold_is_refused_and_leaves_nothing(
     assert code_of(register(bench, CAROL, signed)) == (403, code)
     assert vouches(bench) == []
     assert CAROL.node not in [node.node for node in bench.status().nodes]
+
+
+def test_a_vouch_carries_no_load(bench: Bench) -> None:
+    """Keys are free, and what a key brings is kept: 60 a minute of 64 kB would be 5 GB a day for each address."""
+    values = {**vouch().document, "load": "x" * 2000}
+    signed = sign_values("vouch", values, OWNER)
+    assert code_of(register(bench, CAROL, signed)) == (422, "vouch.size")
+    ok(register(bench, CAROL, sign_values("vouch", {**vouch().document, "later": "field"}, OWNER)))
+
+
+def test_only_workers_have_owners(bench: Bench) -> None:
+    signed = certificate(TRAINER, "trainer")
+    answer = register(bench, TRAINER, vouch(TRAINER.node), role="trainer", certificate=signed)
+    assert code_of(answer) == (403, "vouch.role")

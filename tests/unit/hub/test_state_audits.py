@@ -370,6 +370,8 @@ class TestRejected:
         ({"unit": 1}, "verdict.mismatch"),
         ({"node": "0" * 31 + "2"}, "verdict.mismatch"),
         ({"rewards": (1.0,)}, "verdict.rewards"),
+        ({"branches": Branches(looked=3)}, "verdict.branches"),
+        ({"depth": "light"}, "verdict.depth"),
         ({"generated_tokens": 33}, "verdict.tokens"),
         ({"generated_tokens": -1}, "verdict.tokens"),
         ({"tally": Tally(tokens=33)}, "verdict.tally"),

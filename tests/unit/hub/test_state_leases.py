@@ -99,7 +99,7 @@ class TestExpiry:
 class TestRenewal:
     def renewed(self, tokens: int, now_ms: int = NOW_MS + 50_000, **changes: object) -> list[LeaseRow]:
         row = held(0, hard_deadline_ms=NOW_MS + 100_000, **changes)
-        return [save.row for save in leases.renew(moment(now_ms), [row], {"u0a0": tokens})]
+        return [save.row for save in leases.renew(moment(now_ms), [row.lease], {"u0a0": tokens})]
 
     def test_progress_gives_more_time_up_to_the_hard_deadline(self) -> None:
         (row,) = self.renewed(7)
@@ -129,6 +129,13 @@ class TestRelease:
         assert units_in(commands)[0] == unit(0, attempt=1)
         (after,) = nodes_in(commands)
         assert (after.window, after.lapses, after.state) == (4, 7, NodeState.ACTIVE), "it halves, it never suspends"
+
+    def test_ended_leases_are_ignored_and_foreign_ones_refused(self) -> None:
+        done = held(0, state=UnitState.SUBMITTED)
+        done = Holding(replace(done.lease, state=LeaseState.SUBMITTED), done.unit)
+        assert leases.release(moment(), node(1), [done]) == []
+        with pytest.raises(Refusal, match=r"lease\.not_yours"):
+            leases.release(moment(), node(2), [held(0)])
 
 
 ARRIVAL = Arrival(node=node(1).node, lease="u0a0", submission="a" * 64, size_bytes=12)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from kit.state import NOW_MS, held, lease, leases_in, moment, node, nodes_in, of_type, policy, rules, unit, units_in
 from shoal.hub.state import nodes, pacing
-from shoal.hub.state.commands import Record
+from shoal.hub.state.commands import Record, Refusal
 from shoal.hub.state.draws import permute, task_index, unit_seeds
 from shoal.hub.state.pacing import Tempo
 from shoal.hub.state.rows import UNIT_MOVES, IllegalMove, LeaseState, NodeRow, Progress, UnitState
@@ -99,6 +99,10 @@ class TestSanctions:
         assert (after.state, after.strikes, after.on_probation) == (NodeState.ACTIVE, 0, True)
         assert (after.streak, after.lapses, after.soft, after.suspensions, after.until_ms) == (0, 0, 0, 0, None)
         assert nodes.pardon(after, "again", NOW_MS) == [], "twice is harmless"
+
+    def test_a_banned_node_cannot_get_away_with_a_suspension(self) -> None:
+        with pytest.raises(Refusal, match=r"node\.banned"):
+            nodes.suspend(node(1, state=NodeState.BANNED), "x", NOW_MS)
 
 
 class TestLeaseSize:

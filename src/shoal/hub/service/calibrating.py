@@ -31,8 +31,8 @@ class Calibrating:
         if kind not in calibrations.taken(InForce(owners=in_force.owners), config.profiles, config.measurable):
             known = calibrations.taken(in_force, config.profiles, config.measurable)
             takes = f"no validator of this run can judge work of {kind}; the run takes {', '.join(known)}"
-            sentence = f"{takes}: choose one by --device and --dtype, or have yours opened (`shoal admin calibrate`)"
-            raise Refusal(403, "profile.unknown", sentence)
+            advice = "choose one (worker.device, worker.dtype), or measure yours (`shoal doctor --calibrate`)"
+            raise Refusal(403, "profile.unknown", f"{takes}: {advice}")
         wanted = wanted_of(transaction)
         if kind not in wanted:
             transaction.put_setting(WANTED, " ".join([*wanted, kind]))

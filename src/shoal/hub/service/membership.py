@@ -56,10 +56,10 @@ class Membership:
                 transaction.apply(validator_alarms(fresh, before, presence, moment.progress.next_step))
             transaction.put_presence(presence)
             if said:
-                holdings = [held for held in transaction.holdings(node.node) if held.lease.lease in said]
-                renewed = [] if fresh.on_probation else leases.renew(moment, holdings, said)
+                held = [lease for lease in transaction.leases_held(node.node) if lease.lease in said]
+                renewed = [] if fresh.on_probation else leases.renew(moment, held, said)
                 transaction.apply(renewed)
-                deadlines = {held.lease.lease: held.lease.deadline_ms for held in holdings}
+                deadlines = {lease.lease: lease.deadline_ms for lease in held}
                 deadlines |= {each.row.lease: each.row.deadline_ms for each in renewed}
         return HeartbeatReply(
             node=node_view(fresh, presence, moment.rules, now_ms), policy=moment.progress.policy,

@@ -65,7 +65,7 @@ class Showing:
             if part is None or not fresh.on_probation:  # others are believed: nothing has to be kept of them
                 return ProgressReply(tokens=tokens, deadline_ms=held.lease.deadline_ms)
             moment = context.moment(transaction, counted=False)
-            renewed = leases.renew(moment, [held], {lease: sum(tokens)})
+            renewed = leases.renew(moment, [held.lease], {lease: sum(tokens)})
             transaction.apply([AddShown(replace(part, body=pack(ShownProgress(new)))), *renewed])
         with self._lock:
             self._queue(each.row for each in renewed)

@@ -202,12 +202,12 @@ def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) ->
     return min(most_ms, max(rules.lease_ms, PACE_MARGIN * node.pace_ms * units))
 
 
-def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, int]) -> list[Save[LeaseRow]]:
+def renew(moment: Moment, held: Sequence[LeaseRow], progress: Mapping[str, int]) -> list[Save[LeaseRow]]:
     """Give a node `lease_s` from now for the active leases on which it says to have made progress. What it says is
     believed as far as a group has tokens, and never beyond the hard deadline."""
     most = moment.rules.group_size * moment.rules.max_new_tokens
     renewed = []
-    for lease in (held.lease for held in holdings):
+    for lease in held:
         tokens = min(progress.get(lease.lease, 0), most)
         if lease.state is LeaseState.ACTIVE and tokens > lease.progress:
             later_ms = min(moment.now_ms + moment.rules.lease_ms, lease.hard_deadline_ms)

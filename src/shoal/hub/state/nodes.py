@@ -87,11 +87,6 @@ def require_welcome(node: NodeRow) -> None:
 
 
 def liveness(last_seen_ms: int, now_ms: int) -> Liveness:
-    """Whether a node is here, by when it was last heard of.
-
-    >>> [liveness(0, now_ms) for now_ms in (20_000, 20_001, 300_001)]
-    ['here', 'silent', 'gone']
-    """
     unheard_ms = now_ms - last_seen_ms
     return "here" if unheard_ms <= HERE_MS else "silent" if unheard_ms <= SILENT_MS else "gone"
 

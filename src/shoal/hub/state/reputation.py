@@ -6,23 +6,17 @@
     unsure ─► its tally joins the record; its doubt grows; the streak is cut to 10: the next ones are audited fully
 
 Doubt is a cumulative sum: + 1 for an unsure group that is not our own machinery's fault, - k for one that a full audit
-accepted, never below 0, where k is twice the rate at which honest work of that kind is unsure (`Verdict.unsure_rate`),
-1/64 at least and 1/2 at most. From `DOUBTED` on a node has one lease at a time. Honest work gets there once in 60,000
-groups (rate 0.5 %), 2,900 (2 %) or 1,600 (5 %); who is always unsure is there after seven at most.
-
-Only full audits raise the streak: at p = 10/streak a sleeper needs about 2,000 honest submissions to be audited at 5 %,
-and a streak cannot be lengthened by what nobody looked at.
+accepted, never below 0, where k is twice the rate at which honest work of that kind is unsure (`Verdict.unsure_rate`).
+From `DOUBTED` on a node has one lease at a time. Honest work gets there once in 60,000 groups at a rate of 0.5 %, in
+1,600 at 5 %; who is always unsure is there after seven at most. Only full audits raise the streak, so that a sleeper
+needs about 2,000 honest submissions to be audited at 5 %.
 
 Kinds: when machines of one kind (`engine/device/number format`) fail a statistical check together, it is the kind that
 differs (driver, library, policy), not its owners that cheat: what the check says of that kind is unsure, with an alarm.
-
-    rule    at least `MANY` independent nodes of the kind, this one among them, failed this very check within
-            `WITHIN_MS`, and they are more than the independent nodes of the kind that pass their audits
-    counts  a node with `PROBATION_AUDITS` accepted groups counts by itself; all others of one network (/24, /48) count
-            once together
-
-It protects no cheat: unsure work is neither trained on nor paid, and certain failures ban as ever. So do better rewards
-than the seeds' branches: no driver knows the reward.
+That takes at least `MANY` independent nodes of the kind, this one among them, that failed this very check within
+`WITHIN_MS`, and more of them than pass their audits. A node with `PROBATION_AUDITS` accepted groups counts by itself;
+all others of one network once together. It protects no cheat: unsure work is neither trained on nor paid, and certain
+failures ban as ever. So do better rewards than the seeds' branches: no driver knows the reward.
 
 Gains: what follows when the evidence says that tolerance was used to buy reward (`protocol.verdict`).
 
@@ -120,12 +114,7 @@ def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: in
 
 def recent(record: Tally) -> Tally:
     """The record without channels that are no higher than honest work's: they begin anew. So honest work is not saved
-    up to be spent later, and the evidence is always of one stretch of work.
-
-    >>> from shoal.protocol import Sums
-    >>> sorted(recent(Tally(channels={"a": Sums(seen=2, expected=3), "b": Sums(seen=3, expected=2)})).channels)
-    ['b']
-    """
+    up to be spent later, and the evidence is always of one stretch of work."""
     above = {name: sums for name, sums in record.channels.items() if sums.seen > sums.expected}
     return record.model_copy(update={"channels": above})
 

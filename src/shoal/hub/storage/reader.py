@@ -282,6 +282,9 @@ class Reader:
             return self._held(f"{_ACTIVE} {order}")
         return self._held(f"{_ACTIVE} AND leases.node = :node {order}", lock=True, node=node)
 
+    def leases_held(self, node: str) -> list[rows.LeaseRow]:
+        return self._find(table.LEASES, f"WHERE {_ACTIVE} AND node = :node{self._lock('leases')}", node=node)
+
     def oldest_holdings(self, limit: int) -> list[rows.Holding]:
         return self._held(f"{_ACTIVE} ORDER BY leases.issued_at_ms, leases.unit LIMIT :most", most=limit)
 
