@@ -16,7 +16,7 @@ import math
 import pickletools
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -260,9 +260,9 @@ def _answer(column: str, grader: str, row: Row) -> str:
 
 
 def aime(columns: Names, wanted: DatasetOptions) -> Format:
-    """`problem`/`answer`, `Problem`/`Answer`, `question`/`answer`: the answer is a whole number from 0 to 999."""
-    question = _chosen(columns, wanted.question, QUESTIONS[:3], "question")
-    answer = _chosen(columns, wanted.answer, ANSWERS[:4], "answer")
+    """Question and answer, and the answer is a whole number from 0 to 999."""
+    layout = columns_format(columns, wanted.model_copy(update={"grader": "mathematics"}))
+    (answer,) = layout.answers
 
     def whole_number(row: Row) -> str:
         text = answer_text(row.get(answer), answer).strip()
@@ -270,10 +270,7 @@ def aime(columns: Names, wanted: DatasetOptions) -> Format:
             raise UnusableTask(f"{answer} is {text[:40]!r}, not a whole number from 0 to {AIME_LARGEST}")
         return str(int(text))
 
-    return Format(
-        name="aime", asks=(question,), answers=(answer,), id=wanted.id or first_of(columns, IDS), plain=question,
-        answer=whole_number, grader="mathematics",
-    )  # fmt: skip
+    return replace(layout, name="aime", answer=whole_number)
 
 
 # Choices
@@ -318,7 +315,7 @@ ASK_STARTER = "Complete this Python code so that it solves the problem, and put 
 
 
 def code(columns: Names, wanted: DatasetOptions) -> Format:
-    """The tests are in any spelling that the code grader reads; a program is asked for, or starter code completed."""
+    """The tests are in any spelling that the code grader reads."""
     question = wanted.question or first_of(columns, PROBLEMS) or PROBLEMS[0]
     tests = wanted.answer or first_of(columns, TESTS) or TESTS[0]
     need(columns, question, tests, what="code")
@@ -330,10 +327,7 @@ def code(columns: Names, wanted: DatasetOptions) -> Format:
 
 
 def livecodebench(columns: Names, wanted: DatasetOptions) -> Format:
-    """Programs are read from standard input, or called by name where there is starter code (metadata.func_name).
-
-    The answer is in the data set's own spelling, which the code grader reads, but for what was packed.
-    """
+    """Programs are read from standard input, or called by name where there is starter code (metadata.func_name)."""
     question = wanted.question or first_of(columns, ("question_content", "question", "prompt")) or "question_content"
     need(columns, question, *(() if PRIVATE in columns else (PUBLIC,)), what="livecodebench")
     tests = (PUBLIC, PRIVATE)

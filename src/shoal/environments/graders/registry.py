@@ -54,22 +54,20 @@ TASK_TYPES = {"verifiable_math": "mathematics", "prime_rl_code": "code", "verifi
 
 def grader(name: str) -> Grader:
     """The grader of that name, or of that task type."""
+    from shoal.environments.graders import choice
+
     match TASK_TYPES.get(name, name):
         case "code":
             from shoal.environments.graders.code import CodeGrader
 
             return CodeGrader()
-        case "mathematics":
-            from shoal.environments.graders.mathematics.grader import MathematicsGrader
+        case "mathematics" | "math-verify" as kind:
+            from shoal.environments.graders.mathematics.grader import MathematicsGrader, MathVerifyGrader
 
-            return MathematicsGrader()
-        case "math-verify":
-            from shoal.environments.graders.mathematics.grader import MathVerifyGrader
-
-            return MathVerifyGrader()
-        case "choice" | "exact" as plain:
-            from shoal.environments.graders.choice import ChoiceGrader, ExactGrader
-
-            return ChoiceGrader() if plain == "choice" else ExactGrader()
+            return MathematicsGrader() if kind == "mathematics" else MathVerifyGrader()
+        case "choice":
+            return choice.ChoiceGrader()
+        case "exact":
+            return choice.ExactGrader()
     near = meant(name, [*GRADERS, *TASK_TYPES])
     raise EnvironmentSetupError(f"there is no grader {name!r}{near}; there are {', '.join(sorted(GRADERS))}")

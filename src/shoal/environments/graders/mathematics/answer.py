@@ -232,10 +232,7 @@ def _command(found: re.Match[str]) -> str:
 
 
 def _words(found: re.Match[str]) -> str:
-    r"""`\text{sin}` is a function, `\text{e}` a letter, `\text{ or }` a word: the word keeps its mark.
-
-    Where no word stands beside the digits, it is mathematics: `\text{-7}` is -7, and signs count in it.
-    """
+    r"""`\text{e}` a letter, `\text{-7}` mathematics, `\text{ or }` a word: it keeps its mark."""
     words = found[1].strip()
     if words in _FUNCTIONS:
         return f"\\{words} "

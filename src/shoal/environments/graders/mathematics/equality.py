@@ -1,13 +1,9 @@
 r"""Whether an answer is the gold answer.
 
-Brackets are compared as they are written and their items one by one, so that what is close and wrong stays wrong:
-`(1,2)` is not `[1,2]`, `\{1,2\}` is not `(1,2)`. A bare list is in no order, `{…}` also in no multiplicity.
-
-Numbers are exact: 0.333 is not 1/3 and 3.14 is not π. Only a gold answer that is a decimal of four or more places is
-taken as rounded, and then an exact or longer answer that rounds to it is right.
-
-A percent sign is a unit that also has a value: 50% is 0.5, and is 50 too; a number without the sign is read as a
-percentage only above 1 (0.5 is not 0.5%).
+Brackets are compared as they are written and their items one by one: `(1,2)` is not `[1,2]`, `\{1,2\}` is not `(1,2)`.
+A bare list is in no order, `{…}` also in no multiplicity. Numbers are exact: 0.333 is not 1/3 and 3.14 is not π. Only a
+gold answer that is a decimal of four or more places is taken as rounded. A percent sign is a unit with a value: 50% is
+0.5, and is 50 too; a number without the sign is read as a percentage only above 1.
 """
 
 from __future__ import annotations
@@ -24,11 +20,10 @@ from shoal.environments.graders.mathematics import formula
 from shoal.environments.graders.mathematics.formula import Tree, close, tree, variables
 from shoal.environments.graders.mathematics.reading import CLOCK, HIGH, LOW, RELATIONS, Form, folded, units_agree
 
-Symbolic = Callable[[str, str], bool]
-"""Decides over two formulas that this package cannot read."""
+Symbolic = Callable[[str, str], bool]  # decides over two formulas that this package cannot read
 
+# What most answers are. They are compared without being read as formulas.
 _NUMERAL = re.compile(r"(-?)(?:(\d+)(?:/(\d+))?|(\d*\.\d+)|\\frac\{(\d+)\}\{(\d+)\})")
-"""What most answers are. They are compared without being read as formulas."""
 _ROUNDED_FROM = 4  # decimal places from which on a gold answer counts as rounded
 _MOST_ITEMS = 200
 _DECIMAL = re.compile(r"-?\d*\.(\d+)")
@@ -201,10 +196,11 @@ class Comparison:
 
     def _proportional(self, gold: Form, given: Form) -> bool:
         """`2x - y = -1` is `y = 2x + 1`: the differences of the sides are a constant multiple of each other."""
-        first, second = _difference(gold), _difference(given)
-        if first is None or second is None:
+        sides = [[_tree(item) for item in form.items[:2]] for form in (gold, given)]
+        if None in (*sides[0], *sides[1]):
             texts = [f"{form.items[0].text} {form.kind} {form.items[1].text}" for form in (gold, given)]
             return _comparable(*texts) and all(form.items[0].text for form in (gold, given)) and self.symbolic(*texts)
+        first, second = (("add", left, ("neg", right)) for left, right in sides)
         names = variables(first)
         if not names or names != variables(second):
             return False
@@ -284,11 +280,6 @@ def _tree(form: Form) -> Tree | None:
 def _number(form: Form) -> Any:
     """The number that a value is; None if it is none."""
     return formula.number(_tree(form))
-
-
-def _difference(form: Form) -> Tree | None:
-    left, right = _tree(form.items[0]), _tree(form.items[1])
-    return None if left is None or right is None else ("add", left, ("neg", right))
 
 
 def _has_numbers(found: Tree) -> bool:

@@ -278,7 +278,6 @@ class _Parser:
 
 
 def variables(found: Tree) -> frozenset[str]:
-    """The names of a tree's variables."""
     if found[0] == "var":
         return frozenset((found[1],))
     return frozenset().union(*(variables(part) for part in found[1:] if isinstance(part, tuple)))

@@ -1,8 +1,8 @@
 r"""What an answer's text says. Some can be read in two ways ("1,234" is a number or a list): `readings` gives both.
 
 A unit that only one side writes does not matter ("5 cm" is "5"); two that differ do, and nothing is converted. Words
-that are no units ("12 apples") never matter. Single letters are units in `\text{…}` only: in "5m", m is a variable.
-Words that are numbers multiply: "5 million" is 5000000. What has words that say more ("5 squared") is no number.
+that are no units ("12 apples") never matter; words that are numbers multiply ("5 million"); what says more than that
+("5 squared") is no number. Single letters are units in `\text{…}` only: in "5m", m is a variable.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ def _read(text: str, depth: int) -> Form:
 
 
 def _special(text: str, depth: int) -> Form | None:
-    """Forms that are told by their whole text."""
     if text.startswith("]") or text.endswith("["):
         return _bracketed(text, depth)
     if _WHOLE_THOUSANDS.fullmatch(text):
@@ -233,7 +232,6 @@ def _bracketed(text: str, depth: int) -> Form | None:
 
 
 def _whole(inner: str) -> bool:
-    """Whether brackets are closed within the text: what "(1)(2)" leaves without its first and last is not."""
     depth = 0
     for sign in inner:
         depth += (sign in "([{") - (sign in ")]}")
