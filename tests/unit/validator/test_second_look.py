@@ -43,6 +43,11 @@ def accident(case: Case) -> Finding:
     return passed("accident") if drift(case).passed else unsure("sampling.accident", "nobody can tell")
 
 
+@pytest.fixture(autouse=True)
+def only_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "AFTER_PREFILL", (drift,))
+
+
 def judged(first: LoadedPolicy, second: Engine | None, profile: str = COARSE, **profiles: Any) -> Verdict:
     asked: list[tuple[PolicyRef, str]] = []
 
