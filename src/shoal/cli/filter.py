@@ -67,7 +67,7 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     from shoal.evaluation.job import measure
     from shoal.evaluation.plan import Leaks
     from shoal.evaluation.subject import plain_name
-    from shoal.evaluation.summary import SummaryTally, missing_lines
+    from shoal.evaluation.summary import missing_lines, summary_of
 
     source, data = given.source, filtering.data_of(given.environment)
     if data is not None and data.options.held_out is not None and given.split != "train":
@@ -92,7 +92,7 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
         return STOPPED_CODE
     rates = filtering.rates_by_row(environment, plan.split, journal.records())
     typer.echo(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
-    summary = SummaryTally.of(plan, journal.records()).as_json()
+    summary = summary_of(plan, journal.records())
     for line in (*filtering.histogram_lines(rates, plan.samples, band), *missing_lines(summary)):
         typer.echo(line)
     kept = None if everything else band

@@ -4,7 +4,7 @@
     subject     EvaluatedModel, open_subject: the model in an engine, with its digest
     job         EvaluationJob, evaluate: draw, score, keep, batch by batch
     records     TaskRecord, SampleRecord; EvaluationJournal: those so far, kept; the Parquet file of all
-    summary     SummaryTally: avg@k, pass@k and the rest, for programs and for people
+    summary     summary_of: avg@k, pass@k and the rest, for programs and for people
     statistics  intervals and tests: pure functions
     compare     two evaluations of the same tasks
     filter      RateBand: how often tasks are solved; the data set that a filter writes

@@ -48,7 +48,7 @@ from shoal.evaluation.records import (
     write_records,
 )
 from shoal.evaluation.subject import EvaluatedModel, memory_errors
-from shoal.evaluation.summary import SummaryTally
+from shoal.evaluation.summary import summary_of
 from shoal.protocol import SamplingParameters
 from shoal.rewards import Job, Scorer
 from shoal.rewards.protocol import settled
@@ -278,7 +278,7 @@ def evaluate(
     # The Parquet file, then the summary, then the journal goes: a crash in between loses nothing.
     with whole(out / TASKS) as hidden:
         write_records(hidden, journal.records(), about)
-    summary = {**about, **SummaryTally.of(evaluation.chosen.plan, journal.records()).as_json()}
+    summary = {**about, **summary_of(evaluation.chosen.plan, journal.records())}
     write_atomically(out / SUMMARY, dumped(summary))
     journal.path.unlink(missing_ok=True)
     return summary

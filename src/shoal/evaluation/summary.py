@@ -6,9 +6,9 @@ pass being a score of 1. A sample that could not be scored is unscored: it is co
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,24 +23,25 @@ MAX_FAILURES = 0.05
 """The share of samples, or tasks, without a score from which on an evaluation does not count as one."""
 
 
-@dataclass
 class TaskResults:
     """The scored tasks of an evaluation, or of one part or kind of it: mean, samples and passes of each."""
 
-    means: list[float] = field(default_factory=list)
-    counts: list[tuple[int, int]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.means: list[float] = []
+        self.counts: list[tuple[int, int]] = []
 
     def add(self, record: TaskRecord) -> None:
         if record.mean is not None:
             self.means.append(record.mean)
             self.counts.append((len(record.scores), record.passes))
 
-    def average(self, seed: int) -> dict[str, Any] | None:
-        return _estimate(self.means, seed)
-
     def pass_at(self, k: int, seed: int) -> dict[str, Any] | None:
         """Over the tasks that have as many samples."""
         return _estimate([pass_at_k(samples, passes, k) for samples, passes in self.counts if samples >= k], seed)
+
+    def as_json(self, seed: int) -> dict[str, Any]:
+        average = _estimate(self.means, seed)
+        return {"tasks": len(self.means), "avg_at_k": average, "pass_at_1": self.pass_at(1, seed)}
 
 
 def _estimate(values: list[float], seed: int) -> dict[str, Any] | None:
@@ -50,82 +51,51 @@ def _estimate(values: list[float], seed: int) -> dict[str, Any] | None:
     return {"value": found.value, "low": finite(found.low), "high": finite(found.high)}
 
 
-@dataclass
-class SummaryTally:
-    """All that a summary says, taken in record by record."""
-
-    plan: SamplingPlan
-    whole: TaskResults = field(default_factory=TaskResults)
-    by: dict[str, dict[str, TaskResults]] = field(
-        default_factory=lambda: {"part": defaultdict(TaskResults), "kind": defaultdict(TaskResults)}
-    )
-    parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
-    tasks: int = 0
-    drawn: int = 0
-    unscored: int = 0
-    unscored_ids: list[str] = field(default_factory=list)
-    tokens: int = 0
-    truncated: list[float] = field(default_factory=list)
-    problems: Counter[str] = field(default_factory=Counter)
-
-    @classmethod
-    def of(cls, plan: SamplingPlan, records: Iterable[TaskRecord]) -> SummaryTally:
-        tally = cls(plan)
-        for record in records:
-            tally.add(record)
-        return tally
-
-    def add(self, record: TaskRecord) -> None:
-        self.tasks += 1
-        self.drawn += len(record.samples)
-        self.tokens += sum(sample.tokens for sample in record.samples)
-        if record.problem:
-            self.problems[record.problem] += 1
-        if record.samples:
-            self.truncated.append(record.truncated / len(record.samples))
-        if missing := len(record.samples) - len(record.scores):
-            self.unscored += missing
-            self.unscored_ids.append(record.task)
-        self.whole.add(record)
+def summary_of(plan: SamplingPlan, records: Iterable[TaskRecord]) -> dict[str, Any]:
+    """All numbers, taken in record by record."""
+    everything, problems, unscored, truncated = TaskResults(), Counter[str](), Counter[str](), list[float]()
+    by: dict[str, dict[str, TaskResults]] = {"part": defaultdict(TaskResults), "kind": defaultdict(TaskResults)}
+    parts: dict[str, list[float]] = defaultdict(list)
+    tasks = drawn = tokens = 0
+    for record in records:
+        tasks += 1
+        drawn += len(record.samples)
+        tokens += sum(sample.tokens for sample in record.samples)
+        everything.add(record)
         for what, name in (("part", record.part), ("kind", record.kind)):
             if name:
-                self.by[what][name].add(record)
+                by[what][name].add(record)
+        if record.problem:
+            problems[record.problem] += 1
+        if record.samples:
+            truncated.append(record.truncated / len(record.samples))
+        if missing := len(record.samples) - len(record.scores):
+            unscored[record.task] += missing
         for sample in record.samples:
             for name, value in sample.parts.items():
-                total = self.parts[name]
-                total[0], total[1] = total[0] + value, total[1] + 1
-
-    @property
-    def failed_share(self) -> float:
-        """Samples that should be there and have no score: not drawn, or not scored. Unusable rows have no samples."""
-        wanted = (self.tasks - self.problems[UNUSABLE]) * self.plan.samples
-        return (wanted - self.drawn + self.unscored) / wanted if wanted else 1.0
-
-    def as_json(self) -> dict[str, Any]:
-        seed, k = self.plan.seed, self.plan.samples
-        average = self.whole.average(seed)
-        ks = sorted({*(2**i for i in range(k.bit_length())), k})
-        return {
-            "tasks": self.tasks,
-            "scored_tasks": len(self.whole.means),
-            "samples": self.drawn,
-            "unscored": {"samples": self.unscored, "share": self.failed_share, "tasks": self.unscored_ids[:20]},
-            "problems": dict(sorted(self.problems.items())),
-            "avg_at_k": None if average is None else {"k": k, **average},
-            "pass_at_k": {str(count): self.whole.pass_at(count, seed) for count in ks},
-            "truncated": _estimate(self.truncated, seed),
-            "mean_tokens": self.tokens / max(1, self.drawn),
-            "parts": {name: total / count for name, (total, count) in sorted(self.parts.items())},
-            "by": {
-                what: {
-                    name: {
-                        "tasks": len(group.means), "avg_at_k": group.average(seed), "pass_at_1": group.pass_at(1, seed)
-                    }
-                    for name, group in sorted(groups.items())
-                }
-                for what, groups in self.by.items()
-            },
-        }  # fmt: skip
+                parts[name].append(value)
+    seed, k = plan.seed, plan.samples
+    wanted, lost = (tasks - problems[UNUSABLE]) * k, unscored.total()  # unusable rows have no samples
+    average = _estimate(everything.means, seed)
+    return {
+        "tasks": tasks,
+        "scored_tasks": len(everything.means),
+        "samples": drawn,
+        "unscored": {
+            "samples": lost, "share": (wanted - drawn + lost) / wanted if wanted else 1.0, "tasks": list(unscored)[:20]
+        },
+        "problems": {reason: count for reason, count in sorted(problems.items()) if count},
+        "avg_at_k": None if average is None else {"k": k, **average},
+        "pass_at_k": {
+            str(count): everything.pass_at(count, seed) for count in sorted({*(2**i for i in range(k.bit_length())), k})
+        },
+        "truncated": _estimate(truncated, seed),
+        "mean_tokens": tokens / max(1, drawn),
+        "parts": {name: math.fsum(values) / len(values) for name, values in sorted(parts.items())},
+        "by": {
+            what: {name: found.as_json(seed) for name, found in sorted(groups.items())} for what, groups in by.items()
+        },
+    }  # fmt: skip
 
 
 def table_lines(summary: Mapping[str, Any]) -> Iterator[str]:

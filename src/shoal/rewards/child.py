@@ -16,7 +16,7 @@ import select
 import signal
 import sys
 import threading
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from shoal.environments import Environment, EnvironmentSettings, build
@@ -27,6 +27,7 @@ from shoal.rewards.frames import JobAnswer, read_message, write_message
 from shoal.rewards.protocol import core_digest
 
 TASKS_TRIED = 32
+grader_of = cache(grader)
 
 
 def main() -> None:
@@ -72,8 +73,9 @@ def _answer(environment: Environment, task_id: str, completion: str, seconds: fl
     try:
         task = environment.task(task_id)
         # What the task allows its grader by the clock: a program in a sandbox has limits of its own, which count
-        patient = _patient(task.kind)
-        allowed_s = 0.0 if patient is None else patient.clock_s(task.answer)
+        known = TASK_TYPES.get(task.kind, task.kind) in GRADERS
+        chosen = grader_of(task.kind) if known else None
+        allowed_s = chosen.clock_s(task.answer) if isinstance(chosen, PatientGrader) else 0.0
         if allowed_s > 0:
             write_message(sink, frames.Allows(allowed_s))
         # Processor time of all threads; the signal's default action ends the process, C code or not
@@ -94,14 +96,6 @@ def _answer(environment: Environment, task_id: str, completion: str, seconds: fl
         return JobAnswer(failure=told[:1000].encode(errors="replace").decode())
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-@lru_cache
-def _patient(kind: str) -> PatientGrader | None:
-    if TASK_TYPES.get(kind, kind) not in GRADERS:
-        return None
-    chosen = grader(kind)
-    return chosen if isinstance(chosen, PatientGrader) else None
 
 
 def _warm_up(environment: Environment) -> None:

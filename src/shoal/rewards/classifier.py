@@ -42,7 +42,9 @@ class Classifier:
     def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
         try:
             self.prepare()
-            return list(self._computed(pieces))
+            texts = [self._ids(piece) for piece in pieces]
+            batches = (texts[start : start + self._batch] for start in range(0, len(texts), self._batch))
+            return [value for batch in batches for value in self._forward(batch)]
         except EnvironmentSetupError as error:
             return [ScoringFailure(str(error))] * len(pieces)
         except Exception as error:
@@ -52,17 +54,6 @@ class Classifier:
 
     def close(self) -> None:
         self._model = self._tokenizer = None
-
-    def _computed(self, pieces: Sequence[Piece]) -> list[float]:
-        """Long texts beside long ones, so that little is padded; the answers in the order of the questions."""
-        texts = [self._ids(piece) for piece in pieces]
-        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        values = [0.0] * len(texts)
-        for start in range(0, len(order), self._batch):
-            together = order[start : start + self._batch]
-            for index, value in zip(together, self._forward([texts[each] for each in together]), strict=True):
-                values[index] = value
-        return values
 
     def _ids(self, piece: Piece) -> list[int]:
         tokenizer = self._tokenizer

@@ -65,9 +65,6 @@ def _frozen(array: Array) -> Array:
     return view
 
 
-# ── the largest values ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @compiled
 def _select_bits(
     flat: Bits, starts: Ints, sizes: Ints, counts: Ints, room: npt.NDArray[np.int32], indices: Ints, bits: Bits
@@ -183,9 +180,6 @@ def _threshold(magnitudes: Bits, count: int) -> tuple[np.uint16, int]:
     return np.uint16(exponent << 7 | mantissa), left
 
 
-# ── polynomials over GF(p) ───────────────────────────────────────────────────────────────────────────────────────────
-
-
 @compiled
 def _modulus(x: Ints, seen: npt.NDArray[np.int32], stamp: int) -> tuple[int, int]:
     """The largest modulus under which all x differ (0: none), and the next free stamp. `seen` is marked by stamps."""
@@ -270,9 +264,6 @@ def _horner(polynomial: npt.NDArray[Any], x: Words, values: Words) -> None:
         coefficient = np.uint32(polynomial[power])
         for i in range(len(x)):
             values[i] = np.uint32(np.uint32(np.uint32(values[i] * x[i]) + coefficient) % P32)
-
-
-# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @compiled

@@ -11,8 +11,6 @@ token; or one tensor [tokens, hidden]. Each is a torch tensor, or a numpy array 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,13 +42,6 @@ def build_proofs_bytes(
     return commit(points_of(activations, decode_batching_size, topk, skip_prefill))
 
 
-def build_proofs_base64(
-    activations: Many, decode_batching_size: int, topk: int, skip_prefill: bool = False
-) -> list[str]:
-    proofs = build_proofs_bytes(activations, decode_batching_size, topk, skip_prefill)
-    return [base64.b64encode(proof).decode() for proof in proofs]
-
-
 def verify_proofs_bytes(
     activations: Many, proofs: Sequence[bytes], decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[VerificationResult]:
@@ -61,23 +52,6 @@ def verify_proofs_bytes(
             raise ProofError(f"proof {chunk} is malformed: {sentence}")
     columns = compared.exp_mismatches.tolist(), compared.mant_err_mean.tolist(), compared.mant_err_median.tolist()
     return [VerificationResult(*row) for row in zip(*columns, strict=True)]
-
-
-def verify_proofs_base64(
-    activations: Many, proofs: Sequence[str], decode_batching_size: int, topk: int, skip_prefill: bool = False
-) -> list[VerificationResult]:
-    data = [from_base64(proof) for proof in proofs]
-    return verify_proofs_bytes(activations, data, decode_batching_size, topk, skip_prefill)
-
-
-def from_base64(text: str) -> bytes:
-    try:
-        data = binascii.a2b_base64(text, strict_mode=True)
-    except (ValueError, TypeError) as error:
-        raise ProofError(f"a proof is not base64: {error}") from error
-    if base64.b64encode(data) != text.encode():
-        raise ProofError("a proof is not base64 in its one canonical form")
-    return data
 
 
 def points_of(activations: Any, rows: int, topk: int, skip_prefill: bool) -> PointBatch:

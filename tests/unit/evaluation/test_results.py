@@ -34,7 +34,7 @@ from shoal.evaluation.filter import (
 from shoal.evaluation.plan import Leaks, SamplingPlan, archived_ids, find_leaks, tasks_of, train_digests
 from shoal.evaluation.records import UNUSABLE
 from shoal.evaluation.statistics import mean_estimate
-from shoal.evaluation.summary import MAX_FAILURES, SummaryTally, table_lines
+from shoal.evaluation.summary import MAX_FAILURES, summary_of, table_lines
 
 MIDDLE = RateBand(0.25, 0.5)
 
@@ -243,7 +243,7 @@ class TestLeaks:
 class TestSummary:
     def test_the_numbers_by_hand(self) -> None:
         records = [record("a", 1.0, 0.0), record("b", 0.0, 0.0), record("c", 1.0, 1.0)]
-        found = SummaryTally.of(SamplingPlan(samples=2, temperature=1), records).as_json()
+        found = summary_of(SamplingPlan(samples=2, temperature=1), records)
         assert found["avg_at_k"]["value"] == 0.5
         assert found["pass_at_k"]["1"]["value"] == 0.5
         assert found["pass_at_k"]["2"]["value"] == pytest.approx(2 / 3)
@@ -252,9 +252,7 @@ class TestSummary:
         assert (found["parts"], found["mean_tokens"]) == ({"exact": 0.5}, 5.0)
 
     def test_pass_at_k_is_of_tasks_with_as_many_samples(self) -> None:
-        found = SummaryTally.of(
-            SamplingPlan(samples=2, temperature=1), [record("a", 1.0, None), record("b", 0.0, 1.0)]
-        ).as_json()
+        found = summary_of(SamplingPlan(samples=2, temperature=1), [record("a", 1.0, None), record("b", 0.0, 1.0)])
         assert found["pass_at_k"]["1"]["value"] == 0.75
         assert found["pass_at_k"]["2"]["value"] == 1.0
         assert found["unscored"] == {"samples": 1, "share": 0.25, "tasks": ["a"]}
@@ -265,7 +263,7 @@ class TestSummary:
             record("c:b", 0.0, part="c", kind="code"),
             record("m:c", 0.0, part="m", kind="mathematics"),
         ]
-        found = SummaryTally.of(SamplingPlan(), records).as_json()
+        found = summary_of(SamplingPlan(), records)
         assert found["by"]["part"]["m"]["avg_at_k"]["value"] == 0.5
         assert found["by"]["kind"]["code"]["tasks"] == 1
         text = "\n".join(table_lines(found))
@@ -273,9 +271,8 @@ class TestSummary:
         assert "kind code" in text
 
     def test_nothing_scored_is_no_number(self) -> None:
-        tally = SummaryTally.of(SamplingPlan(), [record("a", None), record("b", problem="too long")])
-        found = tally.as_json()
-        assert (found["avg_at_k"], found["pass_at_k"], tally.failed_share) == (None, {"1": None}, 1.0)
+        found = summary_of(SamplingPlan(), [record("a", None), record("b", problem="too long")])
+        assert (found["avg_at_k"], found["pass_at_k"], found["unscored"]["share"]) == (None, {"1": None}, 1.0)
         assert list(table_lines(found))[1:] == [
             "  nothing could be scored",
             "  1 sample unscored, counted in no figure: scoring failed (a)",
@@ -284,15 +281,14 @@ class TestSummary:
 
     def test_one_in_twenty_may_be_missing(self) -> None:
         good = [record(f"t{n}", 1.0) for n in range(18)]
-        assert (
-            SummaryTally.of(SamplingPlan(), [*good, record("a", 1.0), record("b", None)]).failed_share <= MAX_FAILURES
-        )
-        assert SummaryTally.of(SamplingPlan(), [*good, record("b", None)]).failed_share > MAX_FAILURES
+        nearly = summary_of(SamplingPlan(), [*good, record("a", 1.0), record("b", None)])
+        assert nearly["unscored"]["share"] <= MAX_FAILURES
+        assert summary_of(SamplingPlan(), [*good, record("b", None)])["unscored"]["share"] > MAX_FAILURES
 
     def test_rows_that_cannot_be_used_are_no_missing_samples(self) -> None:
-        tally = SummaryTally.of(
+        tally = summary_of(
             SamplingPlan(), [record("a", 1.0), record("b", problem=UNUSABLE), record("c", problem="too long")]
         )
-        assert tally.failed_share == 0.5
-        assert "  1 task left out: its row cannot be used" in table_lines(tally.as_json())
-        assert SummaryTally.of(SamplingPlan(), [record("b", problem=UNUSABLE)]).failed_share == 1.0
+        assert tally["unscored"]["share"] == 0.5
+        assert "  1 task left out: its row cannot be used" in table_lines(tally)
+        assert summary_of(SamplingPlan(), [record("b", problem=UNUSABLE)])["unscored"]["share"] == 1.0
