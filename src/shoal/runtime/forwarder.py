@@ -53,7 +53,7 @@ class Forwarder:
         wanted: dict[Endpoint, tuple[str, targets.Reach | None]] = {}
         for url in given:  # a name may lead elsewhere by now than to the hub that was met; numbers cannot
             endpoint = targets.endpoint_of(url)
-            wanted[endpoint] = (url, None if targets.numeric(*endpoint) else reach)
+            wanted[endpoint] = (url, reach if targets.as_number(endpoint[0]) is None else None)
         for url in named:
             with contextlib.suppress(targets.TargetRefused):
                 targets.check_url(url)

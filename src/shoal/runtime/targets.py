@@ -99,18 +99,21 @@ def netloc(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def as_number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """A host that is written as an address; None if it is a name."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.partition("%")[0])
+    return None
+
+
 def is_own(host: str) -> bool:
     """Whether a host is this machine by name or by number.
 
     >>> is_own("localhost"), is_own("127.0.0.3"), is_own("::1"), is_own("example.org")
     (True, True, True, False)
     """
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    number = as_number(host)
+    return host.lower() == "localhost" if number is None else number.is_loopback
 
 
 def proxy_of(url: str) -> Proxy | None:
