@@ -9,7 +9,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import torch
 
 from shoal import protocol
@@ -149,18 +148,6 @@ class Court:
         ids = [[token for token in rollout.token_ids.tolist() if token != eos] for rollout in submission.rollouts]
         known = [[token for token in each if token < self.loaded.tokenizer.vocabulary_size] for each in ids]
         return [self.environment.score(task, self.loaded.tokenizer.decode(each)).value for each in known]
-
-    def reward_of(self, judged: Judged) -> float:
-        """The mean reward of a group, had nobody looked."""
-        rewards = self.rewards(judged.lease.unit, judged.submission)
-        return sum(rewards) / len(rewards)
-
-    def as_of(self, submission: protocol.Submission, lease: protocol.Lease) -> protocol.Submission:
-        """The same group, handed in for another lease."""
-        return msgspec.structs.replace(
-            submission, lease=lease.lease, unit=lease.unit, version=lease.policy.version,
-            policy_digest=lease.policy.digest,
-        )  # fmt: skip
 
     def cheating(self, cheat: Cheat) -> Engine:
         """An engine of its own with the policy in place, as a worker's shelf would make it."""

@@ -49,18 +49,6 @@ def test_a_learning_rate_of_ten_ends_as_a_failure_with_a_good_checkpoint(tmp_pat
     assert metrics["mismatch"] < 1e-5, "it gives the recorded tokens their probabilities"
 
 
-def test_a_run_that_diverged_diverges_again_when_it_is_started_again(tmp_path: Path) -> None:
-    hub, settings = FakeHub(6), changed(learning_rate=10.0)
-    messages = []
-    for _ in range(2):
-        run, _ = training_run(tmp_path, hub, settings)
-        with pytest.raises(TrainingDiverged) as caught:
-            run.run()
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
-    assert CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).at((0, 0)).progress.version == 0
-
-
 def test_healthy_steps_are_not_touched_by_guards(tmp_path: Path) -> None:
     """All guards at their most severe, and weights as without any."""
     severe = {name: {"react": "stop"} for name in ("gradient_spike", "clip_fraction", "mismatch_kl", "reward_collapse")}

@@ -18,7 +18,6 @@ from shoal.shardcast.origin import Origin
 from shoal.trainer import elastic, settings
 from shoal.trainer.checkpoint import MODEL, TRAINING, StoredCheckpoint, part_name, read_tensors
 from shoal.trainer.learner import new_learner
-from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.shards import rows_of
 
@@ -79,17 +78,6 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
         assert ours["tokens"] == theirs["tokens"]
         assert ours["padding_fraction"] == theirs["padding_fraction"] == 0, "two processes pack as one does"
     assert difference(alone(tmp_path / "two", steps=5), alone(tmp_path / "one", steps=5)) < 5e-6
-
-
-def test_one_rank_with_shards_keeps_its_weights_in_float32_and_rounds_what_it_gathers(tmp_path: Path) -> None:
-    """A group of one: FSDP holds float32 weights, and there are no masters beside them."""
-    torch.set_num_threads(1)
-    memory = SHARED.memory.model_copy(update={"precision": "bfloat16"})
-    rounded = SHARED.model_copy(update={"memory": memory})
-    run_ranks(tmp_path / "rank", 1, steps=2, settings=rounded)
-    ours, exact = newest(tmp_path / "rank"), alone(tmp_path / "exact", 2)
-    assert {value.dtype for value in ours.tensors().values()} == {torch.float32}
-    assert 0 < distance(ours, exact) <= 1.3 * distance(alone(tmp_path / "one", 2, rounded), exact)
 
 
 @pytest.mark.slow
@@ -171,15 +159,6 @@ def test_parts_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
     (tmp_path / part_name(FILE, 1, 2)).write_bytes(b"no safetensors")
     with pytest.raises(CheckpointError, match="is not a part of a checkpoint"):
         list(read_tensors(tmp_path, FILE))
-
-
-def test_a_process_by_itself_has_nobody_to_ask() -> None:
-    ranks, values = Ranks(), torch.tensor([3.0, 4.0])
-    assert ranks.total(values) is ranks.peak(values) is ranks.whole(values) is values
-    assert (ranks.any(True), ranks.any(False)) == (True, False)
-    assert float(ranks.norm([values])) == 5
-    assert ranks.run(None, lambda: 7) == 7
-    ranks.send(b"nobody listens")
 
 
 @pytest.mark.parametrize(

@@ -13,28 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.sft import (
-    BOT,
-    CHAT,
-    END,
-    FORGETFUL,
-    SYS,
-    TOKENIZER,
-    USER,
-    chat_files,
-    chosen,
-    put,
-    sort_files,
-    sort_row,
-    sort_rows,
-)
+from kit.sft import BOT, CHAT, END, FORGETFUL, SYS, TOKENIZER, USER, chat_files, chosen, put, sort_files, sort_row
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import PromptSettings
-from shoal.errors import ConfigError, ModelError, ScoringFailure, UnusableTask
+from shoal.errors import ConfigError, ScoringFailure, UnusableTask
 from shoal.models import PromptEncoder, TextTokenizer
 from shoal.rewards import DirectScorer
 from shoal.rewards.panel import Piece
-from shoal.trainer.demonstrations.choosing import Asking, Course, Interrupted, choose
+from shoal.trainer.demonstrations.choosing import Asking, Course
 from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder, Tokens
 
 HI = {"role": "user", "content": "hi"}
@@ -78,23 +64,12 @@ def test_several_files_of_several_kinds_are_one(tmp_path: Path) -> None:
     assert [data.where(row) for row in range(3)] == ["a.jsonl line 1", "a.jsonl line 2", "b.parquet row 0"]
 
 
-def test_wrong_columns_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no demonstrations are in the columns question, answer"):
-        Demonstrations([put(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])])
-
-
 def test_a_prompt_may_be_a_conversation_of_which_only_the_end_is_learnt(tmp_path: Path) -> None:
     before = [HI, HO, {"role": "user", "content": "and?"}]
     found = next(Demonstrations([put(tmp_path / "a.jsonl", [{"prompt": before, "completion": "so"}])]).read())
     assert found == Demonstration(
         0, (("user", "hi"), ("assistant", "ho"), ("user", "and?"), ("assistant", "so")), given=3
     )
-
-
-def test_length(tmp_path: Path) -> None:
-    rows = [sort_row("21"), sort_row("321"), sort_row("7654321")]  # 6, 8 and 16 tokens
-    _, outcome = chosen(tmp_path, rows, max_tokens=9)
-    assert reasons(outcome) == {2: "length: more than 9 tokens"}
 
 
 @pytest.mark.parametrize(
@@ -112,20 +87,12 @@ def test_form(tmp_path: Path, wanted: str, good: str, bad: str) -> None:
     assert reasons(outcome) == {1: f"form: no {wanted} in it"}
 
 
-def test_held_out_tasks_of_a_generator_and_of_a_data_set(tmp_path: Path) -> None:
+def test_held_out_tasks_of_a_generator(tmp_path: Path) -> None:
     sort = build(EnvironmentSettings(name="sort"))
     held_out, train = sort.tasks("held_out")[0], sort.tasks("train")[0]
     rows = [{"prompt": task.prompt, "completion": task.answer} for task in (train, held_out)]
     _, outcome = chosen(tmp_path, rows, asking=Asking(sort))
     assert reasons(outcome) == {1: "held out: the environment holds this task out"}
-    questions = put(
-        tmp_path / "q.jsonl", [{"question": f"{number} plus 1?", "answer": str(number + 1)} for number in range(20)]
-    )
-    data = build(EnvironmentSettings(name="dataset", data=questions, options={"grader": "exact"}))
-    asked = data.tasks("held_out")[0].prompt
-    rows = [{"prompt": asked.upper(), "completion": "1"}, {"prompt": data.tasks("train")[0].prompt, "completion": "1"}]
-    _, outcome = chosen(tmp_path, rows, asking=Asking(data))
-    assert list(outcome.left_out) == [0]
 
 
 class Failing(DirectScorer):
@@ -201,11 +168,6 @@ def test_the_table(tmp_path: Path) -> None:
     ]
 
 
-def test_told_to_stop(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        chosen(tmp_path, sort_rows(3), interrupted=True)
-
-
 def test_samples_of_the_corpus_are_the_tokens_that_were_encoded(tmp_path: Path) -> None:
     turns = [HI, HO, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "so"}]
     corpus, _ = chosen(tmp_path, [{"messages": turns}, {"messages": [HI, HO]}], files=chat_files())
@@ -218,14 +180,6 @@ def test_samples_of_the_corpus_are_the_tokens_that_were_encoded(tmp_path: Path) 
     assert bool(sample.drawn[0])
     assert sample.advantage == 1.0
     assert len(corpus) == 2
-
-
-def test_progress_is_told(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    data = Demonstrations([put(tmp_path / "a.jsonl", sort_rows(300))])
-    encoder = Encoder(sort_files(), PromptSettings(), data.layout)
-    choose(data, encoder, progress=lambda *said: told.append(said))
-    assert told == [(0, 300), (256, 300)]
 
 
 def talk(*texts: str, system: str = "") -> dict[str, Any]:
@@ -275,7 +229,9 @@ def test_calls_of_tools_are_not_lost_without_a_word(tmp_path: Path, key: str) ->
     assert list(outcome.left_out) == [1]
 
 
-def test_files_of_two_layouts_are_refused_by_name(tmp_path: Path) -> None:
+def test_files_without_a_layout_or_of_two_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no demonstrations are in the columns question, answer"):
+        Demonstrations([put(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])])
     chat, lines = put(tmp_path / "chat.jsonl", [talk("a", "b")]), put(tmp_path / "d24.jsonl", [sort_row("21")])
     pq.write_table(pa.Table.from_pylist([sort_row("54")]), tmp_path / "b.parquet")
     message = r"d24\.jsonl has no column messages, which .*chat\.jsonl has; it has prompt, completion"
@@ -400,11 +356,6 @@ def test_an_answer_that_the_prompt_has_begun_is_not_begun_twice() -> None:
     (by_template,) = encode(("user", "a"), ("assistant", "<think>\nb</think>c"), template=begun)
     assert learnt(by_template) == [*spelt("b</think>c"), END]
     assert by_template.ids.tolist().count(think) == 1
-
-
-def test_chat_without_a_template_is_refused_and_says_what_to_do() -> None:
-    with pytest.raises(ModelError, match="the demonstrations are messages, but the model has no chat template"):
-        Encoder(chat_files(None), PromptSettings(), "messages")
 
 
 def test_a_template_that_refuses_makes_the_row_unusable() -> None:

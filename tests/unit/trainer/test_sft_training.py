@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trainer_stubs import same, tiny_model, weights
 
 from kit.sft import chosen, sort_files, sort_rows
-from shoal.errors import CheckpointError, ConfigError, TrainingDiverged
+from shoal.errors import CheckpointError, TrainingDiverged
 from shoal.models.load import load_model
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
@@ -78,11 +78,6 @@ def test_validation_takes_whole_questions_and_is_never_trained_on() -> None:
     assert aside == [0, 1, 2, 3, 4]  # five: both answers to question 5
     assert {number for batch in found for number in batch} == {5, 6, 7}
     assert [len(table(Course(), list(range(count)))[1]) for count in (100, 10_000, 19)] == [5, 256, 0]
-
-
-def test_nothing_left_to_train_on() -> None:
-    with pytest.raises(ConfigError, match="all 3 sequences are kept for validation"):
-        table(Course(validation=3), [0, 1, 2])
 
 
 def test_decay_by_hand() -> None:

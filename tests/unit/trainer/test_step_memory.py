@@ -184,11 +184,6 @@ def test_a_reference_that_is_not_the_starting_policy_is_refused(tmp_path: Path) 
         hold(begins=False, needed=True)
 
 
-def test_a_copy_of_a_model_folder_has_the_same_digest(tmp_path: Path) -> None:
-    first, second = write_model(tmp_path / "a"), write_model(tmp_path / "b")
-    assert weights_digest(first) == weights_digest(second) != weights_digest(write_model(tmp_path / "c", seed=1))
-
-
 def test_a_resumed_run_is_held_near_the_same_reference(tmp_path: Path) -> None:
     """Stopped after one step and gone on with: the weights of a run that never stopped; another model is refused."""
     settings = SETTINGS.model_copy(update={"objective": ObjectiveSettings(kl=0.5), "evaluate_every": 0})

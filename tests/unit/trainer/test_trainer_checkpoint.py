@@ -10,18 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_stubs import (
-    RUN,
-    SETTINGS,
-    learner,
-    make_group,
-    same,
-    stored_in,
-    tiny_files,
-    tiny_loaded,
-    tiny_model,
-    weights,
-)
+from trainer_stubs import RUN, SETTINGS, learner, make_group, same, stored_in, tiny_files, tiny_model, weights
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import CheckpointError, ModelError, ResourceError
@@ -30,9 +19,8 @@ from shoal.runtime.files import write_atomically
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, CopyStream, restore
 from shoal.trainer.folder import Progress
-from shoal.trainer.learner import Learner, new_learner
+from shoal.trainer.learner import Learner
 from shoal.trainer.ranks import Ranks
-from shoal.trainer.settings import LoraSettings
 from shoal.trainer.shards import ShardedCopies
 from shoal.trainer.step import StepWork, train_step
 
@@ -221,12 +209,6 @@ def test_stray_files_among_the_checkpoints_are_no_trouble(tmp_path: Path) -> Non
     assert (stored.progress.version, store.places()) == (2, [(2, 0), (1, 0)])
 
 
-def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ResourceError, match="a part of the path is a file"):
-        CheckpointStore(tmp_path / "file" / "checkpoints", 1).save(learner(), Progress(RUN, 0), {})
-
-
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 1)
     store.save(learner(num_hidden_layers=1), Progress(RUN, 0), {})
@@ -274,13 +256,6 @@ def test_weights_are_copied_as_they_are_published_and_as_they_are_saved() -> Non
         assert same(copied.weights, {name: value.bfloat16() for name, value in exact.items()})
     assert copied.captured is not None
     assert same(copied.captured[MODEL], exact)
-
-
-def test_adapters_are_copied_exactly_since_they_are_merged_when_they_are_exported() -> None:
-    lora = LoraSettings(rank=2, targets=("q_proj",))
-    settings = SETTINGS.model_copy(update={"publish_dtype": "bfloat16", "lora": lora})
-    copied = Copies().take(new_learner(tiny_loaded(settings).model, settings), with_training=False)
-    assert {value.dtype for value in copied.weights.values()} == {torch.float32}
 
 
 class Late(CopyStream):
@@ -331,18 +306,6 @@ def test_an_update_does_not_change_a_copy_that_is_on_its_way(late: Late) -> None
     assert same({name: value for name, value in saved.items() if name.startswith(MOMENTS)}, moments)
 
 
-def test_the_memory_of_a_checkpoint_is_there_before_there_are_moments() -> None:
-    made, copies = learner(), Copies()
-    copies.take(made, with_training=True)
-    copies._reserve(made)
-    reserved = {name: value.data_ptr() for (name, _), value in copies._memory.items()}
-    train_one(made, 0)
-    copies.take(made, with_training=True)
-    later = {name: value.data_ptr() for (name, _), value in copies._memory.items()}
-    assert {name for name in later if name not in reserved} == {name for name in later if name.endswith("/step")}
-    assert all(later[name] == where for name, where in reserved.items())
-
-
 def test_weights_that_are_not_trained_are_copied_once() -> None:
     made, copies = learner(), Copies()
     made.model.lm_head.weight.requires_grad_(False)
@@ -353,13 +316,3 @@ def test_weights_that_are_not_trained_are_copied_once() -> None:
     second = copies.take(made, with_training=False).weights
     assert torch.equal(second["lm_head.weight"], first)
     assert torch.equal(second["model.norm.weight"], made.model.model.norm.weight)
-
-
-def test_a_model_of_half_precision_is_copied_as_its_masters() -> None:
-    memory = SETTINGS.memory.model_copy(update={"precision": "bfloat16"})
-    made = learner(SETTINGS.model_copy(update={"memory": memory}))
-    train_one(made, 0)
-    copied = Copies().take(made, with_training=True)
-    assert {value.dtype for value in copied.weights.values()} == {torch.float32}
-    name = "model.norm.weight"
-    assert torch.equal(copied.weights[name].to(torch.bfloat16), made.model.get_parameter(name))

@@ -67,12 +67,6 @@ def test_a_score_of_the_last_version_is_waited_for_and_is_on_the_card(tmp_path: 
     assert "| held_out | 0.75 |" in (folder / "README.md").read_text()
 
 
-def test_a_version_that_nobody_measures_stays_unscored(tmp_path: Path, hub: FakeHub) -> None:
-    training_run(tmp_path, hub)[0].run()
-    assert scores_of(tmp_path) == {}
-    assert (tmp_path / "trainer" / "export" / "model.safetensors").exists()
-
-
 def test_validators_that_never_come_are_not_waited_for_without_end(hub: FakeHub) -> None:
     clock, looks = ManualClock(), []
     hub.measure(STEPS, None, complete=False)
@@ -132,22 +126,6 @@ def test_a_replay_tells_scores_that_were_there_before_it_came_to_them(hub: FakeH
     looking = measuring(hub)
     told = [looking.known(version) for version in range(7)]
     assert told == [{0: 0.0}, {}, {2: 0.2}, {}, {4: 0.4}, {}, {6: 0.6}]
-
-
-def test_rows_have_the_same_scores_after_a_replay(tmp_path: Path, hub: FakeHub) -> None:
-    settings = SETTINGS.model_copy(update={"checkpoint_every": 10, "keep_best": 0})
-
-    def measure(version: int) -> None:
-        hub.measure(version, 0.2 + version / 10)
-        if version == 3 and len(hub.reports) == 3:
-            raise Killed
-
-    hub.before["announced"] = measure
-    with pytest.raises(Killed):
-        training_run(tmp_path, hub, settings)[0].run()
-    hub.before["announced"] = lambda version: hub.measure(version, 0.2 + version / 10)
-    training_run(tmp_path, hub, settings)[0].run()
-    assert scores_of(tmp_path) == pytest.approx({version: 0.2 + version / 10 for version in range(STEPS + 1)})
 
 
 def test_a_mean_of_a_part_of_the_tasks_is_no_score(hub: FakeHub) -> None:

@@ -24,7 +24,7 @@ from trainer_stubs import (
 )
 from transformers import AutoModelForCausalLM
 
-from shoal.errors import CheckpointError, ConfigError, DeadlineExceeded, ProtocolError, ResourceError, TrainingDiverged
+from shoal.errors import CheckpointError, ConfigError, DeadlineExceeded, ProtocolError, ResourceError
 from shoal.protocol import BatchReply, TrainingBatch
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
@@ -89,28 +89,23 @@ def test_the_end_is_an_export_that_transformers_loads(whole) -> None:
     assert "held_out" in card
 
 
-def kill_and_resume(folder: Path, where: str, number: int, settings: TrainerSettings) -> tuple[dict, FakeHub]:
-    hub = FakeHub(STEPS)
-    hub.before[where] = killing(number)
-    with pytest.raises(Killed):
-        training_run(folder, hub, settings)[0].run()
-    hub.before.clear()
-    resumed, made = training_run(folder, hub, settings)
-    resumed.run()
-    return weights(made), hub
-
-
-@pytest.mark.parametrize("settings", [SETTINGS, SPARSE], ids=["every-step", "every-third"])
 @pytest.mark.parametrize(
-    ("where", "number"),
-    [("announce", 0), ("announced", 0), ("batch", 2), ("rollouts", 1), ("report", 0), ("report", 2), ("announce", 2),
-     ("announced", 2), ("announce", 4), ("report", 4)],
+    ("where", "number", "settings"),
+    [("announce", 0, SETTINGS), ("batch", 2, SETTINGS), ("report", 0, SETTINGS), ("announced", 2, SETTINGS),
+     ("announce", 4, SETTINGS), ("rollouts", 1, SPARSE), ("report", 2, SPARSE), ("announce", 2, SPARSE),
+     ("report", 4, SPARSE)],
 )  # fmt: skip
 def test_killed_anywhere_and_resumed_gives_the_same_weights_bit_for_bit(
     tmp_path: Path, whole, where: str, number: int, settings: TrainerSettings
 ) -> None:
-    last, hub = kill_and_resume(tmp_path, where, number, settings)
-    assert same(last, whole[0])
+    hub = FakeHub(STEPS)
+    hub.before[where] = killing(number)
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub, settings)[0].run()
+    hub.before.clear()
+    resumed, made = training_run(tmp_path, hub, settings)
+    resumed.run()
+    assert same(weights(made), whole[0])
     assert hub.policies == whole[1].policies  # every digest reproduced: still incarnation 0
     assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3, 4]  # none missing, none twice
     assert sorted(hub.reports) == [0, 1, 2, 3, 4]
@@ -127,20 +122,10 @@ def test_batches_since_the_last_checkpoint_are_replayed(tmp_path: Path) -> None:
     assert asked == [0, 1, 2, 3]
 
 
-def test_a_lost_trainer_folder_is_replayed_from_the_hubs_batches(tmp_path: Path, whole) -> None:
-    hub = FakeHub(STEPS)
-    hub.before["report"] = killing(2)
-    with pytest.raises(Killed):
-        training_run(tmp_path, hub)[0].run()
-    hub.before.clear()
-    shutil.rmtree(tmp_path / "trainer")
-    run, made = training_run(tmp_path, hub)
-    run.run()
-    assert same(weights(made), whole[0])
-    assert hub.policies == whole[1].policies
-
-
-def test_a_damaged_newest_checkpoint_costs_a_replay_and_nothing_else(tmp_path: Path, whole, caplog) -> None:
+@pytest.mark.parametrize("lost", [False, True], ids=["a damaged checkpoint", "a lost folder"])
+def test_what_is_lost_costs_a_replay_of_the_hubs_batches_and_nothing_else(
+    tmp_path: Path, whole, lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     hub = FakeHub(STEPS)
     hub.before["batch"] = killing(3)
     with pytest.raises(Killed):
@@ -148,10 +133,12 @@ def test_a_damaged_newest_checkpoint_costs_a_replay_and_nothing_else(tmp_path: P
     hub.before.clear()
     newest = tmp_path / "trainer" / "checkpoints" / "3.0" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
+    if lost:
+        shutil.rmtree(tmp_path / "trainer")
     run, made = training_run(tmp_path, hub)
     with caplog.at_level(logging.WARNING):
         run.run()
-    assert "3.0 is damaged" in caplog.text
+    assert ("3.0 is damaged" in caplog.text) != lost
     assert same(weights(made), whole[0])
     assert hub.policies == whole[1].policies
 
@@ -209,14 +196,6 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path: Path) -> None:
     assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
 
 
-def test_a_batch_that_does_not_know_its_sampled_reward_has_none_reported(tmp_path: Path) -> None:
-    hub = FakeHub(1)
-    hub.sampled_reward = None
-    training_run(tmp_path, hub)[0].run()
-    assert "sampled_reward" not in rows_of(tmp_path)[0]
-    assert "reward_mean" in rows_of(tmp_path)[0]
-
-
 def test_every_row_says_when_it_was_written(tmp_path: Path) -> None:
     clock = ManualClock(start_ms=5_000)
     hub = FakeHub(2)
@@ -229,19 +208,17 @@ def test_every_row_says_when_it_was_written(tmp_path: Path) -> None:
     assert "at_ms" not in (tmp_path / "trainer" / "export" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("killed_first", [False, True])
-def test_a_run_that_is_extended_keeps_the_score_of_its_former_end(tmp_path: Path, killed_first: bool) -> None:
+def test_a_run_that_is_extended_keeps_the_score_of_its_former_end(tmp_path: Path) -> None:
     """Version 3 is measured because the run ends there; a run that goes on past it would not measure it."""
     first, longer = FakeHub(3), FakeHub(4)
     first.score = longer.score = {0: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}.get
     training_run(tmp_path, first)[0].run()
     longer.policies = dict(first.policies)
-    if killed_first:
-        longer.before["rollouts"] = killing(3)
-        with pytest.raises(Killed):
-            training_run(tmp_path, longer)[0].run()
-        assert rows_of(tmp_path)[-1] == {"step": 3, "held_out": 0.3}
-        longer.before.clear()
+    longer.before["rollouts"] = killing(3)
+    with pytest.raises(Killed):
+        training_run(tmp_path, longer)[0].run()
+    assert rows_of(tmp_path)[-1] == {"step": 3, "held_out": 0.3}
+    longer.before.clear()
     training_run(tmp_path, longer)[0].run()
     rows = rows_of(tmp_path)
     assert [(row["step"], row.get("held_out")) for row in rows] == [(0, 0.1), (1, None), (2, 0.2), (3, 0.3), (4, 0.4)]
@@ -249,12 +226,11 @@ def test_a_run_that_is_extended_keeps_the_score_of_its_former_end(tmp_path: Path
     assert longer.reports[3]["held_out"] == 0.3
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_with_staleness_the_trainer_does_not_wait_for_its_own_announcement(tmp_path: Path, staleness: int) -> None:
-    hub = FakeHub(STEPS, max_staleness=staleness)
+def test_with_staleness_the_trainer_does_not_wait_for_its_own_announcement(tmp_path: Path) -> None:
+    hub = FakeHub(STEPS, max_staleness=2)
     training_run(tmp_path, hub)[0].run()
     rows = rows_of(tmp_path)
-    assert max(row.get("staleness_max", 0) for row in rows) == staleness
+    assert max(row.get("staleness_max", 0) for row in rows) == 2
     assert sorted(hub.policies) == [(0, version) for version in range(STEPS + 1)]
 
 
@@ -293,18 +269,6 @@ def test_a_stopped_trainer_ends_quietly_and_is_resumable(tmp_path: Path, whole, 
     resumed, made = training_run(tmp_path, hub)
     resumed.run()
     assert same(weights(made), whole[0])
-
-
-def test_divergence_never_ends_as_success(tmp_path: Path) -> None:
-    hub = FakeHub(STEPS)
-    made = learner()
-    with torch.no_grad():
-        made.model.lm_head.weight[5, 0] = float("nan")
-    run, _ = training_run(tmp_path, hub, learner=made)
-    with pytest.raises(TrainingDiverged, match="step 0: the loss or gradient of an update is NaN or infinite"):
-        run.run()
-    assert not (tmp_path / "trainer" / "export").exists()
-    assert list(hub.policies) == [(0, 0)]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, tiny_files, tiny_model
 from transformers import AutoModelForCausalLM
 
-from shoal.errors import DeadlineExceeded, ModelError, ResourceError
+from shoal.errors import DeadlineExceeded
 from shoal.models.state import policy_state
 from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, RoleCertificate, sign_document
-from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
 from shoal.trainer import process
@@ -88,15 +87,6 @@ def test_a_whole_run(config: TrainerConfig, client: FakeClient) -> None:
     assert not torch.equal(exported.lm_head.weight, tiny_model().lm_head.weight)
 
 
-def test_two_trainers_do_not_share_a_folder(
-    config: TrainerConfig, client: FakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "LOCK_WAIT_S", 0.0)
-    with FolderLock(config.folder).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
-        run_trainer(config, StopToken())
-    assert client.registered == []
-
-
 def test_stopping_while_the_hub_is_away_is_no_error(config: TrainerConfig, client: FakeClient) -> None:
     stop = StopToken()
 
@@ -107,18 +97,3 @@ def test_stopping_while_the_hub_is_away_is_no_error(config: TrainerConfig, clien
     client.before["register"] = away
     run_trainer(config, stop)
     assert client.closed
-
-
-def test_a_hub_that_stays_away_is_an_error(config: TrainerConfig, client: FakeClient) -> None:
-    def away(_number: int) -> None:
-        raise DeadlineExceeded("no answer")
-
-    client.before["register"] = away
-    with pytest.raises(DeadlineExceeded):
-        run_trainer(config, StopToken())
-
-
-def test_a_missing_model_is_one_clear_error(config: TrainerConfig, client: FakeClient, tmp_path: Path) -> None:
-    values = {**config.__dict__, "model": str(tmp_path / "nowhere")}
-    with pytest.raises(ModelError, match="there is no model folder"):
-        run_trainer(TrainerConfig(**values), StopToken())

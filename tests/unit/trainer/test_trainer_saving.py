@@ -154,11 +154,6 @@ def measured(folder: Path, scores: dict[int, float], steps: int = 8, **changes: 
 SCORES = {0: 0.1, 2: 0.8, 4: 0.3, 6: 0.8, 8: 0.2}
 
 
-def test_the_best_by_held_out_score_is_kept_beside_the_newest(tmp_path: Path) -> None:
-    measured(tmp_path, SCORES)
-    assert saved(tmp_path) == ["6.0", "7.0", "8.0"]
-
-
 def test_a_finished_run_keeps_the_newest_and_the_best_and_none_that_only_guards_look_back_to(tmp_path: Path) -> None:
     during: list[list[str]] = []
     hub, settings = FakeHub(8, max_staleness=1), SETTINGS.model_copy(update={"minibatches": 1})
@@ -169,27 +164,9 @@ def test_a_finished_run_keeps_the_newest_and_the_best_and_none_that_only_guards_
     assert saved(tmp_path) == ["6.0", "7.0", "8.0"]
 
 
-def test_the_last_version_may_be_the_best(tmp_path: Path) -> None:
-    measured(tmp_path, {**SCORES, 8: 0.9})
-    assert saved(tmp_path) == ["7.0", "8.0"]
-
-
 def test_versions_that_are_measured_are_saved_though_no_checkpoint_is_due(tmp_path: Path) -> None:
     measured(tmp_path, {**SCORES, 6: 0.7}, checkpoint_every=7, keep_checkpoints=1)
     assert saved(tmp_path) == ["2.0", "8.0"]
-
-
-def test_scores_that_come_late_decide_all_the_same(tmp_path: Path) -> None:
-    hub = FakeHub(8, max_staleness=1)
-    settings = PLAIN.model_copy(update={"minibatches": 1})
-    hub.score = lambda _version: None
-    for version in SCORES:
-        hub.measure(version, None, complete=False)
-    # each is measured three steps after it went out
-    hub.before["batch"] = lambda step: hub.measure(step - 3, SCORES[step - 3]) if step - 3 in SCORES else None
-    hub.before["announced"] = lambda version: [hub.measure(v, SCORES[v]) for v in SCORES] if version == 8 else None
-    training_run(tmp_path, hub, settings)[0].run()
-    assert saved(tmp_path) == ["6.0", "7.0", "8.0"]
 
 
 def test_after_a_resume_the_same_one_is_the_best(tmp_path: Path) -> None:
@@ -203,11 +180,6 @@ def test_after_a_resume_the_same_one_is_the_best(tmp_path: Path) -> None:
     hub.before.clear()
     training_run(tmp_path, hub, settings)[0].run()
     assert saved(tmp_path) == ["2.0", "7.0", "8.0"]
-
-
-def test_without_it_only_the_newest_are_kept(tmp_path: Path) -> None:
-    measured(tmp_path, SCORES, keep_best=0)
-    assert saved(tmp_path) == ["7.0", "8.0"]
 
 
 EVERY = 5
@@ -246,10 +218,6 @@ def test_of_equal_ones_the_newer_is_kept() -> None:
 
 def test_versions_that_nobody_ever_measures_do_not_pile_up() -> None:
     assert after(100, {}) == [90, 95, 98, 99]
-
-
-def test_without_a_best_only_the_newest_are_kept() -> None:
-    assert after(12, {5: 1.0}, Retention(keep=3, is_measured=is_measured)) == [9, 10, 11]
 
 
 def test_a_version_of_two_incarnations_counts_once_and_as_the_newer_one() -> None:
