@@ -31,7 +31,7 @@ from shoal.runtime.supervise import Ending, ProcessSpec, Supervisor
 from shoal.runtime.text import shoal_command
 from shoal.shardcast import Origin
 from shoal.shardcast.tree import HEAD
-from shoal.trainer.guards import standing
+from shoal.trainer.record import standing
 
 log = logging.getLogger(__name__)
 

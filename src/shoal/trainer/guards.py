@@ -1,8 +1,7 @@
 """Guards: a run that goes wrong says so early, and ends as a failure, not as a model.
 
     rows so far ─┬► veto ◄─ each update's numbers, before it is made          skip, stop: it is not made
-                 ├► judge ◄─ the step's numbers ─► alarm_NAME in the row, sentences for log and hub; stop: the run ends
-                 └► at the end: conclude ◄─ how the last version sees its own batch
+                 └► judge ◄─ the step's numbers ─► alarm_NAME in the row, sentences for log and hub; stop: the run ends
 
 One table has all guards. A measure is a function of the rows in metrics.jsonl (never `held_out`, which may come later)
 and of the numbers at hand: a resumed run decides as the uninterrupted one did. It is None where there is too little to
@@ -18,8 +17,9 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 Row = Mapping[str, float]
 Measure = Callable[[Sequence[Row], Row], float | None]
-SMOOTH = 5  # rows that are averaged, so that one odd batch is no trend; the first rows: two at least
+SMOOTH = 5  # rows that are averaged, so that one odd batch is no trend
 SLOPE_ROWS = 16
 HISTORY = 2000  # rows that are looked back upon
 LEAST_LOSS = 0.05  # of reward: what is smaller is noise, whatever its share
@@ -86,24 +86,19 @@ def without_tokens(rows: Sequence[Row], row: Row) -> float | None:
     return float(sum(1 for _ in itertools.takewhile(lambda tokens: not tokens, counts)))
 
 
-def spike(name: str) -> Measure:
+def spike(name: str, rows: Sequence[Row], row: Row) -> float | None:
     """How many times the median gradient norm of the last rows it is."""
-
-    def measure(rows: Sequence[Row], row: Row) -> float | None:
-        before, now = values_of(rows[-SLOPE_ROWS:], "grad_norm"), values_of([row], name)
-        median = statistics.median(before) if len(before) >= SMOOTH else 0.0
-        return now[0] / median if now and median > 0 else None
-
-    return measure
+    before, now = values_of(rows[-SLOPE_ROWS:], "grad_norm"), values_of([row], name)
+    median = statistics.median(before) if len(before) >= SMOOTH else 0.0
+    return now[0] / median if now and median > 0 else None
 
 
 def growth(rows: Sequence[Row], row: Row) -> float | None:
     """The factor that the gradient norm grew by over `SLOPE_ROWS` rows: the exponential that fits best, end to end."""
-    norms = [value for value in values_of([*rows[-SLOPE_ROWS + 1 :], row], "grad_norm") if value > 0]
+    norms = [math.log(value) for value in values_of([*rows[-SLOPE_ROWS + 1 :], row], "grad_norm") if value > 0]
     if len(norms) < SLOPE_ROWS:
         return None
-    slope, _ = statistics.linear_regression(range(SLOPE_ROWS), list(map(math.log, norms)))
-    return math.exp(min(50.0, slope * (SLOPE_ROWS - 1)))
+    return math.exp(min(50.0, statistics.linear_regression(range(SLOPE_ROWS), norms).slope * (SLOPE_ROWS - 1)))
 
 
 def rise_again(rows: Sequence[Row], row: Row) -> float | None:
@@ -132,8 +127,7 @@ def lost(rows: Sequence[Row], row: Row) -> float | None:
     scale = max(curve) - min(0.0, *rewards)
     if min(rewards) < 0:  # the lowest one seen is no natural zero: the spread of single rewards is a scale, too
         scale = max(scale, mean_of(values_of(looked_at, "reward_std") or [0.0]))
-    share = (max(curve) - curve[-1]) / scale
-    return share if math.isfinite(share) else None
+    return (max(curve) - curve[-1]) / scale if scale < math.inf else None
 
 
 LOWER = "What to do: lower trainer.learning_rate"
@@ -164,7 +158,7 @@ GUARDS = (
     Guard("not_finite", 3, lambda _rows, _: None, None, "stop", ("skip", "stop"), rows=1,
         seen="the loss or gradient of an update is NaN or infinite ({:.0f} in a row)",
         advice=f"Weights, rewards or recorded log-probabilities are broken. {LOWER}, look at the rollouts of the step"),
-    Guard("gradient_spike", 20.0, spike("grad_norm_max"), spike("grad_norm"), rows=1, least=1.0,
+    Guard("gradient_spike", 20.0, partial(spike, "grad_norm_max"), partial(spike, "grad_norm"), rows=1, least=1.0,
         seen="an update's gradient norm is {:.3g} times the median of the last 16 steps",
         advice=f"Often a broken reward, or a few extreme ratios. {LOWER} or trainer.grad_clip, look at the rollouts"),
     Guard("gradient_slope", 10.0, growth, rows=SLOPE_ROWS, least=1.0,
@@ -216,6 +210,12 @@ class GuardSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
     __pydantic_extra__: dict[str, GuardRule]
 
+    @property
+    def lookback(self) -> int:
+        """How old a checkpoint must be kept: some guard stops the run on what began some steps ago."""
+        stops = any(guard.rows > 1 and self.rule(guard.name).react == "stop" for guard in GUARDS)
+        return LOOKBACK if stops else 0
+
     def rule(self, name: str) -> Any:
         return self.__pydantic_extra__[name]
 
@@ -227,16 +227,16 @@ class GuardSettings(BaseModel):
         for name, guard in RULES.items():
             given = rules.pop(name, GuardRule())
             limit, react = guard.limit if given.limit is None else given.limit, given.react or guard.react
+            reactions = (*guard.reactions, *(["skip"] if guard.of_update else []))
             if not guard.least < limit <= guard.most:
                 raise ValueError(f"{name}.limit = {limit:g} must be above {guard.least:g}, at most {guard.most:g}")
-            if react not in guard.reactions and not (guard.of_update and react == "skip"):
-                raise ValueError(f"{name}.react = {react!r}: it may be {', '.join(guard.reactions)}")
+            if react not in reactions:
+                raise ValueError(f"{name}.react = {react!r}: it may be {', '.join(reactions)}")
             rules[name] = given.model_copy(update={"limit": limit, "react": react})
         return self
 
 
-@dataclass(frozen=True)
-class Alarm:
+class Alarm(NamedTuple):
     """A guard whose limit is passed. `is_new`: it was calm before, so people hear of it."""
 
     name: str
@@ -247,8 +247,7 @@ class Alarm:
     message: str
 
 
-@dataclass(frozen=True)
-class Judged:
+class Judged(NamedTuple):
     """What the guards say of a step: alarms, and numbers for its row."""
 
     alarms: tuple[Alarm, ...]
@@ -276,24 +275,6 @@ class Judged:
             if folder.parent.name == "trainer":  # of a run, which can export it
                 said += f"; to take it out: {shoal_command()} export {folder.parent.parent} OUT --version {good}"
         raise TrainingDiverged(f"{alarm.message}. The run was stopped at version {alarm.step}{newer}. {said}")
-
-
-def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
-    """Alarms whose episode has not ended with the last row: guard → the step that it began with, and what was seen."""
-    found = {}
-    for name, guard in RULES.items():
-        fired = [index for index, row in enumerate(rows) if f"{ALARM}{name}" in row]
-        if fired and fired[-1] >= len(rows) - CALM:
-            begun = [fired[0], *(after for before, after in itertools.pairwise(fired) if after - before > CALM)][-1]
-            last = rows[fired[-1]]
-            seen = f"{guard.seen.format(last[ALARM + name])} in step {last['step']}"
-            found[name] = (int(rows[begun]["step"]), seen)
-    return found
-
-
-def needs_lookback(settings: GuardSettings) -> bool:
-    """Whether an older checkpoint must be kept: some guard stops the run on what began some steps ago."""
-    return any(guard.rows > 1 and settings.rule(guard.name).react == "stop" for guard in GUARDS)
 
 
 @dataclass

@@ -43,7 +43,7 @@ from shoal.trainer.archive import RolloutArchive
 from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start
 from shoal.trainer.export import ModelCard, beside_the_best, export_policy, write_card
 from shoal.trainer.folder import Progress, Retention, refuse_foreign
-from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
+from shoal.trainer.guards import Judged, Watch
 from shoal.trainer.learner import Learner
 from shoal.trainer.publisher import Publisher
 from shoal.trainer.record import RunRecord, Stopwatch, Trackers
@@ -81,10 +81,7 @@ class TrainingRun:
     def __init__(self, parts: TrainingParts, stop: StopToken) -> None:
         self._parts, self._stop, self._info = parts, stop, parts.hub.run_info()
         settings = self._settings = parts.learner.settings
-        self._chosen, lookback = (
-            settle(settings, RunSize.of(self._info)),
-            LOOKBACK if needs_lookback(settings.guards) else 0,
-        )
+        self._chosen, lookback = settle(settings, RunSize.of(self._info)), settings.guards.lookback
         kept = Retention(self._chosen.keep_checkpoints, settings.keep_best, self._is_measured, lookback)
         self._store = CheckpointStore(parts.folder / "checkpoints", kept)
         self._record = RunRecord(parts.folder / "metrics.jsonl", parts.hub, parts.trackers, parts.clock)

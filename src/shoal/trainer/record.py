@@ -10,6 +10,7 @@ never tracked is made up for. Nothing here imports torch, and nothing waits for 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -30,7 +31,7 @@ from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.text import install_command
 from shoal.trainer.folder import scores_of
-from shoal.trainer.guards import Judged
+from shoal.trainer.guards import ALARM, CALM, RULES, Judged
 
 if TYPE_CHECKING:
     from shoal.client import HubClient
@@ -310,3 +311,16 @@ def latest_metrics(metrics: MetricsLog, version: int) -> dict[str, float]:
         if row["step"] <= version:
             latest.update(row)
     return {name: value for name, value in latest.items() if name not in NOT_SHOWN}
+
+
+def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
+    """Alarms whose episode has not ended with the last row: guard → the step that it began with, and what was seen."""
+    found = {}
+    for name, guard in RULES.items():
+        fired = [index for index, row in enumerate(rows) if f"{ALARM}{name}" in row]
+        if fired and fired[-1] >= len(rows) - CALM:
+            begun = [fired[0], *(after for before, after in itertools.pairwise(fired) if after - before > CALM)][-1]
+            last = rows[fired[-1]]
+            seen = f"{guard.seen.format(last[ALARM + name])} in step {last['step']}"
+            found[name] = (int(rows[begun]["step"]), seen)
+    return found

@@ -2,8 +2,7 @@
 
     rank 0 (`loop`)                       the others (`follow`)
     Begin(settings, config, folder) ────► build the model, take their rows
-    Train(work) ────────────────────────► the same `train_step`, on their part of it
-    Look(work) ─────────────────────────► the same `look_back`, once, when the last step is done
+    Train(work, look back?) ────────────► the same `train_step` or `look_back`, on their part of it
     Copy(with training) ────────────────► send their rows
     Restore(folder) ────────────────────► read their rows of a checkpoint
     (over) ─────────────────────────────► end
@@ -55,10 +54,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 class Train(msgspec.Struct, frozen=True, tag=True):
     work: StepWork
-
-
-class Look(msgspec.Struct, frozen=True, tag=True):
-    work: StepWork
+    look_back: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +65,7 @@ class Restore(msgspec.Struct, frozen=True, tag=True):
     folder: str
 
 
-def _send(ranks: Ranks, command: Begin | Train | Look | Copy | Restore) -> None:
+def _send(ranks: Ranks, command: Begin | Train | Copy | Restore) -> None:
     """Rank 0: let the others do the same next. Costs nothing if there are none."""
     if ranks.world > 1:
         ranks.send(msgspec.msgpack.encode(command))
@@ -101,7 +97,7 @@ def leading_actions(ranks: RankGroup) -> Actions:
         return train_step(learner, work, *arguments)
 
     def look(learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
-        _send(ranks, Look(work))
+        _send(ranks, Train(work, look_back=True))
         return look_back(learner, work, *arguments)
 
     def restore(learner: Learner, stored: StoredCheckpoint) -> None:
@@ -133,11 +129,9 @@ def follow(ranks: RankGroup, stop: StopToken) -> None:
     with within_memory(settings, begin.files, ranks.world):
         learner = _learner(None, settings, begin.files, ranks)
         while (message := ranks.receive(stop, WAITS * settings.batch_deadline_s)) is not None:
-            match msgspec.msgpack.decode(message, type=Train | Look | Copy | Restore):
-                case Train(work=work):
-                    train_step(learner, work, stop.is_set)
-                case Look(work=work):
-                    look_back(learner, work, stop.is_set)
+            match msgspec.msgpack.decode(message, type=Train | Copy | Restore):
+                case Train(work=work, look_back=look):
+                    (look_back if look else train_step)(learner, work, stop.is_set)
                 case Copy(with_training=with_training):
                     _send_rows(learner, with_training)
                 case Restore(folder=folder):

@@ -197,7 +197,7 @@ def said(capsys: Capture, *arguments: object) -> str:
         (["--set", "trainer.loss=plain"], "trainer.loss means nothing to a warm start"),
         (["--set", "trainer.processes=2"], "trainer.processes means nothing to a warm start"),
         (["--set", "trainer.learning_rat=1"], "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
-        (["--set", "run.steps=3"], "only settings of [trainer] and [environment] matter here"),
+        (["--set", "run.steps=3"], "run.steps means nothing to a warm start"),
         (["--set", "environment.options.max_digits=9"], "there is no environment here; give one with --env"),
         (["--require", "("], "--require (: no regular expression"),
         (["--max-tokens", "2"], "no demonstration is left: read 4; - readable 0; - length 4 e.g. row 0 (demos.jsonl"),

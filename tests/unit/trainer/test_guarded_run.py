@@ -27,7 +27,8 @@ from shoal.run.launch import Launched, conclusion
 from shoal.runtime.supervise import Ending
 from shoal.trainer import guards
 from shoal.trainer.checkpoint import CheckpointStore, restore
-from shoal.trainer.guards import GuardSettings, Watch, standing
+from shoal.trainer.guards import GuardSettings, Watch
+from shoal.trainer.record import standing
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.step import StepWork, look_back, train_step
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import TrainingDiverged
 from shoal.trainer.folder import Retention
-from shoal.trainer.guards import LOOKBACK, RULES, Alarm, GuardSettings, Watch, needs_lookback
+from shoal.trainer.guards import LOOKBACK, RULES, Alarm, GuardSettings, Watch
 
 DATA = Path(__file__).parents[2] / "data" / "metrics"
 DEFAULT = GuardSettings()
@@ -226,10 +226,10 @@ def test_one_from_before_the_lookback_is_always_kept_and_few_are(newest: int, ke
 
 def test_only_a_guard_that_stops_on_a_trend_needs_older_checkpoints() -> None:
     calm = {"reward_collapse": {"react": "warn"}, "divergence": {"react": "warn"}}
-    assert needs_lookback(DEFAULT)
-    assert not needs_lookback(GuardSettings.model_validate(calm))
-    assert not needs_lookback(GuardSettings.model_validate({**calm, "clip_fraction": {"react": "stop"}}))
-    assert needs_lookback(GuardSettings.model_validate({**calm, "gradient_slope": {"react": "stop"}}))
+    assert DEFAULT.lookback
+    assert not GuardSettings.model_validate(calm).lookback
+    assert not GuardSettings.model_validate({**calm, "clip_fraction": {"react": "stop"}}).lookback
+    assert GuardSettings.model_validate({**calm, "gradient_slope": {"react": "stop"}}).lookback
 
 
 def test_an_update_that_is_no_number_stops_or_is_skipped_a_few_times_in_a_row() -> None:

@@ -292,11 +292,9 @@ USED = HARMLESS | {
 def refuse_unused(override: str) -> None:
     """An override that would change nothing is a mistake."""
     table, key, *_ = [*override.partition("=")[0].strip().split("."), ""]
-    if table != "trainer":
-        raise ConfigError(f"--set {override}: only settings of [trainer] and [environment] matter here")
-    if key in TrainerSettings.model_fields and key not in USED:
+    if table != "trainer" or key in TrainerSettings.model_fields.keys() - USED:
         used = ", ".join(sorted(USED))
-        raise ConfigError(f"--set {override}: trainer.{key} means nothing to a warm start; what does: {used}")
+        raise ConfigError(f"--set {override}: {table}.{key} means nothing to a warm start; of [trainer] {used} do")
 
 
 @dataclass(frozen=True)
