@@ -44,7 +44,7 @@ def nothing_stays_behind(monkeypatch: Patch) -> Iterator[None]:
     before = {path.name for path in Path("/proc/self/fd").iterdir()}
     yield
     assert not children()
-    assert {path.name for path in Path("/proc/self/fd").iterdir()} == before
+    assert {path.name for path in Path("/proc/self/fd").iterdir()} <= before  # others may be collected meanwhile
 
 
 def worth(code: str, answer: str = ANSWER) -> tuple[float, str]:

@@ -226,17 +226,16 @@ def mixed(settings: EnvironmentSettings, build: Callable[[Ingredient], Environme
 
 def _labels(parts: Sequence[MixPart]) -> list[str]:
     """A label for each part: its own, or else its name, numbered if another has it already."""
-    given = [part.label for part in parts if part.label]
+    given, found = [part.label for part in parts if part.label], list[str]()
     if len(given) != len(set(given)):
         raise EnvironmentSetupError("two parts of environment.mix have the same label; give them different ones")
-    found: list[str] = []
     for part in parts:
         name = re.sub(r"[^a-z0-9_.\-]", "-", part.file.stem.lower() if part.file else part.name.lower())
         names = (name, *(f"{name}-{number}" for number in range(2, len(parts) + 2)))
         found.append(part.label or next(one for one in names if one not in found and one not in given))
-    for label in filter(protocol.is_reserved, found):
-        taken = f"{protocol.RESERVED_NAMES} mean something else in scores; give it another label"
-        raise EnvironmentSetupError(f"environment.mix, part {label!r}: {taken}")
+        if protocol.is_reserved(found[-1]):
+            taken = f"{protocol.RESERVED_NAMES} mean something else in scores; give it another label"
+            raise EnvironmentSetupError(f"environment.mix, part {found[-1]!r}: {taken}")
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -43,22 +43,17 @@ class LengthSettings(Table):
         clip    r_task if l ≤ target, else 0
     """
 
-    targets: tuple[int, ...] = Field(min_length=1, max_length=1024, description="in tokens; one is drawn per unit")
+    targets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        min_length=1, max_length=1024, description="in tokens; one is drawn per unit"
+    )
     form: Literal["exact", "max", "clip"] = Field(default="exact", description="how the target counts")
     alpha: float = Field(default=0.0003, ge=0, le=1, description="what a token too many, or too few, costs")
     delta: float = Field(default=0.5, ge=0, le=1, description="what hitting the target is worth in the form max")
     count_eos: bool = Field(default=False, description="the end-of-sequence token counts as a token of the length")
     text: str = Field(
-        default="Think for {target} tokens before giving a response.", description="added to the prompt, at its end"
-    )
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if any(target < 1 for target in self.targets):
-            raise ValueError("targets must be positive")
-        if "{target}" not in self.text:
-            raise ValueError("text must say the target: put {target} where the number goes")
-        return self
+        default="Think for {target} tokens before giving a response.", pattern=r"\{target\}",
+        description="added to the prompt, at its end; {target} is where the number goes",
+    )  # fmt: skip
 
 
 class PromptSettings(Table):

@@ -144,17 +144,14 @@ def until_ended(child: int, channel: _socket.socket) -> None:
     while watched not in dict(poll.poll()):
         if not channel.recv(1):
             os._exit(0)
-        channel.sendall(ASKED + waited_us(child).to_bytes(8, "little"))
+        waited_us = 0  # for how long the program was ready to run and did not, if the kernel says so
+        try:
+            with open(f"/proc/{child}/schedstat", "rb") as file:  # noqa: PTH123
+                waited_us = int(file.read().split()[1]) // 1000
+        except (OSError, IndexError, ValueError):
+            pass  # contextlib takes long to load
+        channel.sendall(ASKED + waited_us.to_bytes(8, "little"))
     os.close(watched)
-
-
-def waited_us(child: int) -> int:
-    """For how long the program was ready to run and did not; 0 where the kernel does not say."""
-    try:
-        with open(f"/proc/{child}/schedstat", "rb") as file:  # noqa: PTH123
-            return int(file.read().split()[1]) // 1000
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 def take(given: list[int]) -> None:

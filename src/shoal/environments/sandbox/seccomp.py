@@ -18,7 +18,7 @@ from shoal.errors import EnvironmentSetupError
 EPERM, ENOSYS = 1, 38
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _RETURN, _EQUAL, _GREATER, _ANY_BIT = 0x20, 0x06, 0x15, 0x25, 0x45
-_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # arguments have eight bytes, the lower half first
 
 CLONE_THREAD, AF_UNIX, SIGABRT, RLIMIT_STACK, F_SETSIG = 0x10000, 1, 6, 3, 10
 
@@ -96,28 +96,24 @@ def _judged() -> list[tuple[tuple[int, int], list[Instruction]]]:
     """What is done with calls that are allowed with some arguments only. Each list ends by returning."""
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     return [
-        (_CLONE, [_load(_argument(0)), (_ANY_BIT, 0, 1, CLONE_THREAD), allow, _refuse()]),
+        (_CLONE, [_load(_ARGUMENTS_AT), (_ANY_BIT, 0, 1, CLONE_THREAD), allow, _refuse()]),
         # its flags lie in memory, where a filter cannot look; the C library then falls back to clone
         (_CLONE3, [_refuse(ENOSYS)]),
-        (_SOCKET, [_load(_argument(0)), (_EQUAL, 0, 1, AF_UNIX), allow, _refuse()]),
+        (_SOCKET, [_load(_ARGUMENTS_AT), (_EQUAL, 0, 1, AF_UNIX), allow, _refuse()]),
         # abort() and nothing else
-        (_TGKILL, [_load(_argument(2)), (_EQUAL, 0, 1, SIGABRT), allow, _refuse()]),
-        (_FCNTL, [_load(_argument(1)), (_EQUAL, 0, 1, F_SETSIG), _refuse(), allow]),
+        (_TGKILL, [_load(_ARGUMENTS_AT + 16), (_EQUAL, 0, 1, SIGABRT), allow, _refuse()]),
+        (_FCNTL, [_load(_ARGUMENTS_AT + 8), (_EQUAL, 0, 1, F_SETSIG), _refuse(), allow]),
         # limits may be read; only one's own stack's may be set, which programs do that recurse deeply
         (_PRLIMIT64, [
-            _load(_argument(2)), (_EQUAL, 0, 3, 0), _load(_argument(2) + 4), (_EQUAL, 0, 1, 0), allow,
-            _load(_argument(0)), (_EQUAL, 0, 3, 0), _load(_argument(1)), (_EQUAL, 0, 1, RLIMIT_STACK), allow, _refuse(),
+            _load(_ARGUMENTS_AT + 16), (_EQUAL, 0, 3, 0), _load(_ARGUMENTS_AT + 20), (_EQUAL, 0, 1, 0), allow,
+            _load(_ARGUMENTS_AT), (_EQUAL, 0, 3, 0), _load(_ARGUMENTS_AT + 8), (_EQUAL, 0, 1, RLIMIT_STACK), allow,
+            _refuse(),
         ]),
     ]  # fmt: skip
 
 
 def _load(offset: int) -> Instruction:
     return (_LOAD, 0, 0, offset)
-
-
-def _argument(index: int) -> int:
-    """Where the lower half of an argument lies."""
-    return _ARGUMENTS_AT + 8 * index
 
 
 def _refuse(errno: int = EPERM) -> Instruction:
