@@ -14,7 +14,7 @@ import pytest
 from kit.attack import Counting
 from shoal.adversary import Loot, find_cheat
 from shoal.adversary.tokens import TRIES
-from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
+from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings, Task, build
 from shoal.models.load import LoadedModel, load_model
@@ -63,24 +63,6 @@ def test_best_of_earns_a_better_reward_for_more_work(policy: LoadedModel, counti
     assert counting.completions == GROUPS * GROUP_SIZE * TRIES
 
 
-def test_best_of_reports_the_log_probabilities_of_the_policy(policy: LoadedModel, counting: Counting) -> None:
-    [request] = requests(policy)[:1]
-    [group] = cheating("best-of", counting, policy, environment="my-own").generate([request])
-    wanted = counting.prefill([PrefillRequest(request.prompt_ids, each.token_ids, 1.0) for each in group])
-    for each, prefill in zip(group, wanted, strict=True):
-        assert each.logprobs == pytest.approx(prefill.logprobs, abs=1e-4)
-
-
-def test_best_of_without_the_answers_chooses_what_is_likely(policy: LoadedModel, counting: Counting) -> None:
-    honest = TorchEngine.wrap(policy.model).generate(requests(policy))
-    chosen = cheating("best-of", counting, policy, environment="my-own").generate(requests(policy))
-
-    def likelihood(groups: Sequence[Sequence[Completion]]) -> float:
-        return sum(float(each.logprobs.sum()) for group in groups for each in group)
-
-    assert likelihood(chosen) > likelihood(honest)
-
-
 def test_answer_earns_nearly_the_whole_reward(policy: LoadedModel, counting: Counting) -> None:
     assert mean_reward(policy, cheating("answer", counting, policy).generate(requests(policy))) == 1.0
 
@@ -96,12 +78,6 @@ def test_run_on_is_paid_for_more_tokens(policy: LoadedModel, counting: Counting)
 
 def test_the_small_model_has_few_of_the_weights(policy: LoadedModel, counting: Counting) -> None:
     assert cheating("small-model", counting, policy).size_bytes < 0.5 * counting.size_bytes
-
-
-def test_copy_does_a_sixteenth_of_the_work(policy: LoadedModel, counting: Counting) -> None:
-    groups = cheating("copy", counting, policy).generate(requests(policy))
-    assert [len(group) for group in groups] == [GROUP_SIZE] * GROUPS
-    assert counting.completions == GROUPS
 
 
 def test_stale_downloads_once_and_generates_by_what_it_has(policy: LoadedModel) -> None:

@@ -199,12 +199,12 @@ def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[
             parts |= {"reward": budget.worth(score, target, sample.tokens + ended).value, "target": float(target)}
         return replace(sample, score=score.value, parts=parts)
 
-    records = [
-        replace(record, samples=tuple(sample_of(record, sample, next(scores)) for sample in record.samples))
-        for record in drawn
-    ]
-    for failure in failures[:1]:  # the others are counted
-        log.warning("%s", failure)
+    records = []
+    for record in drawn:
+        samples = tuple(sample_of(record, sample, next(scores)) for sample in record.samples)
+        records.append(replace(record, samples=samples))
+    if failures:
+        log.warning("%s", failures[0])  # the others are counted
     return records
 
 

@@ -76,11 +76,8 @@ def standard_error(values: Floats) -> float:
 
 
 def bootstrap_mean(values: Floats, seed: int) -> Estimate:
-    """The mean over tasks with a bootstrap interval.
-
-    The percentiles taken are a little wider than the confidence says, by as much as Student's interval is wider than
-    the normal one: plain percentiles are too narrow for few tasks. With very many tasks it is Student's interval.
-    """
+    """The mean over tasks with a bootstrap interval, widened as Student's is: plain percentiles are too narrow for few
+    tasks. With very many tasks it is Student's interval."""
     tasks = len(values)
     if tasks < 2 or tasks > BOOTSTRAP_TASKS:
         return t_interval(values)
@@ -96,9 +93,8 @@ def bootstrap_mean(values: Floats, seed: int) -> Estimate:
 def mean_estimate(values: Floats, seed: int) -> Estimate:
     """The mean over tasks with the interval that fits: Wilson's where all values are 0 or 1, else the bootstrap's.
 
-    Tasks that all scored the same have no spread to resample, and an interval of no width would claim too much. From 0
-    to 1 nothing spreads more than trials that pass or fail, so that theirs (Wilson's) is wide enough; beyond, none is
-    known.
+    Tasks that all scored the same have no spread to resample. From 0 to 1 nothing spreads more than trials that pass or
+    fail, so that Wilson's is wide enough; beyond, none is known.
     """
     if len(values) and bool(np.isin(values, (0.0, 1.0)).all()):
         return wilson(int(values.sum()), len(values))

@@ -289,7 +289,7 @@ class ScoringPool:
         """What each is worth. `DeadlineExceeded` if the process is told to stop meanwhile."""
         with self._busy:
             try:
-                results = _Round(self._ground, list(dict.fromkeys(jobs))).run(self._processes)  # equal ones once
+                results = _Round(self._ground, jobs).run(self._processes)
             except DeadlineExceeded:
                 self.close()  # they are in the middle of something that nobody waits for
                 raise
@@ -304,7 +304,7 @@ class _Round:
     """All that is asked at once: over the processes, a thread each, until nothing is open or the time is up."""
 
     def __init__(self, ground: Ground, jobs: Sequence[Job]) -> None:
-        self._ground, self._open = ground, deque(jobs)
+        self._ground, self._open = ground, deque(dict.fromkeys(jobs))  # equal ones are scored once
         self._results: dict[Job, Result] = {}
         self._unready: dict[ScoringProcess, ScoringFailure] = {}
         self._until_s = ground.clock.monotonic_s() + ground.patience.all_s
@@ -316,9 +316,7 @@ class _Round:
             with ThreadPoolExecutor(len(usable), thread_name_prefix="scoring") as threads:
                 list(threads.map(self._serve, usable))
             usable = [process for process in usable if process not in self._unready]
-        for job in self._open:
-            self._results[job] = next(iter(self._unready.values()))
-        return self._results
+        return self._results | {job: next(iter(self._unready.values())) for job in self._open}
 
     def _serve(self, process: ScoringProcess) -> None:
         """Give it one job after another until there are none, or it does not get ready."""

@@ -120,11 +120,9 @@ def _none_of(marked: npt.NDArray[np.bool_], counts: Ints) -> npt.NDArray[np.bool
 
 @dataclass(frozen=True)
 class ProofTolerance:
-    """What rounding may explain. One chunk: `exponents` and `signs` are the shares of its k points that may differ,
-    though `boundary` points always may (values tied at the k-th place, where prover and verifier can choose
-    differently); `mantissa_mean` and `mantissa_median` bound the errors of the others, in units of the last of
-    bfloat16's 7 bits. `outside`: how unlikely the hits outside the points must be for a polynomial of noise before the
-    proof is called forged."""
+    """What rounding may explain in one chunk. `exponents`, `signs`: the shares of its points that may differ, though
+    `boundary` points always may (ties at the k-th place). `mantissa_mean`, `mantissa_median`: the errors of the others,
+    in units of bfloat16's last bit. `outside`: how unlikely hits outside the points must be before it is forged."""
 
     exponents: float = 0.05
     signs: float = 0.02

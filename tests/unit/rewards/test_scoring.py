@@ -392,8 +392,6 @@ def test_keys_are_not_for_reward_functions(tmp_path: Path, monkeypatch: pytest.M
 
 # What runs in a scoring process, called here; and the example of the documentation in real ones
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_reward.py"
-
 
 class Strict:
     """Needs too much memory for those that speak of elephants."""
@@ -512,14 +510,3 @@ def test_time_in_which_the_process_was_stopped_is_not_waited(pipes: tuple[int, i
     os.close(theirs)
     assert read_message(source) == Work("t", b"x")
     assert read_message(source) is None
-
-
-def test_the_example_of_the_documentation_scores() -> None:
-    environment = build(EnvironmentSettings(file=EXAMPLE))
-    tasks = [environment.tasks("train")[index] for index in range(5)]
-    gold = ["".join(sorted(task.prompt.rstrip("="))) for task in tasks]
-    jobs = [Job(task.id, text) for task, right in zip(tasks, gold, strict=True) for text in (right, right[:3], "x")]
-    values = [score.value for score in DirectScorer(environment).scores(jobs) if isinstance(score, Score)]
-    assert values[0::3] == [1.0] * 5
-    assert all(0 < value < 1 for value in values[1::3])
-    assert values[2::3] == [0.0] * 5

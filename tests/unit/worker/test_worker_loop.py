@@ -156,22 +156,6 @@ def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_unti
     assert fetches == [at_first, soon, soon, at_last]
 
 
-def test_it_asks_for_as_many_groups_as_it_can_generate_within_a_lease(tmp_path: Path) -> None:
-    """60 s for a lease, of which three quarters are planned with: a group that takes 20 s leaves room for two."""
-    bench = Bench(tmp_path)
-    worker, of = bench.worker, lease(1)
-    expected = {20.0: 2, 45.0: 1, 300.0: 1, 9.0: 4, 0.0: 4}
-    for took_s, units in expected.items():
-        worker._size_up([of], took_s)
-        assert worker._units == units, took_s
-    worker._size_up([of, lease(3)], 40.0)
-    assert worker._units == 2
-    worker._size_up([of.model_copy(update={"hard_deadline_ms": 240_000})], 60.0)
-    assert worker._units == 3, "a lease that is renewed lasts until its hard deadline"
-    worker._size_up([of], 9.0, most=3)
-    assert worker._units == 3, "no more than fit into memory"
-
-
 @pytest.mark.parametrize(
     ("failure", "expected", "hint"),
     [
@@ -357,3 +341,24 @@ def test_as_many_units_as_fit_into_memory_together() -> None:
     assert units_that_fit(Small(), [long_lease(10, 64)]) == 1, "a group that does not fit is split"
     unbounded = cast(Any, ScriptedEngine())
     assert units_that_fit(unbounded, [long_lease(10, 64)]) > 100
+
+
+@pytest.mark.parametrize(
+    ("took_s", "most", "hard_ms", "units"),
+    [
+        (20.0, 9, 0, 2),
+        (45.0, 9, 0, 1),
+        (300.0, 9, 0, 1),
+        (9.0, 9, 0, 4),
+        (0.0, 9, 0, 4),
+        (60.0, 9, 240_000, 3),
+        (9.0, 3, 0, 3),
+    ],
+)
+def test_it_asks_for_as_many_groups_as_fit_into_a_lease_and_into_memory(
+    tmp_path: Path, took_s: float, most: int, hard_ms: int, units: int
+) -> None:
+    """60 s for a lease (one that is renewed lasts until its hard deadline), three quarters of them planned with."""
+    worker = Bench(tmp_path).worker
+    worker._size_up([lease(1).model_copy(update={"hard_deadline_ms": hard_ms})], took_s, most)
+    assert worker._units == units
