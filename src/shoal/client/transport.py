@@ -301,21 +301,17 @@ def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
     """The content if the answer is a success; else the exception that it stands for. Only a hub's own no is one."""
     if response.is_success and not response.headers.get("content-type", "").startswith("text/html"):
         return content
-    problem = _problem(content)
-    busy = response.status_code == HTTPStatus.TOO_MANY_REQUESTS
+    problem, status = _problem(content), response.status_code
+    busy = status == HTTPStatus.TOO_MANY_REQUESTS
     is_page = problem is None and not busy and not response.is_server_error
-    if is_page:
-        sentence = f"answers, but it is no shoal hub [HTTP {response.status_code}]"
-    elif problem is None:
-        sentence = f"the hub's address answered {response.reason_phrase or 'an error'} [HTTP {response.status_code}]"
-    else:
-        sentence = f"{problem.message} [{problem.code}, HTTP {response.status_code}]"
     if busy or problem is None or response.is_server_error:
+        sentence = "answers, but it is no shoal hub" if is_page else "the hub's address answered with an error"
+        sentence = f"{sentence} [HTTP {status}]" if problem is None else f"{problem.message} [{problem.code}, {status}]"
         text = response.headers.get("retry-after", "")  # its date form, or nonsense, is left to the back-off
         after_s = min(float(text), MAX_RETRY_AFTER_S) if busy and text.isascii() and text.isdigit() else None
         raise _Again(sentence, after_s, elsewhere=not busy, is_page=is_page)
     refusal = ShutOut if problem.code in SHUT_OUT_CODES else HubRefused
-    raise refusal(response.status_code, problem.code, problem.message)
+    raise refusal(status, problem.code, problem.message)
 
 
 def _problem(content: bytes) -> Problem | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 from kit.asgi import in_loop
 from kit.hub import ADMIN, ROOT, TRAINER, VALIDATOR, Bench, Owner, certificate, code_of, make_config, ok, policy
 from shoal.hub import changes as changes_module
-from shoal.hub.changes import FORGET_AFTER_MS, Changes, Topic, Waits
+from shoal.hub.changes import Changes, Topic
 from shoal.hub.http import auth
 from shoal.hub.http.auth import read_body
 from shoal.hub.http.middleware import Edge, Visit
@@ -295,16 +293,6 @@ def test_the_story_of_a_node_is_one_query_of_the_ledger_however_much_it_did(
     assert about.count == 1
 
 
-def test_those_who_stopped_waiting_are_forgotten_though_nobody_asks_who_waits() -> None:
-    waits = Waits()
-    for number in range(100):
-        waits.waiting(f"worker {number}", "a unit", number * 1000)
-    assert len(waits) == FORGET_AFTER_MS // 1000 + 1
-    waits.waiting("worker 99", "a unit", 99_000 + FORGET_AFTER_MS)
-    waits.waiting("worker 0", "a unit", 99_001 + FORGET_AFTER_MS)
-    assert len(waits) == 2
-
-
 # ── one seat for each ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -341,19 +329,3 @@ async def test_a_newer_poll_of_the_same_key_ends_the_older_one(monkeypatch: pyte
     changes.close()
     await asyncio.wait_for(asyncio.gather(newer, other, elsewhere), 10)
     assert changes.polling == 0
-
-
-def test_a_key_waits_on_one_connection_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes_module, "OVER_S", 0.0)
-    asked = [{"request": f"request-seat-{number}", "wait_s": 20} for number in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(bench.alice.call, "POST", "/leases", asked[0])
-        changes = bench.hub.context.changes
-        deadline = time.monotonic() + 10
-        while changes.polling == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        second = pool.submit(bench.alice.call, "POST", "/leases", asked[1])
-        assert ok(first.result(10)).json()["leases"] == []
-        ok(bench.announce(0))
-        assert len(ok(second.result(10)).json()["leases"]) == 1

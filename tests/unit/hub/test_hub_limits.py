@@ -191,39 +191,6 @@ def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(tmp_path: 
         bench.close()
 
 
-def test_new_keys_of_one_address_are_counted_and_known_ones_are_not(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "hub", settings={"requests_per_address_s": 10})
-    try:
-        away = Elsewhere(bench)
-        with away.http("192.0.2.7") as http, away.http("192.0.2.8") as neighbour:
-            codes = [Actor(worker_key(number), http, bench.clock).register() for number in range(10, 15)]
-            assert [answer.status_code for answer in codes] == [200, 200, 200, 429, 429]
-            assert code_of(codes[3]) == (429, "rate.registrations")
-            assert 1 <= int(codes[3].headers["retry-after"]) <= 20
-            ok(Actor(worker_key(10), http, bench.clock).register())  # a restart is no newcomer
-            ok(Actor(worker_key(20), neighbour, bench.clock).register())
-        assert sum(node.role == "worker" for node in bench.status().nodes) == 2 + 3 + 1
-    finally:
-        bench.close()
-
-
-def test_an_address_that_asks_too_often_is_held_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.hub.http.middleware.HOLD_S", 0.0)
-    bench = Bench(tmp_path / "hub", settings={"requests_per_address_s": 0.2})
-    try:
-        away = Elsewhere(bench)
-        with away.http("192.0.2.7") as http, away.http("192.0.2.8") as neighbour:
-            answers = [http.get("/health") for _ in range(4)]
-            assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
-            assert code_of(answers[2]) == (429, "rate.address")
-            assert answers[2].headers["retry-after"] == "1"
-            ok(neighbour.get("/health"))
-        for _ in range(9):
-            ok(bench.http.get("/health"))  # the hub's own machine
-    finally:
-        bench.close()
-
-
 # ── what is seen of it ───────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -64,18 +64,6 @@ def test_any_bit_flipped_anywhere_is_refused(document: Document, data: st.DataOb
         open_document(SignedDocument.model_validate_json(bytes(wire)), type(document), KEY.public_key)
 
 
-@given(st.sampled_from(DOCUMENTS), st.data())
-def test_any_field_changed_or_dropped_is_refused(document: Document, data: st.DataObject) -> None:
-    signed = sign_document(document, KEY)
-    field = data.draw(st.sampled_from(sorted(signed.document)))
-    changed = {**signed.document, field: data.draw(st.none() | st.integers() | st.text() | st.booleans())}
-    dropped = {name: value for name, value in signed.document.items() if name != field}
-    for body in (changed, dropped, {**signed.document, "extra": 1}):
-        if canonical_json(body) != canonical_json(signed.document):
-            with pytest.raises(SignatureError):
-                open_document(signed.model_copy(update={"document": body}), type(document), KEY.public_key)
-
-
 @pytest.mark.parametrize("target", DOCUMENTS, ids=lambda document: document.kind)
 @pytest.mark.parametrize("source", DOCUMENTS, ids=lambda document: document.kind)
 def test_kinds_do_not_cross(source: Document, target: Document) -> None:
