@@ -1,11 +1,5 @@
 """A fleet without machines: the real hub under a manual clock, and actors who do to it what processes would.
 
-    world       Scenario, WorkerKind: who takes part, how fast, how honest, how long, and what breaks; World: the heap
-                of events, the hub, who waits for what, what is written down
-    workers     SimulatedWorker: asks, generates, submits; sits on leases, lies, dies, comes back
-    simulation  Simulation: a scenario, played; SimulatedValidator, SimulatedTrainer
-    invariants  problems: what must hold, whatever happened
-
     heap ─ next event ─► clock ─► actor ─ calls ─► hub.service ─► hub.state (the real decisions) ─► SQLite in memory
       ▲                              │                 │
       └── what it does next, when ◄──┴── or waits ◄────┴ changes

@@ -67,7 +67,6 @@ def depth_for(rules: Rules, node: NodeRow, fraction: float) -> Depth:
 
 
 def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
-    """The node after an accepted submission."""
     after = replace(node, accepted=node.accepted + 1, soft=0)
     if verdict.depth != "full":
         return after
@@ -82,8 +81,8 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
 
 
 def unmeasured(node: NodeRow) -> NodeRow:
-    """The node as it asks to work as a kind that nobody has measured: a newcomer at most, whatever it was before. By
-    limits of its number format alone nothing it does is a statistical failure, so everything is audited fully."""
+    """A kind that nobody measured makes nobody more than a newcomer: by limits of its number format alone nothing is a
+    statistical failure, so everything is audited fully."""
     return node if node.on_probation else replace(node, passed=PROBATION_AUDITS - 1, streak=0)
 
 
@@ -102,8 +101,7 @@ def _forgiven(verdict: Verdict) -> float:
 
 
 def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: int = 0) -> NodeRow:
-    """The node after a rejected submission, for the reason `check`. What led to a statistical strike never counts
-    again: the next one rests on a record of its own."""
+    """What led to a statistical strike never counts again: the next one rests on a record of its own."""
     if severity is None:
         return replace(node, rejected=node.rejected + 1, soft=node.soft + 1)
     node = replace(node, rejected=node.rejected + 1, streak=0, passed=0)
@@ -141,14 +139,13 @@ def failing_kind(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict:
 
 
 def failed_with_kind(node: NodeRow, verdict: Verdict, now_ms: int) -> NodeRow:
-    """The node after such a failure: no strike, but its record begins anew and the failure is remembered. The record
-    was counted by limits that are in doubt now: kept, it would fail the node under better ones, too."""
+    """No strike; but the record was counted by limits that are in doubt now: kept, it would fail the node under better
+    ones, too."""
     after = unsure(node, verdict, own_fault=True)
     return replace(after, record=Tally(), failed_check=verdict.reason, failed_at_ms=now_ms)
 
 
 def independent(nodes: Iterable[NodeRow]) -> int:
-    """How many of the nodes count: see the module's rule."""
     rows = list(nodes)
     proven = sum(row.accepted >= PROBATION_AUDITS for row in rows)
     return proven + len({row.network for row in rows if row.accepted < PROBATION_AUDITS})
@@ -172,13 +169,11 @@ class Suspicion(Message):
 
 
 def evidence_groups(node: NodeRow) -> dict[str, str]:
-    """Whose evidence a node's work counts for beside its own: the settings that hold it, and what they are called."""
     found = {f"gains/{node.owner}": "its owner"} if node.owner else {}
     return found | ({NEWER: "newcomers"} if node.passed < POOLED_AUDITS else {})
 
 
 def counted(node: NodeRow, verdict: Verdict) -> NodeRow:
-    """The node with what the branches of its submission showed."""
     if verdict.outcome == Outcome.REJECTED:
         return replace(node, gains=GainEvidence()) if verdict.reason == STEERED else node
     return replace(node, gains=node.gains.after(verdict.branches.differences))

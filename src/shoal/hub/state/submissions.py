@@ -43,8 +43,7 @@ LEAST_PROOF_BYTES = 4
 
 @dataclass(frozen=True)
 class Arrival:
-    """Bytes that a node submits for a lease. `size_bytes` is their length as sent, `depth` how they would be audited:
-    drawn from what is committed here, written with it, and so never drawn again."""
+    """Bytes for a lease. `depth` is drawn from what is committed here, written with it, and so never drawn again."""
 
     node: str
     lease: str
@@ -55,7 +54,6 @@ class Arrival:
 
 
 def check_owner(holding: Holding | None, node: str, lease: str) -> Holding:
-    """The lease and its unit, if the lease exists and is this node's."""
     if holding is None:
         raise Refusal(404, "lease.unknown", f"there is no lease {lease[:64]} in this run")
     if holding.lease.node != node:
@@ -66,8 +64,8 @@ def check_owner(holding: Holding | None, node: str, lease: str) -> Holding:
 def receive(
     moment: Moment, node: NodeRow, holding: Holding, existing: SubmissionRow | None, arrival: Arrival
 ) -> tuple[int, SubmissionRow]:
-    """The submission of `node`, new or the same again, or why not. `existing` is what was submitted for this lease
-    before. A new one has no receipt yet."""
+    """A new submission, which has no receipt yet, or the same again, or why not. `existing` is what was submitted
+    before."""
     if existing is not None:
         if existing.submission != arrival.submission:
             raise Refusal(409, "submission.other_body", f"lease {arrival.lease} was already answered with another body")
@@ -102,7 +100,6 @@ def received(node: NodeRow, holding: Holding, row: SubmissionRow, now_ms: int) -
 
 
 def new_row(lease: LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
-    """What arrived for a lease, before anybody has judged it."""
     return SubmissionRow(
         arrival.submission, lease.lease, lease.unit, lease.node, lease.incarnation, lease.version, lease.digest,
         arrival.size_bytes, now_ms, depth=arrival.depth, tokens=arrival.tokens,
@@ -148,7 +145,6 @@ def _malformed(each: ShownChunks, why: str) -> Refusal:
 
 
 def is_shown_due(tokens: int, looked_at: int) -> bool:
-    """Whether a lease that has shown so many tokens is to be looked at, when it had shown `looked_at` the last time."""
     return tokens >= max(1, GROWTH * looked_at)
 
 
@@ -167,7 +163,6 @@ def next_shown_rollout(tokens: Sequence[int], fraction: float) -> int:
 
 
 def joined_parts(parts: Sequence[Sequence[ShownChunks]]) -> dict[int, tuple[bytes, bytes]]:
-    """The tokens and proofs of every rollout of which something was shown, from all parts in order."""
     shown: dict[int, tuple[bytes, bytes]] = defaultdict(lambda: (b"", b""))
     for each in (chunk for part in parts for chunk in part):
         tokens, proofs = shown[each.rollout]
