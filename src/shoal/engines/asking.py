@@ -24,11 +24,7 @@ class CannotBeAsked(UnusableTask):
 
 
 class Asking:
-    """Tasks as prompts of one model. One whose prompt the model cannot take is `CannotBeAsked`: another is drawn.
-
-    >>> Asking(files, environment, 10).ids(Task("t", "", ""))                             # doctest: +SKIP
-    CannotBeAsked: the prompt of task t of environment sort has no tokens: a prompt needs at least one
-    """
+    """Tasks as prompts of one model. One whose prompt the model cannot take is `CannotBeAsked`: another is drawn."""
 
     def __init__(self, files: Mapping[str, bytes], environment: Environment, max_new_tokens: int) -> None:
         positions = read_config(files).get("max_position_embeddings")

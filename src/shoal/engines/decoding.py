@@ -68,10 +68,8 @@ class HiddenRows:
         self._proofs: list[list[bytes]] = [[] for _ in range(n_rows)]
 
     def keep(self, state: Rows, lengths_R: Tensor) -> None:
-        """Take one state per row of the batch; `lengths_R` are the tokens of every row, this step's included.
-
-        Rows that have finished may linger in the batch: what they write lies beyond their length, and is not read.
-        """
+        """Take one state per row of the batch; `lengths_R` are the tokens of every row, this step's included. Rows that
+        have finished may linger in the batch: what they write lies beyond their length, and is not read."""
         if self._block_RSH.numel() == 0:
             shape = (self._n_rows, self._proof.rows, state.hidden.shape[-1])
             self._block_RSH = torch.empty(shape, dtype=torch.bfloat16, device=state.hidden.device)
@@ -152,10 +150,8 @@ class Decoding:
         return line, goes_on and len(row.tokens) < self.max_new_tokens
 
     def record(self, state: Rows, tokens_R: Tensor, logprobs_R: Tensor) -> Tensor | None:
-        """Take one token per live row; returns which rows of the batch go on, or None when none does.
-
-        Finished rows may linger in the batch (dropping them costs a copy of the cache); they write nothing.
-        """
+        """Take one token per live row; returns which rows of the batch go on, or None when none does. Finished rows may
+        linger in the batch (dropping them costs a copy of the cache); they write nothing."""
         if self._alive is None:
             self._alive = torch.ones(self.n_rows, dtype=torch.bool, device=tokens_R.device)
             self.lengths = torch.full((self.n_rows,), self.begun, dtype=torch.long, device=tokens_R.device)
@@ -232,10 +228,8 @@ class Decoding:
         row.completion = Completion(tokens, logprobs, finish, b"".join(proofs), given)
 
     def salvage(self) -> list[Row]:
-        """After memory ran out: what is finished is kept. Returns the rows that are to be continued from there.
-
-        Kept of those are whole chunks; without proofs, everything.
-        """
+        """After memory ran out: what is finished is kept. Returns the rows that are to be continued from there. Kept of
+        those are whole chunks; without proofs, everything."""
         end = self.step if self.proof is None else self.begun
         if self._hidden is not None:
             end = self._hidden.folded_tokens
@@ -288,10 +282,8 @@ class GenerationCall:
         return choose
 
     def watch(self, decoding: Decoding) -> Callable[[], None]:
-        """What is called after every step: it tells who asked for it what there is of each group.
-
-        Rows of a group that are not in this batch are finished, or wait to be continued.
-        """
+        """What is called after every step: it tells who asked for it what there is of each group. Rows of a group that
+        are not in this batch are finished, or wait to be continued."""
         places: dict[int, list[int]] = {}
         for place, row in enumerate(decoding.rows):
             places.setdefault(row.group, []).append(place)

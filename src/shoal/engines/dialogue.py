@@ -45,11 +45,9 @@ Texts = TextTokenizer | Characters
 
 @dataclass(frozen=True)
 class Reading:
-    """A completion taken apart: `given` are the spans where the environment spoke, `turns` those of the model.
-
-    `finish` is how it ended, None if it stops where it must go on. With a `problem` at token `at` (the tool's words are
-    not there, or it goes on after its end) it is taken apart up to there only.
-    """
+    """A completion taken apart: `given` are the spans where the environment spoke, `turns` those of the model. `finish`
+    is how it ended, None if it stops where it must go on. With a `problem` at token `at` (the tool's words are not
+    there, or it goes on after its end) it is taken apart up to there only."""
 
     given: Spans
     turns: int
@@ -69,10 +67,8 @@ class Dialogue:
     texts: Texts = field(repr=False)
 
     def reply(self, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """What is given after these turns (without their end tokens); None if the dialogue is over.
-
-        Nothing at all to say is an end too: the model cannot go on after it.
-        """
+        """What is given after these turns (without their end tokens); None if the dialogue is over. Nothing at all to
+        say is an end too: the model cannot go on after it."""
         if len(turns) >= self.terms.max_turns:
             return None
         said = self.tool(self.texts.decode_many([list(turn) for turn in turns]))
@@ -98,10 +94,8 @@ class Dialogue:
         return next((given for _turns, at, given in self._walk(token_ids) if at == len(token_ids)), None)
 
     def read(self, token_ids: Sequence[int], whole: bool = True) -> Reading:
-        """Take a completion apart, checking that exactly what the tool says stands where it must, and nothing else.
-
-        One that is not `whole` may stop anywhere, also in the middle of the tool's words.
-        """
+        """Take a completion apart, checking that exactly what the tool says stands where it must, and nothing else. One
+        that is not `whole` may stop anywhere, also in the middle of the tool's words."""
         spans, count = list[tuple[int, int]](), 0
         for count, at, given in self._walk(token_ids):
             if given is None or at + len(given) >= self.max_new_tokens:
@@ -157,10 +151,8 @@ class Line:
 
 
 def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
-    """The dialogue of a lease, by the tokenizer among its policy's files; None if it has none.
-
-    A tool that this shoal does not have is a `ConfigError`.
-    """
+    """The dialogue of a lease, by the tokenizer among its policy's files; None if it has none. A tool that this shoal
+    does not have is a `ConfigError`."""
     if lease.dialogue is None:
         return None
     sampling, tool = lease.sampling, TOOLS.get(lease.dialogue.tool)
@@ -219,10 +211,8 @@ def greedy_answers(
 def greedy_lines(
     engine: Engine, prompts: Sequence[tuple[int, ...]], talks: Sequence[Dialogue | None], sampling: SamplingParameters
 ) -> list[Line]:
-    """The most probable token at every step, whatever the temperature: whole completions, with how they ended.
-
-    Turn by turn: engines decode greedily to the first end-of-sequence token, so what was said is put in front.
-    """
+    """The most probable token at every step, whatever the temperature: whole completions, with how they ended. Turn by
+    turn: engines decode greedily to the first end-of-sequence token, so what was said is put in front."""
     eos, limit = sampling.eos_token_id, sampling.max_new_tokens
     lines = [Line(talk.respond if talk else lambda _tokens: None, eos, limit) for talk in talks]
     unfinished = list(range(len(lines)))

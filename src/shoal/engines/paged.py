@@ -223,9 +223,5 @@ def _capture_stream() -> torch.cuda.Stream:
 
 
 def size_for(rows: int) -> int:
-    """The smallest captured step that has room for so many rows.
-
-    >>> size_for(65)
-    128
-    """
+    """The smallest captured step that has room for so many rows."""
     return next(size for size in SIZES if size >= rows)

@@ -121,11 +121,7 @@ def warm_up(name: str, device: str = "cpu") -> None:
 
 
 def kind_of(name: str, device: str = "cpu", dtype: str = "float32") -> str:
-    """The `kind` that `build` with these arguments will have, before there is a model to build.
-
-    >>> kind_of("scripted", "auto")
-    'scripted/cpu/float32'
-    """
+    """The `kind` that `build` with these arguments will have, before there is a model to build."""
     found = resolved(name, device, dtype)
     return "/".join((ENGINES[name].profile, *found))
 
@@ -177,9 +173,7 @@ def _described(device: str) -> str:
 
 
 def build(name: str, files: Files, device: str = "cpu", dtype: str = "float32") -> Engine:
-    """The engine of that name for the model that the files describe; it has no policy yet.
-
-    `device` "auto" is a GPU if there is one. `dtype` is what it computes in ("auto": the fastest of the device).
-    """
+    """The engine of that name for the model that the files describe; it has no policy yet. `device` "auto" is a GPU if
+    there is one. `dtype` is what it computes in ("auto": the fastest of the device)."""
     found = resolved(name, device, dtype)
     return ENGINES[name].make(files, *found)

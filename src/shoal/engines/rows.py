@@ -49,10 +49,8 @@ class Rows:
     def after(
         cls, model: Any, prompts: Sequence[tuple[int, ...]], source_R: Tensor, max_tokens: int | None = None
     ) -> Rows:
-        """Each prompt computed once, padded on the left; row r begins after prompt `source_R[r]`.
-
-        Prompts of more than `max_tokens` together are computed in pieces; layers with a state take no padded pieces.
-        """
+        """Each prompt computed once, padded on the left; row r begins after prompt `source_R[r]`. Prompts of more than
+        `max_tokens` together are computed in pieces; layers with a state take no padded pieces."""
         longest, device = max(map(len, prompts)), model.device
         ids_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask_BL = torch.zeros(len(prompts), longest, dtype=torch.bool)
@@ -135,10 +133,8 @@ def check_cache(model: Any) -> None:
 
 
 def follows_with_cache(model: Any) -> bool:
-    """The same for several tokens at once after what is in the cache.
-
-    Rounding to 16 bits is as large as what a short probe sees of a forgotten state, so there nobody is trusted with it.
-    """
+    """The same for several tokens at once after what is in the cache. Rounding to 16 bits is as large as what a short
+    probe sees of a forgotten state, so there nobody is trusted with it."""
     return not _is_recurrent(model) or (model.dtype in PROBE_TOLERANCE and _tried(model, at_once=AT_ONCE))
 
 

@@ -40,11 +40,7 @@ class LoadedPolicy:
 
 
 class EngineShelf:
-    """At most `held` loaded policies, fewer where memory does not suffice. One caller at a time.
-
-    >>> shelf = EngineShelf(downloader.fetch, lambda files: build("torch", files), held=2)   # doctest: +SKIP
-    >>> shelf.get(lease.policy, deadline_s=30).engine.generate(requests)                     # doctest: +SKIP
-    """
+    """At most `held` loaded policies, fewer where memory does not suffice. One caller at a time."""
 
     wait_s = 30.0
     """How long a caller that can do something else meanwhile waits for a policy."""

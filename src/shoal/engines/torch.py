@@ -91,11 +91,8 @@ class TorchEngine:
 
     def copied(self, files: Mapping[str, bytes], dtype: str, pages: bool = True) -> TorchEngine:
         """Another engine on the same device with a copy of the policy in place, computing in `dtype`, without `pages`
-        by the plain path.
-
-        `files` describe the model. Weights that `dtype` cannot hold are a `ModelError`: nobody computes with rounded
-        ones.
-        """
+        by the plain path. `files` describe the model. Weights that `dtype` cannot hold are a `ModelError`: nobody
+        computes with rounded ones."""
         self._refuse_unloaded()
         model, state = model_from_files(files, dtype, self._model.device.type, filled=False), policy_state(self._model)
         with torch.no_grad():

@@ -258,12 +258,7 @@ KEPT_ACTIVATIONS = 0.85
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The layers one after another, whatever the architecture calls the list that holds them.
-
-    >>> from shoal.models.tiny import build_tiny
-    >>> len(decoder_layers(build_tiny()))
-    3
-    """
+    """The layers one after another, whatever the architecture calls the list that holds them."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     if not lists:

@@ -57,10 +57,8 @@ MOST_SHARED = 0.5  # where a group has so few events that nothing can be said
 
 @dataclass(frozen=True)
 class Bands:
-    """What honest work showed. Distances are in probability, mantissa errors in units of bfloat16's last bit.
-
-    `limits` has what follows from it, without room for other machines; the rest is for people.
-    """
+    """What honest work showed. Distances are in probability, mantissa errors in units of bfloat16's last bit. `limits`
+    has what follows from it, without room for other machines; the rest is for people."""
 
     tokens: int
     limits: Profile
@@ -75,11 +73,9 @@ class Bands:
 
     @classmethod
     def of(cls, cases: Sequence[Case], others: Sequence[Sequence[Case]] = ()) -> Bands:
-        """The bands of cases that have been replayed. Tokens that nobody drew say nothing of seeds.
-
-        `others` are shorter series, by other kernels: they count for single tokens and proofs, and raise means. How
-        errors vary is taken from the main series alone: of few tokens the estimates are so wide that cheats would pass.
-        """
+        """The bands of cases that have been replayed. Tokens that nobody drew say nothing of seeds. `others` are
+        shorter series, by other kernels: they count for single tokens and proofs, and raise means. How errors vary is
+        taken from the main series alone: of few tokens the estimates are so wide that cheats would pass."""
         pool = _Pool.of(cases)
         is_exact = format_of(cases[0].lease.profile) == "float32"
         single = _single_limits(_Pool.of([case for series in (cases, *others) for case in series]), is_exact)

@@ -126,13 +126,10 @@ class Catch:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The limits of one kind, and what they rest on.
-
-    `bands` are those of each validator, `seen` its honest cases by kernel or batch size. `failures` are the reasons for
-    which honest groups would be rejected, by validator. `problems` are why the limits must not be used, in words.
-    `choices` are the share of tokens with a neighbour that would not show, and the bits per token to choose by it.
-    `under` judges the same work by other limits.
-    """
+    """The limits of one kind, and what they rest on. `bands` are those of each validator, `seen` its honest cases by
+    kernel or batch size. `failures` are the reasons for which honest groups would be rejected, by validator. `problems`
+    are why the limits must not be used, in words. `choices` are the share of tokens with a neighbour that would not
+    show, and the bits per token to choose by it. `under` judges the same work by other limits."""
 
     profile: Profile
     bands: Mapping[str, Bands]

@@ -141,14 +141,12 @@ class Replay:
 
 @dataclass(eq=False)
 class Case:
-    """One submission under audit. The lease is the hub's signed word; the submission is only a claim.
-
-    `submission` is None, and `problem` says why, if the body could not be decoded. What is derived from the tokens may
-    be asked for once `shape` has passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` has the
-    sums of what its node submitted before; `seen` is what others did. `dialogue` is None if nobody answers the model.
-    `shown` is what its node showed of it before it was finished. Of a part of a submission (`only`), `first` is the
-    number of its first rollout.
-    """
+    """One submission under audit. The lease is the hub's signed word; the submission is only a claim. `submission` is
+    None, and `problem` says why, if the body could not be decoded. What is derived from the tokens may be asked for
+    once `shape` has passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` has the sums of what
+    its node submitted before; `seen` is what others did. `dialogue` is None if nobody answers the model. `shown` is
+    what its node showed of it before it was finished. Of a part of a submission (`only`), `first` is the number of its
+    first rollout."""
 
     lease: Lease
     submission: Submission | None
@@ -235,13 +233,11 @@ class Case:
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """What is remembered of this submission, to know copies of it by.
-
-        A proof of enough values stands with the first tokens that went into its rows (each comes of the one before).
-        What came before those tokens is left out: a model may have forgotten it. So is the policy: a training step may
-        change no bit of the largest activations. And so are the later tokens: those of two rollouts that part late may
-        all have their largest activations in the rows that they share.
-        """
+        """What is remembered of this submission, to know copies of it by. A proof of enough values stands with the
+        first tokens that went into its rows (each comes of the one before). What came before those tokens is left out:
+        a model may have forgotten it. So is the policy: a training step may change no bit of the largest activations.
+        And so are the later tokens: those of two rollouts that part late may all have their largest activations in the
+        rows that they share."""
         likelihood = np.add.reduceat(self.claimed, self.starts)
         improbable = np.flatnonzero(likelihood < IMPROBABLE_NATS).tolist()
         marks = [
@@ -357,10 +353,8 @@ Evidence = float | int | str
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. A failure carries a stable reason code and how sure it is (None: it costs credit only).
-
-    One that is `unsure` has not passed, and rejects nothing: then so is the verdict.
-    """
+    """What one check found. A failure carries a stable reason code and how sure it is (None: it costs credit only). One
+    that is `unsure` has not passed, and rejects nothing: then so is the verdict."""
 
     result: CheckResult
     reason: str = ""

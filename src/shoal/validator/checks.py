@@ -169,11 +169,9 @@ def progress(case: Case) -> Finding:
 
 
 def dialogue(case: Case) -> Finding:
-    """What is said to be given is what the tool says to these turns, all of it, and nothing else.
-
-    Who could say of any token that it was given would never have to draw one. So nothing is believed: the whole
-    dialogue is computed again from the turns and the tool alone, before the prefill, for it costs little.
-    """
+    """What is said to be given is what the tool says to these turns, all of it, and nothing else. Who could say of any
+    token that it was given would never have to draw one. So nothing is believed: the whole dialogue is computed again
+    from the turns and the tool alone, before the prefill, for it costs little."""
     for index, (rollout, length) in enumerate(zip(case.rollouts, case.lengths, strict=True)):
         try:
             claimed = unpack_spans(rollout.given, length)
@@ -210,10 +208,8 @@ def talk(case: Case) -> Finding:
 
 def termination(case: Case) -> Finding:
     """A rollout ends with the first end-of-sequence token, a dialogue where `Dialogue.read` says, or at exactly the
-    length limit, and says which.
-
-    Whether the end-of-sequence token was drawn by the lease's seed is for `sampling` to see, as for any token.
-    """
+    length limit, and says which. Whether the end-of-sequence token was drawn by the lease's seed is for `sampling` to
+    see, as for any token."""
     limit, eos = case.lease.sampling.max_new_tokens, case.lease.sampling.eos_token_id
     if case.dialogue is None:
         stops = np.append(np.flatnonzero(case.tokens == eos), len(case.tokens))
@@ -350,10 +346,8 @@ def logprobs(case: Case) -> Finding:
 
 
 def likelihood(case: Case) -> Finding:
-    """The tokens are, in sum, as likely as drawn tokens are: neither picked for their likelihood nor against it.
-
-    The log-probability of an honest token has the mean -entropy and the variance varentropy, whatever came before it.
-    """
+    """The tokens are, in sum, as likely as drawn tokens are: neither picked for their likelihood nor against it. The
+    log-probability of an honest token has the mean -entropy and the variance varentropy, whatever came before it."""
     replay, limits = case.replayed, case.profile.likelihood
     excess = float((replay.logprobs + replay.entropy)[case.drawn].sum())
     variance = float(replay.varentropy[case.drawn].sum())

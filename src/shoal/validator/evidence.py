@@ -62,11 +62,7 @@ MOST_SCORE = 8.0  # standard deviations that one rollout's bias counts for
 
 
 def log_evidence(channel: str, sums: Sums) -> float:
-    """The logarithm of the evidence against honest work; negative where all is well.
-
-    >>> round(log_evidence("outside", Sums(seen=30, expected=8.0)), 1)
-    15.2
-    """
+    """The logarithm of the evidence against honest work; negative where all is well."""
     return float(log_evidences(channel, *(np.array([x]) for x in (sums.seen, sums.expected, sums.shared)))[0])
 
 

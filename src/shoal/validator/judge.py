@@ -162,8 +162,7 @@ class _Open:
 @dataclass(frozen=True)
 class Judge:
     """Turns dockets into verdicts. But for copies, which show only beside what they were copied from, the same docket
-    gives the same verdict, however it is batched.
-    """
+    gives the same verdict, however it is batched."""
 
     environment: Environment
     profiles: Profiles

@@ -41,9 +41,7 @@ class CertainLimits(_Table):
 
 class LogprobLimits(_Table):
     """How reported log-probabilities may differ from the validator's, in units of w = 1 - p + 0.03 of their token.
-
-    Rounding moves the logits, so a token of probability p by an amount in proportion to 1 - p.
-    """
+    Rounding moves the logits, so a token of probability p by an amount in proportion to 1 - p."""
 
     largest: float = Field(2e-3, gt=0, allow_inf_nan=False, description="largest difference of one token")
     spread: float = Field(1e-4, gt=0, allow_inf_nan=False, description="standard deviation of one token")
@@ -85,10 +83,8 @@ COUNTS = frozenset({"outside", "exponents", "accidents"})
 
 
 class LikelihoodLimits(_Table):
-    """How far the sum of log-probabilities may be from what the policy expects, in standard deviations.
-
-    Of too few tokens, or of tokens that left the dice no choice, the sum has no bell-shaped distribution: no check.
-    """
+    """How far the sum of log-probabilities may be from what the policy expects, in standard deviations. Of too few
+    tokens, or of tokens that left the dice no choice, the sum has no bell-shaped distribution: no check."""
 
     deviations: float = Field(8.0, gt=0, allow_inf_nan=False, description="largest distance from the expected sum")
     tokens: int = Field(64, ge=1, description="fewest tokens that the check needs")
@@ -206,13 +202,8 @@ def limits_for(kind: str, number_format: str, measured: Profiles, known: Profile
 
 
 def load_profiles(paths: Iterable[Path] = ()) -> Profiles:
-    """The built-in profiles and those of the files, by key; what is wrong with a file is a `ConfigError`.
-
-    Instead of a file there may be the key of one that is there on request.
-
-    >>> sorted(load_profiles())[0]
-    'scripted/cpu/float32'
-    """
+    """The built-in profiles and those of the files, by key; what is wrong with a file is a `ConfigError`. Instead of a
+    file there may be the key of one that is there on request."""
     added: dict[str, Profile] = {}
     for path in paths:
         profile = ON_REQUEST.get(path.as_posix()) or read_profile(path)

@@ -38,10 +38,8 @@ MAX_NOTE = 200
 
 
 def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
-    """The tokens to be scored: one end-of-sequence token at the end is no part of the completion.
-
-    Of a dialogue (whose spans have been checked) only what the model said last.
-    """
+    """The tokens to be scored: one end-of-sequence token at the end is no part of the completion. Of a dialogue (whose
+    spans have been checked) only what the model said last."""
     ids: list[int] = rollout.token_ids.tolist()
     for start, length in unpack_spans(rollout.given, len(ids))[-1:]:
         ids = ids[start + length :]
@@ -50,9 +48,7 @@ def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
 
 def sampled_tokens(rollout: Rollout, eos_token_id: int | None) -> int:
     """The length that a budget is held against: what the model drew, without the end-of-sequence token at the end.
-
-    `eos_token_id` None: with it. Tool tokens are not counted.
-    """
+    `eos_token_id` None: with it. Tool tokens are not counted."""
     ids = rollout.token_ids
     given = sum(length for _start, length in unpack_spans(rollout.given, len(ids)))
     return len(ids) - given - int(len(ids) > 0 and int(ids[-1]) == eos_token_id)
@@ -68,10 +64,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the environment says of a group: its rewards.
-
-    `notes` (rollout, note) are for the owner: a reward function may name the answer in them, so no verdict has them.
-    """
+    """What the environment says of a group: its rewards. `notes` (rollout, note) are for the owner: a reward function
+    may name the answer in them, so no verdict has them."""
 
     rewards: tuple[RolloutReward, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()
@@ -89,10 +83,8 @@ class _Text:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How groups get their rewards: the environment's score, what the length makes of it, and the judges' words.
-
-    All groups are scored at once, so that several processes have something to do; each is scored whole or not at all.
-    """
+    """How groups get their rewards: the environment's score, what the length makes of it, and the judges' words. All
+    groups are scored at once, so that several processes have something to do; each is scored whole or not at all."""
 
     environment: Environment
     scorer: Scorer
@@ -171,11 +163,9 @@ def _whole(results: Sequence[Score | ScoringFailure]) -> list[Score] | ScoringFa
 
 
 def shuffled(rewards: Sequence[RolloutReward], run: str, unit: int) -> tuple[RolloutReward, ...]:
-    """The control experiment: the same rewards on other rollouts of the group, the same way at every try.
-
-    A group keeps its mean and its spread, so everything is as before but the connection to what was generated. The
-    part `shuffled_from` says whose reward it is.
-    """
+    """The control experiment: the same rewards on other rollouts of the group, the same way at every try. A group keeps
+    its mean and its spread, so everything is as before but the connection to what was generated. The part
+    `shuffled_from` says whose reward it is."""
     digest = hashlib.sha256(f"shoal/shuffle/v1\n{run}\n{unit}".encode()).digest()
     order = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big"))).permutation(len(rewards))
     return tuple(
@@ -189,12 +179,7 @@ NOTES_NAME = "notes.jsonl"
 
 
 class Notebook:
-    """Lines of JSON: unit, task, rollout, note. The newest `most_bytes` or so are kept, in two files.
-
-    >>> import tempfile; folder = Path(tempfile.mkdtemp())
-    >>> Notebook(folder).write(7, "sort/train/3", [(0, "too long")]); (folder / NOTES_NAME).read_text()
-    '{"unit": 7, "task": "sort/train/3", "rollout": 0, "note": "too long"}\\n'
-    """
+    """Lines of JSON: unit, task, rollout, note. The newest `most_bytes` or so are kept, in two files."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self._file, self._most_bytes, self._failed = folder / NOTES_NAME, most_bytes, False

@@ -68,11 +68,9 @@ def measurable_kinds(settings: ValidatorSettings, published: str) -> tuple[str, 
 @dataclass(frozen=True)
 class ValidatorConfig:
     """One validator: its folder (cache of weights), engine, environment, and the certificate that makes it trusted.
-
     `shuffle_rewards` comes from the [environment] section: the control run that must not learn. `scored_by` is that
     section: completions are scored in processes that build the environment from it; without it, in this process. `http`
-    and `pace` are given only by tests and one-process runs.
-    """
+    and `pace` are given only by tests and one-process runs."""
 
     folder: Path
     settings: ValidatorSettings

@@ -73,10 +73,8 @@ PROBLEM_LIMIT = 200
 
 @dataclass
 class SliceRunner:
-    """A validator's part in evaluations: when it is ready for a slice, and one slice from the hub to the hub.
-
-    Without a `scorer`, scores are computed in this process.
-    """
+    """A validator's part in evaluations: when it is ready for a slice, and one slice from the hub to the hub. Without a
+    `scorer`, scores are computed in this process."""
 
     client: HubClient
     shelf: EngineShelf
@@ -222,10 +220,8 @@ PROMPT_TOKENS = 32
 @dataclass
 class Ahead:
     """Which policy is the newest, and whether it is loaded. `hear` may be called by another thread than the rest.
-
     `keeps_others`: a newer policy is loaded beside those in use. Otherwise only the first is loaded ahead. `rehearsed`:
-    an audit was computed once, so that no rehearsal is needed. `has_measured`: limits were measured in this process.
-    """
+    an audit was computed once, so that no rehearsal is needed. `has_measured`: limits were measured in this process."""
 
     client: HubClient
     shelf: EngineShelf

@@ -27,11 +27,7 @@ POLICY = PolicyRef(incarnation=0, version=0, digest="0" * 64)
 
 @dataclass(frozen=True)
 class Machine:
-    """What computes: a device and a number format.
-
-    >>> str(Machine.parse("cuda/bfloat16"))
-    'cuda/bfloat16'
-    """
+    """What computes: a device and a number format."""
 
     device: str = "cpu"
     dtype: str = "float32"
