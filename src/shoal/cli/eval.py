@@ -146,7 +146,6 @@ def worked(what: str, folder: Path, source: TaskSource, environment: Environment
 
 
 def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks: bool) -> int:
-    """Look for leaks, sample and score, say the numbers; returns the exit code."""
     import hashlib
 
     from shoal.evaluation.job import evaluate as measure
@@ -226,10 +225,8 @@ def say(summary: dict[str, Any], tasks: str, leaks: Leaks) -> None:
 
 
 def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, again: str) -> None:
-    """Results of which much is missing are written and shown, and are no success; `again` is the remedy.
-
-    Rows that cannot be used are no failure where bad_rows = "skip" says to leave them out.
-    """
+    """Results of which much is missing are written and shown, and are no success; `again` is the remedy. Rows that
+    cannot be used are no failure where bad_rows = "skip" says to leave them out."""
     from shoal.evaluation.records import UNUSABLE
     from shoal.evaluation.summary import MAX_FAILURES
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -92,7 +92,6 @@ def guarded(command: Callable[[], object], debug: bool) -> int:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """An error as one line and an exit code."""
     if isinstance(error, ShoalError):
         return printable(str(error)), error.exit_code
     format_message = getattr(error, "format_message", None)  # a mistake on the command line, as typer reports it
@@ -143,9 +142,3 @@ for reader, commands in READERS.items():
             app.add_typer(each, rich_help_panel=reader)
         else:
             app.command(name=NAMES.get(each), epilog=EPILOGS.get(each), rich_help_panel=reader)(each)
-
-
-def command_names() -> list[str]:
-    """The commands there are, for tests and documentation."""
-    group: Any = typer.main.get_command(app)
-    return sorted(group.commands)

@@ -95,8 +95,6 @@ def sft(
 
 @dataclass
 class WarmStartRequest:
-    """What was asked for; what is named in it, once it is opened."""
-
     out: Path
     env: str | None
     choice: Choice
@@ -148,7 +146,6 @@ class WarmStartRequest:
             raise ConfigError(f"{work} is there and is not of a warm start: move it away, or choose another --out")
 
     def about(self, model: ModelSource) -> dict[str, Any]:
-        """All that decides what comes out, for comparison."""
         from shoal.evaluation.subject import model_digest
         from shoal.models.folder import model_folder
         from shoal.trainer.demonstrations.choosing import HARMLESS, USED
@@ -196,7 +193,6 @@ class WarmStartRequest:
             return choose(data, encoder, choice, asking, judge, progress, self.stop.is_set)
 
     def train(self, model: ModelSource) -> int:
-        """Choose, train, write the model; returns the exit code."""
         from rich.console import Console
 
         from shoal.cli.printing import counted

@@ -169,7 +169,16 @@ class PlainDisplay:
 
     def _say_progress(self, scene: Scene, status: RunStatus) -> None:
         silent = scene.silent_s >= SILENT_S
-        text = "the hub does not answer" if silent else progress_line(scene, status)
+        rewards, scores = (_by_step(values) for values in (scene.history.rewards, scene.history.held_out))
+        stale = scene.history.staleness
+        numbers = {"reward": rewards[-1:], "held out": scores[-1:], "staleness": [] if stale is None else [stale]}
+        parts = [f"step {status.step}/{status.steps}"]
+        parts += [f"{name} {last:.2f}" for name, values in numbers.items() for last in values]
+        parts.append(groups_line(status))
+        parts += [f"{printable(node.name)}: {MEASURING}" for node in status.nodes if node.doing == MEASURING]
+        text = "the hub does not answer" if silent else "  ".join(parts)
+        if status.policy is None and status.step == 0 and not silent:
+            text = "starting: the trainer is loading the first policy"
         if text == self._last and scene.elapsed_s - self._last_s < SILENCE_S:
             return
         self._last, self._last_s = text, scene.elapsed_s
@@ -184,21 +193,7 @@ class PlainDisplay:
 
 
 def stopwatch(seconds: float) -> str:
-    """Minutes and seconds: `1:05`."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-def progress_line(scene: Scene, status: RunStatus) -> str:
-    """Where the run stands: `step 2/9  reward 0.50  held out 0.40  staleness 0.25  groups 5 accepted, 1 rejected`."""
-    if status.policy is None and status.step == 0:
-        return "starting: the trainer is loading the first policy"
-    rewards, scores = (_by_step(values) for values in (scene.history.rewards, scene.history.held_out))
-    stale = scene.history.staleness
-    numbers = {"reward": rewards[-1:], "held out": scores[-1:], "staleness": [] if stale is None else [stale]}
-    parts = [f"step {status.step}/{status.steps}"]
-    parts += [f"{name} {last:.2f}" for name, values in numbers.items() for last in values]
-    measuring = [f"{printable(node.name)}: {MEASURING}" for node in status.nodes if node.doing == MEASURING]
-    return "  ".join([*parts, groups_line(status), *measuring])
 
 
 def groups_line(status: RunStatus) -> str:
@@ -235,7 +230,16 @@ def frame(scene: Scene, width: int) -> Group:
     rows += ["", _workers(scene)]
     for name, note in scene.notes.items():
         rows.append(Text(f"{name} {printable(note)}", "magenta", no_wrap=True, overflow="ellipsis"))
-    return Group(*rows, "", *_processes(scene, width), *_verdicts(scene))
+    rows += ["", *_processes(scene, width)]
+    if status is not None:  # the newest verdicts, oldest first; the last few rejections are always among them
+        refused = list(scene.history.rejections.values())[-REJECTIONS_KEPT:]
+        others = [verdict for verdict in status.verdicts if verdict.outcome != "rejected"]
+        others.sort(key=lambda verdict: -verdict.decided_at_ms)
+        shown = [*refused, *others[: VERDICTS_SHOWN - len(refused)]]
+        for verdict in sorted(shown, key=lambda verdict: verdict.decided_at_ms):
+            style = VERDICT_STYLES.get(verdict.outcome, "yellow")
+            rows.append(_row("verdict", verdict_line(verdict, labels(status.nodes)), style))
+    return Group(*rows)
 
 
 def _numbers(scene: Scene, status: RunStatus) -> Iterator[Text]:
@@ -323,18 +327,6 @@ def _processes(scene: Scene, width: int) -> Iterator[Text]:
         style = {"waiting": "", "trouble": "yellow", "owner": "bold yellow"}.get(label, "bold red")
         for line in textwrap.wrap(printable(sentence), max(10, width - LABEL_WIDTH), max_lines=2, placeholder=" …"):
             yield _row(label, line, style)
-
-
-def _verdicts(scene: Scene) -> Iterator[Text]:
-    """The newest verdicts in words, oldest first; the last few rejections are always among them."""
-    if scene.status is None:
-        return
-    names, refused = labels(scene.status.nodes), list(scene.history.rejections.values())[-REJECTIONS_KEPT:]
-    others = [verdict for verdict in scene.status.verdicts if verdict.outcome != "rejected"]
-    others.sort(key=lambda verdict: -verdict.decided_at_ms)
-    shown = [*refused, *others[: VERDICTS_SHOWN - len(refused)]]
-    for verdict in sorted(shown, key=lambda verdict: verdict.decided_at_ms):
-        yield _row("verdict", verdict_line(verdict, names), VERDICT_STYLES.get(verdict.outcome, "yellow"))
 
 
 def _row(label: str, text: str, style: str = "") -> Text:

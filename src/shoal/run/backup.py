@@ -69,8 +69,6 @@ REST = (
 
 @dataclass(frozen=True)
 class Summary:
-    """What is in a backup, as its own database tells it."""
-
     manifest: Manifest
     submissions: list[str]
     ledger: int

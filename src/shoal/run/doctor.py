@@ -162,7 +162,6 @@ def _compute(info: RunInfo, device: str, dtype: str) -> Finding:
 
 
 def _hub(client: HubClient) -> Finding:
-    """Whether a hub answers, and for whom. Signed requests come later: nobody registers for being looked at."""
     try:
         info = client.run_info()
     except ShoalError as error:

@@ -59,7 +59,6 @@ class Endpoints(BaseModel):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Where weights are fetched from: the relays, or the origin itself if there are none."""
         return self.relays or (self.origin,)
 
     @property
@@ -70,8 +69,6 @@ class Endpoints(BaseModel):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """An existing run folder."""
-
     path: Path
     recipe: Recipe
 
@@ -127,7 +124,6 @@ class RunFolder:
 
     @property
     def trainer_key(self) -> str:
-        """The trainer's public key, from its certificate."""
         return protocol.open_document(self._signed("trainer"), protocol.RoleCertificate, self.root_key).public_key
 
     @property
@@ -161,7 +157,6 @@ class RunFolder:
         return protocol.sign_document(document, root)
 
     def put_certificate(self, name: str, signed: protocol.SignedDocument) -> None:
-        """Write a certificate down where its process looks for it."""
         write_atomically(self._certificate_path(name), signed.model_dump_json(indent=2).encode() + b"\n")
 
     def _certificate_path(self, name: str) -> Path:

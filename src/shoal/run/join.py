@@ -48,10 +48,8 @@ class JoinRequest:
 
 
 def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
-    """Work for the run at the URLs until it ends or this process is stopped; the exit code.
-
-    First what is wrong here, then whether there is a hub; torch is loaded (seconds) when there is work to do.
-    """
+    """Work for the run at the URLs until it ends or this process is stopped; the exit code. First what is wrong here,
+    then whether there is a hub; torch is loaded (seconds) when there is work to do."""
     from shoal.engines import check_engine
     from shoal.run.owner import vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
@@ -131,10 +129,8 @@ def run_standalone_relay(
 
 
 def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken) -> tuple[Path, str]:
-    """Meet the hub, then look at this machine; the folder to work in, and the run's root fingerprint.
-
-    Raises what makes work impossible.
-    """
+    """Meet the hub, then look at this machine; the folder to work in, and the run's root fingerprint. Raises what makes
+    work impossible."""
     from shoal.run.doctor import examine_worker
 
     with closing(HubClient.of_a_person(urls, request.wait_s, known_root(urls, pinned), stop)) as client:

@@ -42,8 +42,6 @@ SHARED_MACHINE = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable
 
 @dataclass(frozen=True)
 class Launched:
-    """How a run ended, what the hub said last, and what was seen on the way."""
-
     ending: Ending
     status: RunStatus | None
     elapsed_s: float
@@ -58,11 +56,9 @@ def launch(
     extra: Sequence[ProcessSpec] = (),
     notes: Mapping[str, str] | None = None,
 ) -> Launched:
-    """Run everything to its end, shown by `display` (which the caller enters and leaves).
-
-    `extra` are further processes, supervised like the recipe's own; `notes` are remarks on workers by name. No process
-    is left when this returns or raises.
-    """
+    """Run everything to its end, shown by `display` (which the caller enters and leaves). `extra` are further
+    processes, supervised like the recipe's own; `notes` are remarks on workers by name. No process is left when this
+    returns or raises."""
     with FolderLock(folder.path).acquire(stop, LOCK_WAIT_S):
         logs.setup("run", folder.path / "logs" / "run.log", stderr=False)  # the display says it in the terminal
         if RunFolder.open(folder.path).recipe != folder.recipe:
@@ -167,10 +163,8 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
 
 
 def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, before: int = 0) -> list[str]:
-    """What the run came to, from the trainer's own numbers (the hub may have died, they are on disk).
-
-    `before` is how many steps there were when this start began: a run that is resumed did not do them now.
-    """
+    """What the run came to, from the trainer's own numbers (the hub may have died, they are on disk). `before` is how
+    many steps there were when this start began: a run that is resumed did not do them now."""
     rows = MetricsLog(metrics_file).rows()
     done = status.step if status is not None else steps_in(metrics_file)
     total = f" of {status.steps}" if status is not None else ""
@@ -198,7 +192,6 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
 
 
 def held_out_of(rows: Sequence[Mapping[str, float]]) -> dict[int, float]:
-    """Held-out scores by version."""
     return {int(row["step"]): row["held_out"] for row in rows if "held_out" in row}
 
 

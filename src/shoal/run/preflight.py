@@ -150,11 +150,9 @@ def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
 
 
 def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log.debug) -> list[Task]:
-    """Ask some tasks of each split (without a model: read them); returns one of each kind.
-
-    A row of data that cannot be asked is passed over when it is drawn, so that only many of them are a mistake; in an
-    environment that makes its tasks, one is.
-    """
+    """Ask some tasks of each split (without a model: read them); returns one of each kind. A row of data that cannot be
+    asked is passed over when it is drawn, so that only many of them are a mistake; in an environment that makes its
+    tasks, one is."""
     trials, clock = dict[str, Task](), SystemClock()
     for split in SPLITS:
         tasks, tried, ends_s = environment.tasks(split), 0, clock.monotonic_s() + SECONDS_TRIED
@@ -185,10 +183,8 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
 
 
 def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: Sequence[Task]) -> None:
-    """Score completions that say nothing: scoring that cannot do that would fail on every group, one log line each.
-
-    A reward of one's own may hang: it is tried where it can be ended.
-    """
+    """Score completions that say nothing: scoring that cannot do that would fail on every group, one log line each. A
+    reward of one's own may hang: it is tried where it can be ended."""
     from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
 
     require_scoring(environment)

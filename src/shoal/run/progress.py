@@ -70,7 +70,6 @@ class History:
             self._paces.append((elapsed_s, status.step))
 
     def tokens_per_s(self) -> float:
-        """Verified tokens per second over the last seconds."""
         if not self._tokens:
             return 0.0
         (began_s, before), (ended_s, after) = self._tokens[0], self._tokens[-1]
@@ -89,10 +88,8 @@ class History:
 
 @dataclass(frozen=True)
 class Scene:
-    """A run at a moment, as displays show it: the hub's last answer, the processes here, and what went before.
-
-    `notes` are remarks on workers by name, for those who know more about them than the hub does.
-    """
+    """A run at a moment, as displays show it: the hub's last answer, the processes here, and what went before. `notes`
+    are remarks on workers by name, for those who know more about them than the hub does."""
 
     status: RunStatus | None
     processes: Sequence[ProcessView]
@@ -102,15 +99,12 @@ class Scene:
 
     @property
     def silent_s(self) -> float:
-        """For how long the hub has not answered."""
         return self.elapsed_s - self.history.answered_s
 
 
 class Display(Protocol):
-    """Shows scenes, one every `every_s`, between `__enter__` and `__exit__`; `say` works outside of that, too.
-
-    While a `live` one has the terminal, nobody else may write to it.
-    """
+    """Shows scenes, one every `every_s`, between `__enter__` and `__exit__`; `say` works outside of that, too. While a
+    `live` one has the terminal, nobody else may write to it."""
 
     live: bool
     every_s: float
@@ -236,7 +230,6 @@ class Watchdog:
         return Ending(1, f"no progress for {duration(still_s)}: {blame(status, processes, silent_s)}")
 
     def begin_again(self, now_s: float) -> None:
-        """Patience counts from now."""
         self._since_s = now_s
 
 

@@ -30,8 +30,6 @@ CHANGEABLE_KEYS = ("run.steps",)
 
 
 class ModelSettings(BaseModel):
-    """The [model] section: where training starts."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str = Field(
@@ -50,8 +48,6 @@ class WorkerSection(WorkerSettings):
 
 
 class RelaySection(BaseModel):
-    """How relays mirror and serve."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
@@ -66,8 +62,6 @@ class RelaySection(BaseModel):
 
 
 class Recipe(BaseModel):
-    """The whole configuration of a run."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: RunSettings = Field(default_factory=RunSettings)
@@ -140,15 +134,18 @@ def missing_inputs(recipe: Recipe) -> list[str]:
 def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
     """A folder belongs to one recipe: resuming with another would mix two runs."""
     before, now = dict(settings_of(stored)), dict(settings_of(given))
-    changed = [
-        key for key in dict.fromkeys((*now, *before)) if before.get(key) != now.get(key) and not _changeable(key)
-    ]
+    changed = []
+    for key in dict.fromkeys((*now, *before)):
+        section, _, name = key.partition(".")
+        changeable = section in CHANGEABLE_SECTIONS or (section == "trainer" and is_changeable(name))
+        if before.get(key) != now.get(key) and key not in CHANGEABLE_KEYS and not changeable:
+            was, is_ = (str(each) if isinstance(each, Path) else each for each in (before.get(key), now.get(key)))
+            changed.append(f"{key} was {was!r}, is {is_!r}")
     if not changed:
         return
-    shown = [f"{key} was {_shown(before.get(key))}, is {_shown(now.get(key))}" for key in changed[:3]]
-    more = f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
+    shown, more = "; ".join(changed[:3]), f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
     raise ConfigError(
-        f"the run in {path} was made with another recipe ({'; '.join(shown)}{more}); choose another folder with "
+        f"the run in {path} was made with another recipe ({shown}{more}); choose another folder with "
         f"--dir, or resume with: shoal run --dir {path}"
     )
 
@@ -160,12 +157,3 @@ def settings_of(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from settings_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _changeable(key: str) -> bool:
-    section, _, name = key.partition(".")
-    return key in CHANGEABLE_KEYS or section in CHANGEABLE_SECTIONS or (section == "trainer" and is_changeable(name))
-
-
-def _shown(value: object) -> str:
-    return repr(str(value) if isinstance(value, Path) else value)

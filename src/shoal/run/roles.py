@@ -40,10 +40,8 @@ def role_names(folder: RunFolder) -> list[str]:
 
 
 def run_role(folder: RunFolder, name: str, stop: StopToken, cheat: str | None = None) -> None:
-    """Be the process `name` (for example `hub` or `validator-0`) of the run until it ends or `stop` is set.
-
-    A worker may have any number, also one that the recipe does not start, and may be made to `cheat`.
-    """
+    """Be the process `name` (for example `hub` or `validator-0`) of the run until it ends or `stop` is set. A worker
+    may have any number, also one that the recipe does not start, and may be made to `cheat`."""
     role, _, index = name.partition("-")
     if role not in _ROLES:
         raise ConfigError(f"there is no role {role!r}; there are {', '.join(_ROLES)}")
@@ -62,10 +60,8 @@ def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
 
 
 def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
-    """What every role does first: follow its supervisor, listen to signals, log (a supervisor keeps the file).
-
-    No role reads standard input, so it is closed: nothing that a role loads can ask the person at the terminal.
-    """
+    """What every role does first: follow its supervisor, listen to signals, log (a supervisor keeps the file). No role
+    reads standard input, so it is closed: nothing that a role loads can ask the person at the terminal."""
     supervised = SUPERVISED in os.environ
     stop = stop_on_signals()
     follow_supervisor(stop)
@@ -170,7 +166,6 @@ def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:
 
 
 def validator_config(folder: RunFolder, index: int) -> ValidatorConfig:
-    """How a validator of this folder judges."""
     from shoal.environments import build
     from shoal.validator import ValidatorConfig
 

@@ -27,10 +27,8 @@ from shoal.trainer.folder import MARK, refuse_foreign
 
 
 def export_run(directory: Path, out: Path, best: bool = False, version: int | None = None) -> Path:
-    """Write the export to `out`: of the newest checkpoint, the best, or that of a version.
-
-    What can be refused is refused before torch is loaded, which takes a while.
-    """
+    """Write the export to `out`: of the newest checkpoint, the best, or that of a version. What can be refused is
+    refused before torch is loaded, which takes a while."""
     if best and version is not None:
         raise ConfigError("--best and --version name two checkpoints; give one of them")
     folder = RunFolder.open(directory)
@@ -70,9 +68,7 @@ class ModelSource:
 @contextmanager
 def model_source(text: str) -> Iterator[ModelSource]:
     """A built-in name, a Hugging Face folder, or a run's folder: that is its newest policy, called as the folder is.
-
-    Not by `run.name`: all runs of recipes/tiny.toml have that of the built-in model.
-    """
+    Not by `run.name`: all runs of recipes/tiny.toml have that of the built-in model."""
     path = Path(text).expanduser()
     if text in BUILTIN or not (path / "recipe.toml").is_file():
         yield ModelSource(Path(text).name if text not in BUILTIN else text, text)
@@ -98,10 +94,8 @@ def _is_newest(run: Path) -> bool:
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Tasks by their settings; the recipe that they came with, and the run, if they came with one.
-
-    `whole` marks a file of its own, whose tasks are all meant, however an environment would divide them for training.
-    """
+    """Tasks by their settings; the recipe that they came with, and the run, if they came with one. `whole` marks a file
+    of its own, whose tasks are all meant, however an environment would divide them for training."""
 
     settings: EnvironmentSettings
     recipe: Recipe | None = None

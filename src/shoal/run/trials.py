@@ -137,7 +137,6 @@ def run_calibration(options: TrialOptions, tell: Callable[[str], None]) -> tuple
 
 
 def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
-    """What was measured, for people."""
     profile = measured.profile
     for name, bands in measured.bands.items():
         yield f"honest {profile.key}, seen by {name}: {bands.tokens} tokens"

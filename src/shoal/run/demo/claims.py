@@ -44,8 +44,6 @@ SCORE_TOLERANCE_TASKS = 1  # another engine may break one tie between two next t
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence for people, under a short name, and whether it is so."""
-
     name: str
     holds: bool
     sentence: str
@@ -53,8 +51,6 @@ class Claim:
 
 @dataclass(frozen=True)
 class Cast:
-    """Who plays what: node ids by the names of their processes."""
-
     honest: Mapping[str, str]
     cheater: str
     cheater_name: str
@@ -66,7 +62,6 @@ Accounts = Mapping[str, Account]
 
 
 def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
-    """The greedy held-out score rose by enough."""
     if len(scores) < 2:
         return Claim("it learned", False, f"the held-out score was measured {len(scores)} times; two are needed")
     rise = scores[-1] - scores[0]

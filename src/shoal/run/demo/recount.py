@@ -29,8 +29,6 @@ QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", SUPERVISED: "
 
 
 class Recount(BaseModel):
-    """The mean score, over how many tasks."""
-
     score: float
     tasks: int
 

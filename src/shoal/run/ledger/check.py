@@ -62,7 +62,12 @@ def check_place(
     checked = begun(place, needs_documents)
     given = [] if head is None else read_head_file(head, checked.run)
     seen = [witness_pins(place, witness, checked.run, given) for witness in witnesses]
-    others = [*_kept(checked), *(pin for pins in seen for pin in pins)]
+    others = [pin for pins in seen for pin in pins]
+    if (known := load_kept(checked.run)) is not None:
+        if known.root_key != checked.root_key:
+            raise LedgerError(f"run {checked.run} had another root key when its ledger was seen last: an impostor's")
+        when = datetime.fromtimestamp(known.seen_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        others.insert(0, Pin(known.head, f"the head kept here since {when}", known.signed))
     if others and not place.complete:
         others = _within(place, checked, others, seen)
     # The place's own last: its rows are read as of then, so an honest run that grows meanwhile is behind no other head.
@@ -85,17 +90,6 @@ def check_place(
         signed = place.signed_head()
         keep(checked.root_key, trusted, None if signed is None else signed.head)
     return checked
-
-
-def _kept(checked: Checked) -> list[Pin]:
-    """The head from last time."""
-    known = load_kept(checked.run)
-    if known is None:
-        return []
-    if known.root_key != checked.root_key:
-        raise LedgerError(f"run {checked.run} had another root key when its ledger was seen last: an impostor's")
-    seen = datetime.fromtimestamp(known.seen_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return [Pin(known.head, f"the head kept here since {seen}", known.signed)]
 
 
 def _within(place: Place, checked: Checked, pins: list[Pin], seen: list[list[Pin]]) -> list[Pin]:
@@ -128,8 +122,6 @@ def verified(place: Place, names: dict[str, str]) -> Iterator[LedgerEntry]:
 
 
 class Book:
-    """The accounts of a ledger, with the names that nodes gave themselves."""
-
     def __init__(self, where: str, wait_s: float) -> None:
         self.names: dict[str, str] = {}
         with closing(open_place(where, wait_s)) as place:
@@ -155,7 +147,6 @@ class Book:
 
 
 def shares_at(where: str, step: int | None, wait_s: float) -> tuple[Shares, dict[str, str]]:
-    """Who owns which part of the run, and since which row; with the names that nodes gave themselves."""
     names: dict[str, str] = {}
     with closing(open_place(where, wait_s)) as place:
         return shares_of(verified(place, names), step), names

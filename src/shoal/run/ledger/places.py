@@ -49,11 +49,9 @@ MANIFEST = "the manifest of policy "
 
 
 class Place(Rows):
-    """A ledger somewhere. `notes` are what could not be fetched, in words; it is filled while pins are looked for.
-
-    A ledger may grow meanwhile: its rows are read as of the last call of `pins`. `complete`: no row behind its last one
-    is anywhere else, which cannot be said of a file.
-    """
+    """A ledger somewhere. `notes` are what could not be fetched, in words; it is filled while pins are looked for. A
+    ledger may grow meanwhile: its rows are read as of the last call of `pins`. `complete`: no row behind its last one
+    is anywhere else, which cannot be said of a file."""
 
     complete = True
 
@@ -92,7 +90,6 @@ class Place(Rows):
 
 
 def open_place(where: str, wait_s: float = 3.0) -> Place:
-    """The ledger at a URL, in a run's folder or in a file."""
     if "://" in where:
         return HubPlace(where, wait_s)
     path = Path(where)
@@ -362,7 +359,6 @@ def evidence_file(ledger: Path) -> Path:
 
 
 def _lines(path: Path, kind: type[M], what: str) -> Iterator[M]:
-    """One message per line, streamed."""
     number = 0
     try:
         with path.open("rb") as file:
@@ -381,8 +377,6 @@ START = b'{\n  "run"'
 
 
 class KeptHead(BaseModel):
-    """What is remembered of a run's ledger."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
