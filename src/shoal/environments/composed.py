@@ -29,7 +29,7 @@ class LengthBudget:
         return replace(task, prompt=f"{task.prompt} {self.settings.text.replace('{target}', str(target))}")
 
     def worth(self, score: Score, target: int, tokens: int) -> Score:
-        """What a completion of so many tokens is worth; parts `task`, `length` and `target` say how it came about."""
+        """What a completion of so many tokens is worth."""
         settings, task = self.settings, score.value
         if settings.form == "exact":
             value = task - settings.alpha * abs(target - tokens)

@@ -1,8 +1,8 @@
 """Tasks from a data set: Parquet or JSON lines, of any size. Rows are read when they are asked for.
 
 The id of a task is its row's number and its own id (`17/math_17`), so a row that is left out never shifts another.
-Rows whose *prompt* cannot be used are known when the data set is opened and are in no split. Whether an *answer* can
-be used is known when it is read: the task is then an `UnusableTask`, and the hub draws another one.
+Rows whose *prompt* cannot be used are in no split. Whether an *answer* can be used is known when it is read: the task
+is then an `UnusableTask`, and the hub draws another one.
 """
 
 from __future__ import annotations
@@ -154,10 +154,7 @@ class DatasetEnvironment:
         return (digests[row].tobytes() for row in self._rows(split).tolist())
 
     def check(self, progress: Callable[[int, int], None]) -> tuple[Opened, ...]:
-        """Each data set (a held-out file is one of its own), after a look at every answer.
-
-        `progress` is told how many rows are done, and how many there are.
-        """
+        """Each data set (a held-out file is one of its own), after a look at every answer."""
         for opened in self._opened:
             opened.checked = opened.checked or scanning.check(opened, self._grader, progress)
         return self._opened
@@ -167,12 +164,10 @@ class DatasetEnvironment:
 
     @property
     def description(self) -> str:
-        main = self._main
-        return (
-            f"{main.path}: {count_of(main.table.rows, 'row')} in {count_of(len(main.table.files), 'file')}, format"
-            f" {main.layout.name} ({', '.join(main.found.graders)}): {'; '.join(self._counts())};"
-            f" data digest {self.data_digest}"
-        )
+        table, layout, graders = self._main.table, self._main.layout, ", ".join(self._main.found.graders)
+        files = f"{count_of(table.rows, 'row')} in {count_of(len(table.files), 'file')}"
+        told = f"{self._main.path}: {files}, format {layout.name} ({graders}): {'; '.join(self._counts())}"
+        return f"{told}; data digest {self.data_digest}"
 
     def _counts(self) -> Iterator[str]:
         """What became of the rows of each data set; the numbers add up. Rows that are known to be bad come first."""
@@ -201,11 +196,8 @@ class DatasetEnvironment:
                 yield f"{f'kind {kind!r}' if kind else 'no kind'}: {count_of(int(rows.sum()), 'row')}, {counts}"
 
     def useless_kinds(self) -> Iterator[tuple[Opened, str]]:
-        """The data sets with kinds of which no row can be used: a run refuses them unless it skips bad rows.
-
-        Each kind is told with its number of rows and the reason of the first; of answers that nobody checked, a few
-        are read.
-        """
+        """Data sets with kinds of which no row can be used, each with its number of rows and the reason of the first;
+        of answers that nobody checked, a few are read. A run refuses them unless it skips bad rows."""
         for opened in self._opened:
             good, told = opened.good(), list[str]()
             for number, kind in enumerate(opened.found.kinds):

@@ -44,13 +44,11 @@ ENVIRONMENTS: dict[str, tuple[type[generated.Options], Callable[[Any, Ingredient
 
 
 def build(settings: EnvironmentSettings) -> Environment:
-    """The environment that the settings describe; what is wrong with them is an `EnvironmentSetupError`."""
     inner = mixed(settings, build_ingredient) if settings.mix else build_ingredient(settings)
     return inner if is_plain(settings) else Composed(inner, settings)
 
 
 def build_ingredient(settings: Ingredient) -> Environment:
-    """The tasks and their scoring, without how they are asked."""
     if settings.file is not None:
         if settings.options:
             raise EnvironmentSetupError("environment.options belong to built-in environments; a file has none")
