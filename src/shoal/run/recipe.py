@@ -30,6 +30,8 @@ CHANGEABLE_KEYS = ("run.steps",)
 
 
 class ModelSettings(BaseModel):
+    """The [model] section: where training starts."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str = Field(
@@ -48,6 +50,8 @@ class WorkerSection(WorkerSettings):
 
 
 class RelaySection(BaseModel):
+    """How relays mirror and serve."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
