@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 
 from kit import Request
+from kit.cast import Running, ask, eventually
 from shoal.errors import VersionNotFound
 from shoal.protocol import PolicyManifest, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
@@ -32,7 +32,6 @@ from shoal.shardcast import (
     run_origin,
     run_relay,
 )
-from shoal.shardcast.connection import Connection, Deadline
 
 KEY = SigningKey.from_seed(b"\x07" * 32)
 RUN = "contract"
@@ -42,19 +41,9 @@ WITHIN_S = 20.0
 
 @contextmanager
 def running(run: Callable[[StopToken, Callable[[str], None]], None]) -> Iterator[str]:
-    stop, ready, urls = StopToken(), threading.Event(), []
-
-    def on_ready(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
-    thread = threading.Thread(target=run, args=(stop, on_ready), daemon=True)
-    thread.start()
-    assert ready.wait(10)
-    yield urls[0]
-    stop.set("test is over")
-    thread.join(10)
-    assert not thread.is_alive()
+    server = Running(run)
+    yield server.url
+    server.end()
 
 
 def origin_server(folder: Path) -> AbstractContextManager[str]:
@@ -110,27 +99,18 @@ class Published:
         return Downloader([self.url], RUN, KEY.public_key, self.folder.parent / name, StopToken())
 
     def get(self, target: str) -> tuple[int, bytes]:
-        connection = Connection(self.url, StopToken())
-        answer = connection.get(target, Deadline(WITHIN_S))
-        body = connection.read(1 << 20, Deadline(WITHIN_S))
-        connection.close()
-        return answer.status, body
+        return ask(self.url, target)
 
     def until_head_is(self, version: int) -> None:
-        end = time.monotonic() + WITHIN_S
-        while True:
+        def is_head() -> bool:
             status, body = self.get("/head.json?wait_s=1")
-            if status == 200 and json.loads(body)["document"]["policy"]["version"] == version:
-                return
-            assert time.monotonic() < end, f"the head did not become {version}"
-            threading.Event().wait(0.02)
+            return status == 200 and json.loads(body)["document"]["policy"]["version"] == version
+
+        eventually(is_head, WITHIN_S)
 
     def until_gone(self, version: int) -> None:
         """A relay serves the new head first and removes old versions after that."""
-        end = time.monotonic() + WITHIN_S
-        while self.get(f"/manifests/0.{version}.json")[0] != 404:
-            assert time.monotonic() < end, f"version {version} was not removed"
-            threading.Event().wait(0.02)
+        eventually(lambda: self.get(f"/manifests/0.{version}.json")[0] == 404, WITHIN_S)
 
 
 @pytest.fixture(params=SOURCES)

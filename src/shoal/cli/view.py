@@ -41,7 +41,7 @@ from shoal.run.progress import (
     verdict_line,
     waits_line,
 )
-from shoal.runtime.text import printable, visible_json
+from shoal.runtime.text import printable, visible, visible_json
 from shoal.validator.settings import MEASURING
 
 SILENCE_S = 10.0
@@ -331,4 +331,4 @@ def _processes(scene: Scene, width: int) -> Iterator[Text]:
 
 def _row(label: str, text: str, style: str = "") -> Text:
     row = Text(no_wrap=True, overflow="ellipsis")
-    return row.append(f"{label:<{LABEL_WIDTH}}", style="dim").append(text, style=style)
+    return row.append(f"{label:<{LABEL_WIDTH}}", style="dim").append(visible(text), style=style)

@@ -52,13 +52,6 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
         FolderLock(tmp_path).acquire(StopToken(), wait_s=10).release()
 
 
-def test_a_stop_ends_the_waiting(tmp_path: Path) -> None:
-    stop = StopToken()
-    stop.set("SIGTERM")
-    with FolderLock(tmp_path).acquire(StopToken()), pytest.raises(ResourceError):
-        FolderLock(tmp_path).acquire(stop, wait_s=3600)
-
-
 def test_a_lock_removed_with_its_folder_meanwhile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two want a folder; the first removes it and makes it anew: the second must not hold what no longer lies there."""
     flock = fcntl.flock

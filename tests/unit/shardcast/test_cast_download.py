@@ -26,7 +26,7 @@ from kit.cast import (
     reply,
     tensor,
 )
-from shoal.errors import BroadcastError, DiskError, ManifestRefused, ResourceError, VersionNotFound
+from shoal.errors import BroadcastError, DiskError, ManifestRefused, ResourceError
 from shoal.protocol import PolicyRef
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, Prefetch, digest_of
@@ -100,14 +100,6 @@ def test_only_dead_sources_is_an_error_that_names_them(tmp_path: Path) -> None:
         match=r"no source could be asked for policy 0\.1: .*127\.0\.0\.1:9 cannot be reached: Connection refused",
     ):
         make_downloader([DEAD], tmp_path / "cache").fetch(ref, 0.5)
-
-
-def test_a_version_that_nobody_has_is_not_found_at_the_deadline(tmp_path: Path, start_origin: Start) -> None:
-    manifest = publish(make_origin(tmp_path / "origin"), 1)
-    future = manifest.policy.model_copy(update={"version": 7})
-    downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
-    with pytest.raises(VersionNotFound, match=r"no source had policy 0\.7 before the deadline"):
-        downloader.fetch(future, 0.5)
 
 
 def test_sources_may_appear_while_a_fetch_waits(tmp_path: Path, start_origin: Start) -> None:

@@ -78,11 +78,6 @@ CHAIN = versions(
 )
 
 
-def test_what_several_versions_share_lies_on_the_disk_once_and_what_is_not_offered_not_at_all() -> None:
-    assert size_of(CHAIN.values()) == 40 + 10 + 10 + 40 + 10
-    assert size_of([manifest(1, "abcd"), manifest(2, "abce"), None]) == 50
-
-
 def test_the_oldest_go_first_and_nothing_is_kept_without_its_anchor() -> None:
     assert numbers(select_versions(CHAIN, 3, 110).mirrored) == [1, 2, 3, 4, 5]
     for budget in (109, 60, 50):  # version 3 would fit, but nobody could reach it

@@ -156,7 +156,7 @@ def test_a_source_far_slower_than_the_other_is_left_in_the_middle_of_a_chunk(scr
     assert "slow" in scores.describe()
 
 
-def test_the_last_chunk_is_fetched_twice_and_the_slower_is_hung_up_on(scripted: Scripted) -> None:
+def test_a_source_that_stalls_is_hung_up_on_and_another_is_asked(scripted: Scripted) -> None:
     hung_up = threading.Event()
 
     def stall(target: str, to: socket.socket) -> None:

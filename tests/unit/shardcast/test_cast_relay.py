@@ -193,16 +193,6 @@ def test_a_full_disk_ends_the_relay_with_the_reason(tmp_path, start_origin, monk
         run_relay(config, StopToken(), lambda url: None)
 
 
-def test_two_relays_cannot_share_a_folder(tmp_path: Path, start_relay: StartRelay) -> None:
-    relay = start_relay(tmp_path / "relay", "http://127.0.0.1:9")
-    assert relay.url
-    stop = StopToken()
-    stop.set("do not wait for the other to end")
-    config = RelayConfig(tmp_path / "relay", ("http://127.0.0.1:9",), RUN, KEY.public_key, port=0)
-    with pytest.raises(ResourceError, match="in use by process"):
-        run_relay(config, stop, lambda url: None)
-
-
 def test_setup_mistakes_are_one_clear_line(tmp_path: Path, start_origin: StartOrigin) -> None:
     (tmp_path / "file").write_bytes(b"")
     port = int(start_origin(tmp_path / "origin").url.rsplit(":", 1)[1])

@@ -87,20 +87,6 @@ def test_the_next_version_costs_a_delta(tmp_path: Path, start_origin: Start) -> 
     assert "policy 0.1, which is here and 1 delta" in last.route
 
 
-def test_every_version_kept_is_reached_from_nothing_and_from_every_other(tmp_path: Path, start_origin: Start) -> None:
-    run = Run(tmp_path / "origin", anchor_every=6, kept_versions=4)
-    url = start_origin(run.folder).url
-    behind = make_downloader([url], tmp_path / "behind")
-    fetched(behind, run.step(1))
-    for version in range(2, 16):
-        run.step(version)
-    assert run.origin.head().kept_versions == tuple(f"0.{version}" for version in range(7, 16))
-    for label in run.origin.head().kept_versions:
-        manifest, _ = run.published[int(label.partition(".")[2])]
-        run.check(make_downloader([url], tmp_path / label).fetch(manifest.policy, 20))
-    run.check(behind.fetch(run.published[15][0].policy, 20))
-
-
 def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(tmp_path: Path, start_origin: Start) -> None:
     run = Run(tmp_path / "origin", anchor_every=4, kept_versions=5)
     manifests = run.steps(7)
