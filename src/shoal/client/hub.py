@@ -103,13 +103,12 @@ class HubClient:
         return self._from_hub(self._get("/ledger/head", SignedDocument), wire.LedgerHead)
 
     def signed_ledger_head(self) -> SignedDocument:
-        """The same as the hub signed it, to keep or to pass on."""
         signed = self._get("/ledger/head", SignedDocument)
         self._from_hub(signed, wire.LedgerHead)
         return signed
 
     def evidence(self, after: int, limit: int) -> wire.EvidencePage:
-        """The signed documents behind the `limit` ledger rows after `after`; verify them before you believe them."""
+        """Verify them before you believe them."""
         return self._get("/ledger/evidence", wire.EvidencePage, after=after, limit=limit)
 
     def unit(self, number: int) -> wire.UnitStory:
@@ -122,11 +121,10 @@ class HubClient:
         return self._get("/nodes", wire.NodePage, after=after, limit=limit)
 
     def evaluations(self, since: int = 0) -> wire.EvaluationPage:
-        """What validators measured of the versions from `since` on."""
         return self._get("/evaluations", wire.EvaluationPage, since=since)
 
     def admin(self, request: wire.AdminRequest) -> wire.AdminReply:
-        """An order of the run's owner: signed itself, so that the call is not."""
+        """An order is signed itself, so that the call is not."""
         body = request.model_dump_json().encode()
         return self._parsed("/admin", self._transport.send(Call("POST", "/admin", body)), wire.AdminReply)
 
@@ -204,7 +202,6 @@ class HubClient:
         return self._post("/verdicts", wire.VerdictReport(verdicts=tuple(signed)), wire.VerdictReply)
 
     def publish_calibration(self, signed: SignedDocument) -> None:
-        """Put measured limits in force (`Calibration`); signed itself, so that the call is not."""
         self._transport.send(Call("POST", "/calibrations", signed.model_dump_json().encode()))
 
     def calibration(self, digest: str) -> wire.Calibration:
@@ -221,7 +218,6 @@ class HubClient:
         return made
 
     def report_evaluation(self, signed: SignedDocument) -> None:
-        """Say how a slice went (`EvaluationReport`)."""
         self._send("POST", "/evaluations", signed)
 
     def open_slice(self, signed: SignedDocument) -> wire.EvaluationSlice:

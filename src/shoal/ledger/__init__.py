@@ -1,9 +1,8 @@
 """The ledger: an append-only hash chain of everything that gave or cost credit, and the accounts that follow from it.
 
-    chain     GENESIS, append, verify, head_of; Chain and Pin, entry by entry and through any number of heads;
-              ForkProof, check_fork: two signed documents that cannot both be about one ledger
-    accounts  CREDIT_PER_TOKEN, Account, Accounts, fold; Share, Shares, shares_of: which part of the run is whose
-    evidence  Keys, Proofs: each row against the signed receipt and verdict that it points to
+    chain         append, verify; Chain and Pin, entry by entry; ForkProof: two documents that cannot both be true
+    accounts      fold: who earned what; shares_of: which part of the run is whose
+    evidence      Keys, Proofs: each row against the signed receipt and verdict that it points to
     verification  check_rows: all of it in one pass over a ledger
 
 Anyone can fetch the ledger from the hub, verify it against a head that a signed policy manifest carries, check every

@@ -1,18 +1,10 @@
 """What crosses a process: every message, the codec for bulk bodies, keys and signatures.
 
-    identity    SigningKey, load_or_create_key, node_id, fingerprint; sealing: a key that can be carried away
-    signing     Document, SignedDocument, sign_document, open_document, sign_request, verify_request
-    policy      PolicyRef, PolicyManifest, BroadcastHead, PolicyAnnouncement, LedgerHead
-    lease       Lease, LeaseRequest, SamplingParameters, ProofParameters, DialogueTerms; Calibration: measured limits
-    submission  Submission, Rollout, Receipt; ShownProgress: finished chunks of a lease at work (bulk, msgpack);
-                pack_spans: what the environment said
-    verdict     Verdict, VerdictReport, CheckResult, Tally, Audit; GainEvidence: does tolerance buy reward?;
-                EvaluationSlice, Evaluation: held-out scores while training
-    batch       Batch, TrainingBatch, StepReport
-    node        Registration, Heartbeat, HubClock, NodeView, RunInfo, RoleCertificate; PROTOCOL_VERSION; AdminAction
-    status      RunStatus, LedgerEntry, Problem; Evidence: the signed documents behind a ledger row; WitnessedHead;
-                UnitStory, NodeStory: why something happened
-    codec       pack, unpack, Limits, TensorView
+    identity    keys; sealing: a key that can be carried away         signing  documents and requests
+    policy      which weights, as signed manifests                    lease    what to generate; Calibration: limits
+    submission  a finished group, its Receipt; ShownProgress          verdict  audits, rewards, evaluations
+    batch       what a step trains on, StepReport                     node     registration, heartbeats, orders
+    status      what people see: status, ledger, stories              codec    bulk bodies, TensorView
 
 Control messages are JSON (pydantic, frozen, unknown fields refused); bulk is msgpack + zstd (msgspec, capped).
 Times are whole milliseconds since 1970 (`*_ms`).

@@ -218,7 +218,7 @@ class HubConnection(asyncio.Protocol):
 
 
 def allow_files() -> int:
-    """Let this process open as many files as the system lets it: a thousand workers need more than the usual 1,024."""
+    """Let this process open as many files as it may: a thousand workers need more than the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
     if 0 <= soft < wanted:  # -1 is no limit
