@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from shoal.trainer.demonstrations.training import WarmStart
 
 ABOUT, MARK = "sft.json", ".shoal-sft"
+ENV = f"Whose held-out tasks stay out, and who verifies. {options.SPEC_HELP}"
+SET = "Rate, clip, memory, …, or environment.KEY; repeatable."
+FORM = "Last words must have: thinking, boxed, answer, or a pattern."
 DATA = "Demonstrations: JSON lines, Parquet, a folder; columns messages, prompt and completion, or text. Repeatable."
 
 
@@ -41,33 +44,16 @@ def sft(
     model: options.Model,
     data: Annotated[list[Path], typer.Option("--data", metavar="FILE", help=DATA)],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="The model to write.")],
-    env: Annotated[
-        str | None,
-        typer.Option(metavar="SPEC", help=f"Whose held-out tasks stay out, and who verifies. {options.SPEC_HELP}"),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="trainer.KEY=VALUE", help="Rate, clip, memory, …, or environment.KEY; repeatable."
-        ),
-    ] = None,
+    env: Annotated[str | None, typer.Option(metavar="SPEC", help=ENV)] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="trainer.KEY=VALUE", help=SET)] = None,
     epochs: Annotated[int, typer.Option(min=1, max=10_000, help="Passes over all of them.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of epochs.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = 32,
-    validation: Annotated[
-        int | None, typer.Option(min=0, help="Demonstrations not trained on.  [default: a twentieth, at most 256]")
-    ] = None,
+    validation: Annotated[int | None, typer.Option(min=0, help="Not trained on.  [default: 5 %, at most 256]")] = None,
     seed: options.Seed = 0,
-    chat: Annotated[
-        bool | None, typer.Option(help="Ask by the model's chat template.  [default: if it has one]")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Leave out what is longer.  [default: the model's context]")
-    ] = None,
-    require: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FORM", help="Last words must have: thinking, boxed, answer, or a pattern."),
-    ] = None,
+    chat: Annotated[bool | None, typer.Option(help="Ask by its chat template.  [default: if it has one]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Longest.  [default: the model's context]")] = None,
+    require: Annotated[list[str] | None, typer.Option(metavar="FORM", help=FORM)] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Only what the environment of --env rewards.")] = False,
     min_reward: Annotated[float, typer.Option(help="Least reward, with --verify.")] = 1.0,
     rank: Annotated[Path | None, typer.Option(metavar="FOLDER", help="A sequence classifier that ranks them.")] = None,

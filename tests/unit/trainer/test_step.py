@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import trainer_stubs
 from trainer_stubs import SETTINGS, learner, logprobs_of, make_group, same, tiny_model, weights
 
 from shoal.algorithms.losses import LossOutput, LossTokens
@@ -31,20 +32,8 @@ def work(groups: list[TrainingGroup], step: int = 0, **changes: object) -> StepW
     return replace(StepWork(step, groups, temperature=1.0, max_staleness=0), **changes)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def groups() -> list[TrainingGroup]:
-    behaviour = tiny_model(seed=5)  # not the model that is trained: ratios differ from 1
-    return [make_group(unit, 0, behaviour) for unit in range(4)]
-
-
 def gradients(settings: TrainerSettings, groups: list[TrainingGroup], **changes: object) -> list[dict]:
-    """The gradient of every optimizer step, seen at the optimizer."""
-    made, seen = learner(settings), []
-    made.optimizer.register_step_pre_hook(
-        lambda *_: seen.append({n: p.grad.clone() for n, p in made.trained().items()})
-    )
-    train_step(made, work(groups, **changes))
-    return seen
+    return trainer_stubs.gradients(learner(settings), work(groups, **changes))[0]
 
 
 def plain_gradient(groups: list[TrainingGroup], temperature: float = 1.0) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainer_stubs import SETTINGS, FakeHub, learner, make_group, same, tiny_files, tiny_model, training_run
+from trainer_stubs import SETTINGS, FakeHub, gradients, learner, same, tiny_files, tiny_model, training_run
 
 from shoal.errors import CheckpointError, ModelError
 from shoal.models import logprobs
@@ -29,23 +29,12 @@ from shoal.trainer.step import StepWork, train_step
 ROUNDED = SETTINGS.model_copy(update={"memory": MemorySettings(precision="bfloat16"), "micro_batch_tokens": 24})
 
 
-@pytest.fixture(scope="module")
-def groups() -> list[TrainingGroup]:
-    behaviour = tiny_model(seed=5)
-    return [make_group(unit, 0, behaviour) for unit in range(4)]
-
-
 def train(made: Learner, groups: list[TrainingGroup], step: int = 0) -> dict[str, float]:
     return train_step(made, StepWork(step, groups, temperature=1.0, max_staleness=99))
 
 
 def first_gradient(made: Learner, groups: list[TrainingGroup]) -> dict[str, Tensor]:
-    seen: list[dict[str, Tensor]] = []
-    made.optimizer.register_step_pre_hook(
-        lambda *_: seen.append({n: p.grad.clone() for n, p in made.trained().items()})
-    )
-    train(made, groups)
-    return seen[0]
+    return gradients(made, StepWork(0, groups, temperature=1.0, max_staleness=99))[0][0]
 
 
 def test_what_is_published_in_bfloat16_is_what_the_trainer_computes_with(groups) -> None:

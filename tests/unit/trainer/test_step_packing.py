@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainer_stubs import SETTINGS, make_group, tiny_model
+from trainer_stubs import SETTINGS, gradients, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from shoal.models.packed import supports_packing
@@ -45,20 +45,8 @@ def model_called(name: str) -> Any:
 
 def gradient(made: Learner, groups: list[TrainingGroup]) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What the (only) optimizer step of a training step sees."""
-    seen: list[dict[str, Tensor]] = []
-    named = made.trained()
-    made.optimizer.register_step_pre_hook(
-        lambda *_: seen.append({name: value.grad.clone() for name, value in named.items()})
-    )
-    metrics = train_step(made, StepWork(0, groups, temperature=0.8, max_staleness=0))
-    (only,) = seen
+    (only,), metrics = gradients(made, StepWork(0, groups, temperature=0.8, max_staleness=0))
     return only, metrics
-
-
-@pytest.fixture(scope="module")
-def groups() -> list[TrainingGroup]:
-    behaviour = tiny_model(seed=5)
-    return [make_group(unit, 0, behaviour) for unit in range(4)]
 
 
 @pytest.mark.parametrize(

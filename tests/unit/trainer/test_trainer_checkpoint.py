@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_stubs import RUN, SETTINGS, learner, make_group, same, stored_in, tiny_files, tiny_model, weights
+from trainer_stubs import RUN, SETTINGS, learner, make_group, same, stored_in, tiny_files, weights
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import CheckpointError, ModelError, ResourceError
@@ -23,12 +23,6 @@ from shoal.trainer.learner import Learner
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.shards import ShardedCopies
 from shoal.trainer.step import StepWork, train_step
-
-
-@pytest.fixture(scope="module")
-def groups() -> list[TrainingGroup]:
-    behaviour = tiny_model()
-    return [make_group(unit, 0, behaviour) for unit in range(3)]
 
 
 def train(made: Learner, groups: list[TrainingGroup], steps: range) -> None:

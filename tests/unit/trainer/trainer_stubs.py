@@ -52,6 +52,7 @@ from shoal.trainer.checkpoint import CheckpointStore, StoredCheckpoint
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.loop import TrainingParts, TrainingRun
 from shoal.trainer.settings import TrainerSettings
+from shoal.trainer.step import StepWork, train_step
 
 torch.set_num_threads(1)  # tiny models: a second thread on a busy machine only costs
 
@@ -245,6 +246,14 @@ def killing(number: int) -> Callable[[int], None]:
             raise Killed
 
     return kill
+
+
+def gradients(made: Learner, work: StepWork) -> tuple[list[dict[str, torch.Tensor]], dict[str, float]]:
+    """The gradient of every optimizer step of a training step, seen at the optimizer; and the step's numbers."""
+    seen: list[dict[str, torch.Tensor]] = []
+    named = made.trained()
+    made.optimizer.register_step_pre_hook(lambda *_: seen.append({n: p.grad.clone() for n, p in named.items()}))
+    return seen, train_step(made, work)
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:

@@ -74,8 +74,9 @@ class Choice:
             try:
                 re.compile(FORMS.get(wanted, wanted))
             except re.error as error:
-                known = ", ".join(FORMS)
-                raise ConfigError(f"--require {wanted}: no regular expression ({error}), nor one of {known}") from error
+                raise ConfigError(
+                    f"--require {wanted}: no regular expression, nor one of {', '.join(FORMS)}"
+                ) from error
 
 
 Filter = Callable[[Sequence[Demonstration]], list[str]]

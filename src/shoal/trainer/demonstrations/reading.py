@@ -147,9 +147,7 @@ class Demonstrations:
             said = _alternating(messages_of(asked, "messages"))
         for key in LOST if not isinstance(asked, str) else ():  # a turn without its call would seem to end there
             if any(message.get(key) for message in asked):
-                raise UnusableTask(
-                    f"a message has {key}, which would be lost: write it into the content, or drop the row"
-                )
+                raise UnusableTask(f"a message has {key}, which would be lost: write it into the content")
         return Demonstration(number, said, len(said) - 1 if self.layout == "completion" else 0, task=task)
 
 
@@ -168,8 +166,6 @@ def _alternating(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 class Encoder:
-    """Encodes demonstrations for one model."""
-
     def __init__(self, files: Mapping[str, bytes], manner: Manner, layout: str) -> None:
         self._prompts = PromptEncoder.of(files, manner)
         self._thinking = manner.thinking.strip()
@@ -209,8 +205,7 @@ class Encoder:
             tail, left = self.tokenizer.decode(asked[-TAIL:]), text.lstrip()
             for begun in (self._thinking, THINKING):
                 if begun and tail.rstrip().endswith(begun) and left.startswith(begun):
-                    text = left.removeprefix(begun)
-                    text = text.lstrip("\n") if tail.endswith("\n") else text
+                    text = left.removeprefix(begun).removeprefix("\n" if tail.endswith("\n") else "")
                     break
             spoken = self._spoken(text)
             trained += [False] * (len(asked) - len(trained)) + [True] * len(spoken)
