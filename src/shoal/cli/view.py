@@ -290,7 +290,7 @@ def _workers(scene: Scene) -> Table:
     for name, accepted, rejected, _, earned, state, doing in found[:most]:
         style = STATE_STYLES.get(state, "red" if state in ("banned", "suspended", "given up") else "yellow")
         cells = map(Text, (name, f"{accepted:,}", f"{rejected:,}", earned))
-        table.add_row(*cells, Text(state, style), Text(doing, "red" if style == "red" else ""))
+        table.add_row(*cells, Text(printable(state), style), Text(doing, "red" if style == "red" else ""))
     counts = scene.status.node_counts if scene.status is not None else {}
     known = sum(count for name, count in counts.items() if name.startswith("worker."))
     if max(len(found), known) > most or known > len(found):
