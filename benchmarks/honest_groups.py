@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shoal.engines import Engine, GenerationRequest, build
 from shoal.engines.memory import keep_to_share
 from shoal.engines.shelf import LoadedPolicy
@@ -33,6 +35,7 @@ from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import ProofParameters, SamplingParameters, SigningKey, Tally
 from shoal.validator.calibrate import OPENINGS, Plan, measure
+from shoal.validator.case import replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profiles, load_profiles
 from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
@@ -65,7 +68,7 @@ class Bench:
             profiles,
             second_engine=lambda _, dtype: others.get(dtype),
         )
-        self.records = [Tally()] * options.nodes
+        self.records, self.kept = [Tally()] * options.nodes, options.keep
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.seconds = 0.0
 
@@ -89,12 +92,29 @@ class Bench:
             for place, each in zip(places, dockets, strict=True)
         ]
         verdicts = self.judge.verdicts(given, LoadedPolicy(POLICY, self.engine, self.files))
+        for docket, verdict in zip(given, verdicts, strict=True):
+            if verdict.reason and self.kept:
+                self.keep(docket)
         for place, verdict in zip(places, verdicts, strict=True):
             self.outcomes[f"{verdict.outcome.value} {verdict.reason}".strip()] += 1
             if verdict.reason:
                 print(f"  {self.machine}, group {verdict.unit}: {verdict.reason}: {verdict.message}", flush=True)
             self.records[place] = recent(self.records[place].plus(verdict.tally))
         self.seconds += time.monotonic() - began_s
+
+    def keep(self, docket: Docket) -> None:
+        """All that the checks look at, for a closer look without this machine."""
+        case = self.judge._open(docket, LoadedPolicy(POLICY, self.engine, self.files)).case  # type: ignore[union-attr]
+        [replay] = replay_all(self.engine, [case])
+        columns = {each.name: getattr(replay, each.name) for each in dataclasses.fields(replay)}
+        compared = columns.pop("comparisons")
+        columns |= {f"proof_{each.name}": getattr(compared, each.name) for each in dataclasses.fields(compared)}
+        profile = np.frombuffer(case.profile.model_dump_json().encode(), np.uint8)
+        name = f"{str(self.machine).replace('/', '-')}-{docket.lease.unit}.npz"
+        np.savez_compressed(
+            self.kept / name, **columns, claimed=case.claimed, lengths=case.lengths, chunk_of=case.chunk_of,
+            part=case.part, profile=profile,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -180,6 +200,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--begin", default="", help="what every prompt begins with; of Gemma, <bos>")
     parser.add_argument("--memory-share", type=float, default=1.0, help="of the GPU, where it is shared with others")
     parser.add_argument("--limit-s", type=float, default=0, help="end after that, with what there is")
+    parser.add_argument("--keep", type=Path, help="a folder for all that is known of groups that were not accepted")
     parser.add_argument("--out", type=Path, help="where the figures are written, as JSON")
     return parser.parse_args()
 

@@ -321,18 +321,21 @@ class Judge:
 
     def _second_look(self, case: Case, first: list[Finding], loaded: LoadedPolicy) -> tuple[list[Finding], Tally]:
         dtype, engine = format_of(case.lease.profile), loaded.engine
+        seen_in = dtype
         if format_of(engine.kind) != dtype:
             other = self.second_engine(loaded.ref, dtype) if dtype in case.profile.validators else None
             if other is None and first[-1].severity is not Severity.CERTAIN:
-                return _settled(case, first, None, ())
+                return _settled(case, first, None, (), dtype)
             engine = other or engine
-        elif first[-1].unsure and dtype != "float32":  # an accident may be this validator's own: float32 has none
-            engine = self.second_engine(loaded.ref, "float32") or engine
+        elif dtype != "float32" and first[-1].severity is not Severity.CERTAIN:
+            # The noise may be this validator's own, and the same prefill would show it again: float32 has none.
+            exact = self.second_engine(loaded.ref, "float32")
+            engine, seen_in = (engine, dtype) if exact is None else (exact, "float32")
         [replay] = replay_all(engine, [case])
         if isinstance(replay, Exception) or not replay.is_finite:
-            return _settled(case, first, None, ())
+            return _settled(case, first, None, (), dtype)
         again = replace(case, replay=replay)
-        return _settled(case, first, again, run_all(AFTER_PREFILL, again))
+        return _settled(case, first, again, run_all(AFTER_PREFILL, again), seen_in)
 
     def _rewards(self, groups: Sequence[Group], loaded: LoadedPolicy) -> list[Scored | ScoringFailure]:
         if not groups:
@@ -372,11 +375,11 @@ class Judge:
 
 
 def _settled(
-    case: Case, first: list[Finding], again: Case | None, second: Sequence[Finding]
+    case: Case, first: list[Finding], again: Case | None, second: Sequence[Finding], dtype: str
 ) -> tuple[list[Finding], Tally]:
     """All findings, the one that decides last, and what joins the node's record. `again` is the case with the second
-    replay and `second` what was found of it; None if there is no second look."""
-    last, dtype = first[-1], format_of(case.lease.profile)
+    replay, in `dtype`, and `second` what was found of it; None if there is no second look."""
+    last = first[-1]
     if again is None:
         if last.unsure or last.severity is Severity.CERTAIN:
             return first, case.tally
@@ -386,7 +389,7 @@ def _settled(
     if last.unsure:
         return ([*first[:-1], passed("second", format=dtype)] if found.passed else first), case.tally
     if found.passed or found.unsure:
-        message = f"seen in {dtype}, the worker's own number format, the group is in order: {last.result.message}"
+        message = f"seen in {dtype}, by a second look, the group is in order: {last.result.message}"
         return [*first, unsure(MACHINERY_SECOND_PASSED, message, format=dtype, first=last.reason)], again.tally
     evidence = {**found.result.evidence, "format": dtype, "reason": found.reason}
     confirmed = CheckResult(check="second", passed=False, evidence=evidence, message=found.result.message)

@@ -64,7 +64,7 @@ def judged(first: LoadedPolicy, second: Engine | None, profile: str = COARSE, **
 def test_what_passes_the_second_look_is_unsure() -> None:
     verdict = judged(loaded(WRONG), engine(RIGHT))
     assert (verdict.outcome, verdict.reason, verdict.severity) == (Outcome.UNSURE, "second.passed", None)
-    assert "in bfloat16, the worker's own number format, the group is in order: a little off" in verdict.message
+    assert "in bfloat16, by a second look, the group is in order: a little off" in verdict.message
 
 
 def test_what_fails_both_looks_is_rejected_and_both_are_in_the_verdict() -> None:
@@ -113,13 +113,21 @@ class Coarse(ScriptedEngine):
 
 
 @pytest.mark.parametrize(
-    ("second", "expected"), [(RIGHT, Outcome.ACCEPTED), (WRONG, Outcome.UNSURE), (None, Outcome.UNSURE)]
+    ("check", "second", "expected"),
+    [
+        (accident, RIGHT, (Outcome.ACCEPTED, "")),
+        (accident, WRONG, (Outcome.UNSURE, "sampling.accident")),
+        (accident, None, (Outcome.UNSURE, "sampling.accident")),
+        (drift, RIGHT, (Outcome.UNSURE, "second.passed")),
+        (drift, WRONG, (Outcome.REJECTED, "proofs.drift")),
+        (drift, None, (Outcome.REJECTED, "proofs.drift")),
+    ],
 )
-def test_an_accident_in_the_validators_own_coarse_format_is_looked_at_in_float32(
-    monkeypatch: pytest.MonkeyPatch, second: float | None, expected: Outcome
+def test_what_a_coarse_validator_sees_in_its_own_format_is_looked_at_in_float32(
+    monkeypatch: pytest.MonkeyPatch, check: Any, second: float | None, expected: tuple[Outcome, str]
 ) -> None:
-    """Before, the same prefill was made again: it has the same accident."""
-    monkeypatch.setattr(judge, "AFTER_PREFILL", (accident,))
+    """Before, the same prefill was made again, with the same noise: an honest group of Gemma was rejected."""
+    monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
     coarse, asked = Coarse(), list[str]()
     coarse.load_policy(POLICY, {tensor.name: tensor for tensor in weights(WRONG)})
 
@@ -129,7 +137,7 @@ def test_an_accident_in_the_validators_own_coarse_format_is_looked_at_in_float32
 
     court = Judge(LengthEnvironment(), PROFILES, second_engine=engine_of)
     [verdict] = court.verdicts([docket(lease(profile=COARSE))], LoadedPolicy(POLICY, coarse, {}))
-    assert (verdict.outcome, asked) == (expected, ["float32"])
+    assert ((verdict.outcome, verdict.reason), asked) == (expected, ["float32"])
 
 
 class FlawedOnce(ScriptedEngine):
