@@ -170,13 +170,23 @@ class Generator:
             condition = CONDITIONS.get(self.name)
             if value > 0 and condition is not None and not condition(answer, entry):
                 return 0.0, "the generator's scorer would take this for an answer to any of its tasks"
-        except UNREADABLE as error:
-            return 0.0, f"the scorer could not read the answer: {type(error).__name__}"
         except MemoryError:
             raise
         except Exception as error:
-            raise ScoringFailure(f"the scorer of reasoning-gym's {self.name} failed: {error!r}") from error
+            if not isinstance(error, UNREADABLE) or self._fails_on_gold(entry):
+                raise ScoringFailure(f"the scorer of reasoning-gym's {self.name} failed: {error!r}") from error
+            return 0.0, f"the scorer could not read the answer: {type(error).__name__}"
         return (min(1.0, max(0.0, value)), "") if math.isfinite(value) else (0.0, "the scorer gave no number")
+
+    def _fails_on_gold(self, entry: Mapping[str, Any]) -> bool:
+        """A scorer that fails on the task's own answer, too, fails by no fault of the completion."""
+        gold = example_answer(entry)
+        try:
+            return bool(gold) and self._first.score_answer(gold, dict(entry)) is None
+        except MemoryError:
+            raise
+        except Exception:
+            return True
 
     def _dataset(self, seed: int, size: int) -> Any:
         with _lock:

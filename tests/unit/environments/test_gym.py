@@ -139,18 +139,38 @@ def test_a_scorer_that_fails_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch,
         made.score(entry, "12")
 
 
-def test_an_unreadable_answer_scores_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_answer_scores_0_if_gold_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
-    monkeypatch.setattr(made, "_first", Scorer(ValueError("no number")))
+    monkeypatch.setattr(made, "_first", Scorer(ValueError("no number"), reads=entry["answer"]))
     assert made.score(entry, "twelve") == (0.0, "the scorer could not read the answer: ValueError")
+    assert made.score(entry, entry["answer"])[0] == 1.0
+    monkeypatch.setattr(made, "_first", Scorer(ValueError("no number")))
+    with pytest.raises(ScoringFailure, match="failed: ValueError"):
+        made.score(entry, "twelve")
+
+
+def test_memory_that_does_not_suffice_is_for_whoever_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
+    monkeypatch.setattr(made, "_first", Scorer(MemoryError()))
+    with pytest.raises(MemoryError):
+        made.score(entry, "12")
+
+
+def test_a_wrong_sign_is_a_wrong_answer() -> None:
+    entry = next(e for n in range(20) if not (e := generator("gsm_symbolic").entry(n))["answer"].startswith("-"))
+    assert generator("gsm_symbolic").score(entry, f"-{entry['answer']}")[0] == 0.0
 
 
 class Scorer:
-    def __init__(self, error: Exception) -> None:
-        self._error = error
+    """Raises at every answer but one."""
 
-    def score_answer(self, _answer: str, _entry: object) -> float:
-        raise self._error
+    def __init__(self, error: Exception, reads: str | None = None) -> None:
+        self._error, self._reads = error, reads
+
+    def score_answer(self, answer: str, _entry: object) -> float:
+        if answer != self._reads:
+            raise self._error
+        return 1.0
 
 
 CALLS = {"eval", "exec", "compile", "parse_expr", "sympify", "S"}
