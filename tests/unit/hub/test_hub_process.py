@@ -90,7 +90,7 @@ def test_it_serves_on_a_free_port_and_refuses_a_taken_one(running: Running, tmp_
     assert httpx.get(f"{running.url}/health").json() == {"ok": True}
     port = int(running.url.rsplit(":", 1)[1])
     config = make_config(tmp_path / "other", settings={"port": port})
-    with pytest.raises(ResourceError, match=rf"port {port} on 127\.0\.0\.1 is taken: .*choose another port"):
+    with pytest.raises(ResourceError, match=rf"port {port} on 127\.0\.0\.1 is taken: .*choose another"):
         run_hub(config, StopToken(), lambda _url: None)
 
 

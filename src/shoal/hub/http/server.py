@@ -244,7 +244,7 @@ def bind(settings: HubSettings, stop: StopToken, clock: Clock = SystemClock()) -
             if error.errno == errno.EADDRINUSE:
                 if clock.monotonic_s() < end_s and not stop.wait(STOP_CHECK_S):
                     continue
-                said = f"{where} is taken: stop what uses it, or choose another port (hub.port; 0 takes any)"
+                said = f"{where} is taken: stop the program that uses it, or choose another (hub.port; 0 takes any)"
             elif error.errno == errno.EACCES:
                 said = f"{where} needs more rights: choose a port above 1023 (hub.port)"
             else:
