@@ -4,7 +4,7 @@
               commit, split_proofs: one polynomial through the points of each chunk, byte for byte as `toploc` writes it
     check     Comparisons, compare: proofs against the verifier's own points, in numbers
               ProofTolerance, ProofCheck, check_proofs: malformed, forged, mismatch, or fine
-    package   the functions of the published package: build_proofs_bytes, verify_proofs_bytes
+    package   the functions of the published package: ProofPoly, build_proofs_bytes, verify_proofs_bytes, …
 
     backend ─► kernels (numba) or plain (numpy): the arithmetic on the CPU       device: the selection on a GPU
 
@@ -21,11 +21,20 @@ torch and numba are imported when they are first needed, not before.
 """
 
 from shoal.toploc.check import Comparisons, ProofCheck, ProofTolerance, check_proofs, compare
-from shoal.toploc.package import VerificationResult, build_proofs_bytes, verify_proofs_bytes
+from shoal.toploc.package import (
+    ProofPoly,
+    VerificationResult,
+    build_proofs,
+    build_proofs_base64,
+    build_proofs_bytes,
+    verify_proofs,
+    verify_proofs_base64,
+    verify_proofs_bytes,
+)
 from shoal.toploc.points import PointBatch, chunk_rows, chunk_topk, commit, split_proofs, top_points
 
 __all__ = [
-    "Comparisons", "PointBatch", "ProofCheck", "ProofTolerance", "VerificationResult", "build_proofs_bytes",
-    "check_proofs", "chunk_rows", "chunk_topk", "commit", "compare", "split_proofs", "top_points",
-    "verify_proofs_bytes",
+    "Comparisons", "PointBatch", "ProofCheck", "ProofPoly", "ProofTolerance", "VerificationResult", "build_proofs",
+    "build_proofs_base64", "build_proofs_bytes", "check_proofs", "chunk_rows", "chunk_topk", "commit", "compare",
+    "split_proofs", "top_points", "verify_proofs", "verify_proofs_base64", "verify_proofs_bytes",
 ]  # fmt: skip

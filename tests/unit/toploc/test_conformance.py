@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import math
-from base64 import b64decode
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vectors import activations, by_name, through, unpacked, value_at, vectors
+from vectors import activations, by_name, vectors
 
 from shoal.errors import ProofError
-from shoal.toploc import PointBatch, VerificationResult, build_proofs_bytes, verify_proofs_bytes
-from shoal.toploc.package import points_of
+from shoal.toploc import (
+    PointBatch,
+    ProofPoly,
+    VerificationResult,
+    build_proofs,
+    build_proofs_base64,
+    build_proofs_bytes,
+    verify_proofs,
+    verify_proofs_base64,
+    verify_proofs_bytes,
+)
+from shoal.toploc.package import _points
 
 NAMES = {section: [vector.get("name") for vector in vectors()[section]] for section in vectors() if section != "meta"}
 pytestmark = pytest.mark.usefixtures("arithmetic")
-NULL = ["fewer_than_topk", "fp32_build", "fp16_build"]  # vectors that record a failure of the published package
+NULL = ["fewer_than_topk", "fp32_build"]  # vectors that record a failure of the published package
 ABSENT = ["modulus_not_65497"]  # its activations are not in the file
 
 
@@ -35,18 +45,55 @@ def arguments(vector: dict[str, Any]) -> tuple[int, int, bool]:
 @pytest.mark.parametrize("name", NAMES["points"])
 def test_points_become_the_published_bytes(name: str) -> None:
     vector = by_name("points", name)
-    x, y = vector["x"], [value % 65497 for value in vector["y"]]
-    proof = through(x, y, max(x) + 1)
-    assert (unpacked(proof)[0], proof) == (vector["modulus"], b64decode(vector["proof_b64"]))
-    assert len(proof) == vector["bytes"]
-    assert through(x[::-1], y[::-1], max(x) + 1) == proof
+    proof = ProofPoly.from_points(vector["x"], vector["y"])
+    assert (proof.modulus, proof.to_base64()) == (vector["modulus"], vector["proof_b64"])
+    assert len(proof.to_bytes()) == vector["bytes"]
+    backwards = ProofPoly.from_points(vector["x"][::-1], vector["y"][::-1])
+    assert backwards == proof
+
+
+@pytest.mark.parametrize("name", NAMES["points"])
+def test_tensors_of_points_become_the_published_bytes(name: str) -> None:
+    vector = by_name("points", name)
+    whole = torch.tensor(vector["y"])
+    halves = torch.tensor(vector["y"], dtype=torch.int32).to(torch.uint16)
+    for values in (whole, halves.view(torch.bfloat16), halves.view(torch.float16)):
+        assert ProofPoly.from_points_tensor(torch.tensor(vector["x"]), values).to_base64() == vector["proof_b64"]
+
+
+@pytest.mark.parametrize("y", [torch.tensor([1.0, 2.0]), torch.tensor([[1, 2]]), torch.tensor([1])])
+def test_tensors_that_are_no_points_are_refused(y: torch.Tensor) -> None:
+    with pytest.raises(ProofError):
+        ProofPoly.from_points_tensor(torch.tensor([1, 2]), y)
+    with pytest.raises(ProofError):
+        ProofPoly.from_points_tensor(torch.tensor([1.0, 2.0]), torch.tensor([1, 2]))
+
+
+def test_a_null_proof_is_zeros_and_is_rejected() -> None:
+    null = ProofPoly.null(5)
+    assert (null.coeffs, null.modulus, len(null), null.to_bytes()) == ([0] * 5, 0, 5, bytes(12))
+    rows = torch.arange(96, dtype=torch.bfloat16).reshape(6, 16)
+    (honest,) = build_proofs(rows, 6, 5, skip_prefill=True)
+    for verify in (
+        lambda: verify_proofs(rows, [null], 6, 5, skip_prefill=True),
+        lambda: verify_proofs_bytes(rows, [null.to_bytes()], 6, 5, skip_prefill=True),
+        lambda: verify_proofs_base64(rows, [null.to_base64()], 6, 5, skip_prefill=True),
+    ):
+        with pytest.raises(ProofError, match="the modulus 0 is not between"):
+            verify()
+    with pytest.raises(ProofError, match="the modulus 0"):
+        ProofPoly.from_bytes(null.to_bytes())
+    with pytest.raises(ProofError, match="null proof"):
+        null(1)
+    assert verify_proofs(rows, [honest], 6, 5, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
 
 
 @pytest.mark.parametrize("number", range(len(vectors()["evaluations"])))
 def test_a_proof_evaluates_as_published(number: int) -> None:
     vector = vectors()["evaluations"][number]
-    proof = b64decode(vector["proof_b64"])
-    assert [value_at(proof, x) for x in vector["x"]] == vector["y_mod_modulus"]
+    proof = ProofPoly.from_base64(vector["proof_b64"])
+    assert [proof(x) for x in vector["x"]] == vector["y_mod_modulus"]
+    assert len(proof) == len(proof.coeffs)
 
 
 @pytest.mark.parametrize("form", ["numpy", "torch"])
@@ -55,12 +102,12 @@ def test_activations_become_the_published_proofs(name: str, form: str) -> None:
     """Byte for byte, or, where values tie at the k-th place, the same magnitudes with the lowest indices chosen."""
     vector = by_name("activations", name)
     given = activations(vector) if form == "numpy" else as_torch(activations(vector))
-    proofs = build_proofs_bytes(given, *arguments(vector))
-    points = points_of(given, *arguments(vector))
+    proofs = build_proofs_base64(given, *arguments(vector))
+    points = _points(given, *arguments(vector), raw_float16=True)
     assert len(proofs) == len(vector["proofs_b64"]) == len(points)
     for chunk, tie in enumerate(vector["boundary_tie"]):
         if not tie:
-            assert proofs[chunk] == b64decode(vector["proofs_b64"][chunk])
+            assert proofs[chunk] == vector["proofs_b64"][chunk]
             assert points[chunk : chunk + 1].indices.tolist() == vector["topk_sorted"][chunk]
         elif vector["topk_sorted"]:
             assert_same_magnitudes(points[chunk : chunk + 1], vector, chunk)
@@ -68,39 +115,36 @@ def test_activations_become_the_published_proofs(name: str, form: str) -> None:
 
 def assert_same_magnitudes(points: PointBatch, vector: dict[str, Any], chunk: int) -> None:
     """The published choice among ties is another one, but it has the same magnitudes; ours has the lowest indices."""
-    published = b64decode(vector["proofs_b64"][chunk])
-    theirs = sorted(value_at(published, x) & 0x7FFF for x in vector["topk_sorted"][chunk])
+    published = ProofPoly.from_base64(vector["proofs_b64"][chunk])
+    theirs = sorted(published(x) & 0x7FFF for x in vector["topk_sorted"][chunk])
     ours = (points.bits & np.uint16(0x7FFF)).tolist()
     assert sorted(ours) == theirs
     boundary = min(ours)
     above = {x for x, y in zip(points.indices.tolist(), ours, strict=True) if y > boundary}
-    assert above == {x for x in vector["topk_sorted"][chunk] if value_at(published, x) & 0x7FFF > boundary}
+    assert above == {x for x in vector["topk_sorted"][chunk] if published(x) & 0x7FFF > boundary}
     at_boundary = sorted(set(points.indices.tolist()) - above)
     assert at_boundary <= sorted(set(vector["topk_sorted"][chunk]) - above)
 
 
 def test_the_chosen_ties_are_the_lowest_indices() -> None:
     vector = by_name("activations", "all_zero")
-    assert points_of(activations(vector), 4, 16, True).indices.tolist() == list(range(16))
+    assert _points(activations(vector), 4, 16, True, raw_float16=True).indices.tolist() == list(range(16))
 
 
-@pytest.mark.parametrize("name", ["fp32_build", "fp16_build"])
-def test_wider_floats_are_rounded_where_the_package_gives_proofs_that_nobody_can_verify(name: str) -> None:
-    vector = by_name("activations", name)
+def test_float32_is_rounded_where_the_package_gives_null_proofs() -> None:
+    vector = by_name("activations", "fp32_build")
     given = activations(vector)
     proofs = build_proofs_bytes(given, *arguments(vector))
-    rounded = [each.bfloat16() for each in as_torch(given)] if isinstance(given, list) else as_torch(given).bfloat16()
-    assert proofs == build_proofs_bytes(rounded, *arguments(vector))
-    for same in (given, rounded):
-        assert verify_proofs_bytes(same, proofs, *arguments(vector)) == [VerificationResult(0, 0.0, 0.0)] * len(proofs)
+    assert len(proofs) == 2
+    assert proofs == build_proofs_bytes(torch.from_numpy(given.copy()).bfloat16(), *arguments(vector))
+    assert verify_proofs_bytes(given, proofs, *arguments(vector)) == [VerificationResult(0, 0.0, 0.0)] * 2
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES["verifications"] if name not in ABSENT])
 def test_verifications_give_the_published_numbers(name: str) -> None:
     vector = by_name("verifications", name)
     given = activations(vector)
-    proofs = [b64decode(proof) for proof in vector["proofs_b64"]]
-    found = verify_proofs_bytes(given, proofs, *arguments(vector))
+    found = verify_proofs_base64(given, vector["proofs_b64"], *arguments(vector))
     numbers = [(result.exp_mismatches, result.mant_err_mean, result.mant_err_median) for result in found]
     if "tensor" in vector and not (vector["boundary_tie"] and any(vector["boundary_tie"])):
         assert numbers == [tuple(result) for result in vector["tensor"]]
@@ -110,7 +154,8 @@ def test_verifications_give_the_published_numbers(name: str) -> None:
             assert abs(ours[0] - theirs[0]) <= slack
             assert ours[1] == pytest.approx(theirs[1], abs=slack / 4)
             assert ours[2] == pytest.approx(math.ceil(theirs[2]), abs=slack / 4)
-    assert verify_proofs_bytes(as_torch(given), proofs, *arguments(vector)) == found
+    objects = [ProofPoly.from_base64(proof) for proof in vector["proofs_b64"]]
+    assert verify_proofs(as_torch(given), objects, *arguments(vector)) == found
 
 
 def test_a_modulus_below_the_prime_is_used() -> None:
@@ -118,30 +163,34 @@ def test_a_modulus_below_the_prime_is_used() -> None:
     bits = np.zeros((32, 4096), np.uint16)
     chosen = [10, 65507, 20, 65516, 30, 65525]  # the published collision chain: modulus 65494
     bits.reshape(-1)[chosen] = np.arange(16256, 16262)
-    (proof,) = build_proofs_bytes(bits, 32, 6, skip_prefill=True)
-    assert unpacked(proof)[0] == 65494
-    assert verify_proofs_bytes(bits, [proof], 32, 6, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
+    (proof,) = build_proofs(bits, 32, 6, skip_prefill=True)
+    assert proof.modulus == 65494
+    assert verify_proofs(bits, [proof], 32, 6, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [vector["name"] for vector in vectors()["errors"] if "proof_b64" in vector and vector["name"] != "bad_base64"],
-)
+@pytest.mark.parametrize("name", [vector["name"] for vector in vectors()["errors"] if "proof_b64" in vector])
 def test_malformed_proofs_are_rejected(name: str) -> None:
     vector = by_name("errors", name)
+    text = vector["proof_b64"]
     size = 128 if name == "null_proof_tensor_path" else 16
     given = activations(by_name("activations", "planted_5120"))[:32]
     with pytest.raises(ProofError):
-        verify_proofs_bytes(given, [b64decode(vector["proof_b64"])], 32, size, skip_prefill=True)
+        verify_proofs_base64(given, [text], 32, size, skip_prefill=True)
+    if name != "bad_base64":
+        with pytest.raises(ProofError):
+            verify_proofs_bytes(given, [base64.b64decode(text)], 32, size, skip_prefill=True)
 
 
-def test_as_many_proofs_as_chunks() -> None:
-    assert {"more_proofs_than_chunks", "fewer_proofs_than_chunks"} <= set(NAMES["errors"])
+@pytest.mark.parametrize("name", ["more_proofs_than_chunks", "fewer_proofs_than_chunks"])
+def test_as_many_proofs_as_chunks(name: str) -> None:
+    assert name in NAMES["errors"]
     given = activations(by_name("activations", "planted_5120"))
     proofs = build_proofs_bytes(given, 32, 128, skip_prefill=True)
-    for wrong in ([*proofs, proofs[0]], proofs[:1], []):
-        with pytest.raises(ProofError, match=f"{len(wrong)} proofs for 2 chunks"):
-            verify_proofs_bytes(given, wrong, 32, 128, skip_prefill=True)
+    wrong = [*proofs, proofs[0]] if name.startswith("more") else proofs[:1]
+    with pytest.raises(ProofError, match=f"{len(wrong)} proofs for 2 chunks"):
+        verify_proofs_bytes(given, wrong, 32, 128, skip_prefill=True)
+    with pytest.raises(ProofError, match="0 proofs for 2 chunks"):
+        verify_proofs_bytes(given, [], 32, 128, skip_prefill=True)
 
 
 def test_a_chunk_smaller_than_topk_is_rejected_by_builder_and_verifier() -> None:
@@ -151,6 +200,15 @@ def test_a_chunk_smaller_than_topk_is_rejected_by_builder_and_verifier() -> None
         build_proofs_bytes(activations(vector), *arguments(vector))
     with pytest.raises(ProofError, match="too few"):
         verify_proofs_bytes(activations(vector), [bytes(258)], *arguments(vector))
+
+
+def test_float16_builds_as_published_and_is_not_verified() -> None:
+    assert by_name("errors", "fp16_verify_tensor")["want"] == "TypeError"
+    vector = by_name("activations", "fp16_build")
+    for given in (activations(vector), as_torch(activations(vector))):
+        proofs = build_proofs_bytes(given, *arguments(vector))
+        with pytest.raises(TypeError, match="bfloat16"):
+            verify_proofs_bytes(given, proofs, *arguments(vector))
 
 
 def test_tensors_that_are_not_contiguous_work() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,16 @@ from hypothesis import strategies as st
 from vectors import normal, packed, unpacked
 
 from shoal.errors import ProofError
-from shoal.toploc import PointBatch, VerificationResult, check_proofs, commit, compare, top_points, verify_proofs_bytes
+from shoal.toploc import (
+    PointBatch,
+    ProofPoly,
+    VerificationResult,
+    check_proofs,
+    commit,
+    compare,
+    top_points,
+    verify_proofs_bytes,
+)
 from shoal.toploc.plain import PRIME
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
@@ -64,6 +75,18 @@ def test_the_published_functions_answer_or_raise(proofs: list[bytes]) -> None:
     assert len(results) == 2
 
 
+@settings(max_examples=100, deadline=None)
+@given(text=st.one_of(st.text(max_size=60), of_length(34).map(lambda raw: base64.b64encode(raw).decode())))
+def test_base64_is_strict(text: str) -> None:
+    try:
+        proof = ProofPoly.from_base64(text)
+    except ProofError:
+        return
+    assert proof.to_base64() == text
+    numbers = 2 + 2 * len(proof)
+    assert len(proof.to_bytes()) == numbers == len(base64.b64decode(text))
+
+
 @st.composite
 def point_batches(draw: st.DrawFn) -> PointBatch:
     """A few chunks of any points: any indices, any bits that the field can hold."""
@@ -105,6 +128,15 @@ def test_any_other_coefficient_is_seen(which: int, value: int, chunk: int) -> No
     changed = compared.exp_mismatches[chunk] + compared.mant_err_sum[chunk] + compared.sign_mismatches[chunk]
     assert changed > 0
     assert not check_proofs(compared).passed
+
+
+@pytest.mark.parametrize(
+    "text", ["/9kAAwABAAB=", "/9kAAwABAAA", "/9kAAwABAAA=\n", " /9kAAwABAAA=", "_9kAAwABAAA=", "é"]
+)
+def test_base64_has_one_form(text: str) -> None:
+    assert ProofPoly.from_base64("/9kAAwABAAA=").coeffs == [3, 1, 0]
+    with pytest.raises(ProofError, match="base64"):
+        ProofPoly.from_base64(text)
 
 
 def test_repeated_points_cannot_be_committed_to() -> None:

@@ -98,11 +98,6 @@ def unpacked(proof: bytes) -> tuple[int, list[int]]:
     return modulus, coefficients
 
 
-def value_at(proof: bytes, x: int) -> int:
-    modulus, coefficients = unpacked(proof)
-    return sum(c * pow(x % modulus, power, PRIME) for power, c in enumerate(coefficients)) % PRIME
-
-
 def through(x: npt.ArrayLike, y: npt.ArrayLike, size: int = 2**20) -> bytes:
     """The proof of one chunk with these points."""
     indices, bits = np.array(x, np.int64), np.array(y, np.uint16)
