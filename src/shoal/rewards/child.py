@@ -63,10 +63,11 @@ def _serve(source: int, sink: int) -> None:
     write_message(sink, frames.Ready(core_digest(environment), _limit_memory(setup.memory_bytes)))
     pid = os.getpid()
     while isinstance(work := read_message(source), frames.Work):
-        answer = _answer(environment, work.task, frames.as_text(work.completion), setup.seconds, sink)
-        if os.getpid() != pid:
-            os._exit(0)  # the reward function has forked, and this is the copy
-        write_message(sink, answer)
+        for task, completion in work.jobs:
+            answer = _answer(environment, task, frames.as_text(completion), setup.seconds, sink)
+            if os.getpid() != pid:
+                os._exit(0)  # the reward function has forked, and this is the copy
+            write_message(sink, answer)
 
 
 def _answer(environment: Environment, task_id: str, completion: str, seconds: float, sink: int) -> JobAnswer:

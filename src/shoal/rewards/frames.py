@@ -2,8 +2,8 @@
 
     parent ── Setup ──► child              once
     parent ◄─ Ready ──                     once the environment is built, or cannot be
-    parent ── Work ──► child               one completion
-    parent ◄─ Allows, JobAnswer ───        its answer
+    parent ── Work ──► child               completions
+    parent ◄─ Allows, JobAnswer ───        the answer of each, in order
 
 Text travels as bytes: a completion may hold characters that are no proper text.
 """
@@ -45,8 +45,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Work(msgspec.Struct, frozen=True, tag=True):
-    task: str
-    completion: bytes
+    """Pairs of a task and a completion."""
+
+    jobs: list[tuple[str, bytes]]
 
 
 class Allows(msgspec.Struct, frozen=True, tag=True):

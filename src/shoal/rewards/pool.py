@@ -1,9 +1,9 @@
 """Scoring in processes of their own, with limits; beside the validator, not inside it.
 
-    jobs ─► processes, one job at a time ─┬─ an answer
-                                          └─ the process ended in the middle of the job
-                                               └─ it alone, in a fresh process ─┬─ an answer
-                                                                                └─ ended again ─► whose fault is it?
+    jobs ─► processes, a few at a time ─┬─ an answer of each
+                                        └─ the process ended in the middle of one; those after it are open again
+                                             └─ it alone, in a fresh process ─┬─ an answer
+                                                                              └─ ended again ─► whose fault is it?
 
 A job that ends its process twice is the completion's doing only if it was processor time, memory or a crash, and a
 fresh process answers the *empty* completion of the same task within the limits: then it is worth 0, with the part
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 LIMIT_PART = "limit"
 STARTS = 3  # of processes that die before they are ready, until no more are started for these jobs
+MOST_AT_ONCE, MOST_BYTES, SHORT_S = 32, 2**23, 0.02
+"""Jobs in a message: twice as many as before while that took a short time, so slow graders get one at a time."""
 RESTART_PAUSE_S, REAP_S, SEND_S = 0.2, 5.0, 30.0
 LINES_LOGGED, LINE_LIMIT = 20, 300
 SECRETS = ("SHOAL_JUDGE_KEY",)  # what a reward function has no use for
@@ -141,9 +143,9 @@ class ScoringProcess:
                 if pipe is not None:
                     pipe.close()
 
-    def ask(self, job: Job) -> Result:
-        """What the job is worth; `Ended` if the process did not survive it, `ScoringFailure` is raised if none gets
-        ready for it."""
+    def ask(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        """What each job is worth, in order; `Ended` at the one that the process did not survive, `ScoringFailure` is
+        raised if none gets ready for them."""
         for starts in range(1, STARTS + 1):
             try:
                 self.start()
@@ -156,7 +158,7 @@ class ScoringProcess:
                 log.info("%s; another one is started", failure)
                 self._ground.stop.wait(RESTART_PAUSE_S)
         try:
-            return self._answer(job)
+            yield from self._answers(jobs)
         except Ended:
             self.end()
             raise
@@ -165,7 +167,7 @@ class ScoringProcess:
         """In a process that has scored nothing before."""
         self.end()
         try:
-            return self.ask(job)
+            return next(self.ask([job]))
         except (ScoringFailure, Ended) as outcome:
             return outcome
 
@@ -198,14 +200,21 @@ class ScoringProcess:
             log.warning("scoring has no limit on %s", message.unlimited)
         self._is_ready = True
 
-    def _answer(self, job: Job) -> Result:
-        within_s = self._ground.patience.job_within_s(self._ground.limits)
+    def _answers(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        within_s = SEND_S
         try:
-            self._channel.send(frames.Work(job.task, frames.as_bytes(job.completion)), SEND_S)
-            answer = self._channel.receive(within_s)
-            if isinstance(answer, frames.Allows):  # what the task allows beside that
-                within_s += answer.seconds
+            self._channel.send(frames.Work([(job.task, frames.as_bytes(job.completion)) for job in jobs]), within_s)
+            for _job in jobs:
+                within_s = self._ground.patience.job_within_s(self._ground.limits)
                 answer = self._channel.receive(within_s)
+                if isinstance(answer, frames.Allows):  # what the task allows beside that
+                    within_s += answer.seconds
+                    answer = self._channel.receive(within_s)
+                if not isinstance(answer, JobAnswer):
+                    raise Ended(Cause.OTHER, "said what it should not")
+                if answer.needs_memory:
+                    raise Ended(Cause.MEMORY, self._too_much)
+                yield answer if answer.failure is None else ScoringFailure(answer.failure)
         except TimeoutError:
             raise Ended(
                 Cause.CLOCK,
@@ -215,12 +224,7 @@ class ScoringProcess:
         except ChannelClosed:
             raise self._how_it_ended() from None
         except CodecError as error:
-            return ScoringFailure(str(error))
-        if not isinstance(answer, JobAnswer):
-            raise Ended(Cause.OTHER, "said what it should not")
-        if answer.needs_memory:
-            raise Ended(Cause.MEMORY, self._too_much)
-        return answer if answer.failure is None else ScoringFailure(answer.failure)
+            yield from [ScoringFailure(str(error))] * len(jobs)
 
     def _how_it_ended(self) -> Ended:
         """After its pipe has closed."""
@@ -319,24 +323,40 @@ class _Round:
         return self._results | {job: next(iter(self._unready.values())) for job in self._open}
 
     def _serve(self, process: ScoringProcess) -> None:
-        """Give it one job after another until there are none, or it does not get ready."""
-        while True:
-            try:
-                job = self._open.popleft()
-            except IndexError:
-                return
+        """Give it jobs until there are none, or it does not get ready."""
+        most = 1
+        while jobs := self._next(most):
             if self._is_late():
-                self._results[job] = NotBegun(f"{self._late}: this was not begun")
+                self._results |= dict.fromkeys(jobs, NotBegun(f"{self._late}: this was not begun"))
                 continue
+            begun_s, done = self._ground.clock.monotonic_s(), 0
             try:
-                self._results[job] = process.ask(job)
+                for result in process.ask(jobs):
+                    self._results[jobs[done]] = result
+                    done += 1
+                    if done < len(jobs) and self._is_late():
+                        process.end()
+                        self._open.extendleft(jobs[done:])
+                        break
             except Ended as ended:
-                log.debug("task %s is tried again, alone: its scoring process %s", job.task, ended.what)
-                self._results[job] = self._retried(process, job, ended.cause)
+                self._open.extendleft(reversed(jobs[done + 1 :]))
+                log.debug("task %s is tried again, alone: its scoring process %s", jobs[done].task, ended.what)
+                self._results[jobs[done]] = self._retried(process, jobs[done], ended.cause)
             except ScoringFailure as failure:
                 self._unready[process] = failure
-                self._open.appendleft(job)
+                self._open.extendleft(reversed(jobs))
                 return
+            is_short = self._ground.clock.monotonic_s() - begun_s < SHORT_S
+            most = min(MOST_AT_ONCE, 2 * most) if is_short else 1
+
+    def _next(self, most: int) -> list[Job]:
+        """At most so many jobs, and a sixteenth of those that are open; large ones in a message of their own."""
+        jobs, size = list[Job](), 0
+        with suppress(IndexError):
+            while len(jobs) < max(1, min(most, len(self._open) // 16)) and size < MOST_BYTES:
+                jobs.append(self._open.popleft())
+                size += len(jobs[-1].completion)
+        return jobs
 
     def _retried(self, process: ScoringProcess, job: Job, cause: Cause) -> Result:
         """The job alone; if that ends the process again, whether the completion is to blame."""

@@ -23,6 +23,7 @@ from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, Sc
 from shoal.rewards import DirectScorer, Job, NotBegun, Scorer, ScoringPatience, ScoringPool
 from shoal.rewards.child import _answer
 from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, Work, frame_of, read_message
+from shoal.rewards.pool import Ground, ScoringProcess, _Round
 from shoal.rewards.protocol import core_digest, process_count, settled
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
@@ -127,6 +128,52 @@ def test_trouble_that_passes_costs_no_score(pool: ScoringPool, tmp_path: Path, t
     jobs = [Job("once", f"{trouble}:{tmp_path / 'mark'}"), *(Job("plain", f"fine {n}") for n in range(8))]
     assert pool.scores(jobs) == [Score(1.0, {})] * 9
     assert (tmp_path / "mark").exists()
+
+
+def test_trouble_in_the_middle_of_many_jobs_costs_only_those_who_make_it(pool: ScoringPool) -> None:
+    jobs = [Job("plain", f"fine {n}") for n in range(800)]
+    for place, trouble in ((100, "spin in C"), (101, "raise"), (250, "killed"), (251, "gigabytes")):
+        jobs[place] = Job("plain", trouble)
+    found = pool.scores(jobs)
+    others = [score for place, score in enumerate(found) if place not in (100, 101, 250, 251)]
+    assert (found[100], found[251]) == (limited(TOO_LONG), limited(TOO_MUCH))
+    assert "raised ValueError" in str(found[101])
+    assert "was killed by SIGKILL, twice" in str(found[250])
+    assert others == [Score(1.0, {})] * 796
+
+
+class Timed(ScoringProcess):
+    """Takes so many milliseconds for each job."""
+
+    def __init__(self, ground: Ground, clock: ManualClock, takes_ms: int) -> None:
+        super().__init__(ground)
+        self._clock, self._takes_ms, self.sizes = clock, takes_ms, list[int]()
+
+    def ask(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
+        self.sizes.append(len(jobs))
+        for _job in jobs:
+            self._clock.advance(self._takes_ms / 1000)
+            yield JobAnswer(1.0)
+
+
+@pytest.mark.parametrize(
+    ("takes_ms", "all_s", "sizes", "scored"),
+    [
+        (0, 1, [1, 2, 4, 8, 16, 32, 32], 800),
+        (15, 600, [1, 2, 1, 2, 1, 2, 1], 800),  # more at once only as long as that is short
+        (100, 1, [1, 1, 1, 1, 1, 1, 1], 10),
+        (3, 0.1, [1, 2, 4, 8, 1, 2, 4], 34),  # no further one when the time is up
+    ],
+)
+def test_jobs_in_a_message_grow_with_the_speed_and_end_with_the_time(
+    takes_ms: int, all_s: float, sizes: list[int], scored: int
+) -> None:
+    clock = ManualClock()
+    ground = Ground(EnvironmentSettings(), LIMITS, "", ScoringPatience(all_s=all_s), StopToken(), clock)
+    process, jobs = Timed(ground, clock, takes_ms), [Job("plain", str(n)) for n in range(800)]
+    found = list(_Round(ground, jobs).run([process]).values())
+    assert process.sizes[:7] == sizes
+    assert (found.count(JobAnswer(1.0)), sum(isinstance(each, NotBegun) for each in found)) == (scored, 800 - scored)
 
 
 @pytest.mark.parametrize("trouble", ["print", "threads", "fork", "\ud800 half a pair"])
@@ -478,12 +525,12 @@ def test_a_channel_does_not_wait_for_ever_nor_sends_what_is_too_large(
 ) -> None:
     channel = Channel(pipes[0], pipes[3], StopToken())
     with pytest.raises(TimeoutError):
-        channel.send(Work("t", b"x" * 10**6), 0.05)
+        channel.send(Work([("t", b"x" * 10**6)]), 0.05)
     with pytest.raises(TimeoutError):
         channel.receive(0.01)
     monkeypatch.setattr("shoal.rewards.frames.MAX_FRAME_BYTES", 10)
     with pytest.raises(CodecError):
-        channel.send(Work("t", b"x" * 20), 1)
+        channel.send(Work([("t", b"x" * 20)]), 1)
 
 
 class Stopped(ManualClock):
@@ -506,7 +553,7 @@ def test_time_in_which_the_process_was_stopped_is_not_waited(pipes: tuple[int, i
     assert Channel(source, sink, StopToken(), Stopped(theirs)).receive(2.0) == JobAnswer(1.0)
     with pytest.raises(TimeoutError):  # every look counts something: it comes to an end
         Channel(source, sink, StopToken(), Stopped(sink)).receive(0.5)
-    os.write(theirs, frame_of(Work("t", b"x")) + b"\0\0")  # the child's end reads whole messages or none
+    os.write(theirs, frame_of(Work([("t", b"x")])) + b"\0\0")  # the child's end reads whole messages or none
     os.close(theirs)
-    assert read_message(source) == Work("t", b"x")
+    assert read_message(source) == Work([("t", b"x")])
     assert read_message(source) is None
