@@ -73,10 +73,13 @@ def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: Cap
     assert main([*EVAL, "--env", str(tmp_path / "flaky.py"), "--out", str(out)]) == 1
     said = capsys.readouterr()
     assert "14.3% of the samples have no score, more than 5%" in said.err
-    assert f"mend what the lines above name, then remove {out} and evaluate again" in said.err
+    assert f"mend what the lines above name, then score them again: shoal eval --rescore {out}" in said.err
     assert "1 sample unscored, counted in no figure: scoring failed (flaky/5)" in said.out
     assert summary_of(out)["unscored"] == {"samples": 1, "share": pytest.approx(1 / 7), "tasks": ["flaky/5"]}
     assert (summary_of(out)["scored_tasks"], "server" in (out / TASKS).read_bytes().decode("latin-1")) == (6, False)
+    (tmp_path / "flaky.py").write_text(FLAKY.replace('raise OSError("the server is away")', "return 0.0"))
+    assert main(["eval", "--rescore", str(out)]) == 0
+    assert (summary_of(out)["scored_tasks"], summary_of(out)["unscored"]["samples"]) == (7, 0)
 
 
 def test_rows_that_cannot_be_used_are_skipped_where_that_is_asked_for(tmp_path: Path, capsys: Capture) -> None:

@@ -61,7 +61,7 @@ def sort(**settings: Any) -> Environment:
 def evaluation(
     plan: SamplingPlan = SAMPLING, engine: Any = None, environment: Environment | None = None
 ) -> EvaluationJob:
-    return EvaluationJob(subject(engine), choose(environment or sort(), plan))
+    return EvaluationJob(subject(engine), choose(environment or sort(), plan), EnvironmentSettings())
 
 
 @dataclass

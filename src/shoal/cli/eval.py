@@ -2,11 +2,12 @@
 
 shoal eval tiny --env sort                                 greedy, one completion per held-out task
 shoal eval runs/mine --env aime:aime24.jsonl --samples 8   avg@8 and pass@k, leaks looked for in what the run trained on
+shoal eval --rescore evals/mine                            its completions, scored again: a grader was mended, or failed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     from shoal.run.sources import ModelSource, TaskSource
 
 STOPPED_CODE = 130
+RESCORE = "score them again: shoal eval --rescore {}"
 DEFAULT_TOKENS = 1024
 
 
 def evaluate(
-    model: options.Model,
-    env: Annotated[str, typer.Option(metavar="SPEC", help=options.SPEC_HELP)],
+    model: options.OptionalModel = None,
+    env: Annotated[str | None, typer.Option(metavar="SPEC", help=options.SPEC_HELP)] = None,
     samples: options.Samples = 1,
     tasks: options.Tasks = 0,
     temperature: options.Temperature = None,
@@ -39,6 +41,9 @@ def evaluate(
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where results go.  [default: evals/MODEL-ENV-…]")
+    ] = None,
+    rescore: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Score what is kept in DIR again; only --env and --set count.")
     ] = None,
     trained_on: Annotated[
         str | None, typer.Option(metavar="RUN|SPEC", help="Look for leaks in this; a run's folder names its own.")
@@ -55,6 +60,12 @@ def evaluate(
     """Measure a model: avg@k and pass@k with intervals, per task in a Parquet file. The same command continues."""
     from shoal.run.sources import task_source
 
+    if rescore is not None:
+        if model is not None:
+            raise UserError(f"--rescore {rescore} needs no model: leave {model} out")
+        raise typer.Exit(run_rescore(rescore, env, overrides or ()))
+    if model is None or env is None:
+        raise UserError("give a MODEL and --env SPEC, or --rescore DIR; see shoal eval --help")
     source, machine = task_source(env, overrides or ()), (engine, device, dtype)
     given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, machine)
     raise typer.Exit(run_eval(given, out, trained_on, allow_leaks))
@@ -117,10 +128,13 @@ class Given:
                 leaks.refuse()
             chosen = without(chosen, leaks.known) if leaks.known else chosen
             subject = open_subject(model.name, model.where, EngineChoice(*self.machine), plan.rows)
-        return EvaluationJob(subject, chosen, leaks.known), leaks
+        return EvaluationJob(subject, chosen, self.source.settings, leaks.known), leaks
 
 
-def worked(what: str, folder: Path, source: TaskSource, environment: Environment, work: Callable[..., Any]) -> Any:
+def worked(
+    what: str, folder: Path, source: TaskSource, environment: Environment, work: Callable[..., Any],
+    kept: str = "what is done is kept in {}, and the same command continues",
+) -> Any:  # fmt: skip
     """The result of `work(processes, stop, report)`, which keeps what it does in the folder; None if it was told to
     stop before its end. A reward function, or a program under test, may do anything: processes beside this one score.
     """
@@ -141,7 +155,7 @@ def worked(what: str, folder: Path, source: TaskSource, environment: Environment
     with FolderLock(folder).acquire(stop), counted(what, Console(stderr=True)) as report:
         found = work(processes, stop, report)
     if found is None:
-        typer.echo(f"stopped; what is done is kept in {folder}, and the same command continues", err=True)
+        typer.echo(f"stopped; {kept.format(folder)}", err=True)
     return found
 
 
@@ -174,11 +188,45 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
         )  # fmt: skip
     if summary is None:
         return STOPPED_CODE
-    say(summary, source.label, leaks)
+    say(summary, source.label, leaks, out)
     if all(untold):
         typer.echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
     typer.echo(f"wrote {out}")
-    refuse_if_hollow(summary, source, f"remove {out} and evaluate again")
+    refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
+    return 0
+
+
+def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> int:
+    """Score kept completions by the environment as it is now, and say the new numbers; returns the exit code."""
+    from shoal.environments import EnvironmentSettings
+    from shoal.evaluation.job import ENVIRONMENT, SUMMARY, rescore
+    from shoal.evaluation.plan import Leaks
+    from shoal.run.sources import TaskSource, task_source
+
+    if not out.is_dir():
+        raise UserError(f"--rescore {out}: there is no such folder")
+    if env is not None:
+        source = task_source(env, overrides)
+    elif overrides:
+        raise UserError(f"--set {overrides[0]}: say with --env what it changes")
+    else:
+        try:
+            source = TaskSource(EnvironmentSettings.model_validate_json((out / ENVIRONMENT).read_bytes()))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{out / ENVIRONMENT} cannot be read: say with --env what the tasks are") from error
+    environment = scorable(source)
+    summary = worked(
+        "scoring", out, source, environment,
+        lambda processes, stop, report: rescore(out, source.settings, environment, processes, stop, report),
+        "{} is as it was",
+    )  # fmt: skip
+    if summary is None:
+        return STOPPED_CODE
+    say(summary, source.label, Leaks(), out)
+    scored = f"{summary['scored_tasks']:,} of {summary['chosen']['tasks']:,} tasks"
+    continues = f"{out} has new scores of {scored}; the command that drew these continues from there"
+    typer.echo(f"wrote {out}" if (out / SUMMARY).exists() else continues)
+    refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
     return 0
 
 
@@ -207,7 +255,7 @@ def look_for_leaks(trained_on: str | None, chosen: Chosen, model: ModelSource) -
     return find_leaks((task for _, task in chosen.tasks()), build(training.settings), sorted(ids))
 
 
-def say(summary: dict[str, Any], tasks: str, leaks: Leaks) -> None:
+def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
     from shoal.evaluation.summary import table_lines
 
     model, environment, plan = summary["model"], summary["environment"], summary["plan"]
@@ -218,23 +266,26 @@ def say(summary: dict[str, Any], tasks: str, leaks: Leaks) -> None:
     )
     for line in table_lines(summary):
         typer.echo(line)
+    if summary["unscored"]["samples"]:
+        typer.echo(f"  {RESCORE.format(out)}")
     if leaks.known:
         typer.echo(f"  left out: {leaks.sentence}")
     if plan["split"] == "train":
         typer.echo("  these are training tasks: the numbers say nothing about unseen ones")
 
 
-def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, again: str) -> None:
-    """Results of which much is missing are written and shown, and are no success; `again` is the remedy. Rows that
-    cannot be used are no failure where bad_rows = "skip" says to leave them out."""
+def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:
+    """Results of which much is missing are written and shown, and are no success; `rescore` and `again` are remedies.
+    Rows that cannot be used are no failure where bad_rows = "skip" says to leave them out."""
     from shoal.evaluation.records import UNUSABLE
     from shoal.evaluation.summary import MAX_FAILURES
 
     share, unusable = summary["unscored"]["share"], summary["problems"].get(UNUSABLE, 0)
     if share > MAX_FAILURES:
+        remedy = rescore if summary["unscored"]["samples"] else again
         raise ScoringFailure(
             f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these numbers are of what is "
-            f"left and may mislead; mend what the lines above name, then {again}"
+            f"left and may mislead; mend what the lines above name, then {remedy}"
         )
     if unusable > MAX_FAILURES * summary["tasks"] and not source.skips_rows:
         raise ScoringFailure(

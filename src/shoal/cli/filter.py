@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli import options
-from shoal.cli.eval import STOPPED_CODE, Given, refuse_if_hollow, worked
+from shoal.cli.eval import RESCORE, STOPPED_CODE, Given, refuse_if_hollow, worked
 from shoal.errors import ConfigError
 from shoal.runtime.text import count_of
 
@@ -107,7 +107,12 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
             f"no task is within --keep {band}: nothing was written; the same command with another band needs no new "
             "samples"
         )
-    shutil.rmtree(work, ignore_errors=True)
+    again = f"remove {out} and filter again"
+    if summary["unscored"]["samples"]:
+        again = f"{RESCORE.format(work)}, then {again}: no new samples are drawn"
+        typer.echo(f"  {again}")
+    else:
+        shutil.rmtree(work, ignore_errors=True)
     typer.echo(f"wrote {out}: {count_of(count, 'row')}; the rate is the column {column}")
-    refuse_if_hollow(summary, source, f"remove {out} and filter again")
+    refuse_if_hollow(summary, source, again, again)
     return 0

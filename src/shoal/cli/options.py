@@ -33,9 +33,9 @@ Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cu
 Dtype = Annotated[str, typer.Option("--dtype", help="What to compute in: float32, bfloat16 or auto.")]
 Engine = Annotated[str, typer.Option("--engine", help="What to generate with.")]
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A built-in name, a Hugging Face folder, or a run's folder.")
-]
+MODEL = typer.Argument(metavar="MODEL", help="A built-in name, a Hugging Face folder, or a run's folder.")
+Model = Annotated[str, MODEL]
+OptionalModel = Annotated[str | None, MODEL]
 Samples = Annotated[int, typer.Option("--samples", help="Completions per task.")]
 Tasks = Annotated[int, typer.Option("--tasks", min=0, help="How many tasks, chosen by the seed.  [default: all]")]
 Temperature = Annotated[

@@ -2,7 +2,7 @@
 
     plan        SamplingPlan: what is sampled, from which seeds; find_leaks: evaluated tasks that are in a training set
     subject     EvaluatedModel, open_subject: the model in an engine, with its digest
-    job         EvaluationJob, evaluate: draw, score, keep, batch by batch
+    job         EvaluationJob, evaluate: draw, keep, score, batch by batch; rescore: what is kept, scored again
     records     TaskRecord, SampleRecord; EvaluationJournal: those so far, kept; the Parquet file of all
     summary     summary_of: avg@k, pass@k and the rest, for programs and for people
     statistics  intervals and tests: pure functions

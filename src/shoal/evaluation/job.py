@@ -1,16 +1,18 @@
 """One evaluation from beginning to end: which tasks, how they are sampled and scored, what is written.
 
-    tasks, batch by batch ─► Sampler (this thread) ─► scorer (one thread beside it) ─► journal ─► results
+    tasks, batch by batch ─► Sampler (this thread) ─► journal ─► scorer (one thread beside it) ─► journal ─► results
                                    │ draws batch n+1 while batch n is scored
 
-    out/evaluation.json   model, environment, plan: what the results are of
-    out/progress.jsonl    the scored batches, while it runs
-    out/tasks.parquet     every task, with the text, score, parts, tokens and end of each of its samples
-    out/summary.json      the numbers
+    out/evaluation.json    model, environment, plan: what the results are of
+    out/environment.json   the settings of the environment, to score again by
+    out/completions.jsonl  what was drawn, kept before it is scored
+    out/progress.jsonl     the scores, while it runs
+    out/tasks.parquet      every task, with the text, score, parts, tokens and end of each of its samples
+    out/summary.json       the numbers
 
-Batches follow from the plan alone and are kept whole, in order. So an evaluation that was killed loses at most the two
-batches that it was drawing and scoring, draws them again beside the same neighbours, and ends with the same results to
-the last bit. A prompt that the model cannot take (too long, unknown characters) is a problem of that task only.
+Batches follow from the plan alone and are kept whole, in order. So an evaluation that was killed loses at most the
+batch that it was drawing, draws it again beside the same neighbours, and ends with the same results to the last bit. A
+prompt that the model cannot take (too long, unknown characters) is a problem of that task only.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +35,20 @@ from shoal import __version__
 from shoal.engines import GenerationRequest
 from shoal.engines.asking import Asking, CannotBeAsked
 from shoal.engines.dialogue import Talks, greedy_lines
-from shoal.environments import Environment, Score, Task, budget_of, identity_of
+from shoal.environments import Environment, EnvironmentSettings, Score, Task, budget_of, identity_of
 from shoal.environments.mix import part_of
 from shoal.environments.questions import prompt_digest
-from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
+from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.evaluation.plan import SamplingPlan, as_asked, length_target, sample_seed, tasks_of
 from shoal.evaluation.records import (
+    IDENTITY,
     UNUSABLE,
     EvaluationJournal,
     SampleRecord,
     TaskRecord,
     dumped,
     is_kept,
+    read_identity,
     whole,
     write_records,
 )
@@ -52,11 +57,12 @@ from shoal.evaluation.summary import summary_of
 from shoal.protocol import SamplingParameters
 from shoal.rewards import Job, Scorer
 from shoal.rewards.protocol import settled
-from shoal.runtime.files import write_atomically
+from shoal.runtime.files import sync_folder, write_atomically
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
 
+ENVIRONMENT = "environment.json"
 TASKS = "tasks.parquet"
 SUMMARY = "summary.json"
 Report = Callable[[int, int], None]
@@ -210,10 +216,12 @@ def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """What is evaluated: a model on tasks of an environment, by a plan. `left_out` are ids of leaked tasks."""
+    """What is evaluated: a model on tasks of an environment, by a plan. `settings` are the environment's, kept for
+    whoever scores again; `left_out` are ids of leaked tasks."""
 
     subject: EvaluatedModel
     chosen: Chosen
+    settings: EnvironmentSettings
     left_out: tuple[str, ...] = ()
 
     @property
@@ -238,30 +246,34 @@ def measure(
     """Draw and score what `out` does not have yet; None if it was told to stop before the end."""
     journal, chosen = EvaluationJournal(out), evaluation.chosen
     journal.open(evaluation.about)
+    write_atomically(out / ENVIRONMENT, evaluation.settings.model_dump_json().encode())
 
     def keep(pending: Future[list[TaskRecord]] | None) -> None:
         if pending is not None:
-            journal.append(pending.result())
-        report(min(journal.batches * chosen.plan.tasks_per_batch, len(chosen.numbers)), len(chosen.numbers))
+            journal.keep_scores(pending.result())
+        report(min(journal.scores.batches * chosen.plan.tasks_per_batch, len(chosen.numbers)), len(chosen.numbers))
 
     keep(None)
-    if journal.batches == chosen.batches:
+    if journal.scores.batches == chosen.batches:
         return journal
     sampler = Sampler(evaluation.subject, chosen.environment, chosen.plan)
+    unscored = islice(journal.completions, journal.scores.batches, None)
     try:
         with closing(scorer()) as processes, ThreadPoolExecutor(1, "scoring") as executor:
             pending: Future[list[TaskRecord]] | None = None
-            for number in range(journal.batches, chosen.batches):
+            for number in range(journal.scores.batches, chosen.batches):
                 if stop.is_set():
                     break
-                drawn = sampler.draw(chosen.batch(number))
+                if (drawn := next(unscored, None)) is None:
+                    drawn = sampler.draw(chosen.batch(number))
+                    journal.completions.append(drawn)
                 keep(pending)
                 pending = executor.submit(scored, chosen, processes, drawn)
             keep(pending)
     except DeadlineExceeded:
         if not stop.is_set():
             raise
-    return journal if journal.batches == chosen.batches else None
+    return journal if journal.scores.batches == chosen.batches else None
 
 
 def evaluate(
@@ -272,16 +284,74 @@ def evaluate(
     report: Report = lambda _done, _total: None,
 ) -> dict[str, Any] | None:
     """Run it, or the rest of it; the summary, or None if it was told to stop before the end."""
-    journal, about = measure(evaluation, scorer, out, stop, report), evaluation.about
-    if journal is None:
-        return None
-    # The Parquet file, then the summary, then the journal goes: a crash in between loses nothing.
-    with whole(out / TASKS) as hidden:
+    journal = measure(evaluation, scorer, out, stop, report)
+    return None if journal is None else _write_results(evaluation.about, evaluation.chosen.plan, journal)
+
+
+def _write_results(about: dict[str, Any], plan: SamplingPlan, journal: EvaluationJournal) -> dict[str, Any]:
+    """The Parquet file, then the summary, then the scores go: a crash in between loses nothing."""
+    with whole(journal.folder / TASKS) as hidden:
         write_records(hidden, journal.records(), about)
-    summary = {**about, **summary_of(evaluation.chosen.plan, journal.records())}
-    write_atomically(out / SUMMARY, dumped(summary))
-    journal.path.unlink(missing_ok=True)
+    summary = {**about, **summary_of(plan, journal.records())}
+    write_atomically(journal.folder / SUMMARY, dumped(summary))
+    journal.scores.path.unlink(missing_ok=True)
     return summary
+
+
+def rescore(
+    out: Path, settings: EnvironmentSettings, environment: Environment, scorer: Callable[[], Scorer], stop: StopToken,
+    report: Report = lambda _done, _total: None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Score all that `out` keeps by the environment as it is now; the summary, or None if it was told to stop. Nothing
+    is replaced before all is scored. Of an evaluation that is not finished, or of a filter, the scores are replaced as
+    far as it is, and its own command continues from there."""
+    stored = read_identity(out)
+    try:
+        plan, total = SamplingPlan(**stored["plan"]), stored["chosen"]["tasks"]
+    except (LookupError, TypeError) as error:
+        raise ConfigError(f"{out} was written by another version of shoal: evaluate again") from error
+    chosen = Chosen(environment, plan, range(total))
+    journal, fresh = EvaluationJournal(out), EvaluationJournal(out, ".rescored.jsonl")
+    journal.completions.open(chosen.batches)
+    if not journal.completions.batches:
+        raise ConfigError(f"{out} keeps no completions: run the evaluation again")
+    try:
+        fresh.scores.open(0)
+        with closing(scorer()) as processes:
+            for drawn in journal.completions:
+                _refuse_other_prompts(chosen, drawn)
+                fresh.keep_scores(scored(chosen, processes, drawn))
+                report(min(fresh.scores.batches * plan.tasks_per_batch, total), total)
+        # Killed from here on, the same command finds scores of this environment, or none
+        for old in (journal.scores.path, out / SUMMARY):
+            old.unlink(missing_ok=True)
+        about = {**stored, "environment": asdict(identity_of(environment))}
+        write_atomically(out / IDENTITY, dumped(about))
+        write_atomically(out / ENVIRONMENT, settings.model_dump_json().encode())
+        fresh.scores.path.replace(journal.scores.path)
+        sync_folder(out)
+    except DeadlineExceeded:
+        if not stop.is_set():
+            raise
+        return None
+    finally:
+        fresh.scores.path.unlink(missing_ok=True)
+    if (out / TASKS).exists() and fresh.scores.batches == chosen.batches:
+        return _write_results(about, plan, journal)
+    return {**about, **summary_of(plan, journal.records())}
+
+
+def _refuse_other_prompts(chosen: Chosen, drawn: Sequence[TaskRecord]) -> None:
+    """Completions of a task that is asked in other words now answer something else."""
+    for record in drawn:
+        try:
+            task = chosen.environment.task(record.task) if record.samples else None
+        except EnvironmentSetupError as error:
+            raise ConfigError(f"the environment has no task {record.task} now ({error}): evaluate again") from error
+        if task is not None:
+            asked = as_asked(chosen.environment, chosen.plan, record.index, task).prompt
+            if prompt_digest(asked).hex() != record.prompt_digest:
+                raise ConfigError(f"task {record.task} has another prompt now: undo that change, or evaluate again")
 
 
 def finished(out: Path, about: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,10 +1,11 @@
 """What an evaluation found, task by task: in a journal while it runs, in a Parquet file when it is done.
 
-    out/evaluation.json   what is evaluated, written before anything is; another evaluation is refused here
-    out/progress.jsonl    a line for each scored batch of tasks, on the disk before it counts; gone when all is done
+    out/evaluation.json    what is evaluated, written before anything is; another evaluation is refused here
+    out/completions.jsonl  a line for each batch of tasks with what was drawn, before it is scored; kept
+    out/progress.jsonl     a line for each batch with its scores; gone when all is done
 
-A line that a crash cut short is cut off. Nothing that a grader noted is written down: notes may tell the answers, and
-results are there to be shown.
+A line is on the disk before it counts; one that a crash cut short is cut off. Nothing that a grader noted is written
+down: notes may tell the answers, and results are there to be shown.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from shoal.errors import ConfigError
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
@@ -30,6 +33,7 @@ PASSED = 1.0 - 1e-9
 UNUSABLE = "its row cannot be used"
 """The `problem` of a task that no completion was drawn for because its row has no proper answer."""
 IDENTITY = "evaluation.json"
+COMPLETIONS = "completions.jsonl"
 PROGRESS = "progress.jsonl"
 
 
@@ -76,66 +80,93 @@ class TaskRecord(msgspec.Struct, frozen=True):
         return math.fsum(scores) / len(scores) if scores else None
 
 
-class EvaluationJournal:
-    """The scored batches so far, in order, one line each. Its one writer holds the lock on the folder."""
+@dataclass
+class BatchFile:
+    """A line for each batch, in order. `kind` is what a line holds; its one writer holds the lock on the folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / PROGRESS
-        self.batches = 0
-        self._decoder = msgspec.json.Decoder(list[TaskRecord])
+    path: Path
+    kind: Any
+    batches: int = field(init=False, default=0)
 
-    def open(self, identity: Mapping[str, Any]) -> None:
-        """Begin, or continue, the evaluation that `identity` names; a folder of another one is a `ConfigError`."""
-        folder = ensure_folder(self.path.parent)
-        if not is_kept(folder, identity):
-            write_atomically(folder / IDENTITY, dumped(identity))
+    def open(self, most: int) -> None:
+        """Count the lines; what comes after the last whole one, or after `most`, is cut off."""
         self.batches = size = 0
         try:
-            with self.path.open("a+b") as file:  # what comes after the last whole line is cut off
+            with self.path.open("a+b") as file:
                 file.seek(0)
-                for raw in file:
+                for raw in islice(file, most):
                     try:
-                        if not (self._decoder.decode(raw) and raw.endswith(b"\n")):
+                        if not (msgspec.json.decode(raw, type=self.kind) and raw.endswith(b"\n")):
                             break
                     except msgspec.DecodeError:
                         break
                     self.batches, size = self.batches + 1, size + len(raw)
                 file.truncate(size)
                 os.fsync(file.fileno())
-            sync_folder(folder)
+            sync_folder(self.path.parent)
         except OSError as error:
             raise resource_error("read", self.path, error) from error
 
-    def append(self, records: Sequence[TaskRecord]) -> None:
+    def append(self, batch: Sequence[Any]) -> None:
         """Keep the next batch; when this returns it survives a crash."""
         try:
             with self.path.open("ab") as file:
-                file.write(msgspec.json.encode(records) + b"\n")
+                file.write(msgspec.json.encode(batch) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise resource_error("write", self.path, error) from error
         self.batches += 1
 
-    def records(self) -> Iterator[TaskRecord]:
-        """Every task, in order, a batch in memory at a time."""
+    def __iter__(self) -> Iterator[Any]:
+        """What was kept, a batch in memory at a time."""
         with self.path.open("rb") as file:
-            for line in file:
-                yield from self._decoder.decode(line)
+            yield from map(msgspec.json.Decoder(self.kind).decode, file)
+
+
+class EvaluationJournal:
+    """The completions drawn so far, and the scores of as many of them, or fewer."""
+
+    def __init__(self, folder: Path, scores: str = PROGRESS) -> None:
+        self.folder = folder
+        self.completions = BatchFile(folder / COMPLETIONS, list[TaskRecord])
+        self.scores = BatchFile(folder / scores, list[list[tuple[float | None, dict[str, float]]]])
+
+    def open(self, identity: Mapping[str, Any]) -> None:
+        """Begin, or continue, the evaluation that `identity` names; a folder of another one is a `ConfigError`."""
+        folder = ensure_folder(self.folder)
+        if not is_kept(folder, identity):
+            write_atomically(folder / IDENTITY, dumped(identity))
+        self.completions.open(sys.maxsize)
+        self.scores.open(self.completions.batches)
+
+    def keep_scores(self, records: Sequence[TaskRecord]) -> None:
+        self.scores.append([[(sample.score, sample.parts) for sample in record.samples] for record in records])
+
+    def records(self) -> Iterator[TaskRecord]:
+        """Every task that was scored, in order, a batch in memory at a time."""
+        for drawn, scored in zip(self.completions, self.scores, strict=False):
+            for record, found in zip(drawn, scored, strict=True):
+                pairs = zip(record.samples, found, strict=True)
+                samples = tuple(replace(sample, score=score, parts=parts) for sample, (score, parts) in pairs)
+                yield replace(record, samples=samples)
+
+
+def read_identity(folder: Path) -> Any:
+    try:
+        return json.loads((folder / IDENTITY).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / IDENTITY} cannot be read: {error}; choose the folder of an evaluation") from error
 
 
 def is_kept(folder: Path, identity: Mapping[str, Any]) -> bool:
     """Whether the folder holds this very evaluation; another one, or somebody's files, are a `ConfigError`."""
-    path = folder / IDENTITY
-    if not path.exists():
+    if not (folder / IDENTITY).exists():
         others = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
         if others:
             raise ConfigError(f"{folder} holds {others[0]} and no evaluation: choose another --out")
         return False
-    try:
-        stored = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; choose another --out") from error
+    stored = read_identity(folder)
     if stored != json.loads(dumped(identity)):
         raise ConfigError(f"{folder} holds another evaluation: {difference(stored, identity)}")
     return True
@@ -196,8 +227,8 @@ def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, 
 
     def row(record: TaskRecord) -> dict[str, Any]:
         found = {name: getattr(record, name, None) for name in columns}
-        for column, field in (("scores", "score"), ("tokens", "tokens"), ("finish", "finish"), ("completions", "text")):
-            found[column] = [getattr(sample, field) for sample in record.samples]
+        for column, name in (("scores", "score"), ("tokens", "tokens"), ("finish", "finish"), ("completions", "text")):
+            found[column] = [getattr(sample, name) for sample in record.samples]
         found["parts"] = [sorted(sample.parts.items()) for sample in record.samples]
         return found | {"samples": len(record.scores)}
 

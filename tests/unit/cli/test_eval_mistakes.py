@@ -90,7 +90,11 @@ class TestSpecs:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["eval", "tiny"], 2, "Missing option"),
+        (["eval", "tiny"], 2, "give a MODEL and --env SPEC, or --rescore DIR"),
+        (["eval", "tiny", "--rescore", "."], 2, "needs no model: leave tiny out"),
+        (["eval", "--rescore", "none"], 2, "there is no such folder"),
+        (["eval", "--rescore", "."], 2, "say with --env what the tasks are"),
+        (["eval", "--rescore", ".", "--set", "environment.name=sort"], 2, "say with --env what it changes"),
         (["eval", "tiny", "--env", "srot"], 2, "there is no environment 'srot' (did you mean 'sort'?)"),
         (["eval", "tiny", "--env", "sort", "--samples", "0"], 2, "--samples 0: give 1 to 4096"),
         (["eval", "tiny", "--env", "sort", "--samples", "2", "--temperature", "0"], 2, "draws the same completion 2"),

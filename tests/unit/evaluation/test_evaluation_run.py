@@ -21,7 +21,7 @@ from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, R
 from shoal.evaluation.compare import compare
 from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, without
 from shoal.evaluation.plan import SamplingPlan, sample_seed, tasks_of
-from shoal.evaluation.records import IDENTITY, PROGRESS, read_results
+from shoal.evaluation.records import COMPLETIONS, IDENTITY, PROGRESS, read_results
 from shoal.evaluation.subject import EngineChoice, memory_errors, open_subject, plain_name
 from shoal.evaluation.summary import table_lines
 from shoal.rewards import DirectScorer, Job, NotBegun
@@ -285,12 +285,13 @@ def test_stopped_and_resumed_gives_the_same_bytes(tmp_path: Path, raises: bool) 
     given, stop, out = evaluation(), StopToken(), tmp_path / "halves"
     assert run(out, given, Interrupting(given.chosen.environment, stop, raises), stop) is None
     kept = (out / PROGRESS).read_bytes().count(b"\n")
-    assert 2 <= kept < given.chosen.batches
+    drawn = (out / COMPLETIONS).read_bytes().count(b"\n")
+    assert 2 <= kept <= drawn < given.chosen.batches
     assert not (out / TASKS).exists()
     engine = SortingEngine()
     run(out, evaluation(engine=engine))
-    assert len(engine.asked) == 10 - 2 * kept  # what was done is not drawn again
-    for name in (TASKS, SUMMARY, IDENTITY):
+    assert len(engine.asked) == 10 - 2 * drawn  # what was drawn, scored or not, is not drawn again
+    for name in (TASKS, SUMMARY, IDENTITY, COMPLETIONS):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not (out / PROGRESS).exists()
 
@@ -307,13 +308,14 @@ def test_told_to_stop_while_the_scorers_start_loses_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", [b'[{"task":"sort/held_out/3","in', b"\x00" * 80, b"[]\n", b"{}\n"])
-def test_what_a_crash_left_half_written_is_drawn_again(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize("file", [COMPLETIONS, PROGRESS])
+def test_what_a_crash_left_half_written_is_done_again(tmp_path: Path, file: str, damage: bytes) -> None:
     run(tmp_path / "whole")
     given, stop, out = evaluation(), StopToken(), tmp_path / "cut"
     run(out, given, Interrupting(given.chosen.environment, stop, False), stop)
-    with_lines(out / PROGRESS, 1)
-    with (out / PROGRESS).open("ab") as file:
-        file.write(damage)
+    with_lines(out / file, 1)
+    with (out / file).open("ab") as opened:
+        opened.write(damage)
     run(out)
     assert (out / TASKS).read_bytes() == (tmp_path / "whole" / TASKS).read_bytes()
 
@@ -333,7 +335,7 @@ def test_results_without_a_summary_are_made_again_and_finished_ones_are_known(tm
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (EvaluationJob(subject(digest="00" * 32), evaluation().chosen), "model.digest is abab"),
+        (replace(evaluation(), subject=subject(digest="00" * 32)), "model.digest is abab"),
         (evaluation(replace(SAMPLING, seed=1)), "plan.seed is 0, here it would be 1"),
         (evaluation(environment=sort(options={"max_digits": 9})), "environment.digest"),
         (replace(evaluation(), left_out=("a",)), "left_out"),
@@ -389,10 +391,11 @@ def test_killed_and_resumed_gives_the_same_file(tmp_path: Path) -> None:
         assert process.stdout.readline() == "stuck\n"
         process.kill()
         assert process.wait(30) == -signal.SIGKILL
-    assert (out / PROGRESS).read_bytes().count(b"\n") == 2  # of 3 batches drawn the last may be in scoring
+    assert (out / COMPLETIONS).read_bytes().count(b"\n") == 3
+    assert (out / PROGRESS).read_bytes().count(b"\n") == 2  # the last may be in scoring
     engine = SortingEngine()
     run(out, evaluation(engine=engine))
-    assert len(engine.asked) == SAMPLING.tasks - 2 * SAMPLING.tasks_per_batch
+    assert len(engine.asked) == SAMPLING.tasks - 3 * SAMPLING.tasks_per_batch
     assert (out / TASKS).read_bytes() == (tmp_path / "whole" / TASKS).read_bytes()
 
 
