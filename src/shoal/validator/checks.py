@@ -46,7 +46,7 @@ fail the surest decides: wrong weights show in the proofs, and beyond doubt in t
 audit makes the checks before the prefill and computes the reward. An audit of progress (`progress`) makes a few of
 them, and only a certain failure counts.
 
-To add a check: write one function `Case -> Finding`, and put it into one of the two lists at the end of this file.
+To add a check: write one function `Case -> Finding`, and put it into one of the lists at the end of this file.
 """
 
 from __future__ import annotations
