@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -220,16 +221,26 @@ class Attacked:
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """While this lasts, what the hub says to parcels that it does not take is noted with their attack."""
-        honest = Uploader._refused
+        send = Uploader._send
 
-        def noted(uploader: Uploader, parcel: Parcel, refusal: HubRefused) -> None:
-            honest(uploader, parcel, refusal)
-            if not isinstance(refusal, ShutOut):  # which ends the worker, and is about no parcel
-                for attack in self.attacks:
-                    if parcel.path.is_relative_to(self.folder.path / attack.name):
-                        attack.refusals.append(refusal.code)
+        def noted(uploader: Uploader, parcel: Parcel) -> None:
+            client = uploader._client
 
-        with patch.object(Uploader, "_refused", noted):
+            def submit(lease: str, body: bytes) -> Any:
+                try:
+                    return client.submit(lease, body)
+                except ShutOut:  # which ends the worker, and is about no parcel
+                    raise
+                except HubRefused as refusal:
+                    for attack in self.attacks:
+                        if parcel.path.is_relative_to(self.folder.path / attack.name):
+                            attack.refusals.append(refusal.code)
+                    raise
+
+            with patch.object(uploader, "_client", SimpleNamespace(submit=submit)):
+                send(uploader, parcel)
+
+        with patch.object(Uploader, "_send", noted):
             yield
 
     def wait_until(self, what: str, condition: Any) -> None:

@@ -247,8 +247,9 @@ def test_a_second_signal_leaves_no_child_and_no_traceback(tmp_path: Path, second
         assert process.stdout is not None
         log = tmp_path / "deaf.log"
         try:
-            eventually(lambda: log.exists() and "up" in log.read_text(), "the child")
-            child = json.loads((tmp_path / "processes.json").read_text())["deaf"]
+            known = tmp_path / "processes.json"
+            eventually(lambda: log.exists() and "up" in log.read_text() and known.exists(), "the child")
+            child = json.loads(known.read_text())["deaf"]
             process.send_signal(signal.SIGINT)
             assert process.stdout.readline() == "ending\n"
             assert alive(child), "it is given time to end"
