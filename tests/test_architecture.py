@@ -352,12 +352,12 @@ def test_the_blocker_of_torch_blocks() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 64_150,
-    "statements": 41_920,
-    "files": 349,
-    "files in the fullest folder": 19,
-    "names of classes used twice": 21,
-    "test lines": 67_100,
+    "lines": 57_600,
+    "statements": 38_750,
+    "files": 320,
+    "files in the fullest folder": 17,
+    "names of classes used twice": 19,
+    "test lines": 61_200,
 }
 
 

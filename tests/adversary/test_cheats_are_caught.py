@@ -128,8 +128,9 @@ def test_what_was_accepted_is_what_the_seeds_give(found: dict[str, Result], chea
     assert found[cheat].wrong == 0
     assert found[cheat].near <= 1
     if cheat not in HONEST_AT_FIRST:
-        # those under way when it was caught, twice: a second statistical strike is of work leased after the first
-        assert found[cheat].accepted <= WITHIN[cheat] + 4
+        # those under way when it was caught, twice (a second statistical strike is of work leased after the first): up
+        # to four each time, on a busy machine all of them
+        assert found[cheat].accepted <= WITHIN[cheat] + 8
 
 
 def test_nothing_is_trained_on_but_what_the_seeds_give(run: Attacked, found: dict[str, Result]) -> None:
