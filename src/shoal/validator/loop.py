@@ -176,7 +176,7 @@ class Validator:
         self._misses: Counter[str] = Counter()
         self._foreign: dict[str, None] = {}  # submissions for another environment, newest last
         self._chosen = chosen or settle(settings)
-        self.finished = False
+        self.finished = self._is_over = False
         # Few at first, so that the first verdicts come soon; then fewer only while scoring does not keep up.
         self._most = min(FIRST_CLAIM, self._chosen.max_audits)
         self._canary = Canary(judge, CANARY_EVERY)
@@ -197,9 +197,10 @@ class Validator:
                     if self._ahead.newest is None:
                         self._heartbeat.once()  # names the newest policy; the regular one may be seconds away
                     with self.activity.waiting("submissions to audit"):
-                        reply = self._client.audits(self._request())
+                        reply = self._client.audits(request := self._request())
                     if reply.finished and not reply.audits:
-                        self.finished = True
+                        # Who could not measure just now asks again: the last version may wait for a score.
+                        self.finished, self._is_over = self._is_over or request.evaluate != "no", True
                     else:
                         self._work(reply)
             except DeadlineExceeded:
@@ -242,7 +243,7 @@ class Validator:
             max_audits=self._most,
             wait_s=self._polling.poll_s if ready else min(NOT_READY_POLL_S, self._polling.poll_s),
             left=(*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left),
-            evaluate=self._evaluating.readiness if evaluates else "no",
+            evaluate=self._evaluating.readiness if evaluates or self._is_over else "no",
             generates=self._kind,
         )
 

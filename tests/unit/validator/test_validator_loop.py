@@ -88,7 +88,7 @@ class ListHub:
 
     def audits(self, request: AuditRequest) -> AuditReply:
         self.requests.append(request)
-        reply = self.replies.pop(0)
+        reply = self.replies.pop(0) if self.replies else AuditReply(finished=True)
         if isinstance(reply, Exception):
             raise reply
         return reply
@@ -187,7 +187,11 @@ def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills
     role._ahead.has_measured = has_measured
     role.run()
     assert (shelf.asked, shelf.engine.prefills) == ([POLICY.version], prefills)
-    assert [(request.wait_s, request.evaluate) for request in hub.requests] == [(1.0, "no"), (Pace().poll_s, "no")]
+    assert [(request.wait_s, request.evaluate) for request in hub.requests] == [
+        (1.0, "no"),
+        (Pace().poll_s, "no"),
+        (Pace().poll_s, "now"),
+    ], "the run is finished: asked once more, ready to measure the last version"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +242,7 @@ def test_held_out_tasks_wait_for_the_first_audit_or_for_a_while(has_audit: int, 
     role = Validator(client, OneShelf(), judge, ValidatorSettings(max_audits=7), StopToken(), clock)
     role._idle = lambda: clock.advance(passed_s)
     role.run()
-    assert [request.evaluate for request in hub.requests] == ["no", "no", expected]
+    assert [request.evaluate for request in hub.requests][:3] == ["no", "no", expected]
 
 
 def test_nothing_is_evaluated_while_limits_are_measured() -> None:
@@ -433,3 +437,12 @@ def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None
     assert hub.taken == []
     assert told[-1]["canaries_missed"] == 1
     assert CanaryMissed.exit_code == 5  # a supervisor does not start it again
+
+
+def test_who_could_not_measure_asks_once_more_before_it_leaves_a_finished_run() -> None:
+    """Before, a validator that was not ready just then left for good, and the last version stayed without a score."""
+    hub = ListHub(AuditReply(finished=True), AuditReply(waiting="a score"), AuditReply(finished=True))
+    role = validator(hub)
+    role.run()
+    assert [request.evaluate for request in hub.requests] == ["no", "now", "now"]
+    assert role.finished
