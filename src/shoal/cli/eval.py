@@ -63,6 +63,13 @@ def evaluate(
     if rescore is not None:
         if model is not None:
             raise UserError(f"--rescore {rescore} needs no model: leave {model} out")
+        refused = {
+            "--samples": samples != 1, "--tasks": tasks, "--temperature": temperature is not None, "--out": out,
+            "--max-new-tokens": max_new_tokens is not None, "--seed": seed, "--split": split,
+            "--trained-on": trained_on, "--allow-leaks": allow_leaks,
+        }  # fmt: skip
+        if wrong := [name for name, value in refused.items() if value]:
+            raise UserError(f"--rescore {rescore} scores what is kept there: leave {', '.join(wrong)} out")
         raise typer.Exit(run_rescore(rescore, env, overrides or ()))
     if model is None or env is None:
         raise UserError("give a MODEL and --env SPEC, or --rescore DIR; see shoal eval --help")

@@ -55,7 +55,7 @@ def plan(
     if parameters is not None:
         lines.insert(1, GUESSED)
     typer.echo("\n".join(lines))
-    raise typer.Exit(0 if found.trainer.total <= found.memory_bytes else 3)
+    raise typer.Exit(0 if found.trainer.total <= found.room("trainer") else 3)
 
 
 def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
@@ -115,7 +115,8 @@ def training_lines(found: Planning) -> Iterator[str]:
 
     shape, planned, recipe = found.shape, found.trainer, found.recipe
     settings, longest, processes = recipe.trainer, recipe.run.max_new_tokens, found.processes
-    fits = planned.total <= found.memory_bytes
+    here = found.room("trainer")
+    fits = planned.total <= here
     trained = "" if shape.trained == shape.weights else f", {shape.trained / 1e6:,.1f} M of them trained"
     yield f"{shape.kind}, {shape.weights / 1e6:,.1f} M weights{trained}, {shape.layers} layers"
     yield f"training in {settings.memory.precision} by {processes} process{'es'[: 2 * (processes > 1)]} on {found.kind}"
@@ -126,7 +127,7 @@ def training_lines(found: Planning) -> Iterator[str]:
         yield f"  {name:<26}{size / GIB:9.2f}" + (f"   {tokens}" if name == "activations" else "")
     error = f"fits (activations are an estimate, ± {ERROR * planned.device['activations'] / GIB:.2f})"
     verdict = error if fits else "does not fit"
-    yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {found.memory_bytes / GIB:.2f}: {verdict}"
+    yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {here / GIB:.2f}: {verdict}"
     if planned.host:
         yield "on the host, for the first process, GiB:"
     for name, size in planned.host.items():
@@ -135,7 +136,7 @@ def training_lines(found: Planning) -> Iterator[str]:
         return
     yield "each of these alone would change that to, GiB:"
     for words, other in alternatives(shape, settings, processes, longest, found.kind).items():
-        room = "fits" if other.total <= found.memory_bytes else "does not fit yet"
+        room = "fits" if other.total <= here else "does not fit yet"
         yield f"  --set {words:<40}{other.total / GIB:9.2f}   {room}"
     if settings.lora is None:
         yield "  a [trainer.lora] table: gradients, masters and moments of adapters only"
@@ -149,7 +150,8 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     run = found.recipe.run
     yield f"memory, GiB:{'device':>32}{'host':>10}"
     for name, device, host, what in found.memory():
-        full = f"does not fit into {found.memory_bytes / GIB:.0f} GiB; " if device > found.memory_bytes else ""
+        here = found.room(name)
+        full = f"does not fit into {here / GIB:.1f} GiB; " if device > here else ""
         yield f"  {name:<32}{_cell(device / GIB)}{_cell(host / GIB)}   {full}{what}".rstrip("; ")
     yield f"disk, GB:{'running':>35}{'finished':>10}"
     for disk in found.disk():

@@ -91,6 +91,12 @@ class Planning:
         given = {name: value for one in sections for name, value in one if name in vars(found) and value is not None}
         return Derived(**{**vars(found), **given})
 
+    def room(self, role: str) -> float:
+        """What a role may take of a device: where roles share one (`memory_share`), the trainer has the rest."""
+        shares = {"validator": self.recipe.validator.memory_share, "worker": self.recipe.worker.memory_share}
+        taken = {name: share for name, share in shares.items() if share < 1}
+        return self.memory_bytes * taken.get(role, 1.0 - sum(taken.values()) if role.startswith("trainer") else 1.0)
+
     # Bytes
 
     @property
@@ -168,7 +174,8 @@ class Planning:
         ended = min(saved, newest + best)
         first = 8 * self.shape.trained if steps <= LOOKBACK or most == saved else 0
         awaited = f" (up to {AWAITED} more while their scores are awaited)" if best and most < saved else ""
-        return Disk("trainer: checkpoints", most * self.checkpoint - first, ended * self.checkpoint,
+        running = max(most * self.checkpoint - first, ended * self.checkpoint)
+        return Disk("trainer: checkpoints", running, ended * self.checkpoint,
                     f"{most}{awaited}, {ended} in the end; {self.checkpoint / 1e9:,.3g} GB each")  # fmt: skip
 
     def memory(self) -> Iterator[tuple[str, float, float, str]]:
@@ -199,7 +206,7 @@ class Planning:
     @property
     def loaded(self) -> int:
         each = self.shape.weights * WIDTHS[self.recipe.validator.dtype]
-        return policies_loaded(self.chosen.keep_versions, each, self.memory_bytes)
+        return policies_loaded(self.chosen.keep_versions, each, int(self.room("validator")))
 
     def links(self) -> Iterator[tuple[str, float, float]]:
         """Link, bytes of a version as a delta, and as a whole one."""
@@ -219,7 +226,7 @@ class Planning:
         """The sequences of a worker's batch that fit together."""
         run, weights = self.recipe.run, self.shape.weights * WIDTHS[self.worker_dtype]
         row = max(1, self.shape.cached_bytes * run.max_new_tokens)
-        fit = int(BATCH_SHARE * max(0, self.memory_bytes - weights) / row)
+        fit = int(BATCH_SHARE * max(0, self.room("worker") - weights) / row)
         return max(1, min(fit, run.group_size * self.recipe.worker.units_per_lease))
 
     def _token_s(self, rows: int) -> float:
@@ -272,7 +279,13 @@ class Planning:
         if self.recipe.run.max_staleness == 0:
             checked_s = self.tokens / self.audit_tokens_s
             return completion_s + checked_s + self.train_s + self._saving_s + publish_s + self._apply_s
-        return max(self.train_s, publish_s + self._saving_s, completion_s / (self.recipe.run.max_staleness + 1))
+        most_s = completion_s / (self.recipe.run.max_staleness + 1)
+        return max(self.train_s, publish_s + self._saving_s, self._transfer_s, most_s)
+
+    @property
+    def _transfer_s(self) -> float:
+        """A version to everybody behind a relay; the next one has to wait for it."""
+        return (self.speeds.workers_per_relay + 1) * self.delta / self.speeds.link_bytes_s
 
     @property
     def _apply_s(self) -> float:
@@ -301,7 +314,7 @@ class Planning:
         every = count_of(self.chosen.checkpoint_every, "step")
         yield Stage("save", self._saving_s, f"a checkpoint every {every}, per step")
         yield Stage("publish", self.publish_s, f"{gb:,.3g} GB at {speeds.publish_gb_s:g} GB/s")
-        yield Stage("transfer", copies * self.delta / speeds.link_bytes_s,
+        yield Stage("transfer", self._transfer_s,
                     f"out of a relay with {speeds.workers_per_relay:g} workers; a whole version: "
                     f"{copies * self.payload / speeds.link_bytes_s:,.0f} s")  # fmt: skip
         yield Stage(

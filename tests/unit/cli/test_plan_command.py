@@ -306,6 +306,28 @@ def test_with_staleness_0_a_step_is_the_sum_of_its_stages() -> None:
     assert found.step_s == pytest.approx(0.25 + 8192 * 0.0460285 + checked_s + rest, rel=1e-6)
 
 
+def test_roles_that_share_a_gpu_have_their_parts_of_it() -> None:
+    shared = LARGE.replace("[validator]", "[worker]\nmemory_share = 0.3\n[validator]\nmemory_share = 0.25")
+    found = planning(shared, processes=1)
+    rooms = {role: found.room(role) / (131 * GIB) for role in ("trainer", "validator", "worker")}
+    assert rooms == pytest.approx({"trainer": 0.45, "validator": 0.25, "worker": 0.3})
+    assert planning().room("worker") == planning().room("trainer, first process") == 131 * GIB
+
+
+def test_a_gpu_that_roles_share_may_be_too_small_for_the_trainer(capsys: Capture) -> None:
+    recipe = str(TINY.parent / "one-gpu.toml")
+    assert main(["plan", recipe, "--parameters", "1e9", "--memory", "24"]) == 3
+    said = capsys.readouterr().out
+    assert "of 10.80: does not fit" in said
+    assert "does not fit into 6.0 GiB" in said, "the validator"
+
+
+def test_links_that_are_too_slow_make_a_step_longer() -> None:
+    slow = planning(speeds=Speeds(link_mbit=1))
+    stages = {one.name: one.seconds for one in slow.stages()}
+    assert slow.step_s == stages["transfer"] > 10_000
+
+
 def test_compiled_layers_train_faster() -> None:
     compiled = planning(LARGE.replace("recompute = true", "recompute = true\ncompile = true"))
     assert compiled.train_s == pytest.approx(3027.5 + 0.9, abs=0.1)
