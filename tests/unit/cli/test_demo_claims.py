@@ -91,6 +91,18 @@ def test_the_cheater_is_caught_for_what_it_did() -> None:
     assert "sampling.seed: other dice; 1 rejected, none accepted" in claim.sentence
 
 
+def test_a_run_that_ends_before_the_second_strike_has_suspended_the_cheater() -> None:
+    body = {
+        "node": "cc",
+        "state": "suspended",
+        "reason": "sampling.seed: 2 of 127 tokens",
+        "until_ms": START_MS + 60_000,
+    }
+    claim = cheater_caught(ledger(rejected("cc", 3), ("sanction", body)), CAST)
+    assert claim.holds
+    assert "suspended 2 s after the hub began, for sampling.seed: 2 of 127 tokens; 1 rejected, none" in claim.sentence
+
+
 def test_what_equals_honest_work_may_pass_and_is_said() -> None:
     rows = (credit("cc", 5), credit("cc", 6), batch(4, 5), rejected("cc", 7), banned("cc", "sampling.seed: x"))
     claim = cheater_caught(ledger(*rows), CAST)

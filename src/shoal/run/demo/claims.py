@@ -71,19 +71,20 @@ def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
     return Claim("it learned", rise >= least_rise, sentence)
 
 
-def cheater_caught(entries: Sequence[LedgerEntry], accounts: Accounts, banned_at_ms: int, cast: Cast) -> Claim:
-    """The cheater was banned, and for what it did."""
+def cheater_caught(entries: Sequence[LedgerEntry], accounts: Accounts, shut_out_at_ms: int, cast: Cast) -> Claim:
+    """The cheater was banned for what it did; or, if the run ended before it could fail twice, suspended for it."""
     name, who = "the cheater", f"{cast.cheater_name} ({cast.cheat.what})"
     account = accounts.get(cast.cheater, Account())
-    if not account.banned:
+    shut_out = "banned" if account.banned else "suspended" if account.suspended_until_ms else ""
+    if not shut_out:
         return Claim(name, False, f"{who} was not caught: {account.accepted} accepted, {account.rejected} rejected")
     code = account.reason.partition(":")[0]
     if code not in cast.cheat.reasons:
         expected = " or ".join(sorted(cast.cheat.reasons))
-        return Claim(name, False, f"{who} was banned for {account.reason}, not for {expected}")
-    after_s = (banned_at_ms - entries[0].at_ms) / 1000
+        return Claim(name, False, f"{who} was {shut_out} for {account.reason}, not for {expected}")
+    after_s = (shut_out_at_ms - entries[0].at_ms) / 1000
     sentence = (
-        f"{who} was banned {after_s:.0f} s after the hub began, for {account.reason}; {account.rejected} rejected"
+        f"{who} was {shut_out} {after_s:.0f} s after the hub began, for {account.reason}; {account.rejected} rejected"
     )
     if not account.accepted:
         return Claim(name, True, f"{sentence}, none accepted")
@@ -169,9 +170,9 @@ RECOUNT_S = 180.0
 
 def check(folder: RunFolder, cast: Cast, stop: StopToken) -> Iterator[Claim]:
     scores = list(held_out_of(MetricsLog(folder.path / METRICS).rows()).values())
-    entries, accounts, banned_at_ms = standing_of(folder.path)
+    entries, accounts, shut_out_at_ms = standing_of(folder.path)
     yield learned(scores)
-    yield cheater_caught(entries, accounts, banned_at_ms.get(cast.cheater, 0), cast)
+    yield cheater_caught(entries, accounts, shut_out_at_ms.get(cast.cheater, 0), cast)
     yield honest_unpunished(accounts, cast)
     try:
         yield _records(folder, entries)
@@ -203,17 +204,18 @@ def _records(folder: RunFolder, entries: Sequence[LedgerEntry]) -> Claim:
 
 
 def standing_of(path: Path) -> tuple[list[LedgerEntry], Accounts, dict[str, int]]:
-    """The ledger, what became of every node, and when the banned ones were banned."""
+    """The ledger, what became of every node, and when those that are shut out were banned or suspended."""
     with closing(FolderPlace(path)) as place:
         entries = list(place.entries())
-        accounts, banned_at_ms = fold(entries).by_node, {}
+        accounts, shut_out_at_ms = fold(entries).by_node, {}
         for row in place.reader.nodes():
             account = accounts.setdefault(row.node, Account())
             account.rejected, account.banned, account.reason = row.rejected, row.state is NodeState.BANNED, row.reason
-            if account.banned:
+            account.suspended_until_ms = row.until_ms if row.state is NodeState.SUSPENDED else None
+            if account.banned or account.suspended_until_ms:
                 refused = place.reader.submissions_of(row.node, refused=True, limit=1)
-                banned_at_ms[row.node] = refused[0].decided_at_ms or 0 if refused else row.registered_at_ms
-    return entries, accounts, banned_at_ms
+                shut_out_at_ms[row.node] = refused[0].decided_at_ms or 0 if refused else row.registered_at_ms
+    return entries, accounts, shut_out_at_ms
 
 
 def signed_manifest(folder: RunFolder) -> PolicyManifest:
