@@ -27,7 +27,7 @@ def measure_rows(
         scores = tl.load(start + tokens, mask=tokens < vocabulary, other=-float("inf")) * inverse
         raised = tl.maximum(highest, scores)
         shrink, fall = tl.exp(highest - raised), highest - raised
-        distance = tl.maximum(scores - raised, -200.0)  # beyond it e to its power is 0, and 0 · −∞ would be no number
+        distance = tl.maximum(scores - raised, -200.0)  # beyond it e to its power is 0, and 0 · −∞ would be NaN
         weight = tl.exp(distance)
         moment = shrink * (moment + fall * total) + weight * distance
         total = shrink * total + weight

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 4096
 SLOPE_BLOCK = 2048
-LEAST_LOGPROB = -200.0  # as in the kernels: e to its power is 0 in float32, and 0 · −∞ would be no number
+LEAST_LOGPROB = -200.0  # as in the kernels: e to its power is 0 in float32, and 0 · −∞ would be NaN
 TILE_ELEMENTS = 2**24
 GPU_TILE_ELEMENTS = 2**28
 # What architectures call the number that they cap or multiply their logits with; a power of -1: they divide by it.

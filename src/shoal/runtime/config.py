@@ -87,7 +87,7 @@ def _apply(tables: Tables, override: str) -> Keys:
     for key in keys[:-1]:
         if isinstance(table, list):  # several tables, numbered from 0
             if not (key.isascii() and key.isdecimal() and int(key) < len(table)):
-                raise ConfigError(f"--set {override}: there is no number {key} of {len(table)}, numbered from 0")
+                raise ConfigError(f"--set {override}: give a number from 0 to {len(table) - 1} in place of {key}")
             table = table[int(key)]
         else:
             table = table.setdefault(key, {})

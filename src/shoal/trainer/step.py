@@ -327,7 +327,7 @@ def train_samples(
     weight = lambda own: own_weight(own) * len(split)  # noqa: E731
     parts = [_share(learner, [sample for index in part for sample in groups[index]], weight) for part in split]
     # By minibatch and micro-batch, the log-probabilities of the policy that the step begins with, if the loss takes
-    # them. Those of the first minibatch come with its own forward pass: nothing is learnt before it.
+    # them. Those of the first minibatch come with its own forward pass: nothing is trained on before it.
     recomputed: list[list[Tensor] | None] = [None] * len(parts)
     if settings.loss in NEEDS_RECOMPUTED or settings.objective.ratio_base == "recomputed":
         recomputed[1:] = [[update.logprobs(batch) for batch in batches] for batches in parts[1:]]

@@ -84,7 +84,7 @@ COUNTS = frozenset({"outside", "exponents", "accidents"})
 
 class LikelihoodLimits(_Table):
     """How far the sum of log-probabilities may be from what the policy expects, in standard deviations. Of too few
-    tokens, or of tokens that left the dice no choice, the sum has no bell-shaped distribution: no check."""
+    tokens, or of tokens that left no choice, the sum has no bell-shaped distribution: no check."""
 
     deviations: float = Field(8.0, gt=0, allow_inf_nan=False, description="largest distance from the expected sum")
     tokens: int = Field(64, ge=1, description="fewest tokens that the check needs")

@@ -67,7 +67,7 @@ PROFILE_UNKNOWN = "profile.unknown"  # the hub's code for a kind of worker that 
 BROKEN_CALLS = 3  # engine calls in a row with NaN or infinite log-probabilities, after which the worker ends
 FETCH_S = 3600.0  # what has arrived by then stays on disk, and the next attempt continues from there
 FOLLOW_S = 5.0
-PAUSE_S = 1.0  # after a policy could not be had, or while the run has none, before looking again
+PAUSE_S = 1.0  # after a policy could not be fetched, or while the run has none, before looking again
 SURE = 0.75  # the part of a lease's time that is planned with: the next groups may be longer than the last
 
 

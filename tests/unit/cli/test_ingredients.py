@@ -346,8 +346,8 @@ def test_overrides_reach_into_tables_and_are_meant_from_here(recipe: Path, tmp_p
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("environment.mix.7.weight=1", "there is no number 7 of 3, numbered from 0"),
-        ("environment.mix.first.weight=1", "there is no number first of 3"),
+        ("environment.mix.7.weight=1", "give a number from 0 to 2 in place of 7"),
+        ("environment.mix.first.weight=1", "give a number from 0 to 2 in place of first"),
         ("environment.mix.0=1", "would be a whole table"),
         ("environment.length.targets.0=1", "targets is a value, not a section"),
         ("environment.mix.0.wieght=1", "did you mean 'weight'"),

@@ -373,7 +373,7 @@ def test_leases_of_two_sizes_of_proofs_in_one_batch() -> None:
 
 
 def test_the_surest_failure_decides_and_the_others_are_listed() -> None:
-    """Wrong weights: the proofs differ (statistical), and the dice give other tokens beyond doubt (certain)."""
+    """Wrong weights: the proofs differ (statistical), and the seeds give other tokens beyond doubt (certain)."""
     of = lease(sampling=NO_END)
     verdict = judged(of, submission(of, completions(of, engine(99.0))))
     assert (verdict.reason, verdict.severity) == ("sampling.seed", "certain")
@@ -382,7 +382,7 @@ def test_the_surest_failure_decides_and_the_others_are_listed() -> None:
 
 
 def redrawn(of: Lease, temperature: float) -> Submission:
-    """Drawn at another temperature, under the lease's own dice; reported and proved as the lease's policy has it."""
+    """Drawn at another temperature, by the lease's own seeds; reported and proved as the lease's policy has it."""
     colder = of.model_copy(update={"sampling": of.sampling.model_copy(update={"temperature": temperature})})
     group = completions(colder)
     return proved(of, submission(of, [replace(each, logprobs=reported(of, each)) for each in group]))

@@ -181,7 +181,7 @@ alarms = _table("alarms", RaiseAlarm, ("step", "code"))
 class Mapped(Generic[R]):
     """A table whose columns are the fields of `kind`. `columns` lists them for a SELECT, `is_named` finds a row by its
     keys. An update leaves alone what a row is named by and refers to, and finds only a row that is still in the state
-    `:was`. What is no number or text is kept as text."""
+    `:was`. What is neither a number nor text is kept as text."""
 
     def __init__(self, table: sa.Table, kind: type[R]) -> None:
         self._kind, self.name = kind, table.name
