@@ -36,7 +36,7 @@ from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import choice_bits
 from shoal.validator.case import Case, Ints, Replay, joined, part_of, replay_all, uniforms_of
 from shoal.validator.checks import AFTER_PREFILL, run_checks
-from shoal.validator.evidence import STRIKE, Kept, Measures, Odd, accident_sums, log_evidence
+from shoal.validator.evidence import SEEDS, STRIKE, Measures, Odd, accident_sums, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import Measured, Profile
 from shoal.validator.specimens import Terms, seeds_of
 
@@ -441,16 +441,15 @@ def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
     another rollout, with the right log-probabilities."""
     drawn_T, chunk_of_T = np.ones(int(lengths.sum()), dtype=np.bool_), np.repeat(np.arange(len(lengths)), lengths)
     odd = Odd.of(block, block.logprobs, drawn_T, chunk_of_T, profile)
-    kept_C = odd.left_in(profile.accidents)
-    measures = Measures.of(
-        block, block.logprobs, np.zeros(1, np.int64), Kept(kept_C[chunk_of_T], kept_C), profile.noise
+    kept = odd.kept(drawn_T, chunk_of_T, profile.accidents)
+    measures = Measures.of(block, block.logprobs, np.zeros(1, np.int64), kept, profile.noise)
+
+    far, proofs = (
+        accident_sums(points, np.arange(len(points)), profile.accidents) for points in (odd.unseeded, odd.proofs)
     )
-
-    def is_seen(points: Ints, *channels: str) -> bool:
-        accidents = log_evidence("accidents", accident_sums(points, np.arange(len(points)), profile.accidents))
-        return max(accidents, *(log_evidence(name, measures.sums(name, profile)) for name in channels)) >= STRIKE
-
-    return is_seen(odd.unseeded, "outside", "distance"), is_seen(odd.proofs, "exponents", "mantissa")
+    seeds = log_evidence_of_seeds(far, *(measures.sums(name, profile) for name in SEEDS))
+    drift = max(log_evidence(name, measures.sums(name, profile)) for name in ("exponents", "mantissa"))
+    return seeds >= STRIKE, max(drift, log_evidence("accidents", proofs)) >= STRIKE
 
 
 def blocks_of(cases: Sequence[Case], size: int, nats: float = 0) -> Iterator[tuple[Replay, Ints]]:

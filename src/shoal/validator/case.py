@@ -260,9 +260,7 @@ class Case:
 
     @cached_property
     def kept(self) -> Kept:
-        """What is measured: all that was drawn, where coarse arithmetic has accidents without the odd parts."""
-        kept_C = self.odd.left_in(self.profile.accidents)
-        return Kept(self.drawn & kept_C[self.chunk_of], kept_C)
+        return self.odd.kept(self.drawn, self.chunk_of, self.profile.accidents)
 
     @cached_property
     def chunks(self) -> list[int]:

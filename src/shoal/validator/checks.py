@@ -66,7 +66,7 @@ from shoal.toploc import check_proofs
 from shoal.toploc.points import decode
 from shoal.validator.branches import by_tolerance
 from shoal.validator.case import Case, Finding, failed, passed, unsure
-from shoal.validator.evidence import CERTAIN, DOUBT, MOST_POINTS, STRIKE, log_evidence
+from shoal.validator.evidence import CERTAIN, DOUBT, MOST_POINTS, SEEDS, STRIKE, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import CHANNELS
 from shoal.validator.verdicts import MACHINERY_ACCIDENT, MACHINERY_DISTRUSTED
 
@@ -291,14 +291,13 @@ def proofs(case: Case) -> Finding:
     return failed(f"proofs.{reason}", message, severity, **evidence, rollout=rollout, token=token)
 
 
-SEEDS = ("outside", "distance")
-
-
 def sampling(case: Case) -> Finding:
     """Every token is the one that the lease's seed draws from the policy: no choice was left to the worker."""
     answer, limits, replay = case.seed_check, case.profile.certain, case.replayed
-    accidents = log_evidence("accidents", case.accidents(case.odd.unseeded))
-    steered = max(case.evidence(*SEEDS)[0], *(case.measures.by_rollout(name, case.profile) for name in SEEDS))
+    accidents, sums = case.accidents(case.odd.unseeded), [case.tally.of(name) for name in SEEDS]
+    steered = max(
+        log_evidence_of_seeds(accidents, *sums), *(case.measures.by_rollout(name, case.profile) for name in SEEDS)
+    )
     evidence = {
         "tokens": answer.n_tokens, "outside": answer.n_outside, "max_distance": answer.max_distance,
         "sum_distance": answer.sum_distance, "log_evidence": steered,
@@ -308,7 +307,7 @@ def sampling(case: Case) -> Finding:
     # Tokens so far off are no accident, in one rollout or in many: all parts count.
     everywhere = log_evidence("accidents", case.accidents(case.odd.unseeded, most=math.inf))
     is_certain = far >= limits.tokens and everywhere >= CERTAIN
-    is_beyond = is_certain or accidents >= STRIKE
+    is_beyond = is_certain or log_evidence("accidents", accidents) >= STRIKE
     kind = answer.reason or ("beyond" if is_beyond else "steered" if steered >= STRIKE else "")
     if not kind:
         return passed("sampling", **evidence)

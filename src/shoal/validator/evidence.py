@@ -59,6 +59,7 @@ ENDS = (
 MOST_POINTS = 6
 MOST_NATS = 9.0  # beyond it nearly every token is outside already
 MOST_SCORE = 8.0  # standard deviations that one rollout's bias counts for
+SEEDS = ("outside", "distance")
 
 
 def log_evidence(channel: str, sums: Sums) -> float:
@@ -72,6 +73,14 @@ def log_evidences(channel: str, seen_N: Floats, expected_N: Floats, shared_N: Fl
     exponents_NB = np.outer(seen_N, bets_B) - np.outer(expected_N, cost_B) - np.outer(shared_N, cost_B**2) / 2
     found = _log_mean_exp(exponents_NB)
     return np.where(expected_N > 0, found, np.where(seen_N > 0, np.inf, 0.0))
+
+
+def log_evidence_of_seeds(accidents: Sums, *sums: Sums) -> float:
+    """The strongest of: what is quite wrong, each sum over all else, and both together. Given which parts are quite
+    wrong, honest work is as honest in the others, so that the product has a mean of at most 1, too."""
+    beyond = log_evidence("accidents", accidents)
+    within = np.array([log_evidence(name, each) for name, each in zip(SEEDS, sums, strict=True)])
+    return max(beyond, float(within.max()), beyond + float(_log_mean_exp(within)))
 
 
 def _log_mean_exp(values: Floats) -> Floats:
@@ -92,18 +101,19 @@ class Kept:
 class Odd:
     """What is quite wrong, in points for each part of a rollout (the tokens of one proof): one for a token that is far
     outside its interval, or outside it and implausible, or whose log-probability is far off; two for a proof, times
-    how far it is beyond its limit; six at most."""
+    how far it is beyond its limit; six at most. `tokens` are the tokens that have such a point."""
 
     seeds: Ints
     logprobs: Ints
     proofs: Ints
+    tokens: Bits
 
     @classmethod
     def of(cls, replay: Replay, claimed_T: Floats, drawn_T: Bits, chunk_of_T: Ints, limits: Profile) -> Odd:
         distance_T = distances(replay.uniforms, replay.low, replay.high)
         implausible_T = (distance_T > 0) & (replay.logprobs < math.log(max(limits.sampling.floor, 1e-300)))
         far_T = (distance_T > limits.sampling.distance) | implausible_T
-        error_T = np.abs(claimed_T - replay.logprobs) / weights(replay.logprobs)
+        off_T = ~(np.abs(claimed_T - replay.logprobs) / weights(replay.logprobs) <= limits.logprobs.largest)
 
         def points(odd_T: Bits) -> Ints:
             counts_C = np.bincount(chunk_of_T[drawn_T & odd_T], minlength=len(replay.comparisons))
@@ -111,7 +121,7 @@ class Odd:
 
         severity_C = np.minimum(severity_of(replay.comparisons, limits.proofs), MOST_POINTS)
         proofs_C = np.minimum(np.where(severity_C > 1, np.ceil(2 * severity_C), 0).astype(np.int64), MOST_POINTS)
-        return cls(points(far_T), points(~(error_T <= limits.logprobs.largest)), proofs_C)
+        return cls(points(far_T), points(off_T), proofs_C, far_T | off_T)
 
     @property
     def unseeded(self) -> Ints:
@@ -123,9 +133,13 @@ class Odd:
         """Whatever it is, it happened once."""
         return np.maximum(np.maximum(self.seeds, self.logprobs), self.proofs)
 
-    def left_in(self, limits: AccidentLimits) -> Bits:
-        """The parts that are measured: all, or where there are accidents those without."""
-        return (self.worst == 0) if limits.first > 0 else np.ones(len(self.seeds), dtype=np.bool_)
+    def kept(self, drawn_T: Bits, chunk_of_T: Ints, limits: AccidentLimits) -> Kept:
+        """What is measured: all that was drawn. Where there are accidents, without what is odd: single tokens, or where
+        the activations are off, too, the whole part."""
+        if limits.first == 0:
+            return Kept(drawn_T, np.ones(len(self.proofs), dtype=np.bool_))
+        kept_C = self.proofs == 0
+        return Kept(drawn_T & kept_C[chunk_of_T] & ~self.tokens, kept_C)
 
 
 def accident_sums(points_C: Ints, rollout_of_C: Ints, limits: AccidentLimits, most: float = MOST_POINTS) -> Sums:

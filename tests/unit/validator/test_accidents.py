@@ -48,7 +48,7 @@ from shoal.validator import Judge
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
-from shoal.validator.evidence import DOUBT, STRIKE, accident_sums, log_evidence
+from shoal.validator.evidence import DOUBT, STRIKE, Odd, accident_sums, log_evidence, log_evidence_of_seeds
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile
 from shoal.validator.specimens import Terms
 
@@ -117,6 +117,26 @@ def test_all_parts_of_one_rollout_are_one_accident_and_those_of_two_are_evidence
     assert DOUBT < log_evidence("accidents", one) < STRIKE
     points[40] = 6
     assert log_evidence("accidents", accident_sums(points, rollout_of, limits)) >= STRIKE
+
+
+def test_only_the_odd_tokens_of_a_part_are_left_out_where_its_proof_is_in_order() -> None:
+    """Else two parts of other seeds, each with a few tokens far off, would be two accidents and nothing more."""
+    drawn, chunk_of = np.ones(64, np.bool_), np.repeat([0, 1], 32)
+    far = np.zeros(64, np.bool_)
+    far[[3, 40]] = True
+    zero = np.zeros(2, np.int64)
+    for proofs, left in ((zero, 62), (np.array([0, 2]), 31)):
+        odd = Odd(seeds=np.array([1, 1]), logprobs=zero, proofs=proofs, tokens=far)
+        assert odd.kept(drawn, chunk_of, COARSE.accidents).tokens.sum() == left
+        assert odd.kept(drawn, chunk_of, AccidentLimits()).tokens.all(), "where there are no accidents all is measured"
+
+
+def test_evidence_of_accidents_and_of_all_other_tokens_is_multiplied() -> None:
+    accidents, calm = Sums(seen=2.0, expected=0.004), Sums(seen=2.0, expected=4.0)
+    outside, distance = Sums(seen=20.0, expected=6.0), Sums(seen=12.0, expected=4.0)
+    alone = [log_evidence("accidents", accidents), log_evidence("outside", outside), log_evidence("distance", distance)]
+    assert max(alone) < log_evidence_of_seeds(accidents, outside, distance) < sum(alone)
+    assert log_evidence_of_seeds(accidents, calm, calm) == alone[0], "honest tokens excuse no accident"
 
 
 LONG = SamplingParameters(temperature=1.0, max_new_tokens=64, eos_token_id=0)
