@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,17 +34,10 @@ class EvaluatedRun(Run):
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., EvaluatedRun]]:
-    runs: list[EvaluatedRun] = []
-
-    def make(**settings: Any) -> EvaluatedRun:
-        fields = {"name": "loop", "steps": 4, "groups_per_step": 4, "group_size": 4, "max_new_tokens": 6, **settings}
-        runs.append(EvaluatedRun(tmp_path, RunSettings(**fields)))
-        return runs[0]
-
-    yield make
-    for run in runs:
-        run.close()
+def run(tmp_path: Path) -> Iterator[EvaluatedRun]:
+    run = EvaluatedRun(tmp_path, RunSettings(name="loop", steps=2, groups_per_step=4, group_size=4, max_new_tokens=6))
+    yield run
+    run.close()
 
 
 def greedy_score(version: int) -> float:
@@ -59,9 +51,16 @@ def greedy_score(version: int) -> float:
     return float(np.mean([environment.score(task, text).value for task, text in zip(tasks, texts, strict=True)]))
 
 
-def test_versions_are_measured_while_the_run_goes_on(start: Callable[..., EvaluatedRun]) -> None:
-    run = start(steps=2)
+def test_versions_are_measured_while_the_run_goes_on_whoever_died_before(run: EvaluatedRun) -> None:
+    """A validator was killed with a slice in hand, and the hub has started again since."""
     run.publish(0)
+    killed = run.client(run.validator_key)
+    killed.register("validator-0", "validator", run.certificates["validator"])
+    reply = killed.audits(AuditRequest(evaluate="now"))
+    assert reply.evaluation is not None
+    assert killed.open_slice(reply.evaluation).first == 0
+    run.hub_down()
+    run.hub_up()
     roles = [run.worker("worker-0"), run.validator()]
     eventually(lambda: run.is_measured(0), run.status)
     for step in range(2):
@@ -75,26 +74,3 @@ def test_versions_are_measured_while_the_run_goes_on(start: Callable[..., Evalua
     assert run.evaluation(1) is None, "it was not due"
     assert run.status().evaluations[-1] == run.evaluation(2)
     assert len({greedy_score(version) for version in (0, 2)}) == 2, "the test can tell versions apart"
-
-
-def test_what_a_killed_validator_had_in_hand_is_measured_all_the_same(start: Callable[..., EvaluatedRun]) -> None:
-    run = start()
-    run.publish(0)
-    killed = run.client(run.validator_key)
-    killed.register("validator-0", "validator", run.certificates["validator"])
-    reply = killed.audits(AuditRequest(evaluate="now"))
-    assert reply.evaluation is not None
-    assert killed.open_slice(reply.evaluation).first == 0
-    run.validator()
-    eventually(lambda: run.is_measured(0), run.status)
-    found = run.evaluation(0)
-    assert found.mean == pytest.approx(greedy_score(0), abs=1e-12)
-
-
-def test_a_hub_that_restarts_goes_on_measuring(start: Callable[..., EvaluatedRun]) -> None:
-    run = start()
-    run.publish(0)
-    run.hub_down()
-    run.hub_up()
-    run.validator()
-    eventually(lambda: run.is_measured(0), run.status)

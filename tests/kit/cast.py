@@ -62,7 +62,7 @@ def assert_content(payload: Payload, files: Mapping[str, bytes], tensors: Sequen
     ]
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
     """Poll until `condition` holds; fail if it does not in time."""
     end = time.monotonic() + within_s
     while not condition():
@@ -92,7 +92,7 @@ class Running:
 
     @property
     def url(self) -> str:
-        return self._url.result(10)
+        return self._url.result(20)
 
     def end(self, within_s: float = 6.0) -> float:
         """Stop it; how long that took."""
@@ -176,7 +176,7 @@ def manifest_path(folder: Path, manifest: PolicyManifest) -> Path:
 def ask(url: str, target: str) -> tuple[int, bytes]:
     """Status and body of one GET."""
     with closing(Connection(url, StopToken())) as connection:
-        return connection.get(target, Deadline(25)).status, connection.read(1 << 20, Deadline(25))
+        return connection.get(target, Deadline(25)).status, connection.read(1 << 24, Deadline(25))
 
 
 def health(relay: Running) -> dict[str, Any]:

@@ -13,17 +13,17 @@ from __future__ import annotations
 import json
 import random
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
+from kit import cast
+from kit.cast import Running
 from shoal.errors import BroadcastError
 from shoal.protocol import Chunk, Entry, PolicyManifest, PolicyRef, SigningKey, TensorView, content_digest
 from shoal.protocol.policy import BroadcastHead
@@ -41,7 +41,7 @@ from shoal.shardcast import (
     run_origin,
     run_relay,
 )
-from shoal.shardcast.connection import Connection, Deadline, Timeouts
+from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.manifest import encode, manifest_hash, place_of
 from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
@@ -53,7 +53,8 @@ CHUNK = 1000
 WITHIN_S = 20.0
 DEAD = "http://127.0.0.1:9"  # the discard port: nobody listens there
 
-Handler = Callable[[str, socket.socket], None]
+Handler = cast.Handler
+get, reply, tree, eventually = cast.ask, cast.reply, cast.from_folder, cast.eventually
 
 
 def files_of(seed: int, size: int = 7450) -> dict[str, bytes]:
@@ -130,74 +131,15 @@ def write(path: Path, data: bytes) -> None:
 # ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Source:
-    """A server that answers each GET as `handler(target, socket)` pleases; every target asked for is in `seen`."""
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        self.seen: list[str] = []
-        self.closed = threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
+class Source(cast.ScriptedSource):
+    """A scripted server that tells what it was asked for."""
 
     def asked(self, word: str) -> list[str]:
         return [target for target in self.seen if word in target]
 
-    def close(self) -> None:
-        self.closed.set()
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._listening.accept()
-                threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
-
-    def _converse(self, connection: socket.socket) -> None:
-        data = b""
-        with suppress(OSError), connection:
-            while not self.closed.is_set():
-                while b"\r\n\r\n" not in data:
-                    piece = connection.recv(4096)
-                    if not piece:
-                        return
-                    data += piece
-                head, data = data.split(b"\r\n\r\n", 1)
-                target = head.split(b" ")[1].decode()
-                self.seen.append(target)
-                self._handler(target, connection)
-
-
-def reply(to: socket.socket, status: int, body: bytes, size: int | None = None) -> None:
-    head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body) if size is None else size}\r\n\r\n"
-    to.sendall(head.encode() + body)
-
 
 def says(body: bytes, status: int = 200) -> Handler:
     return lambda _target, to: reply(to, status, body)
-
-
-def tree(folder: Path) -> Handler:
-    """An honest static server."""
-
-    def handle(target: str, to: socket.socket) -> None:
-        path = folder / target.partition("?")[0].lstrip("/")
-        reply(to, 200, path.read_bytes()) if path.is_file() else reply(to, 404, b"")
-
-    return handle
-
-
-def except_for(honest: Handler, lies: Mapping[str, Handler]) -> Handler:
-    """`honest`, but for targets that contain one of these words."""
-
-    def handle(target: str, to: socket.socket) -> None:
-        chosen = next((lie for word, lie in lies.items() if word in target), honest)
-        chosen(target, to)
-
-    return handle
 
 
 def endless_headers(_target: str, to: socket.socket) -> None:
@@ -223,35 +165,6 @@ def huge_body(_target: str, to: socket.socket) -> None:
 def silent(_target: str, to: socket.socket) -> None:
     """Takes the request, never answers, never hangs up; ends when the client does."""
     to.recv(1)
-
-
-class Running:
-    """A `run_*` function in a thread."""
-
-    def __init__(self, run: Callable[[StopToken, Callable[[str], None]], None]) -> None:
-        self._stop = StopToken()
-        self._url: Future[str] = Future()
-        self._done: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(run,), daemon=True)
-        self._thread.start()
-
-    def _run(self, run: Callable[[StopToken, Callable[[str], None]], None]) -> None:
-        try:
-            run(self._stop, self._url.set_result)
-            self._done.set_result(None)
-        except Exception as error:  # noqa: BLE001 - raised in the test by `url` or `end`
-            self._done.set_exception(error)
-            if not self._url.done():
-                self._url.set_exception(error)
-
-    @property
-    def url(self) -> str:
-        return self._url.result(WITHIN_S)
-
-    def end(self) -> None:
-        """Raises what it ended with, if that was an error."""
-        self._stop.set("test is over")
-        self._done.result(WITHIN_S)
 
 
 class Lab:
@@ -291,7 +204,7 @@ class Lab:
 
     def stop(self, running: Running) -> None:
         self._running.remove(running)
-        running.end()
+        running.end(WITHIN_S)
 
     def source(self, handler: Handler) -> Source:
         self._sources.append(Source(handler))
@@ -299,7 +212,7 @@ class Lab:
 
     def liar(self, lies: Mapping[str, Handler]) -> Source:
         """Honest about the tree, but for targets that contain one of these words."""
-        return self.source(except_for(tree(self.www), lies))
+        return self.source(cast.instead(tree(self.www), lies))
 
     def client(self, *sources: str, name: str = "cache", **pool: float) -> Downloader:
         timeouts = Timeouts(connect_s=2, stall_s=pool.pop("stall_s", 5))
@@ -308,7 +221,7 @@ class Lab:
 
     def close(self) -> None:
         for running in reversed(self._running):
-            running.end()
+            running.end(WITHIN_S)
         for source in self._sources:
             source.close()
 
@@ -343,15 +256,6 @@ def endings(folder: Path, names: Iterable[str], ask: Callable[[Lab, str], object
 # ── what is looked at ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def get(url: str, target: str) -> tuple[int, bytes]:
-    connection = Connection(url, StopToken())
-    try:
-        answer = connection.get(target, Deadline(WITHIN_S))
-        return answer.status, connection.read(1 << 24, Deadline(WITHIN_S))
-    finally:
-        connection.close()
-
-
 def head_version(url: str) -> str:
     """The label of the version that a server's head names; empty if it has none."""
     status, body = get(url, f"/{HEAD}")
@@ -364,14 +268,6 @@ def head_version(url: str) -> str:
 def health(url: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(get(url, "/health")[1])
     return found
-
-
-def eventually(condition: Callable[[], bool], within_s: float = WITHIN_S) -> None:
-    """Poll until `condition` holds; fail if it does not in time."""
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        threading.Event().wait(0.01)
 
 
 def assert_files(payload: Payload, files: Mapping[str, bytes]) -> None:
