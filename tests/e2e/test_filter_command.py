@@ -64,20 +64,6 @@ def test_rows_of_a_data_set(tmp_path: Path, capsys: Capture) -> None:
     assert "band is 0.125:0.875, here it would be 0:1" in capsys.readouterr().err
 
 
-def test_rows_that_cannot_be_used_are_skipped_where_that_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
-    data, out = tmp_path / "data.jsonl", tmp_path / "kept.parquet"
-    some = [{**row, "answer": None} if place < 2 else row for place, row in enumerate(rows(12))]
-    data.write_text("".join(json.dumps(row) + "\n" for row in some))
-    command = ["filter", "tiny", str(data), "--out", str(out), *EXACT, *SAMPLING, "--samples", "2", "--keep", "0:1"]
-    assert main([*command, "--set", "environment.options.bad_rows=skip"]) == 0
-    said = capsys.readouterr().out
-    assert "pass rates of 10 tasks, 2 samples each" in said
-    assert "  2 tasks left out: its row cannot be used\n" in said
-    out.unlink()
-    assert main(command) == 1
-    assert "2 of 12 rows cannot be used, more than 5%" in capsys.readouterr().err
-
-
 def test_all_rows_of_parquet_shards_and_of_an_environment(tmp_path: Path, capsys: Capture) -> None:
     shards, out = tmp_path / "shards", tmp_path / "all.parquet"
     shards.mkdir()

@@ -59,8 +59,7 @@ def test_versions_are_measured_while_the_run_goes_on_whoever_died_before(run: Ev
     reply = killed.audits(AuditRequest(evaluate="now"))
     assert reply.evaluation is not None
     assert killed.open_slice(reply.evaluation).first == 0
-    run.hub_down()
-    run.hub_up()
+    run.restart_hub()
     roles = [run.worker("worker-0"), run.validator()]
     eventually(lambda: run.is_measured(0), run.status)
     for step in range(2):
