@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit import Request
-from kit.storage import apply, leased, node, on_postgres, submission
+from kit.storage import apply, leased, submission
 from shoal.hub.state.commands import Command, Save, SaveTask
 from shoal.hub.state.rows import EvaluationRow, EvaluationState, Pool, TaskRow
-from shoal.hub.storage import SqliteStorage, StaleRow, Storage
-
-IMPLEMENTATIONS: dict[str, Callable[[Request, Path], Storage]] = {
-    "sqlite": lambda _request, folder: SqliteStorage(folder / "hub.db"),
-    "postgres": on_postgres,
-}
+from shoal.hub.storage import StaleRow, Storage
 
 EASY = TaskRow("math/1", groups=3, rate=0.95, solved=1, pool=Pool.EASY, last_unit=2**40)
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def storage(request: Request, tmp_path: Path) -> Iterator[Storage]:
-    storage = IMPLEMENTATIONS[request.param](request, tmp_path)
-    yield storage
-    storage.close()
 
 
 def evaluation(version: int, first: int = 0, **changes: Any) -> EvaluationRow:
@@ -55,18 +40,9 @@ def test_thousands_of_tasks_are_found_at_once(storage: Storage) -> None:
         assert len(reader.task_rows([f"t/{number}" for number in range(0, 2400, 2)])) == 600
 
 
-def test_a_failed_transaction_leaves_pools_as_they_were(storage: Storage) -> None:
-    apply(storage, SaveTask(EASY))
-    with pytest.raises(StaleRow):
-        apply(storage, SaveTask(replace(EASY, pool=Pool.RETIRED)), *new(evaluation(0), evaluation(0)))
-    with storage.read() as reader:
-        assert reader.task_rows(["math/1"]) == {"math/1": EASY}
-        assert reader.pool_counts() == {"easy": 1}
-
-
 def test_units_by_number_and_what_their_groups_solved(storage: Storage) -> None:
     row = replace(submission(1), pass_rate=0.1 + 0.2)
-    apply(storage, Save(node(1), None), *leased(1), *leased(2), Save(row, None))
+    apply(storage, *leased(1), *leased(2), Save(row, None))
     with storage.read() as reader:
         tasks = {number: unit.task for number, unit in reader.units_named([2, 1, 9]).items()}
         assert tasks == {1: "task-1", 2: "task-2"}
