@@ -27,7 +27,7 @@ def tiny() -> LoadedModel:
     return load_model("tiny")
 
 
-@pytest.fixture(params=sorted(ENGINES))
+@pytest.fixture(scope="module", params=sorted(ENGINES))
 def engine(request, tiny) -> Engine:
     made = build(request.param, tiny.files)
     made.load_policy(None, policy_views(tiny.model))

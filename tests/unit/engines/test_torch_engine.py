@@ -66,16 +66,28 @@ def test_greedy_equals_transformers_generate():
         assert found.tolist() == expected.tolist()
 
 
-def test_small_batches_give_the_same_as_large_ones(model):
-    large = TorchEngine.wrap(model).generate(requests())
-    small = TorchEngine.wrap(model, max_rows=7, max_prefill_tokens=30)
-    for one, two in zip(large, small.generate(requests()), strict=True):
+@pytest.mark.parametrize(
+    ("patched", "value", "limits"),
+    [
+        pytest.param("shoal.engines.decoding.UNIFORM_BLOCK", 5, {}, id="streams are read block by block"),
+        pytest.param("shoal.engines.torch.TILE_ELEMENTS", 96 * 4, {}, id="large vocabularies go through in tiles"),
+        pytest.param("", 0, {"max_rows": 7, "max_prefill_tokens": 30}, id="small batches"),
+    ],
+)
+def test_however_work_is_cut_the_numbers_are_the_same(model, monkeypatch, patched, value, limits):
+    whole = TorchEngine.wrap(model)
+    asked = requests()
+    completions, greedy = whole.generate(asked), [ids.tolist() for ids in whole.greedy(PROMPTS, 9, 1)]
+    assert max(len(completion.token_ids) for completion in completions[0]) > 10
+    prefilled = [PrefillRequest(prompt, completions[i][0].token_ids, 0.8) for i, prompt in enumerate(PROMPTS)]
+    expected = whole.prefill(prefilled)
+    if patched:
+        monkeypatch.setattr(patched, value)
+    cut = TorchEngine.wrap(model, **limits)
+    for one, two in zip(completions, cut.generate(asked), strict=True):
         assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
-    assert [g.tolist() for g in small.greedy(PROMPTS, 9, 1)] == [
-        g.tolist() for g in TorchEngine.wrap(model).greedy(PROMPTS, 9, 1)
-    ]
-    asked = [PrefillRequest(prompt, large[i][0].token_ids, 0.8) for i, prompt in enumerate(PROMPTS)]
-    for one, two in zip(TorchEngine.wrap(model).prefill(asked), small.prefill(asked), strict=True):
+    assert [ids.tolist() for ids in cut.greedy(PROMPTS, 9, 1)] == greedy
+    for one, two in zip(expected, cut.prefill(prefilled), strict=True):
         np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
 
 
@@ -128,25 +140,6 @@ def test_a_wrapped_model_is_used_as_it_is_and_keeps_its_mode(model):
     assert before != after
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert model.eval() is model
-
-
-def test_long_completions_read_their_stream_block_by_block(model, monkeypatch):
-    whole = TorchEngine.wrap(model).generate(requests(3))
-    monkeypatch.setattr("shoal.engines.decoding.UNIFORM_BLOCK", 5)
-    blocks = TorchEngine.wrap(model).generate(requests(3))
-    assert max(len(completion.token_ids) for completion in whole[0]) > 10
-    for one, two in zip(whole, blocks, strict=True):
-        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
-
-
-def test_large_vocabularies_go_through_in_tiles(model, monkeypatch):
-    whole = TorchEngine.wrap(model).generate(requests(3))
-    monkeypatch.setattr("shoal.engines.torch.TILE_ELEMENTS", 96 * 4)
-    tiled = TorchEngine.wrap(model).generate(requests(3))
-    for one, two in zip(whole, tiled, strict=True):
-        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
-    asked = [PrefillRequest(PROMPTS[0], whole[0][0].token_ids, 0.8)]
-    np.testing.assert_allclose(TorchEngine.wrap(model).prefill(asked)[0].logprobs, whole[0][0].logprobs, atol=1e-4)
 
 
 def test_a_prompt_that_a_group_shares_is_computed_once_and_changes_nothing(model):

@@ -78,7 +78,7 @@ def test_of_a_newcomers_group_one_rollout_is_computed_first_and_rubbish_costs_no
 
 def test_which_rollout_of_a_newcomer_is_looked_at_first_is_drawn_anew_each_time() -> None:
     cheat, found = wrong_from(1, first=6), []
-    for _ in range(64):
+    for _ in range(24):
         made, policy = counting()
         judge().verdicts([cheat], policy)
         found.append(made.batches)
