@@ -83,16 +83,16 @@ def test_ctrl_c_stops_everything_and_says_how_to_go_on(interrupted: Demo) -> Non
     assert not processes_of(interrupted.folder)
 
 
-def test_it_succeeds_and_says_why(demo: Demo) -> None:
+def test_it_ran_anew_with_the_seed_that_was_asked_for_succeeds_and_tells_the_story(demo: Demo) -> None:
     assert demo.code == 0, demo.said
     assert demo.said.count("✓") == 5
     summary = json.loads((demo.folder / "summary.json").read_text())
     assert [claim["holds"] for claim in summary["claims"]] == [True] * 5
-
-
-def test_it_ran_anew_with_the_seed_that_was_asked_for(demo: Demo) -> None:
     assert RunFolder.open(demo.folder).recipe.run.seed == 1
     assert [row["step"] for row in metrics(demo.folder)] == list(range(STEPS + 1))
+    for words in (f"step {STEPS}/{STEPS}", "held out", "worker-2 was banned"):
+        assert words in demo.said
+    assert "\x1b[" not in demo.said, "no colours or cursor movements in a file"
 
 
 def test_the_cheater_was_caught_from_its_bytes_and_nobody_else_was_punished(demo: Demo) -> None:
@@ -128,13 +128,6 @@ def test_the_rollouts_are_left_as_parquet_and_none_is_the_cheaters(demo: Demo) -
     right = [row for row in table.select(["prompt", "completion", "reward"]).slice(0, 200).to_pylist() if row["reward"]]
     assert right
     assert all("".join(sorted(row["prompt"].rstrip("="))) == row["completion"] for row in right)
-
-
-def test_the_plain_output_tells_the_story(demo: Demo) -> None:
-    assert f"step {STEPS}/{STEPS}" in demo.said
-    assert "held out" in demo.said
-    assert "worker-2 was banned" in demo.said
-    assert "\x1b[" not in demo.said, "no colours or cursor movements in a file"
 
 
 def test_units_are_rechecked_from_what_the_folder_keeps(demo: Demo, capsys: Capture) -> None:

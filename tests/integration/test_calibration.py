@@ -236,36 +236,25 @@ def test_lease_keeps_its_calibration_and_later_ones_name_the_newer(start: Callab
     assert newer.calibration == document_hash(second)
 
 
-def test_an_owners_calibration_opens_a_kind_that_the_run_did_not_take(start: Callable[..., SelfCalibrating]) -> None:
+def test_an_owners_calibration_opens_a_kind_and_an_old_one_of_theirs_cannot_be_sent_again(
+    start: Callable[..., SelfCalibrating],
+) -> None:
+    """The hub tells it to anyone, and the call is not signed: else any worker could have wider limits back."""
     run, kind = start(Narrow), "vllm/cuda/bfloat16"
     policy = run.publish(0)
     worker = run.client(SigningKey.generate())
     worker.register("w", "worker", None)
     with pytest.raises(HubRefused, match=r"profile\.unknown"):
         worker.lease(LeaseRequest(request="request-1", profile=kind))
-    opened = sign_document(calibration(run, policy, kinds={kind: MeasuredKind(limits={"key": kind})}), run.root)
-    run.trainer.publish_calibration(opened)
-    assert kind in worker.refreshed_run().info.profiles
-    [(lease, _)] = worker.open_leases(worker.lease(LeaseRequest(request="request-2", profile=kind)))
-    assert lease.calibration == document_hash(opened)
-
-
-def test_an_old_calibration_of_the_owner_cannot_be_sent_again(start: Callable[..., SelfCalibrating]) -> None:
-    """The hub tells it to anyone, and the call is not signed: else any worker could have wider limits back."""
-    run, kind = start(Narrow), "vllm/cuda/bfloat16"
-    policy = run.publish(0)
     wide, tight = (
-        sign_document(
-            calibration(run, policy, kinds={kind: MeasuredKind(limits={"key": kind, "n": at_ms})}, made_at_ms=at_ms),
-            run.root,
-        )
+        calibration(run, policy, kinds={kind: MeasuredKind(limits={"key": kind, "n": at_ms})}, made_at_ms=at_ms)
         for at_ms in (1000, 2000)
     )
-    worker = run.client(SigningKey.generate())
-    worker.register("w", "worker", None)
+    wide, tight = sign_document(wide, run.root), sign_document(tight, run.root)
     for signed in (wide, tight, tight):  # the same again, after an answer that was lost, is harmless
         worker.publish_calibration(signed)
+    assert kind in worker.refreshed_run().info.profiles
     with pytest.raises(HubRefused, match=r"calibration\.outdated"):
         worker.publish_calibration(wide)
-    [(lease, _)] = worker.open_leases(worker.lease(LeaseRequest(request="request-1", profile=kind)))
+    [(lease, _)] = worker.open_leases(worker.lease(LeaseRequest(request="request-2", profile=kind)))
     assert lease.calibration == document_hash(tight)

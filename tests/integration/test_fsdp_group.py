@@ -99,20 +99,3 @@ def test_shoal_run_with_two_trainer_processes(tmp_path: Path) -> None:
         )
     assert second.returncode == 0, (tmp_path / "output").read_text()[-3000:] + trainer_log.read_text()[-3000:]
     assert (run / "trainer" / "export" / "model.safetensors").is_file()
-
-
-def test_the_exit_code_of_a_rank_reaches_the_supervisor(tmp_path: Path) -> None:
-    """A rank that ends with 2 is not started again, and what it said is the last line."""
-    calls = f"run_group(['trainer', '--dir', {str(tmp_path / 'nowhere')!r}], 2, stop_on_signals())"
-    program = (
-        "import sys; from shoal.errors import ShoalError; from shoal.trainer.elastic import run_group\n"
-        "from shoal.runtime.stop import stop_on_signals\n"
-        f"try: {calls}\nexcept ShoalError as error: print(error, file=sys.stderr); sys.exit(error.exit_code)"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert ran.returncode == 2, ran.stderr
-    assert "is not a run folder" in ran.stderr.splitlines()[-1]
-    assert ran.stderr.count("rank 0 ended with exit code 2") == 1

@@ -106,11 +106,15 @@ def test_a_database_that_holds_a_run_is_not_overwritten(taken: Taken, database_u
     Play(tmp_path / "other").close()
 
 
-def test_unfinished_restore_is_not_overwritten_by_another(taken: Taken, database_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("was_started", [False, True])
+def test_a_restored_run_is_not_overwritten_by_another_restore(
+    taken: Taken, database_url: str, tmp_path: Path, was_started: bool
+) -> None:
     restore_run(taken.tar, tmp_path / "one", at(database_url))
-    backup(taken.play.path, tmp_path / "later.tar")
+    if was_started:
+        Play(tmp_path / "one").close()
     with pytest.raises(ConfigError, match="holds the run"):
-        restore_run(tmp_path / "later.tar", tmp_path / "two", at(database_url))
+        restore_run(taken.tar, tmp_path / "two", at(database_url))
     continued(tmp_path / "one", taken.play)
 
 
@@ -139,10 +143,14 @@ def test_other_hubs_refused_until_restored_one_started(
         assert not reader.setting(INCOMING)
 
 
-def test_a_database_is_not_changed_by_a_setting_alone(taken: Taken, database_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["database", "storage"])
+def test_a_place_is_not_changed_by_a_setting_alone(
+    taken: Taken, database_url: str, shop: Shop, tmp_path: Path, place: str
+) -> None:
     restore_run(taken.tar, tmp_path / "run")
-    change(tmp_path / "run", database=database_url)
-    with pytest.raises(ConfigError, match=r"shoal restore --set hub\.database"):
+    bucket = {"storage": f"{shop.url}/empty", "storage_endpoint": shop.endpoint}
+    change(tmp_path / "run", **({"database": database_url} if place == "database" else bucket))
+    with pytest.raises(ConfigError, match=rf"shoal restore --set hub\.{place}"):
         Play(tmp_path / "run")
 
 
@@ -174,20 +182,6 @@ def test_a_copy_that_differs_is_not_made(taken: Taken, database_url: str, tmp_pa
             copy_rows(source, target)
         with target.read() as reader:
             assert set(extents(reader).values()) == {0}
-
-
-def test_a_restored_run_is_not_overwritten_by_the_same_backup(taken: Taken, database_url: str, tmp_path: Path) -> None:
-    restore_run(taken.tar, tmp_path / "one", at(database_url))
-    Play(tmp_path / "one").close()
-    with pytest.raises(ConfigError, match="holds the run"):
-        restore_run(taken.tar, tmp_path / "two", at(database_url))
-
-
-def test_a_store_is_not_changed_by_a_setting_alone(taken: Taken, shop: Shop, tmp_path: Path) -> None:
-    restore_run(taken.tar, tmp_path / "run")
-    change(tmp_path / "run", storage=f"{shop.url}/empty", storage_endpoint=shop.endpoint)
-    with pytest.raises(ConfigError, match=r"shoal restore --set hub\.storage"):
-        Play(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -24,23 +24,12 @@ from blake3 import blake3
 
 from kit import cast
 from kit.cast import Running
+from shoal import shardcast
 from shoal.errors import BroadcastError
 from shoal.protocol import Chunk, Entry, PolicyManifest, PolicyRef, SigningKey, TensorView, content_digest
 from shoal.protocol.policy import BroadcastHead
 from shoal.protocol.signing import Document
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import (
-    Content,
-    Downloader,
-    DownloadSettings,
-    Origin,
-    OriginSettings,
-    Payload,
-    RelayConfig,
-    RelaySettings,
-    run_origin,
-    run_relay,
-)
 from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.manifest import encode, manifest_hash, place_of
@@ -176,12 +165,12 @@ class Lab:
         self._running: list[Running] = []
         self._sources: list[Source] = []
 
-    def origin(self, **settings: Any) -> Origin:
-        chosen = OriginSettings.model_validate({"chunk_size_bytes": CHUNK, **settings})
-        return Origin(self.www, RUN, KEY, settings=chosen)
+    def origin(self, **settings: Any) -> shardcast.Origin:
+        chosen = shardcast.OriginSettings.model_validate({"chunk_size_bytes": CHUNK, **settings})
+        return shardcast.Origin(self.www, RUN, KEY, settings=chosen)
 
     def publish(self, version: int, seed: int | None = None, incarnation: int = 0) -> PolicyManifest:
-        content = Content.of(files_of(version if seed is None else seed))
+        content = shardcast.Content.of(files_of(version if seed is None else seed))
         return self.origin().publish(version, content, incarnation=incarnation)
 
     def publish_tensors(self, version: int, size: int = 4000, **settings: Any) -> PolicyManifest:
@@ -189,14 +178,14 @@ class Lab:
         return self.origin(delta_from_bytes=0, **settings).publish(version, tensors_of(version, size))
 
     def honest(self) -> Running:
-        return self.run(partial(run_origin, self.www, "127.0.0.1", 0))
+        return self.run(partial(shardcast.run_origin, self.www, "127.0.0.1", 0))
 
     def relay(self, name: str, *upstreams: str, peers: Sequence[str] = (), **settings: Any) -> Running:
-        chosen = RelaySettings.model_validate(settings)
-        config = RelayConfig(
+        chosen = shardcast.RelaySettings.model_validate(settings)
+        config = shardcast.RelayConfig(
             self.folder / name, upstreams, RUN, KEY.public_key, "127.0.0.1", 0, chosen, peers=tuple(peers), poll_s=0.05
         )
-        return self.run(partial(run_relay, config))
+        return self.run(partial(shardcast.run_relay, config))
 
     def run(self, run: Callable[[StopToken, Callable[[str], None]], None]) -> Running:
         self._running.append(Running(run))
@@ -214,10 +203,10 @@ class Lab:
         """Honest about the tree, but for targets that contain one of these words."""
         return self.source(cast.instead(tree(self.www), lies))
 
-    def client(self, *sources: str, name: str = "cache", **pool: float) -> Downloader:
+    def client(self, *sources: str, name: str = "cache", **pool: float) -> shardcast.Downloader:
         timeouts = Timeouts(connect_s=2, stall_s=pool.pop("stall_s", 5))
-        settings = DownloadSettings(pool=PoolSettings(timeouts=timeouts, **pool))  # type: ignore[arg-type]
-        return Downloader(sources, RUN, KEY.public_key, self.folder / name, StopToken(), settings)
+        settings = shardcast.DownloadSettings(pool=PoolSettings(timeouts=timeouts, **pool))  # type: ignore[arg-type]
+        return shardcast.Downloader(sources, RUN, KEY.public_key, self.folder / name, StopToken(), settings)
 
     def close(self) -> None:
         for running in reversed(self._running):
@@ -270,5 +259,5 @@ def health(url: str) -> dict[str, Any]:
     return found
 
 
-def assert_files(payload: Payload, files: Mapping[str, bytes]) -> None:
+def assert_files(payload: shardcast.Payload, files: Mapping[str, bytes]) -> None:
     assert dict(payload.files) == dict(files)

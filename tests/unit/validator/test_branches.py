@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from honest import EOS, SAMPLING, LengthEnvironment, docket, engine, lease, loaded, submission
+from honest import EOS, SAMPLING, LengthEnvironment, docket, engine, lease, loaded, rounding, submission
 
 from shoal.engines import GenerationRequest
 from shoal.engines.groups import submission_of
@@ -18,7 +18,6 @@ from shoal.errors import ResourceError, ScoringFailure
 from shoal.protocol import Lease, Outcome, RolloutReward, Severity
 from shoal.protocol.verdict import Branches, GainEvidence
 from shoal.runtime.clock import ManualClock
-from shoal.sampling import uniforms
 from shoal.validator import branches
 from shoal.validator.branches import BranchLook, Lookout, block_around, by_tolerance, choice_bits, differences, look_at
 from shoal.validator.case import Case, replay_all
@@ -32,22 +31,6 @@ WIDE = BUILT_IN["scripted/cpu/float32"].model_copy(
         "noise": NoiseLimits(**{name: ChannelLimits(rate=1e9, unit=1e9) for name in NoiseLimits.model_fields}),
     }
 )
-
-
-class Rounding(ScriptedEngine):
-    """A worker whose logits are off by noise that depends on where it is, and that knows nothing of rewards."""
-
-    def _step(self, sequence: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        logits_V, hidden_H = super()._step(sequence)
-        noise_V = uniforms(hash(tuple(sequence)) % 2**63, 0, len(logits_V)) - 0.5
-        return (logits_V + 0.3 * noise_V).astype(np.float32), hidden_H
-
-
-def rounding() -> Rounding:
-    made = Rounding()
-    honest = engine()
-    made._digest, made.policy = honest._digest, honest.policy
-    return made
 
 
 def case_of(of: Lease, by: ScriptedEngine | None = None, profile: Profile = WIDE) -> Case:
@@ -184,7 +167,7 @@ def test_an_engine_that_fails_ends_no_audit() -> None:
         def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
             raise ResourceError("no memory")
 
-    case = case_of(lease(seeds=32))
+    case = nth_case(0)
     assert Lookout(time_share=1e9).look([(case, rewards_of(case), 1.0)], Full(), by_length) == [Branches()]
 
 

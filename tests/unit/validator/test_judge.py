@@ -11,7 +11,7 @@ from honest import completions, docket, engine, judge, lease, loaded, proved, su
 
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
-from shoal.protocol import Outcome, Rollout, RolloutReward, Severity, pack, pack_tokens, submission_digest
+from shoal.protocol import Outcome, Rollout, RolloutReward, Severity, pack_tokens
 from shoal.rewards.panel import Panel
 from shoal.validator.judge import KeptSubmission, recheck
 from shoal.validator.rewards import completion_ids
@@ -142,6 +142,7 @@ def test_a_validator_whose_own_numbers_are_none_rejects_nobody(monkeypatch: pyte
 
 
 UNIT = lease(5)
+HALVES = tuple(RolloutReward(value=0.5) for _ in range(12))
 
 
 def kept(what: Docket, **changes: Any) -> KeptSubmission:
@@ -149,19 +150,18 @@ def kept(what: Docket, **changes: Any) -> KeptSubmission:
 
 
 def test_an_honest_verdict_is_the_same_again() -> None:
-    honest = docket(UNIT)
-    assert judge().verdicts([honest], loaded())[0].outcome is Outcome.ACCEPTED
-    assert recheck(judge(), kept(honest), loaded()).state == "same"
+    assert recheck(judge(), kept(docket(UNIT)), loaded()).state == "same"
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"generated_tokens": 10**6}, "it was accepted with 1000000 tokens"),
-        ({"rewards": tuple(RolloutReward(value=0.5) for _ in range(12))}, "its rewards are others now"),
+        ({"rewards": HALVES}, "its rewards are others now"),
         ({"rewards": ()}, "its rewards are others now"),
         ({"unit": 6}, "of another unit or node"),
         ({"submission": "0" * 64}, "the kept bytes are not those"),
+        ({"rewards": HALVES, "unreproducible": ("judge",)}, "it named judge, and there are none"),
     ],
 )
 def test_a_verdict_that_says_more_than_was_done_is_found(changes: dict[str, Any], words: str) -> None:
@@ -180,18 +180,9 @@ def test_a_lie_that_was_waved_through_is_found() -> None:
 
 def test_what_this_machine_cannot_decide_is_unknown() -> None:
     elsewhere = docket(lease(5, profile="torch/cuda/nothing"))
-    verdict = (
-        judge().verdicts([docket(UNIT)], loaded())[0].model_copy(update={"submission": elsewhere.audit.submission})
-    )
-    found = recheck(judge(), KeptSubmission(verdict, elsewhere.audit.lease, elsewhere.body), loaded())
+    accepted = kept(docket(UNIT), submission=elsewhere.audit.submission).verdict
+    found = recheck(judge(), KeptSubmission(accepted, elsewhere.audit.lease, elsewhere.body), loaded())
     assert found.state == "unknown"
-
-
-def test_a_verdict_that_claims_a_judge_which_the_run_does_not_have_is_different() -> None:
-    other = tuple(RolloutReward(value=0.5) for _ in range(12))
-    found = recheck(judge(), kept(docket(UNIT), rewards=other, unreproducible=("judge",)), loaded())
-    assert found.state == "different"
-    assert "it named judge, and there are none" in found.sentence
 
 
 def test_rewards_that_nobody_can_compute_again_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,4 +193,3 @@ def test_rewards_that_nobody_can_compute_again_are_unknown(monkeypatch: pytest.M
     found = recheck(judge(), KeptSubmission(verdict, what.lease, what.body), loaded())
     assert found.state == "unknown"
     assert "judge" in found.sentence
-    assert submission_digest(pack(submission(UNIT))) == docket(UNIT).audit.submission

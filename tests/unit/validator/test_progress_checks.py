@@ -3,25 +3,13 @@ a submission begins with what was shown of it."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import msgspec
 import numpy as np
 import pytest
-from honest import LengthEnvironment, completions, docket, engine, lease, loaded, proved, submission
+from honest import LengthEnvironment, docket, engine, lease, loaded, long_lease, proved, submission
 
 from shoal.engines.shelf import LoadedPolicy
-from shoal.protocol import (
-    Lease,
-    Outcome,
-    ProofParameters,
-    Rollout,
-    SamplingParameters,
-    Severity,
-    Submission,
-    Verdict,
-    pack_tokens,
-)
+from shoal.protocol import Lease, Outcome, ProofParameters, Rollout, Severity, Submission, Verdict, pack_tokens
 from shoal.protocol.submission import ShownPrefix, shown_digest
 from shoal.runtime.clock import ManualClock
 from shoal.toploc import split_proofs
@@ -29,16 +17,7 @@ from shoal.validator.judge import Judge
 from shoal.validator.profiles import AccidentLimits, Profile, Profiles, load_profiles
 
 ROWS = 8
-LONG = SamplingParameters(temperature=1.0, max_new_tokens=64, eos_token_id=0)
 NOTHING = Rollout(tokens=b"", logprobs=b"", finish="length")
-
-
-@cache
-def long_lease() -> Lease:
-    """Four seeds that give rollouts of 64 tokens, in chunks of 8."""
-    of = lease(5, seeds=24, sampling=LONG, proof=ProofParameters(topk=16, rows=ROWS))
-    full = [seed for seed, each in zip(of.seeds, completions(of), strict=True) if len(each.token_ids) == 64]
-    return of.model_copy(update={"seeds": tuple(full[:4])})
 
 
 def cut(of: Lease, rollout: Rollout, chunks: int) -> Rollout:
