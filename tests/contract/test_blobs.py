@@ -80,14 +80,19 @@ class TestFolder:
 
 
 class TestMistakes:
-    @pytest.mark.parametrize("url", ["http://bucket", "s3:///prefix", "bucket", "s3://bucket?x=1"])
-    def test_a_storage_that_is_no_bucket_is_named(self, url: str) -> None:
-        with pytest.raises(ConfigError, match=r"hub\.storage = .* write s3://BUCKET/PREFIX"):
-            S3Blobs(url, environment=KEYS)
-
-    def test_an_endpoint_that_is_no_server_is_named(self) -> None:
-        with pytest.raises(ConfigError, match=r"hub\.storage_endpoint"):
-            S3Blobs("s3://bucket", "127.0.0.1:9000", KEYS)
+    @pytest.mark.parametrize(
+        ("url", "endpoint", "said"),
+        [
+            *((url, "", r"hub\.storage = .* write s3://BUCKET/PREFIX")
+              for url in ("http://bucket", "s3:///prefix", "bucket", "s3://bucket?x=1")),
+            ("s3://bucket", "127.0.0.1:9000", r"hub\.storage_endpoint"),
+        ],
+    )  # fmt: skip
+    def test_a_storage_that_is_no_bucket_and_an_endpoint_that_is_no_server_are_named(
+        self, url: str, endpoint: str, said: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=said):
+            S3Blobs(url, endpoint, KEYS)
 
     def test_a_bucket_that_is_not_there_is_one_sentence_about_what_to_check(self, shop: Shop) -> None:
         blobs = S3Blobs("s3://no-such-bucket", shop.endpoint, KEYS)

@@ -53,14 +53,12 @@ RECIPE = {
 }
 
 
-class ForwardProxy:
-    """Forwards plain requests by their whole URL and opens tunnels; names ending in `.test` are all this machine."""
+class Listener:
+    """Accepts connections on loopback, each with a thread that serves it."""
 
-    def __init__(self, credentials: str = "") -> None:
-        self.credentials = credentials
-        self.asked: list[str] = []
+    def __init__(self) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        self.port: int = self._server.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
@@ -74,12 +72,35 @@ class ForwardProxy:
         with suppress(OSError):
             while True:
                 connection, _ = self._server.accept()
+                connection.settimeout(DEADLINE_S)
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def _read_head(client: socket.socket) -> bytes:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            piece = client.recv(1)
+            if not piece:
+                return b""
+            head += piece
+        return head
+
+
+class ForwardProxy(Listener):
+    """Forwards plain requests by their whole URL and opens tunnels; names ending in `.test` are all this machine."""
+
+    def __init__(self, credentials: str = "") -> None:
+        self.credentials = credentials
+        self.asked: list[str] = []
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def _serve(self, client: socket.socket) -> None:
         """One request decides where a connection goes; a client asks one host over one connection."""
         with suppress(OSError, ValueError), closing(client):
-            client.settimeout(DEADLINE_S)
             upstream: socket.socket | None = None
             try:
                 while head := self._read_head(client):
@@ -114,16 +135,6 @@ class ForwardProxy:
         host, _, port = netloc.partition(":")
         assert host.endswith(".test"), host
         return socket.create_connection(("127.0.0.1", int(port)), timeout=DEADLINE_S)
-
-    @staticmethod
-    def _read_head(client: socket.socket) -> bytes:
-        head = b""
-        while b"\r\n\r\n" not in head:
-            piece = client.recv(1)
-            if not piece:
-                return b""
-            head += piece
-        return head
 
     @staticmethod
     def _body(client: socket.socket, headers: bytes) -> bytes:
@@ -232,6 +243,8 @@ def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: Patch) -> None:
     assert proxy_of("http://hub.test:8470") is None
     assert proxy_of("http://a.internal") is None
     assert proxy_of("http://other.test") is not None
+    for own in ("http://127.0.0.1:1", "http://localhost:1", "https://[::1]:1", "http://127.8.8.8"):
+        assert proxy_of(own) is None, "this machine is never asked for through a proxy"
     options = ClientOptions(patience_s=0.2)
     client = HubClient("http://hub.test:9", SigningKey.generate(), StopToken(), options=options)
     with closing(client), pytest.raises(HubUnreachable):
@@ -239,11 +252,6 @@ def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: Patch) -> None:
     with pytest.raises(BroadcastError, match="cannot be reached: "):
         Connection("http://hub.test:9", StopToken()).get("/head.json", Deadline(5))
     assert proxy.asked == []
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "https://[::1]:1", "http://127.8.8.8"])
-def test_this_machine_is_never_asked_for_through_a_proxy(proxy: ForwardProxy, url: str) -> None:
-    assert proxy_of(url) is None
 
 
 def test_a_proxy_that_wants_a_password_gets_it_and_a_wrong_one_is_told(monkeypatch: Patch) -> None:
@@ -315,54 +323,36 @@ def test_addresses_in_numbers_are_checked_before_a_proxy_is_asked(proxy: Forward
     assert proxy.asked == []
 
 
-@pytest.mark.parametrize("text", ["socks5://proxy:1080", "http://", "http://proxy:nonsense"])
-def test_a_proxy_of_an_unknown_kind_is_said_to_be_so(text: str) -> None:
-    with pytest.raises(ConfigError, match="proxy"):
-        parse_proxy(text)
-
-
-def test_a_proxys_password_is_never_shown() -> None:
+def test_what_is_no_proxy_is_said_to_be_so_and_a_password_is_never_shown() -> None:
+    for text in ("socks5://proxy:1080", "http://", "http://proxy:nonsense"):
+        with pytest.raises(ConfigError, match="proxy"):
+            parse_proxy(text)
     proxy = parse_proxy("http://me:secret@proxy.example:3128")
     assert proxy.shown == "http://proxy.example:3128"
     assert "secret" not in repr(proxy)
     assert parse_proxy("proxy:3128") == Proxy("proxy", 3128)
 
 
-class _Source:
+class _Source(Listener):
     """A source of one document, with or without TLS."""
 
     def __init__(self, certificate: Path | None = None) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._server.getsockname()[1]
         self._context = None if certificate is None else ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.names: list[str] = []  # what TLS clients asked for
         self.heads: list[bytes] = []
         if self._context is not None:
             self._context.load_cert_chain(certificate)
             self._context.sni_callback = lambda _socket, name, _context: self.names.append(name)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        super().__init__()
 
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._server.accept()
-                connection.settimeout(DEADLINE_S)
-                with suppress(OSError), closing(self._wrapped(connection)) as speaking:
-                    while head := ForwardProxy._read_head(speaking):
-                        self.heads.append(head)
-                        speaking.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
-                        if b"connection: close" in head.lower():
-                            break
-
-    def _wrapped(self, connection: socket.socket) -> socket.socket:
-        return connection if self._context is None else self._context.wrap_socket(connection, server_side=True)
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        self._thread.join(10)
+    def _serve(self, client: socket.socket) -> None:
+        wrap = (lambda plain, **_: plain) if self._context is None else self._context.wrap_socket
+        with suppress(OSError), closing(wrap(client, server_side=True)) as speaking:
+            while head := self._read_head(speaking):
+                self.heads.append(head)
+                speaking.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
+                if b"connection: close" in head.lower():
+                    break
 
 
 def _certificate(folder: Path) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,14 @@ DEADLINE_S = 60.0
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(list(PRELOADED))
+
+
+def free_port() -> int:
+    """Of loopback; nobody holds it any more."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def clean_environment() -> dict[str, str]:

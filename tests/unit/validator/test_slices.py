@@ -24,17 +24,12 @@ def part(*tasks: str, **changes: Any) -> protocol.EvaluationSlice:
     return protocol.EvaluationSlice(**{**fields, "environment_digest": "e" * 64, "deadline_ms": 1, **changes})
 
 
-def test_the_scores_are_those_of_the_greedy_completions() -> None:
-    found = evaluating(Hub()).report(part("t/1", "t/2", "t/3"), loaded())
+def test_the_scores_are_those_of_the_greedy_completions_and_what_could_not_be_scored_has_none() -> None:
+    found = evaluating(Hub()).report(part("t/1", "t/2", "t/3", "t/broken", "t/nan", "unknown"), loaded())
     tokens = engine().greedy([(10, 20), (11, 20), (12, 20)], SAMPLING.max_new_tokens, EOS)
-    assert found.scores == tuple(float(len(ids) - (ids[-1] == EOS)) for ids in tokens)
+    assert found.scores[:3] == tuple(float(len(ids) - (ids[-1] == EOS)) for ids in tokens)
+    assert found.scores[3:] == (None, None, None)
     assert (found.first, found.policy, found.problem, found.decided_at_ms) == (16, POLICY, "", ManualClock().now_ms())
-
-
-def test_what_could_not_be_scored_is_no_sample() -> None:
-    found = evaluating(Hub()).report(part("t/1", "t/broken", "t/nan", "unknown"), loaded())
-    assert found.scores[0] is not None
-    assert found.scores[1:] == (None, None, None)
 
 
 def test_an_engine_that_fails_is_a_problem_not_a_score() -> None:
@@ -91,19 +86,13 @@ def evaluating(hub: Hub, stop: StopToken | None = None, clock: ManualClock | Non
     )
 
 
-def test_a_policy_that_cannot_be_had_is_reported() -> None:
-    hub = Hub()
-    evaluating(hub, missing=True).measure(protocol.sign_document(part("t/1"), HUB))
-    assert [(report.scores, report.problem) for report in hub.reports] == [
-        ((), f"the policy could not be fetched: nobody has {POLICY.label}")
-    ]
-
-
-def test_who_is_told_to_stop_says_nothing() -> None:
+def test_a_policy_that_cannot_be_had_is_reported_but_not_by_who_is_told_to_stop() -> None:
     hub, stop = Hub(), StopToken()
+    evaluating(hub, stop, missing=True).measure(protocol.sign_document(part("t/1"), HUB))
     stop.set("enough")
     evaluating(hub, stop, missing=True).measure(protocol.sign_document(part("t/1"), HUB))
-    assert hub.reports == []
+    problem = f"the policy could not be fetched: nobody has {POLICY.label}"
+    assert [(report.scores, report.problem) for report in hub.reports] == [((), problem)]
 
 
 @pytest.mark.parametrize("signer", [HUB, KEY])
