@@ -1,35 +1,25 @@
-"""Databases that are opened beside hubs at work: waited for, never changed under them, gone through without haste."""
+"""Databases that are opened: made whole or refused, never changed under hubs at work, waited for and copied."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, select, text
+from sqlalchemy import Connection, create_engine, inspect, select, text
 
-from kit import Patch
+from kit import Patch, Request
 from shoal.errors import ConfigError
 from shoal.hub import storage
-from shoal.hub.storage import StaleRow, open_storage, postgres, tables
+from shoal.hub.storage import StaleRow, Storage, open_storage, postgres, tables
 from shoal.hub.storage.copying import connection_of, copy_rows, extents, snapshot
 from shoal.hub.storage.postgres import LIMITS, parsed
 from shoal.hub.storage.sqlite import SqliteStorage
 
 SCHEMA = "SELECT value FROM meta WHERE key = 'schema_version'"
-
-
-def test_a_snapshot_does_not_change_the_schema_of_a_live_database(database_url: str, tmp_path: Path) -> None:
-    open_storage(database_url, tmp_path).close()
-    engine = create_engine(parsed(database_url))
-    older = str(tables.SCHEMA_VERSION - 1)
-    with engine.begin() as connection:
-        connection.execute(text("UPDATE meta SET value = :older WHERE key = 'schema_version'"), {"older": older})
-    with pytest.raises(ConfigError, match=r"written by an older shoal"):
-        snapshot(database_url, tmp_path, tmp_path / "copy.db")
-    with engine.begin() as connection:
-        assert connection.execute(text(SCHEMA)).scalar_one() == older
-    engine.dispose()
 
 
 def test_a_snapshot_makes_no_run_where_there_is_none(database_url: str, tmp_path: Path) -> None:
@@ -88,3 +78,53 @@ def test_a_database_that_is_busy_is_tried_again(database_url: str, tmp_path: Pat
         tries = iter(range(100))
         with pytest.raises(StaleRow):
             open_storage(database_url, tmp_path)
+
+
+@dataclass
+class Place:
+    """A database that is empty at first: by way of its storage, and past it."""
+
+    folder: Path
+    url: str = ""
+
+    def open(self) -> Storage:
+        return open_storage(self.url, self.folder)
+
+    @contextmanager
+    def connect(self) -> Iterator[Connection]:
+        engine = create_engine(parsed(self.url) if self.url else f"sqlite:///{self.folder / 'hub.db'}")
+        with engine.begin() as connection:
+            yield connection
+        engine.dispose()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: Request, tmp_path: Path) -> Place:
+    return Place(tmp_path, request.getfixturevalue("database_url") if request.param == "postgres" else "")
+
+
+def test_new_database_has_all_tables_and_opens_again(place: Place) -> None:
+    for _ in range(2):
+        storage = place.open()
+        with storage.read() as reader:
+            assert reader.setting("schema_version") == str(tables.SCHEMA_VERSION)
+        storage.close()
+    with place.connect() as connection:
+        assert set(inspect(connection).get_table_names()) == set(tables.metadata.tables)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [("99", r"newer shoal \(schema 99.*upgrade shoal"), ("1", "older shoal"), ("x", "not a hub's")]
+)
+def test_database_of_another_schema_is_refused(place: Place, version: str, said: str) -> None:
+    place.open().close()
+    with place.connect() as connection:
+        set_version = text("UPDATE meta SET value = :version WHERE key = 'schema_version'")
+        connection.execute(set_version, {"version": version})
+    with pytest.raises(ConfigError, match=said):
+        place.open()
+    if place.url:  # nor is it changed by who copies it from a hub at work
+        with pytest.raises(ConfigError, match=said):
+            snapshot(place.url, place.folder, place.folder / "copy.db")
+    with place.connect() as connection:
+        assert connection.execute(text(SCHEMA)).scalar_one() == version

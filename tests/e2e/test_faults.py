@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,15 +41,10 @@ def score(prompt: str, completion: str, answer: str) -> float:
     return float(len(completion) % 2)  # differs within nearly every group of a policy that babbles
 """
 SMALL = (
-    "run.groups_per_step=4",
-    "run.group_size=4",
-    "run.max_new_tokens=8",
-    "worker.engine=scripted",
-    "worker.units_per_lease=4",
-    "validator.engine=scripted",
-    "trainer.evaluate_every=0",
+    "run.groups_per_step=4", "run.group_size=4", "run.max_new_tokens=8", "worker.engine=scripted",
+    "worker.units_per_lease=4", "validator.engine=scripted", "trainer.evaluate_every=0",
     "trainer.guards.divergence.react=off",  # a scripted engine computes another model than the trainer
-)
+)  # fmt: skip
 LATE = re.compile(
     r"was not taken: lease u\d+a\d+ ran out and unit \d+ is \w+ meanwhile"
     r"|leases? given back: the lease ran out before it was begun"
@@ -61,6 +57,11 @@ def overrides(tmp_path: Path) -> list[str]:
     """A run that takes seconds."""
     (tmp_path / "reward.py").write_text(REWARD)
     return [*SMALL, f"environment.file={tmp_path / 'reward.py'}"]
+
+
+def prepare(folder: Path, overrides: list[str]) -> None:
+    with start_run(folder, overrides, ["--prepare"]) as prepared:
+        assert prepared.wait(60) == 0
 
 
 def batch_written(folder: Path, step: int) -> Callable[[], bool]:
@@ -152,8 +153,7 @@ def test_whoever_meets_the_full_disk_first(tmp_path: Path, request: Request, ove
     if in_own_namespace(request):
         return
     folder = tmp_path / "run"
-    with start_run(folder, [*overrides, "run.steps=5"], ["--prepare"]) as prepared:
-        assert prepared.wait(60) == 0
+    prepare(folder, [*overrides, "run.steps=5"])
     with small_disk(folder / part, "32m") as disk:
         with start_run(folder, recipe=None) as run:
             run.wait_until("a batch", batch_written(folder, 1))
@@ -172,8 +172,7 @@ def test_a_run_goes_on_without_its_logs(tmp_path: Path, request: Request, overri
     if in_own_namespace(request):
         return
     folder = tmp_path / "run"
-    with start_run(folder, [*overrides, "run.steps=3"], ["--prepare"]) as prepared:
-        assert prepared.wait(60) == 0
+    prepare(folder, [*overrides, "run.steps=3"])
     with small_disk(folder / "logs", "1m") as disk, start_run(folder, recipe=None) as run:
         run.wait_until("the run's log", (folder / "logs" / "run.log").exists)
         disk.fill()
@@ -196,14 +195,12 @@ def refusal(folder: Path, overrides: list[str], code: int = 3) -> str:
 def test_a_read_only_file_system(tmp_path: Path, request: Request, overrides: list[str]) -> None:
     if in_own_namespace(request):
         return
-    with small_disk(tmp_path / "run") as disk:
-        with start_run(disk.path, overrides, ["--prepare"]) as prepared:
-            assert prepared.wait(60) == 0
-        disk.remount("ro")
-        assert refusal(disk.path, overrides).endswith("the file system is read-only: choose another folder")
-    with small_disk(tmp_path / "other") as disk:
-        disk.remount("ro")
-        assert refusal(disk.path, overrides).endswith("the file system is read-only: choose another folder")
+    for is_begun in (True, False):
+        with small_disk(tmp_path / f"run-{is_begun}") as disk:
+            if is_begun:
+                prepare(disk.path, overrides)
+            disk.remount("ro")
+            assert refusal(disk.path, overrides).endswith("the file system is read-only: choose another folder")
 
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path, overrides: list[str]) -> None:
@@ -352,8 +349,9 @@ def test_pausing_holds_nobody_up_and_is_not_punished(tmp_path: Path, overrides: 
         os.kill(run.pids()["worker-0"], signal.SIGCONT)
         log = folder / "logs" / "worker-0.log"
         run.wait_until("it to be told", lambda: bool(LATE.search(log.read_text())))
-        before = accepted(folder, "worker-0")
-        run.wait_until("it to go on", lambda: accepted(folder, "worker-0") > before)
+        accepted = partial(rows, folder, "SELECT accepted FROM nodes WHERE name = 'worker-0'")
+        before = accepted()
+        run.wait_until("it to go on", lambda: accepted() > before)
         for name in ("hub", "validator-0"):
             with stopped(run, name):
                 time.sleep(2)  # as long as a process is away, not until something happens
@@ -361,11 +359,6 @@ def test_pausing_holds_nobody_up_and_is_not_punished(tmp_path: Path, overrides: 
         assert restarted(folder) == set()
         require_end_when_the_port_is_stolen(run, "relay-0")
     require_sound(folder, len(metrics(folder)))
-
-
-def accepted(folder: Path, worker: str) -> int:
-    (count,) = rows(folder, f"SELECT accepted FROM nodes WHERE name = '{worker}'")[0]
-    return int(count)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A trainer of two processes as `shoal run` and `torchrun` start it: real processes, real signals, real exit codes."""
+"""A trainer of two processes as `shoal run` starts it: real processes, real signals, real exit codes."""
 
 from __future__ import annotations
 
@@ -13,47 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.trainer.checkpoint import MODEL, TRAINING, CheckpointStore
-from shoal.trainer.settings import TrainerSettings
-
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parents[1] / "unit" / "trainer" / "rank_program.py"
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.toml"
-SETTINGS = TrainerSettings(learning_rate=1e-3, minibatches=2, evaluate_every=0, batch_deadline_s=60, device="cpu")
 LIMIT_S = 280.0
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def torchrun(folder: Path, log: Path, **environment: str) -> int:
-    """Two processes under torch's own elastic agent, which starts them again twice."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [str(PROGRAM), str(folder), "3", SETTINGS.model_dump_json()]
-    with log.open("wb") as output:
-        ran = subprocess.run(
-            [*command, "--max-restarts", "2", *program],
-            env={**ENVIRONMENT, **environment},
-            stdout=output,
-            stderr=output,
-            timeout=LIMIT_S,
-        )
-    return ran.returncode
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_costs_nothing(tmp_path: Path, rank: int) -> None:
-    """Killed in the middle of the second step: the group starts again and ends with the same weights, bit for bit."""
-    log = tmp_path / "log"
-    assert torchrun(tmp_path / "killed", log, SHOAL_TEST_DIE=f"{rank}.1") == 0, log.read_text()[-4000:]
-    assert "SIGKILL" in log.read_text() or "exitcode: -9" in log.read_text()
-    assert torchrun(tmp_path / "whole", log) == 0, log.read_text()[-4000:]
-    stores = [CheckpointStore(tmp_path / name / "trainer" / "checkpoints", keep=2) for name in ("killed", "whole")]
-    killed, whole = (store.newest() for store in stores)
-    assert killed.progress == whole.progress
-    for file in (MODEL, TRAINING):
-        ours, theirs = killed.tensors(file), whole.tensors(file)
-        assert ours.keys() == theirs.keys()
-        assert all(ours[name].equal(theirs[name]) for name in ours if not name.startswith("generator/"))
 
 
 def wait_for(what: str, condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:

@@ -38,7 +38,6 @@ DEADLINE_S = 60
 PACE = Pace(poll_s=0.5, heartbeat_s=0.2, patience_s=DEADLINE_S)
 EOS = 1
 URL = "http://hub"
-KIND = "scripted/cpu/float32"
 
 
 class ParityEnvironment:
