@@ -277,15 +277,12 @@ def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run
     assert (view.state, view.suspensions, view.rejected) == (protocol.NodeState.ACTIVE, 0, 0)
 
 
-def test_a_validator_of_another_environment_says_so(start: Callable[..., Run], monkeypatch: Patch) -> None:
+def test_a_validator_that_can_judge_nothing_of_the_run_says_so(start: Callable[..., Run], monkeypatch: Patch) -> None:
     run = start()
-    monkeypatch.setattr(ParityEnvironment, "digest", "f" * 64)
-    with pytest.raises(EnvironmentSetupError, match="is not the run's parity"):
-        run.validator().result(DEADLINE_S)
-
-
-def test_a_validator_that_can_judge_nothing_that_the_run_takes_says_so(start: Callable[..., Run]) -> None:
-    run = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(ParityEnvironment, "digest", "f" * 64)
+        with pytest.raises(EnvironmentSetupError, match="is not the run's parity"):
+            run.validator().result(DEADLINE_S)
     run.profiles = ("torch/cuda/bfloat16",)
     run.restart_hub()
     with pytest.raises(ConfigError, match=r"cannot judge work of torch/cuda/bfloat16.*start it with the run's recipe"):
@@ -293,7 +290,6 @@ def test_a_validator_that_can_judge_nothing_that_the_run_takes_says_so(start: Ca
 
 
 def test_float32_workers_void_no_unit_of_a_run_whose_validators_compute_in_bfloat16(start: Callable[..., Run]) -> None:
-    """Before, each of them got leases, and after a few audits that told nothing the unit was void."""
     run = start()
     run.profiles = profile_keys(ValidatorSettings(dtype="bfloat16", profiles=(Path("torch/cpu/bfloat16"),)))
     run.restart_hub()

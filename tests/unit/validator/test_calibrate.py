@@ -120,7 +120,6 @@ def test_another_kernel_raises_means_and_leaves_the_spread_to_the_main_series() 
 def test_a_machine_too_slow_for_a_whole_block_of_cheaper_weights_tries_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before, less than 512 tokens of int8 weights were no block, and limits that nobody had tried were taken."""
     monkeypatch.setattr(calibrate_module, "DRAW_S", 0.0)
     measurement = measure(*engines("bfloat16", "float32", 4))
     (int8,) = [catch for catch in measurement.catches if catch.cheat == calibrate_module.INT8_NAME]

@@ -111,7 +111,6 @@ def due(by: Calibrator) -> Callable[[], None] | None:
 
 
 def test_what_one_machine_measures_anew_every_other_one_measures_too() -> None:
-    """Before, limits for the eyes of the first alone stayed in force: the second could judge nothing by them."""
     hub = Hub()
     first, second = calibrator(hub, "float32"), calibrator(hub, "bfloat16")
     publish(first, hub, 0.1)
@@ -135,7 +134,6 @@ def test_what_one_machine_measures_anew_every_other_one_measures_too() -> None:
 def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
     number_format: str, machines: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, they were for the validator's own format alone: whatever failed by statistics was `second.missing`."""
     seen: dict[str, Engine] = {}
 
     def measure(_worker: Engine, validators: Mapping[str, Engine], _plan: object) -> None:
@@ -151,7 +149,6 @@ def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
 
 
 def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_time() -> None:
-    """Before, one unlucky measurement closed a number format for as long as the run lasted."""
     hub = Hub()
     mine = calibrator(hub, "float32")
     clock: Any = mine._clock
@@ -168,13 +165,6 @@ def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_
     assert (missing(POLICY), missing(later)) == ([], [BFLOAT16])
 
 
-def test_what_has_limits_already_is_measured_once_somebody_computes_so() -> None:
-    """Before, the first submission of bfloat16 workers waited 25 s on an H200 for limits of float32, used by nobody."""
-    mine = calibrator(Hub(), "float32")
-    assert mine._missing(None, POLICY, ()) == []
-    assert mine._missing(None, POLICY, (FLOAT32,)) == [FLOAT32]
-
-
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Calibrator:
     mine = calibrator(Hub(), "float32")
     mine._kind = "torch/cuda/float32"
@@ -183,13 +173,17 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Calibrator:
     return mine
 
 
-def test_each_path_of_a_gpu_has_limits_of_its_own_and_the_plain_one_is_measured_when_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before, one set of limits covered both paths, and int8 weights passed in the room between them."""
+def test_what_is_measured_at_first_and_what_only_once_somebody_computes_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    mine = calibrator(hub, "float32")
+    assert mine._missing(None, POLICY, ()) == [], "float32 has limits already"
+    assert mine._missing(None, POLICY, (FLOAT32,)) == [FLOAT32]
+    hub.weights = 135_000_000
+    assert mine._missing(None, POLICY, (FLOAT32, BFLOAT16)) == [BFLOAT16], "a large model on a processor takes minutes"
     mine, paged, plain = on_gpu(monkeypatch), "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16"
     assert mine._missing(None, POLICY, ()) == [paged]
-    assert mine._missing(None, POLICY, (plain, "torch/cpu/bfloat16", "vllm/cuda/bfloat16")) == [paged, plain]
+    asked = (plain, "torch/cpu/bfloat16", "vllm/cuda/bfloat16")
+    assert mine._missing(None, POLICY, asked) == [paged, plain], "each path of a GPU has limits of its own"
     mine._judge.plain_kinds.add(plain)  # a dialogue was judged
     assert mine._missing(None, POLICY, ()) == [paged, plain]
 
@@ -206,13 +200,6 @@ def test_a_model_without_pages_is_measured_once_as_plain(monkeypatch: pytest.Mon
     assert set(hub.in_force.kinds) == {plain}
     assert mine._missing(hub.in_force, POLICY, ()) == []
     assert mine._missing(hub.in_force, POLICY, (paged,)) == [], "it cannot be measured here"
-
-
-def test_a_processor_does_not_measure_a_large_model_that_has_built_in_limits() -> None:
-    """Before, audits of SmolLM2-135M waited for longer than seven minutes on two cores."""
-    hub = Hub()
-    hub.weights = 135_000_000
-    assert calibrator(hub, "float32")._missing(None, POLICY, (FLOAT32, BFLOAT16)) == [BFLOAT16]
 
 
 @pytest.mark.parametrize(("blind_above", "is_refused"), [(0.2, False), (0.15, True)])

@@ -93,30 +93,20 @@ def test_wrong_chunks_fail_for_certain(name: str, limits: Profile) -> None:
     assert verdict.message
 
 
-def test_a_fault_of_one_prefill_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, it banned: an honest node was shut out while it generated."""
-    of, right, wrong = long_lease(), loaded(), loaded(4.0)
+def test_what_is_doubtful_a_fault_of_one_prefill_and_a_validator_that_cannot_tell_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of, right, wrong, broken = long_lease(), loaded(), loaded(4.0), loaded()
+    mine, other = (cut(of, rollout, 4) for rollout in submission(of).rollouts[:2])
+    assert verdicts(of, shown(of, 0, msgspec.structs.replace(mine, proofs=other.proofs))) == [], "left to the audit"
     engines = iter([wrong.engine.prefill, right.engine.prefill])
     monkeypatch.setattr(right.engine, "prefill", lambda *asked: next(engines)(*asked))
-    assert verdicts(of, shown(of, 0, cut(of, submission(of).rollouts[0], 4)), right) == []
+    assert verdicts(of, shown(of, 0, mine), right) == []
     assert next(engines, None) is None
-
-
-def test_what_is_doubtful_is_left_to_the_audit_of_the_whole_group() -> None:
-    of = long_lease()
-    rollouts = submission(of).rollouts
-    right, wrong = cut(of, rollouts[0], 4), cut(of, rollouts[1], 4)
-    assert verdicts(of, shown(of, 0, msgspec.structs.replace(right, proofs=wrong.proofs))) == []
-
-
-def test_a_validator_that_cannot_tell_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = long_lease()
-    what = shown(of, 0, failing(of)["random tokens"][0])
-    broken = loaded()
+    made_up = shown(of, 0, failing(of)["random tokens"][0])
     monkeypatch.setattr(broken.engine, "prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
-    assert verdicts(of, what, broken) == []
-    foreign = of.model_copy(update={"environment_digest": "f" * 64})
-    assert verdicts(foreign, what) == []
+    assert verdicts(of, made_up, broken) == []
+    assert verdicts(of.model_copy(update={"environment_digest": "f" * 64}), made_up) == []
 
 
 def judged(of: Lease, what: Submission, *prefixes: ShownPrefix, depth: str = "full") -> Verdict:

@@ -119,7 +119,6 @@ class Coarse(ScriptedEngine):
 def test_what_a_coarse_validator_sees_in_its_own_format_is_looked_at_in_float32(
     monkeypatch: pytest.MonkeyPatch, check: Any, second: float | None, expected: tuple[Outcome, str]
 ) -> None:
-    """Before, the same prefill was made again, with the same noise: an honest group of Gemma was rejected."""
     monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
     coarse, asked = Coarse(), list[str]()
     coarse.load_policy(POLICY, {tensor.name: tensor for tensor in weights(WRONG)})
@@ -144,7 +143,6 @@ class FlawedOnce(ScriptedEngine):
 
 
 def test_a_fault_of_one_prefill_strikes_nobody_where_both_have_the_same_format() -> None:
-    """Before, one bad batch of a validator was a strike for every node in it."""
     policy = flawed()
     verdict = judged(policy, None, profile="scripted/cpu/float32")
     assert (verdict.outcome, verdict.reason, policy.engine.calls) == (Outcome.UNSURE, "second.passed", 2)  # type: ignore[attr-defined]
@@ -161,7 +159,6 @@ def flawed() -> LoadedPolicy:
 def test_a_fault_of_one_prefill_bans_nobody_however_wrong_it_is(
     newcomer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the worse the fault the surer the verdict: every node of a batch of nonsense was banned at once."""
     monkeypatch.setattr(judge, "AFTER_PREFILL", AFTER_PREFILL)
     handed_in = docket(lease(profile="scripted/cpu/float32"))
     handed_in = replace(handed_in, audit=handed_in.audit.model_copy(update={"newcomer": newcomer}))

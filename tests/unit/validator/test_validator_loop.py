@@ -176,7 +176,6 @@ def test_a_rehearsal_with_the_tiny_model_computes_what_an_audit_computes(monkeyp
 
 @pytest.mark.parametrize(("has_measured", "prefills"), [(False, 1), (True, 0)])
 def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills: int) -> None:
-    """Before, submissions waited for a rehearsal of what the measurement had just computed."""
     hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
     hub.newest = POLICY
     role = validator(hub, shelf)
@@ -228,7 +227,6 @@ def test_who_has_measured_limits_releases_a_canary_with_the_second_claim(
 
 @pytest.mark.parametrize(("has_audit", "passed_s", "expected"), [(0, 0.0, "no"), (0, 31.0, "now"), (1, 0.0, "now")])
 def test_held_out_tasks_wait_for_the_first_audit_or_for_a_while(has_audit: int, passed_s: float, expected: str) -> None:
-    """Before, the first verdict came 13 s late: the validator was answering held-out tasks of the first policy."""
     hub, clock = ListHub(), ManualClock()
     hub.newest = POLICY
     audits = tuple(hub.audit(lease(1)) for _ in range(has_audit))
@@ -422,7 +420,6 @@ def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None
 
 
 def test_who_could_not_measure_asks_once_more_before_it_leaves_a_finished_run() -> None:
-    """Before, a validator that was not ready just then left for good, and the last version stayed without a score."""
     hub = ListHub(AuditReply(finished=True), AuditReply(waiting="a score"), AuditReply(finished=True))
     role = validator(hub)
     role.run()
