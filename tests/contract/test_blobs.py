@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kit import Request
-from kit.s3 import KEYS, Shop, s3_server
+from kit.s3 import KEYS, Shop
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub.storage.blobs import LEFT_OVER_S, BlobFolder, Blobs, open_blobs
 from shoal.hub.storage.s3 import S3Blobs
 from shoal.protocol import submission_digest
 
-Spoil = Callable[[str, bytes], None]
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
-    with s3_server() as found:
-        yield found
+Spoil = Callable[[str, bytes], object]
 
 
 @pytest.fixture(params=["folder", "bucket"])
 def place(request: Request, tmp_path: Path) -> tuple[Blobs, Spoil]:
     """A store, and a way to put something else in the place of a blob behind its back."""
     if request.param == "folder":
-        return BlobFolder(tmp_path / "blobs"), lambda name, body: _write(tmp_path / "blobs" / name, body)
+        return BlobFolder(tmp_path / "blobs"), lambda name, body: (tmp_path / "blobs" / name).write_bytes(body)
     shop: Shop = request.getfixturevalue("shop")
     prefix = submission_digest(str(tmp_path).encode())[:12]  # of its own, for the bucket is shared
     blobs = S3Blobs(f"s3://{shop.bucket}/{prefix}", shop.endpoint, KEYS)
     return blobs, lambda name, body: shop.put(f"{prefix}/blobs/{name}", body)
-
-
-def _write(path: Path, body: bytes) -> None:
-    path.write_bytes(body)
 
 
 class TestEveryStore:

@@ -26,7 +26,7 @@ import pytest
 
 from kit import Request
 from kit.cast import Running, ask, eventually
-from kit.s3 import Shop, s3_server
+from kit.s3 import Shop
 from shoal.errors import VersionNotFound
 from shoal.protocol import PolicyManifest, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
@@ -209,12 +209,6 @@ class Published:
     def until_gone(self, version: int) -> None:
         """A relay serves the new head first and removes old versions after that."""
         eventually(lambda: self.get(f"/manifests/0.{version}.json")[0] == 404, WITHIN_S)
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
-    with s3_server() as found:
-        yield found
 
 
 @pytest.fixture(params=SOURCES)

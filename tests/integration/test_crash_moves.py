@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kit import Patch, TempPaths
+from kit import TempPaths
 from kit.crash import Cast, HubLives, dies_of
 from kit.crash import Place as HubPlace
 from kit.folder import Play
-from kit.s3 import KEYS, Shop, s3_server
+from kit.s3 import KEYS, Shop
 from shoal.errors import ConfigError
 from shoal.run.backup import backup_run, restore_run, verify_backup
 from shoal.runtime.crash import POINTS
@@ -29,16 +28,7 @@ def test_every_point_of_these_is_tried_here() -> None:
     assert {name for name in POINTS if name.startswith(("backup.", "restore."))} == HERE
 
 
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
-    with s3_server() as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def keys(monkeypatch: Patch) -> None:
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
+pytestmark = pytest.mark.usefixtures("shop_keys")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from kit import Capture, Patch, TempPaths
 from kit.folder import Play
 from kit.hub import submission_body
-from kit.s3 import KEYS, Shop, s3_server
+from kit.s3 import Shop
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ShoalError
 from shoal.hub.service.context import Context
@@ -24,17 +24,7 @@ from shoal.protocol import LeaseRequest
 from shoal.run.backup import Summary, backup_run, restore_run
 from shoal.run.folder import RunFolder
 
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
-    with s3_server() as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def keys(monkeypatch: Patch) -> None:
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
+pytestmark = pytest.mark.usefixtures("shop_keys")
 
 
 @dataclass(frozen=True)
