@@ -16,8 +16,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -106,61 +104,28 @@ def require_sound(folder: Path, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_full_disk_ends_the_run_and_with_room_it_resumes(
-    tmp_path: Path, request: Request, overrides: list[str]
+@pytest.mark.parametrize("part", ["", "hub", "hub/blobs", "origin", "relay-0", "trainer", "validator-0", "worker-0"])
+def test_whoever_meets_the_full_disk_first_ends_the_run_and_with_room_it_resumes(
+    tmp_path: Path, request: Request, overrides: list[str], part: str
 ) -> None:
     if in_own_namespace(request):
         return
-    folder = tmp_path / "run"
-    with small_disk(folder, "32m") as disk:
-        with start_run(folder, [*overrides, "run.steps=200"]) as run:
-            run.wait_until("the first batch", batch_written(folder, 0))
-            require_contributor_to_fail_alone(run, tmp_path / "contributor")
-            disk.fill()
-            assert run.wait(90) == 3, run.said()
-            assert re.fullmatch(rf"shoal: .*cannot .* {folder}/.*: the disk is full: free some space", complaint(run))
-            assert processes_of(folder) == {}
-        with start_run(folder, recipe=None) as run:
-            assert run.wait(60) == 3, "there still is no room"
-            assert complaint(run).endswith("the disk is full: free some space")
-        disk.remount("size=64m")
-        steps = newest_batch(folder) + 3
-        recipe = folder / "recipe.toml"  # by hand: `--set` makes a begun run longer only, and 200 steps take too long
-        recipe.write_text(recipe.read_text().replace("steps = 200", f"steps = {steps}", 1))
-        with start_run(folder, recipe=None) as run:
-            assert run.wait() == 0, run.said()
-        require_sound(folder, steps)
-
-
-def require_contributor_to_fail_alone(run: Run, folder: Path) -> None:
-    """Somebody joins with a disk that has no room for the weights."""
-    url = RunFolder.open(run.path).endpoints.join
-    command = [sys.executable, "-m", "shoal.cli", "join", url, "--folder", str(folder), "--engine", "scripted"]
-    with small_disk(folder, "256k"):
-        checked = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        joined = subprocess.run([*command, "--no-check"], capture_output=True, text=True, timeout=120)
-    assert checked.returncode == 3, checked.stderr
-    assert "this machine cannot work: 0.0 GiB free" in checked.stderr
-    assert joined.returncode == 3, joined.stderr
-    (line,) = [line for line in joined.stderr.splitlines() if line.startswith("shoal: ")]
-    assert re.search(rf"of disk at least, and .* are allowed in {folder}.*: allow more \(--max-disk\)", line), line
-    require_progress(run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["hub", "hub/blobs", "origin", "relay-0", "trainer", "validator-0", "worker-0"])
-def test_whoever_meets_the_full_disk_first(tmp_path: Path, request: Request, overrides: list[str], part: str) -> None:
-    if in_own_namespace(request):
-        return
-    folder = tmp_path / "run"
-    prepare(folder, [*overrides, "run.steps=5"])
+    folder, settings = tmp_path / "run", [*overrides, "run.steps=5"]
+    if part:
+        prepare(folder, settings)
     with small_disk(folder / part, "32m") as disk:
+        if not part:
+            prepare(folder, settings)
         with start_run(folder, recipe=None) as run:
             run.wait_until("a batch", batch_written(folder, 1))
             disk.fill()
             assert run.wait(90) == 3, run.said()
-            assert re.search(rf"cannot .* {folder}/{part}.*: the disk is full: free some space", complaint(run))
+            assert re.search(rf"cannot .* {disk.path}.*: the disk is full: free some space", complaint(run))
             assert processes_of(folder) == {}
+        if not part:
+            with start_run(folder, recipe=None) as run:
+                assert run.wait(60) == 3, "there still is no room"
+                assert complaint(run).endswith("the disk is full: free some space")
         disk.free()
         with start_run(folder, recipe=None) as run:
             assert run.wait() == 0, run.said()
