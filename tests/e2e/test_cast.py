@@ -201,20 +201,6 @@ def test_what_the_publisher_removed_goes_and_what_others_put_there_stays(tmp_pat
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["edited", "keep", "mine"]
 
 
-def test_a_folder_arrives_with_all_that_is_in_it(tmp_path: Path) -> None:
-    files = {"weights.bin": 900_000, "sub/notes.txt": 12, "sub/deeper/empty": 0, "ä ö.txt": 5}
-    for seed, (name, size) in enumerate(files.items()):
-        (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
-        random_file(tmp_path / "model" / name, seed, size)
-    with publisher(tmp_path, "model") as origin:
-        url = url_of(origin)
-        fetch(tmp_path, url, "-o", "copy")
-        assert megabytes_fetched(fetch(tmp_path, url, "-o", "copy")) == 0.0
-    for name in files:
-        assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
-    assert sum(path.is_file() for path in (tmp_path / "copy").rglob("*")) == len(files)
-
-
 @pytest.mark.slow
 def test_a_relay_mirrors_without_its_upstream_and_waits_for_one_that_is_late(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin", 1, 900_000)

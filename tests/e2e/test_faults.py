@@ -26,23 +26,11 @@ from pathlib import Path
 import pytest
 
 from kit import Request
-from kit.run import Run, glimpse, ledger, metrics, processes_of, rows, start_run
+from kit.run import Run, glimpse, ledger, metrics, processes_of, rows, scripted, start_run
 from kit.smalldisk import in_own_namespace, small_disk
 from shoal.ledger import verify
 from shoal.run.folder import RunFolder, port_of
 
-REWARD = """
-tasks = [(f"{number:04d}=", "") for number in range(500)]
-
-
-def score(prompt: str, completion: str, answer: str) -> float:
-    return float(len(completion) % 2)  # differs within nearly every group of a policy that babbles
-"""
-SMALL = (
-    "run.groups_per_step=4", "run.group_size=4", "run.max_new_tokens=8", "worker.engine=scripted",
-    "worker.units_per_lease=4", "validator.engine=scripted", "trainer.evaluate_every=0",
-    "trainer.guards.divergence.react=off",  # a scripted engine computes another model than the trainer
-)  # fmt: skip
 LATE = re.compile(
     r"was not taken: lease u\d+a\d+ ran out and unit \d+ is \w+ meanwhile"
     r"|leases? given back: the lease ran out before it was begun"
@@ -53,8 +41,7 @@ FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
     """A run that takes seconds."""
-    (tmp_path / "reward.py").write_text(REWARD)
-    return [*SMALL, f"environment.file={tmp_path / 'reward.py'}"]
+    return [*scripted(tmp_path), "run.groups_per_step=4"]
 
 
 def prepare(folder: Path, overrides: list[str]) -> None:

@@ -160,7 +160,7 @@ class Narrow(SelfCalibrating):
 def test_limits_that_pass_int8_weights_refused_and_nobody_works(
     start: Callable[..., SelfCalibrating], monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(calibrate, "MOST_SEQUENCES", 128)  # in a quarter of the time
+    monkeypatch.setattr(calibrate, "MOST_SEQUENCES", 64)  # in a fraction of the time
     run = start(Narrow)
     with torch.no_grad():  # the built-in policy: its noise in bfloat16 hides int8 weights
         run.model = load_model("tiny", "bfloat16").model

@@ -29,7 +29,7 @@ import pytest
 from sqlalchemy import select
 
 from kit import Patch, Request
-from kit.fork import FORKS
+from kit.fork import started
 from kit.hub import (
     HUB,
     RUN_ID,
@@ -89,13 +89,7 @@ def serve(folder: Path, database: str, scale: Scale, ready: Connection) -> None:
 
 class HubProcess:
     def __init__(self, folder: Path, database: str, scale: Scale) -> None:
-        receiver, sender = FORKS.Pipe(duplex=False)
-        self.process = FORKS.Process(target=serve, args=(folder, database, scale, sender), daemon=True)
-        self.process.start()
-        sender.close()
-        with receiver:
-            assert receiver.poll(DEADLINE_S), "the hub did not get ready"
-            self.url: str = receiver.recv()
+        self.process, self.url = started(serve, folder, database, scale)
 
     def kill(self) -> None:
         assert self.process.pid is not None

@@ -264,22 +264,24 @@ class Attacked:
 
     # ── what anyone can see ──────────────────────────────────────────────────────────────────────────────────────
 
-    def client(self, key: protocol.SigningKey) -> HubClient:
+    def client(self, key: protocol.SigningKey | None = None) -> HubClient:
+        """Of anybody, if no key is given."""
+        key = key or protocol.SigningKey.generate()
         pinned = protocol.fingerprint(self.folder.root_key)
         return HubClient(self.url, key, self.stop, pinned, options=ClientOptions(patience_s=DEADLINE_S))
 
     def nodes(self) -> dict[str, protocol.NodeView]:
-        with closing(self.client(protocol.SigningKey.generate())) as anyone:
+        with closing(self.client()) as anyone:
             return {node.name: node for node in anyone.status().nodes}
 
     def story(self, node: str) -> protocol.NodeStory:
         """What the hub holds of a node, with the signed verdicts on what was refused."""
-        with closing(self.client(protocol.SigningKey.generate())) as anyone:
+        with closing(self.client()) as anyone:
             return anyone.node(node)
 
     def ledger(self) -> list[protocol.LedgerEntry]:
         """The whole ledger, verified."""
-        with closing(self.client(protocol.SigningKey.generate())) as anyone:
+        with closing(self.client()) as anyone:
             entries = list[protocol.LedgerEntry]()
             while page := anyone.ledger(after=len(entries) - 1).entries:
                 entries += page

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from kit.fork import FORKS
+from kit.fork import FORKS, started
 from kit.hub import (
     HUB,
     RUN_ID,
@@ -175,17 +175,8 @@ class HubLives:
 
     def _begin(self) -> bool:
         """Start a life; False if it died before it could be reached."""
-        receiver, sender = FORKS.Pipe(duplex=False)
-        self._process = FORKS.Process(target=serve, args=(self.place, self._environment, sender), daemon=True)
-        self._process.start()
-        sender.close()
-        with receiver:
-            assert receiver.poll(DEADLINE_S), "the hub did not get ready"
-            try:
-                self.url = receiver.recv()
-            except EOFError:
-                return False
-        return True
+        self._process, self.url = started(serve, self.place, self._environment)
+        return bool(self.url)
 
     def _bury(self) -> None:
         self._process.join(10)

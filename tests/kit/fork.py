@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 PRELOADED = (
     "pytest", "httpx", "typer.rich_utils", "shoal.shardcast.cast.fetch", "shoal.shardcast.cast.publish",
@@ -43,6 +44,20 @@ def free_port() -> int:
 def clean_environment() -> dict[str, str]:
     """This process's, without what shoal reads, but for the test's own user folder."""
     return {name: value for name, value in os.environ.items() if name == "SHOAL_HOME" or not name.startswith("SHOAL_")}
+
+
+def started(serve: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, str]:
+    """A process that sends by its last argument, a pipe, the address at which it is ready; empty if it died before."""
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=serve, args=(*arguments, sender), daemon=True)
+    process.start()
+    sender.close()
+    with receiver:
+        assert receiver.poll(2 * DEADLINE_S), "it did not get ready"
+        try:
+            return process, receiver.recv()
+        except EOFError:
+            return process, ""
 
 
 class Forked:

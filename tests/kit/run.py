@@ -113,6 +113,25 @@ def kill_if(pid: int, condition: Callable[[], bool]) -> bool:
     return hit
 
 
+REWARD = """
+tasks = [(f"{number:04d}=", "") for number in range(500)]
+
+
+def score(prompt: str, completion: str, answer: str) -> float:
+    return float(len(completion) % 2)  # differs within nearly every group of a policy that babbles
+"""
+
+
+def scripted(folder: Path) -> list[str]:
+    """Settings of a run in which only the trainer loads torch, with tasks whose rewards differ whatever is said."""
+    (folder / "reward.py").write_text(REWARD)
+    return [
+        f"environment.file={folder / 'reward.py'}", "worker.engine=scripted", "validator.engine=scripted",
+        "worker.units_per_lease=4", "run.group_size=4", "run.max_new_tokens=8", "trainer.evaluate_every=0",
+        "trainer.guards.divergence.react=off",  # a scripted engine computes another model than the trainer
+    ]  # fmt: skip
+
+
 @contextmanager
 def start_run(
     folder: Path,

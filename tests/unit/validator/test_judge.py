@@ -39,18 +39,12 @@ def counting(poison: int | None = None) -> tuple[CountingEngine, LoadedPolicy]:
     return made, LoadedPolicy(loaded().ref, made, {})
 
 
-def test_one_prefill_serves_all_audits_of_a_policy() -> None:
+def test_one_prefill_serves_all_audits_of_a_policy_but_those_of_a_rejected_neighbour() -> None:
     made, policy = counting()
     dockets = [docket(lease(unit)) for unit in range(5)]
-    verdicts = judge().verdicts(dockets, policy)
+    verdicts = judge().verdicts([*dockets, docket(lease(6), b"garbage")], policy)
     assert made.batches == [60]
-    assert verdicts == [verdict for alone in dockets for verdict in judge().verdicts([alone], loaded())]
-
-
-def test_a_rejected_neighbour_costs_no_prefill() -> None:
-    made, policy = counting()
-    judge().verdicts([docket(lease(1), b"garbage"), docket(lease(2))], policy)
-    assert made.batches == [12]
+    assert verdicts[:5] == [verdict for alone in dockets for verdict in judge().verdicts([alone], loaded())]
 
 
 def of_newcomer(each: Docket) -> Docket:
