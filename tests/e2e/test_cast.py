@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import Request, fork
+from kit import Request, eventually, fork
 from kit.fork import free_port
 from kit.smalldisk import in_own_namespace, small_disk
 from shoal.runtime.stop import StopToken
@@ -85,13 +85,6 @@ def fetch(folder: Path, *arguments: str) -> str:
     ran = shoal(folder, "cast", "fetch", *arguments)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout.splitlines()[-1]
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s, f"{what} did not happen in time"
-        time.sleep(0.02)  # polling with a deadline: the other side is another process
 
 
 def random_file(path: Path, seed: int = 0, size: int = SIZE) -> bytes:
@@ -269,9 +262,9 @@ def test_a_fetch_that_is_stopped_goes_on_where_it_was(tmp_path: Path, number: si
         url, _, key = url_of(origin).partition("/#")
         slow, passed = stack.enter_context(slow_copy(url))
         with Process(tmp_path, "cast", "fetch", f"{slow}/#{key}", "-o", "out.bin") as stopped:
-            until(lambda: passed() >= 3, "three chunks")
+            eventually(lambda: passed() >= 3, DEADLINE_S)
             cache = tmp_path / ".out.bin.cast"
-            until(lambda: any(part.stat().st_blocks for part in cache.glob("*.part")), "a chunk on the disk")
+            eventually(lambda: any(part.stat().st_blocks for part in cache.glob("*.part")), DEADLINE_S)
             assert stopped.end(number) == (130 if number != signal.SIGKILL else -signal.SIGKILL), stopped.said()
             assert "Traceback" not in stopped.said()
         assert not (tmp_path / "out.bin").exists()

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kit import Capture
+from kit import Capture, eventually
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings
 from shoal.evaluation.job import SUMMARY, TASKS
@@ -137,20 +136,14 @@ def start(out: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def wait_for_batches(out: Path, count: int) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not (out / PROGRESS).exists() or (out / PROGRESS).read_bytes().count(b"\n") < count:
-        assert time.monotonic() < end, "no batch was written down"
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_interrupted_and_resumed_gives_the_same_files(tmp_path: Path) -> None:
     more = ("--tasks", "40", "--samples", "4", "--batch-rows", "8")
     with start(tmp_path / "whole", *more) as whole:
         assert whole.wait(DEADLINE_S) == 0
     with start(tmp_path / "halves", *more) as first:
-        wait_for_batches(tmp_path / "halves", 3)
+        progress = tmp_path / "halves" / PROGRESS
+        eventually(lambda: progress.exists() and progress.read_bytes().count(b"\n") >= 3, DEADLINE_S)
         first.send_signal(signal.SIGINT)
         _, error = first.communicate(timeout=DEADLINE_S)
         assert first.returncode == 130, error

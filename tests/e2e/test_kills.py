@@ -31,7 +31,7 @@ from pathlib import Path
 import pytest
 from replay import announced_digests, batches, replayed_digests
 
-from kit import Request, TempPaths
+from kit import Request, TempPaths, eventually
 from kit.run import (
     Run,
     checkpoints,
@@ -44,7 +44,6 @@ from kit.run import (
     rows,
     scripted,
     start_run,
-    wait_for,
 )
 from shoal.cli.main import main
 from shoal.ledger import fold, verify
@@ -190,7 +189,7 @@ def kill_supervisor(run: Run) -> None:
     """Its children notice and end by themselves, without a signal of ours."""
     run.process.kill()
     run.process.wait()
-    wait_for("the children of a supervisor that is gone to end", lambda: not processes_of(run.path))
+    eventually(lambda: not processes_of(run.path), 30.0, "the children of a supervisor that is gone did not end")
 
 
 def random_run(path: Path) -> Outcome:

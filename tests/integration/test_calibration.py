@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loop_scripted import PACE, URL, ParityEnvironment, Run, eventually
+from test_loop_scripted import DEADLINE_S, PACE, URL, ParityEnvironment, Run
 
-from kit import Patch
+from kit import Patch, eventually
 from shoal.errors import HubRefused
 from shoal.hub import HubConfig, RunSettings
 from shoal.models.load import load_model
@@ -117,7 +117,7 @@ def test_bfloat16_measured_first_and_again_when_weights_moved(
     run = start()
     run.publish(0)
     run.bfloat16_worker()
-    eventually(lambda: "have not measured work in bfloat16 yet" in waits(run), run.status)
+    eventually(lambda: "have not measured work in bfloat16 yet" in waits(run), DEADLINE_S, run.status)
     assert run.status().units.get("leased", 0) == 0
     run.torch_validator()
     eventually_measured(run, lambda digest: KIND in run.trainer.calibration(digest).kinds)

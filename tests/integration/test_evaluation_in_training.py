@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_loop_scripted import DEADLINE_S, EOS, ParityEnvironment, Run, encode, eventually
+from test_loop_scripted import DEADLINE_S, EOS, ParityEnvironment, Run, encode
 
+from kit import eventually
 from shoal.engines.scripted import ScriptedEngine
 from shoal.hub import EvaluationPlan, HubConfig, RunSettings
 from shoal.protocol import AuditRequest, Evaluation, PolicyRef, TensorView
@@ -61,7 +62,7 @@ def test_versions_are_measured_while_the_run_goes_on_whoever_died_before(run: Ev
     assert killed.open_slice(reply.evaluation).first == 0
     run.restart_hub()
     roles = [run.worker("worker-0"), run.validator()]
-    eventually(lambda: run.is_measured(0), run.status)
+    eventually(lambda: run.is_measured(0), DEADLINE_S, run.status)
     for step in range(2):
         run.train(step)
     for role in roles:

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
-from kit import Patch
+from kit import Patch, eventually
 from kit.asgi import AsgiTransport
 from shoal import protocol
 from shoal.client import ClientOptions, HubClient, Pace
@@ -212,15 +212,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         run.close()
 
 
-def eventually(what: Callable[[], bool], message: Callable[[], object]) -> None:
-    pause = threading.Event()
-    for _ in range(DEADLINE_S * 20):
-        if what():
-            return
-        pause.wait(0.05)
-    raise AssertionError(message())
-
-
 def check_accounts(run: Run) -> None:
     """The ledger verifies, credits no submission twice, and gives the very accounts that the hub shows."""
     entries = run.ledger()
@@ -266,7 +257,7 @@ def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run
     run = start(lease_s=2.0, steps=1)
     run.publish(0)
     validator = run.validator()
-    eventually(lambda: "validator-0" in run.nodes(), run.status)
+    eventually(lambda: "validator-0" in run.nodes(), DEADLINE_S, run.status)
     monkeypatch.setattr(Following, "__call__", slow)
     worker = run.worker("worker-0")
     run.train(0)

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_loop_scripted import DEADLINE_S, PACE, URL, Run, check_accounts, eventually
+from test_loop_scripted import DEADLINE_S, PACE, URL, Run, check_accounts
 
-from kit import Patch
+from kit import Patch, eventually
 from shoal.adversary import CHEATS
 from shoal.client import HubClient
 from shoal.engines.registry import ENGINES
@@ -87,7 +87,7 @@ def test_of_slow_newcomers_the_honest_one_is_accepted_and_those_who_lie_of_their
         banned = all(name in nodes and nodes[name].state is NodeState.BANNED for name in LIES)
         return banned and nodes["honest"].accepted >= 1
 
-    eventually(is_over, run.status)
+    eventually(is_over, DEADLINE_S, run.status)
     Slow.hurry.set()
     nodes = run.nodes()
     assert_kept_its_lease(nodes["honest"], run.trainer.node(nodes["honest"].node))

@@ -28,7 +28,7 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from kit import Patch, Request
+from kit import Patch, Request, eventually
 from kit.fork import started
 from kit.hub import (
     HUB,
@@ -357,7 +357,7 @@ def test_nothing_twice_and_nothing_lost_though_the_leader_is_killed(
     def half_way() -> None:
         first.kill()
         killed_s.append(time.monotonic())
-        until(lambda: leader_of(storage) != led, "nobody else leads")
+        eventually(lambda: leader_of(storage) != led, DEADLINE_S, "nobody else leads")
         killed_s.append(time.monotonic())
 
     with watching(storage, scale, books):
@@ -403,13 +403,6 @@ def watching(storage: PostgresStorage, scale: Scale, books: Books) -> Iterator[N
     finally:
         over.set()
         watcher.join(DEADLINE_S)
-
-
-def until(is_so: Callable[[], bool], otherwise: str) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < end_s, otherwise
-        time.sleep(0.05)
 
 
 def check_rows(storage: PostgresStorage, scale: Scale, books: Books, accounts: ledger.Accounts) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kit import eventually as eventually
 from shoal.protocol import PolicyManifest, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, DownloadSettings, Origin, OriginSettings, Payload
@@ -60,14 +61,6 @@ def assert_content(payload: Payload, files: Mapping[str, bytes], tensors: Sequen
     assert [(t.name, t.dtype, t.shape, bytes(t.data)) for t in payload.tensors] == [
         (t.name, t.dtype, t.shape, bytes(t.data)) for t in tensors
     ]
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    """Poll until `condition` holds; fail if it does not in time."""
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        threading.Event().wait(0.01)
 
 
 class Running:

@@ -93,14 +93,6 @@ class Run:
         self.wait_until(f"{name} to be started again", lambda: self.pids().get(name, killed) != killed)
 
 
-def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Poll until the condition holds, whatever has ended by then."""
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, f"waited {timeout_s:.0f} s for {what}"
-        time.sleep(POLL_S)  # polling with a deadline
-
-
 def kill_if(pid: int, condition: Callable[[], bool]) -> bool:
     """Stop a process, look, and kill it or let it go on."""
     hit = False
