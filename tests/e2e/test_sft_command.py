@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kit import Capture
 from shoal.cli.main import main
 
 pytestmark = pytest.mark.slow
@@ -44,7 +43,7 @@ def score(model: Path | str, out: Path) -> float:
     return found
 
 
-def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path) -> None:
     ran = run(command(demos, tmp_path / "begun"))
     assert ran.returncode == 0, ran.stderr
     assert "wrote " in ran.stdout
@@ -54,7 +53,6 @@ def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path, capsys: 
     assert json.loads((tmp_path / "begun" / "shoal.json").read_text())["trained_on"] == "demonstrations"
     assert "reinforcement" not in (tmp_path / "begun" / "README.md").read_text()
     assert score(tmp_path / "begun", tmp_path / "after") > score("tiny", tmp_path / "before") + 0.2
-    assert "its demonstrations have none of the tasks held out here" in capsys.readouterr().out
     assert not (tmp_path / "begun.work").exists()
     again = run(command(demos, tmp_path / "begun"))
     assert again.returncode == 0
