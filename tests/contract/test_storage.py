@@ -505,7 +505,7 @@ def test_units_by_number_and_what_their_groups_solved(storage: Storage) -> None:
         assert found.pass_rate == 0.1 + 0.2
 
 
-def test_slices_come_and_go(storage: Storage) -> None:
+def test_slices_come_and_go_and_two_cannot_have_one(storage: Storage) -> None:
     done = evaluation(0, 0, state=EvaluationState.DONE, scores=(1.0, None, 0.25), document="{}", decided_at_ms=5)
     apply(storage, *new(done, evaluation(0, 16), evaluation(2, 0), evaluation(4, 0, state=EvaluationState.VOID)))
     with storage.read() as reader:
@@ -514,20 +514,14 @@ def test_slices_come_and_go(storage: Storage) -> None:
         assert [row.key for row in reader.evaluations_under_way()] == [(0, 0, 0), (0, 0, 16), (0, 2, 0)]
     claimed = evaluation(2, 0).to(EvaluationState.CLAIMED, validator="v", claimed_until_ms=9)
     apply(storage, Save(claimed, EvaluationState.OPEN))
+    with pytest.raises(StaleRow):
+        apply(storage, Save(replace(claimed, validator="w"), EvaluationState.OPEN))
+    with pytest.raises(StaleRow):
+        apply(storage, *new(evaluation(2, 0)))
     apply(storage, Save(evaluation(0, 16).to(EvaluationState.VOID), EvaluationState.OPEN))
     with storage.write() as transaction:
         assert transaction.evaluation(0, 2, 0) == claimed
         assert transaction.evaluations_under_way() == [claimed], "nothing of version 0 is to come"
-
-
-def test_two_cannot_have_one_slice(storage: Storage) -> None:
-    apply(storage, *new(evaluation(0)))
-    claimed = evaluation(0).to(EvaluationState.CLAIMED, validator="v", claimed_until_ms=9)
-    apply(storage, Save(claimed, EvaluationState.OPEN))
-    with pytest.raises(StaleRow):
-        apply(storage, Save(replace(claimed, validator="w"), EvaluationState.OPEN))
-    with pytest.raises(StaleRow):
-        apply(storage, *new(evaluation(0)))
 
 
 def test_the_newest_slices_in_order(storage: Storage) -> None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from test_loop_scripted import DEADLINE_S, PACE, URL, ParityEnvironment, Run
+from test_loop_scripted import DEADLINE_S, Run
 
 from kit import Patch, eventually
 from shoal.errors import HubRefused
@@ -34,12 +33,13 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.shardcast import Content
-from shoal.validator import ValidatorConfig, ValidatorSettings, calibrate, run_validator
+from shoal.validator import ValidatorSettings, calibrate
 from shoal.validator import limits as limits_module
-from shoal.worker import WorkerConfig, WorkerSettings, run_worker
+from shoal.worker import WorkerSettings
 
 KIND = "torch/cpu/bfloat16"
 WAIT_S = 240
+FLOAT32 = ValidatorSettings(device="cpu", dtype="float32")
 
 
 class SelfCalibrating(Run):
@@ -66,20 +66,6 @@ class SelfCalibrating(Run):
         announcement = PolicyAnnouncement(run=self.id, policy=policy, created_at_ms=1)
         self.trainer.announce(sign_document(announcement, self.trainer_key))
         return policy
-
-    def bfloat16_worker(self) -> Future[None]:
-        settings = WorkerSettings(units_per_lease=2, device="cpu", dtype="bfloat16")
-        config = WorkerConfig(self.folder / "w", settings, "torch", URL, self.fingerprint, "w", self.http, pace=PACE)
-        return self._start(run_worker, config)
-
-    def torch_validator(self, dtype: str = "float32") -> Future[None]:
-        settings = ValidatorSettings(device="cpu", dtype=dtype)
-        config = ValidatorConfig(
-            folder=self.folder / "validator-0", settings=settings, environment=ParityEnvironment(), engine="torch",
-            hub_url=URL, root_fingerprint=self.fingerprint, key=self.validator_key,
-            certificate=self.certificates["validator"], http=self.http, pace=PACE,
-        )  # fmt: skip
-        return self._start(run_validator, config)
 
     def in_force(self) -> str:
         """The digest of the calibration that a lease would name now."""
@@ -116,10 +102,10 @@ def test_bfloat16_measured_first_and_again_when_weights_moved(
     monkeypatch.setattr(limits_module, "PROBE_SHARE", 1e9)
     run = start()
     run.publish(0)
-    run.bfloat16_worker()
+    run.worker("w", "torch", WorkerSettings(units_per_lease=2, device="cpu", dtype="bfloat16"))
     eventually(lambda: "have not measured work in bfloat16 yet" in waits(run), DEADLINE_S, run.status)
     assert run.status().units.get("leased", 0) == 0
-    run.torch_validator()
+    run.validator("torch", FLOAT32)
     eventually_measured(run, lambda digest: KIND in run.trainer.calibration(digest).kinds)
     first = run.in_force()
     made = run.trainer.calibration(first)
@@ -166,7 +152,7 @@ def test_limits_that_pass_int8_weights_refused_and_nobody_works(
         run.model = load_model("tiny", "bfloat16").model
     run.files = dict(load_model("tiny").files)
     run.publish(0)
-    run.torch_validator()
+    run.validator("torch", FLOAT32)
     asking = run.client(SigningKey.generate())
     asking.register("asks", "worker", None)
     assert asking.lease(LeaseRequest(request="request-1", profile=KIND)).leases == ()

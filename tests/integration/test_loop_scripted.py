@@ -38,6 +38,7 @@ DEADLINE_S = 60
 PACE = Pace(poll_s=0.5, heartbeat_s=0.2, patience_s=DEADLINE_S)
 EOS = 1
 URL = "http://hub"
+WORKER = WorkerSettings(units_per_lease=3)
 
 
 class ParityEnvironment:
@@ -141,15 +142,17 @@ class Run:
 
     # Roles
 
-    def worker(self, name: str, engine: str = "scripted") -> Future[None]:
-        settings = WorkerSettings(units_per_lease=3)
-        config = WorkerConfig(self.folder / name, settings, engine, URL, self.fingerprint, name, self.http, pace=PACE)
+    def worker(
+        self, name: str, engine: str = "scripted", settings: WorkerSettings = WORKER, **more: Any
+    ) -> Future[None]:
+        config = WorkerConfig(
+            self.folder / name, settings, engine, URL, self.fingerprint, name, self.http, pace=PACE, **more
+        )
         return self._start(run_worker, config)
 
-    def validator(self) -> Future[None]:
+    def validator(self, engine: str = "scripted", settings: ValidatorSettings = ValidatorSettings()) -> Future[None]:
         config = ValidatorConfig(
-            folder=self.folder / "validator-0", settings=ValidatorSettings(), environment=ParityEnvironment(),
-            engine="scripted",
+            folder=self.folder / "validator-0", settings=settings, environment=ParityEnvironment(), engine=engine,
             hub_url=URL, root_fingerprint=self.fingerprint, key=self.validator_key,
             certificate=self.certificates["validator"], http=self.http, pace=PACE,
         )  # fmt: skip
@@ -285,10 +288,9 @@ def test_float32_workers_void_no_unit_of_a_run_whose_validators_compute_in_bfloa
     run.profiles = profile_keys(ValidatorSettings(dtype="bfloat16", profiles=(Path("torch/cpu/bfloat16"),)))
     run.restart_hub()
     run.publish(0)
-    settings = WorkerSettings(dtype="float32", device="cpu")
-    config = WorkerConfig(run.folder / "w", settings, "torch", URL, run.fingerprint, "w", run.http, pace=PACE)
+    worker = run.worker("w", "torch", WorkerSettings(dtype="float32", device="cpu"))
     with pytest.raises(ConfigError, match="no validator of the run can judge what this machine computes") as told:
-        run_worker(config, StopToken())
+        worker.result(DEADLINE_S)
     assert "--dtype" in str(told.value), "an option that `shoal join` has"
     assert not (run.folder / "w" / "cache").exists()
     stubborn = run.client(protocol.SigningKey.generate())

@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_loop_scripted import DEADLINE_S, PACE, URL, Run, check_accounts
+from test_loop_scripted import DEADLINE_S, URL, Run, check_accounts
 
 from kit import Patch, eventually
 from shoal.adversary import CHEATS
@@ -23,7 +22,7 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import HubRefused
 from shoal.hub import RunSettings
 from shoal.protocol import NodeState, NodeStory, NodeView, ProofParameters
-from shoal.worker import WorkerConfig, WorkerSettings, run_worker
+from shoal.worker import WorkerSettings
 
 LEASE_S = 2.5
 STEP_S = 0.06
@@ -61,14 +60,7 @@ def run(tmp_path: Path, monkeypatch: Patch) -> Iterator[Run]:
     run.close()
 
 
-def slow_worker(run: Run, name: str, cheat: str | None = None) -> Future[None]:
-    settings = WorkerSettings(units_per_lease=1)
-    config = WorkerConfig(
-        run.folder / name, settings, "slow", URL, run.fingerprint, name, run.http, cheat=cheat, pace=PACE
-    )
-    return run._start(run_worker, config)
-
-
+ONE = WorkerSettings(units_per_lease=1)
 LIES = {  # how deep the audit is that finds it, and by which reason
     "show-random": ("progress", "progress.seed"),
     "show-other": ("progress", "progress.seed"),
@@ -78,9 +70,8 @@ LIES = {  # how deep the audit is that finds it, and by which reason
 
 def test_of_slow_newcomers_the_honest_one_is_accepted_and_those_who_lie_of_their_progress_are_banned(run: Run) -> None:
     run.publish(0)
-    run.validator()
-    slow_worker(run, "honest")
-    liars = {cheat: slow_worker(run, cheat, cheat) for cheat in LIES}
+    validator, honest = run.validator(), run.worker("honest", "slow", ONE)
+    liars = {cheat: run.worker(cheat, "slow", ONE, cheat=cheat) for cheat in LIES}
 
     def is_over() -> bool:
         nodes = run.nodes()
@@ -89,12 +80,16 @@ def test_of_slow_newcomers_the_honest_one_is_accepted_and_those_who_lie_of_their
 
     eventually(is_over, DEADLINE_S, run.status)
     Slow.hurry.set()
+    for cheat, (_, reason) in LIES.items():
+        with pytest.raises(HubRefused, match=f"banned.*{re.escape(reason)}"):
+            liars[cheat].result(DEADLINE_S)
+    run.stop.set("nothing changes any more")
+    honest.result(DEADLINE_S)
+    validator.exception(DEADLINE_S)
     nodes = run.nodes()
     assert_kept_its_lease(nodes["honest"], run.trainer.node(nodes["honest"].node))
     client = HubClient(URL, run.validator_key, run.stop, run.fingerprint, run.http)
     for cheat, (depth, reason) in LIES.items():
-        with pytest.raises(HubRefused, match=f"banned.*{re.escape(reason)}"):
-            liars[cheat].result(DEADLINE_S)
         view = nodes[cheat]
         assert reason in CHEATS[cheat].reasons
         assert (view.accepted, view.credit, view.strikes) == (0, 0, 1)
