@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,64 +19,6 @@ from shoal.hub.storage.postgres import LIMITS, parsed
 from shoal.hub.storage.sqlite import SqliteStorage
 
 SCHEMA = "SELECT value FROM meta WHERE key = 'schema_version'"
-
-
-def test_a_snapshot_makes_no_run_where_there_is_none(database_url: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no run in"):
-        snapshot(database_url, tmp_path, tmp_path / "copy.db")
-    engine = create_engine(parsed(database_url))
-    with engine.begin() as connection:
-        assert connection.execute(text("SELECT count(*) FROM pg_tables WHERE tablename = 'meta'")).scalar_one() == 0
-    engine.dispose()
-
-
-def test_whole_tables_are_gone_through_without_a_hubs_limits(database_url: str, tmp_path: Path) -> None:
-    limits = [name for name in LIMITS if name != "lock_timeout"]
-    with (
-        contextlib.closing(open_storage(database_url, tmp_path)) as storage,
-        contextlib.closing(SqliteStorage(tmp_path / "other.db")) as other,
-    ):
-        with storage.read() as reader:
-            extents(reader)
-            shown = [connection_of(reader).execute(text(f"SHOW {name}")).scalar_one() for name in limits]
-        assert shown == ["0", "0"]
-        with storage.read() as reader:  # the next transaction has them again
-            assert connection_of(reader).execute(text("SHOW statement_timeout")).scalar_one() == "30s"
-        copy_rows(other, storage)
-        copy_rows(storage, other)
-
-
-def test_rows_after_a_copy_get_later_numbers_than_those_copied(database_url: str, tmp_path: Path) -> None:
-    outbox = tables.ledger_outbox
-    row = {"kind": "run", "body": "{}", "at_ms": 1}
-    with (
-        contextlib.closing(SqliteStorage(tmp_path / "hub.db")) as source,
-        contextlib.closing(open_storage(database_url, tmp_path)) as target,
-    ):
-        with source.write() as writer:
-            connection_of(writer).execute(outbox.insert(), [{"id": 5, **row}])
-        copy_rows(source, target)
-        with target.write(exclusive=True) as writer:
-            connection_of(writer).execute(outbox.insert(), [row])
-            assert connection_of(writer).execute(select(outbox.c.id).order_by(outbox.c.id)).scalars().all() == [5, 6]
-
-
-def test_a_database_that_is_busy_is_tried_again(database_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
-    real, tries = postgres.PostgresStorage, iter(range(100))
-
-    def busy(url: str, create: bool) -> postgres.PostgresStorage:
-        if next(tries) < 2:
-            raise StaleRow("canceling statement due to lock timeout")
-        return real(url, create)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(postgres, "PostgresStorage", busy)
-        open_storage(database_url, tmp_path).close()
-        assert next(tries) == 3
-        patch.setattr(storage, "ATTEMPTS", 1)
-        tries = iter(range(100))
-        with pytest.raises(StaleRow):
-            open_storage(database_url, tmp_path)
 
 
 @dataclass
@@ -128,3 +69,56 @@ def test_database_of_another_schema_is_refused(place: Place, version: str, said:
             snapshot(place.url, place.folder, place.folder / "copy.db")
     with place.connect() as connection:
         assert connection.execute(text(SCHEMA)).scalar_one() == version
+
+
+def test_a_snapshot_makes_no_run_where_there_is_none(database_url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run in"):
+        snapshot(database_url, tmp_path, tmp_path / "copy.db")
+    with Place(tmp_path, database_url).connect() as connection:
+        assert not inspect(connection).get_table_names()
+
+
+def test_whole_tables_are_gone_through_without_a_hubs_limits(database_url: str, tmp_path: Path) -> None:
+    limits = [name for name in LIMITS if name != "lock_timeout"]
+    with (
+        closing(open_storage(database_url, tmp_path)) as storage,
+        closing(SqliteStorage(tmp_path / "other.db")) as other,
+    ):
+        with storage.read() as reader:
+            extents(reader)
+            shown = [connection_of(reader).execute(text(f"SHOW {name}")).scalar_one() for name in limits]
+        assert shown == ["0", "0"]
+        with storage.read() as reader:  # the next transaction has them again
+            assert connection_of(reader).execute(text("SHOW statement_timeout")).scalar_one() == "30s"
+        copy_rows(other, storage)
+        copy_rows(storage, other)
+
+
+def test_rows_after_a_copy_get_later_numbers_than_those_copied(database_url: str, tmp_path: Path) -> None:
+    outbox = tables.ledger_outbox
+    row = {"kind": "run", "body": "{}", "at_ms": 1}
+    with closing(SqliteStorage(tmp_path / "hub.db")) as source, closing(open_storage(database_url, tmp_path)) as target:
+        with source.write() as writer:
+            connection_of(writer).execute(outbox.insert(), [{"id": 5, **row}])
+        copy_rows(source, target)
+        with target.write(exclusive=True) as writer:
+            connection_of(writer).execute(outbox.insert(), [row])
+            assert connection_of(writer).execute(select(outbox.c.id).order_by(outbox.c.id)).scalars().all() == [5, 6]
+
+
+def test_a_database_that_is_busy_is_tried_again(database_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    real, tries = postgres.PostgresStorage, iter(range(100))
+
+    def busy(url: str, create: bool) -> postgres.PostgresStorage:
+        if next(tries) < 2:
+            raise StaleRow("canceling statement due to lock timeout")
+        return real(url, create)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(postgres, "PostgresStorage", busy)
+        open_storage(database_url, tmp_path).close()
+        assert next(tries) == 3
+        patch.setattr(storage, "ATTEMPTS", 1)
+        tries = iter(range(100))
+        with pytest.raises(StaleRow):
+            open_storage(database_url, tmp_path)

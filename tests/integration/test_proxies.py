@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -255,62 +256,56 @@ def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: Patch) -> None:
 
 
 def test_a_proxy_that_wants_a_password_gets_it_and_a_wrong_one_is_told(monkeypatch: Patch) -> None:
-    proxy = ForwardProxy(credentials="me:se cret")
-    server = _Source()
-    try:
+    with closing(ForwardProxy(credentials="me:se cret")) as proxy, closing(_Source()) as server:
         monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("//", "//me:se%20cret@"))
-        with closing(Connection(f"http://weights.test:{server.port}", StopToken())) as connection:
-            assert connection.get("/head.json", Deadline(10)).status == 200
-            assert connection.read(100, Deadline(10)) == b"hello"
+        assert fetched(f"http://weights.test:{server.port}") == [b"hello"]
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
         with pytest.raises(BroadcastError, match=r"wants a user and a password \(407\)"):
-            Connection(f"http://weights.test:{server.port}", StopToken()).get("/head.json", Deadline(10))
-    finally:
-        proxy.close()
-        server.close()
+            fetched(f"http://weights.test:{server.port}")
 
 
-def test_a_secure_source_is_reached_through_a_tunnel(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> None:
+def fetched(url: str, times: int = 1, **limits: Any) -> list[bytes]:
+    """What a connection gets, each time it asks."""
+    found = []
+    with closing(Connection(url, StopToken(), Timeouts(**limits))) as connection:
+        for _ in range(times):
+            assert connection.get("/head.json", Deadline(10)).status == 200
+            found.append(connection.read(100, Deadline(10)))
+    return found
+
+
+@pytest.fixture
+def secure(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> Iterator[_Source]:
     certificate = _certificate(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    server = _Source(certificate)
-    try:
-        with closing(Connection(f"https://weights.test:{server.port}", StopToken())) as connection:
-            for _ in range(2):
-                assert connection.get("/head.json", Deadline(10)).status == 200
-                assert connection.read(100, Deadline(10)) == b"hello"
-        assert proxy.asked == [f"CONNECT weights.test:{server.port}"]
-        with pytest.raises(BroadcastError, match=r"through the proxy http://127\.0\.0\.1:\d+: .*closed the connection"):
-            Connection("https://weights.test:9", StopToken()).get("/head.json", Deadline(10))
-    finally:
-        server.close()
+    with closing(_Source(certificate)) as server:
+        yield server
+
+
+def test_a_secure_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure: _Source) -> None:
+    assert fetched(f"https://weights.test:{secure.port}", 2) == [b"hello", b"hello"]
+    assert proxy.asked == [f"CONNECT weights.test:{secure.port}"]
+    with pytest.raises(BroadcastError, match=r"through the proxy http://127\.0\.0\.1:\d+: .*closed the connection"):
+        fetched("https://weights.test:9")
 
 
 @pytest.mark.parametrize("way", ["connection", "http"])
 def test_secure_target_is_asked_at_the_checked_address(
-    proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch, way: str
+    proxy: ForwardProxy, secure: _Source, monkeypatch: Patch, way: str
 ) -> None:
     """The certificate, the server's name in TLS and the Host header are of the name; no proxy is asked."""
-    certificate = _certificate(tmp_path)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     monkeypatch.setenv("NO_PROXY", "weights.test")
     known = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: known("127.0.0.1", *rest, **more))
-    server, reach = _Source(certificate), Reach(Nearness.LOOPBACK)
-    url = f"https://weights.test:{server.port}"
-    try:
-        if way == "http":
-            with open_http() as http:
-                assert http.get(f"{url}/head.json", extensions={REACH: reach}).text == "hello"
-        else:
-            with closing(Connection(url, StopToken(), Timeouts(reach=reach))) as connection:
-                connection.get("/head.json", Deadline(10))
-                assert connection.read(100, Deadline(10)) == b"hello"
-    finally:
-        server.close()
-    [head] = server.heads
-    assert f"\r\nhost: weights.test:{server.port}\r\n".encode() in head.lower()
-    assert server.names == ["weights.test"]
+    url, reach = f"https://weights.test:{secure.port}", Reach(Nearness.LOOPBACK)
+    if way == "http":
+        with open_http() as http:
+            assert http.get(f"{url}/head.json", extensions={REACH: reach}).text == "hello"
+    else:
+        assert fetched(url, reach=reach) == [b"hello"]
+    [head] = secure.heads
+    assert f"\r\nhost: weights.test:{secure.port}\r\n".encode() in head.lower()
+    assert secure.names == ["weights.test"]
     assert proxy.asked == []
 
 

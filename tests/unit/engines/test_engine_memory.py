@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +27,12 @@ PROMPTS = [tuple(range(10, 10 + length)) for length in (1, 7, 3, 20)]
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return build_tiny(5)
+def model() -> Iterator[Any]:
+    """And what is there by now costs no time when memory is released, which is often here."""
+    model = build_tiny(5)
+    gc.freeze()
+    yield model
+    gc.unfreeze()
 
 
 @contextmanager
@@ -43,11 +48,8 @@ def small_device(model: Any, rows: int = 10**9, cells: int = 10**9) -> Iterator[
             refused.append((count, length))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    hook = model.base_model.register_forward_pre_hook(weigh, with_kwargs=True)
-    try:
+    with model.base_model.register_forward_pre_hook(weigh, with_kwargs=True):
         yield refused
-    finally:
-        hook.remove()
 
 
 def requests(seeds_each: int = 4, **more: Any) -> list[GenerationRequest]:
@@ -149,12 +151,8 @@ def test_nothing_of_a_failed_attempt_is_held_when_memory_is_released(model, monk
         alive.append(sum(cache() is not None for cache in caches))
 
     monkeypatch.setattr(engine_module, "release_memory", released)
-    hook = model.base_model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        with small_device(model, cells=130):
-            TorchEngine.wrap(model).generate(requests(), PROOF)
-    finally:
-        hook.remove()
+    with model.base_model.register_forward_pre_hook(note, with_kwargs=True), small_device(model, cells=130):
+        TorchEngine.wrap(model).generate(requests(), PROOF)
     assert alive
     assert not any(alive)
 
@@ -193,12 +191,9 @@ def test_which_errors_say_that_memory_ran_out_and_others_are_passed_on(model, er
         raise error
 
     assert is_out_of_memory(error) is ran_out
-    hook = model.base_model.register_forward_pre_hook(break_down, with_kwargs=True)
-    try:
-        with pytest.raises(ResourceError if ran_out else type(error)):
+    if not ran_out:
+        with model.base_model.register_forward_pre_hook(break_down, with_kwargs=True), pytest.raises(type(error)):
             TorchEngine.wrap(model).generate(requests())
-    finally:
-        hook.remove()
 
 
 def test_how_much_is_drawn_at_once_follows_from_free_memory(model, monkeypatch) -> None:

@@ -99,13 +99,10 @@ def test_finished_rows_leave_the_batch():
     asked = [GenerationRequest(encode(p), tuple(range(16)), SAMPLING) for p in ("31=", "4321=", "654321=", "87654321=")]
     engine.rows_at_once(1)  # the cache is measured
     rows = []
-    hook = model.base_model.register_forward_pre_hook(
+    with model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    try:
+    ):
         completions = [c for group in engine.generate(asked) for c in group]
-    finally:
-        hook.remove()
     assert rows[0] == (4, 9)  # each prompt once, not once per sample
     assert rows[1][0] == 64
     assert rows[-1][0] < 64
@@ -147,13 +144,10 @@ def test_a_prompt_that_a_group_shares_is_computed_once_and_changes_nothing(model
     tokens = [np.arange(5, 5 + length, dtype=np.int32) for length in (1, 9, 4, 9, 1, 6)]
     asked = [PrefillRequest(PROMPTS[3], ids, 0.8) for ids in tokens] + [PrefillRequest(PROMPTS[1], tokens[1], 0.8)]
     shapes = []
-    hook = model.base_model.register_forward_pre_hook(
+    with model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    try:
+    ):
         together = engine.prefill(asked, ProofParameters())
-    finally:
-        hook.remove()
     assert shapes == [(2, 20), (7, 8)]
     for request, found in zip(asked, together, strict=True):
         [alone] = engine.prefill([request], ProofParameters())
