@@ -237,7 +237,7 @@ def test_honest_groups_never_seen_before_pass_alone_and_as_one_node() -> None:
 def test_log_probabilities_far_off_for_one_token_in_twenty_are_a_strike_within_a_few_groups() -> None:
     """Groups of a hundred tokens: one with a single such token passes, the others do not."""
     random, record, found = np.random.default_rng(0), Tally(), list[str]()
-    for case in groups(100, 20):
+    for case in groups(100, 60)[:20]:
         lie = saying(case, lambda values, _: values - 1.4 * (random.random(len(values)) < 0.05))
         found.append(outcome(replace(lie, record=record)))
         record = recent(record.plus(lie.tally))
@@ -249,7 +249,7 @@ def test_log_probabilities_far_off_for_one_token_in_twenty_are_a_strike_within_a
 
 def test_log_probabilities_that_lean_by_rollout_up_and_down_fail() -> None:
     """Their mean over the group is right, and their size hardly larger: what a rollout is trained by is not."""
-    for case in groups(100, 20):
+    for case in groups(100, 60)[:20]:
         assert outcome(saying(case, lambda values, n: values + 0.05 * (-1) ** n)) != ""
 
 
