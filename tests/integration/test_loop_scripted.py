@@ -24,9 +24,10 @@ from shoal import protocol
 from shoal.client import ClientOptions, HubClient, Pace
 from shoal.client.trust import run_id
 from shoal.client.weights import Following
+from shoal.engines.scripted import ScriptedEngine
 from shoal.environments import Score, Task
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused
-from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
+from shoal.hub import EvaluationPlan, HubConfig, HubSettings, RunSettings, create_app
 from shoal.ledger import Account, fold, verify
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin, Payload, run_origin
@@ -83,6 +84,7 @@ class Run:
     profiles: tuple[str, ...] = profile_keys(ValidatorSettings())
     lease_s: float = 20
     proof: protocol.ProofParameters = field(default_factory=protocol.ProofParameters)
+    evaluation: EvaluationPlan | None = None
 
     def __post_init__(self) -> None:
         self.root, self.hub_key, self.trainer_key, self.validator_key = (
@@ -119,7 +121,7 @@ class Run:
             encode=encode,
             eos_token_id=EOS, key=self.hub_key, root_key=self.root.public_key,
             certificates=tuple(self.certificates.values()), sources=(self.source,), profiles=self.profiles,
-            proof=self.proof,
+            proof=self.proof, evaluation=self.evaluation,
         )  # fmt: skip
 
     def hub_up(self) -> None:
@@ -205,9 +207,9 @@ class Run:
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(lease_s: float = 20, **settings: Any) -> Run:
+    def make(lease_s: float = 20, evaluation: EvaluationPlan | None = None, **settings: Any) -> Run:
         fields = {"name": "loop", "steps": 4, "groups_per_step": 4, "group_size": 4, "max_new_tokens": 6, **settings}
-        runs.append(Run(tmp_path, RunSettings(**fields), lease_s=lease_s))
+        runs.append(Run(tmp_path, RunSettings(**fields), lease_s=lease_s, evaluation=evaluation))
         return runs[0]
 
     yield make
@@ -325,3 +327,47 @@ def test_always_unsure_workers_stop_no_step_and_void_no_unit(start: Callable[...
         status.units["trained"] + status.units["dropped"] + status.units["accepted"], 0, protocol.NodeState.ACTIVE,
     )  # fmt: skip
     assert {entry.kind for entry in run.ledger()} == {"node", "run", "policy", "batch"}, "neither credit nor sanction"
+
+
+PLAN = EvaluationPlan(every=2, tasks=46)
+
+
+def greedy_score(version: int) -> float:
+    """What a version scores on the first held-out tasks, computed here."""
+    engine, environment = ScriptedEngine(), ParityEnvironment()
+    tensor = protocol.TensorView("w", "F32", (4,), memoryview(np.full(4, version, dtype="<f4")).cast("B"))
+    engine.load_policy(protocol.PolicyRef(incarnation=0, version=version, digest="0" * 64), {"w": tensor})
+    tasks = environment.tasks("held_out")[: PLAN.tasks]
+    completions = engine.greedy([tuple(encode(task)) for task in tasks], 6, EOS)
+    texts = ["".join(map(chr, ids.tolist())).removesuffix(chr(EOS)) for ids in completions]
+    return float(np.mean([environment.score(task, text).value for task, text in zip(tasks, texts, strict=True)]))
+
+
+def evaluation_of(run: Run, version: int) -> protocol.Evaluation | None:
+    found = run.trainer.evaluations(version).evaluations
+    return next((each for each in found if each.policy.version == version), None)
+
+
+def test_versions_are_measured_while_the_run_goes_on_whoever_died_before(start: Callable[..., Run]) -> None:
+    """A validator was killed with a slice in hand, and the hub has started again since."""
+    run = start(steps=2, evaluation=PLAN)
+    run.publish(0)
+    killed = run.client(run.validator_key)
+    killed.register("validator-0", "validator", run.certificates["validator"])
+    reply = killed.audits(protocol.AuditRequest(evaluate="now"))
+    assert reply.evaluation is not None
+    assert killed.open_slice(reply.evaluation).first == 0
+    run.restart_hub()
+    roles = [run.worker("worker-0"), run.validator()]
+    eventually(lambda: (found := evaluation_of(run, 0)) and found.complete, DEADLINE_S, run.status)
+    for step in range(2):
+        run.train(step)
+    for role in roles:
+        role.result(DEADLINE_S)  # the validator goes home when the last version is measured, not before
+    for version in (0, 2):
+        found = evaluation_of(run, version)
+        assert (found.complete, found.scored, found.tasks) == (True, PLAN.tasks, PLAN.tasks)
+        assert found.mean == pytest.approx(greedy_score(version), abs=1e-12)
+    assert evaluation_of(run, 1) is None, "it was not due"
+    assert run.status().evaluations[-1] == evaluation_of(run, 2)
+    assert len({greedy_score(version) for version in (0, 2)}) == 2, "the test can tell versions apart"
