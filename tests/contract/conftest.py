@@ -1,10 +1,17 @@
-"""A database with our tables in it, for the tests of storage."""
+"""Storages of every kind, for the tests of storage."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from kit import Request
 from kit.postgres import Cluster
+from kit.storage import apply, node, on_postgres
+from shoal.hub.state.commands import Save
+from shoal.hub.storage import SqliteStorage, Storage
 from shoal.hub.storage.postgres import PostgresStorage
 
 
@@ -14,3 +21,12 @@ def prepared_url(postgres: Cluster) -> str:
     url = postgres.create()
     PostgresStorage(url).close()
     return url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def storage(request: Request, tmp_path: Path) -> Iterator[Storage]:
+    """Each implementation, with two nodes."""
+    storage = SqliteStorage(tmp_path / "hub.db") if request.param == "sqlite" else on_postgres(request)
+    apply(storage, Save(node(1), None), Save(node(2), None))
+    yield storage
+    storage.close()

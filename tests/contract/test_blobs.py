@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kit import Request
-from kit.s3 import KEYS, Shop, s3_server
+from kit.s3 import KEYS, Shop
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub.storage.blobs import LEFT_OVER_S, BlobFolder, Blobs, open_blobs
 from shoal.hub.storage.s3 import S3Blobs
 from shoal.protocol import submission_digest
 
-Spoil = Callable[[str, bytes], None]
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
-    with s3_server() as found:
-        yield found
+Spoil = Callable[[str, bytes], object]
 
 
 @pytest.fixture(params=["folder", "bucket"])
 def place(request: Request, tmp_path: Path) -> tuple[Blobs, Spoil]:
     """A store, and a way to put something else in the place of a blob behind its back."""
     if request.param == "folder":
-        return BlobFolder(tmp_path / "blobs"), lambda name, body: _write(tmp_path / "blobs" / name, body)
+        return BlobFolder(tmp_path / "blobs"), lambda name, body: (tmp_path / "blobs" / name).write_bytes(body)
     shop: Shop = request.getfixturevalue("shop")
     prefix = submission_digest(str(tmp_path).encode())[:12]  # of its own, for the bucket is shared
     blobs = S3Blobs(f"s3://{shop.bucket}/{prefix}", shop.endpoint, KEYS)
     return blobs, lambda name, body: shop.put(f"{prefix}/blobs/{name}", body)
-
-
-def _write(path: Path, body: bytes) -> None:
-    path.write_bytes(body)
 
 
 class TestEveryStore:
@@ -70,24 +60,27 @@ class TestFolder:
         young.write_bytes(b"of another hub")
         before_s = old.stat().st_mtime - LEFT_OVER_S - 60
         os.utime(old, (before_s, before_s))
-        blobs = BlobFolder(folder)
+        blobs = open_blobs("", "", folder)  # as a run gets it that names no bucket
+        assert isinstance(blobs, BlobFolder)
         assert not old.exists()
         assert young.exists()
         assert blobs.get(blobs.put(b"bytes")) == b"bytes"
 
-    def test_it_is_what_a_run_gets_that_names_no_bucket(self, tmp_path: Path) -> None:
-        assert isinstance(open_blobs("", "", tmp_path), BlobFolder)
-
 
 class TestMistakes:
-    @pytest.mark.parametrize("url", ["http://bucket", "s3:///prefix", "bucket", "s3://bucket?x=1"])
-    def test_a_storage_that_is_no_bucket_is_named(self, url: str) -> None:
-        with pytest.raises(ConfigError, match=r"hub\.storage = .* write s3://BUCKET/PREFIX"):
-            S3Blobs(url, environment=KEYS)
-
-    def test_an_endpoint_that_is_no_server_is_named(self) -> None:
-        with pytest.raises(ConfigError, match=r"hub\.storage_endpoint"):
-            S3Blobs("s3://bucket", "127.0.0.1:9000", KEYS)
+    @pytest.mark.parametrize(
+        ("url", "endpoint", "said"),
+        [
+            *((url, "", r"hub\.storage = .* write s3://BUCKET/PREFIX")
+              for url in ("http://bucket", "s3:///prefix", "bucket", "s3://bucket?x=1")),
+            ("s3://bucket", "127.0.0.1:9000", r"hub\.storage_endpoint"),
+        ],
+    )  # fmt: skip
+    def test_a_storage_that_is_no_bucket_and_an_endpoint_that_is_no_server_are_named(
+        self, url: str, endpoint: str, said: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=said):
+            S3Blobs(url, endpoint, KEYS)
 
     def test_a_bucket_that_is_not_there_is_one_sentence_about_what_to_check(self, shop: Shop) -> None:
         blobs = S3Blobs("s3://no-such-bucket", shop.endpoint, KEYS)

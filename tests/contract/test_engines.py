@@ -58,16 +58,16 @@ def other_weights(tiny) -> Mapping[str, TensorView]:
     return policy_views(clone)
 
 
-@pytest.fixture(params=[*sorted(ENGINES), "paged"])
-def empty(request, tiny) -> Engine:
+@pytest.fixture(scope="module", params=[*sorted(ENGINES), "paged"])
+def made(request, tiny) -> Engine:
     """Every engine, and the torch engine's path for GPUs, computed on a CPU."""
     return TorchEngine(tiny.files, pages=True) if request.param == "paged" else build(request.param, tiny.files)
 
 
 @pytest.fixture
-def engine(empty, weights) -> Engine:
-    empty.load_policy(REF, weights)
-    return empty
+def engine(made, weights) -> Engine:
+    made.load_policy(REF, weights)
+    return made
 
 
 def group(tiny, prompt="314159=", seeds=range(12), **changes) -> GenerationRequest:
@@ -88,7 +88,9 @@ def test_it_is_an_engine_and_says_which(engine, weights):
     assert engine.size_bytes == sum(view.data.nbytes for view in weights.values())
 
 
-def test_nothing_works_before_a_policy_is_loaded(empty, tiny):
+@pytest.mark.parametrize("name", sorted(ENGINES))
+def test_nothing_works_before_a_policy_is_loaded(name, tiny):
+    empty = build(name, tiny.files)
     assert empty.policy is None
     request = group(tiny)
     for call in (
@@ -115,9 +117,14 @@ def test_a_completion_that_has_begun_is_continued_with_the_uniforms_of_its_place
         assert rest.token_ids[: len(each.token_ids) - n].tolist() == each.token_ids[n:].tolist()
 
 
-def test_one_list_per_request_one_completion_per_seed_in_order(engine, tiny):
-    requests = [group(tiny, prompt, range(i, i + 3 + i)) for i, prompt in enumerate(PROMPTS)]
+def test_one_list_per_request_one_completion_per_seed_in_order_also_of_different_sampling(engine, tiny):
+    samplings = ({"max_new_tokens": 3}, {}, {"max_new_tokens": 9, "temperature": 0.5}, {"max_new_tokens": 5})
+    requests = [
+        group(tiny, prompt, range(i, i + 3 + i), **sampling)
+        for i, (prompt, sampling) in enumerate(zip(PROMPTS, samplings, strict=True))
+    ]
     together = engine.generate(requests)
+    assert max(len(completion.token_ids) for completion in together[0]) == 3
     assert [len(completions) for completions in together] == [3, 4, 5, 6]
     for request, completions in zip(requests, together, strict=True):
         for seed, completion in zip(request.seeds, completions, strict=True):
@@ -208,7 +215,7 @@ def test_proofs_change_nothing_else(engine, tiny):
 
 def test_entropy_and_varentropy_are_what_the_log_probabilities_of_draws_show(engine, tiny):
     """Mean and variance of -log p over the distribution of the first token, against many draws from it."""
-    request = group(tiny, "90713482=", seeds=range(4000), max_new_tokens=1, temperature=1.3)
+    request = group(tiny, "90713482=", seeds=range(2000), max_new_tokens=1, temperature=1.3)
     [completions] = engine.generate([request])
     surprise = -np.array([float(completion.logprobs[0]) for completion in completions])
     [prefill] = engine.prefill([prefill_request(request, completions[0])])
@@ -259,16 +266,7 @@ def test_greedy_takes_the_most_probable_token_every_time(engine, tiny):
     assert max(len(greedy) for greedy in engine.greedy(prompts, 2, 1)) == 2
 
 
-def test_requests_of_different_sampling_may_be_mixed(engine, tiny):
-    short, long = group(tiny, max_new_tokens=3), group(tiny, max_new_tokens=9, temperature=0.5)
-    mixed = engine.generate([long, short, long])
-    for request, completions in zip([long, short, long], mixed, strict=True):
-        [alone] = engine.generate([request])
-        assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in alone]
-    assert max(len(completion.token_ids) for completion in mixed[1]) == 3
-
-
-@pytest.mark.parametrize("token", [-1, 96, 2**31 - 1])
+@pytest.mark.parametrize("token", [-1, 96])
 def test_a_token_outside_the_vocabulary_is_refused(engine, token):
     with pytest.raises(ValueError, match="outside the vocabulary of 96"):
         engine.generate([GenerationRequest((5, token), (1,), SAMPLING)])
@@ -309,41 +307,28 @@ def test_a_gpu_that_is_not_there_is_said_so_and_auto_does_without(tiny):
     assert build("torch", tiny.files, "auto").kind == kind_of("torch", "auto") == "torch/cpu/float32"
 
 
-def test_chunks_that_are_shown_while_drawing_are_the_first_ones_of_the_completion(engine, tiny):
+def test_each_group_is_shown_its_own_first_chunks_and_nobody_is_told_without_proofs(engine, tiny):
     proof = ProofParameters(topk=16, rows=2)
-    shown: list[dict[int, Chunks]] = []
-    request = group(tiny, seeds=range(40, 52), max_new_tokens=11)
-    [completions] = engine.generate([replace(request, on_chunks=lambda take: shown.append(take()))], proof)
-    by_seed = dict(zip(request.seeds, completions, strict=True))
-    assert len(shown) >= 2
-    for chunks in shown:
-        for seed, each in chunks.items():
+    shown: dict[int, list[dict[int, Chunks]]] = {0: [], 2: []}
+    asked = [group(tiny, prompt, range(40 * i, 40 * i + 6), max_new_tokens=11) for i, prompt in enumerate(PROMPTS[:3])]
+    told = [
+        replace(each, on_chunks=lambda take, i=i: shown[i].append(take())) if i in shown else each
+        for i, each in enumerate(asked)
+    ]
+    groups = engine.generate(told, proof)
+    for number, looks in shown.items():
+        by_seed = dict(zip(asked[number].seeds, groups[number], strict=True))
+        assert len(looks) >= 2
+        for seed, each in chain(*(chunks.items() for chunks in looks)):
             length, whole = len(each.token_ids), by_seed[seed].token_ids
             assert each.token_ids.tolist() == whole[:length].tolist()
             assert by_seed[seed].proofs.startswith(b"".join(each.proofs))
             assert len(each.proofs) == -(-length // 2)
             assert length % 2 == 0 or length == len(whole), "a short chunk is a completion's last one"
-    assert sum(len(each.token_ids) for each in shown[-1].values()) > sum(len(e.token_ids) for e in shown[0].values())
-    [plain] = engine.generate([request], proof)
-    assert [(c.token_ids.tolist(), c.proofs) for c in plain] == [(c.token_ids.tolist(), c.proofs) for c in completions]
-
-
-def test_each_group_is_shown_its_own_chunks_and_nobody_is_told_without_proofs(engine, tiny):
-    proof = ProofParameters(topk=16, rows=2)
-    seen: dict[int, dict[int, Chunks]] = {}
-
-    def keep(number):
-        return lambda take: seen.update({number: take()})
-
-    asked = [group(tiny, prompt, range(10 * i, 10 * i + 4)) for i, prompt in enumerate(PROMPTS[:3])]
-    told = [replace(each, on_chunks=keep(i)) if i != 1 else each for i, each in enumerate(asked)]
-    groups = engine.generate(told, proof)
-    assert set(seen) == {0, 2}
-    for number, chunks in seen.items():
-        for seed, completion in zip(asked[number].seeds, groups[number], strict=True):
-            shown = chunks[seed].token_ids.tolist()
-            assert shown
-            assert completion.token_ids[: len(shown)].tolist() == shown
-    seen.clear()
+        first, *_, last = (sum(len(each.token_ids) for each in chunks.values()) for chunks in looks)
+        assert 0 < first < last
+    for one, two in zip(chain(*groups), chain(*engine.generate(asked, proof)), strict=True):
+        assert (one.token_ids.tolist(), one.proofs) == (two.token_ids.tolist(), two.proofs), "it changes nothing"
+    before = [len(looks) for looks in shown.values()]
     engine.generate(told)
-    assert seen == {}
+    assert [len(looks) for looks in shown.values()] == before

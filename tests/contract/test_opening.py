@@ -1,17 +1,19 @@
-"""Databases that are opened beside hubs at work: waited for, never changed under them, gone through without haste."""
+"""Databases that are opened: made whole or refused, never changed under hubs at work, waited for and copied."""
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, select, text
+from sqlalchemy import Connection, create_engine, inspect, select, text
 
-from kit import Patch
+from kit import Patch, Request
 from shoal.errors import ConfigError
 from shoal.hub import storage
-from shoal.hub.storage import StaleRow, open_storage, postgres, tables
+from shoal.hub.storage import StaleRow, Storage, open_storage, postgres, tables
 from shoal.hub.storage.copying import connection_of, copy_rows, extents, snapshot
 from shoal.hub.storage.postgres import LIMITS, parsed
 from shoal.hub.storage.sqlite import SqliteStorage
@@ -19,33 +21,68 @@ from shoal.hub.storage.sqlite import SqliteStorage
 SCHEMA = "SELECT value FROM meta WHERE key = 'schema_version'"
 
 
-def test_a_snapshot_does_not_change_the_schema_of_a_live_database(database_url: str, tmp_path: Path) -> None:
-    open_storage(database_url, tmp_path).close()
-    engine = create_engine(parsed(database_url))
-    older = str(tables.SCHEMA_VERSION - 1)
-    with engine.begin() as connection:
-        connection.execute(text("UPDATE meta SET value = :older WHERE key = 'schema_version'"), {"older": older})
-    with pytest.raises(ConfigError, match=r"written by an older shoal"):
-        snapshot(database_url, tmp_path, tmp_path / "copy.db")
-    with engine.begin() as connection:
-        assert connection.execute(text(SCHEMA)).scalar_one() == older
-    engine.dispose()
+@dataclass
+class Place:
+    """A database that is empty at first: by way of its storage, and past it."""
+
+    folder: Path
+    url: str = ""
+
+    def open(self) -> Storage:
+        return open_storage(self.url, self.folder)
+
+    @contextmanager
+    def connect(self) -> Iterator[Connection]:
+        engine = create_engine(parsed(self.url) if self.url else f"sqlite:///{self.folder / 'hub.db'}")
+        with engine.begin() as connection:
+            yield connection
+        engine.dispose()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: Request, tmp_path: Path) -> Place:
+    return Place(tmp_path, request.getfixturevalue("database_url") if request.param == "postgres" else "")
+
+
+def test_new_database_has_all_tables_and_opens_again(place: Place) -> None:
+    for _ in range(2):
+        storage = place.open()
+        with storage.read() as reader:
+            assert reader.setting("schema_version") == str(tables.SCHEMA_VERSION)
+        storage.close()
+    with place.connect() as connection:
+        assert set(inspect(connection).get_table_names()) == set(tables.metadata.tables)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [("99", r"newer shoal \(schema 99.*upgrade shoal"), ("1", "older shoal"), ("x", "not a hub's")]
+)
+def test_database_of_another_schema_is_refused(place: Place, version: str, said: str) -> None:
+    place.open().close()
+    with place.connect() as connection:
+        set_version = text("UPDATE meta SET value = :version WHERE key = 'schema_version'")
+        connection.execute(set_version, {"version": version})
+    with pytest.raises(ConfigError, match=said):
+        place.open()
+    if place.url:  # nor is it changed by who copies it from a hub at work
+        with pytest.raises(ConfigError, match=said):
+            snapshot(place.url, place.folder, place.folder / "copy.db")
+    with place.connect() as connection:
+        assert connection.execute(text(SCHEMA)).scalar_one() == version
 
 
 def test_a_snapshot_makes_no_run_where_there_is_none(database_url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run in"):
         snapshot(database_url, tmp_path, tmp_path / "copy.db")
-    engine = create_engine(parsed(database_url))
-    with engine.begin() as connection:
-        assert connection.execute(text("SELECT count(*) FROM pg_tables WHERE tablename = 'meta'")).scalar_one() == 0
-    engine.dispose()
+    with Place(tmp_path, database_url).connect() as connection:
+        assert not inspect(connection).get_table_names()
 
 
 def test_whole_tables_are_gone_through_without_a_hubs_limits(database_url: str, tmp_path: Path) -> None:
     limits = [name for name in LIMITS if name != "lock_timeout"]
     with (
-        contextlib.closing(open_storage(database_url, tmp_path)) as storage,
-        contextlib.closing(SqliteStorage(tmp_path / "other.db")) as other,
+        closing(open_storage(database_url, tmp_path)) as storage,
+        closing(SqliteStorage(tmp_path / "other.db")) as other,
     ):
         with storage.read() as reader:
             extents(reader)
@@ -60,10 +97,7 @@ def test_whole_tables_are_gone_through_without_a_hubs_limits(database_url: str, 
 def test_rows_after_a_copy_get_later_numbers_than_those_copied(database_url: str, tmp_path: Path) -> None:
     outbox = tables.ledger_outbox
     row = {"kind": "run", "body": "{}", "at_ms": 1}
-    with (
-        contextlib.closing(SqliteStorage(tmp_path / "hub.db")) as source,
-        contextlib.closing(open_storage(database_url, tmp_path)) as target,
-    ):
+    with closing(SqliteStorage(tmp_path / "hub.db")) as source, closing(open_storage(database_url, tmp_path)) as target:
         with source.write() as writer:
             connection_of(writer).execute(outbox.insert(), [{"id": 5, **row}])
         copy_rows(source, target)

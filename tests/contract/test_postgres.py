@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +28,9 @@ class TestPostgres:
     """What is only so where several write at the same time."""
 
     @pytest.fixture
-    def storage(self, request: Request, tmp_path: Path, monkeypatch: Patch) -> Any:
+    def storage(self, request: Request, monkeypatch: Patch) -> Any:
         monkeypatch.setattr(postgres_module, "LIMITS", {**postgres_module.LIMITS, **SOON})
-        storage = on_postgres(request, tmp_path)
+        storage = on_postgres(request)
         apply(storage, Save(node(1), None), Save(node(2), None))
         yield storage
         storage.close()
@@ -98,7 +97,7 @@ class TestPostgres:
         beside(exclusive=True)
 
     def test_who_waits_for_each_other_is_told_to_try_again(
-        self, request: Request, tmp_path: Path, storage: Storage, monkeypatch: Patch
+        self, request: Request, storage: Storage, monkeypatch: Patch
     ) -> None:
         monkeypatch.undo()  # time enough for the database to see the deadlock
         patient = PostgresStorage(request.getfixturevalue("prepared_url"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,29 +10,34 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
-from kit import Request
-from kit.storage import POLICY, apply, lease, leased, node, on_postgres, submission
+from kit.storage import POLICY, apply, lease, leased, node, post, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
-from shoal.hub.state.commands import AddBatch, AddPolicy, AddShown, AddVerdict, Command, RaiseAlarm, Record, Save
-from shoal.hub.state.rows import LeaseState, Progress, ShownRow, SubmissionState, UnitRow, UnitState
+from shoal.hub.state.commands import (
+    AddBatch,
+    AddPolicy,
+    AddShown,
+    AddVerdict,
+    Command,
+    RaiseAlarm,
+    Record,
+    Save,
+    SaveTask,
+)
+from shoal.hub.state.rows import (
+    EvaluationRow,
+    EvaluationState,
+    LeaseState,
+    Pool,
+    Progress,
+    ShownRow,
+    SubmissionState,
+    TaskRow,
+    UnitRow,
+    UnitState,
+)
 from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
-from shoal.hub.storage.tables import Outgoing
-from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Sums, Tally
-
-IMPLEMENTATIONS: dict[str, Callable[[Request, Path], Storage]] = {
-    "sqlite": lambda _request, folder: SqliteStorage(folder / "hub.db"),
-    "postgres": on_postgres,
-}
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def storage(request: Request, tmp_path: Path) -> Iterator[Storage]:
-    storage = IMPLEMENTATIONS[request.param](request, tmp_path)
-    with storage.write() as transaction:
-        transaction.apply([Save(node(1), None), Save(node(2), None)])
-    yield storage
-    storage.close()
+from shoal.protocol import Batch, NodeState, PolicyRef, StepReport, Sums, Tally
 
 
 def test_a_new_storage_is_at_the_beginning(storage: Storage) -> None:
@@ -51,7 +55,9 @@ def test_a_new_storage_is_at_the_beginning(storage: Storage) -> None:
 def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
     unit = UnitRow(3, "t", UnitState.LEASED, attempt=2, failures=1, reason="x")
     row = replace(submission(3), rewards=(0.5, -1.0), generated_tokens=7, message="m", decided_at_ms=9)
-    apply(storage, Save(unit, None), Save(lease(3), None), Save(row, None))
+    tally = Tally(tokens=9, proofs=2, accidents=1, channels={"mantissa": Sums(seen=0.3, expected=0.1, shared=0.5)})
+    known = replace(node(1), pending=5, streak=12, passed=40, record=tally)
+    apply(storage, Save(unit, None), Save(lease(3), None), Save(row, None), Save(known, NodeState.ACTIVE))
     with storage.read() as reader:
         assert reader.unit(3) == unit
         assert reader.submission(row.submission) == row
@@ -59,16 +65,8 @@ def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
         assert reader.submissions_named([row.submission, "absent"]) == {row.submission: row}
         holding = reader.holding("u3a0")
         assert (holding.lease, holding.unit) == (lease(3), unit)
-        assert reader.node(node(1).node) == node(1)
-        assert reader.nodes() == [node(1), node(2)]
-
-
-def test_a_nodes_record_comes_back_as_it_went_in(storage: Storage) -> None:
-    tally = Tally(tokens=9, proofs=2, accidents=1, channels={"mantissa": Sums(seen=0.3, expected=0.1, shared=0.5)})
-    row = replace(node(1), pending=5, streak=12, passed=40, record=tally)
-    apply(storage, Save(row, NodeState.ACTIVE))
-    with storage.read() as reader:
-        assert reader.node(row.node) == row
+        assert reader.node(node(1).node) == known
+        assert reader.nodes() == [known, node(2)]
 
 
 def test_a_row_is_written_only_over_the_state_it_was_decided_on(storage: Storage) -> None:
@@ -81,10 +79,15 @@ def test_a_row_is_written_only_over_the_state_it_was_decided_on(storage: Storage
         apply(storage, Save(row, UnitState.LEASED))
 
 
-def test_a_failed_transaction_leaves_nothing(storage: Storage) -> None:
+def test_a_failed_transaction_leaves_everything_as_it_was(storage: Storage) -> None:
+    apply(storage, Record("run", {}, 1))
+
     def fail_at_the_end() -> None:
-        with storage.write() as transaction:
-            transaction.apply([*leased(0), Record("credit", {"node": "x"}, 1)])
+        with storage.write(exclusive=True) as transaction:
+            (row,) = transaction.outbox(9)
+            transaction.post([ledger.append(None, row.kind, row.body, row.at_ms)], row.id)
+            task = SaveTask(TaskRow("math/1", groups=1))
+            transaction.apply([*leased(0), Record("credit", {"node": "x"}, 1), task])
             transaction.put_setting("key", "value")
             raise RuntimeError("boom")
 
@@ -92,8 +95,9 @@ def test_a_failed_transaction_leaves_nothing(storage: Storage) -> None:
         fail_at_the_end()
     with storage.read() as reader:
         assert reader.progress().next_unit == 0
-        assert reader.ledger_last() is None
+        assert (reader.outbox_length(), reader.ledger_last()) == (1, None)
         assert reader.setting("key") is None
+        assert reader.pool_counts() == {}
 
 
 BATCH = Batch(step=0, groups=(), written_at_ms=1)
@@ -310,19 +314,6 @@ def test_leases_of_nodes_that_are_gone(storage: Storage) -> None:
     assert silent(11) == [0, 2]
 
 
-def post(storage: Storage, limit: int) -> list[Outgoing]:
-    """Move so many rows from the outbox into the chain, as the service does."""
-    with storage.write(exclusive=True) as transaction:
-        outgoing, entries = transaction.outbox(limit), list[LedgerEntry]()
-        last = transaction.ledger_last()
-        for row in outgoing:
-            last = ledger.append(last, row.kind, row.body, row.at_ms)
-            entries.append(last)
-        if entries:
-            transaction.post(entries, outgoing[-1].id)
-    return outgoing
-
-
 def test_what_is_recorded_waits_in_the_outbox_until_it_is_posted(storage: Storage) -> None:
     apply(storage, Record("run", {"run": "r"}, 7), Record("node", {"node": "n"}, 8))
     with storage.read() as reader:
@@ -343,21 +334,6 @@ def test_what_cannot_be_chained_is_refused_where_it_is_recorded(storage: Storage
             apply(storage, record)
     with storage.read() as reader:
         assert reader.outbox_length() == 0
-
-
-def test_posting_and_the_decision_before_it_are_undone_together(storage: Storage) -> None:
-    apply(storage, Record("run", {}, 1))
-
-    def post_and_fail() -> None:
-        with storage.write(exclusive=True) as transaction:
-            (row,) = transaction.outbox(9)
-            transaction.post([ledger.append(None, row.kind, row.body, row.at_ms)], row.id)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        post_and_fail()
-    with storage.read() as reader:
-        assert (reader.outbox_length(), reader.ledger_last()) == (1, None)
 
 
 def test_the_ledger_is_one_chain_in_pages(storage: Storage) -> None:
@@ -489,3 +465,69 @@ def test_what_was_shown_is_dropped_after_the_lease_has_ended_and_its_submission_
     with storage.write() as transaction:
         assert transaction.forget_shown(101) == 2
         assert len(transaction.shown("u2a0")) == 2
+
+
+EASY = TaskRow("math/1", groups=3, rate=0.95, solved=1, pool=Pool.EASY, last_unit=2**40)
+
+
+def evaluation(version: int, first: int = 0, **changes: Any) -> EvaluationRow:
+    fields = {"incarnation": 0, "version": version, "first": first, "digest": "d", "tasks": 16}
+    return EvaluationRow(**{**fields, **changes})
+
+
+def new(*rows: EvaluationRow) -> list[Command]:
+    return [Save(row, None) for row in rows]
+
+
+def test_a_tasks_row_is_written_over(storage: Storage) -> None:
+    apply(storage, SaveTask(EASY), SaveTask(TaskRow("math/2", 1, 0.5)))
+    hard = replace(EASY, groups=4, rate=1 / 3, solved=0, pool=Pool.HARD)
+    apply(storage, SaveTask(hard))
+    with storage.read() as reader:
+        assert reader.task_rows(["math/1", "math/3"]) == {"math/1": hard}, "to the last bit of its rate"
+        assert reader.task_rows(["math/2", "math/3", "math/1"]) == {"math/1": hard, "math/2": TaskRow("math/2", 1, 0.5)}
+        assert reader.pool_counts() == {"hard": 1, "normal": 1}
+
+
+def test_thousands_of_tasks_are_found_at_once(storage: Storage) -> None:
+    apply(storage, *[SaveTask(TaskRow(f"t/{number}", 1)) for number in range(1200)])
+    with storage.read() as reader:
+        assert len(reader.task_rows([f"t/{number}" for number in range(0, 2400, 2)])) == 600
+
+
+def test_units_by_number_and_what_their_groups_solved(storage: Storage) -> None:
+    row = replace(submission(1), pass_rate=0.1 + 0.2)
+    apply(storage, *leased(1), *leased(2), Save(row, None))
+    with storage.read() as reader:
+        tasks = {number: unit.task for number, unit in reader.units_named([2, 1, 9]).items()}
+        assert tasks == {1: "task-1", 2: "task-2"}
+        found = reader.submission(row.submission)
+        assert found.pass_rate == 0.1 + 0.2
+
+
+def test_slices_come_and_go_and_two_cannot_have_one(storage: Storage) -> None:
+    done = evaluation(0, 0, state=EvaluationState.DONE, scores=(1.0, None, 0.25), document="{}", decided_at_ms=5)
+    apply(storage, *new(done, evaluation(0, 16), evaluation(2, 0), evaluation(4, 0, state=EvaluationState.VOID)))
+    with storage.read() as reader:
+        assert reader.evaluation(0, 0, 0) == done
+        assert reader.evaluation(1, 0, 0) is None
+        assert [row.key for row in reader.evaluations_under_way()] == [(0, 0, 0), (0, 0, 16), (0, 2, 0)]
+    claimed = evaluation(2, 0).to(EvaluationState.CLAIMED, validator="v", claimed_until_ms=9)
+    apply(storage, Save(claimed, EvaluationState.OPEN))
+    with pytest.raises(StaleRow):
+        apply(storage, Save(replace(claimed, validator="w"), EvaluationState.OPEN))
+    with pytest.raises(StaleRow):
+        apply(storage, *new(evaluation(2, 0)))
+    apply(storage, Save(evaluation(0, 16).to(EvaluationState.VOID), EvaluationState.OPEN))
+    with storage.write() as transaction:
+        assert transaction.evaluation(0, 2, 0) == claimed
+        assert transaction.evaluations_under_way() == [claimed], "nothing of version 0 is to come"
+
+
+def test_the_newest_slices_in_order(storage: Storage) -> None:
+    rows = [evaluation(version, first, incarnation=version // 4) for version in range(6) for first in (0, 16)]
+    apply(storage, *new(*rows))
+    with storage.read() as reader:
+        assert reader.evaluations_since(0, 100) == rows
+        assert [row.version for row in reader.evaluations_since(4, 100)] == [4, 4, 5, 5]
+        assert reader.evaluations_since(0, 2) == rows[-4:], "no version in part"

@@ -2,62 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from kit import Request, TempPaths
+from kit import storage as kit
 from shoal.hub.state.commands import AddVerdict, Command, Record, Save
 from shoal.hub.state.rows import LeaseRow, LeaseState, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
-from shoal.hub.storage import Presence, Reader, SqliteStorage, Storage
-from shoal.hub.storage.postgres import PostgresStorage
+from shoal.hub.storage import Presence, Reader, Storage
 from shoal.hub.storage.reader import NodeGroup
-from shoal.ledger import append, node_subject, unit_subject
+from shoal.ledger import node_subject, unit_subject
 from shoal.protocol import NodeState
-
-Maker = Callable[[Request, Path], Storage]
-MAKERS: dict[str, Maker] = {
-    "sqlite": lambda _request, path: SqliteStorage(path / "hub.db"),
-    "postgres": lambda request, _path: PostgresStorage(request.getfixturevalue("postgres").create()),
-}
 
 
 def node(number: int, **changes: object) -> NodeRow:
-    row = NodeRow(f"{number:032x}", f"{number:064x}", "worker", f"n{number}", registered_at_ms=number)
-    return replace(row, **changes)  # type: ignore[arg-type]
+    return replace(kit.node(number), **changes)  # type: ignore[arg-type]
 
 
 def lease(unit: int, attempt: int, who: int) -> LeaseRow:
-    row = LeaseRow(
-        f"u{unit}a{attempt}", unit, node(who).node, attempt, f"r{attempt}", 0, 0, "d" * 64, attempt, deadline_ms=100
-    )
-    return replace(row, hard_deadline_ms=900)
+    row = kit.lease(unit, attempt, who, request=f"r{attempt}")
+    return replace(row, issued_at_ms=attempt, hard_deadline_ms=900)
 
 
 def submission(unit: int, attempt: int, who: int, state: SubmissionState) -> SubmissionRow:
-    name = f"{unit:032x}{attempt:032x}"
-    row = SubmissionRow(name, f"u{unit}a{attempt}", unit, node(who).node, 0, 0, "d" * 64, 5, received_at_ms=attempt)
-    return replace(row, state=state)
+    row = kit.submission(unit, attempt, f"{unit:032x}{attempt:032x}")
+    return replace(row, node=node(who).node, received_at_ms=attempt, state=state)
 
 
-def post(storage: Storage) -> None:
-    """As the hub's poster does it."""
-    with storage.write(exclusive=True) as transaction:
-        last, entries, outgoing = transaction.ledger_last(), [], transaction.outbox(1000)
-        for row in outgoing:
-            last = append(last, row.kind, row.body, row.at_ms)
-            entries.append(last)
-        transaction.post(entries, outgoing[-1].id)
-
-
-@pytest.fixture(scope="module", params=list(MAKERS))
-def reader(request: Request, tmp_path_factory: TempPaths) -> Iterator[Reader]:
-    maker = MAKERS[request.param]
-    storage = maker(request, tmp_path_factory.mktemp("stories"))
-    commands: list[Command] = [Save(node(number), None) for number in (1, 2)]
-    commands += [
+@pytest.fixture
+def reader(storage: Storage) -> Iterator[Reader]:
+    commands: list[Command] = [
         Save(node(3, credit=5), None), Save(node(4, state=NodeState.BANNED, credit=50), None),
         Save(node(5, role="trainer"), None), Save(UnitRow(7, "task-7", UnitState.LEASED, attempt=3), None),
         Save(replace(lease(7, 0, 1), state=LeaseState.SUBMITTED), None),
@@ -73,10 +48,9 @@ def reader(request: Request, tmp_path_factory: TempPaths) -> Iterator[Reader]:
         transaction.apply(commands)
         for number, (seen, waits) in enumerate([(10, "x"), (30, ""), (20, "y")], start=1):
             transaction.put_presence(Presence(node(number).node, seen, "", waits, waiting_since_ms=-number))
-    post(storage)
+    kit.post(storage)
     with storage.read() as found:
         yield found
-    storage.close()
 
 
 def test_all_leases_of_a_unit_and_the_newest_of_a_node(reader: Reader) -> None:

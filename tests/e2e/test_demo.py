@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +13,10 @@ from pathlib import Path
 import pytest
 
 from kit import Capture, TempPaths
-from kit.run import Run, end, ledger, metrics, processes_of
+from kit.run import Run, end, metrics, processes_of
 from shoal.cli.main import main
-from shoal.errors import LedgerError
-from shoal.ledger import append, verify
-from shoal.protocol import LedgerEntry, load_key
-from shoal.run.demo.claims import rollouts_archived, signed_manifest, standing_of
+from shoal.protocol import load_key
 from shoal.run.folder import RunFolder
-from shoal.run.ledger.check import check_ledger
 
 pytestmark = pytest.mark.slow  # continuous integration runs the demo itself, at full length
 
@@ -85,37 +80,16 @@ def test_ctrl_c_stops_everything_and_says_how_to_go_on(interrupted: Demo) -> Non
     assert not processes_of(interrupted.folder)
 
 
-def test_it_succeeds_and_says_why(demo: Demo) -> None:
+def test_it_ran_anew_with_the_seed_that_was_asked_for_succeeds_and_tells_the_story(demo: Demo) -> None:
     assert demo.code == 0, demo.said
     assert demo.said.count("✓") == 5
     summary = json.loads((demo.folder / "summary.json").read_text())
     assert [claim["holds"] for claim in summary["claims"]] == [True] * 5
-
-
-def test_it_ran_anew_with_the_seed_that_was_asked_for(demo: Demo) -> None:
     assert RunFolder.open(demo.folder).recipe.run.seed == 1
     assert [row["step"] for row in metrics(demo.folder)] == list(range(STEPS + 1))
-
-
-def test_the_cheater_was_caught_from_its_bytes_and_nobody_else_was_punished(demo: Demo) -> None:
-    accounts = standing_of(demo.folder)[1]
-    cheater = accounts[demo.node("worker-2")]
-    assert cheater.banned
-    assert cheater.reason.startswith("sampling.seed: ")
-    for name in ("worker-0", "worker-1"):
-        honest = accounts[demo.node(name)]
-        assert not honest.banned
-        assert honest.rejected == 0
-        assert honest.accepted > 0
-
-
-def test_the_ledger_is_left_as_a_file_that_verifies(demo: Demo) -> None:
-    lines = (demo.folder / "ledger.jsonl").read_text().splitlines()
-    entries = [LedgerEntry.model_validate_json(line) for line in lines]
-    verify(entries)
-    assert entries == ledger(demo.folder)
-    checked = check_ledger(str(demo.folder / "ledger.jsonl"))
-    assert checked.credited == sum(entry.kind == "credit" for entry in entries) > 0, "with receipt and verdict"
+    for words in (f"step {STEPS}/{STEPS}", "held out", "worker-2 was banned"):
+        assert words in demo.said
+    assert "\x1b[" not in demo.said, "no colours or cursor movements in a file"
 
 
 def test_the_rollouts_are_left_as_parquet_and_none_is_the_cheaters(demo: Demo) -> None:
@@ -130,39 +104,6 @@ def test_the_rollouts_are_left_as_parquet_and_none_is_the_cheaters(demo: Demo) -
     right = [row for row in table.select(["prompt", "completion", "reward"]).slice(0, 200).to_pylist() if row["reward"]]
     assert right
     assert all("".join(sorted(row["prompt"].rstrip("="))) == row["completion"] for row in right)
-
-
-def test_the_plain_output_tells_the_story(demo: Demo) -> None:
-    assert f"step {STEPS}/{STEPS}" in demo.said
-    assert "held out" in demo.said
-    assert "worker-2 was banned" in demo.said
-    assert "\x1b[" not in demo.said, "no colours or cursor movements in a file"
-
-
-@pytest.mark.parametrize("tampering", ["a credit is taken out", "a batch twice", "rollouts of another step"])
-def test_records_that_were_tampered_with_fail_the_demo(demo: Demo, tmp_path: Path, tampering: str) -> None:
-    copy = tmp_path / "demo"
-    shutil.copytree(demo.folder, copy)
-    folder, entries = RunFolder.open(copy), ledger(copy)
-    kept = [(entry.kind, entry.body) for entry in entries]
-    if tampering == "a credit is taken out":
-        kept.remove(next(row for row in kept if row[0] == "credit"))
-    elif tampering == "a batch twice":
-        kept.append(next(row for row in kept if row[0] == "batch"))
-    else:
-        rollouts = copy / "trainer" / "rollouts"
-        shutil.copy(rollouts / "step-00001.parquet", rollouts / "step-00002.parquet")
-    forged: list[LedgerEntry] = []
-    for (kind, body), was in zip(kept, [*entries, entries[-1]], strict=False):  # a chain in which every hash fits
-        forged.append(append(forged[-1] if forged else None, kind, body, was.at_ms))
-    head = signed_manifest(folder).ledger_head
-
-    def inspect() -> None:
-        verify(forged, head)
-        rollouts_archived(folder, forged)
-
-    with pytest.raises(LedgerError, match=r"head|batches|groups that the ledger names"):
-        inspect()
 
 
 def test_units_are_rechecked_from_what_the_folder_keeps(demo: Demo, capsys: Capture) -> None:

@@ -1,4 +1,4 @@
-"""`shoal eval` with the real tiny model: the numbers, the files, stopped and gone on, leaks of a run."""
+"""`shoal eval` and `shoal filter` with the real tiny model: numbers, files, stopped and resumed, leaks, kept rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kit import Capture
+from kit import Capture, eventually
 from shoal.cli.main import main
-from shoal.environments import EnvironmentSettings
+from shoal.environments import EnvironmentSettings, build
 from shoal.evaluation.job import SUMMARY, TASKS
 from shoal.evaluation.records import PROGRESS
 from shoal.models import model_folder
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 
-EVAL = ["eval", "tiny", "--max-new-tokens", "16", "--device", "cpu"]
+SAMPLING = ["--max-new-tokens", "16", "--device", "cpu"]
+EVAL = ["eval", "tiny", *SAMPLING]
 DEADLINE_S = 280.0
 
 
@@ -119,8 +119,6 @@ def test_a_run_is_held_against_what_it_trained_on(tmp_path: Path, capsys: Captur
     exported = ["eval", str(run.path / "trainer" / "export"), *command[2:], "--env", "sort", "--tasks", "2"]
     assert main([*exported, "--out", str(tmp_path / "export")]) == 0
     assert "leaks were not looked for: --trained-on names the run" in capsys.readouterr().out
-    from shoal.environments import build
-
     known = build(run.recipe.environment).tasks("train")[7]
     tasks = [{"prompt": prompt, "split": "held_out"} for prompt in ("21=", f" {known.prompt} ", "978=")]
     tasks.append({"prompt": "0=", "split": "train"})
@@ -137,20 +135,14 @@ def start(out: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def wait_for_batches(out: Path, count: int) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not (out / PROGRESS).exists() or (out / PROGRESS).read_bytes().count(b"\n") < count:
-        assert time.monotonic() < end, "no batch was written down"
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_interrupted_and_resumed_gives_the_same_files(tmp_path: Path) -> None:
     more = ("--tasks", "40", "--samples", "4", "--batch-rows", "8")
     with start(tmp_path / "whole", *more) as whole:
         assert whole.wait(DEADLINE_S) == 0
     with start(tmp_path / "halves", *more) as first:
-        wait_for_batches(tmp_path / "halves", 3)
+        progress = tmp_path / "halves" / PROGRESS
+        eventually(lambda: progress.exists() and progress.read_bytes().count(b"\n") >= 3, DEADLINE_S)
         first.send_signal(signal.SIGINT)
         _, error = first.communicate(timeout=DEADLINE_S)
         assert first.returncode == 130, error
@@ -162,3 +154,75 @@ def test_interrupted_and_resumed_gives_the_same_files(tmp_path: Path) -> None:
         assert "continues:" in error
     for name in (TASKS, SUMMARY):
         assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+EXACT = ["--set", "environment.options.grader=exact"]
+
+
+def rows(count: int) -> list[dict[str, object]]:
+    """Digits to be sorted, three to eight of them: from what the tiny model always solves to what it never does."""
+    found: list[dict[str, object]] = []
+    for number in range(count):
+        digits = str(7_919 * (number + 3) ** 5)[: 3 + number % 6]
+        answer = "".join(sorted(digits))
+        found.append(
+            {"id": f"p{number}", "question": f"{digits}=", "answer": answer, "meta": {"n": number}, "empty": {}}
+        )
+    return found
+
+
+def test_rows_of_a_data_set_are_filtered(tmp_path: Path, capsys: Capture) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "kept.parquet"
+    lines = [json.dumps(row) for row in rows(40)]
+    data.write_text("\n".join([*lines[:20], "{nonsense", *lines[20:]]) + "\n")
+    command = ["filter", "tiny", str(data), "--out", str(out), *EXACT, *SAMPLING]
+    assert main([*command, "--keep", "0.99:0.999"]) == 2
+    said = capsys.readouterr()
+    assert "no task is within --keep 0.99:0.999: nothing was written" in said.err
+    assert "pass rates of 40 tasks, 8 samples each" in said.out
+    assert not out.exists()
+    assert main([*command, "--keep", "0.125:0.875"]) == 0  # another band of what was measured
+    said = capsys.readouterr()
+    assert "filtering: continues: 40 of 40 tasks are done" in said.err
+    kept = pq.read_table(out)
+    assert kept.column_names == ["id", "question", "answer", "meta", "empty", "solve_rate_tiny", "samples_tiny"]
+    rates = kept.column("solve_rate_tiny").to_pylist()
+    assert rates
+    assert all(0.125 <= rate <= 0.875 for rate in rates)
+    by_id = {row["id"]: row for row in rows(40)}
+    for row in kept.to_pylist():
+        assert row["samples_tiny"] == 8
+        assert {name: row[name] for name in ("id", "question", "answer", "meta")} == {
+            name: by_id[row["id"]][name] for name in ("id", "question", "answer", "meta")
+        }
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["data.jsonl", "kept.parquet"]
+    band = (min(rates), max(rates))
+    trained = build(
+        EnvironmentSettings(name="dataset", data=out, options={"grader": "exact", "keep_solve_rate": list(band)})
+    )
+    assert sum(len(trained.tasks(split)) for split in ("train", "held_out")) == kept.num_rows
+    assert main([*command, "--keep", "0.125:0.875"]) == 0
+    assert "this is done already" in capsys.readouterr().err
+    assert main([*command, "--keep", "0:1"]) == 2
+    assert "band is 0.125:0.875, here it would be 0:1" in capsys.readouterr().err
+
+
+def test_all_rows_of_parquet_shards_and_of_an_environment_are_rated(tmp_path: Path, capsys: Capture) -> None:
+    shards, out = tmp_path / "shards", tmp_path / "all.parquet"
+    shards.mkdir()
+    table = pa.Table.from_pylist([{key: row[key] for key in ("question", "answer")} for row in rows(12)])
+    table = table.append_column("difficulty", pa.array([1] * 12, pa.int8()))
+    pq.write_table(table.slice(0, 5), shards / "a.parquet")
+    pq.write_table(table.slice(5), shards / "b.parquet")
+    command = ["filter", "tiny", str(shards), "--out", str(out), "--all", "--samples", "2", *EXACT, *SAMPLING]
+    assert main([*command, "--name", "small one"]) == 0
+    found = pq.read_table(out)
+    assert found.drop_columns(["solve_rate_small-one", "samples_small-one"]).cast(table.schema).equals(table)
+    again = ["filter", "tiny", str(out), "--out", str(tmp_path / "x.parquet"), *EXACT, *SAMPLING]
+    assert main([*again, "--name", "small-one"]) == 2
+    assert "has a column samples_small-one already" in capsys.readouterr().err
+    made = tmp_path / "made.parquet"
+    some = ["--tasks", "6", "--samples", "2", "--keep", "0:1"]
+    assert main(["filter", "tiny", "sort", "--out", str(made), *some, *SAMPLING]) == 0
+    assert pq.read_table(made).column_names == ["problem_id", "prompt", "answer", "solve_rate_tiny", "samples_tiny"]
+    assert all(name.startswith("sort/train/") for name in pq.read_table(made).column("problem_id").to_pylist())

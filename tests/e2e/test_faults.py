@@ -16,39 +16,21 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kit import Request
-from kit.run import Run, glimpse, ledger, metrics, processes_of, rows, start_run
+from kit.run import Run, glimpse, ledger, metrics, processes_of, rows, scripted, start_run
 from kit.smalldisk import in_own_namespace, small_disk
 from shoal.ledger import verify
 from shoal.run.folder import RunFolder, port_of
 
-REWARD = """
-tasks = [(f"{number:04d}=", "") for number in range(500)]
-
-
-def score(prompt: str, completion: str, answer: str) -> float:
-    return float(len(completion) % 2)  # differs within nearly every group of a policy that babbles
-"""
-SMALL = (
-    "run.groups_per_step=4",
-    "run.group_size=4",
-    "run.max_new_tokens=8",
-    "worker.engine=scripted",
-    "worker.units_per_lease=4",
-    "validator.engine=scripted",
-    "trainer.evaluate_every=0",
-    "trainer.guards.divergence.react=off",  # a scripted engine computes another model than the trainer
-)
 LATE = re.compile(
     r"was not taken: lease u\d+a\d+ ran out and unit \d+ is \w+ meanwhile"
     r"|leases? given back: the lease ran out before it was begun"
@@ -59,8 +41,12 @@ FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
     """A run that takes seconds."""
-    (tmp_path / "reward.py").write_text(REWARD)
-    return [*SMALL, f"environment.file={tmp_path / 'reward.py'}"]
+    return [*scripted(tmp_path), "run.groups_per_step=4"]
+
+
+def prepare(folder: Path, overrides: list[str]) -> None:
+    with start_run(folder, overrides, ["--prepare"]) as prepared:
+        assert prepared.wait(60) == 0
 
 
 def batch_written(folder: Path, step: int) -> Callable[[], bool]:
@@ -105,62 +91,28 @@ def require_sound(folder: Path, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_full_disk_ends_the_run_and_with_room_it_resumes(
-    tmp_path: Path, request: Request, overrides: list[str]
+@pytest.mark.parametrize("part", ["", "hub", "hub/blobs", "origin", "relay-0", "trainer", "validator-0", "worker-0"])
+def test_whoever_meets_the_full_disk_first_ends_the_run_and_with_room_it_resumes(
+    tmp_path: Path, request: Request, overrides: list[str], part: str
 ) -> None:
     if in_own_namespace(request):
         return
-    folder = tmp_path / "run"
-    with small_disk(folder, "32m") as disk:
-        with start_run(folder, [*overrides, "run.steps=200"]) as run:
-            run.wait_until("the first batch", batch_written(folder, 0))
-            require_contributor_to_fail_alone(run, tmp_path / "contributor")
-            disk.fill()
-            assert run.wait(90) == 3, run.said()
-            assert re.fullmatch(rf"shoal: .*cannot .* {folder}/.*: the disk is full: free some space", complaint(run))
-            assert processes_of(folder) == {}
-        with start_run(folder, recipe=None) as run:
-            assert run.wait(60) == 3, "there still is no room"
-            assert complaint(run).endswith("the disk is full: free some space")
-        disk.remount("size=64m")
-        steps = newest_batch(folder) + 3
-        recipe = folder / "recipe.toml"  # by hand: `--set` makes a begun run longer only, and 200 steps take too long
-        recipe.write_text(recipe.read_text().replace("steps = 200", f"steps = {steps}", 1))
-        with start_run(folder, recipe=None) as run:
-            assert run.wait() == 0, run.said()
-        require_sound(folder, steps)
-
-
-def require_contributor_to_fail_alone(run: Run, folder: Path) -> None:
-    """Somebody joins with a disk that has no room for the weights."""
-    url = RunFolder.open(run.path).endpoints.join
-    command = [sys.executable, "-m", "shoal.cli", "join", url, "--folder", str(folder), "--engine", "scripted"]
-    with small_disk(folder, "256k"):
-        checked = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        joined = subprocess.run([*command, "--no-check"], capture_output=True, text=True, timeout=120)
-    assert checked.returncode == 3, checked.stderr
-    assert "this machine cannot work: 0.0 GiB free" in checked.stderr
-    assert joined.returncode == 3, joined.stderr
-    (line,) = [line for line in joined.stderr.splitlines() if line.startswith("shoal: ")]
-    assert re.search(rf"of disk at least, and .* are allowed in {folder}.*: allow more \(--max-disk\)", line), line
-    require_progress(run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["hub", "hub/blobs", "origin", "relay-0", "trainer", "validator-0", "worker-0"])
-def test_whoever_meets_the_full_disk_first(tmp_path: Path, request: Request, overrides: list[str], part: str) -> None:
-    if in_own_namespace(request):
-        return
-    folder = tmp_path / "run"
-    with start_run(folder, [*overrides, "run.steps=5"], ["--prepare"]) as prepared:
-        assert prepared.wait(60) == 0
+    folder, settings = tmp_path / "run", [*overrides, "run.steps=5"]
+    if part:
+        prepare(folder, settings)
     with small_disk(folder / part, "32m") as disk:
+        if not part:
+            prepare(folder, settings)
         with start_run(folder, recipe=None) as run:
             run.wait_until("a batch", batch_written(folder, 1))
             disk.fill()
             assert run.wait(90) == 3, run.said()
-            assert re.search(rf"cannot .* {folder}/{part}.*: the disk is full: free some space", complaint(run))
+            assert re.search(rf"cannot .* {disk.path}.*: the disk is full: free some space", complaint(run))
             assert processes_of(folder) == {}
+        if not part:
+            with start_run(folder, recipe=None) as run:
+                assert run.wait(60) == 3, "there still is no room"
+                assert complaint(run).endswith("the disk is full: free some space")
         disk.free()
         with start_run(folder, recipe=None) as run:
             assert run.wait() == 0, run.said()
@@ -172,8 +124,7 @@ def test_a_run_goes_on_without_its_logs(tmp_path: Path, request: Request, overri
     if in_own_namespace(request):
         return
     folder = tmp_path / "run"
-    with start_run(folder, [*overrides, "run.steps=3"], ["--prepare"]) as prepared:
-        assert prepared.wait(60) == 0
+    prepare(folder, [*overrides, "run.steps=3"])
     with small_disk(folder / "logs", "1m") as disk, start_run(folder, recipe=None) as run:
         run.wait_until("the run's log", (folder / "logs" / "run.log").exists)
         disk.fill()
@@ -196,14 +147,12 @@ def refusal(folder: Path, overrides: list[str], code: int = 3) -> str:
 def test_a_read_only_file_system(tmp_path: Path, request: Request, overrides: list[str]) -> None:
     if in_own_namespace(request):
         return
-    with small_disk(tmp_path / "run") as disk:
-        with start_run(disk.path, overrides, ["--prepare"]) as prepared:
-            assert prepared.wait(60) == 0
-        disk.remount("ro")
-        assert refusal(disk.path, overrides).endswith("the file system is read-only: choose another folder")
-    with small_disk(tmp_path / "other") as disk:
-        disk.remount("ro")
-        assert refusal(disk.path, overrides).endswith("the file system is read-only: choose another folder")
+    for is_begun in (True, False):
+        with small_disk(tmp_path / f"run-{is_begun}") as disk:
+            if is_begun:
+                prepare(disk.path, overrides)
+            disk.remount("ro")
+            assert refusal(disk.path, overrides).endswith("the file system is read-only: choose another folder")
 
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path, overrides: list[str]) -> None:
@@ -352,8 +301,9 @@ def test_pausing_holds_nobody_up_and_is_not_punished(tmp_path: Path, overrides: 
         os.kill(run.pids()["worker-0"], signal.SIGCONT)
         log = folder / "logs" / "worker-0.log"
         run.wait_until("it to be told", lambda: bool(LATE.search(log.read_text())))
-        before = accepted(folder, "worker-0")
-        run.wait_until("it to go on", lambda: accepted(folder, "worker-0") > before)
+        accepted = partial(rows, folder, "SELECT accepted FROM nodes WHERE name = 'worker-0'")
+        before = accepted()
+        run.wait_until("it to go on", lambda: accepted() > before)
         for name in ("hub", "validator-0"):
             with stopped(run, name):
                 time.sleep(2)  # as long as a process is away, not until something happens
@@ -361,11 +311,6 @@ def test_pausing_holds_nobody_up_and_is_not_punished(tmp_path: Path, overrides: 
         assert restarted(folder) == set()
         require_end_when_the_port_is_stolen(run, "relay-0")
     require_sound(folder, len(metrics(folder)))
-
-
-def accepted(folder: Path, worker: str) -> int:
-    (count,) = rows(folder, f"SELECT accepted FROM nodes WHERE name = '{worker}'")[0]
-    return int(count)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from pathlib import Path
 import pytest
 from replay import announced_digests, batches, replayed_digests
 
-from kit import Request, TempPaths
+from kit import Request, TempPaths, eventually
 from kit.run import (
     Run,
     checkpoints,
@@ -42,8 +42,8 @@ from kit.run import (
     processes_of,
     receipts,
     rows,
+    scripted,
     start_run,
-    wait_for,
 )
 from shoal.cli.main import main
 from shoal.ledger import fold, verify
@@ -91,13 +91,10 @@ class Outcome:
     path: Path
     steps: int
     groups: int = GROUPS
+    learns: bool = True
     killed: Counter[str] = field(default_factory=Counter)
     asked: set[str] = field(default_factory=set)
     struck: set[str] = field(default_factory=set)
-
-    def skip_if_too_short(self) -> None:
-        if self.asked:
-            pytest.skip("a run of few groups")
 
 
 # ── moments ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,16 +147,16 @@ def newest(path: Path, column: str, table: str) -> int:
 
 
 def awkward_run(path: Path) -> Outcome:
-    """Every role killed at its worst moment."""
-    outcome = Outcome(path, steps=5)  # the kills are over by the third; the rest is for the score to rise
-    with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
+    """Every role killed at its worst moment, with scripted engines: processes that load no torch are there sooner."""
+    outcome = Outcome(path, steps=5, learns=False)  # the kills are over by the third
+    with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES, *scripted(path.parent)], env=LOG_RECEIPTS) as run:
         kill_everyone(run, outcome.killed)
         finish(run)
     return outcome
 
 
 def orphaned_run(path: Path) -> Outcome:
-    """The same, then the supervisor is killed; the resumed run goes to the end."""
+    """The same with the real engine, then the supervisor is killed; the resumed run goes to the end."""
     outcome = Outcome(path, steps=8)
     with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
         kill_everyone(run, outcome.killed)
@@ -192,7 +189,7 @@ def kill_supervisor(run: Run) -> None:
     """Its children notice and end by themselves, without a signal of ours."""
     run.process.kill()
     run.process.wait()
-    wait_for("the children of a supervisor that is gone to end", lambda: not processes_of(run.path))
+    eventually(lambda: not processes_of(run.path), 30.0, "the children of a supervisor that is gone did not end")
 
 
 def random_run(path: Path) -> Outcome:
@@ -224,9 +221,8 @@ def run_to_points(which: str, path: Path) -> Outcome:
     env = {**LOG_RECEIPTS, CRASH_AT: ",".join(asked), CRASH_FOLDER: str(struck)}
     with start_run(path, POINTS_OVERRIDES, env=env) as run:
         finish(run)
-    return Outcome(
-        path, POINTS_STEPS, POINTS_GROUPS, asked=names_of(asked), struck={mark.name for mark in struck.iterdir()}
-    )
+    died = {mark.name for mark in struck.iterdir()}
+    return Outcome(path, POINTS_STEPS, POINTS_GROUPS, learns=False, asked=names_of(asked), struck=died)
 
 
 def names_of(asked: tuple[str, ...]) -> set[str]:
@@ -308,18 +304,15 @@ def test_no_honest_worker_is_punished(run: Outcome) -> None:
     assert set(nodes) == {("active", 0, 0, 0)}
 
 
-def test_no_group_is_trained_twice_or_too_late(run: Outcome) -> None:
+def test_no_step_is_recorded_and_no_group_trained_twice_or_too_late(run: Outcome) -> None:
     written = batches(run.path)
+    assert [row["step"] for row in metrics(run.path) if "loss" in row] == list(range(run.steps))
+    assert [batch.step for batch in written] == list(range(run.steps))
     units = [group.unit for batch in written for group in batch.groups]
     assert len(units) == len(set(units)) == run.steps * run.groups
     ages = [batch.step - group.policy.version for batch in written for group in batch.groups]
     assert max(ages) <= STALENESS
     assert max(ages) > 0 or run.asked
-
-
-def test_every_step_is_recorded_once(run: Outcome) -> None:
-    assert [row["step"] for row in metrics(run.path)] == list(range(run.steps + 1))
-    assert [batch.step for batch in batches(run.path)] == list(range(run.steps))
 
 
 def test_the_killed_trainer_has_the_weights_of_one_never_killed(run: Outcome) -> None:
@@ -329,7 +322,8 @@ def test_the_killed_trainer_has_the_weights_of_one_never_killed(run: Outcome) ->
 
 
 def test_the_held_out_score_rises(run: Outcome) -> None:
-    run.skip_if_too_short()
+    if not run.learns:
+        pytest.skip("a run of few groups, or of an engine that babbles")
     scores = [row["held_out"] for row in metrics(run.path) if "held_out" in row]
     assert scores[-1] > scores[0] + 0.1, scores
 

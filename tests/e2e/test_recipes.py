@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from kit.run import RECIPE, ledger, metrics, rows, start_run
+from kit.run import ledger, metrics, rows, start_run
 from kit.sandbox import needs_bubblewrap
 from shoal.environments import build
 from shoal.environments.tools import TOOLS
@@ -33,22 +33,6 @@ def run_python(*arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S + 30, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
-
-
-def test_a_reward_of_ones_own_is_one_file(tmp_path: Path) -> None:
-    settings = [
-        f"environment.file={ROOT / 'examples' / 'custom_reward.py'}", "run.steps=2", "run.groups_per_step=8",
-        "trainer.evaluate_every=2", "trainer.evaluate_tasks=32",
-    ]  # fmt: skip
-    arguments = [part for setting in settings for part in ("--set", setting)]
-    run_python("-m", "shoal.cli", "run", str(RECIPE), "--dir", str(tmp_path / "mine"), *arguments)
-    found = metrics(tmp_path / "mine")
-    assert [row["step"] for row in found] == [0, 1, 2]
-    # Its reward is graded: right digits count even where the list is not sorted to the end.
-    measured = {row["step"]: row["held_out"] for row in found if "held_out" in row}
-    assert {0, 2} == measured.keys(), found
-    assert all(0.4 < score < 1 for score in measured.values()), found
-    assert all(row["groups"] == 8 for row in found[:2]), found
 
 
 def test_the_algorithm_in_one_file_runs() -> None:

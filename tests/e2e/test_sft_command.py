@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,9 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from kit import Capture
 from shoal.cli.main import main
 
 pytestmark = pytest.mark.slow
@@ -39,18 +36,6 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
-def started(arguments: list[str], work: Path, rows: int) -> subprocess.Popen[str]:
-    """The process, once it has written so many rows."""
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until_s = time.monotonic() + DEADLINE_S
-    metrics = work / "metrics.jsonl"
-    while not (metrics.is_file() and len(metrics.read_bytes().splitlines()) >= rows):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until_s, "no rows in time"
-        time.sleep(0.05)
-    return process
-
-
 def score(model: Path | str, out: Path) -> float:
     ran = ["eval", str(model), "--env", "sort", "--tasks", "64", "--max-new-tokens", "10", "--device", "cpu"]
     assert main([*ran, "--out", str(out)]) == 0
@@ -58,7 +43,7 @@ def score(model: Path | str, out: Path) -> float:
     return found
 
 
-def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path) -> None:
     ran = run(command(demos, tmp_path / "begun"))
     assert ran.returncode == 0, ran.stderr
     assert "wrote " in ran.stdout
@@ -68,7 +53,6 @@ def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path, capsys: 
     assert json.loads((tmp_path / "begun" / "shoal.json").read_text())["trained_on"] == "demonstrations"
     assert "reinforcement" not in (tmp_path / "begun" / "README.md").read_text()
     assert score(tmp_path / "begun", tmp_path / "after") > score("tiny", tmp_path / "before") + 0.2
-    assert "its demonstrations have none of the tasks held out here" in capsys.readouterr().out
     assert not (tmp_path / "begun.work").exists()
     again = run(command(demos, tmp_path / "begun"))
     assert again.returncode == 0
@@ -76,26 +60,6 @@ def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path, capsys: 
     other = run(command(demos, tmp_path / "begun", "--seed", "1"))
     assert other.returncode == 2
     assert "is another warm start: its course.seed is 0, here it would be 1" in other.stderr
-
-
-def test_killed_and_stopped_it_comes_to_the_same_weights(demos: Path, tmp_path: Path) -> None:
-    whole, broken, work = tmp_path / "whole", tmp_path / "broken", tmp_path / "broken.work"
-    short = ["--steps", "20", "--batch", "8"]
-    assert main(command(demos, whole, *short)[3:]) == 0
-    killed = started(command(demos, broken, *short), work, 7)
-    killed.kill()
-    killed.communicate(timeout=DEADLINE_S)
-    assert not broken.exists()
-    stopped = started(command(demos, broken, *short), work, 9)
-    os.kill(stopped.pid, signal.SIGTERM)
-    _, said = stopped.communicate(timeout=DEADLINE_S)
-    assert stopped.returncode == 130
-    assert "the same command resumes" in said
-    assert main(command(demos, broken, *short, "--seed", "1")[3:]) == 2  # another one does not
-    assert main(command(demos, broken, *short)[3:]) == 0
-    one, two = load_file(whole / "model.safetensors"), load_file(broken / "model.safetensors")
-    assert one.keys() == two.keys()
-    assert all(bool((one[name] == two[name]).all()) for name in one)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks at a process by /proc")

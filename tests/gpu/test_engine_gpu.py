@@ -8,12 +8,15 @@ import torch
 
 from shoal.engines import GenerationRequest, PrefillRequest, build, kind_of
 from shoal.engines.torch import TorchEngine
+from shoal.environments import EnvironmentSettings
+from shoal.environments import build as build_environment
 from shoal.models.load import load_model
 from shoal.models.logprobs import Head
 from shoal.models.state import policy_views
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters
 from shoal.sampling import check_seeded, uniforms
 from shoal.toploc import check_proofs, compare, split_proofs
+from shoal.validator.calibrate import Plan, measure, prompts_of
 from shoal.validator.profiles import BUILT_IN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -88,3 +91,20 @@ def test_memory_does_not_grow_with_the_length_of_what_is_proved(tiny) -> None:
             kept.append(torch.cuda.max_memory_allocated())
         peaks.append(kept[1] - kept[0])
     assert peaks[2] < peaks[1] + 8 * 2**20  # the states of the longer ones are 16 MiB more
+
+
+def test_both_formats_are_measured_with_the_kernels_of_the_gpu(tiny) -> None:
+    """Limits by every attention kernel that it has."""
+    validator, environment = engine(tiny, "cuda", "float32"), build_environment(EnvironmentSettings(name="sort"))
+    plan = Plan(prompts_of(tiny.files, environment, 12), tiny.eos_token_id, tokens=12)
+    for dtype, pages in (("float32", True), ("bfloat16", True), ("bfloat16", False)):
+        worker = validator.copied(tiny.files, dtype, pages=pages)
+        found = measure(worker, {"cuda/float32": validator}, plan)
+        assert found.profile.key == f"{'torch' if pages else 'torch-plain'}/cuda/{dtype}"
+        names = {name for name, _ in found.variants}
+        assert {"batch 1", "batch 64", "main"} <= names
+        assert ({"eager", "math"} <= names) == (not pages)
+        assert (len(names & {"flash", "efficient"}) >= 1) == (not pages)
+        assert found.failures == {"cuda/float32": []}
+        int4 = [catch for catch in found.catches if catch.cheat == "int4 weights"]
+        assert all(catch.by_either == 1.0 for catch in int4)

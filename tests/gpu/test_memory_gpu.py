@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engines import GenerationRequest, PrefillRequest, build, choose, kind_of, memory
+from shoal.engines import GenerationRequest, PrefillRequest, build, memory
 from shoal.engines.memory import free_bytes, is_out_of_memory, keep_to_share, release_memory
 from shoal.engines.paged import POOL_SHARE
 from shoal.engines.torch import TorchEngine
@@ -158,14 +158,3 @@ def test_a_share_of_the_gpu_bounds_what_is_computed_at_once_and_what_can_be_allo
             torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def test_a_worker_on_a_gpu_follows_the_run() -> None:
-    major, _ = torch.cuda.get_device_capability()
-    float32, bfloat16 = "torch/cuda/float32", "torch/cuda/bfloat16"
-    assert choose("torch", "auto", "auto", [float32, "torch/cpu/float32"]) == ("cuda", "float32")
-    if major >= 8:
-        assert choose("torch", "auto", "auto", [float32, bfloat16]) == ("cuda", "bfloat16")
-        assert choose("torch", "auto", "auto", [bfloat16]) == ("cuda", "bfloat16")
-        assert kind_of("torch", "auto", "auto") == bfloat16
-    assert choose("torch", "auto", "auto", ["torch/cpu/float32"]) == ("cpu", "float32")

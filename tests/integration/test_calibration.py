@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from test_loop_scripted import PACE, URL, ParityEnvironment, Run, eventually
+from test_loop_scripted import DEADLINE_S, Run
 
-from kit import Patch
+from kit import Patch, eventually
 from shoal.errors import HubRefused
 from shoal.hub import HubConfig, RunSettings
 from shoal.models.load import load_model
@@ -34,12 +33,13 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.shardcast import Content
-from shoal.validator import ValidatorConfig, ValidatorSettings, calibrate, run_validator
+from shoal.validator import ValidatorSettings, calibrate
 from shoal.validator import limits as limits_module
-from shoal.worker import WorkerConfig, WorkerSettings, run_worker
+from shoal.worker import WorkerSettings
 
 KIND = "torch/cpu/bfloat16"
 WAIT_S = 240
+FLOAT32 = ValidatorSettings(device="cpu", dtype="float32")
 
 
 class SelfCalibrating(Run):
@@ -66,20 +66,6 @@ class SelfCalibrating(Run):
         announcement = PolicyAnnouncement(run=self.id, policy=policy, created_at_ms=1)
         self.trainer.announce(sign_document(announcement, self.trainer_key))
         return policy
-
-    def bfloat16_worker(self) -> Future[None]:
-        settings = WorkerSettings(units_per_lease=2, device="cpu", dtype="bfloat16")
-        config = WorkerConfig(self.folder / "w", settings, "torch", URL, self.fingerprint, "w", self.http, pace=PACE)
-        return self._start(run_worker, config)
-
-    def torch_validator(self, dtype: str = "float32") -> Future[None]:
-        settings = ValidatorSettings(device="cpu", dtype=dtype)
-        config = ValidatorConfig(
-            folder=self.folder / "validator-0", settings=settings, environment=ParityEnvironment(), engine="torch",
-            hub_url=URL, root_fingerprint=self.fingerprint, key=self.validator_key,
-            certificate=self.certificates["validator"], http=self.http, pace=PACE,
-        )  # fmt: skip
-        return self._start(run_validator, config)
 
     def in_force(self) -> str:
         """The digest of the calibration that a lease would name now."""
@@ -116,10 +102,10 @@ def test_bfloat16_measured_first_and_again_when_weights_moved(
     monkeypatch.setattr(limits_module, "PROBE_SHARE", 1e9)
     run = start()
     run.publish(0)
-    run.bfloat16_worker()
-    eventually(lambda: "have not measured work in bfloat16 yet" in waits(run), run.status)
+    run.worker("w", "torch", WorkerSettings(units_per_lease=2, device="cpu", dtype="bfloat16"))
+    eventually(lambda: "have not measured work in bfloat16 yet" in waits(run), DEADLINE_S, run.status)
     assert run.status().units.get("leased", 0) == 0
-    run.torch_validator()
+    run.validator("torch", FLOAT32)
     eventually_measured(run, lambda digest: KIND in run.trainer.calibration(digest).kinds)
     first = run.in_force()
     made = run.trainer.calibration(first)
@@ -160,13 +146,13 @@ class Narrow(SelfCalibrating):
 def test_limits_that_pass_int8_weights_refused_and_nobody_works(
     start: Callable[..., SelfCalibrating], monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(calibrate, "MOST_SEQUENCES", 128)  # in a quarter of the time
+    monkeypatch.setattr(calibrate, "MOST_SEQUENCES", 64)  # in a fraction of the time
     run = start(Narrow)
     with torch.no_grad():  # the built-in policy: its noise in bfloat16 hides int8 weights
         run.model = load_model("tiny", "bfloat16").model
     run.files = dict(load_model("tiny").files)
     run.publish(0)
-    run.torch_validator()
+    run.validator("torch", FLOAT32)
     asking = run.client(SigningKey.generate())
     asking.register("asks", "worker", None)
     assert asking.lease(LeaseRequest(request="request-1", profile=KIND)).leases == ()
@@ -236,36 +222,25 @@ def test_lease_keeps_its_calibration_and_later_ones_name_the_newer(start: Callab
     assert newer.calibration == document_hash(second)
 
 
-def test_an_owners_calibration_opens_a_kind_that_the_run_did_not_take(start: Callable[..., SelfCalibrating]) -> None:
+def test_an_owners_calibration_opens_a_kind_and_an_old_one_of_theirs_cannot_be_sent_again(
+    start: Callable[..., SelfCalibrating],
+) -> None:
+    """The hub tells it to anyone, and the call is not signed: else any worker could have wider limits back."""
     run, kind = start(Narrow), "vllm/cuda/bfloat16"
     policy = run.publish(0)
     worker = run.client(SigningKey.generate())
     worker.register("w", "worker", None)
     with pytest.raises(HubRefused, match=r"profile\.unknown"):
         worker.lease(LeaseRequest(request="request-1", profile=kind))
-    opened = sign_document(calibration(run, policy, kinds={kind: MeasuredKind(limits={"key": kind})}), run.root)
-    run.trainer.publish_calibration(opened)
-    assert kind in worker.refreshed_run().info.profiles
-    [(lease, _)] = worker.open_leases(worker.lease(LeaseRequest(request="request-2", profile=kind)))
-    assert lease.calibration == document_hash(opened)
-
-
-def test_an_old_calibration_of_the_owner_cannot_be_sent_again(start: Callable[..., SelfCalibrating]) -> None:
-    """The hub tells it to anyone, and the call is not signed: else any worker could have wider limits back."""
-    run, kind = start(Narrow), "vllm/cuda/bfloat16"
-    policy = run.publish(0)
     wide, tight = (
-        sign_document(
-            calibration(run, policy, kinds={kind: MeasuredKind(limits={"key": kind, "n": at_ms})}, made_at_ms=at_ms),
-            run.root,
-        )
+        calibration(run, policy, kinds={kind: MeasuredKind(limits={"key": kind, "n": at_ms})}, made_at_ms=at_ms)
         for at_ms in (1000, 2000)
     )
-    worker = run.client(SigningKey.generate())
-    worker.register("w", "worker", None)
+    wide, tight = sign_document(wide, run.root), sign_document(tight, run.root)
     for signed in (wide, tight, tight):  # the same again, after an answer that was lost, is harmless
         worker.publish_calibration(signed)
+    assert kind in worker.refreshed_run().info.profiles
     with pytest.raises(HubRefused, match=r"calibration\.outdated"):
         worker.publish_calibration(wide)
-    [(lease, _)] = worker.open_leases(worker.lease(LeaseRequest(request="request-1", profile=kind)))
+    [(lease, _)] = worker.open_leases(worker.lease(LeaseRequest(request="request-2", profile=kind)))
     assert lease.calibration == document_hash(tight)

@@ -1,118 +1,43 @@
-"""A trainer of two processes as `shoal run` and `torchrun` start it: real processes, real signals, real exit codes."""
+"""A trainer of two processes as `shoal run` starts it: real processes, real signals, real exit codes."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shoal.trainer.checkpoint import MODEL, TRAINING, CheckpointStore
-from shoal.trainer.settings import TrainerSettings
+from kit.run import start_run
 
-pytestmark = pytest.mark.slow
-
-PROGRAM = Path(__file__).parents[1] / "unit" / "trainer" / "rank_program.py"
-TINY = Path(__file__).parents[2] / "recipes" / "tiny.toml"
-SETTINGS = TrainerSettings(learning_rate=1e-3, minibatches=2, evaluate_every=0, batch_deadline_s=60, device="cpu")
-LIMIT_S = 280.0
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def torchrun(folder: Path, log: Path, **environment: str) -> int:
-    """Two processes under torch's own elastic agent, which starts them again twice."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [str(PROGRAM), str(folder), "3", SETTINGS.model_dump_json()]
-    with log.open("wb") as output:
-        ran = subprocess.run(
-            [*command, "--max-restarts", "2", *program],
-            env={**ENVIRONMENT, **environment},
-            stdout=output,
-            stderr=output,
-            timeout=LIMIT_S,
-        )
-    return ran.returncode
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_costs_nothing(tmp_path: Path, rank: int) -> None:
-    """Killed in the middle of the second step: the group starts again and ends with the same weights, bit for bit."""
-    log = tmp_path / "log"
-    assert torchrun(tmp_path / "killed", log, SHOAL_TEST_DIE=f"{rank}.1") == 0, log.read_text()[-4000:]
-    assert "SIGKILL" in log.read_text() or "exitcode: -9" in log.read_text()
-    assert torchrun(tmp_path / "whole", log) == 0, log.read_text()[-4000:]
-    stores = [CheckpointStore(tmp_path / name / "trainer" / "checkpoints", keep=2) for name in ("killed", "whole")]
-    killed, whole = (store.newest() for store in stores)
-    assert killed.progress == whole.progress
-    for file in (MODEL, TRAINING):
-        ours, theirs = killed.tensors(file), whole.tensors(file)
-        assert ours.keys() == theirs.keys()
-        assert all(ours[name].equal(theirs[name]) for name in ours if not name.startswith("generator/"))
-
-
-def wait_for(what: str, condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert process.poll() is None, f"it ended while waiting for {what}"
-        assert time.monotonic() < end_s, f"no {what} within {LIMIT_S:.0f} s"
-        time.sleep(0.05)  # polling with a deadline: the other side is another process
+SETTINGS = ("trainer.processes=2", "run.steps=4", "run.groups_per_step=8", "trainer.evaluate_every=0")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_shoal_run_with_two_trainer_processes(tmp_path: Path) -> None:
     """It trains; a killed rank is started again; SIGTERM leaves no process; the run goes on to its end."""
-    run = tmp_path / "run"
-    sets = ["trainer.processes=2", "run.steps=4", "run.groups_per_step=8", "trainer.evaluate_every=0"]
-    command = [sys.executable, "-m", "shoal.cli", "run", str(TINY), "--dir", str(run)]
-    command += [part for each in sets for part in ("--set", each)]
-    trainer_log = run / "logs" / "trainer.log"
+    path = tmp_path / "run"
+    log = path / "logs" / "trainer.log"
 
     def said(text: str) -> bool:
-        return trainer_log.is_file() and text in trainer_log.read_text(errors="replace")
+        return log.is_file() and text in log.read_text(errors="replace")
 
-    with (tmp_path / "output").open("wb") as output:
-        first = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=output)
-        try:
-            wait_for("the first step", lambda: said("step 0: "), first)
-            agent = int(json.loads((run / "processes.json").read_text())["trainer"])
-            ranks = children(agent)
-            assert len(ranks) == 2
-            os.kill(ranks[1], signal.SIGKILL)
-            wait_for("a restart", lambda: said("resuming at version"), first)
-            ranks = children(agent)
-            first.send_signal(signal.SIGTERM)
-            assert first.wait(60) == 130
-            assert not any(Path(f"/proc/{pid}").exists() for pid in (agent, *ranks))
-        finally:
-            first.kill()
-        second = subprocess.run(
-            [*command[:4], "--dir", str(run)], env=ENVIRONMENT, stdout=output, stderr=output, timeout=LIMIT_S
-        )
-    assert second.returncode == 0, (tmp_path / "output").read_text()[-3000:] + trainer_log.read_text()[-3000:]
-    assert (run / "trainer" / "export" / "model.safetensors").is_file()
-
-
-def test_the_exit_code_of_a_rank_reaches_the_supervisor(tmp_path: Path) -> None:
-    """A rank that ends with 2 is not started again, and what it said is the last line."""
-    calls = f"run_group(['trainer', '--dir', {str(tmp_path / 'nowhere')!r}], 2, stop_on_signals())"
-    program = (
-        "import sys; from shoal.errors import ShoalError; from shoal.trainer.elastic import run_group\n"
-        "from shoal.runtime.stop import stop_on_signals\n"
-        f"try: {calls}\nexcept ShoalError as error: print(error, file=sys.stderr); sys.exit(error.exit_code)"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert ran.returncode == 2, ran.stderr
-    assert "is not a run folder" in ran.stderr.splitlines()[-1]
-    assert ran.stderr.count("rank 0 ended with exit code 2") == 1
+    with start_run(path, SETTINGS, env=ENVIRONMENT) as run:
+        run.wait_until("the first step", lambda: said("step 0: "))
+        agent = run.pids()["trainer"]
+        ranks = children(agent)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        run.wait_until("a restart", lambda: said("resuming at version"))
+        ranks = children(agent)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 130
+        assert not any(Path(f"/proc/{pid}").exists() for pid in (agent, *ranks))
+    with start_run(path, env=ENVIRONMENT, recipe=None) as run:
+        assert run.wait() == 0, run.said() + log.read_text()[-3000:]
+    assert (path / "trainer" / "export" / "model.safetensors").is_file()

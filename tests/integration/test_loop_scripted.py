@@ -18,31 +18,28 @@ import httpx
 import numpy as np
 import pytest
 
-from kit import Patch
+from kit import Patch, eventually
 from kit.asgi import AsgiTransport
 from shoal import protocol
 from shoal.client import ClientOptions, HubClient, Pace
 from shoal.client.trust import run_id
 from shoal.client.weights import Following
-from shoal.engines import GenerationRequest
-from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
 from shoal.environments import Score, Task
-from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused, SignatureError
-from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
+from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused
+from shoal.hub import EvaluationPlan, HubConfig, HubSettings, RunSettings, create_app
 from shoal.ledger import Account, fold, verify
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin, Payload, run_origin
 from shoal.validator import ValidatorConfig, ValidatorSettings, judge, profile_keys, run_validator
 from shoal.validator.case import Case, Finding, unsure
-from shoal.worker import Outbox, WorkerConfig, WorkerSettings, run_worker
-from shoal.worker.settings import identity
+from shoal.worker import WorkerConfig, WorkerSettings, run_worker
 
 DEADLINE_S = 60
 PACE = Pace(poll_s=0.5, heartbeat_s=0.2, patience_s=DEADLINE_S)
 EOS = 1
 URL = "http://hub"
-KIND = "scripted/cpu/float32"
+WORKER = WorkerSettings(units_per_lease=3)
 
 
 class ParityEnvironment:
@@ -66,18 +63,12 @@ def encode(task: Task) -> list[int]:
 
 
 class Switch(httpx.BaseTransport):
-    """The wire to the hub: in-process, and cut while the hub is down."""
+    """The wire to the hub, in this process; behind it is another one after a restart."""
 
-    def __init__(self) -> None:
-        self.current: AsgiTransport | None = None
-        self.refused = threading.Event()
+    current: AsgiTransport
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        current = self.current
-        if current is None:
-            self.refused.set()
-            raise httpx.ConnectError("the hub is down", request=request)
-        return current.handle_request(request)
+        return self.current.handle_request(request)
 
 
 @dataclass
@@ -93,6 +84,7 @@ class Run:
     profiles: tuple[str, ...] = profile_keys(ValidatorSettings())
     lease_s: float = 20
     proof: protocol.ProofParameters = field(default_factory=protocol.ProofParameters)
+    evaluation: EvaluationPlan | None = None
 
     def __post_init__(self) -> None:
         self.root, self.hub_key, self.trainer_key, self.validator_key = (
@@ -129,22 +121,21 @@ class Run:
             encode=encode,
             eos_token_id=EOS, key=self.hub_key, root_key=self.root.public_key,
             certificates=tuple(self.certificates.values()), sources=(self.source,), profiles=self.profiles,
-            proof=self.proof,
+            proof=self.proof, evaluation=self.evaluation,
         )  # fmt: skip
 
     def hub_up(self) -> None:
         self.switch.current = AsgiTransport(create_app(self.hub_config()))
 
-    def hub_down(self) -> None:
-        current, self.switch.current = self.switch.current, None
-        if current is not None:
-            current.close()
+    def restart_hub(self) -> None:
+        self.switch.current.close()
+        self.hub_up()
 
     def close(self) -> None:
         self.stop.set("the test ends")
         for role in self.roles:
             role.exception(DEADLINE_S)
-        self.hub_down()
+        self.switch.current.close()
         self.threads.shutdown()
 
     def client(self, key: protocol.SigningKey) -> HubClient:
@@ -153,15 +144,17 @@ class Run:
 
     # Roles
 
-    def worker(self, name: str, engine: str = "scripted") -> Future[None]:
-        settings = WorkerSettings(units_per_lease=3)
-        config = WorkerConfig(self.folder / name, settings, engine, URL, self.fingerprint, name, self.http, pace=PACE)
+    def worker(
+        self, name: str, engine: str = "scripted", settings: WorkerSettings = WORKER, **more: Any
+    ) -> Future[None]:
+        config = WorkerConfig(
+            self.folder / name, settings, engine, URL, self.fingerprint, name, self.http, pace=PACE, **more
+        )
         return self._start(run_worker, config)
 
-    def validator(self) -> Future[None]:
+    def validator(self, engine: str = "scripted", settings: ValidatorSettings = ValidatorSettings()) -> Future[None]:
         config = ValidatorConfig(
-            folder=self.folder / "validator-0", settings=ValidatorSettings(), environment=ParityEnvironment(),
-            engine="scripted",
+            folder=self.folder / "validator-0", settings=settings, environment=ParityEnvironment(), engine=engine,
             hub_url=URL, root_fingerprint=self.fingerprint, key=self.validator_key,
             certificate=self.certificates["validator"], http=self.http, pace=PACE,
         )  # fmt: skip
@@ -214,23 +207,14 @@ class Run:
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(lease_s: float = 20, **settings: Any) -> Run:
+    def make(lease_s: float = 20, evaluation: EvaluationPlan | None = None, **settings: Any) -> Run:
         fields = {"name": "loop", "steps": 4, "groups_per_step": 4, "group_size": 4, "max_new_tokens": 6, **settings}
-        runs.append(Run(tmp_path, RunSettings(**fields), lease_s=lease_s))
+        runs.append(Run(tmp_path, RunSettings(**fields), lease_s=lease_s, evaluation=evaluation))
         return runs[0]
 
     yield make
     for run in runs:
         run.close()
-
-
-def eventually(what: Callable[[], bool], message: Callable[[], object]) -> None:
-    pause = threading.Event()
-    for _ in range(DEADLINE_S * 20):
-        if what():
-            return
-        pause.wait(0.05)
-    raise AssertionError(message())
 
 
 def check_accounts(run: Run) -> None:
@@ -278,7 +262,7 @@ def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run
     run = start(lease_s=2.0, steps=1)
     run.publish(0)
     validator = run.validator()
-    eventually(lambda: "validator-0" in run.nodes(), run.status)
+    eventually(lambda: "validator-0" in run.nodes(), DEADLINE_S, run.status)
     monkeypatch.setattr(Following, "__call__", slow)
     worker = run.worker("worker-0")
     run.train(0)
@@ -289,112 +273,26 @@ def test_link_slower_than_a_lease_is_paid_not_suspended(start: Callable[..., Run
     assert (view.state, view.suspensions, view.rejected) == (protocol.NodeState.ACTIVE, 0, 0)
 
 
-def test_a_hub_that_goes_down_and_comes_back_loses_nothing(start: Callable[..., Run]) -> None:
-    run = start(max_staleness=1)
-    run.publish(0)
-    roles = [run.worker("worker-0"), run.worker("worker-1"), run.validator()]
-    first = [run.train(step) for step in range(2)]
-    before = run.ledger()
-    run.hub_down()
-    assert run.switch.refused.wait(DEADLINE_S)  # somebody has met the closed door
-    run.hub_up()
-    assert run.ledger()[: len(before)] == before
-    assert [run.trainer.batch(step, 0).batch for step in range(2)] == first
-    rest = [run.train(step) for step in range(2, 4)]
-    for role in roles:
-        role.result(DEADLINE_S)
-    trained = [group.unit for batch in (*first, *rest) for group in batch.groups]
-    assert len(trained) == len(set(trained)) == 16
-    assert all(node.rejected == 0 for node in run.nodes().values())
-    check_accounts(run)
-
-
-def test_finished_work_of_a_killed_worker_is_delivered_by_its_next_start(start: Callable[..., Run]) -> None:
-    run = start(steps=1)
-    policy = run.publish(0)
-    unsent = _generate_and_die(run, policy)
-    roles = [run.worker("reborn"), run.validator()]
-    run.train(0)
-    for role in roles:
-        role.result(DEADLINE_S)
-    credited = {entry.body["unit"] for entry in run.ledger() if entry.kind == "credit"}
-    assert set(unsent) <= credited
-    assert list((run.folder / "reborn" / "outbox").glob("*.submission")) == []
-    check_accounts(run)
-
-
-def _generate_and_die(run: Run, policy: protocol.PolicyRef) -> list[int]:
-    """What a worker leaves behind that is killed between writing its outbox and sending it."""
-    client = run.client(identity(run.folder / "reborn"))
-    client.register("reborn", "worker", None)
-    leases = [
-        lease
-        for lease, _ in client.open_leases(
-            client.lease(protocol.LeaseRequest(request="request-1", max_units=2, profile=KIND))
-        )
-    ]
-    engine = ScriptedEngine()
-    tensors = {"w": protocol.TensorView("w", "F32", (4,), memoryview(np.zeros(4, dtype="<f4")).cast("B"))}
-    engine.load_policy(policy, tensors)
-    outbox = Outbox(run.folder / "reborn" / "outbox")
-    for lease in leases:
-        request = GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)
-        [group] = engine.generate([request], lease.proof)
-        outbox.put(submission_of(lease, group, engine.name))
-    assert len(leases) == 1, "all that a fresh key gets"
-    return [lease.unit for lease in leases]
-
-
-def test_a_stopped_worker_gives_its_leases_back_and_ends(start: Callable[..., Run]) -> None:
-    run = start(steps=1)
-    run.publish(0)
-    worker = run.worker("worker-0")
-    eventually(lambda: run.status().submissions.get("received", 0) > 0, run.status)
-    run.stop.set("SIGTERM")
-    worker.result(DEADLINE_S)
-    units = run.status().units
-    assert units.get("leased", 0) == 0, units
-
-
-def test_a_validator_of_another_environment_says_so(start: Callable[..., Run], monkeypatch: Patch) -> None:
+def test_a_validator_that_can_judge_nothing_of_the_run_says_so(start: Callable[..., Run], monkeypatch: Patch) -> None:
     run = start()
-    monkeypatch.setattr(ParityEnvironment, "digest", "f" * 64)
-    with pytest.raises(EnvironmentSetupError, match="is not the run's parity"):
-        run.validator().result(DEADLINE_S)
-
-
-def test_a_validator_that_can_judge_nothing_that_the_run_takes_says_so(start: Callable[..., Run]) -> None:
-    run = start()
-    run.hub_down()
+    with monkeypatch.context() as patch:
+        patch.setattr(ParityEnvironment, "digest", "f" * 64)
+        with pytest.raises(EnvironmentSetupError, match="is not the run's parity"):
+            run.validator().result(DEADLINE_S)
     run.profiles = ("torch/cuda/bfloat16",)
-    run.hub_up()
+    run.restart_hub()
     with pytest.raises(ConfigError, match=r"cannot judge work of torch/cuda/bfloat16.*start it with the run's recipe"):
         run.validator().result(DEADLINE_S)
 
 
-def test_worker_without_a_profile_says_so_before_it_downloads(start: Callable[..., Run]) -> None:
-    run = start()
-    settings = WorkerSettings()
-    config = WorkerConfig(run.folder / "w", settings, "torch", URL, run.fingerprint, "w", run.http, pace=PACE)
-    run.hub_down()
-    run.profiles = (KIND,)
-    run.hub_up()
-    with pytest.raises(ConfigError, match=r"run takes work of scripted/cpu/float32; this machine"):
-        run_worker(config, StopToken())
-    assert not (run.folder / "w" / "cache").exists()
-
-
 def test_float32_workers_void_no_unit_of_a_run_whose_validators_compute_in_bfloat16(start: Callable[..., Run]) -> None:
-    """Before, each of them got leases, and after a few audits that told nothing the unit was void."""
     run = start()
-    run.hub_down()
     run.profiles = profile_keys(ValidatorSettings(dtype="bfloat16", profiles=(Path("torch/cpu/bfloat16"),)))
-    run.hub_up()
+    run.restart_hub()
     run.publish(0)
-    settings = WorkerSettings(dtype="float32", device="cpu")
-    config = WorkerConfig(run.folder / "w", settings, "torch", URL, run.fingerprint, "w", run.http, pace=PACE)
+    worker = run.worker("w", "torch", WorkerSettings(dtype="float32", device="cpu"))
     with pytest.raises(ConfigError, match="no validator of the run can judge what this machine computes") as told:
-        run_worker(config, StopToken())
+        worker.result(DEADLINE_S)
     assert "--dtype" in str(told.value), "an option that `shoal join` has"
     assert not (run.folder / "w" / "cache").exists()
     stubborn = run.client(protocol.SigningKey.generate())
@@ -431,9 +329,45 @@ def test_always_unsure_workers_stop_no_step_and_void_no_unit(start: Callable[...
     assert {entry.kind for entry in run.ledger()} == {"node", "run", "policy", "batch"}, "neither credit nor sanction"
 
 
-def test_a_worker_refuses_a_hub_of_another_root_key(start: Callable[..., Run]) -> None:
-    run = start(steps=1)
-    config = WorkerConfig(run.folder / "w", WorkerSettings(), "scripted", URL, "0" * 40, "w", run.http)
-    with pytest.raises(SignatureError, match="impostor"):
-        run_worker(config, StopToken())
-    assert "w" not in run.nodes()
+PLAN = EvaluationPlan(every=2, tasks=46)
+
+
+def greedy_score(version: int) -> float:
+    """What a version scores on the first held-out tasks, computed here."""
+    engine, environment = ScriptedEngine(), ParityEnvironment()
+    tensor = protocol.TensorView("w", "F32", (4,), memoryview(np.full(4, version, dtype="<f4")).cast("B"))
+    engine.load_policy(protocol.PolicyRef(incarnation=0, version=version, digest="0" * 64), {"w": tensor})
+    tasks = environment.tasks("held_out")[: PLAN.tasks]
+    completions = engine.greedy([tuple(encode(task)) for task in tasks], 6, EOS)
+    texts = ["".join(map(chr, ids.tolist())).removesuffix(chr(EOS)) for ids in completions]
+    return float(np.mean([environment.score(task, text).value for task, text in zip(tasks, texts, strict=True)]))
+
+
+def evaluation_of(run: Run, version: int) -> protocol.Evaluation | None:
+    found = run.trainer.evaluations(version).evaluations
+    return next((each for each in found if each.policy.version == version), None)
+
+
+def test_versions_are_measured_while_the_run_goes_on_whoever_died_before(start: Callable[..., Run]) -> None:
+    """A validator was killed with a slice in hand, and the hub has started again since."""
+    run = start(steps=2, evaluation=PLAN)
+    run.publish(0)
+    killed = run.client(run.validator_key)
+    killed.register("validator-0", "validator", run.certificates["validator"])
+    reply = killed.audits(protocol.AuditRequest(evaluate="now"))
+    assert reply.evaluation is not None
+    assert killed.open_slice(reply.evaluation).first == 0
+    run.restart_hub()
+    roles = [run.worker("worker-0"), run.validator()]
+    eventually(lambda: (found := evaluation_of(run, 0)) and found.complete, DEADLINE_S, run.status)
+    for step in range(2):
+        run.train(step)
+    for role in roles:
+        role.result(DEADLINE_S)  # the validator goes home when the last version is measured, not before
+    for version in (0, 2):
+        found = evaluation_of(run, version)
+        assert (found.complete, found.scored, found.tasks) == (True, PLAN.tasks, PLAN.tasks)
+        assert found.mean == pytest.approx(greedy_score(version), abs=1e-12)
+    assert evaluation_of(run, 1) is None, "it was not due"
+    assert run.status().evaluations[-1] == evaluation_of(run, 2)
+    assert len({greedy_score(version) for version in (0, 2)}) == 2, "the test can tell versions apart"

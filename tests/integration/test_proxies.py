@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -53,14 +54,12 @@ RECIPE = {
 }
 
 
-class ForwardProxy:
-    """Forwards plain requests by their whole URL and opens tunnels; names ending in `.test` are all this machine."""
+class Listener:
+    """Accepts connections on loopback, each with a thread that serves it."""
 
-    def __init__(self, credentials: str = "") -> None:
-        self.credentials = credentials
-        self.asked: list[str] = []
+    def __init__(self) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        self.port: int = self._server.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
@@ -74,12 +73,35 @@ class ForwardProxy:
         with suppress(OSError):
             while True:
                 connection, _ = self._server.accept()
+                connection.settimeout(DEADLINE_S)
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def _read_head(client: socket.socket) -> bytes:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            piece = client.recv(1)
+            if not piece:
+                return b""
+            head += piece
+        return head
+
+
+class ForwardProxy(Listener):
+    """Forwards plain requests by their whole URL and opens tunnels; names ending in `.test` are all this machine."""
+
+    def __init__(self, credentials: str = "") -> None:
+        self.credentials = credentials
+        self.asked: list[str] = []
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def _serve(self, client: socket.socket) -> None:
         """One request decides where a connection goes; a client asks one host over one connection."""
         with suppress(OSError, ValueError), closing(client):
-            client.settimeout(DEADLINE_S)
             upstream: socket.socket | None = None
             try:
                 while head := self._read_head(client):
@@ -114,16 +136,6 @@ class ForwardProxy:
         host, _, port = netloc.partition(":")
         assert host.endswith(".test"), host
         return socket.create_connection(("127.0.0.1", int(port)), timeout=DEADLINE_S)
-
-    @staticmethod
-    def _read_head(client: socket.socket) -> bytes:
-        head = b""
-        while b"\r\n\r\n" not in head:
-            piece = client.recv(1)
-            if not piece:
-                return b""
-            head += piece
-        return head
 
     @staticmethod
     def _body(client: socket.socket, headers: bytes) -> bytes:
@@ -232,6 +244,8 @@ def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: Patch) -> None:
     assert proxy_of("http://hub.test:8470") is None
     assert proxy_of("http://a.internal") is None
     assert proxy_of("http://other.test") is not None
+    for own in ("http://127.0.0.1:1", "http://localhost:1", "https://[::1]:1", "http://127.8.8.8"):
+        assert proxy_of(own) is None, "this machine is never asked for through a proxy"
     options = ClientOptions(patience_s=0.2)
     client = HubClient("http://hub.test:9", SigningKey.generate(), StopToken(), options=options)
     with closing(client), pytest.raises(HubUnreachable):
@@ -241,68 +255,57 @@ def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: Patch) -> None:
     assert proxy.asked == []
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "https://[::1]:1", "http://127.8.8.8"])
-def test_this_machine_is_never_asked_for_through_a_proxy(proxy: ForwardProxy, url: str) -> None:
-    assert proxy_of(url) is None
-
-
 def test_a_proxy_that_wants_a_password_gets_it_and_a_wrong_one_is_told(monkeypatch: Patch) -> None:
-    proxy = ForwardProxy(credentials="me:se cret")
-    server = _Source()
-    try:
+    with closing(ForwardProxy(credentials="me:se cret")) as proxy, closing(_Source()) as server:
         monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("//", "//me:se%20cret@"))
-        with closing(Connection(f"http://weights.test:{server.port}", StopToken())) as connection:
-            assert connection.get("/head.json", Deadline(10)).status == 200
-            assert connection.read(100, Deadline(10)) == b"hello"
+        assert fetched(f"http://weights.test:{server.port}") == [b"hello"]
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
         with pytest.raises(BroadcastError, match=r"wants a user and a password \(407\)"):
-            Connection(f"http://weights.test:{server.port}", StopToken()).get("/head.json", Deadline(10))
-    finally:
-        proxy.close()
-        server.close()
+            fetched(f"http://weights.test:{server.port}")
 
 
-def test_a_secure_source_is_reached_through_a_tunnel(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> None:
+def fetched(url: str, times: int = 1, **limits: Any) -> list[bytes]:
+    """What a connection gets, each time it asks."""
+    found = []
+    with closing(Connection(url, StopToken(), Timeouts(**limits))) as connection:
+        for _ in range(times):
+            assert connection.get("/head.json", Deadline(10)).status == 200
+            found.append(connection.read(100, Deadline(10)))
+    return found
+
+
+@pytest.fixture
+def secure(proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch) -> Iterator[_Source]:
     certificate = _certificate(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    server = _Source(certificate)
-    try:
-        with closing(Connection(f"https://weights.test:{server.port}", StopToken())) as connection:
-            for _ in range(2):
-                assert connection.get("/head.json", Deadline(10)).status == 200
-                assert connection.read(100, Deadline(10)) == b"hello"
-        assert proxy.asked == [f"CONNECT weights.test:{server.port}"]
-        with pytest.raises(BroadcastError, match=r"through the proxy http://127\.0\.0\.1:\d+: .*closed the connection"):
-            Connection("https://weights.test:9", StopToken()).get("/head.json", Deadline(10))
-    finally:
-        server.close()
+    with closing(_Source(certificate)) as server:
+        yield server
+
+
+def test_a_secure_source_is_reached_through_a_tunnel(proxy: ForwardProxy, secure: _Source) -> None:
+    assert fetched(f"https://weights.test:{secure.port}", 2) == [b"hello", b"hello"]
+    assert proxy.asked == [f"CONNECT weights.test:{secure.port}"]
+    with pytest.raises(BroadcastError, match=r"through the proxy http://127\.0\.0\.1:\d+: .*closed the connection"):
+        fetched("https://weights.test:9")
 
 
 @pytest.mark.parametrize("way", ["connection", "http"])
 def test_secure_target_is_asked_at_the_checked_address(
-    proxy: ForwardProxy, tmp_path: Path, monkeypatch: Patch, way: str
+    proxy: ForwardProxy, secure: _Source, monkeypatch: Patch, way: str
 ) -> None:
     """The certificate, the server's name in TLS and the Host header are of the name; no proxy is asked."""
-    certificate = _certificate(tmp_path)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     monkeypatch.setenv("NO_PROXY", "weights.test")
     known = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: known("127.0.0.1", *rest, **more))
-    server, reach = _Source(certificate), Reach(Nearness.LOOPBACK)
-    url = f"https://weights.test:{server.port}"
-    try:
-        if way == "http":
-            with open_http() as http:
-                assert http.get(f"{url}/head.json", extensions={REACH: reach}).text == "hello"
-        else:
-            with closing(Connection(url, StopToken(), Timeouts(reach=reach))) as connection:
-                connection.get("/head.json", Deadline(10))
-                assert connection.read(100, Deadline(10)) == b"hello"
-    finally:
-        server.close()
-    [head] = server.heads
-    assert f"\r\nhost: weights.test:{server.port}\r\n".encode() in head.lower()
-    assert server.names == ["weights.test"]
+    url, reach = f"https://weights.test:{secure.port}", Reach(Nearness.LOOPBACK)
+    if way == "http":
+        with open_http() as http:
+            assert http.get(f"{url}/head.json", extensions={REACH: reach}).text == "hello"
+    else:
+        assert fetched(url, reach=reach) == [b"hello"]
+    [head] = secure.heads
+    assert f"\r\nhost: weights.test:{secure.port}\r\n".encode() in head.lower()
+    assert secure.names == ["weights.test"]
     assert proxy.asked == []
 
 
@@ -315,54 +318,36 @@ def test_addresses_in_numbers_are_checked_before_a_proxy_is_asked(proxy: Forward
     assert proxy.asked == []
 
 
-@pytest.mark.parametrize("text", ["socks5://proxy:1080", "http://", "http://proxy:nonsense"])
-def test_a_proxy_of_an_unknown_kind_is_said_to_be_so(text: str) -> None:
-    with pytest.raises(ConfigError, match="proxy"):
-        parse_proxy(text)
-
-
-def test_a_proxys_password_is_never_shown() -> None:
+def test_what_is_no_proxy_is_said_to_be_so_and_a_password_is_never_shown() -> None:
+    for text in ("socks5://proxy:1080", "http://", "http://proxy:nonsense"):
+        with pytest.raises(ConfigError, match="proxy"):
+            parse_proxy(text)
     proxy = parse_proxy("http://me:secret@proxy.example:3128")
     assert proxy.shown == "http://proxy.example:3128"
     assert "secret" not in repr(proxy)
     assert parse_proxy("proxy:3128") == Proxy("proxy", 3128)
 
 
-class _Source:
+class _Source(Listener):
     """A source of one document, with or without TLS."""
 
     def __init__(self, certificate: Path | None = None) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._server.getsockname()[1]
         self._context = None if certificate is None else ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.names: list[str] = []  # what TLS clients asked for
         self.heads: list[bytes] = []
         if self._context is not None:
             self._context.load_cert_chain(certificate)
             self._context.sni_callback = lambda _socket, name, _context: self.names.append(name)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        super().__init__()
 
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._server.accept()
-                connection.settimeout(DEADLINE_S)
-                with suppress(OSError), closing(self._wrapped(connection)) as speaking:
-                    while head := ForwardProxy._read_head(speaking):
-                        self.heads.append(head)
-                        speaking.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
-                        if b"connection: close" in head.lower():
-                            break
-
-    def _wrapped(self, connection: socket.socket) -> socket.socket:
-        return connection if self._context is None else self._context.wrap_socket(connection, server_side=True)
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        self._thread.join(10)
+    def _serve(self, client: socket.socket) -> None:
+        wrap = (lambda plain, **_: plain) if self._context is None else self._context.wrap_socket
+        with suppress(OSError), closing(wrap(client, server_side=True)) as speaking:
+            while head := self._read_head(speaking):
+                self.heads.append(head)
+                speaking.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
+                if b"connection: close" in head.lower():
+                    break
 
 
 def _certificate(folder: Path) -> Path:

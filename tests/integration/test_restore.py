@@ -1,10 +1,12 @@
 """`shoal restore --set hub.database=… --set hub.storage=…`: a run moves from SQLite and a folder to PostgreSQL and S3,
-and back, and continues in each place. Both servers are real.
+and back, and continues in each place. Both servers are real. Whatever died when: the same command again does it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,29 +14,22 @@ from pathlib import Path
 import pytest
 
 from kit import Capture, Patch, TempPaths
+from kit.crash import Cast, HubLives, dies_of
+from kit.crash import Place as HubPlace
 from kit.folder import Play
 from kit.hub import submission_body
-from kit.s3 import KEYS, Shop, s3_server
+from kit.s3 import KEYS, Shop
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ShoalError
 from shoal.hub.service.context import Context
 from shoal.hub.storage import SqliteStorage, copying, open_storage
 from shoal.hub.storage.copying import INCOMING, copy_rows, extents
 from shoal.protocol import LeaseRequest
-from shoal.run.backup import Summary, backup_run, restore_run
+from shoal.run.backup import Summary, backup_run, restore_run, verify_backup
 from shoal.run.folder import RunFolder
+from shoal.runtime.crash import POINTS
 
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
-    with s3_server() as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def keys(monkeypatch: Patch) -> None:
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
+pytestmark = pytest.mark.usefixtures("shop_keys")
 
 
 @dataclass(frozen=True)
@@ -106,11 +101,16 @@ def test_a_database_that_holds_a_run_is_not_overwritten(taken: Taken, database_u
     Play(tmp_path / "other").close()
 
 
-def test_unfinished_restore_is_not_overwritten_by_another(taken: Taken, database_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("was_started", [False, True])
+def test_a_restored_run_is_not_overwritten_by_another_restore(
+    taken: Taken, database_url: str, tmp_path: Path, was_started: bool
+) -> None:
     restore_run(taken.tar, tmp_path / "one", at(database_url))
-    backup(taken.play.path, tmp_path / "later.tar")
+    backup(taken.play.path, tmp_path / "later.tar")  # by the same backup, what was not started may be completed
+    if was_started:
+        Play(tmp_path / "one").close()
     with pytest.raises(ConfigError, match="holds the run"):
-        restore_run(tmp_path / "later.tar", tmp_path / "two", at(database_url))
+        restore_run(taken.tar if was_started else tmp_path / "later.tar", tmp_path / "two", at(database_url))
     continued(tmp_path / "one", taken.play)
 
 
@@ -139,10 +139,14 @@ def test_other_hubs_refused_until_restored_one_started(
         assert not reader.setting(INCOMING)
 
 
-def test_a_database_is_not_changed_by_a_setting_alone(taken: Taken, database_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["database", "storage"])
+def test_a_place_is_not_changed_by_a_setting_alone(
+    taken: Taken, database_url: str, shop: Shop, tmp_path: Path, place: str
+) -> None:
     restore_run(taken.tar, tmp_path / "run")
-    change(tmp_path / "run", database=database_url)
-    with pytest.raises(ConfigError, match=r"shoal restore --set hub\.database"):
+    bucket = {"storage": f"{shop.url}/empty", "storage_endpoint": shop.endpoint}
+    change(tmp_path / "run", **({"database": database_url} if place == "database" else bucket))
+    with pytest.raises(ConfigError, match=rf"shoal restore --set hub\.{place}"):
         Play(tmp_path / "run")
 
 
@@ -176,20 +180,6 @@ def test_a_copy_that_differs_is_not_made(taken: Taken, database_url: str, tmp_pa
             assert set(extents(reader).values()) == {0}
 
 
-def test_a_restored_run_is_not_overwritten_by_the_same_backup(taken: Taken, database_url: str, tmp_path: Path) -> None:
-    restore_run(taken.tar, tmp_path / "one", at(database_url))
-    Play(tmp_path / "one").close()
-    with pytest.raises(ConfigError, match="holds the run"):
-        restore_run(taken.tar, tmp_path / "two", at(database_url))
-
-
-def test_a_store_is_not_changed_by_a_setting_alone(taken: Taken, shop: Shop, tmp_path: Path) -> None:
-    restore_run(taken.tar, tmp_path / "run")
-    change(tmp_path / "run", storage=f"{shop.url}/empty", storage_endpoint=shop.endpoint)
-    with pytest.raises(ConfigError, match=r"shoal restore --set hub\.storage"):
-        Play(tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -203,3 +193,55 @@ def test_wrong_place_said_before_the_backup_is_read(tmp_path: Path, capsys: Capt
     assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "run"), "--set", override]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+# ── killed ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+RESTORE = ("restore.after_rows", "restore.after_blobs", "restore.before_rename")
+SUBMIT = ("hub.submit.after_blob", "hub.submit.after_commit")
+
+
+def test_every_point_of_these_is_tried_here() -> None:
+    here = {*RESTORE, "backup.before_rename"}
+    assert {name for name in POINTS if name.startswith(("backup.", "restore."))} == here
+
+
+def restore(file: Path, folder: Path, places: list[str]) -> None:
+    os.environ.update(KEYS)
+    restore_run(file, folder, places)
+
+
+@pytest.mark.parametrize("name", [RESTORE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RESTORE[1:])])
+def test_restore_elsewhere_killed(taken: Taken, tmp_path: Path, database_url: str, shop: Shop, name: str) -> None:
+    """There is no run until it is whole; no hub works on what is there of it; the same command then completes it."""
+    folder, before = tmp_path / "there", taken.tar.read_bytes()
+    assert dies_of(name, restore, taken.tar, folder, at(database_url, shop))
+    assert not folder.exists()
+    if name != "restore.after_blobs":
+        with pytest.raises(ConfigError, match=r"`shoal restore` has copied a run into hub\.database"):
+            Play(tmp_path / "other", {"database": database_url})
+    assert taken.tar.read_bytes() == before
+    restore_run(taken.tar, folder, at(database_url, shop))
+    assert not list(tmp_path.glob(".there*"))
+    assert continued(folder, taken.play).version_at_end == 2
+
+
+def test_backup_and_restore_killed(taken: Taken, tmp_path: Path) -> None:
+    path, file, folder = tmp_path / "run", tmp_path / "run.tar", tmp_path / "elsewhere"
+    shutil.copytree(taken.play.path, path)
+    assert dies_of("backup.before_rename", backup, path, file)
+    assert not file.exists(), "a backup is there when it is whole"
+    backup(path, file)
+    assert dies_of("restore.before_rename", restore_run, file, folder)
+    assert not folder.exists()
+    assert restore_run(file, folder).version == verify_backup(file).version == 1
+    assert continued(folder, taken.play).version_at_end == 2
+    assert continued(path, taken.play).version_at_end == 2, "nothing of the source was touched"
+
+
+def test_a_hub_that_keeps_submissions_in_a_bucket_killed(tmp_path: Path, shop: Shop) -> None:
+    place = HubPlace(tmp_path / "hub", {"storage": shop.url, "storage_endpoint": shop.endpoint}, KEYS)
+    with HubLives(place, SUBMIT) as hub, Cast(hub) as cast:
+        entries = cast.play()
+    cast.books.check(place, entries)
+    assert hub.struck == set(SUBMIT)

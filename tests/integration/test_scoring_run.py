@@ -1,19 +1,16 @@
-"""A whole run with real processes: a reward function that misbehaves, a length budget, a classifier and a judge."""
+"""A whole run with real processes: a reward function that misbehaves, a length budget and a judge."""
 
 from __future__ import annotations
 
 import json
-import os
-import sqlite3
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from kit.run import rows, start_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -54,11 +51,6 @@ seconds = 0.5
 memory_mb = 200
 processes = 2
 [[environment.judges]]
-label = "model"
-path = "classifier"
-weight = 0.1
-use = "rank"
-[[environment.judges]]
 label = "taste"
 url = "URL"
 model = "m"
@@ -70,23 +62,6 @@ port = 0
 [worker]
 count = 1
 units_per_lease = 8
-"""
-
-CLASSIFIER = """
-import sys, torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
-
-words = ["<pad>", "<unk>"] + [chr(code) for code in range(33, 127)]
-tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
-tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>").save_pretrained(sys.argv[1])
-torch.manual_seed(0)
-config = BertConfig(
-    vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-    max_position_embeddings=64, num_labels=1, initializer_range=0.5,
-)
-BertForSequenceClassification(config).save_pretrained(sys.argv[1])
 """
 
 
@@ -113,35 +88,19 @@ def judge_url() -> Iterator[str]:
     server.server_close()
 
 
-def python(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def verdicts(database: Path) -> list[dict[str, Any]]:
-    connection = sqlite3.connect(database)
-    rows = connection.execute("SELECT document FROM verdicts").fetchall()
-    connection.close()
-    return [json.loads(row[0])["document"] for row in rows]
-
-
 def test_a_run_scores_within_limits_and_its_verdicts_say_how(tmp_path: Path, judge_url: str) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "recipe.toml").write_text(RECIPE.replace("URL", judge_url))
-    python(tmp_path, "-c", CLASSIFIER, "classifier")
-    python(tmp_path, "-m", "shoal.cli", "run", "recipe.toml", "--dir", "run")
-    accepted = [each for each in verdicts(tmp_path / "run" / "hub" / "hub.db") if each["outcome"] == "accepted"]
+    with start_run(tmp_path / "run", recipe=tmp_path / "recipe.toml") as run:
+        assert run.wait(300) == 0, run.said()
+    verdicts = [json.loads(text)["document"] for (text,) in rows(run.path, "SELECT document FROM verdicts")]
+    accepted = [each for each in verdicts if each["outcome"] == "accepted"]
     assert len(accepted) >= 8
     rewards = [reward for verdict in accepted for reward in verdict["rewards"]]
     for reward in rewards:
         parts = reward["parts"]
-        added = 0.1 * parts["judge.model"] + 0.1 * parts["judge.taste"]
-        assert reward["value"] == pytest.approx(parts["task"] + parts["length"] + added)
+        assert reward["value"] == pytest.approx(parts["task"] + parts["length"] + 0.1 * parts["judge.taste"])
         assert parts["target"] in (4, 6, 8)
-        assert 0 <= parts["judge.model"] <= 1
         assert parts["task"] == 0 or "limit" not in parts
     assert any("limit" in reward["parts"] for reward in rewards), "none of them looped; choose other kinds"
     for verdict in accepted:

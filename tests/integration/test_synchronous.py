@@ -7,7 +7,6 @@ are compared.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -123,10 +122,3 @@ def test_every_version_equals_the_plain_loop(run: RunFolder) -> None:
     digests = synchronous_digests(run)
     assert len(set(digests)) == STEPS + 1, "the loop did not train: the comparison would be vacuous"
     assert published_digests(run) == digests
-
-
-def test_no_group_was_stale_and_none_was_wasted(run: RunFolder) -> None:
-    rows = [json.loads(line) for line in (run.path / "trainer" / "metrics.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if "staleness_max" in row]
-    assert len(trained) == STEPS
-    assert all(row["staleness_max"] == 0 for row in trained)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from kit import Patch
+from kit.cast import Running
 from shoal.engines import GenerationRequest
 from shoal.engines.shelf import EngineShelf
 from shoal.engines.torch import TorchEngine
@@ -48,10 +50,6 @@ class Spied(TorchEngine):
             self.touched += change.where.size
             yield change
 
-    @property
-    def model(self) -> Any:
-        return self._model
-
 
 @dataclass
 class Run:
@@ -80,27 +78,27 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    stop = StopToken()
-    listening: list[str] = []
-    ready = threading.Event()
-
-    def on_ready(url: str) -> None:
-        listening.append(url)
-        ready.set()
-
-    thread = threading.Thread(target=run_origin, args=(tmp_path / "origin", "127.0.0.1", 0, stop, on_ready))
-    thread.start()
-    assert ready.wait(WITHIN_S)
+    server = Running(partial(run_origin, tmp_path / "origin", "127.0.0.1", 0))
     origin = Origin(tmp_path / "origin", RUN, KEY, settings=OriginSettings(delta_from_bytes=0))
-    downloader = Downloader(listening, RUN, KEY.public_key, tmp_path / "cache", stop)
+    stop = StopToken()
+    downloader = Downloader([server.url], RUN, KEY.public_key, tmp_path / "cache", stop)
     yield Run(load_model("tiny", dtype="bfloat16"), origin, downloader, stop)
     stop.set("the test is over")
     downloader.close()
-    thread.join(WITHIN_S)
+    server.end()
 
 
-def spied(files: Any) -> Spied:
-    return Spied(files, dtype="bfloat16")
+class Shelf(EngineShelf):
+    """Of engines that are spied on."""
+
+    def __init__(self, run: Run, held: int = 1, dtype: str = "bfloat16") -> None:
+        super().__init__(run.downloader.fetch, partial(Spied, dtype=dtype), held=held)
+
+    def engine(self, manifest: PolicyManifest) -> Spied:
+        engine = self.get(manifest.policy, WITHIN_S).engine
+        assert isinstance(engine, Spied)
+        assert engine.policy == manifest.policy
+        return engine
 
 
 def digest(engine: Spied, manifest: PolicyManifest, files: Any) -> str:
@@ -108,16 +106,13 @@ def digest(engine: Spied, manifest: PolicyManifest, files: Any) -> str:
 
 
 def test_the_next_policy_is_written_over_the_one_in_place(run: Run) -> None:
-    shelf = EngineShelf(run.downloader.fetch, spied, held=1)
+    shelf = Shelf(run)
     first = run.step(1)
-    engine = shelf.get(first.policy, WITHIN_S).engine
-    assert isinstance(engine, Spied)
+    engine = shelf.engine(first)
     before = engine.generate([run.request()])
     for version in range(2, 6):
         manifest = run.step(version)
-        loaded = shelf.get(manifest.policy, WITHIN_S)
-        assert loaded.engine is engine
-        assert engine.policy == manifest.policy
+        assert shelf.engine(manifest) is engine
         assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
     assert engine.came == ["load", "update", "update", "update", "update"]
     values = sum(weight.numel() for weight in engine.model.parameters())
@@ -127,11 +122,10 @@ def test_the_next_policy_is_written_over_the_one_in_place(run: Run) -> None:
 
 def test_weights_that_travel_in_bf16_are_computed_in_fp32(run: Run) -> None:
     """Widened exactly, whether they come as a whole or as changes."""
-    shelf = EngineShelf(run.downloader.fetch, lambda files: Spied(files, dtype="float32"), held=1)
+    shelf = Shelf(run, dtype="float32")
     for version in range(1, 4):
         manifest = run.step(version)
-        engine = shelf.get(manifest.policy, WITHIN_S).engine
-    assert isinstance(engine, Spied)
+        engine = shelf.engine(manifest)
     assert engine.came == ["load", "update", "update"]
     for ours, theirs in zip(engine.model.parameters(), run.loaded.model.parameters(), strict=True):
         assert ours.dtype == torch.float32
@@ -139,41 +133,38 @@ def test_weights_that_travel_in_bf16_are_computed_in_fp32(run: Run) -> None:
 
 
 def test_several_steps_behind_the_engine_ends_with_exactly_the_new_weights(run: Run) -> None:
-    shelf = EngineShelf(run.downloader.fetch, spied, held=1)
-    engine = shelf.get(run.step(1).policy, WITHIN_S).engine
-    assert isinstance(engine, Spied)
+    shelf = Shelf(run)
+    engine = shelf.engine(run.step(1))
     for version in range(2, 8):
         manifest = run.step(version)
-    shelf.get(manifest.policy, WITHIN_S)
+    shelf.engine(manifest)
     assert engine.came == ["load", "update"]
     assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
 
 
 def test_a_change_that_is_too_large_to_remember_costs_a_full_load(run: Run, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shoal.shardcast.delta.REMEMBERED_SHARE", 0.0001)
-    shelf = EngineShelf(run.downloader.fetch, spied, held=1)
-    engine = shelf.get(run.step(1).policy, WITHIN_S).engine
-    assert isinstance(engine, Spied)
+    shelf = Shelf(run)
+    engine = shelf.engine(run.step(1))
     manifest = run.step(2)
-    shelf.get(manifest.policy, WITHIN_S)
+    shelf.engine(manifest)
     assert engine.came == ["load", "load"]
     assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
 
 
 def test_two_engines_that_are_held_are_loaded_as_a_whole(run: Run) -> None:
     """A validator keeps older policies too; none of them is spoilt by a newer one."""
-    shelf = EngineShelf(run.downloader.fetch, spied, held=2)
+    shelf = Shelf(run, held=2)
     manifests = [run.step(version) for version in (1, 2)]
-    engines = [shelf.get(manifest.policy, WITHIN_S).engine for manifest in manifests]
+    engines = [shelf.engine(manifest) for manifest in manifests]
     for engine, manifest in zip(engines, manifests, strict=True):
-        assert isinstance(engine, Spied)
         assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
 
 
 def test_a_new_version_is_fetched_while_the_old_one_generates(run: Run, tmp_path: Path) -> None:
-    shelf = EngineShelf(run.downloader.fetch, spied, held=1)
+    shelf = Shelf(run)
     first = run.step(1)
-    engine = shelf.get(first.policy, WITHIN_S).engine
+    engine = shelf.engine(first)
     with Prefetch(run.downloader, run.stop):
         second = run.step(2)
         whole = tmp_path / "cache" / f"{second.policy.digest}.bin"
@@ -182,8 +173,7 @@ def test_a_new_version_is_fetched_while_the_old_one_generates(run: Run, tmp_path
             engine.generate([run.request()])
             assert engine.policy == first.policy
             assert time.monotonic() - begun < WITHIN_S
-    shelf.get(second.policy, WITHIN_S)
-    assert engine.policy == second.policy
+    assert shelf.engine(second) is engine
     run.stop.set("the test is over")
 
 

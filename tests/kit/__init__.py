@@ -7,10 +7,13 @@ attack, door, hostile, liar, miner, trial     for the adversary suite
 cast, data, evaluation, evidence, loss,       for the tests of one package
 mathematics, reward, sft, worker
 
-Here: short names for the types of pytest's own fixtures.
+Here: short names for the types of pytest's own fixtures, and waiting for what another thread or process does.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -19,3 +22,13 @@ Logs = pytest.LogCaptureFixture
 Patch = pytest.MonkeyPatch
 Request = pytest.FixtureRequest
 TempPaths = pytest.TempPathFactory
+
+
+def eventually(
+    condition: Callable[[], object], within_s: float = 20.0, otherwise: object = "it did not come about in time"
+) -> None:
+    """Poll until it holds; fail with `otherwise`, or with what that says when it is called, if it does not in time."""
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, otherwise() if callable(otherwise) else otherwise
+        time.sleep(0.01)  # polling with a deadline

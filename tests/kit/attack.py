@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,22 +264,24 @@ class Attacked:
 
     # ── what anyone can see ──────────────────────────────────────────────────────────────────────────────────────
 
-    def client(self, key: protocol.SigningKey) -> HubClient:
+    def client(self, key: protocol.SigningKey | None = None) -> HubClient:
+        """Of anybody, if no key is given."""
+        key = key or protocol.SigningKey.generate()
         pinned = protocol.fingerprint(self.folder.root_key)
         return HubClient(self.url, key, self.stop, pinned, options=ClientOptions(patience_s=DEADLINE_S))
 
     def nodes(self) -> dict[str, protocol.NodeView]:
-        with _closing(self.client(protocol.SigningKey.generate())) as anyone:
+        with closing(self.client()) as anyone:
             return {node.name: node for node in anyone.status().nodes}
 
     def story(self, node: str) -> protocol.NodeStory:
         """What the hub holds of a node, with the signed verdicts on what was refused."""
-        with _closing(self.client(protocol.SigningKey.generate())) as anyone:
+        with closing(self.client()) as anyone:
             return anyone.node(node)
 
     def ledger(self) -> list[protocol.LedgerEntry]:
         """The whole ledger, verified."""
-        with _closing(self.client(protocol.SigningKey.generate())) as anyone:
+        with closing(self.client()) as anyone:
             entries = list[protocol.LedgerEntry]()
             while page := anyone.ledger(after=len(entries) - 1).entries:
                 entries += page
@@ -289,19 +291,11 @@ class Attacked:
     def trained(self) -> list[protocol.BatchGroup]:
         """Every group of every batch so far."""
         groups: list[protocol.BatchGroup] = []
-        with _closing(self.client(self.folder.key("trainer"))) as trainer:
+        with closing(self.client(self.folder.key("trainer"))) as trainer:
             for step in range(trainer.status().step):
                 batch = trainer.batch(step, 0).batch
                 groups += batch.groups if batch is not None else ()
         return groups
-
-
-@contextmanager
-def _closing(client: HubClient) -> Iterator[HubClient]:
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 # ── what came of it ──────────────────────────────────────────────────────────────────────────────────────────────

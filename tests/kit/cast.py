@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kit import eventually as eventually
 from shoal.protocol import PolicyManifest, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, DownloadSettings, Origin, OriginSettings, Payload
@@ -62,14 +63,6 @@ def assert_content(payload: Payload, files: Mapping[str, bytes], tensors: Sequen
     ]
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Poll until `condition` holds; fail if it does not in time."""
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        threading.Event().wait(0.01)
-
-
 class Running:
     """A `run_*` function in a thread, stopped at the end of the test; its error, if any, is raised there."""
 
@@ -92,7 +85,7 @@ class Running:
 
     @property
     def url(self) -> str:
-        return self._url.result(10)
+        return self._url.result(20)
 
     def end(self, within_s: float = 6.0) -> float:
         """Stop it; how long that took."""
@@ -176,7 +169,7 @@ def manifest_path(folder: Path, manifest: PolicyManifest) -> Path:
 def ask(url: str, target: str) -> tuple[int, bytes]:
     """Status and body of one GET."""
     with closing(Connection(url, StopToken())) as connection:
-        return connection.get(target, Deadline(25)).status, connection.read(1 << 20, Deadline(25))
+        return connection.get(target, Deadline(25)).status, connection.read(1 << 24, Deadline(25))
 
 
 def health(relay: Running) -> dict[str, Any]:

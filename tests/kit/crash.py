@@ -28,13 +28,14 @@ from typing import Any, TypeVar
 
 import httpx
 
-from kit.fork import FORKS
+from kit.fork import FORKS, started
 from kit.hub import (
     HUB,
     RUN_ID,
     TOKENS_PER_ROLLOUT,
     TRAINER,
     VALIDATOR,
+    as_bytes,
     certificate,
     fresh_request,
     make_config,
@@ -174,17 +175,8 @@ class HubLives:
 
     def _begin(self) -> bool:
         """Start a life; False if it died before it could be reached."""
-        receiver, sender = FORKS.Pipe(duplex=False)
-        self._process = FORKS.Process(target=serve, args=(self.place, self._environment, sender), daemon=True)
-        self._process.start()
-        sender.close()
-        with receiver:
-            assert receiver.poll(DEADLINE_S), "the hub did not get ready"
-            try:
-                self.url = receiver.recv()
-            except EOFError:
-                return False
-        return True
+        self._process, self.url = started(serve, self.place, self._environment)
+        return bool(self.url)
 
     def _bury(self) -> None:
         self._process.join(10)
@@ -278,6 +270,9 @@ WORKERS = (worker_key(1), worker_key(2))
 CHEAT = worker_key(3)
 
 
+Body = Message | dict[str, Any] | bytes | None
+
+
 class Cast:
     """All roles but the hub. `play` is a whole run, one call after the other; `storm` is one with all at once."""
 
@@ -296,9 +291,9 @@ class Cast:
 
     # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def call(self, key: SigningKey | None, method: str, path: str, body: Message | bytes | None = None) -> bytes:
+    def call(self, key: SigningKey | None, method: str, path: str, body: Body = None) -> bytes:
         """The body of a good answer, however often the hub has to be started for it."""
-        content = body.model_dump_json().encode() if isinstance(body, Message) else body or b""
+        content = as_bytes(body)
         for _ in range(TRIES):
             url = self.hub.url
             headers = {} if key is None else sign_request(key, RUN_ID, method, path, content, SystemClock().now_ms())
@@ -314,9 +309,7 @@ class Cast:
             return response.content
         raise AssertionError(f"{method} {path}: tried {TRIES} times, and the hub died or was busy each time")
 
-    def ask(
-        self, kind: type[T], key: SigningKey | None, method: str, path: str, body: Message | bytes | None = None
-    ) -> T:
+    def ask(self, kind: type[T], key: SigningKey | None, method: str, path: str, body: Body = None) -> T:
         return kind.model_validate_json(self.call(key, method, path, body))
 
     def until(self, what: str, condition: Callable[[], bool]) -> None:
@@ -380,7 +373,7 @@ class Cast:
         return self.take_batch(step)
 
     def work(self, key: SigningKey, count: int) -> None:
-        body = LeaseAsk(request=fresh_request(), max_units=count)
+        body = {"request": fresh_request(), "max_units": count, "wait_s": 0}
         reply = self.ask(LeaseReply, key, "POST", "/leases", body)
         for signed in reply.leases:
             lease = open_document(signed, Lease, HUB.public_key)
@@ -393,7 +386,7 @@ class Cast:
 
     def judge(self) -> bool:
         """Whether there was anything to judge."""
-        audits = self.ask(AuditReply, VALIDATOR, "POST", "/audits", AuditAsk(max_audits=8)).audits
+        audits = self.ask(AuditReply, VALIDATOR, "POST", "/audits", {"max_audits": 8, "wait_s": 0}).audits
         for audit in audits:
             if audit.submission not in self.books.verdicts:
                 self.books.verdicts[audit.submission] = self._verdict(audit)
@@ -418,7 +411,7 @@ class Cast:
         )  # fmt: skip
 
     def take_batch(self, step: int) -> bool:
-        batch = self.ask(BatchReply, TRAINER, "POST", f"/batches/{step}", BatchAsk()).batch
+        batch = self.ask(BatchReply, TRAINER, "POST", f"/batches/{step}", {"wait_s": 0}).batch
         if batch is not None:
             assert self.books.batches.setdefault(step, batch) == batch, "a batch never changes"
         return batch is not None
@@ -433,18 +426,3 @@ class Cast:
         page = self.ask(LedgerPage, None, "GET", "/ledger?after=-1&limit=500")
         ledger.verify(page.entries, head)
         return list(page.entries)
-
-
-class LeaseAsk(Message):
-    request: str
-    max_units: int
-    wait_s: float = 0
-
-
-class AuditAsk(Message):
-    max_audits: int
-    wait_s: float = 0
-
-
-class BatchAsk(Message):
-    wait_s: float = 0

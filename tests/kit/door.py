@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import zstandard
 
+from kit.hub import as_bytes, ok
 from shoal import protocol
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
@@ -126,17 +127,6 @@ def submission(lease: protocol.Lease, **changes: Any) -> dict[str, Any]:
 
 def packed(value: Any) -> bytes:
     return zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(value))
-
-
-def as_bytes(body: bytes | protocol.Message | dict[str, Any]) -> bytes:
-    if isinstance(body, bytes):
-        return body
-    return body.model_dump_json().encode() if isinstance(body, protocol.Message) else msgspec.json.encode(body)
-
-
-def ok(response: httpx.Response) -> httpx.Response:
-    assert response.status_code < 300, response.text
-    return response
 
 
 def refusal(response: httpx.Response) -> tuple[int, str]:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 PRELOADED = (
     "pytest", "httpx", "typer.rich_utils", "shoal.shardcast.cast.fetch", "shoal.shardcast.cast.publish",
@@ -31,9 +33,31 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(list(PRELOADED))
 
 
+def free_port() -> int:
+    """Of loopback; nobody holds it any more."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def clean_environment() -> dict[str, str]:
     """This process's, without what shoal reads, but for the test's own user folder."""
     return {name: value for name, value in os.environ.items() if name == "SHOAL_HOME" or not name.startswith("SHOAL_")}
+
+
+def started(serve: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, str]:
+    """A process that sends by its last argument, a pipe, the address at which it is ready; empty if it died before."""
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=serve, args=(*arguments, sender), daemon=True)
+    process.start()
+    sender.close()
+    with receiver:
+        assert receiver.poll(2 * DEADLINE_S), "it did not get ready"
+        try:
+            return process, receiver.recv()
+        except EOFError:
+            return process, ""
 
 
 class Forked:

@@ -13,35 +13,24 @@ from __future__ import annotations
 import json
 import random
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
+from kit import cast
+from kit.cast import Running
+from shoal import shardcast
 from shoal.errors import BroadcastError
 from shoal.protocol import Chunk, Entry, PolicyManifest, PolicyRef, SigningKey, TensorView, content_digest
 from shoal.protocol.policy import BroadcastHead
 from shoal.protocol.signing import Document
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import (
-    Content,
-    Downloader,
-    DownloadSettings,
-    Origin,
-    OriginSettings,
-    Payload,
-    RelayConfig,
-    RelaySettings,
-    run_origin,
-    run_relay,
-)
-from shoal.shardcast.connection import Connection, Deadline, Timeouts
+from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.manifest import encode, manifest_hash, place_of
 from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
@@ -53,7 +42,8 @@ CHUNK = 1000
 WITHIN_S = 20.0
 DEAD = "http://127.0.0.1:9"  # the discard port: nobody listens there
 
-Handler = Callable[[str, socket.socket], None]
+Handler = cast.Handler
+get, reply, tree, eventually = cast.ask, cast.reply, cast.from_folder, cast.eventually
 
 
 def files_of(seed: int, size: int = 7450) -> dict[str, bytes]:
@@ -130,74 +120,15 @@ def write(path: Path, data: bytes) -> None:
 # ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Source:
-    """A server that answers each GET as `handler(target, socket)` pleases; every target asked for is in `seen`."""
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        self.seen: list[str] = []
-        self.closed = threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
+class Source(cast.ScriptedSource):
+    """A scripted server that tells what it was asked for."""
 
     def asked(self, word: str) -> list[str]:
         return [target for target in self.seen if word in target]
 
-    def close(self) -> None:
-        self.closed.set()
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._listening.accept()
-                threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
-
-    def _converse(self, connection: socket.socket) -> None:
-        data = b""
-        with suppress(OSError), connection:
-            while not self.closed.is_set():
-                while b"\r\n\r\n" not in data:
-                    piece = connection.recv(4096)
-                    if not piece:
-                        return
-                    data += piece
-                head, data = data.split(b"\r\n\r\n", 1)
-                target = head.split(b" ")[1].decode()
-                self.seen.append(target)
-                self._handler(target, connection)
-
-
-def reply(to: socket.socket, status: int, body: bytes, size: int | None = None) -> None:
-    head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body) if size is None else size}\r\n\r\n"
-    to.sendall(head.encode() + body)
-
 
 def says(body: bytes, status: int = 200) -> Handler:
     return lambda _target, to: reply(to, status, body)
-
-
-def tree(folder: Path) -> Handler:
-    """An honest static server."""
-
-    def handle(target: str, to: socket.socket) -> None:
-        path = folder / target.partition("?")[0].lstrip("/")
-        reply(to, 200, path.read_bytes()) if path.is_file() else reply(to, 404, b"")
-
-    return handle
-
-
-def except_for(honest: Handler, lies: Mapping[str, Handler]) -> Handler:
-    """`honest`, but for targets that contain one of these words."""
-
-    def handle(target: str, to: socket.socket) -> None:
-        chosen = next((lie for word, lie in lies.items() if word in target), honest)
-        chosen(target, to)
-
-    return handle
 
 
 def endless_headers(_target: str, to: socket.socket) -> None:
@@ -225,35 +156,6 @@ def silent(_target: str, to: socket.socket) -> None:
     to.recv(1)
 
 
-class Running:
-    """A `run_*` function in a thread."""
-
-    def __init__(self, run: Callable[[StopToken, Callable[[str], None]], None]) -> None:
-        self._stop = StopToken()
-        self._url: Future[str] = Future()
-        self._done: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(run,), daemon=True)
-        self._thread.start()
-
-    def _run(self, run: Callable[[StopToken, Callable[[str], None]], None]) -> None:
-        try:
-            run(self._stop, self._url.set_result)
-            self._done.set_result(None)
-        except Exception as error:  # noqa: BLE001 - raised in the test by `url` or `end`
-            self._done.set_exception(error)
-            if not self._url.done():
-                self._url.set_exception(error)
-
-    @property
-    def url(self) -> str:
-        return self._url.result(WITHIN_S)
-
-    def end(self) -> None:
-        """Raises what it ended with, if that was an error."""
-        self._stop.set("test is over")
-        self._done.result(WITHIN_S)
-
-
 class Lab:
     """One tree with one origin, and whoever serves or lies about it."""
 
@@ -263,12 +165,12 @@ class Lab:
         self._running: list[Running] = []
         self._sources: list[Source] = []
 
-    def origin(self, **settings: Any) -> Origin:
-        chosen = OriginSettings.model_validate({"chunk_size_bytes": CHUNK, **settings})
-        return Origin(self.www, RUN, KEY, settings=chosen)
+    def origin(self, **settings: Any) -> shardcast.Origin:
+        chosen = shardcast.OriginSettings.model_validate({"chunk_size_bytes": CHUNK, **settings})
+        return shardcast.Origin(self.www, RUN, KEY, settings=chosen)
 
     def publish(self, version: int, seed: int | None = None, incarnation: int = 0) -> PolicyManifest:
-        content = Content.of(files_of(version if seed is None else seed))
+        content = shardcast.Content.of(files_of(version if seed is None else seed))
         return self.origin().publish(version, content, incarnation=incarnation)
 
     def publish_tensors(self, version: int, size: int = 4000, **settings: Any) -> PolicyManifest:
@@ -276,14 +178,14 @@ class Lab:
         return self.origin(delta_from_bytes=0, **settings).publish(version, tensors_of(version, size))
 
     def honest(self) -> Running:
-        return self.run(partial(run_origin, self.www, "127.0.0.1", 0))
+        return self.run(partial(shardcast.run_origin, self.www, "127.0.0.1", 0))
 
     def relay(self, name: str, *upstreams: str, peers: Sequence[str] = (), **settings: Any) -> Running:
-        chosen = RelaySettings.model_validate(settings)
-        config = RelayConfig(
+        chosen = shardcast.RelaySettings.model_validate(settings)
+        config = shardcast.RelayConfig(
             self.folder / name, upstreams, RUN, KEY.public_key, "127.0.0.1", 0, chosen, peers=tuple(peers), poll_s=0.05
         )
-        return self.run(partial(run_relay, config))
+        return self.run(partial(shardcast.run_relay, config))
 
     def run(self, run: Callable[[StopToken, Callable[[str], None]], None]) -> Running:
         self._running.append(Running(run))
@@ -291,7 +193,7 @@ class Lab:
 
     def stop(self, running: Running) -> None:
         self._running.remove(running)
-        running.end()
+        running.end(WITHIN_S)
 
     def source(self, handler: Handler) -> Source:
         self._sources.append(Source(handler))
@@ -299,16 +201,16 @@ class Lab:
 
     def liar(self, lies: Mapping[str, Handler]) -> Source:
         """Honest about the tree, but for targets that contain one of these words."""
-        return self.source(except_for(tree(self.www), lies))
+        return self.source(cast.instead(tree(self.www), lies))
 
-    def client(self, *sources: str, name: str = "cache", **pool: float) -> Downloader:
+    def client(self, *sources: str, name: str = "cache", **pool: float) -> shardcast.Downloader:
         timeouts = Timeouts(connect_s=2, stall_s=pool.pop("stall_s", 5))
-        settings = DownloadSettings(pool=PoolSettings(timeouts=timeouts, **pool))  # type: ignore[arg-type]
-        return Downloader(sources, RUN, KEY.public_key, self.folder / name, StopToken(), settings)
+        settings = shardcast.DownloadSettings(pool=PoolSettings(timeouts=timeouts, **pool))  # type: ignore[arg-type]
+        return shardcast.Downloader(sources, RUN, KEY.public_key, self.folder / name, StopToken(), settings)
 
     def close(self) -> None:
         for running in reversed(self._running):
-            running.end()
+            running.end(WITHIN_S)
         for source in self._sources:
             source.close()
 
@@ -343,15 +245,6 @@ def endings(folder: Path, names: Iterable[str], ask: Callable[[Lab, str], object
 # ── what is looked at ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def get(url: str, target: str) -> tuple[int, bytes]:
-    connection = Connection(url, StopToken())
-    try:
-        answer = connection.get(target, Deadline(WITHIN_S))
-        return answer.status, connection.read(1 << 24, Deadline(WITHIN_S))
-    finally:
-        connection.close()
-
-
 def head_version(url: str) -> str:
     """The label of the version that a server's head names; empty if it has none."""
     status, body = get(url, f"/{HEAD}")
@@ -366,13 +259,5 @@ def health(url: str) -> dict[str, Any]:
     return found
 
 
-def eventually(condition: Callable[[], bool], within_s: float = WITHIN_S) -> None:
-    """Poll until `condition` holds; fail if it does not in time."""
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        threading.Event().wait(0.01)
-
-
-def assert_files(payload: Payload, files: Mapping[str, bytes]) -> None:
+def assert_files(payload: shardcast.Payload, files: Mapping[str, bytes]) -> None:
     assert dict(payload.files) == dict(files)

@@ -28,6 +28,7 @@ from shoal.engines.rows import GrowingLayer
 from shoal.engines.torch import TorchEngine
 from shoal.models.load import load_model
 from shoal.protocol import PolicyRef, ProofParameters, TensorView
+from shoal.sampling import uniforms
 from shoal.validator.calibrate import Measurement, Plan, measure
 from shoal.validator.judge import Judge
 
@@ -246,7 +247,7 @@ class Speculative(EarlyExit):
             [PrefillRequest(a.prompt_ids, d, a.sampling.temperature) for a, d in zip(asked, drafts, strict=True)]
         )
         for (request, seed, tokens), draft, prefill in zip(rows, drafts, seen, strict=True):
-            u = _uniforms(seed, len(tokens), len(draft))
+            u = uniforms(seed, len(tokens), len(draft))
             own = (prefill.cdf_low <= u) & (u < prefill.cdf_high)
             good = own | self._accepts(prefill.logprobs, prefill.entropy)
             count = len(draft) if good.all() else int(np.argmin(good))
@@ -264,12 +265,6 @@ class Speculative(EarlyExit):
         return replace(
             request, prompt_ids=(*request.prompt_ids, *tokens), seeds=(seed,), sampling=sampling, begun=len(tokens)
         )
-
-
-def _uniforms(seed: int, start: int, count: int) -> Any:
-    from shoal.sampling import uniforms
-
-    return uniforms(seed, start, count)
 
 
 def _until_end(tokens: list[int], request: GenerationRequest) -> list[int]:

@@ -17,7 +17,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kit.fork import free_port
 
 START_S = 60
 USERS = ("postgres", "nobody")
@@ -140,7 +141,7 @@ def running_cluster(fsync: bool = False) -> Iterator[Cluster]:
         made = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=START_S, **user)
         if made.returncode != 0:
             pytest.skip(f"initdb does not work here: {made.stderr.strip()}")
-        cluster = Cluster(found, folder, _free_port(), OPTIONS | ({} if fsync else NO_FSYNC))
+        cluster = Cluster(found, folder, free_port(), OPTIONS | ({} if fsync else NO_FSYNC))
         try:
             cluster.start()
             yield cluster
@@ -148,13 +149,6 @@ def running_cluster(fsync: bool = False) -> Iterator[Cluster]:
             cluster.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kit import eventually
 from shoal.environments import EnvironmentSettings, Score, build
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import ScoringFailure
@@ -65,9 +65,7 @@ def score(prompt, completion, answer):
 
 LIMITS = ScoringSettings(seconds=0.25, memory_mb=100, processes=1)
 PATIENCE = ScoringPatience(start_s=60.0, job_s=60.0, all_s=120.0)
-IMPATIENT = ScoringPatience(
-    start_s=60.0, job_s=1.5, all_s=120.0
-)  # for jobs that wait; a busy machine must not look like one
+IMPATIENT = ScoringPatience(start_s=60.0, job_s=1.5, all_s=120.0)  # a job that waits; a busy machine is no such one
 
 
 @contextmanager
@@ -90,11 +88,7 @@ def one(pool: ScoringPool, completion: str, task: str = "plain") -> Score | Scor
     return result
 
 
-def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "it did not come about in time"
-        time.sleep(0.01)
+until = eventually
 
 
 def is_running(pid: int) -> bool:

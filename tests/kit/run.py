@@ -93,14 +93,6 @@ class Run:
         self.wait_until(f"{name} to be started again", lambda: self.pids().get(name, killed) != killed)
 
 
-def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Poll until the condition holds, whatever has ended by then."""
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, f"waited {timeout_s:.0f} s for {what}"
-        time.sleep(POLL_S)  # polling with a deadline
-
-
 def kill_if(pid: int, condition: Callable[[], bool]) -> bool:
     """Stop a process, look, and kill it or let it go on."""
     hit = False
@@ -111,6 +103,25 @@ def kill_if(pid: int, condition: Callable[[], bool]) -> bool:
         finally:
             os.kill(pid, signal.SIGKILL if hit else signal.SIGCONT)
     return hit
+
+
+REWARD = """
+tasks = [(f"{number:04d}=", "") for number in range(500)]
+
+
+def score(prompt: str, completion: str, answer: str) -> float:
+    return float(len(completion) % 2)  # differs within nearly every group of a policy that babbles
+"""
+
+
+def scripted(folder: Path) -> list[str]:
+    """Settings of a run in which only the trainer loads torch, with tasks whose rewards differ whatever is said."""
+    (folder / "reward.py").write_text(REWARD)
+    return [
+        f"environment.file={folder / 'reward.py'}", "worker.engine=scripted", "validator.engine=scripted",
+        "worker.units_per_lease=4", "run.group_size=4", "run.max_new_tokens=8", "trainer.evaluate_every=0",
+        "trainer.guards.divergence.react=off",  # a scripted engine computes another model than the trainer
+    ]  # fmt: skip
 
 
 @contextmanager

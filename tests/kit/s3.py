@@ -56,3 +56,16 @@ def s3_server() -> Iterator[Shop]:
         client.close()
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Shop]:
+    with s3_server() as found:
+        yield found
+
+
+@pytest.fixture
+def shop_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a hub looks for them."""
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)

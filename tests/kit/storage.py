@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from sqlalchemy import text
 
 from kit import Request
+from shoal import ledger
 from shoal.hub.state.commands import Command, Save
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow, UnitState
 from shoal.hub.storage import Storage, tables
 from shoal.hub.storage.postgres import PostgresStorage
-from shoal.protocol import PolicyRef
+from shoal.hub.storage.tables import Outgoing
+from shoal.protocol import LedgerEntry, PolicyRef
 
 POLICY = PolicyRef(incarnation=0, version=0, digest="d" * 64)
 
@@ -38,13 +38,26 @@ def leased(unit: int, **changes: object) -> list[Command]:
     return [Save(UnitRow(unit, f"task-{unit}", UnitState.LEASED), None), Save(lease(unit, **changes), None)]
 
 
-def on_postgres(request: Request, _folder: Path) -> Storage:
+def on_postgres(request: Request) -> Storage:
     storage = PostgresStorage(request.getfixturevalue("prepared_url"))
     names = ", ".join(f'"{name}"' for name in tables.metadata.tables if name != "meta")
     with storage.write(exclusive=True) as transaction:  # emptied, not made anew: that is ten times as fast
         transaction._connection.execute(text(f"TRUNCATE {names} RESTART IDENTITY CASCADE"))
         transaction._connection.execute(text("DELETE FROM meta WHERE key <> 'schema_version'"))
     return storage
+
+
+def post(storage: Storage, limit: int = 1000) -> list[Outgoing]:
+    """Move so many rows from the outbox into the chain, as the service does."""
+    with storage.write(exclusive=True) as transaction:
+        outgoing, entries = transaction.outbox(limit), list[LedgerEntry]()
+        last = transaction.ledger_last()
+        for row in outgoing:
+            last = ledger.append(last, row.kind, row.body, row.at_ms)
+            entries.append(last)
+        if entries:
+            transaction.post(entries, outgoing[-1].id)
+    return outgoing
 
 
 def apply(storage: Storage, *commands: Command) -> None:

@@ -144,9 +144,6 @@ def test_a_lease_brings_its_tool_and_its_policy_the_tokenizer() -> None:
     scripted = dialogue_for(lease(), {})
     assert scripted is not None
     assert scripted.respond([*map(ord, "2^5"), EOS]) == (3, *map(ord, "32"), 3)
-
-
-def test_a_tool_that_is_not_there_is_said_so_printably() -> None:
     with pytest.raises(ConfigError, match=r"the tool 'shell\\n', which this shoal does not have \(it has calculator\)"):
         dialogue_for(lease("shell\n"), TINY)
 
@@ -154,16 +151,13 @@ def test_a_tool_that_is_not_there_is_said_so_printably() -> None:
 @pytest.mark.parametrize(
     "spans", [[(0, 1)], [(2, 0)], [(2, 3), (4, 1)], [(5, 2), (2, 1)], [(2, 3), (5, 1)], [(2, 8)], [(2**32 - 1, 9)]]
 )
-def test_spans_that_no_dialogue_has(spans: list[tuple[int, int]]) -> None:
+def test_spans_that_no_dialogue_has_and_bytes_that_are_none(spans: list[tuple[int, int]]) -> None:
     """At the very beginning, empty, overlapping, in disorder, touching, to the very end, out of range."""
     with pytest.raises(ProtocolError, match="cannot have been given"):
         unpack_spans(pack_spans(spans), 10)
-
-
-@pytest.mark.parametrize("length", [1, 4, 7, 9, 12])
-def test_bytes_that_are_no_spans(length: int) -> None:
-    with pytest.raises(ProtocolError, match=f"{length} bytes are no pairs"):
-        unpack_spans(b"\1" * length, 10)
+    for length in (1, 4, 7, 9, 12):
+        with pytest.raises(ProtocolError, match=f"{length} bytes are no pairs"):
+            unpack_spans(b"\1" * length, 10)
 
 
 COLD = SamplingParameters(temperature=1e-4, max_new_tokens=24, eos_token_id=EOS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,46 +75,37 @@ def gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: capability >= (8, 0))
 
 
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+A100, T4 = ("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5))
 
 
 @pytest.mark.parametrize(
-    ("taken", "found"),
-    [(FLOAT32, ("cpu", "float32")), (BFLOAT16, ("cpu", "bfloat16")), ((*BFLOAT16, *FLOAT32), ("cpu", "float32"))],
-    ids=["float32", "bfloat16", "both"],
-)
-@pytest.mark.usefixtures("no_gpu")
-def test_a_processor_follows_the_run(taken: tuple[str, ...], found: tuple[str, str]) -> None:
-    assert choose("torch", "auto", "auto", taken) == found
-
-
-@pytest.mark.parametrize(
-    ("taken", "found"),
+    ("machine", "taken", "found"),
     [
-        (FLOAT32, ("cuda", "float32")),
-        (BFLOAT16, ("cuda", "bfloat16")),
-        ((*FLOAT32, *BFLOAT16), ("cuda", "bfloat16")),
-        (("torch/cpu/float32",), ("cpu", "float32")),
+        pytest.param(None, FLOAT32, ("cpu", "float32"), id="a processor, float32"),
+        pytest.param(None, BFLOAT16, ("cpu", "bfloat16"), id="a processor, bfloat16"),
+        pytest.param(None, (*BFLOAT16, *FLOAT32), ("cpu", "float32"), id="a processor, both"),
+        pytest.param(A100, FLOAT32, ("cuda", "float32"), id="a GPU, float32"),
+        pytest.param(A100, BFLOAT16, ("cuda", "bfloat16"), id="a GPU, bfloat16"),
+        pytest.param(A100, (*FLOAT32, *BFLOAT16), ("cuda", "bfloat16"), id="a GPU, both"),
+        pytest.param(A100, FLOAT32[:1], ("cpu", "float32"), id="a GPU, processors only"),
+        pytest.param(T4, (*FLOAT32, *BFLOAT16), ("cuda", "float32"), id="a GPU without bfloat16, both"),
     ],
-    ids=["float32", "bfloat16", "both", "processors-only"],
 )
-def test_a_gpu_follows_the_run(monkeypatch: pytest.MonkeyPatch, taken: tuple[str, ...], found: tuple[str, str]) -> None:
-    gpu(monkeypatch, "NVIDIA A100", (8, 0))
+def test_a_machine_follows_what_the_run_takes(
+    monkeypatch: pytest.MonkeyPatch, machine: tuple[str, tuple[int, int]] | None, taken: tuple[str, ...], found: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if machine is not None:
+        gpu(monkeypatch, *machine)
     assert choose("torch", "auto", "auto", taken) == found
-
-
-def test_a_gpu_without_bfloat16_computes_in_float32_where_the_run_takes_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, "Tesla T4", (7, 5))
-    assert choose("torch", "auto", "auto", (*FLOAT32, *BFLOAT16)) == ("cuda", "float32")
-    assert kind_of("torch", "cuda", "auto") == "torch/cuda/float32"
+    if machine is T4:
+        assert kind_of("torch", "cuda", "auto") == "torch/cuda/float32"
 
 
 def test_a_gpu_without_bfloat16_is_refused_in_words_where_the_run_takes_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu(monkeypatch, "Tesla T4", (7, 5))
+    gpu(monkeypatch, *T4)
     with pytest.raises(ConfigError, match=r"the GPU Tesla T4 \(compute capability 7.5; bfloat16 needs 8.0\)") as told:
         choose("torch", "cuda", "auto", BFLOAT16)
     for word in (*BFLOAT16, "torch/cuda/float32", "--device", "--dtype", "doctor --calibrate"):
@@ -122,8 +114,8 @@ def test_a_gpu_without_bfloat16_is_refused_in_words_where_the_run_takes_nothing_
         kind_of("torch", "cuda", "bfloat16")
 
 
-@pytest.mark.usefixtures("no_gpu")
-def test_what_was_asked_for_is_never_replaced() -> None:
+def test_what_was_asked_for_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no validator of the run can judge what this machine computes"):
         choose("torch", "cpu", "float32", BFLOAT16)
     with pytest.raises(ConfigError, match="the engine torch does not compute in 'int8'"):

@@ -66,16 +66,28 @@ def test_greedy_equals_transformers_generate():
         assert found.tolist() == expected.tolist()
 
 
-def test_small_batches_give_the_same_as_large_ones(model):
-    large = TorchEngine.wrap(model).generate(requests())
-    small = TorchEngine.wrap(model, max_rows=7, max_prefill_tokens=30)
-    for one, two in zip(large, small.generate(requests()), strict=True):
+@pytest.mark.parametrize(
+    ("patched", "value", "limits"),
+    [
+        pytest.param("shoal.engines.decoding.UNIFORM_BLOCK", 5, {}, id="streams are read block by block"),
+        pytest.param("shoal.engines.torch.TILE_ELEMENTS", 96 * 4, {}, id="large vocabularies go through in tiles"),
+        pytest.param("", 0, {"max_rows": 7, "max_prefill_tokens": 30}, id="small batches"),
+    ],
+)
+def test_however_work_is_cut_the_numbers_are_the_same(model, monkeypatch, patched, value, limits):
+    whole = TorchEngine.wrap(model)
+    asked = requests()
+    completions, greedy = whole.generate(asked), [ids.tolist() for ids in whole.greedy(PROMPTS, 9, 1)]
+    assert max(len(completion.token_ids) for completion in completions[0]) > 10
+    prefilled = [PrefillRequest(prompt, completions[i][0].token_ids, 0.8) for i, prompt in enumerate(PROMPTS)]
+    expected = whole.prefill(prefilled)
+    if patched:
+        monkeypatch.setattr(patched, value)
+    cut = TorchEngine.wrap(model, **limits)
+    for one, two in zip(completions, cut.generate(asked), strict=True):
         assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
-    assert [g.tolist() for g in small.greedy(PROMPTS, 9, 1)] == [
-        g.tolist() for g in TorchEngine.wrap(model).greedy(PROMPTS, 9, 1)
-    ]
-    asked = [PrefillRequest(prompt, large[i][0].token_ids, 0.8) for i, prompt in enumerate(PROMPTS)]
-    for one, two in zip(TorchEngine.wrap(model).prefill(asked), small.prefill(asked), strict=True):
+    assert [ids.tolist() for ids in cut.greedy(PROMPTS, 9, 1)] == greedy
+    for one, two in zip(expected, cut.prefill(prefilled), strict=True):
         np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
 
 
@@ -87,13 +99,10 @@ def test_finished_rows_leave_the_batch():
     asked = [GenerationRequest(encode(p), tuple(range(16)), SAMPLING) for p in ("31=", "4321=", "654321=", "87654321=")]
     engine.rows_at_once(1)  # the cache is measured
     rows = []
-    hook = model.base_model.register_forward_pre_hook(
+    with model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    try:
+    ):
         completions = [c for group in engine.generate(asked) for c in group]
-    finally:
-        hook.remove()
     assert rows[0] == (4, 9)  # each prompt once, not once per sample
     assert rows[1][0] == 64
     assert rows[-1][0] < 64
@@ -130,37 +139,15 @@ def test_a_wrapped_model_is_used_as_it_is_and_keeps_its_mode(model):
     assert model.eval() is model
 
 
-def test_long_completions_read_their_stream_block_by_block(model, monkeypatch):
-    whole = TorchEngine.wrap(model).generate(requests(3))
-    monkeypatch.setattr("shoal.engines.decoding.UNIFORM_BLOCK", 5)
-    blocks = TorchEngine.wrap(model).generate(requests(3))
-    assert max(len(completion.token_ids) for completion in whole[0]) > 10
-    for one, two in zip(whole, blocks, strict=True):
-        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
-
-
-def test_large_vocabularies_go_through_in_tiles(model, monkeypatch):
-    whole = TorchEngine.wrap(model).generate(requests(3))
-    monkeypatch.setattr("shoal.engines.torch.TILE_ELEMENTS", 96 * 4)
-    tiled = TorchEngine.wrap(model).generate(requests(3))
-    for one, two in zip(whole, tiled, strict=True):
-        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
-    asked = [PrefillRequest(PROMPTS[0], whole[0][0].token_ids, 0.8)]
-    np.testing.assert_allclose(TorchEngine.wrap(model).prefill(asked)[0].logprobs, whole[0][0].logprobs, atol=1e-4)
-
-
 def test_a_prompt_that_a_group_shares_is_computed_once_and_changes_nothing(model):
     engine = TorchEngine.wrap(model)
     tokens = [np.arange(5, 5 + length, dtype=np.int32) for length in (1, 9, 4, 9, 1, 6)]
     asked = [PrefillRequest(PROMPTS[3], ids, 0.8) for ids in tokens] + [PrefillRequest(PROMPTS[1], tokens[1], 0.8)]
     shapes = []
-    hook = model.base_model.register_forward_pre_hook(
+    with model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    try:
+    ):
         together = engine.prefill(asked, ProofParameters())
-    finally:
-        hook.remove()
     assert shapes == [(2, 20), (7, 8)]
     for request, found in zip(asked, together, strict=True):
         [alone] = engine.prefill([request], ProofParameters())

@@ -63,11 +63,6 @@ def test_an_improbable_token_next_to_u_is_implausible():
     assert check_seeded(u, np.array([0.3]), high, np.log(np.array([0.2])), COARSE).passed
 
 
-def test_the_upper_end_of_an_interval_is_outside_it():
-    result = check_seeded(np.array([0.5]), np.array([0.2]), np.array([0.5]), np.array([-1.0]))
-    assert (result.n_outside, result.max_distance) == (1, 0.0)
-
-
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_what_is_no_number_never_passes(broken):
     result = check_seeded(np.array([0.5]), np.array([broken]), np.array([broken]), np.array([-1.0]))
@@ -81,6 +76,8 @@ def test_vectors_of_different_lengths_are_refused():
         check_seeded(np.zeros(2), np.zeros(2), np.ones(3), np.zeros(2))
 
 
-def test_distances_by_hand():
+def test_distances_by_hand_and_the_upper_end_of_an_interval_is_outside_it():
+    result = check_seeded(np.array([0.5]), np.array([0.2]), np.array([0.5]), np.array([-1.0]))
+    assert (result.n_outside, result.max_distance) == (1, 0.0)
     u, low, high = np.array([0.1, 0.5, 0.95]), np.array([0.2, 0.2, 0.2]), np.array([0.9, 0.9, 0.9])
     np.testing.assert_allclose(distances(u, low, high), [0.1, 0.0, 0.05], atol=1e-15)

@@ -68,17 +68,12 @@ def test_torch_gives_the_same_bits_as_numpy(seeds, start, count):
     np.testing.assert_array_equal(found.numpy(), uniforms_matrix(seeds, start, count))
 
 
-@given(SEEDS, st.integers(0, 2**45))
+@given(SEEDS, st.integers(0, 2**45), st.sampled_from([0.5, 0.7, 1.0, 1.3]))
 @settings(deadline=None)
-def test_the_documented_statement_gives_the_same_bits(statement, seed, position):
-    assert statement["uniform"](seed, position) == uniforms(seed, position, 1)[0]
-
-
-@given(SEEDS, st.sampled_from([0.5, 0.7, 1.0, 1.3]))
-@settings(deadline=None)
-def test_the_documented_statement_draws_the_same_tokens(statement, seed, temperature):
+def test_the_documented_statement_gives_the_same_bits_and_tokens(statement, seed, position, temperature):
     logits = np.random.default_rng(seed % 1000).normal(0, 2, (1, 30)).astype(np.float32)
-    u = uniforms(seed, 0, 1)
+    u = uniforms(seed, position, 1)
+    assert statement["uniform"](seed, position) == u[0]
     assert statement["token"](logits[0].tolist(), temperature, u[0]) == inverse.sample(logits, u, temperature)[0][0]
 
 
@@ -98,11 +93,8 @@ def test_the_stream_looks_uniform_and_fills_53_bits():
     lowest_bits = (values * 2**53).astype(np.uint64) & np.uint64(1)
     assert 0.49 < lowest_bits.mean() < 0.51
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.01
-
-
-def test_neighbouring_seeds_are_unrelated():
     matrix = uniforms_matrix(range(1000), 0, 100)
-    assert abs(np.corrcoef(matrix[:-1].ravel(), matrix[1:].ravel())[0, 1]) < 0.01
+    assert abs(np.corrcoef(matrix[:-1].ravel(), matrix[1:].ravel())[0, 1]) < 0.01, "nor are neighbouring seeds related"
 
 
 @pytest.mark.parametrize(("seed", "start", "count"), [(-1, 0, 1), (2**64, 0, 1), (0, -1, 1), (0, 0, -1)])

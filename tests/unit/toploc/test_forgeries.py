@@ -69,13 +69,7 @@ def test_a_constant_is_forged_even_under_lenient_limits(hidden: int) -> None:
     assert naive.outside_hits[0] == naive.outside_count[0] == 256
     for tolerance in (None, LENIENT):
         assert check(naive, tolerance).reason == "forged"
-
-
-def test_the_count_outside_alone_sees_it() -> None:
-    """Not only the rule against constants: a polynomial that is constant but at a few points is seen too."""
-    points = points_of(2)
-    compared = compare(points, [proof_of(modal_value(points))])
-    nearly = replace(compared, constant=np.array([False]))
+    nearly = replace(naive, constant=np.array([False]))  # but for a few points: the count outside alone sees it
     assert check(nearly, LENIENT).reason == "forged"
 
 
@@ -220,17 +214,14 @@ def test_activations_that_are_all_equal_honestly_give_a_constant() -> None:
         assert judged(points_of(17, 1, 64), proof).reason == "forged"
 
 
-def test_the_limit_outside_follows_the_number_of_places() -> None:
-    assert [outside_limit(count, 1e-9) for count in (0, 1, 3, 48, 256)] == [0, 1, 3, 6, 11]
-    assert outside_limit(256, 1e-3) < outside_limit(256, 1e-12)
-
-
 def test_honest_proofs_rarely_hit_outside() -> None:
     points = points_of(18, 64)
     compared = compare(points, commit(points))
     assert compared.outside_count.tolist() == [256] * 64
     assert compared.outside_hits.mean() == pytest.approx(1.0, abs=0.5)
     assert compared.outside_hits.max() <= 7
+    assert [outside_limit(count, 1e-9) for count in (0, 1, 3, 48, 256)] == [0, 1, 3, 6, 11]
+    assert outside_limit(256, 1e-3) < outside_limit(256, 1e-12)
 
 
 def test_proofs_are_split_by_their_known_sizes() -> None:

@@ -20,8 +20,6 @@ from shoal.errors import ProofError
 from shoal.toploc import PointBatch, backend, check, chunk_rows, chunk_topk, device, kernels, plain, points, top_points
 from shoal.toploc.plain import PRIME, inverses, least_modulus
 
-Ints = npt.NDArray[np.int64]
-
 
 def by_sorting(bits: npt.NDArray[np.uint16], count: int) -> list[int]:
     """What is meant by the largest: sort by magnitude, then by index."""
@@ -121,21 +119,18 @@ def test_other_types_and_shapes_are_refused() -> None:
     assert len(top_points(np.zeros((0, 64), np.float32), [0, 0], 128, 32)) == 0
 
 
-def test_chunks_do_not_cross_sequences() -> None:
+def test_chunks_do_not_cross_sequences_and_slabs_that_bound_the_memory_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = normal(6, 100, 64)
     together = top_points(values, [33, 0, 67], 128, 32)
     alone = PointBatch.concat([top_points(values[:33], [33], 128, 32), top_points(values[33:], [67], 128, 32)])
     assert same(together, alone)
     assert together.sizes.tolist() == [32 * 64, 64, 32 * 64, 32 * 64, 3 * 64]
     assert together.counts.tolist() == [128, 8, 128, 128, 12]
-
-
-def test_slabs_bound_the_memory_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.from_numpy(normal(7, 200, 64))
-    whole = top_points(tensor, [70, 130], 128, 32)
     monkeypatch.setattr(device, "SLAB", 2 * 32 * 64)
-    indices, bits = device.select(tensor.view(-1), whole.sizes, whole.counts)
-    assert same(PointBatch(indices, bits, whole.counts, whole.sizes), whole)
+    indices, bits = device.select(torch.from_numpy(values).view(-1), together.sizes, together.counts)
+    assert same(PointBatch(indices, bits, together.counts, together.sizes), together)
 
 
 def test_slices_and_concatenation() -> None:
@@ -176,12 +171,9 @@ def test_chunks_cover_a_sequence(length: int, rows: int) -> None:
     assert all(0 < height <= rows for height in heights)
 
 
-def test_inverses_are_inverses() -> None:
+def test_inverses_and_the_least_modulus() -> None:
     values = np.arange(1, PRIME, dtype=np.int64)
     assert (values * inverses()[1:] % PRIME == 1).all()
-
-
-def test_the_least_modulus() -> None:
     assert [least_modulus(k) for k in (1, 8, 128)] == [65433] * 3
     assert least_modulus(128) > least_modulus(384) > least_modulus(512) > least_modulus(1024) == 2**15 + 1
 

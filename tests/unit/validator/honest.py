@@ -19,6 +19,7 @@ from shoal.protocol import (
     Audit,
     Lease,
     PolicyRef,
+    ProofParameters,
     SamplingParameters,
     SigningKey,
     Submission,
@@ -29,6 +30,7 @@ from shoal.protocol import (
     submission_digest,
 )
 from shoal.runtime.clock import ManualClock
+from shoal.sampling import uniforms
 from shoal.toploc import commit
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN
@@ -53,6 +55,24 @@ def engine(value: float = 3.0, ref: PolicyRef = POLICY) -> ScriptedEngine:
     return made
 
 
+class Rounding(ScriptedEngine):
+    """A worker whose logits are off by noise that depends on where it is, and that knows nothing of rewards."""
+
+    noise = 0.3
+
+    def _step(self, sequence: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        logits_V, hidden_H = super()._step(sequence)
+        noise_V = uniforms(hash(tuple(sequence)) % 2**63, 0, len(logits_V)) - 0.5
+        return (logits_V + self.noise * noise_V).astype(np.float32), hidden_H
+
+
+def rounding(noise: float = Rounding.noise) -> Rounding:
+    made = Rounding()
+    made.load_policy(POLICY, {tensor.name: tensor for tensor in weights(3.0)})
+    made.noise = noise
+    return made
+
+
 def loaded(value: float = 3.0) -> LoadedPolicy:
     return LoadedPolicy(POLICY, engine(value), {})
 
@@ -65,6 +85,15 @@ def lease(unit: int = 5, seeds: int = 12, **changes: Any) -> Lease:
         "issued_at_ms": 0, "deadline_ms": 60_000, "profile": "scripted/cpu/float32",
     }  # fmt: skip
     return Lease(**{**fields, **changes})
+
+
+@cache
+def long_lease() -> Lease:
+    """Four seeds that give rollouts of 64 tokens, in chunks of 8."""
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=64, eos_token_id=0)
+    of = lease(5, seeds=24, sampling=sampling, proof=ProofParameters(topk=16, rows=8))
+    full = [seed for seed, each in zip(of.seeds, completions(of), strict=True) if len(each.token_ids) == 64]
+    return of.model_copy(update={"seeds": tuple(full[:4])})
 
 
 def completions(of: Lease, by: ScriptedEngine | None = None, seeds: Sequence[int] | None = None) -> list[Completion]:

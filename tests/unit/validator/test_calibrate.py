@@ -22,7 +22,7 @@ from shoal.models.load import load_model
 from shoal.models.state import policy_state, policy_views
 from shoal.protocol import Submission
 from shoal.sampling import SeedTolerance
-from shoal.toploc import Comparisons, ProofTolerance
+from shoal.toploc import ProofTolerance
 from shoal.validator import bands as bands_module
 from shoal.validator import calibrate as calibrate_module
 from shoal.validator.bands import Bands, limits_from
@@ -61,32 +61,25 @@ def engines(worker: str, validator: str, tokens: int = 12, **plan: Any) -> tuple
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[Measurement, list[str]]:
-    told: list[str] = []
-    return measure(*engines("float32", "float32"), told.append, (64, 1024)), told
+def measured() -> Measurement:
+    return measure(*engines("float32", "float32"), lambda _text: None, (64, 1024))
 
 
-def test_float32_limits_pass_every_honest_group_and_are_accepted(measured: tuple[Measurement, list[str]]) -> None:
-    measurement, _ = measured
-    assert measurement.failures == {"cpu/float32": []}
-    assert measurement.problems == ()
-    assert measurement.groups > 150
-    assert measurement.bands["cpu/float32"].tokens > 2000
+def test_float32_limits_pass_honest_groups_of_every_batch_size_and_kernel(measured: Measurement) -> None:
+    assert measured.failures == {"cpu/float32": []}
+    assert measured.problems == ()
+    assert measured.groups > 150
+    assert measured.bands["cpu/float32"].tokens > 2000
+    assert [name for name, _ in measured.variants] == ["batch 1", "batch 8", "batch 64", "main", "eager", "math"]
 
 
-def test_the_same_work_is_judged_by_other_limits(measured: tuple[Measurement, list[str]]) -> None:
+def test_the_same_work_is_judged_by_other_limits(measured: Measurement) -> None:
     """As when limits are joined with those of another machine: they may be too wide to catch anything."""
-    measurement, _ = measured
-    loose = measurement.under(measurement.profile.model_copy(update=LOOSE))
+    loose = measured.under(measured.profile.model_copy(update=LOOSE))
     assert loose.profile.sampling.distance == 1.0
     named = [problem.partition(" would")[0] for problem in loose.problems]
     assert "other seeds" in named
-    assert measurement.under(measurement.profile).catches == measurement.catches
-
-
-def test_every_batch_size_and_attention_kernel_is_measured(measured: tuple[Measurement, list[str]]) -> None:
-    names = [name for name, _ in measured[0].variants]
-    assert names == ["batch 1", "batch 8", "batch 64", "main", "eager", "math"]
+    assert measured.under(measured.profile).catches == measured.catches
 
 
 def test_in_bfloat16_another_kernel_widens_the_limits_and_limits_that_hide_int8_weights_are_refused() -> None:
@@ -113,25 +106,20 @@ def test_another_kernel_raises_means_and_leaves_the_spread_to_the_main_series() 
         )
         for label, rows in ((calibrate_module.MAIN, 64), ("other", 16))
     )
-    doubled = [
-        replace(case, replay=replace(case.replayed, comparisons=worse(case.replayed.comparisons))) for case in other
-    ]
-    alone, both = Bands.of(main), Bands.of(main, [doubled])
+    for case in other:  # four times as far off in the mantissas
+        seen = case.replayed.comparisons
+        worse = replace(seen, mant_err_sum=4 * seen.mant_err_sum)
+        case.replay = replace(case.replayed, comparisons=worse)
+    alone, both = Bands.of(main), Bands.of(main, [other])
     ours, theirs = both.limits.noise.mantissa, alone.limits.noise.mantissa
     assert ours.rate > 1.5 * theirs.rate
     assert ours.unit / ours.rate == pytest.approx(theirs.unit / theirs.rate)
     assert ours.shared == theirs.shared
 
 
-def worse(compared: Comparisons) -> Comparisons:
-    """Four times as far off in the mantissas."""
-    return replace(compared, mant_err_sum=4 * compared.mant_err_sum)
-
-
 def test_a_machine_too_slow_for_a_whole_block_of_cheaper_weights_tries_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before, less than 512 tokens of int8 weights were no block, and limits that nobody had tried were taken."""
     monkeypatch.setattr(calibrate_module, "DRAW_S", 0.0)
     measurement = measure(*engines("bfloat16", "float32", 4))
     (int8,) = [catch for catch in measurement.catches if catch.cheat == calibrate_module.INT8_NAME]
@@ -188,10 +176,8 @@ def without_choice(seen: Replay) -> Replay:
     return replace(seen, low=nothing, high=nothing + 1, logprobs=nothing, entropy=nothing, varentropy=nothing)
 
 
-def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(
-    measured: tuple[Measurement, list[str]], tmp_path: Path
-) -> None:
-    profile = measured[0].profile
+def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(measured: Measurement, tmp_path: Path) -> None:
+    profile = measured.profile
     assert profile.key == "torch/cpu/float32"
     assert profile.measured is not None
     assert (profile.measured.model, profile.measured.validators) == ("tiny", ("cpu/float32",))
@@ -200,11 +186,9 @@ def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(
     assert load_profiles([tmp_path / "p.toml"])[profile.key] == profile
 
 
-def test_it_catches_cheaper_weights_by_proofs_and_other_seeds_by_sampling(
-    measured: tuple[Measurement, list[str]],
-) -> None:
+def test_it_catches_cheaper_weights_by_proofs_and_other_seeds_by_sampling(measured: Measurement) -> None:
     def share(cheat: str, tokens: int) -> Catch:
-        [found] = [each for each in measured[0].catches if (each.cheat, each.tokens) == (cheat, tokens)]
+        [found] = [each for each in measured.catches if (each.cheat, each.tokens) == (cheat, tokens)]
         return found
 
     assert share("int4 weights", 64).by_proofs == 1.0
@@ -215,9 +199,9 @@ def test_it_catches_cheaper_weights_by_proofs_and_other_seeds_by_sampling(
 
 
 def test_limits_have_room_above_what_was_seen_and_are_never_tighter_than_those_of_float32(
-    measured: tuple[Measurement, list[str]],
+    measured: Measurement,
 ) -> None:
-    quiet = measured[0].bands["cpu/float32"]
+    quiet = measured.bands["cpu/float32"]
     narrow = limits_from(quiet, "torch/cpu/float32")
     assert (narrow.proofs, narrow.sampling.distance) == (ProofTolerance(), SeedTolerance().distance)
     usual = NoiseLimits()
@@ -232,8 +216,8 @@ def test_limits_have_room_above_what_was_seen_and_are_never_tighter_than_those_o
     assert broad.exponents.rate == 0.03
 
 
-def test_bands_of_two_validators_are_joined_to_the_wider(measured: tuple[Measurement, list[str]]) -> None:
-    one = measured[0].bands["cpu/float32"]
+def test_bands_of_two_validators_are_joined_to_the_wider(measured: Measurement) -> None:
+    one = measured.bands["cpu/float32"]
     far = one.limits.model_copy(update={"sampling": SeedTolerance(distance=0.3, floor=1e-18)})
     other = dataclasses.replace(one, distance_max=0.5, tokens=one.tokens - 1, limits=far)
     both = one.joined(other)

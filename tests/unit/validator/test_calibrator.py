@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ from shoal.models.load import load_model
 from shoal.protocol import (
     AuditReply,
     Calibration,
-    MeasuredKind,
+    Lease,
     ModelSize,
     Outcome,
     PolicyRef,
@@ -36,6 +36,7 @@ from shoal.validator import limits as limits_module
 from shoal.validator.calibrate import Catch, Measurement
 from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
 from shoal.validator.profiles import BUILT_IN, LogprobLimits, Measured, Profiles, limits_for, widest
+from shoal.validator.verdicts import Docket
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
 DIGEST = "c" * 64
@@ -110,7 +111,6 @@ def due(by: Calibrator) -> Callable[[], None] | None:
 
 
 def test_what_one_machine_measures_anew_every_other_one_measures_too() -> None:
-    """Before, limits for the eyes of the first alone stayed in force: the second could judge nothing by them."""
     hub = Hub()
     first, second = calibrator(hub, "float32"), calibrator(hub, "bfloat16")
     publish(first, hub, 0.1)
@@ -134,7 +134,6 @@ def test_what_one_machine_measures_anew_every_other_one_measures_too() -> None:
 def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
     number_format: str, machines: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, they were for the validator's own format alone: whatever failed by statistics was `second.missing`."""
     seen: dict[str, Engine] = {}
 
     def measure(_worker: Engine, validators: Mapping[str, Engine], _plan: object) -> None:
@@ -150,7 +149,6 @@ def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
 
 
 def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_time() -> None:
-    """Before, one unlucky measurement closed a number format for as long as the run lasted."""
     hub = Hub()
     mine = calibrator(hub, "float32")
     clock: Any = mine._clock
@@ -167,13 +165,6 @@ def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_
     assert (missing(POLICY), missing(later)) == ([], [BFLOAT16])
 
 
-def test_what_has_limits_already_is_measured_once_somebody_computes_so() -> None:
-    """Before, the first submission of bfloat16 workers waited 25 s on an H200 for limits of float32, used by nobody."""
-    mine = calibrator(Hub(), "float32")
-    assert mine._missing(None, POLICY, ()) == []
-    assert mine._missing(None, POLICY, (FLOAT32,)) == [FLOAT32]
-
-
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Calibrator:
     mine = calibrator(Hub(), "float32")
     mine._kind = "torch/cuda/float32"
@@ -182,13 +173,17 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Calibrator:
     return mine
 
 
-def test_each_path_of_a_gpu_has_limits_of_its_own_and_the_plain_one_is_measured_when_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before, one set of limits covered both paths, and int8 weights passed in the room between them."""
+def test_what_is_measured_at_first_and_what_only_once_somebody_computes_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    mine = calibrator(hub, "float32")
+    assert mine._missing(None, POLICY, ()) == [], "float32 has limits already"
+    assert mine._missing(None, POLICY, (FLOAT32,)) == [FLOAT32]
+    hub.weights = 135_000_000
+    assert mine._missing(None, POLICY, (FLOAT32, BFLOAT16)) == [BFLOAT16], "a large model on a processor takes minutes"
     mine, paged, plain = on_gpu(monkeypatch), "torch/cuda/bfloat16", "torch-plain/cuda/bfloat16"
     assert mine._missing(None, POLICY, ()) == [paged]
-    assert mine._missing(None, POLICY, (plain, "torch/cpu/bfloat16", "vllm/cuda/bfloat16")) == [paged, plain]
+    asked = (plain, "torch/cpu/bfloat16", "vllm/cuda/bfloat16")
+    assert mine._missing(None, POLICY, asked) == [paged, plain], "each path of a GPU has limits of its own"
     mine._judge.plain_kinds.add(plain)  # a dialogue was judged
     assert mine._missing(None, POLICY, ()) == [paged, plain]
 
@@ -207,16 +202,8 @@ def test_a_model_without_pages_is_measured_once_as_plain(monkeypatch: pytest.Mon
     assert mine._missing(hub.in_force, POLICY, (paged,)) == [], "it cannot be measured here"
 
 
-def test_a_processor_does_not_measure_a_large_model_that_has_built_in_limits() -> None:
-    """Before, audits of SmolLM2-135M waited for longer than seven minutes on two cores."""
-    hub = Hub()
-    hub.weights = 135_000_000
-    assert calibrator(hub, "float32")._missing(None, POLICY, (FLOAT32, BFLOAT16)) == [BFLOAT16]
-
-
 @pytest.mark.parametrize(("blind_above", "is_refused"), [(0.2, False), (0.15, True)])
 def test_joined_limits_are_tested_again_by_the_machine_that_joins_them(blind_above: float, is_refused: bool) -> None:
-    """Before, they were in force with the catch rates of the narrower limits, and nobody had tried them."""
     hub = Hub()
     publish(calibrator(hub, "float32"), hub, 0.2, ["bfloat16"])
     publish(calibrator(hub, "bfloat16"), hub, 0.1, ["bfloat16"], blind_above)
@@ -280,10 +267,6 @@ def test_a_hub_that_takes_no_calibration_is_not_asked_again_for_a_minute() -> No
     assert is_due(mine)
 
 
-if TYPE_CHECKING:
-    from shoal.client import HubClient
-    from shoal.engines.shelf import EngineShelf
-
 OURS, THEIRS = "scripted/cpu/float32", "scripted/gpu/float32"
 
 
@@ -295,69 +278,59 @@ def by_limits(measured: Profiles, known: Profiles | None = None) -> Judge:
     )  # fmt: skip
 
 
-def test_a_verdict_goes_by_the_limits_of_its_leases_calibration_and_names_it() -> None:
-    of = lease(calibration=DIGEST)
-    narrow = BUILT_IN[OURS].model_copy(update={"logprobs": LogprobLimits(largest=1e-30)})
-    off = [
+def off_by_little(of: Lease) -> Docket:
+    """An honest group with log-probabilities that only limits of nothing reject."""
+    rollouts = [
         msgspec.structs.replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6))
         for each in submission(of).rollouts
     ]
-    handed_in = docket(of, msgspec.structs.replace(submission(of), rollouts=off))
+    return docket(of, msgspec.structs.replace(submission(of), rollouts=rollouts))
+
+
+NOTHING = LogprobLimits(largest=1e-30)
+
+
+def test_a_verdict_goes_by_the_limits_of_its_leases_calibration_and_names_it() -> None:
+    handed_in = off_by_little(lease(calibration=DIGEST))
+    narrow = BUILT_IN[OURS].model_copy(update={"logprobs": NOTHING})
     [verdict] = by_limits({OURS: narrow}).verdicts([handed_in], loaded())
     assert (verdict.reason, verdict.calibration, verdict.measured) == ("logprobs.mismatch", DIGEST, True)
     [verdict] = by_limits({OURS: BUILT_IN[OURS]}).verdicts([handed_in], loaded())
     assert (verdict.outcome, verdict.calibration) == (Outcome.ACCEPTED, DIGEST)
-
-
-def test_a_calibration_that_cannot_be_had_makes_work_unsure() -> None:
     [verdict] = by_limits({}).verdicts([docket(lease(calibration="d" * 64))], loaded())
-    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile")
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile"), "it cannot be had"
 
 
-def test_work_of_a_kind_that_nobody_measured_passes_by_the_limits_of_its_format_and_says_so() -> None:
-    [verdict] = by_limits({THEIRS: Profile(key=THEIRS)}, known={}).verdicts(
-        [docket(lease(calibration=DIGEST))], loaded()
-    )
-    assert (verdict.outcome, verdict.measured) == (Outcome.ACCEPTED, False)
-
-
-def test_a_statistical_failure_of_a_kind_that_nobody_measured_is_unsure_and_a_certain_one_rejects() -> None:
+def test_of_a_kind_that_nobody_measured_a_statistical_failure_is_unsure_and_a_certain_one_rejects() -> None:
     of = lease(calibration=DIGEST)
-    narrow = Profile(key=THEIRS, logprobs=LogprobLimits(largest=1e-30))
-    off = [
-        msgspec.structs.replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6))
-        for each in submission(of).rollouts
-    ]
-    statistical = docket(of, msgspec.structs.replace(submission(of), rollouts=off))
-    [verdict] = by_limits({THEIRS: narrow}, known={}).verdicts([statistical], loaded())
-    assert (verdict.outcome, verdict.reason, verdict.severity) == (Outcome.UNSURE, "machinery.kind", None)
-    assert "no trusted machine has measured scripted/cpu/float32" in verdict.message
-    seeds = [seed + 10**6 for seed in of.seed_numbers]
-    certain = docket(of, submission(of, completions(of, seeds=seeds)))
-    [verdict] = by_limits({THEIRS: narrow}, known={}).verdicts([certain], loaded())
-    assert (verdict.outcome, verdict.severity) == (Outcome.REJECTED, Severity.CERTAIN)
+    court = by_limits({THEIRS: Profile(key=THEIRS, logprobs=NOTHING)}, known={})
+    other_seeds = submission(of, completions(of, seeds=[seed + 10**6 for seed in of.seed_numbers]))
+    unsure, rejected = court.verdicts([off_by_little(of), docket(of, other_seeds)], loaded())
+    assert (unsure.outcome, unsure.reason, unsure.severity) == (Outcome.UNSURE, "machinery.kind", None)
+    assert "no trusted machine has measured scripted/cpu/float32" in unsure.message
+    assert (rejected.outcome, rejected.severity) == (Outcome.REJECTED, Severity.CERTAIN)
+    [passed] = by_limits({THEIRS: Profile(key=THEIRS)}, known={}).verdicts([docket(of)], loaded())
+    assert (passed.outcome, passed.measured) == (Outcome.ACCEPTED, False)
 
 
-def test_two_machines_limits_are_joined_number_by_number() -> None:
-    one = Profile(key=OURS, sampling=SeedTolerance(distance=0.1, floor=1e-9), validators=("float32",))
-    other = Profile(key=OURS, proofs=ProofTolerance(exponents=0.3), validators=("bfloat16",))
+def test_two_machines_limits_are_joined_number_by_number_to_the_wider() -> None:
+    def seen(machine: str, rate: float) -> Measured:
+        return Measured(model="", tokens=1, date="", validators=(machine,), bands={"exponent_rate": rate})
+
+    one = Profile(
+        key=OURS, sampling=SeedTolerance(distance=0.1, floor=1e-9), validators=("float32",),
+        measured=seen("cpu/bfloat16", 0.01),
+    )  # fmt: skip
+    tolerance = ProofTolerance(exponents=0.3)
+    other = Profile(key=OURS, proofs=tolerance, validators=("bfloat16",), measured=seen("cpu/float32", 0.03))
     joined = widest(one, other)
     assert (joined.sampling.distance, joined.proofs.exponents) == (0.1, 0.3)
     assert joined.sampling.floor == min(1e-9, SeedTolerance().floor)
     assert joined.validators == ("bfloat16", "float32")
-    assert widest(other, one) == joined
-
-
-def test_joined_limits_keep_the_wider_band_so_that_neither_machine_sees_the_policy_move() -> None:
-    """Before, they were those of one machine: the other measured anew with each version."""
-
-    def seen(machine: str, rate: float) -> Profile:
-        bands = {"exponent_rate": rate}
-        return Profile(key=OURS, measured=Measured(model="", tokens=1, date="", validators=(machine,), bands=bands))
-
-    both = widest(seen("cpu/bfloat16", 0.01), seen("cpu/float32", 0.03)).measured
-    assert both is not None
-    assert (both.bands, both.validators) == ({"exponent_rate": 0.03}, ("cpu/bfloat16", "cpu/float32"))
+    assert joined.measured is not None
+    assert joined.measured.bands == {"exponent_rate": 0.03}, "so that neither machine sees the policy move"
+    assert joined.measured.validators == ("cpu/bfloat16", "cpu/float32")
+    assert widest(other, one).sampling == joined.sampling
 
 
 def test_built_in_limits_are_for_validators_of_the_formats_that_they_name() -> None:
@@ -369,44 +342,16 @@ def test_built_in_limits_are_for_validators_of_the_formats_that_they_name() -> N
     assert (found[0].key, found[0].validators, found[1]) == (OURS, ("bfloat16",), False)
 
 
-class KnownHub:
-    """What a calibrator asks a hub for: the run, and calibrations by their digest."""
-
-    def __init__(self, **made: Calibration) -> None:
-        self._made = made
-
-    def run_info(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            profiles=("torch/cpu/bfloat16", "torch/cpu/float32"), model=SimpleNamespace(parameters=1)
-        )
-
-    def calibration(self, digest: str) -> Calibration:
-        return self._made[digest]
-
-
 def test_a_format_without_built_in_limits_is_measured_first_and_alone_the_others_once_the_validator_is_ready() -> None:
-    policy = PolicyRef(incarnation=0, version=0, digest="a" * 64)
-    measured = Measured(model="", tokens=1, date="", validators=("cpu/float32",))
-    limits = Profile(key="torch/cpu/bfloat16", measured=measured).model_dump(mode="json")
-    coarse = Calibration(
-        run="run",
-        policy=policy,
-        kinds={"torch/cpu/bfloat16": MeasuredKind(limits=limits)},
-        machines=("cpu/float32",),
-        made_at_ms=1,
-    )
-    known = cast("Judge", SimpleNamespace(profiles=load_profiles(), plain_kinds=set()))
-    calibrator = Calibrator(
-        cast("HubClient", KnownHub(c=coarse)), cast("EngineShelf", None), known, "torch",
-        ValidatorSettings(device="cpu"), ManualClock(),
-    )  # fmt: skip
+    hub = Hub()
+    mine = calibrator(hub, "float32")
 
-    def due(in_force: str, is_ready: bool) -> list[str]:
-        reply = AuditReply(calibration=in_force, wanted=("torch/cpu/bfloat16", "torch/cpu/float32"))
-        job = calibrator.due(reply, policy, is_ready)
+    def missing(is_ready: bool) -> list[str]:
+        mine._known.clear()
+        reply = AuditReply(calibration=DIGEST if hub.in_force else "", wanted=(BFLOAT16, FLOAT32))
+        job = mine.due(reply, POLICY, is_ready)
         return list(cast("partial[None]", job).args[1]) if job is not None else []
 
-    assert due("", is_ready=False) == ["torch/cpu/bfloat16"]
-    assert due("", is_ready=True) == ["torch/cpu/bfloat16"]
-    assert due("c", is_ready=False) == []
-    assert due("c", is_ready=True) == ["torch/cpu/float32"]
+    assert (missing(is_ready=False), missing(is_ready=True)) == ([BFLOAT16], [BFLOAT16])
+    publish(mine, hub, 0.1, ["bfloat16"])
+    assert (missing(is_ready=False), missing(is_ready=True)) == ([], [FLOAT32])

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import CanaryMissed
-from shoal.protocol import Outcome, SamplingParameters, Submission, unpack
+from shoal.protocol import Outcome, SamplingParameters, Submission, Verdict, unpack
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import Judge
 from shoal.validator.canary import SPOILERS, Canary, Original
 from shoal.validator.case import BODY_LIMITS, Case, SeenWork
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits
+from shoal.validator.verdicts import Docket
 
 LONG = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
 REASONS = {
@@ -66,11 +67,17 @@ def test_the_first_at_once_then_after_every_so_many_and_all_kinds_in_turn() -> N
     assert [name for name in caught if name] == list(SPOILERS)
 
 
-def test_the_twin_leaves_no_trace_in_the_judges_memory() -> None:
-    by = judge()
-    canary = Canary(by, every=1)
+def judged_by(by: Judge) -> tuple[Canary, list[Docket], list[Verdict]]:
+    """A canary that is due, and a group that was accepted."""
     dockets = [docket(lease(sampling=LONG))]
     verdicts = by.verdicts(dockets, loaded())
+    assert verdicts[0].outcome is Outcome.ACCEPTED
+    return Canary(by, every=1), dockets, verdicts
+
+
+def test_the_twin_leaves_no_trace_in_the_judges_memory() -> None:
+    by = judge()
+    canary, dockets, verdicts = judged_by(by)
     before = dict(by.seen._whose)
     canary.check(dockets, verdicts, loaded())
     assert by.seen._whose == before
@@ -91,21 +98,14 @@ def test_a_profile_that_is_far_too_wide_is_noticed() -> None:
         logprobs=LogprobLimits(largest=1e9),
         noise=NoiseLimits(**{name: ChannelLimits(rate=1e9, unit=1e9) for name in NoiseLimits.model_fields}),
     )
-    canary = Canary(by, every=1)
-    dockets = [docket(lease(sampling=LONG))]
-    verdicts = by.verdicts(dockets, loaded())
-    assert verdicts[0].outcome is Outcome.ACCEPTED
-    with pytest.raises(
-        CanaryMissed, match=r"unit 5 with edited tokens, passed every check \(envelope, lease, .*reward"
-    ):
+    canary, dockets, verdicts = judged_by(by)
+    passed = r"unit 5 with edited tokens, passed every check \(envelope, lease, .*reward"
+    with pytest.raises(CanaryMissed, match=passed):
         canary.check(dockets, verdicts, loaded())
 
 
 def test_an_engine_that_fails_on_the_twin_is_no_miss() -> None:
-    by = judge()
-    canary = Canary(by, every=1)
-    dockets = [docket(lease(sampling=LONG))]
-    verdicts = by.verdicts(dockets, loaded())
+    canary, dockets, verdicts = judged_by(judge())
 
     class Failing(type(loaded().engine)):  # type: ignore[misc]
         def prefill(self, requests, proof=None):  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ from honest import completions, docket, engine, judge, lease, loaded, proved, su
 
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
-from shoal.protocol import Outcome, Rollout, RolloutReward, Severity, pack, pack_tokens, submission_digest
+from shoal.protocol import Outcome, Rollout, RolloutReward, Severity, pack_tokens
 from shoal.rewards.panel import Panel
 from shoal.validator.judge import KeptSubmission, recheck
 from shoal.validator.rewards import completion_ids
@@ -39,18 +39,12 @@ def counting(poison: int | None = None) -> tuple[CountingEngine, LoadedPolicy]:
     return made, LoadedPolicy(loaded().ref, made, {})
 
 
-def test_one_prefill_serves_all_audits_of_a_policy() -> None:
+def test_one_prefill_serves_all_audits_of_a_policy_but_those_of_a_rejected_neighbour() -> None:
     made, policy = counting()
     dockets = [docket(lease(unit)) for unit in range(5)]
-    verdicts = judge().verdicts(dockets, policy)
+    verdicts = judge().verdicts([*dockets, docket(lease(6), b"garbage")], policy)
     assert made.batches == [60]
-    assert verdicts == [verdict for alone in dockets for verdict in judge().verdicts([alone], loaded())]
-
-
-def test_a_rejected_neighbour_costs_no_prefill() -> None:
-    made, policy = counting()
-    judge().verdicts([docket(lease(1), b"garbage"), docket(lease(2))], policy)
-    assert made.batches == [12]
+    assert verdicts[:5] == [verdict for alone in dockets for verdict in judge().verdicts([alone], loaded())]
 
 
 def of_newcomer(each: Docket) -> Docket:
@@ -78,7 +72,7 @@ def test_of_a_newcomers_group_one_rollout_is_computed_first_and_rubbish_costs_no
 
 def test_which_rollout_of_a_newcomer_is_looked_at_first_is_drawn_anew_each_time() -> None:
     cheat, found = wrong_from(1, first=6), []
-    for _ in range(64):
+    for _ in range(24):
         made, policy = counting()
         judge().verdicts([cheat], policy)
         found.append(made.batches)
@@ -142,6 +136,7 @@ def test_a_validator_whose_own_numbers_are_none_rejects_nobody(monkeypatch: pyte
 
 
 UNIT = lease(5)
+HALVES = tuple(RolloutReward(value=0.5) for _ in range(12))
 
 
 def kept(what: Docket, **changes: Any) -> KeptSubmission:
@@ -149,19 +144,18 @@ def kept(what: Docket, **changes: Any) -> KeptSubmission:
 
 
 def test_an_honest_verdict_is_the_same_again() -> None:
-    honest = docket(UNIT)
-    assert judge().verdicts([honest], loaded())[0].outcome is Outcome.ACCEPTED
-    assert recheck(judge(), kept(honest), loaded()).state == "same"
+    assert recheck(judge(), kept(docket(UNIT)), loaded()).state == "same"
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"generated_tokens": 10**6}, "it was accepted with 1000000 tokens"),
-        ({"rewards": tuple(RolloutReward(value=0.5) for _ in range(12))}, "its rewards are others now"),
+        ({"rewards": HALVES}, "its rewards are others now"),
         ({"rewards": ()}, "its rewards are others now"),
         ({"unit": 6}, "of another unit or node"),
         ({"submission": "0" * 64}, "the kept bytes are not those"),
+        ({"rewards": HALVES, "unreproducible": ("judge",)}, "it named judge, and there are none"),
     ],
 )
 def test_a_verdict_that_says_more_than_was_done_is_found(changes: dict[str, Any], words: str) -> None:
@@ -180,18 +174,9 @@ def test_a_lie_that_was_waved_through_is_found() -> None:
 
 def test_what_this_machine_cannot_decide_is_unknown() -> None:
     elsewhere = docket(lease(5, profile="torch/cuda/nothing"))
-    verdict = (
-        judge().verdicts([docket(UNIT)], loaded())[0].model_copy(update={"submission": elsewhere.audit.submission})
-    )
-    found = recheck(judge(), KeptSubmission(verdict, elsewhere.audit.lease, elsewhere.body), loaded())
+    accepted = kept(docket(UNIT), submission=elsewhere.audit.submission).verdict
+    found = recheck(judge(), KeptSubmission(accepted, elsewhere.audit.lease, elsewhere.body), loaded())
     assert found.state == "unknown"
-
-
-def test_a_verdict_that_claims_a_judge_which_the_run_does_not_have_is_different() -> None:
-    other = tuple(RolloutReward(value=0.5) for _ in range(12))
-    found = recheck(judge(), kept(docket(UNIT), rewards=other, unreproducible=("judge",)), loaded())
-    assert found.state == "different"
-    assert "it named judge, and there are none" in found.sentence
 
 
 def test_rewards_that_nobody_can_compute_again_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,4 +187,3 @@ def test_rewards_that_nobody_can_compute_again_are_unknown(monkeypatch: pytest.M
     found = recheck(judge(), KeptSubmission(verdict, what.lease, what.body), loaded())
     assert found.state == "unknown"
     assert "judge" in found.sentence
-    assert submission_digest(pack(submission(UNIT))) == docket(UNIT).audit.submission

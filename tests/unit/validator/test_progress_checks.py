@@ -3,25 +3,13 @@ a submission begins with what was shown of it."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import msgspec
 import numpy as np
 import pytest
-from honest import LengthEnvironment, completions, docket, engine, lease, loaded, proved, submission
+from honest import LengthEnvironment, docket, engine, lease, loaded, long_lease, proved, submission
 
 from shoal.engines.shelf import LoadedPolicy
-from shoal.protocol import (
-    Lease,
-    Outcome,
-    ProofParameters,
-    Rollout,
-    SamplingParameters,
-    Severity,
-    Submission,
-    Verdict,
-    pack_tokens,
-)
+from shoal.protocol import Lease, Outcome, ProofParameters, Rollout, Severity, Submission, Verdict, pack_tokens
 from shoal.protocol.submission import ShownPrefix, shown_digest
 from shoal.runtime.clock import ManualClock
 from shoal.toploc import split_proofs
@@ -29,16 +17,7 @@ from shoal.validator.judge import Judge
 from shoal.validator.profiles import AccidentLimits, Profile, Profiles, load_profiles
 
 ROWS = 8
-LONG = SamplingParameters(temperature=1.0, max_new_tokens=64, eos_token_id=0)
 NOTHING = Rollout(tokens=b"", logprobs=b"", finish="length")
-
-
-@cache
-def long_lease() -> Lease:
-    """Four seeds that give rollouts of 64 tokens, in chunks of 8."""
-    of = lease(5, seeds=24, sampling=LONG, proof=ProofParameters(topk=16, rows=ROWS))
-    full = [seed for seed, each in zip(of.seeds, completions(of), strict=True) if len(each.token_ids) == 64]
-    return of.model_copy(update={"seeds": tuple(full[:4])})
 
 
 def cut(of: Lease, rollout: Rollout, chunks: int) -> Rollout:
@@ -114,30 +93,20 @@ def test_wrong_chunks_fail_for_certain(name: str, limits: Profile) -> None:
     assert verdict.message
 
 
-def test_a_fault_of_one_prefill_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, it banned: an honest node was shut out while it generated."""
-    of, right, wrong = long_lease(), loaded(), loaded(4.0)
+def test_what_is_doubtful_a_fault_of_one_prefill_and_a_validator_that_cannot_tell_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of, right, wrong, broken = long_lease(), loaded(), loaded(4.0), loaded()
+    mine, other = (cut(of, rollout, 4) for rollout in submission(of).rollouts[:2])
+    assert verdicts(of, shown(of, 0, msgspec.structs.replace(mine, proofs=other.proofs))) == [], "left to the audit"
     engines = iter([wrong.engine.prefill, right.engine.prefill])
     monkeypatch.setattr(right.engine, "prefill", lambda *asked: next(engines)(*asked))
-    assert verdicts(of, shown(of, 0, cut(of, submission(of).rollouts[0], 4)), right) == []
+    assert verdicts(of, shown(of, 0, mine), right) == []
     assert next(engines, None) is None
-
-
-def test_what_is_doubtful_is_left_to_the_audit_of_the_whole_group() -> None:
-    of = long_lease()
-    rollouts = submission(of).rollouts
-    right, wrong = cut(of, rollouts[0], 4), cut(of, rollouts[1], 4)
-    assert verdicts(of, shown(of, 0, msgspec.structs.replace(right, proofs=wrong.proofs))) == []
-
-
-def test_a_validator_that_cannot_tell_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = long_lease()
-    what = shown(of, 0, failing(of)["random tokens"][0])
-    broken = loaded()
+    made_up = shown(of, 0, failing(of)["random tokens"][0])
     monkeypatch.setattr(broken.engine, "prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
-    assert verdicts(of, what, broken) == []
-    foreign = of.model_copy(update={"environment_digest": "f" * 64})
-    assert verdicts(foreign, what) == []
+    assert verdicts(of, made_up, broken) == []
+    assert verdicts(of.model_copy(update={"environment_digest": "f" * 64}), made_up) == []
 
 
 def judged(of: Lease, what: Submission, *prefixes: ShownPrefix, depth: str = "full") -> Verdict:

@@ -61,51 +61,44 @@ def judged(first: LoadedPolicy, second: Engine | None, profile: str = COARSE, **
     return verdict
 
 
-def test_what_passes_the_second_look_is_unsure() -> None:
-    verdict = judged(loaded(WRONG), engine(RIGHT))
-    assert (verdict.outcome, verdict.reason, verdict.severity) == (Outcome.UNSURE, "second.passed", None)
-    assert "in bfloat16, by a second look, the group is in order: a little off" in verdict.message
+@pytest.mark.parametrize(
+    ("check", "second", "outcome", "reason"),
+    [
+        pytest.param(drift, RIGHT, Outcome.UNSURE, "second.passed", id="what passes it is unsure"),
+        pytest.param(drift, WRONG + 1, Outcome.REJECTED, "proofs.drift", id="what fails both is rejected"),
+        pytest.param(drift, None, Outcome.UNSURE, "second.missing", id="a machine that cannot look again is unsure"),
+        pytest.param(certain, RIGHT, Outcome.UNSURE, "second.passed", id="a certain failure is looked at again, too"),
+        pytest.param(certain, WRONG + 1, Outcome.REJECTED, "proofs.drift", id="a certain failure that fails both"),
+        pytest.param(certain, None, Outcome.REJECTED, "proofs.drift", id="a certain failure, by the same engine"),
+        pytest.param(accident, RIGHT, Outcome.ACCEPTED, "", id="an accident that it does not see is accepted"),
+        pytest.param(accident, WRONG, Outcome.UNSURE, "sampling.accident", id="an accident that it sees"),
+        pytest.param(accident, None, Outcome.UNSURE, "sampling.accident", id="an accident without a second look"),
+    ],
+)
+def test_what_a_second_look_makes_of_a_failure(
+    monkeypatch: pytest.MonkeyPatch, check: Any, second: float | None, outcome: Outcome, reason: str
+) -> None:
+    monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
+    verdict = judged(loaded(WRONG), None if second is None else engine(second))
+    severity = Severity.CERTAIN if check is certain else Severity.STATISTICAL
+    assert (verdict.outcome, verdict.reason) == (outcome, reason)
+    assert verdict.severity is (severity if outcome is Outcome.REJECTED else None)
 
 
-def test_what_fails_both_looks_is_rejected_and_both_are_in_the_verdict() -> None:
+def test_both_looks_are_in_the_verdict_and_its_message_says_what_came_of_the_second() -> None:
     verdict = judged(loaded(WRONG), engine(WRONG + 1))
-    assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, "proofs.drift")
-    assert verdict.severity is Severity.STATISTICAL
     failures = {check.check: check for check in verdict.checks if not check.passed}
     assert list(failures) == ["second", "proofs"]
     assert failures["second"].evidence["format"] == "bfloat16"
     assert failures["second"].evidence["off"] != failures["proofs"].evidence["off"]
-
-
-def test_a_machine_that_cannot_look_again_is_unsure_and_says_why() -> None:
-    verdict = judged(loaded(WRONG), None)
-    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "second.missing")
-    assert "this validator cannot compute in bfloat16 to confirm it" in verdict.message
+    passed = judged(loaded(WRONG), engine(RIGHT)).message
+    assert "in bfloat16, by a second look, the group is in order: a little off" in passed
+    assert "this validator cannot compute in bfloat16 to confirm it" in judged(loaded(WRONG), None).message
 
 
 def test_a_profile_that_is_not_for_the_workers_own_format_allows_no_second_look() -> None:
     profile = Profile(key=COARSE, validators=("float32",))
     assert judged(loaded(WRONG), engine(WRONG), **{COARSE: profile}).reason == "second.missing"
-
-
-def test_a_certain_failure_is_looked_at_again_too_if_need_be_by_the_same_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(judge, "AFTER_PREFILL", (certain,))
-    assert judged(loaded(WRONG), engine(RIGHT)).reason == "second.passed"
-    for second in (engine(WRONG + 1), None):
-        verdict = judged(loaded(WRONG), second)
-        assert (verdict.outcome, verdict.severity) == (Outcome.REJECTED, Severity.CERTAIN)
-
-
-@pytest.mark.parametrize(("second", "outcome"), [(RIGHT, Outcome.ACCEPTED), (WRONG, Outcome.UNSURE)])
-def test_an_accident_that_the_second_look_does_not_see_is_accepted(
-    monkeypatch: pytest.MonkeyPatch, second: float, outcome: Outcome
-) -> None:
-    monkeypatch.setattr(judge, "AFTER_PREFILL", (accident,))
-    verdict = judged(loaded(WRONG), engine(second))
-    assert (verdict.outcome, verdict.reason) == (outcome, "" if outcome is Outcome.ACCEPTED else "sampling.accident")
-    assert judged(loaded(WRONG), None).reason == "sampling.accident"
 
 
 class Coarse(ScriptedEngine):
@@ -126,7 +119,6 @@ class Coarse(ScriptedEngine):
 def test_what_a_coarse_validator_sees_in_its_own_format_is_looked_at_in_float32(
     monkeypatch: pytest.MonkeyPatch, check: Any, second: float | None, expected: tuple[Outcome, str]
 ) -> None:
-    """Before, the same prefill was made again, with the same noise: an honest group of Gemma was rejected."""
     monkeypatch.setattr(judge, "AFTER_PREFILL", (check,))
     coarse, asked = Coarse(), list[str]()
     coarse.load_policy(POLICY, {tensor.name: tensor for tensor in weights(WRONG)})
@@ -151,7 +143,6 @@ class FlawedOnce(ScriptedEngine):
 
 
 def test_a_fault_of_one_prefill_strikes_nobody_where_both_have_the_same_format() -> None:
-    """Before, one bad batch of a validator was a strike for every node in it."""
     policy = flawed()
     verdict = judged(policy, None, profile="scripted/cpu/float32")
     assert (verdict.outcome, verdict.reason, policy.engine.calls) == (Outcome.UNSURE, "second.passed", 2)  # type: ignore[attr-defined]
@@ -168,7 +159,6 @@ def flawed() -> LoadedPolicy:
 def test_a_fault_of_one_prefill_bans_nobody_however_wrong_it_is(
     newcomer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the worse the fault the surer the verdict: every node of a batch of nonsense was banned at once."""
     monkeypatch.setattr(judge, "AFTER_PREFILL", AFTER_PREFILL)
     handed_in = docket(lease(profile="scripted/cpu/float32"))
     handed_in = replace(handed_in, audit=handed_in.audit.model_copy(update={"newcomer": newcomer}))
@@ -180,15 +170,14 @@ def test_a_fault_of_one_prefill_bans_nobody_however_wrong_it_is(
     assert (verdict.outcome, verdict.reason) == expected
 
 
-class TestEngines:
-    def test_a_format_that_this_machine_lacks_is_tried_once_for_each_policy(self) -> None:
-        fetched: list[int] = []
+def test_a_format_that_this_machine_lacks_is_tried_once_for_each_policy() -> None:
+    fetched: list[int] = []
 
-        def fetch(policy: PolicyRef, deadline_s: float) -> Any:
-            fetched.append(policy.version)
-            raise ResourceError("no memory")
+    def fetch(policy: PolicyRef, deadline_s: float) -> Any:
+        fetched.append(policy.version)
+        raise ResourceError("no memory")
 
-        others = SecondEngines("scripted", "cpu", fetch)
-        newer = POLICY.model_copy(update={"version": 4})
-        assert [others.get(policy, "bfloat16") for policy in (POLICY, POLICY, newer, newer)] == [None] * 4
-        assert fetched == [3, 4]
+    others = SecondEngines("scripted", "cpu", fetch)
+    newer = POLICY.model_copy(update={"version": 4})
+    assert [others.get(policy, "bfloat16") for policy in (POLICY, POLICY, newer, newer)] == [None] * 4
+    assert fetched == [3, 4]

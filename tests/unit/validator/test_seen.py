@@ -46,33 +46,22 @@ def test_a_rollout_twice_in_one_submission_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("depth", ["full", "light"])
-def test_a_rollout_of_an_earlier_submission_is_a_copy_whoever_made_it(depth: str) -> None:
+def test_a_rollout_of_an_earlier_submission_or_of_the_same_batch_is_a_copy_whoever_made_it(depth: str) -> None:
     by, first, second = judge(), hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
+    dockets = [docket(first), docket(second, copied_group(second, first), depth="light")]
+    one, two = judge().verdicts(dockets, loaded())
+    assert (one.outcome, two.reason) == (Outcome.ACCEPTED, "duplicate.rollout")
     assert judged(by, first).outcome is Outcome.ACCEPTED
     verdict = judged(by, second, copied_group(second, first), depth=depth)
     assert verdict.reason == "duplicate.rollout"
     assert "copied" in verdict.message
 
 
-def test_a_copy_beside_its_original_in_one_batch_is_seen_too() -> None:
-    first, second = hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
-    dockets = [docket(first), docket(second, copied_group(second, first), depth="light")]
-    one, two = judge().verdicts(dockets, loaded())
-    assert (one.outcome, two.reason) == (Outcome.ACCEPTED, "duplicate.rollout")
-
-
-def test_what_a_light_audit_accepts_is_not_remembered() -> None:
-    """Else a trusted node could hand in what another is about to, and have the other banned for a copy."""
+@pytest.mark.parametrize(("depth", "reason"), [("light", ""), ("full", "sampling.seed")])
+def test_what_a_light_audit_accepts_or_any_rejects_is_not_remembered(depth: str, reason: str) -> None:
+    """Else who hands in what another is about to could have the other banned for a copy."""
     by, first, second = judge(), hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
-    assert judged(by, second, copied_group(second, first), depth="light").outcome is Outcome.ACCEPTED
-    assert not by.seen._whose
-    assert judged(by, first).outcome is Outcome.ACCEPTED
-
-
-def test_what_was_rejected_is_not_remembered() -> None:
-    """Else a cheater who hands in what another will hand in could have the other banned."""
-    by, first, second = judge(), hot(5), hot(6, prompt_ids=hot(5).prompt_ids)
-    assert judged(by, second, copied_group(second, first)).reason == "sampling.seed"
+    assert judged(by, second, copied_group(second, first), depth=depth).reason == reason
     assert not by.seen._whose
     assert judged(by, first).outcome is Outcome.ACCEPTED
 

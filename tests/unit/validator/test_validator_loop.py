@@ -106,14 +106,8 @@ class ListHub:
         if not self.refuse_verdicts:
             self.taken += verdicts
             return VerdictReply()
-        return VerdictReply(
-            refused=tuple(
-                RefusedVerdict(
-                    submission=each.submission, status=409, code="verdict.decided", message="decided already"
-                )
-                for each in verdicts
-            )
-        )
+        why = {"status": 409, "code": "verdict.decided", "message": "decided already"}
+        return VerdictReply(refused=tuple(RefusedVerdict(submission=each.submission, **why) for each in verdicts))
 
     def audit(self, of: Lease, body: bytes | None = None) -> Audit:
         case = docket(of, body)
@@ -140,10 +134,12 @@ def validator(
     shelf: EngineShelf | None = None,
     stop: StopToken | None = None,
     settings: ValidatorSettings = ValidatorSettings(max_audits=7),
+    kind: type[Judge] = Judge,
+    **more: Any,
 ) -> Validator:
-    judge = Judge(LengthEnvironment(), load_profiles())
+    judge = kind(LengthEnvironment(), load_profiles())
     client: Any = hub
-    return Validator(client, shelf or ListShelf(), judge, settings, stop or StopToken())
+    return Validator(client, shelf or ListShelf(), judge, settings, stop or StopToken(), **more)
 
 
 class Counted(ScriptedEngine):
@@ -180,7 +176,6 @@ def test_a_rehearsal_with_the_tiny_model_computes_what_an_audit_computes(monkeyp
 
 @pytest.mark.parametrize(("has_measured", "prefills"), [(False, 1), (True, 0)])
 def test_who_has_measured_limits_rehearses_no_audit(has_measured: bool, prefills: int) -> None:
-    """Before, submissions waited for a rehearsal of what the measurement had just computed."""
     hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
     hub.newest = POLICY
     role = validator(hub, shelf)
@@ -232,14 +227,11 @@ def test_who_has_measured_limits_releases_a_canary_with_the_second_claim(
 
 @pytest.mark.parametrize(("has_audit", "passed_s", "expected"), [(0, 0.0, "no"), (0, 31.0, "now"), (1, 0.0, "now")])
 def test_held_out_tasks_wait_for_the_first_audit_or_for_a_while(has_audit: int, passed_s: float, expected: str) -> None:
-    """Before, the first verdict came 13 s late: the validator was answering held-out tasks of the first policy."""
     hub, clock = ListHub(), ManualClock()
-    client: Any = hub
     hub.newest = POLICY
     audits = tuple(hub.audit(lease(1)) for _ in range(has_audit))
     hub.replies = [AuditReply(waiting="nothing"), AuditReply(audits=audits), AuditReply(finished=True)]
-    judge = Judge(LengthEnvironment(), load_profiles())
-    role = Validator(client, OneShelf(), judge, ValidatorSettings(max_audits=7), StopToken(), clock)
+    role = validator(hub, OneShelf(), clock=clock)
     role._idle = lambda: clock.advance(passed_s)
     role.run()
     assert [request.evaluate for request in hub.requests][:3] == ["no", "no", expected]
@@ -289,15 +281,8 @@ class InNoTime(Judge):
 def test_what_there_is_no_time_for_is_left_for_later_and_no_more_is_claimed_than_is_managed() -> None:
     hub = ListHub()
     audits = [hub.audit(lease(unit)) for unit in range(1, 6)]
-    hub.replies = [
-        AuditReply(audits=tuple(audits)),
-        AuditReply(audits=tuple(audits[2:4])),
-        AuditReply(audits=tuple(audits[4:])),
-        AuditReply(finished=True),
-    ]
-    client: Any = hub
-    judge = InNoTime(LengthEnvironment(), load_profiles())
-    Validator(client, ListShelf(), judge, ValidatorSettings(max_audits=7), StopToken()).run()
+    hub.replies = [AuditReply(audits=tuple(part)) for part in (audits, audits[2:4], audits[4:])]
+    validator(hub, kind=InNoTime).run()
     assert [(verdict.unit, verdict.outcome) for verdict in hub.taken] == [(n, Outcome.ACCEPTED) for n in range(1, 6)]
     assert [request.max_audits for request in hub.requests] == [4, 2, 4, 4]
     assert all(not request.left for request in hub.requests)  # so that the hub gives them out again at once
@@ -363,21 +348,18 @@ def test_what_was_leased_for_another_environment_is_left_for_others(caplog: pyte
     assert "length (eeeeeeeeeeeeeeee…" in told
 
 
-def test_papers_out_of_order_are_skipped_and_block_nobody() -> None:
+def test_papers_out_of_order_are_skipped_and_a_verdict_that_is_not_taken_is_no_reason_to_end() -> None:
     hub = ListHub()
     forged = hub.audit(lease(1)).model_copy(update={"lease": sign_document(lease(1), KEY)})
     lost = hub.audit(lease(2))
     del hub.bodies[lost.submission]
-    validator(hub).audit([forged, lost, hub.audit(lease(3))])
-    assert [v.unit for v in hub.taken] == [3]
-
-
-def test_a_verdict_that_is_not_taken_is_no_reason_to_end() -> None:
-    hub = ListHub()
-    hub.refuse_verdicts = True
     role = validator(hub)
+    role.audit([forged, lost, hub.audit(lease(3))])
+    assert [v.unit for v in hub.taken] == [3]
+    assert role.activity.heartbeat().counters["accepted"] == 1
+    hub.refuse_verdicts = True
     role.audit([hub.audit(lease(1)), hub.audit(lease(2))])
-    assert "accepted" not in role.activity.heartbeat().counters
+    assert role.activity.heartbeat().counters["accepted"] == 1
 
 
 def test_it_ends_at_a_stop_and_fails_when_the_hub_is_gone() -> None:
@@ -429,9 +411,7 @@ def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None
 
     told: list[dict[str, float]] = []
     hub = Telling()
-    client: Any = hub
-    judge = Blind(LengthEnvironment(), load_profiles())
-    role = Validator(client, ListShelf(), judge, ValidatorSettings(), StopToken())
+    role = validator(hub, settings=ValidatorSettings(), kind=Blind)
     with pytest.raises(CanaryMissed, match="a known cheat, unit 1 with"):
         role.audit([hub.audit(lease(1)), hub.audit(lease(2))])
     assert hub.taken == []
@@ -440,7 +420,6 @@ def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None
 
 
 def test_who_could_not_measure_asks_once_more_before_it_leaves_a_finished_run() -> None:
-    """Before, a validator that was not ready just then left for good, and the last version stayed without a score."""
     hub = ListHub(AuditReply(finished=True), AuditReply(waiting="a score"), AuditReply(finished=True))
     role = validator(hub)
     role.run()
