@@ -315,6 +315,7 @@ def rescore(
     journal.completions.open(chosen.batches)
     if not journal.completions.batches:
         raise ConfigError(f"{out} keeps no completions: run the evaluation again")
+    report(0, total)
     try:
         fresh.scores.open(0)
         with closing(scorer()) as processes:

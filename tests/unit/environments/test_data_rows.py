@@ -23,6 +23,7 @@ from kit.data import (
     open_data,
     own_cache,
     refused,
+    tasks_of,
     write_either,
     write_jsonl,
     write_parquet,
@@ -366,13 +367,21 @@ def test_all_questions_of_a_held_out_file_count_as_held_out(tmp_path: Path) -> N
     assert "all of its questions are held-out ones" in refused(path, held_out_size=1, held_out=path)
 
 
-def test_solve_rates_outside_the_band_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_solve_rates_outside_the_band_are_left_out_also_if_written_as_text(
+    name: str, text: bool, tmp_path: Path
+) -> None:
     rows = described(27, solve_rate_tiny={1: None})
-    for path in (write_parquet(tmp_path / "a.parquet", rows), write_jsonl(tmp_path / "a.jsonl", rows)):
-        environment = open_data(path, held_out_size=1, keep_solve_rate=[0.125, 0.5])
-        kept = {int(task.id.partition("/")[0]) for split in ("train", "held_out") for task in environment.tasks(split)}
-        assert kept == {row for row in range(27) if 1 <= row % 9 <= 4 and row != 1}
-        assert environment.problems.count == 0
+    if text:
+        rows = [{**row, "solve_rate_tiny": str(row["solve_rate_tiny"] or "")} for row in rows]
+        rows[3]["solve_rate_tiny"] = "often"
+    path = write_either(tmp_path / name, rows)
+    environment = open_data(path, held_out_size=1, keep_solve_rate=[0.125, 0.5])
+    kept = {int(task.id.partition("/")[0]) for task in tasks_of(environment)}
+    assert kept == {row for row in range(27) if 1 <= row % 9 <= 4 and row not in ((1, 3) if text else (1,))}
+    assert environment.problems.first == ([(3, "solve_rate_tiny is 'often', not a solve rate")] if text else [])
+    assert not text or "1 row of the data" in refused(path, keep_solve_rate=[0.125, 0.5], bad_rows="refuse")
 
 
 def test_which_column_holds_the_solve_rates_must_be_clear(tmp_path: Path) -> None:
@@ -381,7 +390,7 @@ def test_which_column_holds_the_solve_rates_must_be_clear(tmp_path: Path) -> Non
     assert len(open_data(path, keep_solve_rate=[0.5, 0.5], solve_rate="solve_rate_large").tasks("train")) == 8
     for band, column, said in [
         ([0.0, 1.0], "", "one column of solve rates, not solve_rate_tiny, solve_rate_large"),
-        ([0.5, 0.5], "prompt", "holds text, not solve rates"),
+        ([0.5, 0.5], "prompt", "row 0 (a.parquet): prompt is 'What is 0 + 0?', not a solve rate"),
         ([0.5, 0.1], "", "the lower first"),
         ([0.13, 0.2], "solve_rate_tiny", "no row has a solve rate within"),
     ]:

@@ -134,8 +134,9 @@ def test_interrupted_evaluation_continues_with_new_scores(tmp_path: Path, capsys
     assert again(out, mended)["samples"] == 4 * len(first.asked)  # what was drawn and not scored, too
     assert not (out / SUMMARY).exists()
     assert main(["eval", "--rescore", str(out)]) == 0
-    whole = len(of(mended).chosen.numbers)
-    assert f"{out} has new scores of {len(first.asked)} of {whole} tasks; the command" in capsys.readouterr().out
+    whole, said = len(of(mended).chosen.numbers), capsys.readouterr()
+    assert f"{out} has new scores of {len(first.asked)} of {whole} tasks; the command" in said.out
+    assert "continues" not in said.err, "nothing was scored before"
     engine = SortingEngine()
     run(out, of(mended, engine))
     run(tmp_path / "whole", of(mended))
