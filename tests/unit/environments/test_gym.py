@@ -138,7 +138,9 @@ def test_a_scorer_that_fails_is_no_wrong_answer_unless_it_can_read_gold(
     made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
     own = isinstance(error, MemoryError)  # for whoever limits the memory
     monkeypatch.setattr(made, "_first", Scorer(error))
-    with pytest.raises(MemoryError if own else ScoringFailure, match=None if own else f"failed: {type(error).__name__}"):
+    with pytest.raises(
+        MemoryError if own else ScoringFailure, match=None if own else f"failed: {type(error).__name__}"
+    ):
         made.score(entry, "twelve")
     if isinstance(error, ValueError):
         monkeypatch.setattr(made, "_first", Scorer(error, reads=entry["answer"]))
