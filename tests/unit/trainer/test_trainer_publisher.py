@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from trainer_stubs import KEY, RUN, FakeHub, stored_in, tiny_files, tiny_model
 
-from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceError, ShoalError
+from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceError
 from shoal.models.state import policy_state
 from shoal.protocol import PolicyManifest
 from shoal.runtime.clock import SystemClock
@@ -25,13 +26,6 @@ Make = Callable[..., Publisher]
 
 def handover(version: int = 0, seed: int = 0, captured: Any = None) -> tuple[Any, ...]:
     return version, Copied(policy_state(tiny_model(seed)), captured), [{"step": 0, "loss": 1.0}]
-
-
-def raising(error: ShoalError) -> Callable[[int], None]:
-    def fail(_number: int) -> None:
-        raise error
-
-    return fail
 
 
 @pytest.fixture
@@ -95,7 +89,7 @@ def test_what_could_not_be_reported_or_saved_is_not_published(
     monkeypatch.setattr("shoal.trainer.checkpoint.save_tensors", full)
     captured = {"model.safetensors": {}} if failing == "save" else None
     if failing == "report":
-        hub.before["report"] = raising(ResourceError("cannot write the report: the disk is full"))
+        hub.before["report"] = Mock(side_effect=ResourceError("cannot write the report: the disk is full"))
     made = publisher()
     made.submit(*handover(0, captured=captured))
     with pytest.raises(ResourceError, match="the disk is full"):
@@ -130,7 +124,7 @@ def test_training_goes_on_while_a_version_is_on_its_way(hub: FakeHub, publisher:
 
 
 def test_a_failure_surfaces_at_check_at_wait_and_at_the_next_submit(hub: FakeHub, publisher: Make) -> None:
-    hub.before["announce"] = raising(ResourceError("cannot write: the disk is full"))
+    hub.before["announce"] = Mock(side_effect=ResourceError("cannot write: the disk is full"))
     made = publisher()
     made.submit(*handover(0))
     for look in (made.wait, made.check, lambda: made.submit(*handover(1))):
@@ -177,7 +171,7 @@ def test_a_conflict_on_a_version_never_published_before_is_an_error(publisher: M
 def test_what_no_new_incarnation_mends_is_an_error(
     hub: FakeHub, publisher: Make, refusal: HubRefused, error: type[Exception]
 ) -> None:
-    hub.before["announce"] = raising(refusal)
+    hub.before["announce"] = Mock(side_effect=refusal)
     made = publisher(republished_until=5)
     with pytest.raises(error):
         published(made, handover(0))
