@@ -142,30 +142,20 @@ def test_a_dummy_is_computed_and_adds_exactly_nothing(name: str) -> None:
     assert all(value.grad is not None and not value.grad.any() for value in model.parameters())
 
 
-def test_cost_follows_from_the_models_shape() -> None:
-    model = tiny_model()
-    cost = cost_of(model)
-    assert cost.linear == sum(value.numel() for value in model.parameters())
-    assert cost.quadratic == 2 * 2 * 16  # layers × heads × head size
-    assert cost_of(gpt2()).quadratic == 2 * 4 * 8
-
-
 @pytest.mark.parametrize(("flash", "packed", "compiled"), [(False, True, 0), (True, True, 1), (False, False, 1)])
 def test_packs_are_compiled_only_where_one_program_serves_them_all(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flash: bool, packed: bool, compiled: int
+    groups, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flash: bool, packed: bool, compiled: int
 ) -> None:
     """Packs as rows of similar lengths are a program for every number of them, until torch compiles no more."""
-    monkeypatch.setattr("shoal.trainer.learner.attends_by_flash", lambda _model: flash)
-    monkeypatch.setattr("shoal.trainer.learner.supports_packing", lambda _model: packed)
     calls: list[object] = []
+    for name, made in (("attends_by_flash", flash), ("supports_packing", packed)):
+        monkeypatch.setattr(f"shoal.trainer.learner.{name}", lambda _model, made=made: made)
     monkeypatch.setattr("shoal.trainer.learner.compile_layers", calls.append)
-    new_learner(tiny_model(), STILL.model_copy(update={"memory": MemorySettings(compile=True)}))
+    learner = new_learner(tiny_model(), STILL.model_copy(update={"memory": MemorySettings(compile=True)}))
     assert len(calls) == compiled
     assert len([message for message in caplog.messages if "trainer.memory.compile" in message]) == 1 - compiled
-
-
-def test_models_that_cannot_be_packed_are_trained_in_rows(groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.trainer.learner.supports_packing", lambda _model: False)
-    made = new_learner(tiny_model(), STILL)
-    assert not made.packed
-    assert train_step(made, StepWork(0, groups, temperature=1.0, max_staleness=0))["padding_fraction"] > 0
+    metrics = train_step(learner, StepWork(0, groups, temperature=1.0, max_staleness=0))
+    assert (metrics["padding_fraction"] > 0) == (not packed), "what cannot be packed is trained in rows"
+    assert learner.cost.linear == sum(value.numel() for value in learner.model.parameters())
+    assert learner.cost.quadratic == 2 * 2 * 16  # layers × heads × head size
+    assert cost_of(gpt2()).quadratic == 2 * 4 * 8
