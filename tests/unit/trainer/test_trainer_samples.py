@@ -34,12 +34,17 @@ def test_samples_carry_the_advantages_of_their_rollouts() -> None:
     assert [[sample.advantage for sample in samples] for samples in made.groups] == [[0.5, -0.5], [0.25, -0.25]]
     assert (made.tokens, sum(map(len, made.groups)), made.rollouts) == (13, 4, 4)
     assert (made.without_signal, made.truncated, made.unscored) == (0, 0, 0)
+    empty = of(group(rollout(1.0, tokens=0), rollout(0.0)))
+    assert [[sample.advantage for sample in samples] for samples in empty.groups] == [[-0.5]], "no completion"
+    large = of(group(rollout(43691.4765625), rollout(43691.4765625), rollout(43691.48)), advantage="group_mean_std")
+    found = [sample.advantage for sample in large.groups[0]]
+    assert found == pytest.approx([-0.7069, -0.7069, 1.4138], abs=1e-3), "not rounded into advantages"
 
 
-@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
-def test_a_group_with_a_reward_that_is_nan_or_infinite_is_unscored_and_counted(missing: float) -> None:
-    made = of(group(rollout(1.0), rollout(missing), rollout(0.0)), group(rollout(1.0), rollout(0.0), unit=1))
-    assert (len(made.groups), made.without_signal, made.unscored) == (1, 1, 1)
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1.0])
+def test_a_group_with_a_reward_that_is_nan_or_infinite_or_with_equal_ones_is_counted(reward: float) -> None:
+    made = of(group(rollout(1.0), rollout(reward)), group(rollout(1.0), rollout(0.0), unit=1))
+    assert (len(made.groups), made.without_signal, made.unscored) == (1, 1, int(reward != 1.0))
 
 
 def test_a_rollout_whose_log_probability_is_nan_is_unscored_and_counted() -> None:
@@ -49,22 +54,6 @@ def test_a_rollout_whose_log_probability_is_nan_is_unscored_and_counted() -> Non
     assert [sample.advantage for sample in made.groups[0]] == pytest.approx([-1 / 3, -1 / 3])
     assert (made.unscored, made.without_signal, sum(map(len, made.groups))) == (1, 0, 2)
     assert of(group(broken, rollout(0.0, logprobs=[-math.inf] * 3))).unscored == 2
-
-
-def test_a_completion_without_tokens_is_no_completion() -> None:
-    made = of(group(rollout(1.0, tokens=0), rollout(0.0)))
-    assert [sample.advantage for sample in made.groups[0]] == [-0.5]
-    assert sum(map(len, made.groups)) == 1
-
-
-def test_equal_rewards_teach_nothing_and_are_counted() -> None:
-    made = of(group(rollout(1.0), rollout(1.0)), group(rollout(1.0), rollout(0.0), unit=1))
-    assert (len(made.groups), made.without_signal, made.unscored) == (1, 1, 0)
-
-
-def test_large_rewards_are_not_rounded_into_advantages() -> None:
-    made = of(group(rollout(43691.4765625), rollout(43691.4765625), rollout(43691.48)), advantage="group_mean_std")
-    assert [sample.advantage for sample in made.groups[0]] == pytest.approx([-0.7069, -0.7069, 1.4138], abs=1e-3)
 
 
 def test_a_group_that_the_advantage_makes_nothing_of_does_not_dilute_the_step() -> None:
