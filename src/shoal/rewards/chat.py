@@ -191,8 +191,7 @@ def check_address(settings: JudgeSettings) -> None:
     key = os.environ.get(KEY, "")
     if not (key.isascii() and key.isprintable()) or key != key.strip():
         raise EnvironmentSetupError(
-            f"the key in {KEY} has a character that no key has (a space, a line break, a letter beyond ASCII): copy it "
-            "again"
+            f"the key in {KEY} has a space, a line break or a letter beyond ASCII: copy it again"
         )
 
 

@@ -198,9 +198,9 @@ class CheckpointStore:
                 log.warning("%s; falling back to the checkpoint before it", error)
         if not found:
             return None
+        why = f"none of the {len(found)} checkpoints in {self.folder} can be read ({damage[0]})"
         raise CheckpointError(
-            f"none of the {len(found)} checkpoints in {self.folder} can be read ({damage[0]}); restore one from a "
-            "backup, or move the folder away: the trainer then starts from the model and replays the hub's batches"
+            f"{why}; restore one from a backup, or move the folder away: the hub's batches are replayed"
         )
 
     def at(self, place: Place) -> StoredCheckpoint:
@@ -416,7 +416,7 @@ def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed:
         except (OSError, ValueError, KeyError, TypeError) as error:
             recorded = f"unknown: {error}"
         if digest() != recorded:
+            said = f"measured from the weights that this run began with ({path}: {recorded})"
             raise CheckpointError(
-                f"trainer.objective.kl is measured from the weights that this run began with ({path}: {recorded}), and "
-                "the model folder does not hold them; put them back, or begin a new run from an export of this one"
+                f"trainer.objective.kl is {said}: put them back into the model folder, or begin a new run"
             )

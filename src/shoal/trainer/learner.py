@@ -164,8 +164,7 @@ def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = Non
         compile_layers(model)
     elif settings.memory.compile:
         log.warning(
-            "trainer.memory.compile has no effect: packs are compiled only on a GPU, in bfloat16 (trainer.memory."
-            "precision), with head sizes that flash attention knows; elsewhere every pack would be compiled anew"
+            "trainer.memory.compile has no effect: packs are compiled on a GPU only, in bfloat16, for flash attention"
         )
     if settings.memory.recompute:
         recompute_layers(model)

@@ -254,10 +254,9 @@ class Update:
             totals.skipped += 1
             log.warning("an update of step %d was skipped: %s", self.plan.step, reason or "another process refused it")
         elif not finite:
+            told = f"loss {seen['loss']}, gradient norm {seen['grad_norm']}; the last checkpoint is good"
             raise TrainingDiverged(
-                f"step {self.plan.step} diverged: loss {seen['loss']}, gradient norm {seen['grad_norm']}; this update "
-                "was refused and the last checkpoint is good; lower trainer.learning_rate, or look at the rewards and "
-                "log-probabilities of its batch"
+                f"step {self.plan.step} diverged: {told}; lower trainer.learning_rate, or look at its batch"
             )
         else:
             torch.nn.utils.clip_grads_with_norm_(learner.trained().values(), learner.settings.grad_clip, norm)

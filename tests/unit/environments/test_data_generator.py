@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,15 +17,14 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "make_dataset.py"
 
 
 @pytest.fixture
-def script() -> Iterator[ModuleType]:
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_dataset_script", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
     spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return module
 
 
 def test_its_tasks_are_right(script: ModuleType, tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import torch
 
 from shoal.errors import ModelError
 from shoal.models import model_folder, read_files
-from shoal.models.load import model_from_files
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters, merged, without_adapters
-from shoal.models.state import apply_state, policy_state, policy_views
+from shoal.models.state import apply_state, policy_state
 from shoal.models.tiny import build_tiny
 
 SHAPE = AdapterShape(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -59,14 +58,6 @@ def test_the_base_is_there_for_as_long_as_the_context_lasts():
     with without_adapters(model):
         assert torch.equal(model(IDS).logits, expected)
     assert not torch.allclose(model(IDS).logits, expected)
-
-
-def test_a_model_from_files_has_the_adapters_and_takes_their_weights():
-    shape = AdapterShape(4, 8.0, ("q_proj", "o_proj"))
-    source = trained(adapted(shape=shape))
-    target = model_from_files(files_with(shape))
-    apply_state(target, policy_views(source))
-    assert torch.equal(target(IDS).logits, source(IDS).logits)
 
 
 def test_merged_is_an_ordinary_model_that_computes_the_same():

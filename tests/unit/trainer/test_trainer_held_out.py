@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer_stubs import SETTINGS, FakeHub, Killed, killing, rows_of, training_run
+from trainer_stubs import FakeHub, Killed, killing, rows_of, training_run
 
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
@@ -123,12 +123,3 @@ def test_the_model_is_there_before_anybody_waits_for_its_score(tmp_path: Path, h
     card = json.loads((tmp_path / "trainer" / "export" / "shoal.json").read_text())
     assert card["progress"]["version"] == STEPS
     assert "held_out" not in card["metrics"]
-
-
-def test_never_is_never(tmp_path: Path, hub: FakeHub) -> None:
-    def asked(_since: int) -> None:
-        raise AssertionError("nobody may ask")
-
-    hub.before["evaluations"] = asked
-    training_run(tmp_path, hub, SETTINGS.model_copy(update={"evaluate_every": 0}))[0].run()
-    assert scores_of(tmp_path) == {}

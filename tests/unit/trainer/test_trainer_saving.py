@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,11 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_stubs import SETTINGS, FakeHub, Killed, killing, same, training_run, weights
 
-from shoal.errors import ResourceError
 from shoal.runtime import crash
-from shoal.runtime.files import write_atomically
 from shoal.runtime.sizing import settle
-from shoal.runtime.stop import StopToken
 from shoal.shardcast import origin
 from shoal.trainer import checkpoint, publisher
 from shoal.trainer.folder import AWAITED, Place, Retention, ranked
@@ -96,43 +91,9 @@ def test_killed_at_every_point_while_training_goes_on(
 def test_a_version_goes_out_after_its_checkpoint_and_the_report_of_the_step_before(tmp_path: Path) -> None:
     hub, seen = FakeHub(STEPS, max_staleness=1), []
     hub.before["announce"] = lambda version: seen.append((version, newest(tmp_path), len(hub.reports)))
+    hub.before["evaluations"] = seen.append  # nobody asks for scores that nobody measures
     training_run(tmp_path, hub, QUIET)[0].run()
     assert seen == [(version, version, version) for version in range(STEPS + 1)]
-
-
-def on_writing(monkeypatch: pytest.MonkeyPatch, version: int, act: Callable[[], None]) -> None:
-    """`act` while the list of that version's checkpoint is written."""
-
-    def write(path: Path, data: bytes) -> None:
-        if path.name == "checkpoint.json" and path.parent.name == f".saving-{version}.0":
-            act()
-        write_atomically(path, data)
-
-    monkeypatch.setattr(checkpoint, "write_atomically", write)
-
-
-def test_a_full_disk_while_training_goes_on_ends_the_run_and_nothing_goes_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_writing(monkeypatch, 2, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    hub = FakeHub(STEPS, max_staleness=1)
-    with pytest.raises(ResourceError, match="the disk is full"):
-        training_run(tmp_path, hub, QUIET)[0].run()
-    assert sorted(hub.policies) == [(0, 0), (0, 1)]
-    assert sorted(path.name for path in (tmp_path / "trainer" / "checkpoints").iterdir()) == ["0.0", "1.0"]
-
-
-def test_told_to_stop_during_a_save_it_completes_it_and_is_resumable(
-    tmp_path: Path, whole: tuple[dict[str, torch.Tensor], FakeHub], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop, hub = StopToken(), FakeHub(STEPS, max_staleness=1)
-    on_writing(monkeypatch, 2, lambda: stop.set("SIGTERM"))
-    training_run(tmp_path, hub, QUIET, stop)[0].run()
-    assert saved(tmp_path) == ["1.0", "2.0"]
-    resumed, made = training_run(tmp_path, hub, QUIET)
-    resumed.run()
-    assert same(weights(made), whole[0])
-    assert hub.policies == whole[1].policies
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,8 @@ class Choice:
             try:
                 re.compile(FORMS.get(wanted, wanted))
             except re.error as error:
-                raise ConfigError(
-                    f"--require {wanted}: no regular expression, nor one of {', '.join(FORMS)}"
-                ) from error
+                names = ", ".join(FORMS)
+                raise ConfigError(f"--require {wanted}: no regular expression, nor one of {names}") from error
 
 
 Filter = Callable[[Sequence[Demonstration]], list[str]]
@@ -320,8 +319,7 @@ class Course:
         others = np.setdiff1d(np.arange(len(questions)), aside)
         if not len(others):
             raise ConfigError(
-                f"all {len(questions)} sequences are kept for validation, so that none is left to train on: "
-                "lower --validation, or give more demonstrations"
+                f"all {len(questions)} sequences are kept for validation: lower --validation, or give more"
             )
         # As even as can be: a last batch of one sequence would weigh as much as one of many.
         batches = math.ceil(len(others) / self.batch)

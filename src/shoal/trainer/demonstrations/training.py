@@ -92,10 +92,8 @@ class WarmStart:
         stored = self._store.newest()
         if stored is not None:
             if stored.progress.run != self.name:
-                raise CheckpointError(
-                    f"the checkpoints in {self._store.folder} are of another warm start ({stored.progress.run}); "
-                    f"remove {self.folder}, or choose another --out"
-                )
+                told = f"another warm start ({stored.progress.run}); remove {self.folder}, or choose another --out"
+                raise CheckpointError(f"the checkpoints in {self._store.folder} are of {told}")
             restore(self.learner, stored)
             self.version = self._saved = stored.progress.version
             log.info("resuming after step %d of %d, from %s", self.version, self.steps, stored.folder)
