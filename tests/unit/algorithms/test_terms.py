@@ -97,19 +97,6 @@ def test_the_entropy_term_has_the_gradient_of_the_entropy() -> None:
     assert gradient(expected(rewarded.loss_N, tokens), logits_V) == pytest.approx([-0.5 * value for value in exact])
 
 
-@pytest.mark.parametrize("weights", [{"kl": 0.1}, {"entropy": 0.1}], ids=["kl", "entropy"])
-def test_a_detached_term_has_no_gradient_left(weights: dict[str, float]) -> None:
-    """The mistake that is not repeated: a term of detached numbers changes the loss's value, and nothing else."""
-    logits_V = LOGITS_V.clone().requires_grad_()
-    attached = every_token(logits_V)
-    base = LossOutput(loss_N=attached.logprobs_N * 0)
-    with_gradient = with_terms(base, attached, UNCAPPED, **weights)
-    without = with_terms(base, every_token(LOGITS_V), UNCAPPED, **weights)
-    assert with_gradient.loss_N.tolist() == pytest.approx(without.loss_N.tolist())
-    assert any(gradient(with_gradient.loss_N.sum(), logits_V))
-    assert not any(gradient(without.loss_N.sum(), logits_V))
-
-
 def test_terms_are_added_with_their_weights_and_reported() -> None:
     tokens = every_token(LOGITS_V)
     base = LossOutput(loss_N=torch.ones(5, dtype=torch.float64), mean={"ratio_mean": torch.ones(5)}, peak={})

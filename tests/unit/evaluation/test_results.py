@@ -155,18 +155,6 @@ class TestLeaks:
         assert find_leaks(evaluated, environment) == Leaks(known=("mine",))
         assert find_leaks(tasks(environment, "held_out", 64), sort(train_size=2000)) == Leaks()
 
-    def test_the_same_last_words_of_another_conversation_are_no_leak(self) -> None:
-        def talk(first: str) -> Task:
-            return Task(first, "And doubled?", "", history=(("user", first), ("assistant", "4")))
-
-        class Environment:
-            def tasks(self, _split: str) -> Sequence[Task]:
-                return [talk("2+2?")]
-
-        training: Any = Environment()
-        assert find_leaks([talk("3+1?"), one_task("And doubled?")], training) == Leaks()
-        assert find_leaks([talk("2 + 2 ?")], training) == Leaks(known=("2 + 2 ?",))
-
     def test_what_was_in_batches_is_said_apart(self) -> None:
         environment = sort(train_size=50)
         evaluated = tasks(environment, "train", 3)
@@ -196,14 +184,6 @@ class TestLeaks:
         rare = build(EnvironmentSettings(name="addition", train_size=20)).tasks("train")[13]
         assert find_leaks([rare], mixture) == Leaks(known=("addition/train/13",))
         assert find_leaks(tasks(mixture, "held_out", 2), mixture) == Leaks()
-
-    def test_a_data_set_knows_its_digests(self, tmp_path: Path) -> None:
-        path = tmp_path / "data.jsonl"
-        path.write_text("".join(f'{{"question": "What is {n}+1?", "answer": "{n + 1}"}}\n' for n in range(20)))
-        data = build(EnvironmentSettings(name="dataset", data=path, held_out_size=4))
-        train = data.tasks("train")[3]
-        assert find_leaks([Task("other", train.prompt.upper(), "")], data) == Leaks(known=("other",))
-        assert find_leaks(tasks(data, "held_out", 4), data) == Leaks()
 
     def test_the_archive_of_a_run(self, tmp_path: Path) -> None:
         for step, ids in ((0, ["a", "b", "b"]), (1, ["c"]), (2, [])):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from shoal.models.packed import supports_packing
 from shoal.protocol import TrainingGroup
 from shoal.trainer.learner import Learner, cost_of, new_learner
 from shoal.trainer.ranks import Ranks
-from shoal.trainer.samples import Sample, lay, score
+from shoal.trainer.samples import lay, score
 from shoal.trainer.settings import MemorySettings, ObjectiveSettings
 from shoal.trainer.step import DUMMY, StepWork, train_step
 
@@ -64,30 +63,6 @@ def test_packed_and_padded_rows_give_the_same_gradient(groups, name: str, budget
     assert seen["loss"] == pytest.approx(padded["loss"], abs=1e-6)
     assert seen["padding_fraction"] == 0
     assert padded["padding_fraction"] > 0.05 or budget == 24
-
-
-def sample(seed: int, prompt: int, completion: int) -> Sample:
-    random = np.random.default_rng(seed)
-    ids = random.integers(3, 90, size=prompt + completion)
-    return Sample(ids[:prompt], ids[prompt:], np.zeros(completion, np.float32), 1.0, np.ones(completion, np.bool_))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_sequence_of_a_pack_changes_no_others_gradient(name: str) -> None:
-    """The first sequence's gradient, beside others and at other places, is what it is alone."""
-    mine, model = sample(0, 3, 5), model_called(name)
-
-    def gradient_of_mine(*pack: Sample) -> dict[str, Tensor]:
-        at = next(index for index, each in enumerate(pack) if each is mine)
-        laid = lay(pack, torch.device("cpu"), packed=True)
-        model.zero_grad(set_to_none=True)
-        score(model, laid, 1.0).logprobs[laid.sequence_N == at].sum().backward()
-        return {name: value.grad.clone() for name, value in model.named_parameters()}
-
-    alone = gradient_of_mine(mine)
-    for pack in ((mine, sample(1, 2, 9)), (mine, sample(2, 2, 9)), (sample(3, 8, 4), mine, sample(4, 1, 1))):
-        for weight, value in gradient_of_mine(*pack).items():
-            torch.testing.assert_close(value, alone[weight], rtol=1e-4, atol=1e-6)
 
 
 class OneOf(Ranks):

@@ -62,22 +62,19 @@ def test_a_group_that_the_advantage_makes_nothing_of_does_not_dilute_the_step() 
     assert of(failures, advantage="group_mean").without_signal == 0
 
 
-def test_the_hubs_rule_for_task_rewards_is_not_applied_a_second_time() -> None:
-    """The hub has dropped what has equal task rewards. Of what it keeps, all groups with different rewards are trained
-    on, also where only a judge makes the difference."""
-    judged = [
-        RolloutReward(value=0.9, parts={"task": 1.0, "judge.style": 0.4}),
-        RolloutReward(value=0.7, parts={"task": 1.0, "judge.style": 0.2}),
-    ]
-    solved = [
-        RolloutReward(value=0.9, parts={"task": 1.0, "length": -0.1}),
-        RolloutReward(value=-0.2, parts={"task": 0.0, "length": -0.2}),
-    ]
-    for rewards in (judged, solved):
-        assert not has_equal_rewards(rewards)
-        assert sum(map(len, of(group(*(rollout(reward.value) for reward in rewards))).groups)) == 2
-    penalised = [RolloutReward(value=value, parts={"task": 1.0, "length": value - 1}) for value in (0.9, 0.7)]
-    assert has_equal_rewards(penalised), "such a group never comes here"
+@pytest.mark.parametrize(
+    ("parts", "values", "dropped"),
+    [
+        ([{"task": 1.0, "judge.style": 0.4}, {"task": 1.0, "judge.style": 0.2}], (0.9, 0.7), False),
+        ([{"task": 1.0, "length": -0.1}, {"task": 0.0, "length": -0.2}], (0.9, -0.2), False),
+        ([{"task": 1.0, "length": -0.1}, {"task": 1.0, "length": -0.3}], (0.9, 0.7), True),  # never comes here
+    ],
+)
+def test_of_what_the_hub_keeps_all_groups_with_different_rewards_are_trained_on(parts, values, dropped: bool) -> None:
+    """Also where only a judge makes the difference: its rule for task rewards is not applied a second time."""
+    rewards = [RolloutReward(value=value, parts=part) for value, part in zip(values, parts, strict=True)]
+    assert has_equal_rewards(rewards) == dropped
+    assert sum(map(len, of(group(*map(rollout, values))).groups)) == 2
 
 
 def test_truncated_samples_are_masked_if_so_wanted_and_always_counted() -> None:
