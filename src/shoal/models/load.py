@@ -255,8 +255,7 @@ def check_kind(kind: str, sub_configs: Mapping[str, Any]) -> None:
 
 
 def without_loading_keys(values: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, Any]:
-    """The values without the keys that load something, at every level; of private ones only those that are `known`,
-    and no inner kind of model."""
+    """The values without keys that load something, at every level; of private ones the `known`; no inner model."""
 
     def inner(value: Any) -> Any:
         if isinstance(value, dict):

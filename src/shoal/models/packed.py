@@ -235,8 +235,7 @@ class _AttendedLayers:
 
 @torch.no_grad()
 def _agrees(model: Any) -> bool:
-    """Every layer attends through our function, and a sequence's states depend neither on the one before it nor on
-    its place in the pack."""
+    """Every layer attends through our function, and states depend neither on the sequence before nor on the place."""
     device = next(model.parameters()).device
     ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
     first, other, second = ids[:5], ids[5:10], ids[10:]

@@ -144,8 +144,7 @@ class ScoringProcess:
                     pipe.close()
 
     def ask(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """What each job is worth, in order; `Ended` at the one that the process did not survive, `ScoringFailure` is
-        raised if none gets ready for them."""
+        """What each job is worth, in order; raises `Ended` at one that it did not survive, or that it is not ready."""
         for starts in range(1, STARTS + 1):
             try:
                 self.start()

@@ -204,8 +204,7 @@ class CheckpointStore:
         )
 
     def at(self, place: Place) -> StoredCheckpoint:
-        """The checkpoint of one version and incarnation, if all its bytes are as they were written; else a
-        `CheckpointError` that names the file that is not."""
+        """The checkpoint of that place, if all its bytes are as they were written; else an error names the file."""
         folder, name = self.folder / "{}.{}".format(*place), MANIFEST
         try:
             content: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
@@ -389,8 +388,7 @@ class Copies:
         return held
 
     def _reserve(self, learner: Learner) -> None:
-        """Lock the memory that the first checkpoint with moments will need. What fails here fails again, and is
-        reported, when it is needed."""
+        """Lock the memory that the first checkpoint with moments needs. What fails here fails again when it is used."""
         with contextlib.suppress(RuntimeError):
             for name, weight in learner.trained().items():
                 for kept in (name, *(f"{MOMENTS}{name}/{slot}" for slot in ("exp_avg", "exp_avg_sq"))):

@@ -108,8 +108,7 @@ class Tally:
 
 @dataclass
 class Totals:
-    """A step's numbers. `grad_norm` is the mean of the updates that were made, if any was; `grad_norm_max` is of the
-    skipped ones, too."""
+    """A step's numbers. `grad_norm` is the mean of updates that were made, if any was; `grad_norm_max` is of all."""
 
     numbers: Numbers = field(default_factory=Numbers)
     grad_norms: list[float] = field(default_factory=list)

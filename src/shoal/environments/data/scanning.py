@@ -254,8 +254,7 @@ def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Grade
 
 
 def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None] | None = None) -> Checked | None:
-    """What a look at every answer finds, or has found; without `progress` (rows that are done, all rows), None if
-    nobody has looked yet."""
+    """What a look at every answer finds, or has found; without `progress` (done, all), None if nobody has looked."""
     versions = [[kind, graders(kind).version] for kind in opened.found.graders]
     name = entry_name("check", CHECK_VERSION, opened.table.identities(), opened.layout.signature, versions)
     if known := load_arrays(name):

@@ -210,8 +210,7 @@ def choose(
     judge: PartJudge | None = None, progress: Callable[[int, int], None] = lambda _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> tuple[Corpus, Outcome]:  # fmt: skip
-    """`asking` with an environment, `judge` for a rank. If nothing is left, that is an error which says what left it
-    out."""
+    """`asking` with an environment, `judge` for a rank. If nothing is left, the error says what left it out."""
     ranked: list[tuple[float, int]] = []  # value and row; what is best is known at the end
 
     def rank(candidates: Sequence[Demonstration]) -> list[str]:

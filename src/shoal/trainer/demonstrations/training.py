@@ -36,9 +36,8 @@ VALIDATION, LAST_BATCH, METRICS = "validation_loss", "last_batch_loss", "metrics
 
 @dataclass
 class WarmStart:
-    """One warm start from wherever it stands to its last step. `version` counts the steps done. `name` tells it from
-    others: what was asked for, in a hash. `card` and `extra` are for the export: what it was trained from, and files
-    that go with it."""
+    """One warm start from wherever it stands to its last step. `version` counts the steps done, `name` is a hash of
+    what was asked for. `card` and `extra` are for the export: what it was trained from, and files that go with it."""
 
     folder: Path
     out: Path
