@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -106,6 +107,9 @@ def test_damaged_or_missing_cache_costs_time_only(
     for entry in own_cache.iterdir():
         entry.write_bytes(entry.read_bytes()[:-1] + b"?")
     assert open_data(path).digest == expected
+    with monkeypatch.context() as patched:  # as Python 3.11 does now and then where two threads read a header
+        patched.setattr("numpy.load", Mock(side_effect=SystemError("AST constructor recursion depth mismatch")))
+        assert open_data(path).digest == expected
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert open_data(path).digest == expected

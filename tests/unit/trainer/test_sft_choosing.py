@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -135,20 +134,6 @@ def test_the_table_and_that_filters_see_only_what_those_before_have_kept(tmp_pat
         "  - length              2   e.g. row 2 (demos.jsonl line 3): more than 9 tokens",
         "  - duplicates          1   e.g. row 4 (demos.jsonl line 5): the same as row 0",
     ]
-
-
-def test_samples_of_the_corpus_are_the_tokens_that_were_encoded(tmp_path: Path) -> None:
-    turns = [HI, HO, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "so"}]
-    corpus, _ = chosen(tmp_path, [{"messages": turns}, {"messages": [HI, HO]}], files=chat_files())
-    encoder = Encoder(chat_files(), PromptSettings(), "messages")
-    said = tuple((turn["role"], turn["content"]) for turn in turns)
-    (expected,) = encoder.encode(Demonstration(0, said))
-    sample = corpus.sample(0)
-    assert np.array_equal(np.concatenate([sample.prompt_ids, sample.token_ids]), expected.ids)
-    assert np.array_equal(sample.drawn, expected.trained[len(sample.prompt_ids) :])
-    assert bool(sample.drawn[0])
-    assert sample.advantage == 1.0
-    assert len(corpus) == 2
 
 
 def talk(*texts: str, system: str = "") -> dict[str, Any]:

@@ -99,6 +99,8 @@ def mean_loss(learner: Learner, corpus: Corpus, numbers: list[int]) -> float:
     total, count = 0.0, 0
     for number in numbers:
         sample = corpus.sample(number)
+        assert bool(sample.drawn[0]), "a prompt is what comes before the first token that is trained on"
+        assert sample.advantage == 1.0
         ids = np.concatenate([sample.prompt_ids, sample.token_ids])
         with torch.no_grad():
             logits = learner.model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)

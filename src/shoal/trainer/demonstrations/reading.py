@@ -169,9 +169,8 @@ class Encoder:
         positions = read_config(files).get("max_position_embeddings")
         self.positions = positions if isinstance(positions, int) and positions > 0 else None
         if layout == "messages" and not self._prompts.uses_template:
-            raise ModelError(
-                "the model has no chat template (chat_template.jinja) for messages: give prompt and completion"
-            )
+            told = "the demonstrations are messages, but the model has no chat template (chat_template.jinja)"
+            raise ModelError(f"{told}: add one to its folder, or give prompt and completion")
 
     def encode(self, demonstration: Demonstration) -> tuple[Tokens, ...]:
         """The sequences of a demonstration: one, where the template allows it. `UnusableTask` if there is no way."""
