@@ -113,9 +113,7 @@ def without(chosen: Chosen, ids: Sequence[str]) -> Chosen:
     kept = [index for index in chosen.numbers if index not in leaked]
     if not kept:
         name = chosen.environment.name
-        raise EnvironmentSetupError(
-            f"nothing of environment {name} is left to evaluate: all of it is in the training set"
-        )
+        raise EnvironmentSetupError(f"nothing of environment {name} is left: all of it is in the training set")
     return Chosen(chosen.environment, chosen.plan, kept)
 
 

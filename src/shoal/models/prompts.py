@@ -53,9 +53,7 @@ class PromptEncoder:
         source = template_source(files) if chat is not False else None
         if chat and source is None:
             told = "has no chat template (chat_template.jinja, or in tokenizer_config.json)"
-            raise ModelError(
-                f"environment.prompt.chat is true, but the model {told}: use another model, or leave chat out"
-            )
+            raise ModelError(f"environment.prompt.chat is true, but the model {told}: leave chat out")
         self._template, self._words, self._controls = None, dict[str, str](), dict[str, int]()
         if source is not None:
             self._template, self._words, self._controls = (

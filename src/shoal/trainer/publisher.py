@@ -144,6 +144,4 @@ class Publisher:
                 self.incarnation += 1
                 said = "version %d could not be reproduced bit for bit; it goes out as incarnation %d: %s"
                 log.warning(said, version, self.incarnation, conflict)
-        raise PolicyMismatch(
-            f"version {version} conflicts with {MAX_NEW_INCARNATIONS} incarnations: is there a second trainer?"
-        )
+        raise PolicyMismatch(f"version {version} conflicts with {MAX_NEW_INCARNATIONS} incarnations: a second trainer?")

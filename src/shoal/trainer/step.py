@@ -254,9 +254,7 @@ class Update:
             log.warning("an update of step %d was skipped: %s", self.plan.step, reason or "another process refused it")
         elif not finite:
             told = f"loss {seen['loss']}, gradient norm {seen['grad_norm']}; the last checkpoint is good"
-            raise TrainingDiverged(
-                f"step {self.plan.step} diverged: {told}; lower trainer.learning_rate, or look at its batch"
-            )
+            raise TrainingDiverged(f"step {self.plan.step} diverged: {told}; lower learning_rate, or look at its batch")
         else:
             torch.nn.utils.clip_grads_with_norm_(learner.trained().values(), learner.settings.grad_clip, norm)
             learner.optimizer.step()

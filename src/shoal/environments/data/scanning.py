@@ -129,10 +129,9 @@ def open_data(path: Path, options: DatasetOptions) -> Opened:
         usual = [name for name in table.columns if name.startswith("solve_rate")]
         rates, *more = [options.solve_rate] if options.solve_rate else usual or [""]
         if more or rates not in table.columns:
+            found = ", ".join([rates, *more])
             told = f"there are {', '.join(table.columns)}: set environment.options.solve_rate"
-            raise EnvironmentSetupError(
-                f"keep_solve_rate needs one column of solve rates, not {', '.join([rates, *more])}; {told}"
-            )
+            raise EnvironmentSetupError(f"keep_solve_rate needs one column of solve rates, not {found}; {told}")
     table.agree([*layout.columns, *([rates] if rates else [])])
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(data_digest, table.paths)
