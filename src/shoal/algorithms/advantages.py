@@ -37,8 +37,7 @@ def group_mean_sample_std(rewards_G: Tensor) -> Tensor:
 
 
 def rloo(rewards_G: Tensor) -> Tensor:
-    """`r − mean of the others` = G / (G − 1) · (r − mean): the baseline of a rollout does not know its own reward. A
-    group of one: 0."""
+    """`r − mean of the others` = G / (G − 1) · (r − mean): its baseline does not know its reward. A group of one: 0."""
     size = len(rewards_G)
     return group_mean(rewards_G) * (size / max(1, size - 1))
 

@@ -97,8 +97,7 @@ def ratio(tokens: LossTokens, parameters: LossParameters) -> Tensor:
 
 
 def clip(ratio_N: Tensor, advantages_N: Tensor, parameters: LossParameters) -> tuple[Tensor, Tensor]:
-    """PPO's objective, `min(r·A, clip(r, 1−ε, 1+ε)·A)`, and where the clip is active: the ratio has already moved by
-    more than ε in the advantage's direction."""
+    """PPO's `min(r·A, clip(r, 1−ε, 1+ε)·A)`, and where it stops: the ratio has moved by more than ε towards A."""
     low, high = 1 - parameters.epsilon, 1 + parameters.upper_epsilon
     objective_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
     stopped_N = (advantages_N > 0) & (ratio_N > high) | (advantages_N < 0) & (ratio_N < low)
@@ -216,8 +215,7 @@ def geometric_mask(tokens: LossTokens, parameters: LossParameters) -> LossOutput
 
 
 def sequence_mean(values_N: Tensor, sequence_N: Tensor | None) -> Tensor:
-    """At every token the mean over its completion's tokens. Carries the gradient. Values 1, 3, 7 of the completions 0,
-    0, 1 give 2, 2, 7."""
+    """At every token its completion's mean, with gradient. Values 1, 3, 7 of the completions 0, 0, 1 give 2, 2, 7."""
     if sequence_N is None:
         return values_N.mean().expand_as(values_N)
     none_S = torch.zeros_like(values_N)  # as many as tokens: enough, and a GPU need not be asked how many there are

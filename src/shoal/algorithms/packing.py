@@ -40,9 +40,8 @@ def minibatches(count: int, parts: int, *, seed: int, step: int) -> list[list[in
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sequence costs to compute: every token the same, and attention by the square of the length.
-    Whole
-       numbers, so that every machine compares them alike."""
+    """What a sequence costs to compute: every token the same, and attention by the square of the length. Whole
+    numbers, so that every machine compares them alike."""
 
     linear: int
     quadratic: int
@@ -125,8 +124,7 @@ class Layout:
 
 
 def flatten(sequences: Sequences) -> Layout:
-    """Lay out (prompt, completion) pairs end to end. A prompt has a token at least: it predicts the first of the
-    completion."""
+    """Lay out (prompt, completion) pairs end to end. A prompt has a token at least: it predicts the completion's."""
     lengths = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     ids = [np.concatenate([prompt, completion])[:-1] for prompt, completion in sequences]

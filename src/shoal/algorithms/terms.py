@@ -71,9 +71,7 @@ def normalised(word: str, lengths: Sequence[int], longest: int | None) -> Callab
     """
     tokens, completions = sum(lengths), len(lengths)
     if word == "constant" and longest is None:
-        raise ConfigError(
-            'trainer.objective.normalisation is "constant", but there is no limit to completions here; use "tokens"'
-        )
+        raise ConfigError('objective.normalisation is "constant" and there is no limit to completions: use "tokens"')
     weights: dict[str, Callable[[int], float]] = {
         "tokens": lambda _own: 1 / tokens,
         "samples": lambda own: 1 / (completions * own),

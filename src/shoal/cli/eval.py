@@ -58,6 +58,7 @@ def evaluate(
     batch_rows: options.BatchRows = 256,
 ) -> None:
     """Measure a model: avg@k and pass@k with intervals, per task in a Parquet file. The same command continues."""
+    from shoal.evaluation.records import refuse_unusable
     from shoal.run.sources import task_source
 
     if rescore is not None:
@@ -73,6 +74,7 @@ def evaluate(
         raise typer.Exit(run_rescore(rescore, env, overrides or ()))
     if model is None or env is None:
         raise UserError("give a MODEL and --env SPEC, or --rescore DIR; see shoal eval --help")
+    refuse_unusable(out or Path("evals", "results"))
     source, machine = task_source(env, overrides or ()), (engine, device, dtype)
     given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, machine)
     raise typer.Exit(run_eval(given, out, trained_on, allow_leaks))

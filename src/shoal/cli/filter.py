@@ -47,16 +47,24 @@ def filter_tasks(
 ) -> None:
     """Measure how often a model solves each task, and write those within a band. The same command continues."""
     from shoal.evaluation.filter import RateBand, written_before
+    from shoal.evaluation.records import refuse_unusable
     from shoal.run.sources import task_source
 
-    source, band = task_source(data, overrides or ()), RateBand.parse(keep)
+    band = RateBand.parse(keep)
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: the result is a Parquet file; let its name end in .parquet")
-    written_before(out)  # what is somebody else's is refused before a model is loaded
+    written_before(out)  # what is somebody else's, or cannot be written, is refused before a model is loaded
+    refuse_unusable(work_of(out))
+    source = task_source(data, overrides or ())
     part = split or ("all" if source.whole else "train")  # held-out rows of a recipe must stay out of training
     machine = (engine, device, dtype)
     given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, part, batch_rows, machine)
     raise typer.Exit(run_filter(given, out, band, everything, name))
+
+
+def work_of(out: Path) -> Path:
+    """Where the measurement is kept until the result is written."""
+    return out.with_name(f"{out.name}.work")
 
 
 def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: str | None) -> int:
@@ -82,7 +90,7 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     table = None if data is None or path is None else Table(locate(path, data.options.split))
     if table is not None:
         filtering.refuse_taken(table.columns, name)
-    work = out.with_name(f"{out.name}.work")  # where the measurement is kept until the result is written
+    work = work_of(out)
     environment, plan = evaluation.chosen.environment, evaluation.chosen.plan
     journal = worked(
         "filtering", work, source, environment,

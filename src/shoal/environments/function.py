@@ -156,10 +156,8 @@ def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
         raise EnvironmentSetupError(said)
     split = item.get("split")
     if "prompt" not in item or not item.keys() <= TASK_KEYS or split not in (None, *SPLITS):
-        raise EnvironmentSetupError(
-            f"task {index} in {file} needs `prompt`, and may have `answer`, `id` and `split` (train or held_out);"
-            f" it has {sorted(map(str, item))}"
-        )
+        needs = "needs `prompt`, and may have `answer`, `id` and `split` (train or held_out)"
+        raise EnvironmentSetupError(f"task {index} in {file} {needs}; it has {sorted(map(str, item))}")
     task_id, answer = str(item.get("id", f"{file.stem}/{index}")), str(item.get("answer", ""))
     return Task(id=task_id, prompt=str(item["prompt"]), answer=answer), split
 

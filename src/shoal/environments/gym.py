@@ -282,16 +282,11 @@ class _Instead:
         return getattr(self._module, name)
 
 
-class _OrderedSet(set[Any]):
+class _Ordered:
     """A set that is gone through in one order, whatever the process's hash seed."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(sorted(super().__iter__()))
-
-
-class _OrderedFrozenset(frozenset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(sorted(super().__iter__()))
+        return iter(sorted(super().__iter__()))  # type: ignore[misc]
 
 
 _own_random = random.Random(0)
@@ -353,8 +348,8 @@ def _mend() -> None:
         vars(_module(name))["print"] = lambda *_words, **_options: None
     for name in LISTERS_OF_SETS:
         vars(_module(name))["list"] = lambda items=(): sorted(items, key=str)
-    vars(_module("games.knight_swap"))["frozenset"] = _OrderedFrozenset
-    vars(_module("algorithmic.word_ladder"))["set"] = _OrderedSet
+    vars(_module("games.knight_swap"))["frozenset"] = type("frozenset", (_Ordered, frozenset), {})
+    vars(_module("algorithmic.word_ladder"))["set"] = type("set", (_Ordered, set), {})
     vars(_module("induction.list_functions.generators"))["random"] = _own_random
     vars(_module("algorithmic.pool_matrix"))["np"] = _Instead(np, random=np.random.RandomState(0))
 

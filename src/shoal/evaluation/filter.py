@@ -133,8 +133,7 @@ def original_rows(table: Table, rates: Mapping[int, Rate], band: RateBand | None
 
 
 def _column(values: list[Any]) -> Any:
-    """The values, or the arrays of them, as one array. Values of many types are kept as JSON; so are those that are
-    records without fields (`{}`), which Parquet has not."""
+    """The values, or arrays of them, as one array. Of many types, or records without fields: as JSON."""
     import pyarrow as pa
 
     if values and isinstance(values[0], pa.Array | pa.ChunkedArray):

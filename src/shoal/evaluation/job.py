@@ -104,9 +104,7 @@ def choose(environment: Environment, plan: SamplingPlan) -> Chosen:
     available = len(tasks_of(environment, plan.split))
     if available == 0:
         other = "train" if plan.split == "held_out" else "held_out"
-        raise EnvironmentSetupError(
-            f"environment {environment.name} has no {plan.split} tasks; evaluate the others with --split {other}"
-        )
+        raise EnvironmentSetupError(f"environment {environment.name} has no {plan.split} tasks; try --split {other}")
     return Chosen(environment, plan, plan.chosen(available))
 
 
@@ -114,10 +112,8 @@ def without(chosen: Chosen, ids: Sequence[str]) -> Chosen:
     leaked = {index for index, task in chosen.tasks() if task.id in set(ids)} if ids else set[int]()
     kept = [index for index in chosen.numbers if index not in leaked]
     if not kept:
-        raise EnvironmentSetupError(
-            f"nothing of environment {chosen.environment.name} is left to evaluate: all of it is in the training set; "
-            "evaluate other tasks"
-        )
+        name = chosen.environment.name
+        raise EnvironmentSetupError(f"nothing of environment {name} is left: all of it is in the training set")
     return Chosen(chosen.environment, chosen.plan, kept)
 
 
@@ -315,6 +311,7 @@ def rescore(
     journal.completions.open(chosen.batches)
     if not journal.completions.batches:
         raise ConfigError(f"{out} keeps no completions: run the evaluation again")
+    report(0, total)
     try:
         fresh.scores.open(0)
         with closing(scorer()) as processes:

@@ -52,9 +52,8 @@ class SamplingPlan:
         if not 0 <= self.temperature <= 10:
             raise ConfigError(f"--temperature {self.temperature:g}: give 0 (greedy) to 10")
         if self.temperature == 0 and self.samples > 1:
-            raise ConfigError(
-                f"--temperature 0 draws the same completion {self.samples} times: give --samples 1, or a temperature"
-            )
+            told = f"--temperature 0 draws the same completion {self.samples} times"
+            raise ConfigError(f"{told}: give --samples 1, or a temperature")
         if self.tasks < 0 or self.max_new_tokens < 1 or self.batch_rows < 1:
             raise ConfigError("--max-new-tokens and --batch-rows must be at least 1, --tasks at least 0 (all)")
 

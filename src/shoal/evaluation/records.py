@@ -159,12 +159,20 @@ def read_identity(folder: Path) -> Any:
         raise ConfigError(f"{folder / IDENTITY} cannot be read: {error}; choose the folder of an evaluation") from error
 
 
-def is_kept(folder: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether the folder holds this very evaluation; another one, or somebody's files, are a `ConfigError`."""
-    if not (folder / IDENTITY).exists():
-        others = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+def refuse_unusable(folder: Path) -> None:
+    """Refuse a place where no results can be kept, before anything is loaded. Nothing is made there."""
+    place = folder.absolute()
+    ensure_folder(next(path for path in (place, *place.parents) if os.path.lexists(path)))
+    if place.is_dir() and not (place / IDENTITY).exists():
+        others = sorted(entry.name for entry in place.iterdir() if not entry.name.startswith("."))
         if others:
             raise ConfigError(f"{folder} holds {others[0]} and no evaluation: choose another --out")
+
+
+def is_kept(folder: Path, identity: Mapping[str, Any]) -> bool:
+    """Whether the folder holds this very evaluation; another one, or somebody's files, are a `ConfigError`."""
+    refuse_unusable(folder)
+    if not (folder / IDENTITY).exists():
         return False
     stored = read_identity(folder)
     if stored != json.loads(dumped(identity)):

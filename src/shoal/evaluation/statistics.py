@@ -135,8 +135,7 @@ def detectable_difference(differences: Floats) -> float:
 
 
 def t_quantile(p: float, freedom: int) -> float:
-    """The quantile of Student's distribution, p from 0.5 to 1. Beyond 1000 degrees of freedom the first correction to
-    the normal quantile is exact to five digits."""
+    """Student's quantile, p from 0.5. Beyond 1000 degrees of freedom one correction is exact to five digits."""
     import mpmath  # type: ignore[import-untyped]
 
     if freedom > 1000:

@@ -81,7 +81,5 @@ def memory_errors(action: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ResourceError(
-            f"there is not enough memory to {action}: lower --batch-rows or --max-new-tokens, or compute in "
-            "--dtype bfloat16"
-        ) from error
+        less = "lower --batch-rows or --max-new-tokens, or compute in --dtype bfloat16"
+        raise ResourceError(f"there is not enough memory to {action}: {less}") from error

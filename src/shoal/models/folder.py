@@ -39,9 +39,8 @@ def model_folder(name: str | Path) -> Path:
         return Path(__file__).parent / "data" / str(name)
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise ModelError(
-            f"there is no model folder {folder}; give a Hugging Face folder or a built-in name ({', '.join(BUILTIN)})"
-        )
+        named = f"a Hugging Face folder or a built-in name ({', '.join(BUILTIN)})"
+        raise ModelError(f"there is no model folder {folder}: give {named}")
     if not (folder / "config.json").is_file():
         raise ModelError(f"the model folder {folder} has no config.json; is it a Hugging Face folder?")
     return folder
@@ -64,10 +63,8 @@ def check_files(entries: Iterable[Entry]) -> None:
     files = [entry for entry in entries if entry.type == "file"]
     largest = max(files, key=lambda entry: entry.size_bytes, default=None)
     if len(files) > MAX_FILES or (largest is not None and largest.size_bytes > MAX_FILE_BYTES):
-        raise ModelError(
-            f"the policy has {len(files)} files, the largest of {largest.size_bytes if largest else 0} bytes; "
-            f"at most {MAX_FILES} of {MAX_FILE_BYTES} bytes each are allowed"
-        )
+        found, most = f"{len(files)} files, the largest of {largest.size_bytes if largest else 0} bytes", MAX_FILE_BYTES
+        raise ModelError(f"the policy has {found}; at most {MAX_FILES} of {most} bytes each are allowed")
 
 
 def read_config(files: Mapping[str, bytes], name: str = "config.json") -> dict[str, Any]:
@@ -192,10 +189,8 @@ def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None
     """Raise `ModelError` for the first target that is not one of the names that there are."""
     for target in targets:
         if target not in known:
-            raise ModelError(
-                f"trainer.lora.targets: no linear layer of this model that can have an adapter is called {target!r}; "
-                f"there are: {', '.join(known) or 'none'}"
-            )
+            told = f"no linear layer of this model that can have an adapter is called {target!r}"
+            raise ModelError(f"trainer.lora.targets: {told}; there are: {', '.join(known) or 'none'}")
 
 
 def read_header(file: Path) -> dict[str, Any]:

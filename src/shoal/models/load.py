@@ -91,9 +91,7 @@ def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") ->
     files = read_files(folder)
     tokenizer, config = TextTokenizer(files), read_model_config(files)
     if (folder / "adapter_config.json").is_file():
-        raise ModelError(
-            f"the model folder {folder} holds adapters (adapter_config.json): merge them into the model first"
-        )
+        raise ModelError(f"the model folder {folder} holds adapters (adapter_config.json): merge them first")
     disable_progress_bar()  # a loader that draws on the terminal garbles whoever else draws there
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -150,10 +148,9 @@ def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: st
     needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     if needed > memory_bytes:
         count = sum(parameter.numel() for parameter in model.parameters())
-        raise ResourceError(
-            f"the policy is a model of {count:,} weights, which take {show_bytes(needed)} in {dtype}, and "
-            f"{show_bytes(memory_bytes)} of memory may be used: allow more (--max-memory), or use another machine"
-        )
+        takes = f"{count:,} weights, which take {show_bytes(needed)} in {dtype}"
+        told = f"{show_bytes(memory_bytes)} of memory may be used: allow more (--max-memory), or use another machine"
+        raise ResourceError(f"the policy is a model of {takes}, and {told}")
 
 
 class _Unfilled(TorchFunctionMode):
@@ -189,18 +186,14 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
     values = read_config(files)
     kind = values.pop("model_type", None)
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ModelError(
-            f"the model's config.json names no known causal language model (model_type {str(kind)[:80]!r})"
-        )
+        raise ModelError(f"config.json names no known causal language model (model_type {str(kind)[:80]!r})")
     made = CONFIG_MAPPING[kind]
     check_kind(kind, made.sub_configs)
     check_values(values, kind)
     try:
         return made.from_dict(without_loading_keys(values, {field.name for field in fields(made)}))
     except Exception as error:  # anything may be wrong with the values
-        raise ModelError(
-            f"the model's config.json is not a valid {kind} configuration: {_first_line(error)}"
-        ) from error
+        raise ModelError(f"config.json is not a valid {kind} configuration: {_first_line(error)}") from error
 
 
 def _attention(config: Any) -> str:
@@ -239,9 +232,7 @@ def check_values(values: Mapping[str, Any], kind: str) -> None:
         if inner and value.get("model_type"):
             raise _composite(kind, ".".join(path))
         if path and path[-1] in ("quantization_config", "compression_config") and value:
-            raise ModelError(
-                f"the model's config.json has {path[-1]}: quantized models are not supported; use the unquantized one"
-            )
+            raise ModelError(f"config.json has {path[-1]}: quantized models are not supported; use the unquantized one")
         if isinstance(value, int) and not isinstance(value, bool):
             key = path[-1] if path else ""
             most = MAX_SPAN if any(word in key for word in SPANS) else MAX_COUNT
@@ -264,8 +255,7 @@ def check_kind(kind: str, sub_configs: Mapping[str, Any]) -> None:
 
 
 def without_loading_keys(values: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, Any]:
-    """The values without the keys that load something, at every level; of private ones only those that are `known`,
-    and no inner kind of model."""
+    """The values without keys that load something, at every level; of private ones the `known`; no inner model."""
 
     def inner(value: Any) -> Any:
         if isinstance(value, dict):

@@ -23,10 +23,7 @@ IMPORTERS = ("get_class_from_dynamic_module", "get_class_in_module", "get_cached
 
 
 def refuse_code(*_arguments: Any, **_options: Any) -> Any:
-    raise ModelError(
-        "this model brings Python code of its own, and shoal runs no code of a model folder or a policy: "
-        "use a model whose architecture is part of transformers"
-    )
+    raise ModelError("this model brings Python code of its own, and shoal runs no code of a model folder or a policy")
 
 
 def trust_nothing(_trusted: Any, _name: Any, has_local_code: bool, has_remote_code: bool, *_: Any, **__: Any) -> bool:

@@ -102,10 +102,8 @@ def _rescaling(config: Any) -> tuple[float, float | None]:
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ModelError(f"{name} in config.json is {value!r}; it has to be a positive number")
         if not hasattr(type(text), name) and name not in inspect.signature(type(text).__init__).parameters:
-            raise ModelError(
-                f"config.json has {name}, which transformers does not look at in a model of type {text.model_type}: "
-                "what is meant would not be computed; remove it if the model does without"
-            )
+            told = f"which transformers does not look at in a model of type {text.model_type}: remove it"
+            raise ModelError(f"config.json has {name}, {told}")
         if name in CAPS:
             cap = float(value)
         else:

@@ -235,8 +235,7 @@ class _AttendedLayers:
 
 @torch.no_grad()
 def _agrees(model: Any) -> bool:
-    """Every layer attends through our function, and a sequence's states depend neither on the one before it nor on
-    its place in the pack."""
+    """Every layer attends through our function, and states depend neither on the sequence before nor on the place."""
     device = next(model.parameters()).device
     ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
     first, other, second = ids[:5], ids[5:10], ids[10:]
@@ -262,9 +261,8 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     count = model.config.get_text_config().num_hidden_layers
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     if not lists:
-        raise ModelError(
-            f"{type(model).__name__} has no list of {count} layers; switch trainer.memory.recompute and .compile off"
-        )
+        told = f"no list of {count} layers; switch trainer.memory.recompute and .compile off"
+        raise ModelError(f"{type(model).__name__} has {told}")
     # The largest: there may be lists of the same length that hold one small part of each layer.
     largest = max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()))
     return list(largest)

@@ -52,10 +52,8 @@ class PromptEncoder:
         self._thinking = thinking
         source = template_source(files) if chat is not False else None
         if chat and source is None:
-            raise ModelError(
-                "environment.prompt.chat is true, but the model has no chat template (chat_template.jinja, or "
-                "chat_template in tokenizer_config.json): use a model that has one, or leave chat out"
-            )
+            told = "has no chat template (chat_template.jinja, or in tokenizer_config.json)"
+            raise ModelError(f"environment.prompt.chat is true, but the model {told}: leave chat out")
         self._template, self._words, self._controls = None, dict[str, str](), dict[str, int]()
         if source is not None:
             self._template, self._words, self._controls = (

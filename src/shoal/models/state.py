@@ -59,8 +59,7 @@ def overwrite(state: Mapping[str, Tensor], tensors: Mapping[str, TensorView] | M
 
 
 def check_fit(state: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
-    """Raise `ModelError` unless the tensors are those of `state`, by name, shape and type. They may not be here yet: a
-    `TensorView` or an `Entry` of a manifest will do."""
+    """Raise `ModelError` unless tensors (`TensorView`, `Entry`) are those of `state` by name, shape and type."""
     missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     if missing or unknown:
         raise ModelError(f"these weights are for another model: missing {missing[:3]}, unknown {unknown[:3]}")

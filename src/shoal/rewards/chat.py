@@ -190,10 +190,7 @@ def check_address(settings: JudgeSettings) -> None:
         raise EnvironmentSetupError(f"{what}: {error}; write it as http://HOST:PORT/v1") from None
     key = os.environ.get(KEY, "")
     if not (key.isascii() and key.isprintable()) or key != key.strip():
-        raise EnvironmentSetupError(
-            f"the key in {KEY} has a character that no key has (a space, a line break, a letter beyond ASCII): copy it "
-            "again"
-        )
+        raise EnvironmentSetupError(f"the key in {KEY} has a space, line break or letter beyond ASCII: copy it again")
 
 
 def _advice(status: int) -> str:

@@ -144,8 +144,7 @@ class ScoringProcess:
                     pipe.close()
 
     def ask(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """What each job is worth, in order; `Ended` at the one that the process did not survive, `ScoringFailure` is
-        raised if none gets ready for them."""
+        """What each job is worth, in order; raises `Ended` at one that it did not survive, or that it is not ready."""
         for starts in range(1, STARTS + 1):
             try:
                 self.start()
@@ -182,20 +181,18 @@ class ScoringProcess:
         try:
             message = self._channel.receive(within_s)
         except TimeoutError:
-            raise ScoringFailure(
-                f"a scoring process was not ready within {within_s:g} s: it builds the environment and scores the "
-                "first tasks, so one of these hangs, or this machine is very busy"
-            ) from None
+            told = (
+                f"within {within_s:g} s: the environment or one of its first tasks hangs, or this machine is very busy"
+            )
+            raise ScoringFailure(f"a scoring process was not ready {told}") from None
         except ChannelClosed:
             raise DiedEarly(f"a scoring process did not start: it {self._how_it_ended().what}") from None
         if not isinstance(message, frames.Ready) or message.problem:
             problem = message.problem if isinstance(message, frames.Ready) else "it says what it should not"
             raise ScoringFailure(f"a scoring process could not build the environment: {problem}")
         if message.digest != digest:
-            raise ScoringFailure(
-                f"the environment has changed since this process started ({digest[:16]}… then, "
-                f"{message.digest[:16]}… now): undo the change to its file or data, or start a new run"
-            )
+            told = f"({digest[:16]}… then, {message.digest[:16]}… now): undo the change, or start a new run"
+            raise ScoringFailure(f"the environment has changed since this process started {told}")
         if message.unlimited:
             log.warning("scoring has no limit on %s", message.unlimited)
         self._is_ready = True
@@ -216,11 +213,8 @@ class ScoringProcess:
                     raise Ended(Cause.MEMORY, self._too_much)
                 yield answer if answer.failure is None else ScoringFailure(answer.failure)
         except TimeoutError:
-            raise Ended(
-                Cause.CLOCK,
-                f"did not end within {within_s:g} s by the clock (this machine is very busy, or the reward function "
-                "waits for something: it must give up by itself)",
-            ) from None
+            why = "this machine is very busy, or the reward function waits for something: it must give up by itself"
+            raise Ended(Cause.CLOCK, f"did not end within {within_s:g} s by the clock ({why})") from None
         except ChannelClosed:
             raise self._how_it_ended() from None
         except CodecError as error:

@@ -198,14 +198,13 @@ class CheckpointStore:
                 log.warning("%s; falling back to the checkpoint before it", error)
         if not found:
             return None
+        why = f"none of the {len(found)} checkpoints in {self.folder} can be read ({damage[0]})"
         raise CheckpointError(
-            f"none of the {len(found)} checkpoints in {self.folder} can be read ({damage[0]}); restore one from a "
-            "backup, or move the folder away: the trainer then starts from the model and replays the hub's batches"
+            f"{why}; restore one from a backup, or move the folder away: the hub's batches are replayed"
         )
 
     def at(self, place: Place) -> StoredCheckpoint:
-        """The checkpoint of one version and incarnation, if all its bytes are as they were written; else a
-        `CheckpointError` that names the file that is not."""
+        """The checkpoint of that place, if all its bytes are as they were written; else an error names the file."""
         folder, name = self.folder / "{}.{}".format(*place), MANIFEST
         try:
             content: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
@@ -389,8 +388,7 @@ class Copies:
         return held
 
     def _reserve(self, learner: Learner) -> None:
-        """Lock the memory that the first checkpoint with moments will need. What fails here fails again, and is
-        reported, when it is needed."""
+        """Lock the memory that the first checkpoint with moments needs. What fails here fails again when it is used."""
         with contextlib.suppress(RuntimeError):
             for name, weight in learner.trained().items():
                 for kept in (name, *(f"{MOMENTS}{name}/{slot}" for slot in ("exp_avg", "exp_avg_sq"))):
@@ -416,7 +414,7 @@ def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed:
         except (OSError, ValueError, KeyError, TypeError) as error:
             recorded = f"unknown: {error}"
         if digest() != recorded:
+            said = f"measured from the weights that this run began with ({path}: {recorded})"
             raise CheckpointError(
-                f"trainer.objective.kl is measured from the weights that this run began with ({path}: {recorded}), and "
-                "the model folder does not hold them; put them back, or begin a new run from an export of this one"
+                f"trainer.objective.kl is {said}: put them back into the model folder, or begin a new run"
             )

@@ -101,8 +101,7 @@ def _message(path: Path) -> str:
 
 
 def group_error(failures: Mapping[int, tuple[int, str]]) -> ShoalError:
-    """Why a group has failed, by the code and the message of each: the rank whose end starting again cannot help, else
-    the first."""
+    """Why a group has failed, by code and message of each: the rank that starting again cannot help, else the first."""
     rank, (code, told) = min(failures.items(), key=lambda item: item[1][0] not in HOPELESS_CODES)
     hopeless = code in HOPELESS_CODES
     named = f"rank {rank} of the trainer {describe_exit(code)}"

@@ -199,9 +199,7 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
     """The checkpoint asked for, and why it is this one."""
     places = store.places()
     if not places:
-        raise CheckpointError(
-            f"there is no checkpoint in {store.folder} yet; wait for the trainer's first, then export again"
-        )
+        raise CheckpointError(f"there is no checkpoint in {store.folder} yet: wait for the trainer's first")
     if which == "newest":
         stored = store.newest()
         assert stored is not None, "there are checkpoints"
@@ -209,10 +207,8 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
     if which == "best":
         best = ranked(places, scores)
         if not best:
-            raise ConfigError(
-                f"no checkpoint in {store.folder} has a held-out score yet (trainer.evaluate_every); export the newest "
-                "one by leaving out --best, or wait for a score"
-            )
+            told = "has a held-out score yet (trainer.evaluate_every): export the newest one by leaving out --best"
+            raise ConfigError(f"no checkpoint in {store.folder} {told}")
         if scores[best[0][0]] < max(scores.values()):
             log.warning("version %d has the best score of the checkpoints kept, but not of the run", best[0][0])
         return store.at(best[0]), f"the best of {len(best)} kept, by held-out score"

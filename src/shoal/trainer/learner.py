@@ -163,10 +163,7 @@ def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = Non
     if settings.memory.compile and one_program:
         compile_layers(model)
     elif settings.memory.compile:
-        log.warning(
-            "trainer.memory.compile has no effect: packs are compiled only on a GPU, in bfloat16 (trainer.memory."
-            "precision), with head sizes that flash attention knows; elsewhere every pack would be compiled anew"
-        )
+        log.warning("trainer.memory.compile has no effect: packs are compiled on a GPU only, in bfloat16")
     if settings.memory.recompute:
         recompute_layers(model)
     objective, trained = settings.objective, [weight for weight in model.parameters() if weight.requires_grad]

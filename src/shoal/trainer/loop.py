@@ -134,11 +134,9 @@ class TrainingRun:
         else:
             progress, seen = stored.progress, published.version if published else -1
             if progress.run != self._info.run or progress.version > seen + 1:
-                raise CheckpointError(
-                    f"the newest checkpoint in {self._store.folder} is version {progress.version} of run "
-                    f"{progress.run}, but the hub has seen version {seen} of run {self._info.run} at most; restore the "
-                    "hub's folder, point the trainer at the folder of this run, or move the checkpoints away"
-                )
+                here = f"version {progress.version} of run {progress.run}"
+                told = f"the hub has seen version {seen} of run {self._info.run} at most: restore the hub's folder, or"
+                raise CheckpointError(f"{self._store.folder} holds {here}, but {told} move the checkpoints away")
             parts.actions.restore(parts.learner, stored)
             self.version = self._saved = progress.version
             incarnation = max(incarnation, progress.incarnation)
@@ -221,9 +219,8 @@ class TrainingRun:
         batch, rollouts = reply.batch, hub.rollouts(step)
         written, sent = [group.unit for group in batch.groups], [group.unit for group in rollouts.groups]
         if rollouts.step != step or written != sent:
-            raise ProtocolError(
-                f"the hub wrote down units {written[:8]} for step {step} but sent {sent[:8]} for step {rollouts.step}"
-            )
+            told = f"sent {sent[:8]} for step {rollouts.step}"
+            raise ProtocolError(f"the hub wrote down units {written[:8]} for step {step} but {told}")
         return batch, rollouts
 
     def _work(self, batch: Batch, rollouts: TrainingBatch) -> StepWork:

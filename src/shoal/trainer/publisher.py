@@ -97,9 +97,8 @@ class Publisher:
         try:
             return self._current.result(self.deadline_s)
         except FutureTimeoutError as error:
-            raise DeadlineExceeded(
-                f"publishing a policy took longer than {self.deadline_s:.0f} s; look at the origin and the hub"
-            ) from error
+            told = f"publishing a policy took longer than {self.deadline_s:.0f} s; look at the origin and the hub"
+            raise DeadlineExceeded(told) from error
 
     def close(self) -> None:
         """End the thread, after what it is doing; what failed now is known to nobody, so it is logged."""
@@ -122,9 +121,8 @@ class Publisher:
         manifest = None if content is None else self._publish(version, content)
         self.worked_s, self.saved_s = self.clock.monotonic_s() - began_s, saved_s
         if manifest is not None:
-            log.info(
-                "policy %s is out: %.3g GB in %.2f s", manifest.policy.label, manifest.size_bytes / 1e9, self.worked_s
-            )
+            size_gb = manifest.size_bytes / 1e9
+            log.info("policy %s is out: %.3g GB in %.2f s", manifest.policy.label, size_gb, self.worked_s)
         return manifest
 
     def _publish(self, version: int, content: Content) -> PolicyManifest:
@@ -144,11 +142,6 @@ class Publisher:
                 if refused or version > self.republished_until:
                     raise
                 self.incarnation += 1
-                log.warning(
-                    "version %d could not be reproduced bit for bit; it goes out as incarnation %d: %s",
-                    version, self.incarnation, conflict,
-                )  # fmt: skip
-        raise PolicyMismatch(
-            f"version {version} conflicts with what is published under {MAX_NEW_INCARNATIONS} incarnations; "
-            "is another trainer publishing to the same origin or hub?"
-        )
+                said = "version %d could not be reproduced bit for bit; it goes out as incarnation %d: %s"
+                log.warning(said, version, self.incarnation, conflict)
+        raise PolicyMismatch(f"version {version} conflicts with {MAX_NEW_INCARNATIONS} incarnations: a second trainer?")

@@ -126,10 +126,8 @@ def require_trackers(words: Iterable[str]) -> None:
     """Say before anything is started what must be installed for it."""
     for word in words:
         if find_spec(word) is None:
-            raise ConfigError(
-                f'trainer.tracking names "{word}", but the package {word} is not installed; install it with: '
-                f"{install_command(word)}, or leave it out"
-            )
+            install = f"install it with: {install_command(word)}, or leave it out"
+            raise ConfigError(f'trainer.tracking names "{word}", which is not installed: {install}')
 
 
 class TensorBoard:

@@ -110,10 +110,9 @@ def check_groups(groups: Sequence[TrainingGroup], step: int, max_staleness: int,
     token that a model does not have would end the process without saying where it came from, on a GPU not at once."""
     for group in groups:
         if not 0 <= step - group.version <= max_staleness:
-            raise ProtocolError(
-                f"the hub's batch for step {step} holds unit {group.unit} of version {group.version}, outside versions "
-                f"{max(0, step - max_staleness)}…{step} that max_staleness = {max_staleness} allows"
-            )
+            versions = f"versions {max(0, step - max_staleness)}…{step} that max_staleness = {max_staleness} allows"
+            told = f"unit {group.unit} of version {group.version}, outside {versions}"
+            raise ProtocolError(f"the hub's batch for step {step} holds {told}")
         if not group.prompt:
             raise ProtocolError(f"unit {group.unit} has an empty prompt: nothing predicts the first token after it")
         read = (group.prompt_ids, *(rollout.token_ids for rollout in group.rollouts))

@@ -132,10 +132,8 @@ class TrainerSettings(BaseModel):
         brought["normalisation"] = by_loss or by_advantage or "tokens"
         undecided = "normalisation" not in objective.model_fields_set
         if by_loss and by_advantage and by_loss != by_advantage and undecided:
-            raise ValueError(
-                f'loss = "{self.loss}" comes with one normalisation, advantage = "{self.advantage}" with another: set '
-                f'objective.normalisation to "{by_loss}" or "{by_advantage}"'
-            )
+            told = f'set objective.normalisation to "{by_loss}" or "{by_advantage}"'
+            raise ValueError(f"loss and advantage come with two normalisations: {told}")
         brought = {name: value for name, value in brought.items() if name not in objective.model_fields_set}
         object.__setattr__(self, "objective", objective.model_copy(update=brought))
         return self

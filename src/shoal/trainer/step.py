@@ -108,8 +108,7 @@ class Tally:
 
 @dataclass
 class Totals:
-    """A step's numbers. `grad_norm` is the mean of the updates that were made, if any was; `grad_norm_max` is of the
-    skipped ones, too."""
+    """A step's numbers. `grad_norm` is the mean of updates that were made, if any was; `grad_norm_max` is of all."""
 
     numbers: Numbers = field(default_factory=Numbers)
     grad_norms: list[float] = field(default_factory=list)
@@ -254,11 +253,8 @@ class Update:
             totals.skipped += 1
             log.warning("an update of step %d was skipped: %s", self.plan.step, reason or "another process refused it")
         elif not finite:
-            raise TrainingDiverged(
-                f"step {self.plan.step} diverged: loss {seen['loss']}, gradient norm {seen['grad_norm']}; this update "
-                "was refused and the last checkpoint is good; lower trainer.learning_rate, or look at the rewards and "
-                "log-probabilities of its batch"
-            )
+            told = f"loss {seen['loss']}, gradient norm {seen['grad_norm']}; the last checkpoint is good"
+            raise TrainingDiverged(f"step {self.plan.step} diverged: {told}; lower learning_rate, or look at its batch")
         else:
             torch.nn.utils.clip_grads_with_norm_(learner.trained().values(), learner.settings.grad_clip, norm)
             learner.optimizer.step()

@@ -50,14 +50,8 @@ def test_advantages_by_hand(name: str, rewards: list[float], expected: list[floa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal_rewards_carry_no_advantage(name: str) -> None:
-    assert of(name, [0.25, 0.25, 0.25]) == [0.0, 0.0, 0.0]
-    assert of(name, [7.0]) == [0.0]
-    assert of(name, [-7.0]) == [0.0]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_advantages_keep_the_order(name: str) -> None:
+def test_equal_rewards_carry_no_advantage_and_others_keep_their_order(name: str) -> None:
+    assert [of(name, rewards) for rewards in ([0.25] * 3, [7.0], [-7.0])] == [[0.0] * 3, [0.0], [0.0]]
     rewards = torch.tensor([0.1, 0.9, 0.3, 0.3, 1.0])
     assert torch.equal(ADVANTAGES[name](rewards).argsort(stable=True), rewards.argsort(stable=True))
 
@@ -69,6 +63,8 @@ def test_they_are_numbers_for_any_rewards_that_are_and_sum_to_nothing(rewards: l
         values = of(name, rewards)
         assert all(math.isfinite(value) for value in values)
         assert abs(math.fsum(values)) <= 1e-5 * len(values) * max(1.0, *(abs(value) for value in [*values, *rewards]))
+    values, size = of("max_rl", rewards), len(rewards)
+    assert -1 - 1e-5 <= min(values) <= max(values) <= (size - 1) * (1 + 1e-5), "bounded by the size of the group"
 
 
 @settings(max_examples=30)
@@ -82,29 +78,15 @@ def test_who_comes_first_does_not_matter(rewards: list[float], order: Random) ->
 
 
 @settings(max_examples=30)
-@given(rewards=COARSE, shift=st.integers(-4, 4))
-def test_a_shift_changes_none_but_max_rl(rewards: list[float], shift: int) -> None:
-    shifted = [reward + shift for reward in rewards]
-    for name in ("group_mean", "group_mean_std", "rloo", "dr_grpo"):
-        assert of(name, shifted) == pytest.approx(of(name, rewards), rel=1e-4, abs=1e-5)
-
-
-@settings(max_examples=30)
-@given(rewards=COARSE, factor=st.sampled_from([0.25, 2.0, 8.0]))
-def test_what_a_scale_does(rewards: list[float], factor: float) -> None:
-    scaled = [reward * factor for reward in rewards]
+@given(rewards=COARSE, factor=st.sampled_from([0.25, 2.0, 8.0]), shift=st.integers(-4, 4))
+def test_what_a_scale_and_a_shift_do(rewards: list[float], factor: float, shift: int) -> None:
+    scaled, shifted = [reward * factor for reward in rewards], [reward + shift for reward in rewards]
     for name in ("group_mean", "rloo", "dr_grpo"):
         assert of(name, scaled) == pytest.approx([factor * value for value in of(name, rewards)], abs=1e-5)
     for name in ("group_mean_std", "max_rl"):
         assert of(name, scaled) == pytest.approx(of(name, rewards), rel=1e-3, abs=1e-5)
-
-
-@settings(max_examples=30)
-@given(rewards=GROUPS)
-def test_max_rl_is_bounded_by_the_size_of_the_group(rewards: list[float]) -> None:
-    values = of("max_rl", rewards)
-    assert min(values) >= -1 - 1e-5
-    assert max(values) <= (len(values) - 1) * (1 + 1e-5)
+    for name in ("group_mean", "group_mean_std", "rloo", "dr_grpo"):
+        assert of(name, shifted) == pytest.approx(of(name, rewards), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,12 @@ def test_the_kl_term_has_the_exact_gradient_and_reports_the_exact_value(behaviou
     assert float(expected(reported_V, tokens).detach()) == pytest.approx(float(exact.detach()))
     assert (reported_V >= 0).all()
     assert not reported_V.requires_grad
+    if behaviour_V is None:  # why what is reported is not what is differentiated: it follows another divergence
+        difference_V = tokens.logprobs_N - REFERENCE_V
+        as_a_loss = gradient(expected((-difference_V).exp() - 1 + difference_V, tokens), logits_V)
+        other = exact_kl(REFERENCE_V, logits_V.log_softmax(0))
+        assert as_a_loss == pytest.approx(gradient(other, logits_V), abs=1e-12)
+        assert as_a_loss != pytest.approx(slopes, abs=0.05)
 
 
 def test_a_token_that_the_policy_has_left_does_not_rule_what_is_reported() -> None:
@@ -82,27 +88,6 @@ def test_a_token_that_the_policy_has_left_does_not_rule_what_is_reported() -> No
     assert capped < exact, "what is cut off is missing"
 
 
-def test_the_trap_the_reported_estimate_as_a_loss_follows_another_divergence() -> None:
-    """Why what is reported is not what is differentiated."""
-    logits_V = LOGITS_V.clone().requires_grad_()
-    tokens = every_token(logits_V)
-    difference_V = tokens.logprobs_N - REFERENCE_V
-    as_a_loss = gradient(expected((-difference_V).exp() - 1 + difference_V, tokens), logits_V)
-    logprobs_V = logits_V.log_softmax(0)
-    assert as_a_loss == pytest.approx(gradient(exact_kl(REFERENCE_V, logprobs_V), logits_V), abs=1e-12)
-    assert as_a_loss != pytest.approx(gradient(exact_kl(logits_V.log_softmax(0), REFERENCE_V), logits_V), abs=0.05)
-
-
-def test_the_kl_term_at_a_token_by_hand() -> None:
-    # π 0.5, reference 0.25, drawn with 0.1: d = ln 2, ratio 5 cut off at 2
-    logprobs_N = torch.tensor([0.5]).log().requires_grad_()
-    tokens = LossTokens(logprobs_N, torch.tensor([0.1]).log(), torch.zeros(1), reference_N=torch.tensor([0.25]).log())
-    term_N, reported_N = kl_of(tokens, ratio_cap=2.0)
-    assert float(term_N.detach()) == pytest.approx(math.log(2) ** 2)
-    assert gradient(term_N.sum(), logprobs_N) == pytest.approx([2 * math.log(2)])
-    assert float(reported_N) == pytest.approx(2 * (0.5 - 1 + math.log(2)))
-
-
 def test_the_entropy_term_has_the_gradient_of_the_entropy() -> None:
     logits_V = LOGITS_V.clone().requires_grad_()
     tokens = every_token(logits_V)
@@ -110,19 +95,6 @@ def test_the_entropy_term_has_the_gradient_of_the_entropy() -> None:
     exact = gradient(-(logprobs_V.exp() * logprobs_V).sum(), logits_V)
     rewarded = with_terms(LossOutput(loss_N=tokens.logprobs_N * 0), tokens, UNCAPPED, entropy=0.5)
     assert gradient(expected(rewarded.loss_N, tokens), logits_V) == pytest.approx([-0.5 * value for value in exact])
-
-
-@pytest.mark.parametrize("weights", [{"kl": 0.1}, {"entropy": 0.1}], ids=["kl", "entropy"])
-def test_a_detached_term_has_no_gradient_left(weights: dict[str, float]) -> None:
-    """The mistake that is not repeated: a term of detached numbers changes the loss's value, and nothing else."""
-    logits_V = LOGITS_V.clone().requires_grad_()
-    attached = every_token(logits_V)
-    base = LossOutput(loss_N=attached.logprobs_N * 0)
-    with_gradient = with_terms(base, attached, UNCAPPED, **weights)
-    without = with_terms(base, every_token(LOGITS_V), UNCAPPED, **weights)
-    assert with_gradient.loss_N.tolist() == pytest.approx(without.loss_N.tolist())
-    assert any(gradient(with_gradient.loss_N.sum(), logits_V))
-    assert not any(gradient(without.loss_N.sum(), logits_V))
 
 
 def test_terms_are_added_with_their_weights_and_reported() -> None:

@@ -131,6 +131,24 @@ def test_a_result_that_is_somebody_elses_is_not_replaced(tmp_path: Path, data: P
     assert out.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("command", "out", "said"),
+    [
+        ("eval tiny --env", "taken", "holds thesis.tex"), ("filter tiny", "free.parquet", "holds thesis.tex"),
+        ("eval tiny --env", "taken/thesis.tex", "is a file"), ("filter tiny", "taken/thesis.tex/x.parquet", "a file"),
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_take_results_is_refused_before_tasks_or_models_are_loaded(
+    command: str, out: str, said: str, tmp_path: Path, capsys: Capture
+) -> None:
+    for name in ("taken", "free.parquet.work"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("mine")
+    assert main([*command.split(), "no-such-tasks.jsonl", "--out", str(tmp_path / out)]) in (2, 3)
+    assert said in capsys.readouterr().err
+    assert len(list(tmp_path.rglob("*"))) == 4
+
+
 @pytest.mark.parametrize("command", [["eval", "tiny", "--env"], ["filter", "tiny", "--out", "kept.parquet"]])
 def test_programs_refused_without_a_sandbox(
     command: list[str], tmp_path: Path, monkeypatch: Patch, capsys: Capture

@@ -13,20 +13,14 @@ from kit.sandbox import needs_bubblewrap
 from shoal.environments.graders.code import CodeGrader
 from shoal.errors import ScoringFailure
 
-SUM = json.dumps({
-    "language": "python",
-    "test_cases": [
-        {"type": "stdin_stdout", "input": "3\n1 2 3\n", "output": "6\n"},
-        {"type": "stdin_stdout", "input": "1\n-5\n", "output": "-5\n"},
-        {"type": "stdin_stdout", "input": "2\n10 20\n", "output": "30\n"},
-    ],
-})  # fmt: skip
+SUM = json.dumps({"inputs": ["3\n1 2 3\n", "1\n-5\n", "2\n10 20\n"], "outputs": ["6\n", "-5\n", "30\n"]})
 PAIRS = json.dumps({
     "test_cases": [
         {"type": "function_call", "fn_name": "pairs", "input": [[1, 2, 3], 4], "output": [[1, 3]]},
         {"type": "function_call", "fn_name": "pairs", "input": [[], 4], "output": []},
     ],
 })  # fmt: skip
+ADDS = "input()\nprint(sum(map(int, input().split())))"
 
 
 def block(code: str, mark: str = "python") -> str:
@@ -39,7 +33,7 @@ def score(answer: str, code: str) -> tuple[float, float, str]:
 
 
 GOLD_SUM = {
-    "plain": "input()\nprint(sum(map(int, input().split())))",
+    "plain": ADDS,
     "sys.stdin": "import sys\nprint(sum(map(int, sys.stdin.read().split()[1:])))",
     "bytes": "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split()[1:])))",
     "open(0)": "print(sum(map(int, open(0).read().split()[1:])))",
@@ -47,8 +41,8 @@ GOLD_SUM = {
     "os.read": "import os\nprint(sum(map(int, os.read(0, 10**6).split()[1:])))",
     "main guard": "def main():\n  input()\n  print(sum(map(int, input().split())))\n"
     "if __name__ == '__main__':\n  main()",
-    "exit": "input()\nprint(sum(map(int, input().split())))\nexit()",
-    "sys.exit": "import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.exit(0)",
+    "exit": f"{ADDS}\nexit()",
+    "sys.exit": f"import sys\n{ADDS}\nsys.exit(0)",
     "atexit": "import atexit\nout = []\natexit.register(lambda: print(*out))\ninput()\n"
     "out.append(sum(map(int, input().split())))",
     "thread": "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\n"
@@ -58,18 +52,11 @@ GOLD_SUM = {
     "future": "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n  x: int\n"
     "input()\nprint(A(sum(map(int, input().split()))).x)",
     "spaces": "input()\nprint(sum(map(int, input().split())), '  ')\nprint()",
-    "closes its output": "import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.stdout.close()",
-    "closes everything": "import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.stdout.close()\n"
-    "sys.stderr.close()",
-    "takes its output away": "import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.stdout = None",
+    "closes its output": f"import sys\n{ADDS}\nsys.stdout.close()",
+    "closes everything": f"import sys\n{ADDS}\nsys.stdout.close()\nsys.stderr.close()",
+    "takes its output away": f"import sys\n{ADDS}\nsys.stdout = None",
     "unread input": "n = int(input())\nprint({3: 6, 1: -5, 2: 30}[n])",
 }
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize("style", GOLD_SUM)
-def test_a_right_program_is_worth_one(style: str) -> None:
-    assert score(SUM, GOLD_SUM[style]) == (1.0, 1.0, "")
 
 
 NEAR_SUM = {
@@ -80,10 +67,10 @@ NEAR_SUM = {
     "as a float": ("input()\nprint(float(sum(map(int, input().split()))))", 0, "printed something else"),
     "prints nothing": ("input()", 0, "printed something else"),
     "to the errors": ("import sys\ninput()\nprint(sum(map(int, input().split())), file=sys.stderr)", 0, "printed"),
-    "wrong status": ("import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.exit(3)", 0, "status 3"),
-    "status 256": ("import os\ninput()\nprint(sum(map(int, input().split())))\nos._exit(1)", 0, "status 1"),
-    "raises": ("input()\nprint(sum(map(int, input().split())))\nraise ValueError('6')", 0, "error (ValueError)"),
-    "reads too much": ("input()\nprint(sum(map(int, input().split())))\ninput()", 0, "error (EOFError)"),
+    "wrong status": (f"import sys\n{ADDS}\nsys.exit(3)", 0, "status 3"),
+    "status 256": (f"import os\n{ADDS}\nos._exit(1)", 0, "status 1"),
+    "raises": (f"{ADDS}\nraise ValueError('6')", 0, "error (ValueError)"),
+    "reads too much": (f"{ADDS}\ninput()", 0, "error (EOFError)"),
     "crashes": ("import ctypes\nctypes.string_at(0)", 0, "crashed (signal 11)"),
     "does not parse": ("print(6", 0, "error (SyntaxError)"),
     "null byte": ("print(6)\0", 0, "error"),
@@ -92,16 +79,6 @@ NEAR_SUM = {
     "at exit": ("import atexit\natexit.register(lambda: print(1))\ninput()\nprint(sum(map(int, input().split())))", 0,
                 "printed something else"),
 }  # fmt: skip
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize("style", NEAR_SUM)
-def test_a_wrong_program_is_worth_nothing_and_the_note_says_the_kind(style: str) -> None:
-    code, passed, says = NEAR_SUM[style]
-    value, share, notes = score(SUM, code)
-    assert (value, share) == (0.0, passed / 3)
-    assert notes.startswith(f"test {passed + 1} of 3: ")
-    assert says in notes
 
 
 BODY = """
@@ -133,12 +110,6 @@ NEAR_PAIRS = {
 }
 
 
-@needs_bubblewrap
-@pytest.mark.parametrize("style", GOLD_PAIRS)
-def test_a_right_function_is_worth_one(style: str) -> None:
-    assert score(PAIRS, GOLD_PAIRS[style]) == (1.0, 1.0, "")
-
-
 GRANTED = {
     "a name of math": "print(gcd(12, 18) if isqrt(37) == 6 else 0)",
     "a module": "print(math.gcd(12, 18))",
@@ -151,10 +122,26 @@ GRANTED = {
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("style", GRANTED)
-def test_a_script_may_take_names_and_deep_recursion_for_granted(style: str) -> None:
-    answer = json.dumps({"inputs": ["\n"], "outputs": ["6\n"]})
-    assert score(answer, GRANTED[style]) == (1.0, 1.0, "")
+@pytest.mark.parametrize(("answer", "code"), [
+    *((SUM, code) for code in GOLD_SUM.values()), *((PAIRS, code) for code in GOLD_PAIRS.values()),
+    *((json.dumps({"inputs": ["\n"], "outputs": ["6\n"]}), code) for code in GRANTED.values()),
+], ids=[*GOLD_SUM, *GOLD_PAIRS, *GRANTED])  # fmt: skip
+def test_a_right_program_is_worth_one(answer: str, code: str) -> None:
+    assert score(answer, code) == (1.0, 1.0, "")
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("answer", "code", "passed", "says"), [
+    *((SUM, *near) for near in NEAR_SUM.values()), *((PAIRS, code, 0, says) for code, says in NEAR_PAIRS.values()),
+], ids=[*NEAR_SUM, *NEAR_PAIRS])  # fmt: skip
+def test_a_wrong_program_is_worth_nothing_and_the_note_says_the_kind(
+    answer: str, code: str, passed: int, says: str
+) -> None:
+    value, share, notes = score(answer, code)
+    assert value == 0.0
+    if answer == SUM:
+        assert (share, notes.startswith(f"test {passed + 1} of 3: ")) == (passed / 3, True)
+    assert says in notes
 
 
 def call_of(name: str, *given: Any, output: Any) -> str:
@@ -173,15 +160,6 @@ def test_what_a_program_may_take_for_granted_is_not_its_own_function(name: str, 
 def test_an_example_after_the_function_is_not_the_program() -> None:
     completion = "```python\ndef f(x): return x\n```\nFor example:\n```python\nprint(f(2))\n```"
     assert CodeGrader().score(call_of("f", 1, output=1), completion).value == 1.0
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize("style", NEAR_PAIRS)
-def test_a_wrong_function_is_worth_nothing(style: str) -> None:
-    code, says = NEAR_PAIRS[style]
-    value, _share, notes = score(PAIRS, code)
-    assert value == 0.0
-    assert says in notes
 
 
 @pytest.mark.parametrize("completion", ["", "print(6)", "```python\n\n```", "```rust\nfn main() {}\n```"])

@@ -16,57 +16,36 @@ PRINTED = {"type": "stdin_stdout", "input": "2 3\n", "output": "5\n"}
 CALLED = {"type": "function_call", "fn_name": "add", "input": [2, 3], "output": 5}
 
 
-def read(**info: Any) -> list[tuple[str, Any, str]]:
-    cases = read_tests(json.dumps(info)).cases
-    return [(case.given.decode(), case.expected, case.function) for case in cases]
-
-
-def test_the_described_form() -> None:
-    call = json.dumps({"function": "add", "arguments": [2, 3]})
-    cases = read(language="python", test_cases=[PRINTED, CALLED])
-    assert cases == [("2 3\n", b"5\n", ""), (call, 5, "add")]
-
-
-def test_apps_with_standard_input_also_as_lines() -> None:
-    assert read(inputs=["1", ["2", "3"]], outputs=["a", ["b"]]) == [("1", b"a", ""), ("2\n3", b"b", "")]
-
-
-def test_apps_with_a_function_whose_value_may_be_wrapped() -> None:
-    (case,) = read_tests(json.dumps({"inputs": [[2, 3]], "outputs": [[5]], "fn_name": "add"})).cases
-    assert case.passed(b"", b"5")
-    assert case.passed(b"", b"[5]")
-    assert not case.passed(b"", b"[[5]]")
-
-
-def test_a_described_value_is_not_unwrapped() -> None:
-    (case,) = read_tests(json.dumps({"test_cases": [{**CALLED, "output": [5]}]})).cases
-    assert case.passed(b"", b"[5]")
-    assert not case.passed(b"", b"5")
-
-
-@pytest.mark.parametrize("returned", [b"", b"5 5", b"{", b"[" * 50_000, b"9" * 5000, b"[" + b"1," * 50_000 + b"5]"])
-def test_what_is_no_value_at_all_is_not_the_expected_one(returned: bytes) -> None:
-    (case,) = read_tests(json.dumps({"test_cases": [CALLED]})).cases
-    assert case.passed(b"", b" 5 ")
-    assert not case.passed(b"5", returned)
-
-
-def test_livecodebench_public_then_private() -> None:
-    cases = read(
-        public_test_cases=json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}]),
-        private_test_cases=[{"input": '[1, 2]\n"x"', "output": "[3]", "testtype": "functional"}],
-        metadata=json.dumps({"func_name": "Solution.join"}),
-    )
-    call = json.dumps({"function": "join", "arguments": [[1, 2], "x"]})
-    assert cases == [("1", b"2", ""), (call, [3], "join")]
+@pytest.mark.parametrize(
+    ("info", "right", "wrong"),
+    [
+        ({"inputs": [[2, 3]], "outputs": [[5]], "fn_name": "add"}, [b"5", b"[5]"], [b"[[5]]"]),  # APPS wraps it
+        ({"test_cases": [{**CALLED, "output": [5]}]}, [b"[5]"], [b"5"]),
+        ({"test_cases": [CALLED]}, [b" 5 "],
+         [b"", b"5 5", b"{", b"[" * 50_000, b"9" * 5000, b"[" + b"1," * 50_000 + b"5]"]),
+    ],
+)  # fmt: skip
+def test_what_a_call_may_return(info: Any, right: list[bytes], wrong: list[bytes]) -> None:
+    (case,) = read_tests(json.dumps(info)).cases
+    assert [case.passed(b"5", returned) for returned in right + wrong] == [True] * len(right) + [False] * len(wrong)
 
 
 ADD_2_3 = json.dumps({"function": "add", "arguments": [2, 3]})
 
 
+JOIN = json.dumps({"function": "join", "arguments": [[1, 2], "x"]})
+
+
 @pytest.mark.parametrize(
     ("info", "cases"),
     [
+        ({"language": "python", "test_cases": [PRINTED, CALLED]}, [("2 3\n", b"5\n", ""), (ADD_2_3, 5, "add")]),
+        # APPS: standard input, also as lines
+        ({"inputs": ["1", ["2", "3"]], "outputs": ["a", ["b"]]}, [("1", b"a", ""), ("2\n3", b"b", "")]),
+        # LiveCodeBench: public tests, then private ones
+        ({"public_test_cases": json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}]),
+          "private_test_cases": [{"input": '[1, 2]\n"x"', "output": "[3]", "testtype": "functional"}],
+          "metadata": json.dumps({"func_name": "Solution.join"})}, [("1", b"2", ""), (JOIN, [3], "join")]),
         # INTELLECT-2: the tests are JSON text in JSON text
         ({"test_cases": '{"inputs": ["2 3\\n"], "outputs": ["5\\n"]}'}, [("2 3\n", b"5\n", "")]),
         ({"test_cases": '{"fn_name": "add", "inputs": ["2\\n3"], "outputs": ["5"]}'}, [(ADD_2_3, 5, "add")]),
@@ -147,11 +126,6 @@ BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("completion", "code"), BLOCKS)
-def test_which_block_is_the_program(completion: str, code: str) -> None:
-    assert program(after_thinking(completion)) == code
-
-
 WANTED = [
     ("```python\ndef f(): 1\n```\n```python\nf()\n```", "def f(): 1\n"),
     ("```python\ndef f(): 1\n```\n```python\ndef f(): 2\n```", "def f(): 2\n"),
@@ -164,9 +138,13 @@ WANTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("completion", "code"), WANTED)
-def test_for_a_function_it_is_the_last_block_that_defines_it(completion: str, code: str) -> None:
-    assert program(completion, ["f"]) == code
+@pytest.mark.parametrize(
+    ("completion", "code", "functions"), [*((*pair, []) for pair in BLOCKS), *((*pair, ["f"]) for pair in WANTED)]
+)
+def test_which_block_is_the_program_or_the_last_that_defines_the_function(
+    completion: str, code: str, functions: list[str]
+) -> None:
+    assert program(after_thinking(completion), functions) == code
 
 
 # What counts as the same output, and what as another one
@@ -190,14 +168,11 @@ OTHER_TEXT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("expected", "printed"), SAME_TEXT)
-def test_text_that_is_the_same(expected: bytes, printed: bytes) -> None:
-    assert same_text(expected, printed)
-
-
-@pytest.mark.parametrize(("expected", "printed"), OTHER_TEXT)
-def test_text_that_is_not(expected: bytes, printed: bytes) -> None:
-    assert not same_text(expected, printed)
+@pytest.mark.parametrize(
+    ("expected", "printed", "same"), [(*p, True) for p in SAME_TEXT] + [(*p, False) for p in OTHER_TEXT]
+)
+def test_text_that_is_the_same_or_not(expected: bytes, printed: bytes, same: bool) -> None:
+    assert same_text(expected, printed) == same
 
 
 SAME_VALUE: list[tuple[Any, Any]] = [
@@ -214,14 +189,11 @@ OTHER_VALUE: list[tuple[Any, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("expected", "returned"), SAME_VALUE)
-def test_values_that_are_the_same(expected: Any, returned: Any) -> None:
-    assert same_value(expected, returned)
-
-
-@pytest.mark.parametrize(("expected", "returned"), OTHER_VALUE)
-def test_values_that_are_not(expected: Any, returned: Any) -> None:
-    assert not same_value(expected, returned)
+@pytest.mark.parametrize(
+    ("expected", "returned", "same"), [(*p, True) for p in SAME_VALUE] + [(*p, False) for p in OTHER_VALUE]
+)
+def test_values_that_are_the_same_or_not(expected: Any, returned: Any, same: bool) -> None:
+    assert same_value(expected, returned) == same
 
 
 def test_values_of_any_depth_are_compared() -> None:
@@ -229,5 +201,4 @@ def test_values_of_any_depth_are_compared() -> None:
     other: Any = 2
     for _ in range(50_000):
         deep, other = [deep], [other]
-    assert same_value(deep, deep)
-    assert not same_value(deep, other)
+    assert (same_value(deep, deep), same_value(deep, other)) == (True, False)

@@ -9,11 +9,11 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
+from kit.reward import until
 from kit.sandbox import SHORT, children, gone, needs_bubblewrap, run, said
 from shoal.environments.graders.registry import grader
 from shoal.environments.sandbox import Ran, Sandbox, require_sandbox
@@ -24,20 +24,6 @@ from shoal.errors import EnvironmentSetupError, ScoringFailure
 SLEEPER = b"import time\ntime.sleep(10**6)"
 ANSWER = '{"inputs": [""], "outputs": ["1"]}'
 SRC = Path(__file__).parents[3] / "src"
-
-
-def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Another bwrap on the PATH."""
-    (folder / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-
-def until(condition: object, within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @needs_bubblewrap
@@ -66,35 +52,29 @@ except ImportError:
     assert said(code) == "none []"
 
 
-# ── where there is no sandbox ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_without_bubblewrap_it_is_refused_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(EnvironmentSetupError, match="apt install bubblewrap"):
-        require_sandbox()
-    with pytest.raises(EnvironmentSetupError, match="bwrap is not on the PATH"):
-        grader("code").prepare()  # type: ignore[attr-defined]
-    with pytest.raises(ScoringFailure, match="bwrap is not on the PATH"):
+@pytest.mark.parametrize(
+    ("script", "setup", "scoring"),
+    [
+        ("", "bwrap is not on the PATH.*apt install bubblewrap", "bwrap is not on the PATH"),
+        ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1",
+         r"create new namespace.*user\.max_user_namespaces", "No permissions to create new namespace"),
+        ("exec /bin/sleep 1000", "no answer within", "no answer within"),
+    ],
+    ids=["there is none", "no namespaces", "no answer"],
+)  # fmt: skip
+def test_where_there_is_no_sandbox_it_is_refused_with_what_to_do_and_unscored(
+    script: str, setup: str, scoring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "START_S", 0.5)
+    if script:  # another bwrap on the PATH
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}" if script else str(tmp_path))
+    for prepare in (require_sandbox, grader("code").prepare):  # type: ignore[attr-defined]
+        with pytest.raises(EnvironmentSetupError, match=setup):
+            prepare()
+    with pytest.raises(ScoringFailure, match=scoring):
         grader("code").score(ANSWER, "```python\nprint(1)\n```")
-
-
-def test_forbidden_namespaces_are_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(tmp_path, monkeypatch, "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
-    with pytest.raises(EnvironmentSetupError, match=r"create new namespace.*user\.max_user_namespaces"):
-        require_sandbox()
-    with pytest.raises(ScoringFailure, match="No permissions to create new namespace"):
-        grader("code").score(ANSWER, "```python\nprint(1)\n```")
-
-
-def test_one_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(tmp_path, monkeypatch, "exec /bin/sleep 1000")
-    monkeypatch.setattr(process_module, "START_S", 0.2)
-    with pytest.raises(ScoringFailure, match="no answer within"):
-        grader("code").score(ANSWER, "```python\nprint(1)\n```")
-
-
-# ── killed by somebody else ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _parent(process: int) -> int:
@@ -126,18 +106,18 @@ def test_a_program_that_was_killed_from_outside_is_unscored(victim: str) -> None
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(("status", "cpu_s"), [(signal.SIGXCPU, 0.3), (signal.SIGKILL, 0.8), (0, 1.1)])
+@pytest.mark.parametrize(
+    ("status", "cpu_s"), [(signal.SIGXCPU, 0.3), (signal.SIGKILL, 0.8), (0, 1.1), (signal.SIGKILL, 0.3)]
+)
 def test_out_of_time_by_signal_or_account(status: int, cpu_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's two clocks differ on a busy machine: four seconds of the limit's may be 3.7 of the account's."""
+    """The kernel's two clocks differ on a busy machine: four seconds of the limit's may be 3.7 of the account's. Killed
+    long before its time it is unscored."""
     monkeypatch.setattr(process_module.Exchange, "report", lambda _self: (status, cpu_s))
-    assert run("print(1)").ended == "time"
-
-
-@needs_bubblewrap
-def test_killed_long_before_its_time_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module.Exchange, "report", lambda _self: (signal.SIGKILL, 0.3))
-    with pytest.raises(ScoringFailure, match="not by itself"):
-        run("print(1)")
+    if (status, cpu_s) == (signal.SIGKILL, 0.3):
+        with pytest.raises(ScoringFailure, match="not by itself"):
+            run("print(1)")
+    else:
+        assert run("print(1)").ended == "time"
 
 
 @needs_bubblewrap
@@ -190,8 +170,6 @@ def test_a_program_that_could_not_be_confined_is_not_run_and_is_unscored(monkeyp
     with pytest.raises(EnvironmentSetupError, match="cannot be run safely here"):
         require_sandbox()
 
-
-# ── somebody who is not root ──────────────────────────────────────────────────────────────────────────────────────────
 
 UNPRIVILEGED = """
 import sys
@@ -291,20 +269,14 @@ def test_calls_are_denied_allowed_or_judged_by_their_arguments(machine: str) -> 
     assert {command for command in range(20) if allowed("fcntl", 3, command, answer=EPERM)} == {10}
     own_stack = {(0, 3)}  # limits are read, and only one's own stack's is set
     everything = {(process, kind) for process in (0, 1) for kind in range(16)}
-    for pointer, expected in (
-        (0, everything),
-        (0x7F00, own_stack),
-        (0x7F00_0000_0000, own_stack),
-        (1 << 32, own_stack),
-    ):
-        assert {limit for limit in everything if allowed("prlimit64", *limit, pointer, 5)} == expected
+    for pointer in (0, 0x7F00, 0x7F00_0000_0000, 1 << 32):
+        found = {limit for limit in everything if allowed("prlimit64", *limit, pointer, 5)}
+        assert found == (own_stack if pointer else everything)
 
 
 @BOTH
 def test_unknown_calls_do_not_exist_and_other_architectures_are_killed(machine: str) -> None:
-    assert decide(machine, NEWEST + 1) == ENOSYS
-    assert decide(machine, 0x40000000) == ENOSYS
-    assert decide(machine, 0xFFFFFFFF) == ENOSYS
+    assert {decide(machine, number) for number in (NEWEST + 1, 0x40000000, 0xFFFFFFFF)} == {ENOSYS}
     assert decide(machine, 0, architecture=0x40000003) == KILL
 
 

@@ -42,10 +42,6 @@ def budget(**settings: Any) -> LengthBudget:
     return LengthBudget(LengthSettings.model_validate({"targets": [1000], **settings}))
 
 
-def worth(rule: LengthBudget, reward: float, target: int, tokens: int) -> float:
-    return rule.worth(Score(reward), target, tokens).value
-
-
 @pytest.mark.parametrize(
     ("form", "reward", "tokens", "value"),
     [
@@ -56,15 +52,14 @@ def worth(rule: LengthBudget, reward: float, target: int, tokens: int) -> float:
 )  # fmt: skip
 def test_by_hand(form: str, reward: float, tokens: int, value: float) -> None:
     """α = 0.0003 and δ = 0.5 at a target of 1000, computed by hand."""
-    assert worth(budget(form=form, alpha=0.0003, delta=0.5), reward, 1000, tokens) == pytest.approx(value)
+    rule = budget(form=form, alpha=0.0003, delta=0.5)
+    assert rule.worth(Score(reward), 1000, tokens).value == pytest.approx(value)
 
 
 @given(st.sampled_from(["exact", "max", "clip"]), rewards, st.integers(1, 100_000), lengths)
 def test_the_parts_say_how_it_came_about(form: str, reward: float, target: int, tokens: int) -> None:
     score = budget(form=form).worth(Score(reward, {"exact": reward}, "note"), target, tokens)
-    assert score.parts["task"] == reward
-    assert score.parts["target"] == target
-    assert score.parts["exact"] == reward
+    assert (score.parts["task"], score.parts["target"], score.parts["exact"]) == (reward, target, reward)
     assert score.value == pytest.approx(score.parts["task"] + score.parts["length"])
     assert score.notes == "note"
 
@@ -94,39 +89,25 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_the_budget_is_part_of_the_environment_and_of_its_digest() -> None:
-    plain = build(EnvironmentSettings())
+    plain = made()
     lengths = [{"targets": [5]}, {"targets": [6]}, {"targets": [5], "form": "max"}, {"targets": [5], "alpha": 0.1}]
-    made = [build(EnvironmentSettings.model_validate({"length": one})) for one in lengths]
-    assert budget_of(plain) is None
-    assert [budget_of(one) is not None for one in made] == [True] * 4
-    assert len({plain.digest, *(one.digest for one in made)}) == 5
+    all_of_them = [plain, *(made(length=one) for one in lengths)]
+    assert [budget_of(one) is not None for one in all_of_them] == [False] + [True] * 4
+    assert len({one.digest for one in all_of_them}) == 5
     task = plain.tasks("train")[0]
-    assert made[0].score(task, task.answer) == plain.score(task, task.answer)  # the length counts when tokens are known
+    assert all_of_them[1].score(task, task.answer) == plain.score(task, task.answer)  # tokens are not known yet
 
 
 # Who is about to score is refused at the start where the machine lacks what scoring needs
 
 
-@pytest.fixture
-def programs(tmp_path: Path) -> Path:
+def test_programs_without_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "", "output": "1"}]})
-    rows = [
-        {"problem_id": f"p{i}", "task_type": "prime_rl_code", "prompt": f"print {i}", "verification_info": tests}
-        for i in range(20)
-    ]
-    file = tmp_path / "programs.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return file
-
-
-def settings(programs: Path) -> list[EnvironmentSettings]:
-    mixed = {"mix": [{"name": "dataset", "data": programs}, {"name": "sort"}], "scoring": {}}
-    return [EnvironmentSettings(name="dataset", data=programs), EnvironmentSettings.model_validate(mixed)]
-
-
-def test_programs_without_a_sandbox(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(programs.parent))
-    for each in settings(programs):
-        environment = build(each)
+    rows = [{"task_type": "prime_rl_code", "prompt": f"print {i}", "verification_info": tests} for i in range(20)]
+    data = tmp_path / "programs.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    programs = {"name": "dataset", "data": data}
+    for environment in (made(**programs), made(mix=[programs, {"name": "sort"}], scoring={})):
         with pytest.raises(EnvironmentSetupError, match=r"bwrap is not on the PATH; install bubblewrap"):
             require_scoring(environment)

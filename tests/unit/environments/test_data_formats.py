@@ -17,18 +17,16 @@ from kit.data import (
     checked,
     fixture,
     open_data,
-    own_cache,
     refused,
     rows_in,
     tasks_of,
+    write_either,
     write_jsonl,
     write_parquet,
-)  # fmt: skip
+)
 from shoal.environments.formats import unpacked
 from shoal.environments.graders.code_tests import read_tests
 from shoal.errors import UnusableTask
-
-__all__ = ["own_cache"]
 
 
 def test_the_described_schema() -> None:
@@ -75,9 +73,8 @@ def test_aime(name: str, packed: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("answer", ["1000", "-1", "3.5", "ten", "", None, "٣"])
 def test_answers_that_are_none_of_aimes(answer: str | None, tmp_path: Path) -> None:
     rows = [{"problem": f"{number}?", "answer": answer if number == 3 else "7"} for number in range(8)]
-    environment = open_data(write_jsonl(tmp_path / "a.jsonl", rows), format="aime")
     with pytest.raises(UnusableTask, match=r"row 3 .*answer is"):
-        _ = environment.task("3").answer
+        _ = open_data(write_jsonl(tmp_path / "a.jsonl", rows), format="aime").task("3").answer
 
 
 def test_question_and_answer_columns(tmp_path: Path) -> None:
@@ -109,9 +106,6 @@ def test_the_answer_of_a_worked_solution_is_what_it_comes_to(text: str, answer: 
     assert open_data(write_jsonl(tmp_path / "a.jsonl", rows), bad_rows="skip").task("0").answer == answer
 
 
-# ── LiveCodeBench ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("answer", [True, False, float("nan"), float("inf")])
 def test_an_answer_that_is_no_text_and_no_number_cannot_be_used(answer: Any, tmp_path: Path) -> None:
     rows = [{"question": f"{row}?", "answer": answer} for row in range(10)]
@@ -124,11 +118,10 @@ def test_an_answer_that_is_no_text_and_no_number_cannot_be_used(answer: Any, tmp
 @pytest.mark.parametrize("gold", ["NaN", "Infinity", "-Infinity", "true", "null"])
 def test_a_ground_truth_that_is_no_answer_cannot_be_used(gold: str, tmp_path: Path) -> None:
     info = f'{{"ground_truth": {gold}}}'
-    row = {"task_type": "verifiable_math", "verification_info": info}
-    rows = [{**row, "prompt": f"{number}?"} for number in range(10)]
-    assert checked(open_data(write_jsonl(tmp_path / "a.jsonl", rows), bad_rows="skip")).count == 10
-    records = [{**row, "verification_info": json.loads(info)} for row in rows]
-    assert checked(open_data(write_parquet(tmp_path / "a.parquet", records), bad_rows="skip")).count == 10
+    for path, said in ((tmp_path / "a.jsonl", info), (tmp_path / "a.parquet", json.loads(info))):
+        row = {"task_type": "verifiable_math", "verification_info": said}
+        rows = [{**row, "prompt": f"{number}?"} for number in range(10)]
+        assert checked(open_data(write_either(path, rows), bad_rows="skip")).count == 10
 
 
 @both_kinds
@@ -137,12 +130,10 @@ def test_livecodebench(packed: bool, tmp_path: Path) -> None:
     assert [task.id for task in tasks] == [f"{number}/lcb_{number}" for number in range(5)]
     assert {task.kind for task in tasks} == {"code"}
     cases = [read_tests(task.answer).cases for task in tasks]
-    assert [(case.given, case.expected) for case in cases[0]] == [
-        (b"2\n", b"4\n"), (b"-7\n", b"-14\n"), (b"0\n", b"0\n"),
-    ]  # fmt: skip
-    assert [(case.function, json.loads(case.given)["arguments"], case.expected) for case in cases[4]] == [
-        ("addPair", [1, 2], 3), ("addPair", [-1, 1], 0),
-    ]  # fmt: skip
+    read = [(case.given, case.expected) for case in cases[0]]
+    assert read == [(b"2\n", b"4\n"), (b"-7\n", b"-14\n"), (b"0\n", b"0\n")]
+    called = [(case.function, json.loads(case.given)["arguments"], case.expected) for case in cases[4]]
+    assert called == [("addPair", [1, 2], 3), ("addPair", [-1, 1], 0)]
     assert [len(case) for case in cases] == [3, 2, 3, 3, 2]
     assert "reads standard input" in tasks[0].prompt
     assert "def addPair(self, a: int, b: int) -> int:" in tasks[4].prompt
@@ -160,9 +151,12 @@ def pack(value: object, protocol: int = 4) -> str:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_packed_text_is_unpacked_without_unpickling(protocol: int) -> None:
+def test_packed_text_is_unpacked_without_unpickling(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("[]", '[{"input": "ä\\n\U0001f41f"}]', "x" * 100_000):
         assert unpacked(pack(text, protocol), "tests") == text
+    monkeypatch.setattr("shoal.environments.formats.UNPACKED_LIMIT_BYTES", 1000)
+    with pytest.raises(UnusableTask, match="unpacks to more than"):
+        unpacked(pack("x" * 2000, protocol), "tests")
 
 
 @pytest.mark.parametrize(
@@ -182,12 +176,6 @@ def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> N
         unpacked(packed, "private_test_cases")
 
 
-def test_packed_text_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.environments.formats.UNPACKED_LIMIT_BYTES", 1000)
-    with pytest.raises(UnusableTask, match="unpacks to more than"):
-        unpacked(pack("x" * 2000), "tests")
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -205,9 +193,6 @@ def test_rows_that_are_none_of_livecodebench(change: dict[str, str], said: str, 
     environment = open_data(write_jsonl(tmp_path / "a.jsonl", rows))
     with pytest.raises(UnusableTask, match=said):
         _ = environment.task("0/lcb_0").answer
-
-
-# ── GPQA ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_gpqa(tmp_path: Path) -> None:
@@ -231,9 +216,7 @@ def test_gpqas_order_of_options_follows_from_the_text_alone(tmp_path: Path) -> N
     rows[2]["Incorrect Answer 1"] = " Thymine "
     rows[3]["Incorrect Answer 2"] = ""
     spoilt = open_data(write_parquet(tmp_path / "b.parquet", rows))
-    assert dict(spoilt.problems.first) == {
-        2: "two of its options are the same", 3: "Incorrect Answer 2 is empty",
-    }  # fmt: skip
+    assert dict(spoilt.problems.first) == {2: "two of its options are the same", 3: "Incorrect Answer 2 is empty"}
 
 
 def test_a_format_that_does_not_fit_names_what_is_missing() -> None:

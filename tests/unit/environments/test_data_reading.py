@@ -9,29 +9,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kit.data import (
-    KINDS,
-    described,
-    open_data,
-    own_cache,
-    refused,
-    write_either,
-    write_jsonl,
-    write_parquet,
-    written,
-)  # fmt: skip
+from kit.data import KINDS, described, open_data, refused, tasks_of, write_either, write_jsonl, write_parquet, written
 from shoal.environments import Environment, EnvironmentSettings, build, identity_of
 from shoal.environments.data import readers
-from shoal.environments.data.cache import data_digest
 from shoal.environments.data.readers import Pieces, Table
+from shoal.environments.protocol import SPLITS
 from shoal.errors import EnvironmentSetupError
-
-__all__ = ["own_cache"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,9 +28,8 @@ def test_every_kind_of_file_gives_the_same_tasks(kind: str, tmp_path: Path) -> N
     rows = described(11)
     environment = open_data(KINDS[kind](tmp_path, rows))
     assert isinstance(environment, Environment)
-    splits = [environment.tasks("train"), environment.tasks("held_out")]
-    assert (len(splits[0]), len(splits[1])) == (9, 2)
-    for task in (task for split in splits for task in split):
+    assert [len(environment.tasks(split)) for split in SPLITS] == [9, 2]
+    for task in tasks_of(environment):
         row = rows[int(task.id.partition("/")[0])]
         assert task.id.endswith(f"/{row['problem_id']}")
         assert (task.prompt, task.kind, task.answer) == (row["prompt"], "mathematics", row["verification_info"])
@@ -73,19 +61,14 @@ def test_ids_are_row_numbers_and_unknown_ones_are_refused(tmp_path: Path) -> Non
             environment.task(wrong)
 
 
-# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_decoded_row_groups_are_kept_within_a_bound_in_bytes() -> None:
     piece = pa.table({"a": list(range(100))})
     pieces = Pieces(limit_bytes=3 * piece.nbytes)
     for number in range(5):
         pieces.put(piece, number)
-        pieces.get(1)
+        pieces.get(1)  # used all the time
     assert pieces.size_bytes <= 3 * piece.nbytes
-    assert pieces.get(1) is not None  # used all the time
-    assert pieces.get(2) is None
-    assert pieces.get(4) is not None
+    assert [pieces.get(number) is not None for number in (1, 2, 4)] == [True, False, True]
 
 
 def test_a_row_of_a_large_group_is_decoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,30 +89,14 @@ def test_many_shards_need_few_handles(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(environment._main.table._open) <= 2
 
 
-# ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_digest_is_of_the_content_and_the_options(tmp_path: Path) -> None:
-    rows = described(20)
-    one = open_data(write_jsonl(tmp_path / "one.jsonl", rows))
-    moved = open_data(write_jsonl(tmp_path / "moved.jsonl", rows))
-    assert identity_of(one) == identity_of(moved)
+    one = open_data(write_jsonl(tmp_path / "one.jsonl", described(20)))
+    assert identity_of(one) == identity_of(open_data(write_jsonl(tmp_path / "moved.jsonl", described(20))))
     other = open_data(write_jsonl(tmp_path / "other.jsonl", described(20, prompt={3: "Another?"})))
-    assert other.data_digest != one.data_digest
-    assert other.digest != one.digest
     sized = open_data(tmp_path / "one.jsonl", held_out_size=3)
     graded = open_data(tmp_path / "one.jsonl", grader="exact")
-    assert len({one.digest, sized.digest, graded.digest}) == 3
-    assert one.data_digest == sized.data_digest == graded.data_digest
-
-
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", described(10))
-    before = data_digest([path])
-    assert data_digest([path]) == before
-    path.write_bytes(path.read_bytes().replace(b"What", b"Whut"))
-    assert data_digest([path]) != before
-    assert open_data(path).task("3/p3").prompt.startswith("Whut")
+    assert len({one.digest, other.digest, sized.digest, graded.digest}) == 4
+    assert one.data_digest == sized.data_digest == graded.data_digest != other.data_digest
 
 
 def test_damaged_or_missing_cache_costs_time_only(
@@ -140,12 +107,12 @@ def test_damaged_or_missing_cache_costs_time_only(
     for entry in own_cache.iterdir():
         entry.write_bytes(entry.read_bytes()[:-1] + b"?")
     assert open_data(path).digest == expected
+    with monkeypatch.context() as patched:  # as Python 3.11 does now and then where two threads read a header
+        patched.setattr("numpy.load", Mock(side_effect=SystemError("AST constructor recursion depth mismatch")))
+        assert open_data(path).digest == expected
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert open_data(path).digest == expected
-
-
-# ── what cannot be read ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -214,8 +181,7 @@ def test_links_that_go_nowhere_or_in_a_circle(tmp_path: Path) -> None:
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    texts = pa.array(["a", "b"])
-    table = pa.Table.from_arrays([texts, texts, texts], names=["question", "answer", "question"])
+    table = pa.Table.from_arrays([pa.array(["a", "b"])] * 3, names=["question", "answer", "question"])
     pq.write_table(table, tmp_path / "a.parquet")
     assert "a.parquet has more than one column named 'question'" in refused(tmp_path / "a.parquet")
 
@@ -242,8 +208,7 @@ def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None
 def test_files_without_a_split_in_their_name_come_before_others(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "some.jsonl", described(10))
     write_jsonl(tmp_path / "test.jsonl", described(5))
-    assert open_data(tmp_path)._main.table.rows == 10
-    assert open_data(tmp_path, split="test")._main.table.rows == 5
+    assert [open_data(tmp_path, split=split)._main.table.rows for split in ("", "test")] == [10, 5]
 
 
 def test_opening_loads_nothing_heavy_before_there_is_data() -> None:
@@ -252,14 +217,12 @@ def test_opening_loads_nothing_heavy_before_there_is_data() -> None:
     assert ran.stdout.strip() == "set()", ran.stdout + ran.stderr
 
 
-# The cache of what was found out about data is never believed over the files
-
-
 def test_a_change_that_keeps_size_and_time_is_a_change(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", described(10))
     before, found = open_data(path), path.stat()
+    assert open_data(path).data_digest == before.data_digest
     with path.open("r+b") as file:  # the same inode
-        content = file.read().replace(b'\\"2\\"', b'\\"9\\"')
+        content = file.read().replace(b"What", b"Whut")
         file.seek(0)
         file.write(content)
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
@@ -268,3 +231,4 @@ def test_a_change_that_keeps_size_and_time_is_a_change(tmp_path: Path) -> None:
     after = open_data(path)
     assert after.data_digest != before.data_digest
     assert after.digest != before.digest
+    assert after.task("3/p3").prompt.startswith("Whut")

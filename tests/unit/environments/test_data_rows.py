@@ -21,21 +21,19 @@ from kit.data import (
     fixture,
     lines,
     open_data,
-    own_cache,
     refused,
+    tasks_of,
     write_either,
     write_jsonl,
     write_parquet,
-)  # fmt: skip
+)
 from kit.sandbox import needs_bubblewrap
 from shoal.environments.data import readers, scanning
 from shoal.environments.data.scanning import Problems
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.environments.protocol import SPLITS, Task
 from shoal.environments.questions import prompt_digest, question_digest
-from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
-
-__all__ = ["own_cache"]
+from shoal.errors import ScoringFailure, UnusableTask
 
 PRINTS = "```python\nprint(sum(map(int, input().split())))\n```"
 RETURNS = "```python\ndef add(a, b):\n    return a + b\n```"
@@ -57,8 +55,7 @@ def opened(name: str, folder: Path, packed: bool) -> tuple[DatasetEnvironment, d
     wanted, tasks = {**MATHEMATICS.get(name, {}), **CODE.get(name, {})}, {}
     for split in SPLITS:
         for place in range(len(environment.tasks(split))):
-            row = environment.row_at(split, place)
-            if row in wanted:
+            if (row := environment.row_at(split, place)) in wanted:
                 tasks[row] = environment.tasks(split)[place]
     assert tasks.keys() == wanted.keys()
     return environment, tasks
@@ -110,8 +107,7 @@ def test_a_kind_whose_answers_cannot_be_read_is_refused_at_opening(tmp_path: Pat
     """Answers are not read at opening, but some of each kind: a run must not train on the other kinds alone."""
     rows = described(60, task_type=dict.fromkeys(range(20, 60), "prime_rl_code"))
     path = write_parquet(tmp_path / "a.parquet", rows)
-    with pytest.raises(EnvironmentSetupError, match=r"kind 'prime_rl_code', 40 rows .*there are no tests"):
-        open_data(path)
+    assert re.search(r"kind 'prime_rl_code', 40 rows .*there are no tests", refused(path))
     assert len(open_data(path, bad_rows="skip").tasks("train")) == 58
     rows[59]["verification_info"] = json.dumps({"inputs": ["1"], "outputs": ["1"]})
     assert open_data(write_jsonl(tmp_path / "b.jsonl", rows))._main.table.rows == 60  # one good row was seen
@@ -123,10 +119,6 @@ def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
     reason = "verification_info is neither JSON nor a dictionary as Python writes it"
     assert problems.first == [(3, reason), (4, reason)]
 
-
-# Rows that cannot be used: found, told by number, left out or refused, and never a shift of the others
-
-__all__ = ["own_cache"]
 
 SHALLOW: list[tuple[str, Any, str]] = [
     ("prompt", None, "prompt is missing"), ("prompt", "", "prompt is empty"), ("prompt", " \n\t", "prompt is empty"),
@@ -140,25 +132,19 @@ DEEP: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("column", "value", "said"), SHALLOW)
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize(("name", "where"), [("a.jsonl", "a.jsonl line 8"), ("a.parquet", "a.parquet")])
 def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
-    name: str, column: str, value: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, where: str, column: str, value: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_either(tmp_path / name, described(20, **{column: {7: value}}))
     environment = open_data(path, bad_rows="skip")
-    (problem,) = environment.problems.first
-    assert problem[0] == 7
-    assert problem[1].startswith(said)
-    where = "a.parquet" if name == "a.parquet" else "a.jsonl line 8"
+    assert [(row, reason.startswith(said)) for row, reason in environment.problems.first] == [(7, True)]
     assert f"1 of 20 rows left out, for they cannot be used: row 7 ({where}): {said}" in caplog.text
-    ids = {task.id for split in ("train", "held_out") for task in environment.tasks(split)}
-    assert len(ids) == 19
-    assert "8/p8" in ids
+    assert [task.id for task in tasks_of(environment)] == [f"{row}/p{row}" for row in range(20) if row != 7]
     assert environment.task("8/p8").prompt == "What is 8 + 8?"
     with pytest.raises(UnusableTask):
         environment.task("7/p7")
-    with pytest.raises(EnvironmentSetupError, match=r"1 row .*row 7 "):
-        open_data(path, bad_rows="refuse")
+    assert re.search(r"1 row .*row 7 ", refused(path, bad_rows="refuse"))
 
 
 @pytest.mark.parametrize(("info", "said"), DEEP)
@@ -167,17 +153,17 @@ def test_an_answer_that_cannot_be_used_makes_its_task_unusable(name: str, info: 
     path = write_either(tmp_path / name, described(20, verification_info={7: info}))
     environment = open_data(path)
     assert environment.problems.count == 0  # answers are not read when a data set is opened
-    position = [environment.row_at("train", place) for place in range(len(environment.tasks("train")))].index(7)
+    tasks = environment.tasks("train")
+    position = [environment.row_at("train", place) for place in range(len(tasks))].index(7)
     with pytest.raises(UnusableTask, match=rf"row 7 .* cannot be used: {said}"):
-        environment.tasks("train")[position]
-    assert environment.tasks("train")[position + 1].id == "8/p8"
+        tasks[position]
+    assert tasks[position + 1].id == "8/p8"
     task = environment.task("7/p7")  # the hub that has drawn it needs its prompt only
     with pytest.raises(UnusableTask):
         _ = task.answer
     with pytest.raises(ScoringFailure, match="row 7"):
         environment.score(task, "14")
-    with pytest.raises(EnvironmentSetupError, match=rf"1 row of .* row 7 .*: {said}"):
-        open_data(path, bad_rows="refuse")
+    assert re.search(rf"1 row of .* row 7 .*: {said}", refused(path, bad_rows="refuse"))
 
 
 def test_a_check_finds_everything_and_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,27 +179,20 @@ def test_a_check_finds_everything_and_is_remembered(tmp_path: Path, monkeypatch:
     assert checked(again).count == 4
     with pytest.raises(UnusableTask, match="row 5 "):
         again.task("5/p5")  # known without reading its answer
-    with pytest.raises(EnvironmentSetupError, match="4 rows"):
-        open_data(path, bad_rows="refuse")
+    assert "4 rows" in refused(path, bad_rows="refuse")
 
 
 def test_bad_rows_of_a_held_out_file_have_its_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train = write_parquet(tmp_path / "train.parquet", described(20))
-    other = [
-        {**row, "prompt": f"Other {number}?"} for number, row in enumerate(described(6, verification_info={4: "{"}))
-    ]
-    other[2]["prompt"] = ""
-    path = write_jsonl(tmp_path / "test.jsonl", other)
+    prompts = {**{number: f"Other {number}?" for number in range(6)}, 2: ""}
+    path = write_jsonl(tmp_path / "test.jsonl", described(6, verification_info={4: "{"}, prompt=prompts))
     environment = open_data(train, held_out=path)
     assert "1 of 6 rows left out, for they cannot be used: row 2 (test.jsonl line 3): prompt is empty" in caplog.text
     good, found = environment.check(lambda *_: None)
     assert good.problems.count == 0
-    assert [(row, found.where(row)) for row, _ in found.problems.first] == [
-        (2, "test.jsonl line 3"),
-        (4, "test.jsonl line 5"),
-    ]
-    with pytest.raises(EnvironmentSetupError, match=r"2 rows of the data .*test\.jsonl cannot be used: row 2 "):
-        open_data(train, held_out=path, bad_rows="refuse")
+    assert [found.where(row) for row, _ in found.problems.first] == ["test.jsonl line 3", "test.jsonl line 5"]
+    said = refused(train, held_out=path, bad_rows="refuse")
+    assert re.search(r"2 rows of the data .*test\.jsonl cannot be used: row 2 ", said)
 
 
 @pytest.mark.parametrize("value", [["verifiable_math"], {"name": "verifiable_math"}, 7, b"\xff"])
@@ -236,7 +215,7 @@ def test_text_that_is_not_utf_8_is_a_bad_row(column: str, check_first: bool, tmp
         assert environment.problems.first == [(row, "prompt is not UTF-8") for row in (4, 5)]
     if check_first:
         assert [row for row, _ in sorted(checked(environment).first)] == [4, 5]
-    for tasks in (environment.tasks("train"), environment.tasks("held_out")):
+    for tasks in map(environment.tasks, SPLITS):
         for position in range(len(tasks)):
             with contextlib.suppress(UnusableTask):
                 good.append(tasks[position].id)
@@ -244,21 +223,17 @@ def test_text_that_is_not_utf_8_is_a_bad_row(column: str, check_first: bool, tmp
 
 
 def test_lines_that_are_no_rows(tmp_path: Path) -> None:
-    good = lines(described(12)).splitlines(keepends=True)
-    good[2] = b"{broken\n"
-    good[4] = b"\n"
-    good[6] = b'{"prompt": "\xff\xfe", "task_type": "verifiable_math"}\n'
-    good[8] = b"[1, 2]\n"
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"".join(good).rstrip(b"\n") + b"\r\n\n\n")
+    written = lines(described(12)).splitlines(keepends=True)
+    bad = {2: b"{broken\n", 4: b"\n", 6: b'{"prompt": "\xff\xfe", "task_type": "verifiable_math"}\n', 8: b"[1, 2]\n"}
+    content = b"".join(bad.get(number, line) for number, line in enumerate(written))
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + content.rstrip(b"\n") + b"\r\n\n\n")
     environment = open_data(tmp_path / "a.jsonl")
     found = dict(environment.problems.first)
-    assert sorted(found) == [2, 4, 6, 8]
+    assert found.keys() == bad.keys()
     assert found[2].startswith("the line is no JSON object")
-    assert found[4] == "the line is empty"
-    assert found[6] == "the line is not UTF-8"
+    assert (found[4], found[6]) == ("the line is empty", "the line is not UTF-8")
     assert environment._main.table.rows == 12  # empty lines at the end are none
-    assert environment.task("0/p0").prompt == "What is 0 + 0?"
-    assert environment.task("11/p11").prompt == "What is 11 + 11?"
+    assert [environment.task(f"{row}/p{row}").prompt for row in (0, 11)] == ["What is 0 + 0?", "What is 11 + 11?"]
 
 
 def test_rows_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,15 +257,8 @@ def test_only_the_first_problems_are_listed() -> None:
     for row in reversed(range(1000)):
         problems.add(row, "empty")
     shown = problems.lines(lambda row: f"line {row + 1}")
-    assert len(shown) == 21
-    assert shown[0] == "row 0 (line 1): empty"
-    assert shown[-1] == "and 980 more"
+    assert (len(shown), shown[0], shown[-1]) == (21, "row 0 (line 1): empty", "and 980 more")
     assert Problems.from_json(**problems.as_json()).lines(str) == problems.lines(str)  # type: ignore[arg-type]
-
-
-# Train and held out share no question, however it is spaced and capitalised; solve rates; digests for leak checks
-
-__all__ = ["own_cache"]
 
 
 @given(st.text(max_size=60))
@@ -306,17 +274,15 @@ def test_what_was_said_before_makes_another_question(tmp_path: Path) -> None:
     """The last words of many conversations are the same."""
     first, second = ([("user", text), ("assistant", "4")] for text in ("2+2?", "3+1?"))
     assert len({question_digest("And doubled?", history) for history in (first, second, ())}) == 3
-    assert question_digest("and doubled ?", [("user", "2 + 2 ?"), ("assistant", "4")]) == question_digest(
-        "And doubled?", first
-    )
+    spaced = [("user", "2 + 2 ?"), ("assistant", "4")]
+    assert question_digest("and doubled ?", spaced) == question_digest("And doubled?", first)
     assert question_digest("2+2?", [("system", "Be brief.")]) == prompt_digest("2+2?")
     said = [[("user", f"{n}+1?"), ("assistant", "?"), ("user", "So?")] for n in range(20)]
     rows = [{"prompt": [{"role": role, "content": text} for role, text in talk], "answer": "1"} for talk in said]
     environment = open_data(write_jsonl(tmp_path / "a.jsonl", rows), held_out_size=4)
     assert (len(environment.tasks("train")), len(environment.tasks("held_out"))) == (16, 4)
-    assert list(environment.prompt_digests("train")) == [
-        question_digest(task.prompt, task.history) for task in environment.tasks("train")
-    ]
+    found = [question_digest(task.prompt, task.history) for task in environment.tasks("train")]
+    assert list(environment.prompt_digests("train")) == found
 
 
 def test_a_held_out_question_is_never_trained_on(tmp_path: Path) -> None:
@@ -324,13 +290,11 @@ def test_a_held_out_question_is_never_trained_on(tmp_path: Path) -> None:
     for number, row in enumerate(rows):
         row["prompt"] = f"What is {number % 20}?" if number < 40 else f"WHAT  is {number % 20} ?\n"
     environment = open_data(write_parquet(tmp_path / "a.parquet", rows), held_out_size=3)
-    held_out = [task.prompt for task in environment.tasks("held_out")]
-    assert len(held_out) == 3
-    aside = {prompt_digest(prompt) for prompt in held_out}
-    assert len(aside) == 3
-    assert not aside & {prompt_digest(task.prompt) for task in environment.tasks("train")}
-    assert len(environment.tasks("train")) == 51
-    assert environment.splits.shared == 6
+    held_out, train = environment.tasks("held_out"), environment.tasks("train")
+    aside = {prompt_digest(task.prompt) for task in held_out}
+    assert len(held_out) == len(aside) == 3
+    assert not aside & {prompt_digest(task.prompt) for task in train}
+    assert (len(train), environment.splits.shared) == (51, 6)
 
 
 def test_the_split_depends_on_content_and_not_on_place(tmp_path: Path) -> None:
@@ -338,8 +302,7 @@ def test_the_split_depends_on_content_and_not_on_place(tmp_path: Path) -> None:
     one = open_data(write_parquet(tmp_path / "a.parquet", rows), held_out_size=5)
     other = open_data(write_parquet(tmp_path / "b.parquet", rows[::-1]), held_out_size=5)
     prompts = [{task.prompt for task in environment.tasks("held_out")} for environment in (one, other)]
-    assert prompts[0] == prompts[1]
-    assert len(prompts[0]) == 5
+    assert (prompts[0], len(prompts[0])) == (prompts[1], 5)
 
 
 def test_a_held_out_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -366,13 +329,21 @@ def test_all_questions_of_a_held_out_file_count_as_held_out(tmp_path: Path) -> N
     assert "all of its questions are held-out ones" in refused(path, held_out_size=1, held_out=path)
 
 
-def test_solve_rates_outside_the_band_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_solve_rates_outside_the_band_are_left_out_also_if_written_as_text(
+    name: str, text: bool, tmp_path: Path
+) -> None:
     rows = described(27, solve_rate_tiny={1: None})
-    for path in (write_parquet(tmp_path / "a.parquet", rows), write_jsonl(tmp_path / "a.jsonl", rows)):
-        environment = open_data(path, held_out_size=1, keep_solve_rate=[0.125, 0.5])
-        kept = {int(task.id.partition("/")[0]) for split in ("train", "held_out") for task in environment.tasks(split)}
-        assert kept == {row for row in range(27) if 1 <= row % 9 <= 4 and row != 1}
-        assert environment.problems.count == 0
+    if text:
+        rows = [{**row, "solve_rate_tiny": str(row["solve_rate_tiny"] or "")} for row in rows]
+        rows[3]["solve_rate_tiny"] = "often"
+    path = write_either(tmp_path / name, rows)
+    environment = open_data(path, held_out_size=1, keep_solve_rate=[0.125, 0.5])
+    kept = {int(task.id.partition("/")[0]) for task in tasks_of(environment)}
+    assert kept == {row for row in range(27) if 1 <= row % 9 <= 4 and row not in ((1, 3) if text else (1,))}
+    assert environment.problems.first == ([(3, "solve_rate_tiny is 'often', not a solve rate")] if text else [])
+    assert not text or "1 row of the data" in refused(path, keep_solve_rate=[0.125, 0.5], bad_rows="refuse")
 
 
 def test_which_column_holds_the_solve_rates_must_be_clear(tmp_path: Path) -> None:
@@ -381,7 +352,7 @@ def test_which_column_holds_the_solve_rates_must_be_clear(tmp_path: Path) -> Non
     assert len(open_data(path, keep_solve_rate=[0.5, 0.5], solve_rate="solve_rate_large").tasks("train")) == 8
     for band, column, said in [
         ([0.0, 1.0], "", "one column of solve rates, not solve_rate_tiny, solve_rate_large"),
-        ([0.5, 0.5], "prompt", "holds text, not solve rates"),
+        ([0.5, 0.5], "prompt", "row 0 (a.parquet): prompt is 'What is 0 + 0?', not a solve rate"),
         ([0.5, 0.1], "", "the lower first"),
         ([0.13, 0.2], "solve_rate_tiny", "no row has a solve rate within"),
     ]:
@@ -391,9 +362,8 @@ def test_which_column_holds_the_solve_rates_must_be_clear(tmp_path: Path) -> Non
 def test_the_digests_of_a_split_are_those_of_its_prompts(tmp_path: Path) -> None:
     environment = open_data(write_parquet(tmp_path / "a.parquet", described(30)))
     for split in SPLITS:
-        assert list(environment.prompt_digests(split)) == [
-            prompt_digest(task.prompt) for task in environment.tasks(split)
-        ]
+        found = [prompt_digest(task.prompt) for task in environment.tasks(split)]
+        assert list(environment.prompt_digests(split)) == found
     path = write_jsonl(tmp_path / "test.jsonl", [{"question": "New?", "answer": "1"}])
     other = open_data(tmp_path / "a.parquet", held_out=path)
     assert list(other.prompt_digests("held_out")) == [prompt_digest("new?")]

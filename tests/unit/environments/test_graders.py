@@ -58,28 +58,17 @@ def test_the_letter_that_an_answer_gives(text: str, letter: str) -> None:
     assert chosen_letter(text) == letter
 
 
-def test_only_what_follows_the_thinking_counts() -> None:
-    choice = ChoiceGrader()
-    assert choice.score("B", "<think>Answer: B</think> Answer: C").value == 0.0
-    assert choice.score("B", "<think>Answer: C</think> Answer: B").value == 1.0
-    assert choice.score("B", "<think>Answer: B").value == 0.0
-    assert choice.score("B", "B? Perhaps.").notes == "no option was chosen"
-
-
-def test_answers_of_tasks_are_letters() -> None:
+def test_tasks_have_letters_and_only_what_follows_the_thinking_counts() -> None:
     choice = grader("choice")
     assert choice.problem("C") == ""
-    for wrong in ("", "c", "AB", "K", "Nitrogen"):
-        assert "not a letter" in choice.problem(wrong)
+    assert all("not a letter" in choice.problem(wrong) for wrong in ("", "c", "AB", "K", "Nitrogen"))
+    thoughts = ("<think>Answer: B</think> Answer: C", "<think>Answer: C</think> Answer: B", "<think>Answer: B")
+    assert [choice.score("B", said).value for said in thoughts] == [0.0, 1.0, 0.0]
+    assert choice.score("B", "B? Perhaps.").notes == "no option was chosen"
+    for text in ("answer " * 100_000, "answer is" + " (" * 300_000, "\\boxed{" * 100_000, "\n" * 10**6):
+        assert choice.score("B", text).value == 0.0, "read in no time"
 
 
 @given(st.text())
 def test_garbage_never_raises(text: str) -> None:
     assert ChoiceGrader().score("B", text).value in (0.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    "text", ["answer " * 100_000, "answer is" + " (" * 300_000, "\\boxed{" * 100_000, "\n" * 10**6]
-)
-def test_long_garbage_is_read_in_no_time(text: str) -> None:
-    assert ChoiceGrader().score("B", text).value == 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -14,6 +13,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,9 +53,6 @@ def gym(**options: object) -> Environment:
     return build(EnvironmentSettings.model_validate({"name": "reasoning-gym", "options": options, **sizes}))
 
 
-# ── every generator ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_there_are_a_hundred() -> None:
     assert generator_names() == GENERATORS.read_text().split()
     assert len(generator_names()) >= 100
@@ -88,33 +85,22 @@ LENIENT = {
 FINGERPRINT = """
 import hashlib, json, sys
 from shoal.environments.gym import Generator
-entries = {name: [Generator(name, {}).entry(number)["question"] for number in %r] for name in json.load(sys.stdin)}
-print(json.dumps({name: hashlib.sha256(repr(made).encode()).hexdigest() for name, made in entries.items()}))
+def fingerprints(names):
+    entries = {name: [Generator(name, {}).entry(number)["question"] for number in (12345, 2**31 - 1)] for name in names}
+    return {name: hashlib.sha256(repr(made).encode()).hexdigest() for name, made in entries.items()}
 """
-
-
-def fingerprints(chosen: list[str], hash_seed: str) -> dict[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", FINGERPRINT % (NUMBERS,)],
-        input=json.dumps(chosen), capture_output=True, text=True, timeout=280, check=True,
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
-    )  # fmt: skip
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def fingerprint(name: str) -> str:
-    return hashlib.sha256(repr([generator(name).entry(number)["question"] for number in NUMBERS]).encode()).hexdigest()
 
 
 def test_those_that_went_by_hashes_or_global_numbers_do_not_any_more() -> None:
     chosen = ["isomorphic_strings", "ransom_note", "polynomial_multiplication", "list_functions", "pool_matrix"]
-    there = fingerprints(chosen, "7")
+    command = [sys.executable, "-c", f"{FINGERPRINT}print(json.dumps(fingerprints({chosen})))"]
+    environ = {**os.environ, "PYTHONHASHSEED": "7"}
+    there = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, env=environ).stdout
     random.seed(1)
     np.random.seed(1)
-    assert there == {name: fingerprint(name) for name in chosen}
-
-
-# ── scorers that could be fooled ─────────────────────────────────────────────────────────────────────────────────
+    here: dict[str, Any] = {}
+    exec(FINGERPRINT, here)
+    assert json.loads(there.splitlines()[-1]) == here["fingerprints"](chosen)
 
 
 @pytest.mark.parametrize(
@@ -131,36 +117,6 @@ def test_no_answer_fits_every_task(name: str, hack: str) -> None:
     assert [made.score(entry, hack)[0] for entry in entries] == [0.0] * 3
 
 
-@pytest.mark.parametrize("error", [OSError("disk"), ImportError("numpy"), RuntimeError("defect")])
-def test_a_scorer_that_fails_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
-    monkeypatch.setattr(made, "_first", Scorer(error))
-    with pytest.raises(ScoringFailure, match=f"scorer of reasoning-gym's chain_sum failed: {type(error).__name__}"):
-        made.score(entry, "12")
-
-
-def test_unreadable_answer_scores_0_if_gold_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
-    monkeypatch.setattr(made, "_first", Scorer(ValueError("no number"), reads=entry["answer"]))
-    assert made.score(entry, "twelve") == (0.0, "the scorer could not read the answer: ValueError")
-    assert made.score(entry, entry["answer"])[0] == 1.0
-    monkeypatch.setattr(made, "_first", Scorer(ValueError("no number")))
-    with pytest.raises(ScoringFailure, match="failed: ValueError"):
-        made.score(entry, "twelve")
-
-
-def test_memory_that_does_not_suffice_is_for_whoever_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
-    monkeypatch.setattr(made, "_first", Scorer(MemoryError()))
-    with pytest.raises(MemoryError):
-        made.score(entry, "12")
-
-
-def test_a_wrong_sign_is_a_wrong_answer() -> None:
-    entry = next(e for n in range(20) if not (e := generator("gsm_symbolic").entry(n))["answer"].startswith("-"))
-    assert generator("gsm_symbolic").score(entry, f"-{entry['answer']}")[0] == 0.0
-
-
 class Scorer:
     """Raises at every answer but one."""
 
@@ -171,6 +127,30 @@ class Scorer:
         if answer != self._reads:
             raise self._error
         return 1.0
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("disk"), ImportError("numpy"), RuntimeError("defect"), MemoryError(), ValueError("no number")]
+)
+def test_a_scorer_that_fails_is_no_wrong_answer_unless_it_can_read_gold(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
+    own = isinstance(error, MemoryError)  # for whoever limits the memory
+    monkeypatch.setattr(made, "_first", Scorer(error))
+    with pytest.raises(
+        MemoryError if own else ScoringFailure, match=None if own else f"failed: {type(error).__name__}"
+    ):
+        made.score(entry, "twelve")
+    if isinstance(error, ValueError):
+        monkeypatch.setattr(made, "_first", Scorer(error, reads=entry["answer"]))
+        assert made.score(entry, "twelve") == (0.0, "the scorer could not read the answer: ValueError")
+        assert made.score(entry, entry["answer"])[0] == 1.0
+
+
+def test_a_wrong_sign_is_a_wrong_answer() -> None:
+    entry = next(e for n in range(20) if not (e := generator("gsm_symbolic").entry(n))["answer"].startswith("-"))
+    assert generator("gsm_symbolic").score(entry, f"-{entry['answer']}")[0] == 0.0
 
 
 CALLS = {"eval", "exec", "compile", "parse_expr", "sympify", "S"}
@@ -194,20 +174,17 @@ def test_every_scorer_that_evaluates_is_known() -> None:
     """The list of modules to mend is complete: no other scorer calls anything that evaluates."""
     known = {f"reasoning_gym.{name}" for name in (*source.EVALUATORS, *source.PARSERS)}
     harmless = {  # these evaluate what they made themselves, or have a parser of their own
-        "reasoning_gym.algorithmic.number_sorting",
-        "reasoning_gym.arithmetic.bitwise_arithmetic",
-        "reasoning_gym.logic.propositional_logic",
+        f"reasoning_gym.{name}"
+        for name in ("algorithmic.number_sorting", "arithmetic.bitwise_arithmetic", "logic.propositional_logic")
     }
-    found = set()
+    found, words = set(), ("score", "_score", "parse", "_parse", "verify", "_verify", "check", "_check")
     registered = importlib.import_module("reasoning_gym.factory").DATASETS
-    for kind, _config in (registered[name] for name in generator_names()):
-        tree = ast.parse(inspect.getsource(importlib.import_module(kind.__module__)))
-        words = ("score", "_score", "parse", "_parse", "verify", "_verify", "check", "_check")
+    for module in {registered[name][0].__module__ for name in generator_names()}:
+        tree = ast.parse(inspect.getsource(importlib.import_module(module)))
         scorers = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.startswith(words)]
         made = [c.func for s in scorers for c in ast.walk(s) if isinstance(c, ast.Call)]
-        calls = {getattr(function, "id", getattr(function, "attr", "")) for function in made}
-        if calls & CALLS:
-            found.add(kind.__module__)
+        if CALLS & {getattr(function, "id", getattr(function, "attr", "")) for function in made}:
+            found.add(module)
     assert found - harmless == known
 
 
@@ -243,9 +220,6 @@ def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.
     assert not made.is_answerable({"answer": "Integral(sin(x)/x, x) + C"})
     monkeypatch.setattr(Generator, "is_answerable", lambda _self, entry: not first.startswith(entry["question"]))
     assert gym().task("reasoning-gym/train/0").prompt != first
-
-
-# ── the environment ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -288,10 +262,9 @@ def test_settings_level_and_seed_change_the_tasks_and_the_digest() -> None:
 def test_partial_credit_is_a_choice() -> None:
     whole, partly = (gym(generator="letter_counting", partial=partial) for partial in (False, True))
     task = whole.tasks("train")[0]
-    near = f"{task.answer} of them"
-    assert whole.score(task, near).value == 0.0
-    assert 0.0 < partly.score(task, near).value < 1.0
-    assert whole.score(task, near).parts == partly.score(task, near).parts
+    none, some = (environment.score(task, f"{task.answer} of them") for environment in (whole, partly))
+    assert none.value == 0.0 < some.value < 1.0
+    assert none.parts == some.parts
 
 
 def test_settings_that_a_recipe_cannot_spell_are_fitted() -> None:
@@ -326,19 +299,14 @@ def test_too_few_different_tasks_are_said() -> None:
         _ = [only.tasks(split)[0] for split in ("train", "held_out")]
 
 
-def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(EnvironmentSetupError, match=r"pip install reasoning-gym==\d"):
-        gym()
-
-
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import reasoning_gym
-
+def test_without_the_package_or_with_another_version_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gym()
-    monkeypatch.setattr(reasoning_gym, "_mended_by_shoal", False)
+    monkeypatch.setattr(sys.modules["reasoning_gym"], "_mended_by_shoal", False)
     monkeypatch.setattr(source.importlib.metadata, "version", lambda _name: "9.9.9")
     with pytest.raises(EnvironmentSetupError, match=r"9\.9\.9 was not checked"):
+        gym()
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(EnvironmentSetupError, match=r"pip install reasoning-gym==\d"):
         gym()
 
 
@@ -346,26 +314,17 @@ WITHOUT_THE_SOLVER = """
 import importlib.util, sys
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "pycosat" else found(name, *rest)
-class Absent:
-    def find_spec(self, name, *rest):
-        if name == "pycosat": raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
 from shoal.environments.gym import Generator, generator_names
 print(Generator("chain_sum", {}).entry(1)["question"])
 print("zebra_puzzles" in generator_names(), "pycosat" in sys.modules)
-try:
-    Generator("zebra_puzzles", {})
-except Exception as error:
-    print(type(error).__name__, error)
+Generator("zebra_puzzles", {})
 """
 
 
 @pytest.mark.slow
 def test_without_a_compiler_only_one_generator_is_missing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_THE_SOLVER], capture_output=True, text=True, timeout=120, check=True
-    )
-    question, listed, refusal = done.stdout.splitlines()
+    done = subprocess.run([sys.executable, "-c", WITHOUT_THE_SOLVER], capture_output=True, text=True, timeout=120)
+    question, listed = done.stdout.splitlines()
     assert question.startswith("State the final answer")
     assert listed == "False False"
-    assert refusal.startswith("EnvironmentSetupError reasoning-gym's zebra_puzzles cannot be used here: it needs")
+    assert "EnvironmentSetupError: reasoning-gym's zebra_puzzles cannot be used here: it needs" in done.stderr

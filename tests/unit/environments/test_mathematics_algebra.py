@@ -30,6 +30,8 @@ def test_the_helper_answers_yes_no_and_too_long(helper: Helper) -> None:
     assert helper.same(*FIFTY_FIVE) is True
     assert helper.same(FIFTY_FIVE[0], "45") is False
     assert helper.same("\\prod_{k=1}^{9999} (x+k)^{k}", "1") is None
+    assert helper.same("\\sum_{k=1}^{3} (9^{9})^{9^{8}} k", "1") is not True, "memory is limited, too"
+    assert helper.same("1\n2\0002", "2\0\n2\0002") is not None, "lines cannot make a second question"
     assert helper.same(*FIFTY_FIVE) is True
 
 
@@ -70,8 +72,9 @@ def dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Helper]:
     made.close()
 
 
-def test_algebra_that_cannot_be_interrupted_is_killed(dying: Helper) -> None:
-    assert dying.same("stubborn", "1") is None
+@pytest.mark.parametrize("gold", ["stubborn", f"always {signal.SIGSEGV:d}"])
+def test_algebra_that_cannot_be_interrupted_or_crashes_is_the_formula_s_fault(dying: Helper, gold: str) -> None:
+    assert dying.same(gold, "1") is None
     assert dying.same("2", "2") is True
 
 
@@ -86,21 +89,6 @@ def test_a_worker_that_others_killed_says_nothing_about_the_answer(dying: Helper
     assert equal("2", "2") is True
 
 
-def test_a_worker_that_dies_of_the_formula_is_the_formula_s_fault(dying: Helper) -> None:
-    assert dying.same(f"always {signal.SIGSEGV:d}", "1") is None
-    assert dying.same("2", "2") is True
-
-
-def test_memory_is_limited_too(helper: Helper) -> None:
-    assert helper.same("\\sum_{k=1}^{3} (9^{9})^{9^{8}} k", "1") is not True
-    assert helper.same(*FIFTY_FIVE) is True
-
-
-def test_null_bytes_and_lines_cannot_make_a_second_question(helper: Helper) -> None:
-    assert helper.same("1\n2\0002", "2\0\n2\0002") is not None
-    assert helper.same(FIFTY_FIVE[0], "45") is False
-
-
 def test_a_helper_that_was_killed_is_replaced(helper: Helper) -> None:
     assert helper.same(*FIFTY_FIVE) is True
     first = helper._process
@@ -111,24 +99,23 @@ def test_a_helper_that_was_killed_is_replaced(helper: Helper) -> None:
     assert helper._process is not first
 
 
-def test_helper_without_answers_is_a_scoring_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        ("silent", "without an answer"), ("/bin/false", "does not start"), ("/no/such/python", "cannot be started"),
+    ],
+)  # fmt: skip
+def test_a_helper_that_does_not_start_or_answer_is_a_failure_of_the_machinery(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: str, said: str
+) -> None:
     silent = tmp_path / "python"
     silent.write_text("#!/bin/sh\nprintf R\nexec cat > /dev/null\n")
     silent.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(silent))
+    monkeypatch.setattr(sys, "executable", str(silent) if python == "silent" else python)
     helper = Helper(answer_s=0.05)
-    with pytest.raises(ScoringFailure, match="without an answer"):
+    with pytest.raises(ScoringFailure, match=said):
         helper.same("1", "1")
     assert helper._process is None
-
-
-def test_a_helper_that_does_not_start_is_a_failure_of_the_machinery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ScoringFailure, match="does not start"):
-        Helper().same("1", "1")
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(ScoringFailure, match="cannot be started"):
-        Helper().same("1", "1")
 
 
 class _Slow(Helper):

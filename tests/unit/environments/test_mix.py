@@ -109,13 +109,11 @@ def test_held_out_tasks_are_in_proportion_and_never_twice() -> None:
 def test_scores_and_talk_are_the_parts_own() -> None:
     inner = Fixed("a", 9, 9)
     mixed = mixture(Part("maths", 1.0, inner), Part("sort", 1.0, build(EnvironmentSettings())))
-    task = mixed.task("maths:train/3")
+    task, sort = mixed.task("maths:train/3"), mixed.task("sort:sort/train/0")
     assert mixed.score(task, "x") == Score(0.25, {"exact": 0.25, "maths": 0.25}, "note")
     assert inner.seen == ["train/3"]
-    sort = mixed.task("sort:sort/train/0")
-    assert dialogue_of(mixed, task) == DialogueRule("calculator", 2)
-    assert dialogue_of(mixed, sort) is None
     assert mixed.score(sort, sort.answer).parts == {"exact": 1.0, "sort": 1.0}
+    assert [dialogue_of(mixed, each) for each in (task, sort)] == [DialogueRule("calculator", 2), None]
 
 
 @pytest.mark.parametrize("task_id", ["", "a", "zzz:train/0", "a:sort/train/0"])
@@ -129,9 +127,8 @@ def test_the_digest_covers_parts_labels_weights_and_sizes() -> None:
     def one(label: str = "a", weight: float = 1.0, name: str = "n", data: str = "", train: int = 60) -> Environment:
         return mixture(Part(label, weight, Fixed(name, 9, 9, data)), train=train)
 
-    digests = {one().digest, one("b").digest, one(weight=2.0).digest, one(name="m").digest, one(train=61).digest}
-    assert len(digests) == 5
-    assert one().digest == one().digest
+    made = (one(), one("b"), one(weight=2.0), one(name="m"), one(train=61), one())
+    assert len({each.digest for each in made}) == 5
     assert identity_of(one()).data_digest == ""
     assert len({identity_of(one(data="aa")).data_digest, identity_of(one(data="bb")).data_digest, ""}) == 3
 
@@ -140,18 +137,29 @@ def built(*parts: dict[str, Any], **more: Any) -> Environment:
     return build(EnvironmentSettings.model_validate({"mix": parts, **more}))
 
 
-def test_a_recipe_s_mixture(tmp_path: Path) -> None:
-    file = tmp_path / "My Reward.py"
-    file.write_text("tasks = [(str(n), '1') for n in range(10)]\ndef score(task, completion):\n    return 1.0\n")
-    mixed = built(
-        {"name": "sort"}, {"name": "sort", "weight": 2.0}, {"file": str(file)}, {"name": "sort", "label": "x"}
-    )
+REWARD = "def score(task, completion):\n    return 1.0\n"
+
+
+def own(folder: Path, tasks: object, name: str = "own") -> str:
+    """A reward file with these tasks."""
+    (folder / f"{name}.py").write_text(f"tasks = {tasks}\n{REWARD}")
+    return str(folder / f"{name}.py")
+
+
+def test_a_recipe_s_mixture_also_if_it_was_written_down(tmp_path: Path) -> None:
+    """Settings go to scoring processes and run folders in full: what was left out must not look given there."""
+    file = own(tmp_path, [(str(n), "1") for n in range(10)], "My Reward")
+    parts = [{"name": "sort"}, {"name": "sort", "weight": 2.0}, {"file": file}, {"name": "sort", "label": "x"}]
+    mixed = built(*parts)
     assert isinstance(mixed, MixedEnvironment)
     assert [part.label for part in mixed.parts] == ["sort", "sort-2", "my-reward", "x"]
-    assert mixed.name == "mix"
-    assert len(mixed.tasks("train")) == 499_999  # so that those with a fifth of the turns have one for each task
+    assert (mixed.name, len(mixed.tasks("train"))) == ("mix", 499_999)  # those with a fifth of the turns have them all
     task = mixed.tasks("train")[499_998]
     assert mixed.task(task.id) == task
+    again = EnvironmentSettings.model_validate_json(
+        EnvironmentSettings.model_validate({"mix": parts}).model_dump_json()
+    )
+    assert build(again).digest == mixed.digest
 
 
 @pytest.mark.parametrize(
@@ -161,14 +169,13 @@ def test_a_recipe_s_mixture(tmp_path: Path) -> None:
         ([{"name": "srot"}], {}, "part 'srot': there is no environment 'srot'.*did you mean 'sort'"),
         ([{"name": "sort", "options": {"min_digit": 2}}], {}, "part 'sort': .*did you mean"),
         ([{"name": "sort"}], {"options": {"min_digits": 2}}, "takes the place of"),
+        *(([{"label": name}, {"name": "addition"}], {}, f"part '{name}'.*another label")
+          for name in ("task", "limit", "judge.taste")),  # they mean something else in scores
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_names_the_part(parts: list[dict[str, Any]], more: dict[str, Any], sentence: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=sentence):
         built(*parts, **more)
-
-
-# ── every task of every part ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def questions(folder: Path, name: str, numbers: range, text: str = "What is {n}+1?") -> str:
@@ -190,17 +197,6 @@ def test_without_a_size_every_task_of_every_part_has_its_turn(tmp_path: Path) ->
     assert len(mixed.tasks("train")) in range(4 * 699 - 4, 4 * 699 + 5)
     assert mixed.digest == built(*parts).digest
     assert len({mixed.digest, built(*parts, train_size=100_000).digest, built(*parts, train_size=9).digest}) == 3
-
-
-def test_the_size_survives_being_written_down(tmp_path: Path) -> None:
-    """Settings go to scoring processes and run folders in full: what was left out must not look given there."""
-    given = EnvironmentSettings.model_validate({"mix": [{"name": "sort", "train_size": 9}, {"name": "addition"}]})
-    again = EnvironmentSettings.model_validate_json(given.model_dump_json())
-    assert build(again).digest == build(given).digest
-    assert len(build(again).tasks("train")) == 200_000
-
-
-# ── what one part holds out, no part trains on ───────────────────────────────────────────────────────────────────
 
 
 def asked(mixed: Environment, split: Split) -> set[bytes]:
@@ -229,21 +225,14 @@ def test_two_data_sets_that_share_questions(tmp_path: Path) -> None:
     assert find_leaks(list(mixed.tasks("held_out")), mixed) == Leaks()
 
 
-@pytest.mark.parametrize("holder", ["file", "generator"])
-def test_a_generator_and_a_file_that_share_questions(tmp_path: Path, holder: str) -> None:
-    options = {"min_digits": 2, "max_digits": 2}
-    sort = build(EnvironmentSettings(name="sort", options=options, train_size=300, held_out_size=9))
-    shared: Split = "train" if holder == "file" else "held_out"
+@pytest.mark.parametrize(("holder", "shared", "split"), [("file", "train", "held_out"), ("gen", "held_out", "train")])
+def test_a_generator_and_a_file_that_share_questions(tmp_path: Path, holder: str, shared: Split, split: Split) -> None:
+    given = {"name": "sort", "options": {"min_digits": 2, "max_digits": 2}, "train_size": 300, "held_out_size": 9}
+    sort = build(EnvironmentSettings.model_validate(given))
     prompts = sorted({task.prompt for task in sort.tasks(shared)})[:5]
-    split: Split = "held_out" if holder == "file" else "train"
     tasks = [{"prompt": prompt, "split": split} for prompt in prompts] + [{"prompt": "9=", "split": "train"}]
-    file = tmp_path / "own.py"
-    file.write_text(f"tasks = {tasks}\ndef score(task, completion):\n    return 1.0\n")
-    mixed = built(
-        {"name": "sort", "options": options, "train_size": 300, "held_out_size": 9}, {"file": str(file)}, train_size=600
-    )
-    digests = {prompt_digest(prompt) for prompt in prompts}
-    assert asked(mixed, split) & digests
+    mixed = built(given, {"file": own(tmp_path, tasks)}, train_size=600)
+    assert asked(mixed, split) & {prompt_digest(prompt) for prompt in prompts}
     assert not asked(mixed, "train") & asked(mixed, "held_out")
     assert asked(mixed, "train") > {prompt_digest("9=")}
     assert len(asked(mixed, "train")) > 40  # what is passed over takes nothing else with it
@@ -265,26 +254,19 @@ def test_nothing_is_generated_to_know_what_is_held_out(monkeypatch: pytest.Monke
 
 
 def test_a_part_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "all.py"
     held = [{"prompt": f"What is {n}+1?", "split": "held_out"} for n in range(9)]
-    file.write_text(f"tasks = {[*held, ('9=', '9')]}\ndef score(task, completion):\n    return 1.0\n")
     data = questions(tmp_path, "some", range(9))
-    mixed = built({"file": str(file)}, {"name": "dataset", "data": data, "label": "sums", "held_out_size": 1})
+    mixed = built(
+        {"file": own(tmp_path, [*held, ("9=", "9")])},
+        {"name": "dataset", "data": data, "label": "sums", "held_out_size": 1},
+    )
     with pytest.raises(EnvironmentSetupError, match="part 'sums' has no task to train on: all its questions"):
         list(mixed.tasks("train"))
 
 
 def test_only_a_mixture_has_parts(tmp_path: Path) -> None:
-    file = tmp_path / "mix.py"
-    file.write_text("tasks = [{'id': 'a:b', 'prompt': '1='}]\ndef score(task, completion):\n    return 1.0\n")
-    own = build(EnvironmentSettings(file=file))
-    assert (own.name, part_of(own, own.tasks("train")[0].id)) == ("mix", "")
-    mixed = built({"file": str(file), "label": "own"}, prompt={"system": "s"})
+    file = own(tmp_path, [{"id": "a:b", "prompt": "1="}], "mix")
+    alone = build(EnvironmentSettings(file=Path(file)))
+    assert (alone.name, part_of(alone, alone.tasks("train")[0].id)) == ("mix", "")
+    mixed = built({"file": file, "label": "own"}, prompt={"system": "s"})
     assert part_of(mixed, mixed.tasks("train")[0].id) == "own"
-
-
-@pytest.mark.parametrize("label", ["task", "limit", "judge.taste"])
-def test_a_label_that_means_something_else_in_scores_is_refused(label: str) -> None:
-    parts = [{"name": "sort", "label": label}, {"name": "addition"}]
-    with pytest.raises(EnvironmentSetupError, match=f"part '{label}'.*another label"):
-        build(EnvironmentSettings.model_validate({"mix": parts}))

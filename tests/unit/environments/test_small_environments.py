@@ -123,62 +123,57 @@ def test_a_plain_function_and_a_list_are_enough(load):
     assert environment.task(task.id) == task
 
 
-@pytest.mark.parametrize("name", ["task", "length", "target", "limit", "shuffled_from", "judge.taste"])
-def test_a_part_may_not_be_called_like_one_that_decides_something(load, name):
-    environment = load(f"""
-tasks = [("a", "1")]
-def score(task, completion):
-    return {{"value": 1, "parts": {{"{name}": 1.0}}}}
-""")
-    with pytest.raises(ScoringFailure, match=f"call '{name}' something else"):
-        environment.score(environment.tasks("train")[0], "x")
-
-
-def test_one_prompt_is_never_on_both_sides(load):
-    environment = load("""
-tasks = [(str(i % 7), str(i)) for i in range(70)]
-def score(prompt, completion, answer): return 0
-""")
-    sides = [{task.prompt for task in environment.tasks(split)} for split in ("train", "held_out")]
-    assert sides[0]
-    assert sides[1]
-    assert sides[0].isdisjoint(sides[1])
-
-
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ("1 / 0", "raised ZeroDivisionError: division by zero on task reward/"),
         ("return 'good'", "returned 'good' on task .*: not a number"), ("return None", "not a number"),
         ("return float('nan')", "returned nan"), ("return float('inf')", "returned inf"),
+        ("return {'parts': {}}", "a mapping has `value`"), ("return {'value': 1, 'note': ''}", "a mapping has `value`"),
+        ("return {'value': None}", "its value is no number"),
+        ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is no number"),
+        ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is no number"),
+        ("return {'value': 1, 'parts': [1]}", "parts must be a mapping"),
+        *((f"return {{'value': 1, 'parts': {{'{name}': 1.0}}}}", f"call '{name}' something else")
+          for name in ("task", "length", "target", "limit", "shuffled_from", "judge.taste")),  # they decide something
     ],
 )  # fmt: skip
-def test_a_scorer_that_fails_is_unscored_never_reward_zero(load, body, said):
+def test_a_scorer_that_gives_no_score_is_unscored_never_reward_zero(load, body, said):
     environment = load(f"tasks = [('p', 'a')]\ndef score(prompt, completion, answer): {body}\n")
     with pytest.raises(ScoringFailure, match=said):
         environment.score(environment.tasks("train")[0], "x")
 
 
+def test_one_prompt_is_never_on_both_sides(load):
+    made = load("tasks = [(str(i % 7), str(i)) for i in range(70)]\ndef score(prompt, completion, answer): return 0\n")
+    train, held_out = ({task.prompt for task in made.tasks(split)} for split in ("train", "held_out"))
+    assert train
+    assert held_out
+    assert train.isdisjoint(held_out)
+
+
+ONE, TAKES = "tasks = [('p', 'a')]\n", "def score(a, b, c): ..."
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("tasks = [('p', 'a')]", r"defines no function score\(prompt, completion, answer\)"),
-        ("tasks = [('p', 'a')]\nscore = 3", "defines no function score"),
-        ("tasks = [('p', 'a')]\ndef score(x): ...", "takes 1 parameters"),
-        ("def score(a, b, c): ...", "defines no tasks"),
-        ("tasks = []\ndef score(a, b, c): ...", "is empty"),
-        ("tasks = [3]\ndef score(a, b, c): ...", "task 0 .* is int"),
-        ("tasks = [{'answer': ''}]\ndef score(a, b, c): ...", "needs `prompt`"),
-        ("tasks = [{'prompt': '', 'anser': ''}]\ndef score(a, b, c): ...", "anser"),
-        ("tasks = [{'prompt': '', 'split': 'test'}]\ndef score(a, b, c): ...", "train or held_out"),
-        ("tasks = [{'prompt': '', 'split': []}]\ndef score(a, b, c): ...", "train or held_out"),
-        ("tasks = [{'prompt': '', 'id': 1}] * 2\ndef score(a, b, c): ...", "two tasks .* '1'"),
-        ("tasks = [{'prompt': '', 'split': 'held_out'}]\ndef score(a, b, c): ...", "no task to train on"),
-        ("def tasks(): raise OSError('gone')\ndef score(a, b, c): ...", "cannot be listed: OSError: gone"),
-        ("import nonexistent_module", "does not load: ModuleNotFoundError"),
-        ("def score(", "does not load: SyntaxError"),
+        (ONE, r"defines no function score\(prompt, completion, answer\)"),
+        (f"{ONE}score = 3", "defines no function score"), (f"{ONE}def score(x): ...", "takes 1 parameters"),
+        (TAKES, "defines no tasks"), (f"tasks = []\n{TAKES}", "is empty"), (f"tasks = [3]\n{TAKES}", "0 .* is int"),
+        (f"tasks = [{{'answer': ''}}]\n{TAKES}", "needs `prompt`"),
+        (f"tasks = [{{'prompt': '', 'anser': ''}}]\n{TAKES}", "anser"),
+        (f"tasks = [{{'prompt': '', 'split': 'test'}}]\n{TAKES}", "train or held_out"),
+        (f"tasks = [{{'prompt': '', 'split': []}}]\n{TAKES}", "train or held_out"),
+        (f"tasks = [{{'prompt': '', 'id': 1}}] * 2\n{TAKES}", "two tasks .* '1'"),
+        (f"tasks = [{{'prompt': '', 'split': 'held_out'}}]\n{TAKES}", "no task to train on"),
+        (f"def tasks(): raise OSError('gone')\n{TAKES}", "cannot be listed: OSError: gone"),
+        ("import nonexistent_module", "does not load: ModuleNotFoundError"), ("def score(", "does not load: Syntax"),
+        (f"{ONE}{TAKES}\ntool = 'shell'", "there is no tool 'shell'"),
+        (f"{ONE}{TAKES}\ntool = 'calculator'\nmax_turns = 1", "max_turns in .* is 1; 2 to 64"),
+        (f"{ONE}{TAKES}\ntool = 'calculator'\nmax_turns = 'x'", "max_turns in .* is 'x'"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_does_not_load_says_why(load, source, said):
     with pytest.raises(EnvironmentSetupError, match=said):
         load(source)
@@ -206,23 +201,6 @@ def test_a_score_may_have_parts_and_notes(load, body):
     score = environment.score(environment.tasks("train")[0], "x")
     assert (score.value, dict(score.parts), score.notes) == (0.5, {"style": 1.0}, "neat")
     assert type(score.parts["style"]) is float
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("return {'parts': {}}", "a mapping has `value`"),
-        ("return {'value': 1, 'note': ''}", "a mapping has `value`"),
-        ("return {'value': None}", "its value is no number"),
-        ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is no number"),
-        ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is no number"),
-        ("return {'value': 1, 'parts': [1]}", "parts must be a mapping"),
-    ],
-)
-def test_a_score_that_is_none_is_unscored(load, body, said):
-    environment = load(f"tasks = [('p', 'a')]\ndef score(prompt, completion, answer): {body}\n")
-    with pytest.raises(ScoringFailure, match=said):
-        environment.score(environment.tasks("train")[0], "")
 
 
 # The calculator: what it computes, what it refuses, and that nothing it reads is ever run
@@ -260,12 +238,13 @@ def test_what_has_no_value(text: str) -> None:
 
 
 def test_the_caps_are_reached_and_not_passed() -> None:
-    assert evaluate("(" * MAX_DEPTH + "1" + ")" * MAX_DEPTH) == 1
-    with pytest.raises(NoValue):
-        evaluate("(" * (MAX_DEPTH + 1) + "1" + ")" * (MAX_DEPTH + 1))
-    assert evaluate("1" + " " * (MAX_CHARACTERS - 1)) == 1
-    with pytest.raises(NoValue):
-        evaluate("1" + " " * MAX_CHARACTERS)
+    for within, beyond in (
+        ("(" * MAX_DEPTH + "1" + ")" * MAX_DEPTH, "(" * (MAX_DEPTH + 1) + "1" + ")" * (MAX_DEPTH + 1)),
+        ("1" + " " * (MAX_CHARACTERS - 1), "1" + " " * MAX_CHARACTERS),
+    ):
+        assert evaluate(within) == 1
+        with pytest.raises(NoValue):
+            evaluate(beyond)
     assert evaluate(f"2^{MAX_BITS // 8}") == 2 ** (MAX_BITS // 8)
 
 
@@ -275,17 +254,15 @@ def test_any_text_is_answered_shortly_or_not_at_all(text: str) -> None:
     assert said is None or (0 < len(said) < 100 and set(said) <= set("0123456789.-eror"))
 
 
-def test_a_bare_number_is_a_question_once_and_then_the_answer() -> None:
-    assert answer(["12"]) == "12"
-    assert answer(["12", "12"]) is None
-    assert answer(["12", "12*2="]) == "24"
-    assert answer(["12", "-3.5"]) is None
-    assert answer(["seven"]) is None
-    assert answer([""]) is None
-    assert answer(["+-"]) is None, "without a digit it is no calculation"
-    assert answer(["1+"]) == "error"
-    assert answer(["1==2"]) == "error"
-    assert answer(["it is 12"]) is None
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        (["12"], "12"), (["12", "12"], None), (["12", "12*2="], "24"), (["12", "-3.5"], None), (["seven"], None),
+        ([""], None), (["+-"], None), (["1+"], "error"), (["1==2"], "error"), (["it is 12"], None),
+    ],
+)  # fmt: skip
+def test_a_bare_number_is_a_question_once_and_then_the_answer(turns: list[str], said: str | None) -> None:
+    assert answer(turns) == said
 
 
 def test_nothing_that_it_reads_can_be_run() -> None:
@@ -298,14 +275,12 @@ def test_nothing_that_it_reads_can_be_run() -> None:
 def test_tasks_are_expressions_with_their_values_and_gold_scores_one() -> None:
     environment = build(EnvironmentSettings(name="calculator"))
     tasks = environment.tasks("train")
-    assert tasks[0].prompt == "(30-37)*75="
-    assert tasks[0].answer == "-525"
-    for index in range(200):
-        task = tasks[index]
-        assert environment.score(task, task.answer).value == 1.0
-        assert environment.score(task, f" {task.answer}\n").value == 1.0
-        assert answer([task.prompt]) == task.answer, "the tool can compute what is asked"
-        for miss in (f"{task.answer}0", f"+{task.answer}", f"{task.answer}.", f"{task.answer}=", "", "error"):
+    assert (tasks[0].prompt, tasks[0].answer) == ("(30-37)*75=", "-525")
+    for task in tasks[:200]:
+        gold = task.answer
+        assert environment.score(task, gold).value == environment.score(task, f" {gold}\n").value == 1.0
+        assert answer([task.prompt]) == gold, "the tool can compute what is asked"
+        for miss in (f"{gold}0", f"+{gold}", f"{gold}.", f"{gold}=", "", "error"):
             assert environment.score(task, miss).value == 0.0
     assert not {task.prompt for task in tasks[:300]} & {task.prompt for task in environment.tasks("held_out")[:100]}
 
@@ -330,31 +305,13 @@ def test_dialogues_are_seen_through_what_is_put_around_an_environment() -> None:
     assert dialogue_of(other, other.tasks("train")[0]) is None
 
 
-def own_file(folder: Path, *lines: str) -> EnvironmentSettings:
-    file = folder / "own.py"
-    file.write_text("\n".join(["tasks = [('1+1=', '2')] * 1", "def score(task, text): return text == '2'", *lines]))
-    return EnvironmentSettings(file=file)
-
-
-def test_a_file_of_ones_own_may_name_a_tool(tmp_path: Path) -> None:
-    talking = build(own_file(tmp_path, "tool = 'calculator'", "max_turns = 5"))
-    assert has_dialogues(talking)
-    assert dialogue_of(talking, talking.tasks("train")[0]) == DialogueRule("calculator", 5)
-    assert dialogue_of(build(own_file(tmp_path, "tool = 'calculator'")), talking.tasks("train")[0]) == DialogueRule(
-        "calculator", 3
-    )
-    assert not has_dialogues(build(own_file(tmp_path)))
-    assert not has_dialogues(build(own_file(tmp_path, "def tool(turns): return 'rm -rf /'"))), "no code of its own"
-
-
 @pytest.mark.parametrize(
-    ("lines", "problem"),
-    [
-        (["tool = 'shell'"], "there is no tool 'shell'"),
-        (["tool = 'calculator'", "max_turns = 1"], "max_turns in .* is 1; 2 to 64"),
-        (["tool = 'calculator'", "max_turns = 'x'"], "max_turns in .* is 'x'"),
-    ],
-)
-def test_a_file_that_names_what_is_not_there_is_refused(tmp_path: Path, lines: list[str], problem: str) -> None:
-    with pytest.raises(EnvironmentSetupError, match=problem):
-        build(own_file(tmp_path, *lines))
+    ("lines", "turns"),
+    [("tool = 'calculator'; max_turns = 5", 5), ("tool = 'calculator'", 3), ("", 0),
+     ("def tool(turns): return 'rm -rf /'", 0)],
+)  # fmt: skip
+def test_a_file_of_ones_own_may_name_a_tool_and_bring_none_of_its_own(load, lines: str, turns: int) -> None:
+    made = load(f"{ONE}{TAKES}\n{lines}")
+    assert has_dialogues(made) == bool(turns)
+    rule = DialogueRule("calculator", turns) if turns else None
+    assert dialogue_of(made, made.tasks("train")[0]) == rule

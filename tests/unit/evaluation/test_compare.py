@@ -20,16 +20,7 @@ from shoal.errors import ConfigError
 from shoal.evaluation import statistics
 from shoal.evaluation.compare import compare, comparison_lines
 from shoal.evaluation.records import Results, TaskRecord, read_results, write_records
-from shoal.evaluation.statistics import (
-    bootstrap_mean,
-    detectable_difference,
-    mean_estimate,
-    pass_at_k,
-    sign_flip_p,
-    t_interval,
-    t_quantile,
-    wilson,
-)
+from shoal.evaluation.statistics import bootstrap_mean, mean_estimate, sign_flip_p, t_interval, wilson
 
 ABOUT: dict[str, Any] = {
     "model": {"name": "base", "digest": "ab" * 32},
@@ -69,6 +60,10 @@ def test_a_difference_is_told_only_where_it_is(tmp_path: Path) -> None:
     assert f"with these 60 tasks a difference of {found.detectable:.3f} would be" in found.sentence
     assert found.detectable > abs(found.difference.value)
     assert compare(a, a).sentence == "no difference can be told: A and B scored the same on every one of 60 tasks"
+    a = results(tmp_path, "a", [record(f"t{n}", 0.5) for n in range(9)])
+    moved = compare(a, results(tmp_path, "b", [record(f"t{n}", n / 8) for n in range(9)])).as_json()
+    assert [each["task"] for each in moved["gained"]] == ["t8", "t7", "t6", "t5"]
+    assert [each["task"] for each in moved["lost"]] == ["t0", "t1", "t2", "t3"]
 
 
 def test_the_interval_alone_does_not_make_a_difference(tmp_path: Path) -> None:
@@ -102,14 +97,6 @@ def test_only_tasks_of_both_with_the_same_prompt_are_paired(tmp_path: Path) -> N
     assert "one task says nothing" in lines[-1]
     with pytest.raises(ConfigError, match="have no task in common"):
         compare(a, results(tmp_path, "c", [record("u", 1.0)]))
-
-
-def test_the_tasks_that_moved_most(tmp_path: Path) -> None:
-    a = results(tmp_path, "a", [record(f"t{n}", 0.5) for n in range(9)])
-    b = results(tmp_path, "b", [record(f"t{n}", n / 8) for n in range(9)])
-    found = compare(a, b).as_json()
-    assert [each["task"] for each in found["gained"]] == ["t8", "t7", "t6", "t5"]
-    assert [each["task"] for each in found["lost"]] == ["t0", "t1", "t2", "t3"]
 
 
 @pytest.mark.parametrize(
@@ -159,17 +146,18 @@ def test_pass_at_k_is_the_share_of_choices_that_hold_a_pass(data: st.DataObject)
     passes, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
     outcomes = [True] * passes + [False] * (samples - passes)
     choices = list(itertools.combinations(outcomes, k))
-    assert pass_at_k(samples, passes, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+    assert statistics.pass_at_k(samples, passes, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+    assert statistics.pass_at_k(4096, 1, 2048) == pytest.approx(0.5), "without an overflow"
 
 
-def test_pass_at_k_of_many_samples_does_not_overflow() -> None:
-    assert pass_at_k(4096, 1, 2048) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(("passes", "low", "high"), [(3, 0.1078, 0.6032), (0, 0.0, 0.2775), (10, 0.7225, 1.0)])
-def test_wilsons_interval_by_hand(passes: int, low: float, high: float) -> None:
-    found = wilson(passes, 10)  # z = 1.96; of 3: centre 0.3555, half width 0.2478
-    assert (found.value, round(found.low, 4), round(found.high, 4)) == (passes / 10, low, high)
+def test_intervals_by_hand() -> None:
+    # z = 1.96; of 3 in 10: centre 0.3555, half width 0.2478. Of 1, 2, 3: standard error 1/√3, t = 4.3027
+    for found, value, low, high in (
+        (wilson(3, 10), 0.3, 0.1078, 0.6032), (wilson(0, 10), 0.0, 0.0, 0.2775), (wilson(10, 10), 1.0, 0.7225, 1.0),
+        (t_interval(np.array([1.0, 2.0, 3.0])), 2.0, -0.4841, 4.4841),
+    ):  # fmt: skip
+        assert (found.value, round(found.low, 4), round(found.high, 4)) == (value, low, high)
+    assert str(t_interval(np.array([0.5]))) == "0.500"  # one value has none
 
 
 @pytest.mark.parametrize(
@@ -177,13 +165,7 @@ def test_wilsons_interval_by_hand(passes: int, low: float, high: float) -> None:
     [(1, 12.7062), (2, 4.3027), (3, 3.1824), (10, 2.2281), (29, 2.0452), (120, 1.9799), (1001, 1.96235)],
 )
 def test_quantiles_of_students_distribution(freedom: int, expected: float) -> None:
-    assert t_quantile(0.975, freedom) == pytest.approx(expected, abs=5e-5)
-
-
-def test_students_interval_by_hand() -> None:
-    found = t_interval(np.array([1.0, 2.0, 3.0]))  # standard error 1/√3, t = 4.3027
-    assert (found.value, round(found.low, 3), round(found.high, 3)) == (2.0, -0.484, 4.484)
-    assert str(t_interval(np.array([0.5]))) == "0.500"  # one value has none
+    assert statistics.t_quantile(0.975, freedom) == pytest.approx(expected, abs=5e-5)
 
 
 class TestBootstrap:
@@ -254,10 +236,7 @@ def test_where_nothing_differs_the_test_rejects_as_often_as_it_says() -> None:
 def test_the_difference_that_could_be_told_is_told_four_times_in_five() -> None:
     rng = np.random.default_rng(9)
     spread = rng.normal(0, 0.4, 60)
-    wanted = detectable_difference(spread)
-    told = 0
-    for _ in range(300):
-        found = t_interval(rng.normal(wanted, spread.std(ddof=1), 60))
-        told += found.low > 0
+    wanted = statistics.detectable_difference(spread)
+    told = sum(t_interval(rng.normal(wanted, spread.std(ddof=1), 60)).low > 0 for _ in range(300))
     assert 0.74 <= told / 300 <= 0.87
-    assert math.isnan(detectable_difference(np.array([0.1])))
+    assert math.isnan(statistics.detectable_difference(np.array([0.1])))

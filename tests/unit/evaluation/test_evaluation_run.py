@@ -18,10 +18,9 @@ from kit.evaluation import SAMPLING, TOKENIZER, FailingScorer, SortingEngine, ev
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, build
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ResourceError, UnusableTask
-from shoal.evaluation.compare import compare
 from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, without
 from shoal.evaluation.plan import SamplingPlan, sample_seed, tasks_of
-from shoal.evaluation.records import COMPLETIONS, IDENTITY, PROGRESS, read_results
+from shoal.evaluation.records import COMPLETIONS, IDENTITY, PROGRESS
 from shoal.evaluation.subject import EngineChoice, memory_errors, open_subject, plain_name
 from shoal.evaluation.summary import table_lines
 from shoal.rewards import DirectScorer, Job, NotBegun
@@ -41,9 +40,6 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return found
 
 
-# The plan
-
-
 def test_the_choice_of_tasks_follows_from_the_seed() -> None:
     assert list(SamplingPlan().chosen(5)) == list(SamplingPlan(tasks=9).chosen(5)) == [0, 1, 2, 3, 4]
     chosen = list(SamplingPlan(tasks=50, seed=3).chosen(100_000))
@@ -53,6 +49,9 @@ def test_the_choice_of_tasks_follows_from_the_seed() -> None:
     assert len(SamplingPlan(tasks=999).chosen(1000)) == 999
     seeds = {sample_seed(s, task, k) for s in (0, 1) for task in ("a", "b", "a\n1") for k in range(4)}
     assert (len(seeds), max(seeds) < 2**64) == (24, True)
+    shapes = ((4, 1024), (4, 32_768), (300, 1024))  # long completions leave memory for fewer rows
+    plans = [SamplingPlan(samples=samples, temperature=1, max_new_tokens=longest) for samples, longest in shapes]
+    assert [plan.tasks_per_batch for plan in plans] == [64, 16, 1]
 
 
 @pytest.mark.parametrize(
@@ -68,29 +67,17 @@ def test_impossible_plan_is_refused(changes: dict[str, Any], said: str) -> None:
         SamplingPlan(**changes)
 
 
-def test_long_completions_leave_memory_for_fewer_rows() -> None:
-    assert SamplingPlan(samples=4, temperature=1, batch_rows=256).tasks_per_batch == 64
-    assert SamplingPlan(samples=4, temperature=1, batch_rows=256, max_new_tokens=32_768).tasks_per_batch == 16
-    assert SamplingPlan(samples=300, temperature=1, batch_rows=256).tasks_per_batch == 1
-
-
-def test_both_splits_are_evaluated_as_one_and_an_empty_split_is_refused() -> None:
+def test_which_tasks_are_left_and_nothing_left_is_refused() -> None:
     environment = sort(train_size=3, held_out_size=2)
     ids = [task.id for task in tasks_of(environment, "all")]
     assert ids == ["sort/held_out/0", "sort/held_out/1", "sort/train/0", "sort/train/1", "sort/train/2"]
     with pytest.raises(EnvironmentSetupError, match=r"listed has no train tasks.*--split held_out"):
         choose(Listed([]), SamplingPlan(split="train"))
-
-
-def test_leaked_tasks_are_left_out() -> None:
     chosen = evaluation(replace(SAMPLING, tasks=3)).chosen
     ids = [task.id for _, task in chosen.tasks()]
     assert [task.id for _, task in without(chosen, ids[:1]).tasks()] == ids[1:]
     with pytest.raises(EnvironmentSetupError, match="nothing of environment sort is left"):
         without(chosen, ids)
-
-
-# Drawing
 
 
 def test_results_do_not_depend_on_how_many_samples_or_tasks_there_are(tmp_path: Path) -> None:
@@ -150,15 +137,13 @@ class Listed:
 
 
 def test_a_prompt_that_the_model_cannot_take_is_that_tasks_problem(tmp_path: Path) -> None:
-    tasks = [Task("ok", "21=", "12"), Task("long", "1" * 300 + "=", ""), Task("odd", "2~1=", ""), Task("none", "", "")]
+    problems = {
+        "21=": "", "1" * 300 + "=": "the prompt and its completion are longer than the model's context",
+        "2~1=": "the prompt has characters that the model's tokenizer does not know", "": "the prompt has no tokens",
+    }  # fmt: skip
+    tasks = [Task(str(number), prompt, "12") for number, prompt in enumerate(problems)]
     summary = run(tmp_path, evaluation(GREEDY, environment=Listed(tasks)))
-    problems = {row["task"]: row["problem"].partition(" (")[0] for row in rows(tmp_path)}
-    assert problems == {
-        "ok": "",
-        "long": "the prompt and its completion are longer than the model's context",
-        "odd": "the prompt has characters that the model's tokenizer does not know",
-        "none": "the prompt has no tokens",
-    }
+    assert [row["problem"].partition(" (")[0] for row in rows(tmp_path)] == [*problems.values()]
     assert summary["unscored"] == {"samples": 0, "share": 0.75, "tasks": []}
     assert summary["avg_at_k"]["value"] == 1.0
     assert any("left out: the prompt has no tokens" in line for line in table_lines(summary))
@@ -175,18 +160,6 @@ def test_a_length_budget_is_asked_for_and_held_against_the_answer(tmp_path: Path
     for score, tokens, parts in zip(row["scores"], row["tokens"], row["parts"], strict=True):
         assert dict(parts)["reward"] == pytest.approx(score - 0.01 * abs(7 - tokens - count_eos))
         assert dict(parts)["target"] == 7
-
-
-def test_only_tasks_that_were_asked_for_the_same_length_are_compared(tmp_path: Path) -> None:
-    length = LengthSettings(targets=(7, 9), text="in {target}")
-    environment, targets = build(EnvironmentSettings(name="sort", held_out_size=16, length=length)), []
-    for seed in (0, 1):
-        run(tmp_path / str(seed), evaluation(replace(SAMPLING, tasks=0, seed=seed), environment=environment))
-        targets.append([dict(row["parts"][0])["target"] for row in rows(tmp_path / str(seed))])
-    same = sum(first == second for first, second in zip(*targets, strict=True))
-    assert 0 < same < 16
-    found = compare(read_results(tmp_path / "0", TASKS), read_results(tmp_path / "1", TASKS))
-    assert (len(found.means), found.unpaired["other_prompt"]) == (same, 16 - same)
 
 
 class Talking(SortingEngine):
@@ -214,20 +187,14 @@ def test_a_tool_answers_between_the_turns_and_the_last_turn_is_scored(tmp_path: 
     assert TOKENIZER.decode(respond([*TOKENIZER.encode("2+3"), TOKENIZER.eos_token_id]) or ()) == "\n5\n"
 
 
-# Scoring
-
-
 def test_a_completion_that_could_not_be_scored_is_unscored(tmp_path: Path) -> None:
     given = evaluation()
     scorer = FailingScorer(given.chosen.environment, frozenset({0, 1, 2, 3, 5}))
-    summary = run(tmp_path, given, scorer)
-    found = rows(tmp_path)
+    summary, found = run(tmp_path, given, scorer), rows(tmp_path)
     assert (found[0]["scores"], found[0]["mean"], found[0]["samples"]) == ([None] * 4, None, 0)
     assert (found[1]["scores"][1], found[1]["samples"]) == (None, 3)
-    assert summary["unscored"] == {
-        "samples": 5, "share": pytest.approx(5 / 40), "tasks": [row["task"] for row in found[:2]],
-    }  # fmt: skip
-    assert summary["scored_tasks"] == 9
+    lost = {"samples": 5, "share": pytest.approx(5 / 40), "tasks": [row["task"] for row in found[:2]]}
+    assert (summary["unscored"], summary["scored_tasks"]) == (lost, 9)
     assert summary["avg_at_k"]["value"] == pytest.approx(sum(row["mean"] for row in found[1:]) / 9)
     assert scorer.closed
 
@@ -246,43 +213,33 @@ def test_answers_and_notes_of_graders_are_not_written(tmp_path: Path, caplog: py
     assert (second["task"], second["problem"]) == ("#1", "its row cannot be used")
 
 
-class Hesitating(DirectScorer):
-    """Begins one job at a time."""
-
-    def scores(self, jobs: Sequence[Job]) -> Any:
-        return [*super().scores(jobs[:1]), *(NotBegun("no time") for _ in jobs[1:])]
-
-
-def test_a_job_that_was_not_begun_is_asked_again(tmp_path: Path) -> None:
-    given = evaluation()
-    assert run(tmp_path, given, Hesitating(given.chosen.environment))["unscored"]["samples"] == 0
-
-
-# Resuming
-
-
-class Interrupting:
-    """A scorer during whose third call the process is told to stop."""
+class Interrupting(DirectScorer):
+    """Begins one job at a time. The process is told to stop during its third batch."""
 
     def __init__(self, environment: Environment, stop: StopToken, raises: bool) -> None:
-        self._inner, self._stop, self._raises, self._calls = DirectScorer(environment), stop, raises, 0
+        super().__init__(environment)
+        self._stop, self._raises, self._batches = stop, raises, 0
 
     def scores(self, jobs: Sequence[Job]) -> Any:
-        self._calls += 1
-        if self._calls == 3:
+        self._batches += len(jobs) == SAMPLING.batch_rows
+        if self._batches == 3 and not self._stop.is_set():
             self._stop.set("test")
             if self._raises:
                 raise DeadlineExceeded("told to stop")
-        return self._inner.scores(jobs)
-
-    def close(self) -> None:
-        """Nothing is open."""
+        return [*super().scores(jobs[:1]), *(NotBegun("no time") for _ in jobs[1:])]
 
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_stopped_and_resumed_gives_the_same_bytes(tmp_path: Path, raises: bool) -> None:
     run(tmp_path / "whole")
     given, stop, out = evaluation(), StopToken(), tmp_path / "halves"
+
+    def starting() -> Any:
+        stop.set("test")
+        raise DeadlineExceeded("scoring was given up")
+
+    assert evaluate(given, starting, out, stop) is None
+    stop = StopToken()
     assert run(out, given, Interrupting(given.chosen.environment, stop, raises), stop) is None
     kept = (out / PROGRESS).read_bytes().count(b"\n")
     drawn = (out / COMPLETIONS).read_bytes().count(b"\n")
@@ -294,17 +251,6 @@ def test_stopped_and_resumed_gives_the_same_bytes(tmp_path: Path, raises: bool) 
     for name in (TASKS, SUMMARY, IDENTITY, COMPLETIONS):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not (out / PROGRESS).exists()
-
-
-def test_told_to_stop_while_the_scorers_start_loses_nothing(tmp_path: Path) -> None:
-    stop = StopToken()
-
-    def starting() -> Any:
-        stop.set("test")
-        raise DeadlineExceeded("scoring was given up")
-
-    assert evaluate(evaluation(), starting, tmp_path / "out", stop) is None
-    assert run(tmp_path / "out") is not None
 
 
 @pytest.mark.parametrize("damage", [b'[{"task":"sort/held_out/3","in', b"\x00" * 80, b"[]\n", b"{}\n"])
@@ -345,7 +291,7 @@ def test_a_folder_of_another_evaluation_is_refused(tmp_path: Path, other: Evalua
     run(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for attempt in (lambda: run(tmp_path, other), lambda: finished(tmp_path, other.about)):
-        with pytest.raises(ConfigError, match=f"holds another evaluation: its {said}"):
+        with pytest.raises(ConfigError, match=f"another evaluation: its {said}"):
             attempt()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -361,52 +307,39 @@ def test_a_folder_of_other_files_and_a_file_are_refused(tmp_path: Path) -> None:
 # kill -9 in the middle, in a process of its own: what was written down counts, the rest is done again
 
 CHILD = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from kit.evaluation import SortingEngine, evaluation
 from shoal.evaluation.job import evaluate
 from shoal.rewards import DirectScorer
 from shoal.runtime.stop import StopToken
 
-class Stuck(SortingEngine):
+class Killing(SortingEngine):
     def generate(self, requests, proof=None):
-        if len(self.asked) >= 6:
-            print("stuck", flush=True)
-            sys.stdin.read()  # until it is killed
+        while len(self.asked) >= 6:
+            if (Path(sys.argv[1]) / "progress.jsonl").read_bytes().count(b"\\n") == 2:  # the third is in scoring
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().generate(requests, proof)
 
-given = evaluation(engine=Stuck())
+given = evaluation(engine=Killing())
 evaluate(given, lambda: DirectScorer(given.chosen.environment), Path(sys.argv[1]), StopToken())
 """
 
 
 def test_killed_and_resumed_gives_the_same_file(tmp_path: Path) -> None:
     run(tmp_path / "whole")
-    out = tmp_path / "killed"
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(out)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stdout.readline() == "stuck\n"
-        process.kill()
-        assert process.wait(30) == -signal.SIGKILL
+    out, tests = tmp_path / "killed", Path(__file__).parents[2]
+    killed = subprocess.run([sys.executable, "-c", CHILD, str(out)], cwd=tests, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
     assert (out / COMPLETIONS).read_bytes().count(b"\n") == 3
-    assert (out / PROGRESS).read_bytes().count(b"\n") == 2  # the last may be in scoring
     engine = SortingEngine()
     run(out, evaluation(engine=engine))
     assert len(engine.asked) == SAMPLING.tasks - 3 * SAMPLING.tasks_per_batch
     assert (out / TASKS).read_bytes() == (tmp_path / "whole" / TASKS).read_bytes()
 
 
-# The model
-
-
-def test_names_for_files() -> None:
-    assert [plain_name(text) for text in ("a/b c/", "..", "x" * 99)] == ["b-c", "model", "x" * 48]
-
-
 def test_an_unknown_engine_and_too_little_memory_are_refused_with_what_to_do() -> None:
+    assert [plain_name(text) for text in ("a/b c/", "..", "x" * 99)] == ["b-c", "model", "x" * 48]
     with pytest.raises(ConfigError, match="there is no engine 'none'"):
         open_subject("tiny", "tiny", EngineChoice(engine="none"), 8)
     for error in (RuntimeError("CUDA out of memory. Tried to"), MemoryError(), RuntimeError("can't allocate memory")):

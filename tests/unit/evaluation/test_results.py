@@ -18,19 +18,8 @@ from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import Table
 from shoal.environments.settings import MixPart
 from shoal.errors import ConfigError, LeakFound, ResourceError, UnusableTask
-from shoal.evaluation.filter import (
-    Rate,
-    RateBand,
-    data_of,
-    histogram_lines,
-    original_rows,
-    rates_by_row,
-    refuse_taken,
-    row_of,
-    task_rows,
-    write_rows,
-    written_before,
-)
+from shoal.evaluation import filter as filtering
+from shoal.evaluation.filter import Rate, RateBand, original_rows, write_rows, written_before
 from shoal.evaluation.plan import Leaks, SamplingPlan, archived_ids, find_leaks, tasks_of, train_digests
 from shoal.evaluation.records import UNUSABLE
 from shoal.evaluation.statistics import mean_estimate
@@ -54,26 +43,23 @@ def lines(path: Path, *rows: Any) -> Path:
 
 def test_the_rate_is_of_samples_that_could_be_scored() -> None:
     records = [record("a", 1.0, None, 0.5), record("b", None), record("c", problem="too long")]
-    assert rates_by_row(sort(), "train", records) == {0: Rate(0.5, 2)}
+    assert filtering.rates_by_row(sort(), "train", records) == {0: Rate(0.5, 2)}
 
 
 @pytest.mark.parametrize("text", ["", "0.5", "a:b", "0.5:0.1", "-0.1:1", "0:1.1", "nan:1", "0:0.5:1"])
-def test_what_is_no_band_is_refused(text: str) -> None:
+def test_what_is_no_band_is_refused_and_its_ends_belong_to_it(text: str) -> None:
     with pytest.raises(ConfigError, match="give two rates from 0 to 1"):
         RateBand.parse(text)
-
-
-def test_ends_belong_to_the_band() -> None:
     band = RateBand.parse("0.1:0.3")
     assert [band.holds(value) for value in (0.1, 3 / 10, 0.0999, 0.3001)] == [True, True, False, False]
 
 
 def test_the_histogram_counts_and_marks() -> None:
-    shown = list(histogram_lines(rates(row0=0.0, row1=0.25, row2=0.25, row3=1.0), 4, MIDDLE))
+    shown = list(filtering.histogram_lines(rates(row0=0.0, row1=0.25, row2=0.25, row3=1.0), 4, MIDDLE))
     assert [line.split()[0] for line in shown] == ["0.000", "0.250", "0.500", "0.750", "1.000"]
     assert [line.endswith("◂") for line in shown] == [False, True, True, False, False]
     assert shown[1].split()[-2] == "2"
-    assert len(list(histogram_lines(rates(row0=0.3), 64, MIDDLE))) == 11
+    assert len(list(filtering.histogram_lines(rates(row0=0.3), 64, MIDDLE))) == 11
 
 
 class TestRows:
@@ -93,12 +79,6 @@ class TestRows:
         assert (first["odd"], second["odd"]) == ("1", "[2]")  # of many types: JSON
         assert (first["deep"]["x"], second["deep"]["y"], first["none"]) == ([1], 1.5, None)
 
-    def test_all_rows_have_a_rate_or_none(self, tmp_path: Path) -> None:
-        path = lines(tmp_path / "d.jsonl", *({"question": str(n)} for n in range(3)))
-        table = original_rows(table_of(path), rates(row1=0.0), None, "m")
-        assert table["solve_rate_m"].to_pylist() == [None, 0.0, None]
-        assert table["samples_m"].to_pylist() == [0, 4, 0]
-
     def test_types_of_parquet_are_kept(self, tmp_path: Path) -> None:
         table = pa.table(
             {"q": ["a", "b"], "small": pa.array([1, 2], pa.int8()), "l": pa.array([[1], []], pa.list_(pa.int16()))}
@@ -112,27 +92,28 @@ class TestRows:
             pq.write_table(pa.table({"q": [f"{shard}/{n}" for n in range(4)]}), tmp_path / f"{shard}.parquet")
         found = original_rows(table_of(tmp_path), rates(row2=0.5, row5=0.0, row9=0.5), MIDDLE, "m")
         assert found["q"].to_pylist() == ["0/2", "2/1"]
+        whole = original_rows(table_of(tmp_path / "0.parquet"), rates(row1=0.0), None, "m")
+        columns = {name: whole[name].to_pylist() for name in ("solve_rate_m", "samples_m")}
+        assert columns == {"solve_rate_m": [None, 0.0, None, None], "samples_m": [0, 4, 0, 0]}, "all rows, or none"
 
     def test_a_task_leads_to_its_row(self, tmp_path: Path) -> None:
         path = lines(tmp_path / "d.jsonl", *({"question": f"{n}?", "answer": f"{n}"} for n in range(20)))
-        data = data_of(build(EnvironmentSettings(name="dataset", data=path, held_out_size=3)))
+        data = filtering.data_of(build(EnvironmentSettings(name="dataset", data=path, held_out_size=3)))
         assert data is not None
         for part in ("all", "train", "held_out"):
             tasks = tasks_of(data, part)  # type: ignore[arg-type]
-            found = [row_of(data, part, index) for index in range(len(tasks))]  # type: ignore[arg-type]
+            found = [filtering.row_of(data, part, index) for index in range(len(tasks))]  # type: ignore[arg-type]
             assert [task.prompt for task in tasks] == [f"{row}?" for row in found]
-        assert data_of(sort()) is None
+        assert filtering.data_of(sort()) is None
 
-    def test_tasks_without_rows(self) -> None:
-        (row,) = task_rows(sort(), "train", rates(row3=0.25, row5=1.0), MIDDLE, "m").to_pylist()
+    def test_tasks_without_rows_and_columns_that_are_taken(self) -> None:
+        (row,) = filtering.task_rows(sort(), "train", rates(row3=0.25, row5=1.0), MIDDLE, "m").to_pylist()
         assert row["problem_id"] == "sort/train/3"
         assert row["answer"] == "".join(sorted(row["prompt"].rstrip("=")))
-        assert task_rows(sort(), "train", rates(row5=1.0), MIDDLE, "m").num_rows == 0
-
-    def test_columns_that_are_taken(self) -> None:
+        assert filtering.task_rows(sort(), "train", rates(row5=1.0), MIDDLE, "m").num_rows == 0
         with pytest.raises(ConfigError, match=r"has a column solve_rate_m already.*--name"):
-            refuse_taken(["question", "solve_rate_m"], "m")
-        refuse_taken(["question", "solve_rate_other"], "m")
+            filtering.refuse_taken(["question", "solve_rate_m"], "m")
+        filtering.refuse_taken(["question", "solve_rate_other"], "m")
 
 
 class TestTheFile:
@@ -167,32 +148,12 @@ def tasks(environment: Environment, split: str, count: int) -> list[Task]:
     return [environment.tasks(split)[index] for index in range(count)]  # type: ignore[arg-type]
 
 
-def replace_id(prompt: str) -> Task:
-    return Task("other", prompt, "")
-
-
 class TestLeaks:
-    def test_held_out_tasks_of_a_built_in_environment_are_in_no_training_set(self) -> None:
-        environment = sort(train_size=2000)
-        assert find_leaks(tasks(environment, "held_out", 64), environment) == Leaks()
-
     def test_a_leak_is_found_whatever_it_is_called_and_however_it_is_spaced(self) -> None:
         environment = sort(train_size=50)
-        trained = environment.tasks("train")[7]
-        evaluated = [Task("mine", f" {trained.prompt}\n", ""), one_task("999=")]
+        evaluated = [Task("mine", f" {environment.tasks('train')[7].prompt}\n", ""), one_task("999=")]
         assert find_leaks(evaluated, environment) == Leaks(known=("mine",))
-
-    def test_the_same_last_words_of_another_conversation_are_no_leak(self) -> None:
-        def talk(first: str) -> Task:
-            return Task(first, "And doubled?", "", history=(("user", first), ("assistant", "4")))
-
-        class Environment:
-            def tasks(self, _split: str) -> Sequence[Task]:
-                return [talk("2+2?")]
-
-        training: Any = Environment()
-        assert find_leaks([talk("3+1?"), one_task("And doubled?")], training) == Leaks()
-        assert find_leaks([talk("2 + 2 ?")], training) == Leaks(known=("2 + 2 ?",))
+        assert find_leaks(tasks(environment, "held_out", 64), sort(train_size=2000)) == Leaks()
 
     def test_what_was_in_batches_is_said_apart(self) -> None:
         environment = sort(train_size=50)
@@ -224,14 +185,6 @@ class TestLeaks:
         assert find_leaks([rare], mixture) == Leaks(known=("addition/train/13",))
         assert find_leaks(tasks(mixture, "held_out", 2), mixture) == Leaks()
 
-    def test_a_data_set_knows_its_digests(self, tmp_path: Path) -> None:
-        path = tmp_path / "data.jsonl"
-        path.write_text("".join(f'{{"question": "What is {n}+1?", "answer": "{n + 1}"}}\n' for n in range(20)))
-        data = build(EnvironmentSettings(name="dataset", data=path, held_out_size=4))
-        train = data.tasks("train")[3]
-        assert find_leaks([replace_id(train.prompt.upper())], data) == Leaks(known=("other",))
-        assert find_leaks(tasks(data, "held_out", 4), data) == Leaks()
-
     def test_the_archive_of_a_run(self, tmp_path: Path) -> None:
         for step, ids in ((0, ["a", "b", "b"]), (1, ["c"]), (2, [])):
             columns = {"task": pa.array(ids, pa.string()), "step": pa.array([step] * len(ids), pa.int64())}
@@ -244,31 +197,21 @@ class TestSummary:
     def test_the_numbers_by_hand(self) -> None:
         records = [record("a", 1.0, 0.0), record("b", 0.0, 0.0), record("c", 1.0, 1.0)]
         found = summary_of(SamplingPlan(samples=2, temperature=1), records)
-        assert found["avg_at_k"]["value"] == 0.5
-        assert found["pass_at_k"]["1"]["value"] == 0.5
-        assert found["pass_at_k"]["2"]["value"] == pytest.approx(2 / 3)
         interval = mean_estimate(np.array([0.5, 0.0, 1.0]), 0)
-        assert (found["avg_at_k"]["low"], found["avg_at_k"]["high"]) == (interval.low, interval.high)
+        assert found["avg_at_k"] == {"k": 2, "value": 0.5, "low": interval.low, "high": interval.high}
+        assert [found["pass_at_k"][k]["value"] for k in "12"] == [0.5, pytest.approx(2 / 3)]
         assert (found["parts"], found["mean_tokens"]) == ({"exact": 0.5}, 5.0)
-
-    def test_pass_at_k_is_of_tasks_with_as_many_samples(self) -> None:
         found = summary_of(SamplingPlan(samples=2, temperature=1), [record("a", 1.0, None), record("b", 0.0, 1.0)])
-        assert found["pass_at_k"]["1"]["value"] == 0.75
-        assert found["pass_at_k"]["2"]["value"] == 1.0
+        assert [found["pass_at_k"][k]["value"] for k in "12"] == [0.75, 1.0], "of tasks with as many samples"
         assert found["unscored"] == {"samples": 1, "share": 0.25, "tasks": ["a"]}
 
     def test_parts_and_kinds_apart(self) -> None:
-        records = [
-            record("m:a", 1.0, part="m", kind="mathematics"),
-            record("c:b", 0.0, part="c", kind="code"),
-            record("m:c", 0.0, part="m", kind="mathematics"),
-        ]
+        given = [("m:a", 1.0, "m", "mathematics"), ("c:b", 0.0, "c", "code"), ("m:c", 0.0, "m", "mathematics")]
+        records = [record(task, score, part=part, kind=kind) for task, score, part, kind in given]
         found = summary_of(SamplingPlan(), records)
         assert found["by"]["part"]["m"]["avg_at_k"]["value"] == 0.5
         assert found["by"]["kind"]["code"]["tasks"] == 1
-        text = "\n".join(table_lines(found))
-        assert "part m" in text
-        assert "kind code" in text
+        assert {"part m", "kind code"} <= {line[2:].partition("  ")[0] for line in table_lines(found)}
 
     def test_nothing_scored_is_no_number(self) -> None:
         found = summary_of(SamplingPlan(), [record("a", None), record("b", problem="too long")])
@@ -279,16 +222,13 @@ class TestSummary:
             "  1 task left out: too long",
         ]
 
-    def test_one_in_twenty_may_be_missing(self) -> None:
-        good = [record(f"t{n}", 1.0) for n in range(18)]
-        nearly = summary_of(SamplingPlan(), [*good, record("a", 1.0), record("b", None)])
-        assert nearly["unscored"]["share"] <= MAX_FAILURES
-        assert summary_of(SamplingPlan(), [*good, record("b", None)])["unscored"]["share"] > MAX_FAILURES
-
-    def test_rows_that_cannot_be_used_are_no_missing_samples(self) -> None:
-        tally = summary_of(
-            SamplingPlan(), [record("a", 1.0), record("b", problem=UNUSABLE), record("c", problem="too long")]
-        )
+    def test_one_in_twenty_may_be_missing_and_rows_that_cannot_be_used_are_none_of_them(self) -> None:
+        good, lost = [record(f"t{n}", 1.0) for n in range(18)], record("b", None)
+        shares = [summary_of(SamplingPlan(), given)["unscored"]["share"]
+                  for given in ([*good, record("a", 1.0), lost], [*good, lost])]  # fmt: skip
+        assert shares[0] <= MAX_FAILURES < shares[1]
+        unusable = record("b", problem=UNUSABLE)
+        tally = summary_of(SamplingPlan(), [record("a", 1.0), unusable, record("c", problem="too long")])
         assert tally["unscored"]["share"] == 0.5
         assert "  1 task left out: its row cannot be used" in table_lines(tally)
-        assert summary_of(SamplingPlan(), [record("b", problem=UNUSABLE)])["unscored"]["share"] == 1.0
+        assert summary_of(SamplingPlan(), [unusable])["unscored"]["share"] == 1.0

@@ -7,9 +7,8 @@ import torch
 
 from shoal.errors import ModelError
 from shoal.models import model_folder, read_files
-from shoal.models.load import model_from_files
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters, merged, without_adapters
-from shoal.models.state import apply_state, policy_state, policy_views
+from shoal.models.state import apply_state, policy_state
 from shoal.models.tiny import build_tiny
 
 SHAPE = AdapterShape(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -35,8 +34,14 @@ def files_with(shape: AdapterShape) -> dict[str, bytes]:
     return {**read_files(model_folder("tiny")), ADAPTER_FILE: shape.as_file()}
 
 
-def test_at_first_the_model_computes_what_it_did():
-    assert torch.equal(adapted()(IDS).logits, build_tiny(0)(IDS).logits)
+def test_at_first_the_model_computes_what_it_did_and_only_adapters_get_a_gradient():
+    model = adapted()
+    assert torch.equal(model(IDS).logits, build_tiny(0)(IDS).logits)
+    model(IDS).logits.sum().backward()
+    with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert with_gradient == {name for name in policy_state(model) if name.endswith(("lora_a", "lora_b"))}
+    with pytest.raises(ModelError, match="already"):
+        add_adapters(model, SHAPE)
 
 
 def test_every_start_begins_with_the_same_adapters():
@@ -47,27 +52,12 @@ def test_every_start_begins_with_the_same_adapters():
     assert len({float(first[name].sum()) for name in downs}) == len(downs)
 
 
-def test_only_adapters_get_a_gradient():
-    model = adapted()
-    model(IDS).logits.sum().backward()
-    with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert with_gradient == {name for name in policy_state(model) if name.endswith(("lora_a", "lora_b"))}
-
-
 def test_the_base_is_there_for_as_long_as_the_context_lasts():
     model = trained(adapted())
     expected = build_tiny(0)(IDS).logits
     with without_adapters(model):
         assert torch.equal(model(IDS).logits, expected)
     assert not torch.allclose(model(IDS).logits, expected)
-
-
-def test_a_model_from_files_has_the_adapters_and_takes_their_weights():
-    shape = AdapterShape(4, 8.0, ("q_proj", "o_proj"))
-    source = trained(adapted(shape=shape))
-    target = model_from_files(files_with(shape))
-    apply_state(target, policy_views(source))
-    assert torch.equal(target(IDS).logits, source(IDS).logits)
 
 
 def test_merged_is_an_ordinary_model_that_computes_the_same():
@@ -96,8 +86,3 @@ def test_an_unusable_file_is_refused(data: bytes):
 def test_a_layer_that_cannot_have_one_is_named_with_those_that_can(target: str):
     with pytest.raises(ModelError, match=rf"'{target}'.*q_proj"):
         add_adapters(build_tiny(0), AdapterShape(4, 8.0, (target,)))
-
-
-def test_adapters_are_not_put_on_adapters():
-    with pytest.raises(ModelError, match="already"):
-        add_adapters(adapted(), SHAPE)

@@ -104,43 +104,27 @@ def test_filling_up_is_a_sequence_of_its_own(model):
     torch.testing.assert_close(packed_states(model, filled)[:58], packed_states(model, packed), rtol=1e-5, atol=1e-5)
 
 
-def test_which_models_are_packed(model):
+def test_which_models_are_packed_also_if_their_arguments_are_copied_on_their_way_to_a_layer(model):
+    """As FSDP does it, layer by layer."""
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(lambda _layer, *given: tree_map(lambda leaf: leaf, given), with_kwargs=True)
     assert supports_packing(model)
     assert model.config._attn_implementation == "sdpa"  # asking changes nothing
 
 
-def test_a_model_whose_arguments_are_copied_on_their_way_to_a_layer_is_packed_as_well():
-    """As FSDP does it, layer by layer."""
-    model = build_tiny(0)
-    for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda _layer, *given: tree_map(lambda leaf: leaf, given), with_kwargs=True)
-    assert supports_packing(model)
-
-
-def sliding():
-    return transformers.MistralForCausalLM(transformers.MistralConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=4, attn_implementation="sdpa",
-    ))  # fmt: skip
-
-
-def mixed():
-    return build_tiny(0, use_sliding_window=True, sliding_window=4, max_window_layers=1)
-
-
-def recurrent():
-    return transformers.MambaForCausalLM(
+NOT_PACKED = {
+    "windows": lambda: build_tiny(0, use_sliding_window=True, sliding_window=4, max_window_layers=0),
+    "mixed": lambda: build_tiny(0, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "recurrent": lambda: transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4)
-    )
+    ),
+    "eager": lambda: build_tiny(0, attn_implementation="eager"),
+}
 
 
-def eager():
-    return build_tiny(0, attn_implementation="eager")
-
-
-@pytest.mark.parametrize("build", [sliding, mixed, recurrent, eager])
-def test_which_models_are_not(build, caplog):
-    model = build().eval()
+@pytest.mark.parametrize("kind", NOT_PACKED)
+def test_which_models_are_not(kind, caplog):
+    model = NOT_PACKED[kind]().eval()
     before = model.config._attn_implementation
     with caplog.at_level("INFO", "shoal.models.packed"):
         assert not any(supports_packing(model) for _ in range(2))
@@ -183,10 +167,12 @@ def programs(monkeypatch):
 
 
 def test_one_program_serves_all_layers_and_each_computes_with_its_own_weights(programs):
-    model, ids = build_tiny(0), torch.arange(12)[None]
+    model, ids, seen = build_tiny(0), torch.arange(12)[None], []
     names, expected = list(model.state_dict()), hidden_states(model, ids)
     compile_layers(model)
+    model.model.layers[1].register_forward_hook(lambda layer, *_: seen.append(layer))
     assert torch.equal(hidden_states(model, ids), expected)
+    assert seen == [model.model.layers[1]], "hooks of a layer stay outside"
     assert list(model.state_dict()) == names
     ((function, options, calls),) = programs
     assert function is type(model.model.layers[0]).forward
@@ -195,24 +181,10 @@ def test_one_program_serves_all_layers_and_each_computes_with_its_own_weights(pr
     assert torch._functorch.config.activation_memory_budget < 1
 
 
-def test_hooks_of_a_layer_stay_outside(programs):
-    model, seen = build_tiny(0), []
-    compile_layers(model)
-    model.model.layers[1].register_forward_hook(lambda layer, *_: seen.append(layer))
-    hidden_states(model, torch.arange(4)[None])
-    assert seen == [model.model.layers[1]]
-
-
-def test_layers_are_found_where_an_architecture_nests_them():
-    config = transformers.OPTConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=3, ffn_dim=48, num_attention_heads=4
-    )
-    model = transformers.OPTForCausalLM(config)
+def test_layers_are_found_where_an_architecture_nests_them_or_refused():
+    small = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "ffn_dim": 48, "num_attention_heads": 4}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**small))
     assert decoder_layers(model) == list(model.model.decoder.layers)
-
-
-def test_a_model_without_a_list_of_layers_is_refused():
-    model = build_tiny(0)
     model.config.num_hidden_layers = 7
     with pytest.raises(ModelError, match="no list of 7 layers"):
         decoder_layers(model)

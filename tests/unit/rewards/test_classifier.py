@@ -50,13 +50,16 @@ def ids(text: str) -> torch.Tensor:
     return torch.tensor([[WORDS.index(word) for word in text.split()]])
 
 
-def test_one_label_is_the_models_own_number(tmp_path: Path) -> None:
+def test_one_label_is_the_models_own_number_in_any_batches_and_order(tmp_path: Path) -> None:
     model = bert(tmp_path, num_labels=1)
     values = Classifier(tmp_path, "cpu").values(PIECES)
     with torch.inference_mode():
         alone = [model(ids(f"{piece.prompt} {piece.completion}")).logits[0, 0].item() for piece in PIECES]
     assert values == pytest.approx(alone, abs=1e-4)
     assert len(set(values)) == 4
+    assert Classifier(tmp_path, "cpu", batch=1).values(PIECES) == values
+    assert Classifier(tmp_path, "cpu", batch=2).values(PIECES[::-1]) == values[::-1]
+    assert Classifier(tmp_path, "cpu").values([]) == []
 
 
 def test_several_labels_are_the_probability_of_the_last_or_of_the_one_called_positive(tmp_path: Path) -> None:
@@ -66,14 +69,6 @@ def test_several_labels_are_the_probability_of_the_last_or_of_the_one_called_pos
         odds = model(ids("ask good")).logits.softmax(dim=1)[0].tolist()
     assert Classifier(tmp_path / "last", "cpu").values(PIECES[:1]) == pytest.approx([odds[2]], abs=1e-4)
     assert Classifier(tmp_path / "named", "cpu").values(PIECES[:1]) == pytest.approx([odds[0]], abs=1e-4)
-
-
-def test_batches_and_order_do_not_matter(tmp_path: Path) -> None:
-    bert(tmp_path, num_labels=1)
-    together = Classifier(tmp_path, "cpu").values(PIECES)
-    assert Classifier(tmp_path, "cpu", batch=1).values(PIECES) == together
-    assert Classifier(tmp_path, "cpu", batch=2).values(PIECES[::-1]) == together[::-1]
-    assert Classifier(tmp_path, "cpu").values([]) == []
 
 
 def test_a_decoder_without_a_padding_token_is_read_at_the_end_of_each_text(tmp_path: Path) -> None:
@@ -145,26 +140,22 @@ def test_what_is_too_long_loses_its_beginning(tmp_path: Path) -> None:
     assert isinstance(Classifier(tmp_path, "cpu").values([Piece("", "")])[0], float)
 
 
-@pytest.mark.parametrize("what", ["nothing there", "no weights", "pickled weights", "damaged weights"])
-def test_a_model_that_does_not_load_is_unscored(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("what", ["nothing there", "no weights", "pickled weights", "damaged weights", "fails"])
+def test_a_model_that_does_not_load_or_fails_is_unscored(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if what != "nothing there":
         model = bert(tmp_path, num_labels=1)
+    if what.endswith("weights"):
         (tmp_path / "model.safetensors").unlink()
-        if what == "damaged weights":
-            (tmp_path / "model.safetensors").write_bytes(bytes(100))
-        if what == "pickled weights":
-            torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    if what == "damaged weights":
+        (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    if what == "pickled weights":
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(BertForSequenceClassification, "forward", lambda *_, **__: 1 / 0)
     for value in Classifier(tmp_path, "cpu").values(PIECES):
         assert isinstance(value, ScoringFailure)
-        assert "does not load" in str(value)
-
-
-def test_a_model_that_fails_is_unscored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bert(tmp_path, num_labels=1)
-    monkeypatch.setattr(BertForSequenceClassification, "forward", lambda *_, **__: 1 / 0)
-    [value] = Classifier(tmp_path, "cpu").values(PIECES[:1])
-    assert isinstance(value, ScoringFailure)
-    assert "ZeroDivisionError" in str(value)
+        assert ("ZeroDivisionError" if what == "fails" else "does not load") in str(value)
 
 
 def test_the_classifiers_files_are_part_of_what_hub_and_validator_agree_on(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kit.reward import IMPATIENT, LIMITS, is_running, naughty, one, until
+from kit.sandbox import needs_bubblewrap
 from shoal.environments import EnvironmentSettings, Score, Task, build
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
@@ -55,14 +56,12 @@ def limited(said: str) -> Score:
 def test_it_scores_as_the_environment_does_in_order_and_equal_jobs_alike() -> None:
     settings = EnvironmentSettings(name="sort")
     environment = build(settings)
-    tasks = [environment.tasks("train")[index] for index in range(40)]
-    jobs = [Job(task.id, said) for task in tasks for said in (task.answer, "nonsense", task.answer)] + [Job("?", "")]
+    said = [(task, text) for task in environment.tasks("train")[:40] for text in (task.answer, "nonsense", task.answer)]
+    jobs = [*(Job(task.id, text) for task, text in said), Job("?", "")]
     pool = ScoringPool(settings, environment)
     assert isinstance(pool, Scorer)
-    try:
+    with closing(pool):
         found, direct = pool.scores(jobs), DirectScorer(environment).scores(jobs)
-    finally:
-        pool.close()
     assert found[:-1] == direct[:-1]
     assert isinstance(found[-1], ScoringFailure)
     assert str(found[-1]) == str(direct[-1])
@@ -93,17 +92,15 @@ def test_exceeded_limit_scores_0_and_a_failure_of_the_machinery_is_unscored(
 def test_a_job_that_waits_without_end_is_unscored_for_a_busy_machine_looks_the_same(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=IMPATIENT) as pool:
         failure = one(pool, "sleep")
-        assert isinstance(failure, ScoringFailure)
-        assert not isinstance(failure, NotBegun)
+        assert type(failure) is ScoringFailure, "and not one that was not begun"
         assert "did not end within 1.5 s by the clock" in str(failure)
 
 
 @pytest.mark.slow
+@needs_bubblewrap
 def test_a_right_program_that_its_task_allows_more_time_than_the_pool_gets_it(tmp_path: Path) -> None:
-    tests = {"test_cases": [{"type": "stdin_stdout", "input": "2", "output": "5"}]}
-    rows = [
-        {"prompt": f"p{n}", "verification_info": json.dumps(tests), "task_type": "prime_rl_code"} for n in range(20)
-    ]
+    tests = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "2", "output": "5"}]})
+    rows = [{"prompt": f"p{n}", "verification_info": tests, "task_type": "prime_rl_code"} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = EnvironmentSettings(name="dataset", data=tmp_path / "rows.jsonl", scoring=LIMITS)
     environment = build(settings)
@@ -239,20 +236,18 @@ def test_all_together_have_a_deadline(tmp_path: Path) -> None:
     with naughty(tmp_path, patience=ScoringPatience(start_s=60, job_s=0.5, all_s=0.2)) as pool:
         one(pool, "fine")
         begun, left = pool.scores([Job("plain", "sleep"), Job("plain", "sleep:2")])
-        assert isinstance(begun, ScoringFailure)
-        assert not isinstance(begun, NotBegun)
-        assert isinstance(left, NotBegun)
-        assert "longer than 0.2 s in all: this was not begun" in str(left)
+    assert (type(begun), type(left)) == (ScoringFailure, NotBegun)
+    assert "longer than 0.2 s in all: this was not begun" in str(left)
 
 
-def test_what_was_not_begun_is_asked_again_until_all_is_settled(tmp_path: Path) -> None:
-    jobs, asked = [Job("plain", f"fine {n}") for n in range(3)], []
+def test_what_was_not_begun_is_asked_again_until_all_is_settled() -> None:
+    asked = []
 
     def one_at_a_time(given: Sequence[Job]) -> list[Score | ScoringFailure]:
         asked.append(len(given))
-        return [Score(float(given[0].completion[-1])), *([NotBegun("no time")] * (len(given) - 1))]
+        return [Score(float(given[0].completion)), *([NotBegun("no time")] * (len(given) - 1))]
 
-    assert settled(one_at_a_time, [*jobs, jobs[0]][:3]) == [Score(0.0), Score(1.0), Score(2.0)]
+    assert settled(one_at_a_time, [Job("plain", str(n)) for n in range(3)]) == [Score(0.0), Score(1.0), Score(2.0)]
     assert asked == [3, 2, 1]
 
 
@@ -263,21 +258,29 @@ def test_there_are_as_many_processes_as_cores_unless_it_is_said(monkeypatch: pyt
     assert process_count(ScoringSettings(processes=20)) == 20
 
 
-def test_a_stop_while_it_starts_leaves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, started = StopToken(), []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Processes that are started from now on; in their place an error, if there is one at the end of the list."""
+    made: list[Any] = []
     popen = subprocess.Popen
 
-    def remembered(*arguments: Any, **named: Any) -> subprocess.Popen[bytes]:
-        started.append(popen(*arguments, **named))
-        return started[-1]
+    def start(*arguments: Any, **named: Any) -> Any:
+        if made and isinstance(made[-1], Exception):
+            raise made.pop()
+        made.append(popen(*arguments, **named))
+        return made[-1]
 
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return made
+
+
+def test_a_stop_while_it_starts_leaves_nobody(tmp_path: Path, started: list[Any]) -> None:
+    stop = StopToken()
     with naughty(tmp_path, stop=stop) as pool:
-        monkeypatch.setattr(subprocess, "Popen", remembered)
         stop.set("SIGTERM")
         with pytest.raises(DeadlineExceeded, match="SIGTERM"):
             pool.start()
-    [child] = started
-    assert child.returncode == -signal.SIGKILL
+    assert [child.returncode for child in started] == [-signal.SIGKILL]
 
 
 def test_a_stop_ends_the_wait_and_leaves_nobody(tmp_path: Path) -> None:
@@ -372,9 +375,9 @@ def test_a_process_that_was_stopped_for_longer_than_its_child_has_loses_nothing(
         assert said.splitlines()[-1] == str([Score(1.0, {})])
 
 
-def first_life(what: str, completion: str = "") -> str:
+def first_life(folder: Path, what: str, completion: str = "") -> None:
     """A reward file whose first process does `what` at this completion; if it is empty, before it is ready."""
-    return f"""
+    (folder / "reward.py").write_text(f"""
 import os, time
 from pathlib import Path
 tasks = [{{"prompt": "p", "id": "plain", "split": "train"}}]
@@ -387,44 +390,41 @@ def score(prompt, completion, answer):
     except FileExistsError:
         return 1.0
     {what}
-"""
+""")
 
 
-def test_a_process_that_dies_before_it_is_ready_is_followed_by_another(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(first_life("os._exit(9)"))
-    with naughty(tmp_path) as pool:
-        assert one(pool, "fine") == Score(1.0, {})
+@pytest.mark.parametrize(
+    ("what", "at", "patience"),
+    [
+        ("os._exit(9)", "", ScoringPatience(start_s=60)),
+        ("time.sleep(0.5); os.kill(os.getpid(), 9)", "go", ScoringPatience(start_s=60, all_s=0.3)),
+    ],
+    ids=["it dies before it is ready", "somebody killed it, however late it is"],
+)
+def test_a_process_that_dies_is_followed_by_another(
+    tmp_path: Path, what: str, at: str, patience: ScoringPatience
+) -> None:
+    first_life(tmp_path, what, at)
+    with naughty(tmp_path, patience=patience) as pool:
+        assert [one(pool, said) for said in ("fine", at or "too")] == [Score(1.0, {})] * 2
     assert (tmp_path / "mark").exists()
 
 
 def test_the_jobs_of_a_process_that_is_never_ready_go_to_the_others(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(first_life("time.sleep(1000)"))
+    first_life(tmp_path, "time.sleep(1000)")
     two, jobs = LIMITS.model_copy(update={"processes": 2}), [Job("plain", f"fine {n}") for n in range(20)]
     with naughty(tmp_path, two, ScoringPatience(start_s=2.5)) as pool:
         pool.start()
         assert pool.scores(jobs) == [Score(1.0, {})] * 20
 
 
-def test_process_that_fails_to_start_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    popen, refused = subprocess.Popen, [OSError("no more processes"), OSError("no more processes")]
-
-    def flaky(*arguments: Any, **named: Any) -> subprocess.Popen[bytes]:
-        if refused:
-            raise refused.pop()
-        return popen(*arguments, **named)
-
+def test_process_that_fails_to_start_is_started_later(tmp_path: Path, started: list[Any]) -> None:
     with naughty(tmp_path) as pool:
-        monkeypatch.setattr(subprocess, "Popen", flaky)
+        started += [OSError("no more processes")] * 2
         pool.start()
-        assert (pool.pids, one(pool, "fine"), refused) == ([], Score(1.0, {}), [])
-
-
-def test_a_job_whose_process_somebody_killed_is_tried_again_however_late_it_is(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(first_life("time.sleep(0.5); os.kill(os.getpid(), 9)", "go"))
-    with naughty(tmp_path, patience=ScoringPatience(start_s=60, all_s=0.3)) as pool:
+        assert pool.pids == []
         assert one(pool, "fine") == Score(1.0, {})
-        assert one(pool, "go") == Score(1.0, {})
-    assert (tmp_path / "mark").exists()
+        assert len(started) == 1
 
 
 def test_keys_are_not_for_reward_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +441,7 @@ def test_keys_are_not_for_reward_functions(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Strict:
-    """Needs too much memory for those that speak of elephants."""
+    """Needs too much memory for those that speak of elephants. The task "long" may take a minute of its own."""
 
     name = "strict"
     digest = "5" * 64
@@ -450,53 +450,32 @@ class Strict:
         return []
 
     def task(self, task_id: str) -> Task:
-        if task_id != "t":
+        if task_id == "unknown":
             raise EnvironmentSetupError("no such task")
-        return Task("t", "p", "a")
+        tests = {"test_cases": [{"type": "stdin_stdout", "input": "", "output": "5"}], "limits": {"cpu_s": 60}}
+        return Task("t", "p", "a") if task_id == "t" else Task("t", "p", json.dumps(tests), kind="code")
 
     def score(self, task: Task, completion: str) -> Score:
         if "elephant" in completion:
             raise ScoringFailure("it raised") from MemoryError()
-        if "zero" in completion:
-            return Score(1 / 0)
-        return Score(1, {"whole": 1}, "fine")
+        return Score(1 / 0) if "zero" in completion else Score(1, {"whole": 1}, "fine")
 
 
-def asked(completion: str, task: str = "t") -> JobAnswer:
-    return _answer(Strict(), task, completion, 10.0, -1)
-
-
-def test_a_job_is_a_score_a_failure_or_too_much() -> None:
-    assert asked("x") == JobAnswer(1.0, {"whole": 1.0}, b"fine")
-    assert asked("elephant") == JobAnswer(needs_memory=True)
-    assert asked("zero").failure == "scoring raised ZeroDivisionError: division by zero"
-    assert "does not know the task" in (asked("x", "u").failure or "")
-
-
-class Programs(Strict):
-    """One task whose program may take a minute of processor time."""
-
-    def task(self, task_id: str) -> Task:
-        tests = {"test_cases": [{"type": "stdin_stdout", "input": "", "output": "5"}], "limits": {"cpu_s": 60}}
-        return Task("t", "p", json.dumps(tests), kind="code")
-
-
-def test_a_task_with_limits_of_its_own_says_so_before_it_is_scored() -> None:
+def test_a_job_is_a_score_a_failure_or_too_much_and_says_first_what_its_task_allows() -> None:
     source, sink = os.pipe()
-    answer = _answer(Programs(), "t", "x", 10.0, sink)
+    answers = [_answer(Strict(), "t", said, 10.0, sink) for said in ("x", "elephant", "zero")]
+    assert answers[:2] == [JobAnswer(1.0, {"whole": 1.0}, b"fine"), JobAnswer(needs_memory=True)]
+    assert answers[2].failure == "scoring raised ZeroDivisionError: division by zero"
+    assert "does not know the task" in (_answer(Strict(), "unknown", "x", 10.0, sink).failure or "")
+    assert _answer(Strict(), "long", "x", 10.0, sink).value == 1.0
     channel = Channel(source, sink, StopToken())
     said = channel.receive(5)
     assert isinstance(said, Allows)
     assert said.seconds >= 4 * 60
-    assert answer.value == 1.0
-    assert _answer(Strict(), "t", "x", 10.0, sink).value == 1.0
     with pytest.raises(TimeoutError):  # other tasks say nothing
         channel.receive(0.01)
     os.close(source)
     os.close(sink)
-
-
-def test_the_digest_that_a_child_must_have_is_that_of_the_scoring_alone() -> None:
     settings = EnvironmentSettings(scoring=ScoringSettings(seconds=3))
     assert core_digest(build(settings)) == core_digest(build(EnvironmentSettings())) != build(settings).digest
 

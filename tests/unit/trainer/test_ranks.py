@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import trainer_stubs as stubs
 from safetensors.torch import save_file
-from torch import Tensor
 from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, tiny_loaded, training_run
 
 from shoal.cli.main import main
@@ -30,10 +28,6 @@ def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings = 
     assert [code for code, _said in ended] == [0] * world, "\n".join(said for _code, said in ended)
 
 
-def newest(folder: Path) -> StoredCheckpoint:
-    return stubs.stored_in(folder / "trainer" / "checkpoints")
-
-
 def alone(folder: Path, steps: int, settings: TrainerSettings = SHARED) -> StoredCheckpoint:
     """One process, from wherever the folder stands."""
     hub = FakeHub(steps)
@@ -44,7 +38,7 @@ def alone(folder: Path, steps: int, settings: TrainerSettings = SHARED) -> Store
     made = new_learner(loaded.model, settings)
     run, _ = training_run(folder, hub, settings, learner=made, files=dict(loaded.files))
     run.run()
-    return newest(folder)
+    return stubs.stored_in(folder / "trainer" / "checkpoints")
 
 
 def difference(left: StoredCheckpoint, right: StoredCheckpoint, file: str = MODEL) -> float:
@@ -60,18 +54,14 @@ def distance(left: StoredCheckpoint, right: StoredCheckpoint) -> float:
     return sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in theirs) ** 0.5
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "trainer" / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     """Three steps with clipped gradients and tied embeddings; then one process goes on where the two have ended."""
     torch.set_num_threads(1)
     run_ranks(tmp_path / "two", 2, steps=3)
-    stored, expected = newest(tmp_path / "two"), alone(tmp_path / "one", steps=3)
+    stored, expected = stubs.stored_in(tmp_path / "two/trainer/checkpoints"), alone(tmp_path / "one", steps=3)
     assert difference(stored, expected) < 2e-6
     assert difference(stored, expected, TRAINING) < 2e-6
-    for ours, theirs in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
+    for ours, theirs in zip(stubs.rows_of(tmp_path / "two"), stubs.rows_of(tmp_path / "one"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
         assert ours["grad_norm"] > SHARED.grad_clip, "otherwise nothing is clipped"
@@ -112,7 +102,7 @@ def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, 
     torch.set_num_threads(1)
     settings = TrainerSettings.model_validate({**SHARED.model_dump(), **changes})
     run_ranks(tmp_path / "two", 2, 3, settings)
-    two, one = newest(tmp_path / "two"), alone(tmp_path / "one", 3, settings)
+    two, one = stubs.stored_in(tmp_path / "two/trainer/checkpoints"), alone(tmp_path / "one", 3, settings)
     rounds = settings.memory.precision == "bfloat16"
     wide = settings.model_copy(update={"memory": settings.memory.model_copy(update={"precision": "float32"})})
 
@@ -124,7 +114,7 @@ def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, 
             assert difference(ours, theirs) < limit
 
     check(two, one, 2e-6, 3)
-    for ours, theirs in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
+    for ours, theirs in zip(stubs.rows_of(tmp_path / "two"), stubs.rows_of(tmp_path / "one"), strict=True):
         assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-2 if rounds else 1e-5)
         assert ours["padding_fraction"] == 0
     stored, expected = alone(tmp_path / "two", 4, settings), alone(tmp_path / "one", 4, settings)
@@ -136,29 +126,22 @@ def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, 
         assert all(torch.equal(stored.tensors()[name], start[name]) for name in frozen), "the base stays as it was"
 
 
-FILE = "training.safetensors"
-
-
-def tensors(count: int) -> dict[str, Tensor]:
-    return {f"w{number}": torch.full((2, 3), number, dtype=torch.bfloat16) for number in range(count)}
-
-
 def test_rows_of_a_tensor_are_read_alone(tmp_path: Path) -> None:
     value = torch.arange(15.0).reshape(5, 3)
-    save_file({"weight": value}, tmp_path / FILE)
-    [(name, shape, read)] = read_tensors(tmp_path, FILE)
+    save_file({"weight": value}, tmp_path / TRAINING)
+    [(name, shape, read)] = read_tensors(tmp_path, TRAINING)
     assert (name, shape) == ("weight", (5, 3))
     for world in range(1, 7):
         assert torch.equal(torch.cat([read(rows_of(5, rank, world)) for rank in range(world)]), value)
 
 
 def test_parts_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
-    save_file(tensors(2), tmp_path / part_name(FILE, 0, 2))
+    save_file({"w": torch.ones(2, 3)}, tmp_path / part_name(TRAINING, 0, 2))
     with pytest.raises(CheckpointError, match=r"of training\.safetensors there are the parts"):
-        list(read_tensors(tmp_path, FILE))
-    (tmp_path / part_name(FILE, 1, 2)).write_bytes(b"no safetensors")
+        list(read_tensors(tmp_path, TRAINING))
+    (tmp_path / part_name(TRAINING, 1, 2)).write_bytes(b"no safetensors")
     with pytest.raises(CheckpointError, match="is not a part of a checkpoint"):
-        list(read_tensors(tmp_path, FILE))
+        list(read_tensors(tmp_path, TRAINING))
 
 
 @pytest.mark.parametrize(

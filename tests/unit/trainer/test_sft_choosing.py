@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -27,49 +28,48 @@ HI = {"role": "user", "content": "hi"}
 HO = {"role": "assistant", "content": "ho"}
 
 
+LOST = ("tool_calls", "function_call", "reasoning_content")
+
+
+def put_together(*messages: dict[str, Any]) -> str:
+    return json.dumps({"messages": messages})
+
+
 def reasons(outcome: Any) -> dict[int, str]:
     return {row: f"{by}: {reason}" for row, (by, reason) in outcome.left_out.items()}
 
 
 def test_rows_that_are_no_demonstrations_are_counted_by_number(tmp_path: Path) -> None:
-    rows: list[Any] = [
-        {"messages": [HI, HO]},
-        "{nonsense",
-        {"messages": [HI]},
-        {"messages": [HI, HI, HO]},
-        {"messages": [HI, {"role": "assistant", "content": " "}]},
-        {"messages": [HI, {**HO, "reasoning_content": "so"}]},
-        {"messages": None},
-        {"messages": [{**HI, "content": "hey"}, HO, HI]},
-    ]
-    corpus, outcome = chosen(tmp_path, rows, files=chat_files())
-    assert outcome.kept == [0, 7]
-    assert len(corpus) == 2
-    said = reasons(outcome)
-    assert said[1].startswith("readable: the line is no JSON object")
-    assert said[2] == "readable: messages has no turn of the assistant: there is nothing to train on"
-    assert said[3] == "readable: message 1 is of the role user, not assistant: turns must alternate"
-    assert said[4] == "readable: the content of message 1 is empty"
-    assert "reasoning_content, which would be lost" in said[5]
-    assert said[6] == "readable: messages is missing"
+    rows: dict[Any, str] = {
+        "{nonsense": "the line is no JSON object",
+        put_together(HI): "messages has no turn of the assistant: there is nothing to train on",
+        put_together(HI, HI, HO): "message 1 is of the role user, not assistant: turns must alternate",
+        put_together(HI, {**HO, "content": " "}): "the content of message 1 is empty",
+        '{"messages": null}': "messages is missing",
+        **{put_together(HI, {**HO, key: [{"name": "f"}]}): f"a message has {key}, which would be lost" for key in LOST},
+    }
+    good = [put_together(HI, HO), put_together({**HI, "content": "hey"}, HO, HI)]
+    corpus, outcome = chosen(tmp_path, [good[0], *rows, good[1]], files=chat_files())
+    assert (outcome.kept, len(corpus)) == ([0, len(rows) + 1], 2)
+    for number, said in enumerate(rows.values(), 1):
+        assert reasons(outcome)[number].startswith(f"readable: {said}")
+    prompt = [HI, {**HO, LOST[0]: [{"name": "f"}]}, HI]
+    _, outcome = chosen(tmp_path, [sort_row("21"), {"prompt": prompt, "completion": "12"}])
+    assert list(outcome.left_out) == [1]
 
 
 def test_several_files_of_several_kinds_are_one(tmp_path: Path) -> None:
-    lines = put(tmp_path / "a.jsonl", [sort_row("31", task="t/0"), sort_row("21")])
+    before = [HI, HO, {"role": "user", "content": "and?"}]
+    lines = put(tmp_path / "a.jsonl", [sort_row("31", task="t/0"), {"prompt": before, "completion": "so"}])
     pq.write_table(pa.Table.from_pylist([sort_row("54", task="t/2")]), tmp_path / "b.parquet")
     data = Demonstrations([lines, tmp_path / "b.parquet"])
-    found = list(data.read())
-    assert [each.row for each in found if isinstance(each, Demonstration)] == [0, 1, 2]
-    assert [each.task for each in found if isinstance(each, Demonstration)] == ["t/0", "", "t/2"]
+    said = (("user", "hi"), ("assistant", "ho"), ("user", "and?"), ("assistant", "so"))
+    assert list(data.read()) == [
+        Demonstration(0, (("user", "31="), ("assistant", "13")), 1, task="t/0"),
+        Demonstration(1, said, given=3),  # only the end of a conversation is learnt
+        Demonstration(2, (("user", "54="), ("assistant", "45")), 1, task="t/2"),
+    ]
     assert [data.where(row) for row in range(3)] == ["a.jsonl line 1", "a.jsonl line 2", "b.parquet row 0"]
-
-
-def test_a_prompt_may_be_a_conversation_of_which_only_the_end_is_learnt(tmp_path: Path) -> None:
-    before = [HI, HO, {"role": "user", "content": "and?"}]
-    found = next(Demonstrations([put(tmp_path / "a.jsonl", [{"prompt": before, "completion": "so"}])]).read())
-    assert found == Demonstration(
-        0, (("user", "hi"), ("assistant", "ho"), ("user", "and?"), ("assistant", "so")), given=3
-    )
 
 
 @pytest.mark.parametrize(
@@ -87,99 +87,53 @@ def test_form(tmp_path: Path, wanted: str, good: str, bad: str) -> None:
     assert reasons(outcome) == {1: f"form: no {wanted} in it"}
 
 
-def test_held_out_tasks_of_a_generator(tmp_path: Path) -> None:
-    sort = build(EnvironmentSettings(name="sort"))
-    held_out, train = sort.tasks("held_out")[0], sort.tasks("train")[0]
-    rows = [{"prompt": task.prompt, "completion": task.answer} for task in (train, held_out)]
-    _, outcome = chosen(tmp_path, rows, asking=Asking(sort))
-    assert reasons(outcome) == {1: "held out: the environment holds this task out"}
-
-
 class Failing(DirectScorer):
     """Scores all but what says `fail`."""
 
     def scores(self, jobs: Sequence[Any]) -> list[Any]:
-        found = super().scores(jobs)
-        return [
-            ScoringFailure("broken") if job.completion == "fail" else each
-            for job, each in zip(jobs, found, strict=True)
-        ]
+        broken = ScoringFailure("broken")
+        return [broken if job.completion == "fail" else super(Failing, self).scores([job])[0] for job in jobs]
 
 
 def test_verified_by_the_environment(tmp_path: Path) -> None:
     sort = build(EnvironmentSettings(name="sort", options={"min_digits": 3, "max_digits": 4}))
-    tasks = [sort.tasks("train")[index] for index in range(4)]
-    rows = [
-        {"prompt": tasks[0].prompt, "completion": tasks[0].answer, "task": tasks[0].id},
-        {"prompt": tasks[1].prompt, "completion": "wrong", "task": tasks[1].id},
-        {"prompt": tasks[2].prompt, "completion": "fail", "task": tasks[2].id},
-        {"prompt": "another=", "completion": tasks[3].answer, "task": tasks[3].id},
-        {"prompt": tasks[3].prompt, "completion": tasks[3].answer, "task": "sort/nowhere"},
-    ]
-    _, outcome = chosen(tmp_path, rows, asking=Asking(sort, Failing(sort)), verify=True)
-    assert reasons(outcome) == {
-        1: "verified: its reward is below 1",
-        2: "verified: could not be scored: broken",
-        3: "verified: it names no task of the environment that asks this",
-        4: "verified: it names no task of the environment that asks this",
+    tasks, held_out, unknown = sort.tasks("train")[:4], sort.tasks("held_out")[0], "it names no task of the environment"
+    rows = {
+        (tasks[0].prompt, tasks[0].answer, tasks[0].id): "",
+        (tasks[1].prompt, "wrong", tasks[1].id): "verified: its reward is below 1",
+        (tasks[2].prompt, "fail", tasks[2].id): "verified: could not be scored: broken",
+        ("another=", tasks[3].answer, tasks[3].id): f"verified: {unknown} that asks this",
+        (tasks[3].prompt, tasks[3].answer, "sort/nowhere"): f"verified: {unknown} that asks this",
+        (held_out.prompt, held_out.answer, held_out.id): "held out: the environment holds this task out",
     }
-
-
-class Longest:
-    """A judge that likes what is long."""
-
-    def prepare(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
-        return [ScoringFailure("no") if piece.completion == "?" else float(len(piece.completion)) for piece in pieces]
+    given = [{"prompt": prompt, "completion": said, "task": task} for prompt, said, task in rows]
+    _, outcome = chosen(tmp_path, given, asking=Asking(sort, Failing(sort)), verify=True)
+    assert reasons(outcome) == {number: why for number, why in enumerate(rows.values()) if why}
 
 
 def test_the_best_by_rank(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": prompt, "completion": text}
-        for prompt, text in [("a", "x"), ("a", "xxx"), ("a", "xxx."), ("b", "y"), ("b", "yy"), ("b", "?")]
-    ]
-    corpus, outcome = chosen(tmp_path, rows, judge=Longest(), best=0.4)
+    def longest(pieces: Sequence[Piece]) -> list[Any]:
+        return [ScoringFailure("no") if piece.completion == "?" else float(len(piece.completion)) for piece in pieces]
+
+    pairs = [("a", "x"), ("a", "xxx"), ("a", "xxx."), ("b", "y"), ("b", "yy"), ("b", "?")]
+    rows = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
+    corpus, outcome = chosen(tmp_path, rows, judge=SimpleNamespace(values=longest), best=0.4)
     assert outcome.kept == [1, 2]
     assert [by for by, _ in outcome.left_out.values()] == ["rank"] * 4
     assert reasons(outcome)[5].startswith("rank: could not be judged")
     assert [corpus.sample(number).trained for number in range(len(corpus))] == [4, 5]
 
 
-def test_filters_see_only_what_those_before_have_kept(tmp_path: Path) -> None:
-    rows = [sort_row("7654321"), sort_row("7654321"), sort_row("21"), sort_row("21")]
+def test_the_table_and_that_filters_see_only_what_those_before_have_kept(tmp_path: Path) -> None:
+    rows: list[Any] = [sort_row("21"), "{", sort_row("7654321"), sort_row("7654321"), sort_row("21")]
     _, outcome = chosen(tmp_path, rows, max_tokens=9)
-    assert [by for _, (by, _) in sorted(outcome.left_out.items())] == ["length", "length", "duplicates"]
-
-
-def test_the_table(tmp_path: Path) -> None:
-    rows: list[Any] = [sort_row("21"), "{", sort_row("7654321"), sort_row("21")]
-    _, outcome = chosen(tmp_path, rows, max_tokens=9)
-    read, *by_filter, kept = outcome.lines()
-    assert (read.split(), kept.split()) == (["read", "4"], ["kept", "1"])
-    assert by_filter[0].startswith(
-        "  - readable            1   e.g. row 1 (demos.jsonl line 2): the line is no JSON object"
-    )
-    assert by_filter[1:] == [
-        "  - length              1   e.g. row 2 (demos.jsonl line 3): more than 9 tokens",
-        "  - duplicates          1   e.g. row 3 (demos.jsonl line 4): the same as row 0",
+    read, unread, *by_filter, kept = outcome.lines()
+    assert (read.split(), kept.split()) == (["read", "5"], ["kept", "1"])
+    assert unread.startswith("  - readable            1   e.g. row 1 (demos.jsonl line 2): the line is no JSON object")
+    assert by_filter == [
+        "  - length              2   e.g. row 2 (demos.jsonl line 3): more than 9 tokens",
+        "  - duplicates          1   e.g. row 4 (demos.jsonl line 5): the same as row 0",
     ]
-
-
-def test_samples_of_the_corpus_are_the_tokens_that_were_encoded(tmp_path: Path) -> None:
-    turns = [HI, HO, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "so"}]
-    corpus, _ = chosen(tmp_path, [{"messages": turns}, {"messages": [HI, HO]}], files=chat_files())
-    encoder = Encoder(chat_files(), PromptSettings(), "messages")
-    said = tuple((turn["role"], turn["content"]) for turn in turns)
-    (expected,) = encoder.encode(Demonstration(0, said))
-    sample = corpus.sample(0)
-    assert np.array_equal(np.concatenate([sample.prompt_ids, sample.token_ids]), expected.ids)
-    assert np.array_equal(sample.drawn, expected.trained[len(sample.prompt_ids) :])
-    assert bool(sample.drawn[0])
-    assert sample.advantage == 1.0
-    assert len(corpus) == 2
 
 
 def talk(*texts: str, system: str = "") -> dict[str, Any]:
@@ -187,11 +141,6 @@ def talk(*texts: str, system: str = "") -> dict[str, Any]:
     roles = ("user", "assistant")
     said = [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
     return {"messages": [*([{"role": "system", "content": system}] if system else []), *said]}
-
-
-def gone(tmp: Path, rows: list[dict[str, Any]], **choice: Any) -> list[int]:
-    """The rows that are left out."""
-    return sorted(chosen(tmp, rows, files=chat_files(), **choice)[1].left_out)
 
 
 def asked(*prompts: str) -> list[dict[str, Any]]:
@@ -213,20 +162,7 @@ def after(role: str) -> dict[str, Any]:
     ],
 )
 def test_what_tells_demonstrations_apart(tmp_path: Path, rows: list[dict[str, Any]], left_out: list[int]) -> None:
-    assert gone(tmp_path, rows) == left_out
-
-
-@pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content"])
-def test_calls_of_tools_are_not_lost_without_a_word(tmp_path: Path, key: str) -> None:
-    called = talk("t", "y")
-    called["messages"][1][key] = [{"name": "f"}]
-    _, outcome = chosen(tmp_path, [talk("a", "b"), called], files=chat_files())
-    [(row, (by, reason))] = outcome.left_out.items()
-    assert (row, by) == (1, "readable")
-    assert f"{key}, which would be lost" in reason
-    prompt = [*called["messages"], {"role": "user", "content": "so?"}]
-    _, outcome = chosen(tmp_path, [sort_row("21"), {"prompt": prompt, "completion": "12"}])
-    assert list(outcome.left_out) == [1]
+    assert sorted(chosen(tmp_path, rows, files=chat_files())[1].left_out) == left_out
 
 
 def test_files_without_a_layout_or_of_two_are_refused_by_name(tmp_path: Path) -> None:
@@ -253,7 +189,7 @@ def test_a_held_out_question_in_any_turn_is_left_out(tmp_path: Path) -> None:
         talk("hi", "hello", asked.upper(), "7"),
         talk("hi", "hello", trained, "7"),
     ]
-    assert gone(tmp_path, rows, asking=Asking(data)) == [0, 1, 2]
+    assert sorted(chosen(tmp_path, rows, files=chat_files(), asking=Asking(data))[1].left_out) == [0, 1, 2]
 
 
 def test_conversations_that_begin_with_one_question_are_on_one_side(tmp_path: Path) -> None:
@@ -282,24 +218,17 @@ def learnt(sequence: Tokens) -> list[int]:
     ]
 
 
-def test_one_turn_by_hand() -> None:
-    (found,) = encode(("system", "S"), ("user", "2+2?"), ("assistant", "4!"))
-    read = [SYS, *spelt("S"), END, USER, *spelt("2+2?"), END, BOT]
-    assert found.ids.tolist() == [*read, *spelt("4!"), END]
-    assert found.trained.tolist() == [False] * len(read) + [True] * 3
-
-
-def test_every_turn_of_a_conversation_is_learnt_in_one_sequence() -> None:
-    (found,) = encode(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
-    assert found.ids.tolist() == [
-        USER, *spelt("a"), END, BOT, *spelt("b"), END, USER, *spelt("c"), END, BOT, *spelt("d"), END,
-    ]  # fmt: skip
-    assert learnt(found) == [*spelt("b"), END, *spelt("d"), END]
-
-
-def test_turns_before_the_given_ones_are_only_read() -> None:
-    (found,) = encode(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), given=3)
-    assert learnt(found) == [*spelt("d"), END]
+def test_every_turn_of_a_conversation_is_learnt_in_one_sequence_but_those_that_are_given() -> None:
+    said = ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d!")
+    (found,), (last,) = encode(*said), encode(*said, given=4)
+    first = [SYS, *spelt("S"), END, USER, *spelt("a"), END, BOT]
+    assert found.ids.tolist() == [*first, *spelt("b"), END, USER, *spelt("c"), END, BOT, *spelt("d!"), END]
+    assert found.ids.tolist() == last.ids.tolist()
+    assert found.trained.tolist()[: len(first) + 2] == [False] * len(first) + [True] * 2
+    assert learnt(found) == [*spelt("b"), END, *spelt("d!"), END]
+    assert learnt(last) == [*spelt("d!"), END]
+    with pytest.raises(UnusableTask, match="the model's chat template refuses the prompt"):
+        encode(*said, template="{{ raise_exception('no') }}")
 
 
 def test_a_template_that_forgets_thinking_gives_each_turn_its_own_sequence() -> None:
@@ -356,11 +285,6 @@ def test_an_answer_that_the_prompt_has_begun_is_not_begun_twice() -> None:
     (by_template,) = encode(("user", "a"), ("assistant", "<think>\nb</think>c"), template=begun)
     assert learnt(by_template) == [*spelt("b</think>c"), END]
     assert by_template.ids.tolist().count(think) == 1
-
-
-def test_a_template_that_refuses_makes_the_row_unusable() -> None:
-    with pytest.raises(UnusableTask, match="the model's chat template refuses the prompt"):
-        encode(("user", "a"), ("assistant", "b"), template="{{ raise_exception('no') }}")
 
 
 def test_prompt_and_completion_without_a_template_are_their_texts() -> None:

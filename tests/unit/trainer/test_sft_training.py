@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,15 @@ from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.settings import TrainerSettings
 
 
-def table(course: Course, questions: list[int]) -> tuple[list[list[int]], list[int]]:
+def table(course: Course, questions: Iterable[int]) -> tuple[list[list[int]], list[int]]:
     """The batches, and what is kept for validation."""
-    found, aside = course.timetable(np.array(questions, np.int64))
+    found, aside = course.timetable(np.array([*questions], np.int64))
     return [batch.tolist() for batch in found], aside.tolist()
-
-
-def batches(course: Course, count: int) -> list[list[int]]:
-    return table(course, list(range(count)))[0]
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 3), st.integers(0, 5))
 def test_every_epoch_has_every_sequence_once(count: int, size: int, epochs: int, seed: int) -> None:
-    found = batches(Course(epochs=epochs, batch=size, seed=seed, validation=0), count)
+    found = table(Course(epochs=epochs, batch=size, seed=seed, validation=0), range(count))[0]
     per_epoch = -(-count // size)
     assert len(found) == epochs * per_epoch
     for epoch in range(epochs):
@@ -51,24 +48,17 @@ def test_every_epoch_has_every_sequence_once(count: int, size: int, epochs: int,
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_the_order_is_the_seeds_and_the_epochs() -> None:
+def test_the_order_is_the_seeds_and_the_epochs_and_steps_end_it_or_let_it_go_on() -> None:
     course = Course(epochs=2, batch=4, validation=0)
-    first = batches(course, 8)
-    assert first == batches(course, 8)
+    first, again, other, short, longer = (
+        table(replace(course, **change), range(8))[0] for change in ({}, {}, {"seed": 1}, {"steps": 1}, {"steps": 5})
+    )
+    assert first == again != other
     assert first[:2] != first[2:]
-    assert first != batches(replace(course, seed=1), 8)
-    assert first[0] == PINNED  # the same on every machine and in every version
-
-
-PINNED = [0, 2, 1, 5]
-
-
-def test_steps_end_it_or_let_it_go_on() -> None:
-    course = Course(epochs=1, batch=4, validation=0)
-    assert len(batches(replace(course, steps=1), 8)) == 1
-    longer = batches(replace(course, steps=5), 8)
-    assert len(longer) == 5
-    assert longer[:2] == batches(course, 8)
+    assert first[0] == [0, 2, 1, 5]  # the same on every machine and in every version
+    assert (short, len(longer), longer[:4]) == (first[:1], 5, first)
+    assert [round(Course().rate_factor(step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
+    assert Course().rate_factor(0, 1, 5) == 1
 
 
 def test_validation_takes_whole_questions_and_is_never_trained_on() -> None:
@@ -78,11 +68,6 @@ def test_validation_takes_whole_questions_and_is_never_trained_on() -> None:
     assert aside == [0, 1, 2, 3, 4]  # five: both answers to question 5
     assert {number for batch in found for number in batch} == {5, 6, 7}
     assert [len(table(Course(), list(range(count)))[1]) for count in (100, 10_000, 19)] == [5, 256, 0]
-
-
-def test_decay_by_hand() -> None:
-    assert [round(Course().rate_factor(step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
-    assert Course().rate_factor(0, 1, 5) == 1
 
 
 SETTINGS = TrainerSettings(
@@ -114,6 +99,8 @@ def mean_loss(learner: Learner, corpus: Corpus, numbers: list[int]) -> float:
     total, count = 0.0, 0
     for number in numbers:
         sample = corpus.sample(number)
+        assert bool(sample.drawn[0]), "a prompt is what comes before the first token that is trained on"
+        assert sample.advantage == 1.0
         ids = np.concatenate([sample.prompt_ids, sample.token_ids])
         with torch.no_grad():
             logits = learner.model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
@@ -123,8 +110,8 @@ def mean_loss(learner: Learner, corpus: Corpus, numbers: list[int]) -> float:
     return total / count
 
 
-def rows(of: WarmStart) -> list[dict[str, float]]:
-    return MetricsLog(of.folder / "metrics.jsonl").rows()
+def rows(tmp: Path, name: str = "work") -> list[dict[str, float]]:
+    return MetricsLog(tmp / name / "metrics.jsonl").rows()
 
 
 def test_it_learns_and_its_numbers_are_those_by_hand(tmp_path: Path, corpus: Corpus) -> None:
@@ -134,7 +121,7 @@ def test_it_learns_and_its_numbers_are_those_by_hand(tmp_path: Path, corpus: Cor
     told: list[tuple[int, int]] = []
     assert run.run(lambda done, steps, _note: told.append((done, steps)))
     assert told == [(done, 6) for done in range(7)]
-    found = rows(run)
+    found = rows(tmp_path)
     assert [found[0]["loss"], found[0][VALIDATION]] == pytest.approx(expected, rel=1e-4)
     assert found[-1][VALIDATION] == pytest.approx(mean_loss(run.learner, corpus, validation), rel=1e-4)
     assert found[-1][VALIDATION] < 0.95 * found[0][VALIDATION]
@@ -183,9 +170,8 @@ def test_stopped_or_killed_it_goes_on_bit_for_bit(tmp_path: Path, corpus: Corpus
     assert resumed.run()
     assert same(weights(resumed.learner), weights(whole.learner))
     kept = ("step", "loss", VALIDATION, "grad_norm", "learning_rate")
-    assert [[row.get(name) for name in kept] for row in rows(resumed)] == [
-        [row.get(name) for name in kept] for row in rows(whole)
-    ]
+    both = [[[row.get(each) for each in kept] for row in rows(tmp_path, name)] for name in ("stopped", "whole")]
+    assert both[0] == both[1]
 
 
 def test_checkpoints_of_another_warm_start_are_refused(tmp_path: Path, corpus: Corpus) -> None:
@@ -202,10 +188,6 @@ def settings(**values: Any) -> TrainerSettings:
 def warm_start(tmp: Path, corpus: Corpus, with_: TrainerSettings, steps: int) -> WarmStart:
     course = Course(batch=8, validation=0, steps=steps)
     return warm(tmp, corpus, settings=with_, course=course, out=tmp / "out")
-
-
-def written(tmp: Path) -> list[dict[str, float]]:
-    return MetricsLog(tmp / "work" / "metrics.jsonl").rows()
 
 
 def saved(tmp: Path) -> list[int]:
@@ -244,7 +226,7 @@ def test_an_only_step_that_destroys_the_model_is_no_success(
     assert said in message
     assert "lower trainer.learning_rate" in message
     assert saved(tmp_path) == []
-    assert any(name.startswith("alarm_") for name in written(tmp_path)[0])
+    assert any(name.startswith("alarm_") for name in rows(tmp_path)[0])
     again = warm_start(tmp_path, corpus, settings(learning_rate=rate), steps=1)
     assert diverges(tmp_path, again) == message, "and so it is when it is started again"
 
@@ -256,7 +238,7 @@ def test_a_last_step_that_destroys_what_was_learnt_leaves_the_checkpoint_before_
     ruin_at(run, monkeypatch, 2, 10.0)
     assert "after step 2, the last: " in diverges(tmp_path, run)
     assert saved(tmp_path) == [1, 2]
-    assert written(tmp_path)[2]["alarm_divergence"] > 3
+    assert rows(tmp_path)[2]["alarm_divergence"] > 3
 
 
 def test_what_an_earlier_step_destroyed_is_seen_as_well(
@@ -268,12 +250,19 @@ def test_what_an_earlier_step_destroyed_is_seen_as_well(
     assert "There is no checkpoint from before it began" in diverges(tmp_path, run), "nobody knows which one is good"
 
 
-@pytest.mark.parametrize("react", ["warn", "off"])
-def test_a_guard_that_does_not_stop_lets_it_out(tmp_path: Path, corpus: Corpus, react: str) -> None:
-    with_ = settings(learning_rate=10.0, guards={"divergence": {"react": react}})
-    assert warm_start(tmp_path, corpus, with_, steps=1).run()
+@pytest.mark.parametrize("react", ["warn", "off", ""])
+def test_a_guard_that_does_not_stop_lets_it_out_and_a_sound_end_is_in_the_rows(
+    tmp_path: Path, corpus: Corpus, react: str
+) -> None:
+    guarded = {"learning_rate": 10.0, "guards": {"divergence": {"react": react}}} if react else {"learning_rate": 1e-3}
+    assert warm_start(tmp_path, corpus, settings(**guarded), steps=2).run()
     assert (tmp_path / "out").exists()
-    assert ("alarm_divergence" in written(tmp_path)[0]) == (react == "warn")
+    first, last_step, end = rows(tmp_path)
+    assert ("alarm_divergence" in last_step) == (react == "warn")
+    assert (end["step"], saved(tmp_path)) == (2, [1, 2])
+    if not react:
+        assert end[LAST_BATCH] < last_step["loss"] < first["loss"]
+        assert not any(name.startswith("alarm_") for name in end)
 
 
 def test_a_version_that_was_saved_unjudged_is_judged_by_a_resume(tmp_path: Path, corpus: Corpus) -> None:
@@ -287,12 +276,3 @@ def test_a_version_that_was_saved_unjudged_is_judged_by_a_resume(tmp_path: Path,
     message = diverges(tmp_path, warm_start(tmp_path, corpus, settings(learning_rate=10.0), steps=1))
     assert "higher than that of the first step" in message
     assert "There is no checkpoint from before it began" in message, "version 1 is the one that is refused"
-
-
-def test_a_sound_end_is_in_the_rows_and_in_a_checkpoint(tmp_path: Path, corpus: Corpus) -> None:
-    assert warm_start(tmp_path, corpus, settings(learning_rate=1e-3), steps=2).run()
-    first, last_step, end = written(tmp_path)
-    assert end["step"] == 2
-    assert end[LAST_BATCH] < last_step["loss"] < first["loss"]
-    assert not any(name.startswith("alarm_") for name in end)
-    assert saved(tmp_path) == [1, 2]

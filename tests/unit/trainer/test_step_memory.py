@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainer_stubs import SETTINGS, FakeHub, gradients, learner, same, tiny_files, tiny_model, training_run
+from trainer_stubs import SETTINGS, FakeHub, gradients, learner, rows_of, same, tiny_model, training_run
 
 from shoal.errors import CheckpointError, ModelError
 from shoal.models import logprobs
@@ -21,7 +21,7 @@ from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_t
 from shoal.runtime.stop import StopToken
 from shoal.trainer import memory
 from shoal.trainer.checkpoint import START, hold_start, weights_digest
-from shoal.trainer.learner import Learner, new_learner, recompute_layers
+from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.publisher import cast
 from shoal.trainer.settings import LoraSettings, MemorySettings, ObjectiveSettings, TrainerSettings
 from shoal.trainer.step import StepWork, train_step
@@ -38,22 +38,18 @@ def first_gradient(made: Learner, groups: list[TrainingGroup]) -> dict[str, Tens
 
 
 def test_what_is_published_in_bfloat16_is_what_the_trainer_computes_with(groups) -> None:
-    made = learner(ROUNDED)
+    made = learner(ROUNDED.model_copy(update={"learning_rate": 1e-5}))
     for step in range(3):
         train(made, groups, step)
         computes = policy_state(made.model)
         assert {value.dtype for value in computes.values()} == {torch.bfloat16}
         assert same({name: cast(value, torch.bfloat16) for name, value in made.state().items()}, computes)
-    assert {value.dtype for value in made.state().values()} == {torch.float32}
-    assert {value.dtype for value in made.moments().values()} == {torch.float32}
-
-
-def test_masters_keep_what_bfloat16_would_round_away(groups) -> None:
-    made = learner(ROUNDED.model_copy(update={"learning_rate": 1e-5}))
-    name = "model.norm.weight"  # ones, of which bfloat16 sees steps of 1/256
-    train(made, groups)
-    assert (policy_state(made.model)[name] == 1).all()
-    assert (made.state()[name] != 1).any()
+    assert {value.dtype for value in [*made.state().values(), *made.moments().values()]} == {torch.float32}
+    norm = "model.norm.weight"  # ones, of which bfloat16 sees steps of 1/256: masters keep what would be rounded away
+    assert (policy_state(made.model)[norm] == 1).all()
+    assert (made.state()[norm] != 1).any()
+    frequencies = [model.model.rotary_emb.inv_freq for model in (made.model, tiny_model())]
+    assert torch.equal(*frequencies), "positions keep their precision"
 
 
 def test_gradients_are_summed_in_float32_over_micro_batches(groups) -> None:
@@ -67,11 +63,6 @@ def test_gradients_are_summed_in_float32_over_micro_batches(groups) -> None:
     total = found["lm_head.weight"]
     assert not torch.equal(total, total.to(torch.bfloat16).to(torch.float32))
     assert all(weight.grad is None for weight in made.model.parameters())  # those in bfloat16 are not kept
-
-
-def test_positions_keep_their_precision() -> None:
-    exact, rounded = tiny_model(), learner(ROUNDED).model
-    assert torch.equal(rounded.model.rotary_emb.inv_freq, exact.model.rotary_emb.inv_freq)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -100,20 +91,14 @@ def test_moments_and_weights_of_another_model_are_refused(groups) -> None:
 def test_recomputing_a_layer_gives_the_same_gradient_bit_for_bit(groups) -> None:
     plain = SETTINGS.model_copy(update={"minibatches": 1})
     made = new_learner(tiny_model(), plain.model_copy(update={"memory": MemorySettings(recompute=True)}))
-    calls: list[bool] = []
-    made.model.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(True))
+    seen: list[bool] = []
+    made.model.model.layers[1].self_attn.register_forward_hook(lambda _m, _i, out: seen.append(out[0].requires_grad))
     recomputed = first_gradient(made, groups)
-    assert len(calls) == 2
+    assert seen == [True, True], "computed again in the backward pass"
     assert same(recomputed, first_gradient(learner(plain), groups))
-
-
-def test_nothing_is_recomputed_where_there_is_no_gradient() -> None:
-    model, kept = tiny_model(), []
-    recompute_layers(model)
-    model.model.layers[0].register_forward_hook(lambda _m, _i, output: kept.append(output))
     with torch.no_grad():
-        model(torch.tensor([[3, 4, 5]]))
-    assert not kept[0].requires_grad
+        made.model(torch.tensor([[3, 4, 5]]))
+    assert seen[2:] == [False], "once where there is no gradient"
 
 
 def test_the_reference_computes_by_itself(groups) -> None:
@@ -148,49 +133,34 @@ def test_with_adapters_the_reference_is_the_model_without_them(groups) -> None:
     assert all(value.dtype == torch.float32 for value in made.trained().values())
 
 
-def write_model(folder: Path, seed: int = 0) -> Path:
-    model = tiny_model(seed)
-    model.save_pretrained(folder)
-    for name, data in tiny_files(model).items():
-        (folder / name).write_bytes(data)
-    return folder
-
-
-def test_a_reference_that_is_not_the_starting_policy_is_refused(tmp_path: Path) -> None:
-    model, trainer = write_model(tmp_path / "model"), tmp_path / "trainer"
-
-    def hold(**how: Any) -> None:
-        hold_start(trainer, lambda: weights_digest(model), **how)
-
-    hold(begins=True, needed=True)
-    hold(begins=False, needed=True)
-    write_model(model, seed=1)
-    with pytest.raises(CheckpointError, match="measured from the weights that this run began with"):
-        hold(begins=False, needed=True)
-    hold(begins=False, needed=False)  # the weights come from the checkpoint: the folder no longer matters
-    (trainer / START).unlink()
-    with pytest.raises(CheckpointError, match=r"start\.json: unknown"):
-        hold(begins=False, needed=True)
-
-
 def test_a_resumed_run_is_held_near_the_same_reference(tmp_path: Path) -> None:
     """Stopped after one step and gone on with: the weights of a run that never stopped; another model is refused."""
     settings = SETTINGS.model_copy(update={"objective": ObjectiveSettings(kl=0.5), "evaluate_every": 0})
     whole, uninterrupted = training_run(tmp_path / "whole", FakeHub(3), settings)
     whole.run()
-    hub, stop = FakeHub(3), StopToken()
+    hub, stop, broken = FakeHub(3), StopToken(), tmp_path / "broken"
     hub.before["batch"] = lambda step: stop.set("test") if step == 1 else None
-    training_run(tmp_path / "broken", hub, settings, stop, start=lambda: "first")[0].run()
-    assert uninterrupted.reference is not None
+    training_run(broken, hub, settings, stop, start=lambda: "first")[0].run()
     hub.before.clear()
-    with pytest.raises(CheckpointError, match="the model folder does not hold them"):
-        training_run(tmp_path / "broken", hub, settings, start=lambda: "other")[0].run()
-    again, resumed = training_run(tmp_path / "broken", hub, settings, start=lambda: "first")
+    with pytest.raises(CheckpointError, match="measured from the weights that this run began with"):
+        training_run(broken, hub, settings, start=lambda: "other")[0].run()
+    again, resumed = training_run(broken, hub, settings, start=lambda: "first")
     again.run()
     assert again.version == 3
     assert same(resumed.state(), uninterrupted.state())
-    rows = [json.loads(line) for line in (tmp_path / "broken/trainer/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(broken)
     assert rows[2]["reference_kl"] > rows[0]["reference_kl"]
+    hold_start(broken / "trainer", lambda: "other", begins=False, needed=False)  # the weights come from the checkpoint
+    (broken / "trainer" / START).unlink()
+    with pytest.raises(CheckpointError, match=r"start\.json: unknown"):
+        hold_start(broken / "trainer", lambda: "first", begins=False, needed=True)
+
+
+def test_the_digest_of_the_starting_weights_follows_what_they_are_and_not_where(tmp_path: Path) -> None:
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        tiny_model(seed).save_pretrained(tmp_path / folder)
+    first, copy, other = (weights_digest(tmp_path / folder) for folder in "abc")
+    assert first == copy != other
 
 
 PLANNED = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from shoal.models.packed import supports_packing
 from shoal.protocol import TrainingGroup
 from shoal.trainer.learner import Learner, cost_of, new_learner
 from shoal.trainer.ranks import Ranks
-from shoal.trainer.samples import Sample, lay, score
+from shoal.trainer.samples import lay, score
 from shoal.trainer.settings import MemorySettings, ObjectiveSettings
 from shoal.trainer.step import DUMMY, StepWork, train_step
 
@@ -64,30 +63,6 @@ def test_packed_and_padded_rows_give_the_same_gradient(groups, name: str, budget
     assert seen["loss"] == pytest.approx(padded["loss"], abs=1e-6)
     assert seen["padding_fraction"] == 0
     assert padded["padding_fraction"] > 0.05 or budget == 24
-
-
-def sample(seed: int, prompt: int, completion: int) -> Sample:
-    random = np.random.default_rng(seed)
-    ids = random.integers(3, 90, size=prompt + completion)
-    return Sample(ids[:prompt], ids[prompt:], np.zeros(completion, np.float32), 1.0, np.ones(completion, np.bool_))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_sequence_of_a_pack_changes_no_others_gradient(name: str) -> None:
-    """The first sequence's gradient, beside others and at other places, is what it is alone."""
-    mine, model = sample(0, 3, 5), model_called(name)
-
-    def gradient_of_mine(*pack: Sample) -> dict[str, Tensor]:
-        at = next(index for index, each in enumerate(pack) if each is mine)
-        laid = lay(pack, torch.device("cpu"), packed=True)
-        model.zero_grad(set_to_none=True)
-        score(model, laid, 1.0).logprobs[laid.sequence_N == at].sum().backward()
-        return {name: value.grad.clone() for name, value in model.named_parameters()}
-
-    alone = gradient_of_mine(mine)
-    for pack in ((mine, sample(1, 2, 9)), (mine, sample(2, 2, 9)), (sample(3, 8, 4), mine, sample(4, 1, 1))):
-        for weight, value in gradient_of_mine(*pack).items():
-            torch.testing.assert_close(value, alone[weight], rtol=1e-4, atol=1e-6)
 
 
 class OneOf(Ranks):
@@ -142,30 +117,20 @@ def test_a_dummy_is_computed_and_adds_exactly_nothing(name: str) -> None:
     assert all(value.grad is not None and not value.grad.any() for value in model.parameters())
 
 
-def test_cost_follows_from_the_models_shape() -> None:
-    model = tiny_model()
-    cost = cost_of(model)
-    assert cost.linear == sum(value.numel() for value in model.parameters())
-    assert cost.quadratic == 2 * 2 * 16  # layers × heads × head size
-    assert cost_of(gpt2()).quadratic == 2 * 4 * 8
-
-
 @pytest.mark.parametrize(("flash", "packed", "compiled"), [(False, True, 0), (True, True, 1), (False, False, 1)])
 def test_packs_are_compiled_only_where_one_program_serves_them_all(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flash: bool, packed: bool, compiled: int
+    groups, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flash: bool, packed: bool, compiled: int
 ) -> None:
     """Packs as rows of similar lengths are a program for every number of them, until torch compiles no more."""
-    monkeypatch.setattr("shoal.trainer.learner.attends_by_flash", lambda _model: flash)
-    monkeypatch.setattr("shoal.trainer.learner.supports_packing", lambda _model: packed)
     calls: list[object] = []
+    for name, made in (("attends_by_flash", flash), ("supports_packing", packed)):
+        monkeypatch.setattr(f"shoal.trainer.learner.{name}", lambda _model, made=made: made)
     monkeypatch.setattr("shoal.trainer.learner.compile_layers", calls.append)
-    new_learner(tiny_model(), STILL.model_copy(update={"memory": MemorySettings(compile=True)}))
+    learner = new_learner(tiny_model(), STILL.model_copy(update={"memory": MemorySettings(compile=True)}))
     assert len(calls) == compiled
     assert len([message for message in caplog.messages if "trainer.memory.compile" in message]) == 1 - compiled
-
-
-def test_models_that_cannot_be_packed_are_trained_in_rows(groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.trainer.learner.supports_packing", lambda _model: False)
-    made = new_learner(tiny_model(), STILL)
-    assert not made.packed
-    assert train_step(made, StepWork(0, groups, temperature=1.0, max_staleness=0))["padding_fraction"] > 0
+    metrics = train_step(learner, StepWork(0, groups, temperature=1.0, max_staleness=0))
+    assert (metrics["padding_fraction"] > 0) == (not packed), "what cannot be packed is trained in rows"
+    assert learner.cost.linear == sum(value.numel() for value in learner.model.parameters())
+    assert learner.cost.quadratic == 2 * 2 * 16  # layers × heads × head size
+    assert cost_of(gpt2()).quadratic == 2 * 4 * 8

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from trainer_stubs import SETTINGS, FakeHub, Killed, killing, tiny_files, tiny_model, training_run
+from trainer_stubs import FakeHub, tiny_files, tiny_model, training_run
 
 from shoal.errors import ResourceError, TrainingDiverged
 from shoal.models.tokenizer import TextTokenizer
@@ -42,14 +41,12 @@ def group(unit: int, version: int, prompt: str, *completions: tuple[str, str, fl
 def written_down(step: int, *groups: TrainingGroup) -> tuple[Batch, TrainingBatch]:
     written = tuple(
         BatchGroup(
-            unit=group.unit,
-            submission="",
-            node=f"node-{group.unit}",
+            unit=group.unit, submission="", node=f"node-{group.unit}",
             policy=PolicyRef(incarnation=0, version=group.version, digest="00" * 32),
             rewards=tuple(rollout.reward for rollout in group.rollouts),
         )
         for group in groups
-    )
+    )  # fmt: skip
     return Batch(step=step, groups=written, written_at_ms=0), TrainingBatch(step=step, groups=list(groups))
 
 
@@ -92,76 +89,36 @@ def test_a_step_without_a_group_is_a_file_without_rows_of_the_same_schema(archiv
     assert (whole.num_rows, whole.schema.names) == (3, SCHEMA.names)
 
 
-def test_the_same_batch_gives_the_same_bytes_and_replaces_what_was_there(archive: RolloutArchive) -> None:
+def test_the_same_batch_gives_the_same_bytes_and_replaces_what_a_kill_left_there(archive: RolloutArchive) -> None:
     before = archive.write(*STEP_7).read_bytes()
     (archive.folder / "step-00007.parquet").write_bytes(b"half of a fi")
+    (archive.folder / ".step-00008.parquet.123.ab").write_bytes(b"PAR1")
+    archive.open()
     assert archive.write(*STEP_7).read_bytes() == before
     assert [path.name for path in archive.folder.iterdir()] == ["step-00007.parquet"]
 
 
-def test_what_a_killed_trainer_left_half_written_is_removed(archive: RolloutArchive) -> None:
-    path = archive.write(*STEP_7)
-    (archive.folder / ".step-00008.parquet.123.ab").write_bytes(b"PAR1")
-    archive.open()
-    assert list(archive.folder.iterdir()) == [path]
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / "trainer" / "rollouts").iterdir()}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    training_run(folder, FakeHub(3))[0].run()
-    return folder
-
-
-def test_every_step_of_a_run_has_its_file(whole: Path) -> None:
-    hub = FakeHub(3)
-    assert sorted(files_of(whole)) == [f"step-{step:05d}.parquet" for step in range(3)]
+def test_every_step_of_a_run_has_its_file(tmp_path: Path) -> None:
+    hub, folder = FakeHub(3), tmp_path / "trainer" / "rollouts"
+    training_run(tmp_path, hub)[0].run()
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-{step:05d}.parquet" for step in range(3)]
     for step in range(3):
-        groups = hub.rollouts(step).groups
-        rows = pq.read_table(whole / "trainer" / "rollouts" / f"step-{step:05d}.parquet").to_pylist()
-        assert [(row["unit"], row["reward"]) for row in rows] == [
-            (group.unit, rollout.reward) for group in groups for rollout in group.rollouts
-        ]
+        groups, rows = hub.rollouts(step).groups, pq.read_table(folder / f"step-{step:05d}.parquet").to_pylist()
+        expected = [(group.unit, rollout.reward) for group in groups for rollout in group.rollouts]
+        assert [(row["unit"], row["reward"]) for row in rows] == expected
         assert {row["node"] for row in rows} == {f"{group.unit:032x}" for group in groups}
 
 
-@pytest.mark.parametrize(("where", "number"), [("report", 1), ("batch", 2), ("announce", 2)])
-def test_killed_and_replayed_the_files_are_the_same_to_the_byte(
-    tmp_path: Path, whole: Path, where: str, number: int
-) -> None:
-    """Checkpoints are far apart, so that the resumed trainer goes through written-down batches again."""
-    settings, hub = SETTINGS.model_copy(update={"checkpoint_every": 3, "keep_best": 0}), FakeHub(3)
-    hub.before[where] = killing(number)
-    with pytest.raises(Killed):
-        training_run(tmp_path, hub, settings)[0].run()
-    assert "step-00000.parquet" in files_of(tmp_path)
-    (tmp_path / "trainer" / "rollouts" / "step-00000.parquet").write_bytes(b"torn")  # the replay must write it again
-    hub.before.clear()
-    training_run(tmp_path, hub, settings)[0].run()
-    assert files_of(tmp_path) == files_of(whole)
-
-
 def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path) -> None:
-    def diverges(*_arguments: Any) -> dict[str, float]:
-        raise TrainingDiverged("step 0 diverged")
-
     with pytest.raises(TrainingDiverged):
-        training_run(tmp_path, FakeHub(1), actions=Actions(train=diverges))[0].run()
-    table: pa.Table = pq.read_table(tmp_path / "trainer" / "rollouts" / "step-00000.parquet")
-    assert table.num_rows == 12
+        training_run(tmp_path, FakeHub(1), actions=Actions(train=Mock(side_effect=TrainingDiverged("step 0"))))[0].run()
+    assert pq.read_table(tmp_path / "trainer" / "rollouts" / "step-00000.parquet").num_rows == 12
 
 
 def test_a_batch_that_cannot_be_put_down_ends_the_run_before_its_row_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_arguments: Any) -> Path:
-        raise ResourceError("cannot write: the disk is full")
-
-    monkeypatch.setattr(RolloutArchive, "write", full)
+    monkeypatch.setattr(RolloutArchive, "write", Mock(side_effect=ResourceError("cannot write: the disk is full")))
     with pytest.raises(ResourceError, match="disk is full"):
         training_run(tmp_path, FakeHub(1))[0].run()
     assert not (tmp_path / "trainer" / "metrics.jsonl").exists()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from trainer_stubs import RUN, SETTINGS, learner, make_group, same, stored_in, tiny_files, weights
+from trainer_stubs import RUN, changed, learner, same, stored_in, tiny_files, weights
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import CheckpointError, ModelError, ResourceError
 from shoal.protocol import TrainingGroup
-from shoal.runtime.files import write_atomically
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, CopyStream, restore
 from shoal.trainer.folder import Progress
@@ -25,7 +26,7 @@ from shoal.trainer.shards import ShardedCopies
 from shoal.trainer.step import StepWork, train_step
 
 
-def train(made: Learner, groups: list[TrainingGroup], steps: range) -> None:
+def train(made: Learner, groups: list[TrainingGroup], steps: range = range(1)) -> None:
     for step in steps:
         train_step(made, StepWork(step, groups, temperature=1.0, max_staleness=99))
 
@@ -55,10 +56,9 @@ def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(
     train(made, groups, range(2))
     folder = CheckpointStore(tmp_path, 1).save(made, Progress(RUN, 2), tiny_files(made.model))
     parts = sorted(path.name for path in folder.glob("training*"))
-    assert parts == [f"training-{number + 1:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))]
     assert len(parts) > 2
-    stored = stored_in(tmp_path)
-    restore(other, stored)
+    assert parts == [checkpoint.part_name(TRAINING, number, len(parts)) for number in range(len(parts))]
+    restore(other, stored_in(tmp_path))
     assert same(weights(other), weights(made))
     assert same(other.moments(), made.moments())
     flip(folder / parts[1])
@@ -68,7 +68,7 @@ def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(
 
 def test_a_checkpoint_is_a_hugging_face_folder_without_pickle(tmp_path: Path, groups: list[TrainingGroup]) -> None:
     made = learner()
-    train(made, groups, range(1))
+    train(made, groups)
     folder = CheckpointStore(tmp_path, 1).save(made, Progress(RUN, 1), tiny_files(made.model))
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[5, 9, 30]])
@@ -97,21 +97,12 @@ def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copy_of(folder: Path, to: Path) -> Path:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            target = to / path.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-    return to
-
-
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
     two_saved: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = copy_of(two_saved, tmp_path / "checkpoints")
+    folder = shutil.copytree(two_saved, tmp_path / "checkpoints")
     damage(folder / "2.0" / name)
     with caplog.at_level(logging.WARNING):
         assert stored_in(folder).progress.version == 1
@@ -121,7 +112,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
 
 
 def test_when_all_are_damaged_it_says_what_to_do(two_saved: Path, tmp_path: Path) -> None:
-    folder = copy_of(two_saved, tmp_path / "checkpoints")
+    folder = shutil.copytree(two_saved, tmp_path / "checkpoints")
     for version in ("1.0", "2.0"):
         flip(folder / version / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* restore one from a backup"):
@@ -129,7 +120,7 @@ def test_when_all_are_damaged_it_says_what_to_do(two_saved: Path, tmp_path: Path
 
 
 def test_a_renamed_or_newer_checkpoint_is_refused(two_saved: Path, tmp_path: Path) -> None:
-    folder = copy_of(two_saved, tmp_path / "checkpoints")
+    folder = shutil.copytree(two_saved, tmp_path / "checkpoints")
     (folder / "2.0").rename(folder / "7.0")
     assert stored_in(folder).progress.version == 1
     content = json.loads((folder / "1.0" / "checkpoint.json").read_text())
@@ -140,35 +131,23 @@ def test_a_renamed_or_newer_checkpoint_is_refused(two_saved: Path, tmp_path: Pat
         CheckpointStore(folder, 2).newest()
 
 
-def test_old_ones_are_removed_and_the_order_is_by_number(tmp_path: Path) -> None:
+def test_old_ones_are_removed_and_the_order_is_by_number_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     made, store = learner(), CheckpointStore(tmp_path, keep=2)
     for version, incarnation in [(8, 0), (9, 0), (10, 0), (10, 1)]:
-        store.save(made, Progress(RUN, version, incarnation), {})
+        last = store.save(made, Progress(RUN, version, incarnation), {})
+    flip(last / MODEL)
+    store.save(made, Progress(RUN, 10, 1), {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10.0", "10.1"]
     assert stored_in(tmp_path).progress == Progress(RUN, 10, 1)
-
-
-def test_saving_again_replaces_a_damaged_one(tmp_path: Path) -> None:
-    made, store = learner(), CheckpointStore(tmp_path, keep=2)
-    flip(store.save(made, Progress(RUN, 3), {}) / "model.safetensors")
-    store.save(made, Progress(RUN, 3), {})
-    assert stored_in(tmp_path).progress.version == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["3.0"]
 
 
 def test_a_crash_while_saving_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, store = learner(), CheckpointStore(tmp_path, keep=1)
     store.save(made, Progress(RUN, 1), {})
-
-    def full(path: Path, data: bytes) -> None:
-        if path.name == "checkpoint.json":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write_atomically(path, data)
-
-    monkeypatch.setattr(checkpoint, "write_atomically", full)
-    with pytest.raises(ResourceError, match="the disk is full"):
-        store.save(made, Progress(RUN, 2), {})
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "write_atomically", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        with pytest.raises(ResourceError, match="the disk is full"):
+            store.save(made, Progress(RUN, 2), {})
     assert stored_in(tmp_path).progress.version == 1
     store.save(made, Progress(RUN, 2), {})  # what was left half-written is swept away
     assert [path.name for path in tmp_path.iterdir()] == ["2.0"]
@@ -176,9 +155,7 @@ def test_a_crash_while_saving_leaves_the_one_before(tmp_path: Path, monkeypatch:
 
 def test_what_is_damaged_keeps_no_good_one_from_being_kept(tmp_path: Path) -> None:
     """A folder with a higher number, in which there is nothing: the newest good ones stay, whatever it is called."""
-    made = learner()
-    store = CheckpointStore(tmp_path, keep=1)
-    store.save(made, Progress(RUN, 3), {})
+    made, store = learner(), CheckpointStore(tmp_path, keep=1)
     (tmp_path / "999.0").mkdir()
     store.save(made, Progress(RUN, 3), {})
     assert (3, 0) in store.places(), "also where nobody has read the stray one yet"
@@ -213,43 +190,23 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_pat
     assert same(before, weights(made))
 
 
-def train_one(made: Learner, step: int) -> None:
-    groups = [make_group(unit, 0, made.model) for unit in range(2)]
-    train_step(made, StepWork(step, groups, temperature=1.0, max_staleness=99))
-
-
-def test_a_copy_does_not_follow_the_model() -> None:
-    made = learner()
-    train_one(made, 0)
-    copied = Copies().take(made, with_training=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_copy_does_not_follow_the_model_and_the_next_one_uses_its_memory(groups, dtype: str) -> None:
+    """As it is published, and as it is saved."""
+    made, copies = learner(settings=changed(publish_dtype=dtype)), Copies()
+    train(made, groups)
+    exact, copied = weights(made), copies.take(made, with_training=True)
     assert copied.captured is not None
-    before = {name: value.clone() for name, value in [*copied.weights.items(), *copied.captured[TRAINING].items()]}
-    train_one(made, 1)
+    assert same(copied.weights, {name: value.to(getattr(torch, dtype)) for name, value in exact.items()})
+    moments = {name: value.clone() for name, value in copied.captured[TRAINING].items()}
+    places = {value.data_ptr() for value in copied.weights.values()}
+    train(made, groups, range(1, 2))
     torch.rand(1)
-    assert same({**copied.weights, **copied.captured[TRAINING]}, before)
-    assert not same(copied.weights, weights(made))
-
-
-def test_the_next_copy_uses_the_same_memory() -> None:
-    made, copies = learner(), Copies()
-    first = copies.take(made, with_training=False)
-    train_one(made, 0)
-    second = copies.take(made, with_training=True)
-    assert {value.data_ptr() for value in first.weights.values()} == {
-        value.data_ptr() for value in second.weights.values()
-    }
-    assert same(second.weights, weights(made))
-
-
-def test_weights_are_copied_as_they_are_published_and_as_they_are_saved() -> None:
-    made, copies = learner(settings=SETTINGS.model_copy(update={"publish_dtype": "bfloat16"})), Copies()
-    train_one(made, 0)
-    exact = weights(made)
-    for with_training in (False, True):
-        copied = copies.take(made, with_training)
-        assert same(copied.weights, {name: value.bfloat16() for name, value in exact.items()})
-    assert copied.captured is not None
     assert same(copied.captured[MODEL], exact)
+    assert same(copied.captured[TRAINING], moments)
+    later = copies.take(made, with_training=False).weights
+    assert {value.data_ptr() for value in later.values()} == places
+    assert same(later, {name: value.to(getattr(torch, dtype)) for name, value in weights(made).items()})
 
 
 class Late(CopyStream):
@@ -285,13 +242,13 @@ def test_taking_a_copy_waits_for_nothing(late: Late, sharded: bool) -> None:
     assert same(copied.weights, weights(made))
 
 
-def test_an_update_does_not_change_a_copy_that_is_on_its_way(late: Late) -> None:
+def test_an_update_does_not_change_a_copy_that_is_on_its_way(late: Late, groups: list[TrainingGroup]) -> None:
     made, copies = learner(), Copies()
-    train_one(made, 0)
+    train(made, groups)
     before = weights(made)
     moments = {f"{MOMENTS}{name}": value.clone() for name, value in made.moments().items()}
     copied = copies.take(made, with_training=True)
-    train_one(made, 1)
+    train(made, groups, range(1, 2))
     assert not late.begun
     assert not same(weights(made), before)
     assert same(copied.weights, before)

@@ -6,6 +6,7 @@ import errno
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,14 +45,16 @@ def test_transformers_loads_it_and_gets_the_same_logits(tmp_path: Path, tied: bo
     assert tokenizer.decode(tokenizer("3142=")["input_ids"]) == "3142="
 
 
-def test_the_card_says_where_the_model_came_from(tmp_path: Path) -> None:
+def test_the_card_says_where_the_model_came_from_as_the_hugging_face_hub_reads_it(tmp_path: Path) -> None:
     folder = export(learner(), tmp_path / "export")
     card = (folder / "README.md").read_text()
     for fact in (RUN, "12 (incarnation 1)", "tiny", "sort", "cd" * 32, "99 / `" + "ef" * 32, "| held_out | 0.875 |"):
         assert fact in card
-    assert card.startswith("---\nlibrary_name: transformers")
     read = HubCard.load(folder / "README.md").data
+    assert (read.library_name, read.pipeline_tag) == ("transformers", "text-generation")
     assert read.base_model is None, "what the hub does not know"
+    (tmp_path / "card.md").write_text(ModelCard(Progress(RUN, 12), "Qwen/Qwen3-0.6B").as_readme("float32"))
+    assert HubCard.load(tmp_path / "card.md").data.base_model == "Qwen/Qwen3-0.6B"
     facts = json.loads((folder / "shoal.json").read_text())
     assert facts["ledger_head"]["index"] == 99
     assert facts["progress"] == {"run": RUN, "version": 12, "incarnation": 1}
@@ -96,39 +99,26 @@ def test_an_export_that_fails_leaves_no_hidden_folder_and_the_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     before = sorted(export(learner(), tmp_path / "out").iterdir()) if there else []
-
-    def full(*_arguments: object, **_options: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("shoal.trainer.export.save_file", full)
+    monkeypatch.setattr("shoal.trainer.export.save_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(ResourceError, match="the disk is full"):
         export(learner(), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == (["out"] if there else [])
     assert sorted(tmp_path.glob("out/*")) == before
 
 
-def test_what_a_kill_left_half_written_is_swept_away(tmp_path: Path) -> None:
-    (tmp_path / "out" / HIDDEN).mkdir(parents=True)
-    (tmp_path / "out" / HIDDEN / "model.safetensors").write_text("half")
-    assert not (export(learner(), tmp_path / "out") / HIDDEN).exists()
-
-
 def test_a_list_of_files_that_somebody_edited_removes_nothing_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "out" / HIDDEN).mkdir(parents=True)
+    (tmp_path / "out" / HIDDEN / "model.safetensors").write_text("half")  # by a kill
     folder = export(learner(), tmp_path / "out")
     (tmp_path / "precious.txt").write_text("mine")
     facts = json.loads((folder / "shoal.json").read_text())
+    assert sorted(facts["files"]) == sorted(path.name for path in folder.iterdir()), "what was half-written is gone"
+    write_card(folder, CARD)
+    assert json.loads((folder / "shoal.json").read_text())["files"] == facts["files"]
     for files in (["../precious.txt", "", ".", "..", 3, str(tmp_path / "precious.txt")], None, "text"):
         (folder / "shoal.json").write_text(json.dumps({**facts, "files": files}))
         export(learner(), folder)
     assert (tmp_path / "precious.txt").read_text() == "mine"
-
-
-def test_another_card_keeps_the_list_of_files(tmp_path: Path) -> None:
-    folder = export(learner(), tmp_path / "out")
-    listed = json.loads((folder / "shoal.json").read_text())["files"]
-    assert sorted(listed) == sorted(path.name for path in folder.iterdir())
-    write_card(folder, CARD)
-    assert json.loads((folder / "shoal.json").read_text())["files"] == listed
 
 
 def test_a_checkpoint_can_be_exported_at_any_time_without_a_hub(tmp_path: Path) -> None:
@@ -185,19 +175,6 @@ def test_the_newest_the_best_or_any_version_and_the_card_says_why(
     assert ("not of the run" in caplog.text) == (which == "best")
 
 
-def test_a_version_that_is_not_kept_is_refused_with_those_that_are(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no checkpoint of version 6 in .*; those kept are 0, 2, 4, 5"):
-        export_checkpoint(trained, tmp_path / "out", which=6)
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_card_is_one_that_the_hugging_face_hub_reads(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(ModelCard(Progress(RUN, 12), "Qwen/Qwen3-0.6B").as_readme("float32"))
-    read = HubCard.load(tmp_path / "README.md").data
-    assert (read.library_name, read.pipeline_tag) == ("transformers", "text-generation")
-    assert read.base_model == "Qwen/Qwen3-0.6B"
-
-
 @pytest.mark.parametrize(
     "mark", ["hi", "[]", "{}", '{"progress": 3}', '{"progress": {"run": "r", "version": true, "incarnation": 0}}', None]
 )
@@ -212,13 +189,16 @@ def test_a_folder_without_a_whole_mark_is_never_overwritten(tmp_path: Path, mark
     assert (tmp_path / "mine" / "precious.txt").read_text() == "mine"
 
 
-def test_without_a_checkpoint_or_a_score_it_says_so(tmp_path: Path) -> None:
+def test_without_a_checkpoint_a_score_or_that_version_it_says_so(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         export_checkpoint(tmp_path, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"no checkpoint of version 6 in .*; those kept are 0, 2, 4, 5"):
+        export_checkpoint(trained, tmp_path / "out", which=6)
     made = learner()
     CheckpointStore(tmp_path / "checkpoints", 1).save(made, Progress(RUN, 3), tiny_files(made.model))
     with pytest.raises(ConfigError, match=r"has a held-out score yet .* leaving out --best"):
         export_checkpoint(tmp_path, tmp_path / "out", which="best")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

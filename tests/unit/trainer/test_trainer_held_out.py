@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer_stubs import SETTINGS, FakeHub, Killed, killing, rows_of, training_run
+from trainer_stubs import FakeHub, Killed, killing, rows_of, training_run
 
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
@@ -68,16 +68,11 @@ def test_a_score_of_the_last_version_is_waited_for_and_is_on_the_card(tmp_path: 
 
 
 def test_validators_that_never_come_are_not_waited_for_without_end(hub: FakeHub) -> None:
-    clock, looks = ManualClock(), []
+    clock, looks, stop = ManualClock(), [], StopToken()
     hub.measure(STEPS, None, complete=False)
     hub.before["evaluations"] = lambda since: looks.append(since) or clock.advance(30)
     assert measuring(hub, clock).last(STEPS) is None
     assert len(looks) == loop.LAST_WAIT_S / 30
-
-
-def test_who_is_told_to_stop_does_not_wait(hub: FakeHub) -> None:
-    stop = StopToken()
-    hub.measure(STEPS, None, complete=False)
     stop.set("enough")
     with pytest.raises(Stopped):
         measuring(hub, stop=stop).last(STEPS)
@@ -96,28 +91,20 @@ def test_a_resume_takes_up_what_came_meanwhile_and_nothing_twice(tmp_path: Path,
     assert scores_of(tmp_path) == {0: 0.1, 1: 0.2, 4: 0.5}
 
 
-def test_the_hub_is_asked_only_for_what_is_not_known_yet(hub: FakeHub) -> None:
+def test_the_hub_is_asked_only_for_what_is_not_known_yet_and_tells_nothing_twice(hub: FakeHub) -> None:
     asked: list[int] = []
     hub.before["evaluations"] = asked.append
     hub.measure(0, 0.1)
     looking = measuring(hub)
-    assert looking.known(0) == {0: 0.1}
-    assert looking.known(1) == {}
+    assert [looking.known(version) for version in (0, 1)] == [{0: 0.1}, {}]
     hub.measure(2, None, complete=False)
-    assert looking.known(2) == {}
+    hub.measure(3, 0.2)
+    assert [looking.known(version) for version in (2, 3, 3)] == [{}, {3: 0.2}, {}], "an older version is awaited"
     hub.measure(2, 0.3)
-    assert looking.known(3) == {2: 0.3}
-    assert asked == [0, 1, 1, 2]
-
-
-def test_what_was_told_is_not_told_again_while_an_older_version_is_awaited(hub: FakeHub) -> None:
-    hub.measure(0, None, complete=False)
-    hub.measure(2, 0.3)
-    looking = measuring(hub)
-    assert looking.known(3) == {2: 0.3}
-    assert looking.known(4) == {}
-    hub.measure(0, 0.1)
-    assert looking.known(4) == {0: 0.1}
+    hub.measure(4, 1.0, partial=True)
+    assert looking.known(4) == {2: 0.3}, "a mean of a part of the tasks is no score"
+    assert looking.last(4) is None
+    assert asked == [0, 1, 1, 2, 2, 2, 4]
 
 
 def test_a_replay_tells_scores_that_were_there_before_it_came_to_them(hub: FakeHub) -> None:
@@ -128,15 +115,6 @@ def test_a_replay_tells_scores_that_were_there_before_it_came_to_them(hub: FakeH
     assert told == [{0: 0.0}, {}, {2: 0.2}, {}, {4: 0.4}, {}, {6: 0.6}]
 
 
-def test_a_mean_of_a_part_of_the_tasks_is_no_score(hub: FakeHub) -> None:
-    hub.measure(0, 1.0, partial=True)
-    hub.measure(2, 0.5)
-    hub.measure(STEPS, 1.0, partial=True)
-    looking = measuring(hub)
-    assert looking.known(3) == {2: 0.5}
-    assert looking.last(STEPS) is None
-
-
 def test_the_model_is_there_before_anybody_waits_for_its_score(tmp_path: Path, hub: FakeHub) -> None:
     stop = StopToken()
     hub.before["announced"] = at_the_end(hub, None)
@@ -145,12 +123,3 @@ def test_the_model_is_there_before_anybody_waits_for_its_score(tmp_path: Path, h
     card = json.loads((tmp_path / "trainer" / "export" / "shoal.json").read_text())
     assert card["progress"]["version"] == STEPS
     assert "held_out" not in card["metrics"]
-
-
-def test_never_is_never(tmp_path: Path, hub: FakeHub) -> None:
-    def asked(_since: int) -> None:
-        raise AssertionError("nobody may ask")
-
-    hub.before["evaluations"] = asked
-    training_run(tmp_path, hub, SETTINGS.model_copy(update={"evaluate_every": 0}))[0].run()
-    assert scores_of(tmp_path) == {}

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, tiny_files, tiny_model
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, rows_of, tiny_files, tiny_model
 from transformers import AutoModelForCausalLM
 
 from shoal.errors import DeadlineExceeded
 from shoal.models.state import policy_state
-from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, RoleCertificate, sign_document
+from shoal.protocol import HeartbeatReply, NodeState, NodeView, RoleCertificate, sign_document
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
 from shoal.trainer import process
@@ -27,33 +27,21 @@ class FakeClient(FakeHub):
 
     def __init__(self) -> None:
         super().__init__(steps=2)
-        self.registered: list[tuple[str, Any]] = []
-        self.beats: list[Heartbeat] = []
-        self.closed = False
+        self.heartbeat = Mock(
+            return_value=HeartbeatReply(node=NodeView(node=KEY.node, name="", role="trainer", state=NodeState.ACTIVE))
+        )
+        self.register, self.close = Mock(), Mock()
 
     def __call__(self, *_arguments: Any, **_options: Any) -> FakeClient:
         return self
 
-    def register(self, name: str, role: Any, certificate: Any) -> NodeView:
-        self.registered.append((role, certificate))
-        self._hook("register", 0)
-        return super().register(name, role, certificate)
-
     def patient(self, _patience_s: float) -> FakeClient:
         return self
-
-    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
-        self.beats.append(heartbeat)
-        return HeartbeatReply(node=NodeView(node=KEY.node, name="", role="trainer", state=NodeState.ACTIVE))
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    made = FakeClient()
-    monkeypatch.setattr(process, "HubClient", made)
+    monkeypatch.setattr(process, "HubClient", made := FakeClient())
     return made
 
 
@@ -74,10 +62,10 @@ def config(tmp_path: Path) -> TrainerConfig:
 
 def test_a_whole_run(config: TrainerConfig, client: FakeClient) -> None:
     run_trainer(config, StopToken())
-    assert client.registered == [("trainer", config.certificate)]
-    assert client.beats
-    assert client.closed
-    rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    client.register.assert_called_once_with("trainer", "trainer", config.certificate)
+    assert client.heartbeat.called
+    assert client.close.called
+    rows = rows_of(config.folder.parent)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[-1]["held_out"] == 0.25
     head = Origin(config.origin_folder, RUN, KEY).head()
@@ -89,11 +77,6 @@ def test_a_whole_run(config: TrainerConfig, client: FakeClient) -> None:
 
 def test_stopping_while_the_hub_is_away_is_no_error(config: TrainerConfig, client: FakeClient) -> None:
     stop = StopToken()
-
-    def away(_number: int) -> None:
-        stop.set("SIGTERM")
-        raise DeadlineExceeded("stopped (SIGTERM) while calling the hub")
-
-    client.before["register"] = away
+    client.register.side_effect = lambda *_: stop.set("SIGTERM") or Mock(side_effect=DeadlineExceeded("stopped"))()
     run_trainer(config, stop)
-    assert client.closed
+    assert client.close.called

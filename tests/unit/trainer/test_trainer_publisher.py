@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from trainer_stubs import KEY, RUN, FakeHub, stored_in, tiny_files, tiny_model
 
-from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceError, ShoalError
+from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceError
 from shoal.models.state import policy_state
 from shoal.protocol import PolicyManifest
 from shoal.runtime.clock import SystemClock
@@ -25,13 +26,6 @@ Make = Callable[..., Publisher]
 
 def handover(version: int = 0, seed: int = 0, captured: Any = None) -> tuple[Any, ...]:
     return version, Copied(policy_state(tiny_model(seed)), captured), [{"step": 0, "loss": 1.0}]
-
-
-def raising(error: ShoalError) -> Callable[[int], None]:
-    def fail(_number: int) -> None:
-        raise error
-
-    return fail
 
 
 @pytest.fixture
@@ -95,7 +89,7 @@ def test_what_could_not_be_reported_or_saved_is_not_published(
     monkeypatch.setattr("shoal.trainer.checkpoint.save_tensors", full)
     captured = {"model.safetensors": {}} if failing == "save" else None
     if failing == "report":
-        hub.before["report"] = raising(ResourceError("cannot write the report: the disk is full"))
+        hub.before["report"] = Mock(side_effect=ResourceError("cannot write the report: the disk is full"))
     made = publisher()
     made.submit(*handover(0, captured=captured))
     with pytest.raises(ResourceError, match="the disk is full"):
@@ -112,40 +106,30 @@ def test_a_copy_is_read_only_once_it_has_arrived(tmp_path: Path, publisher: Make
     assert first.policy.digest == second.policy.digest
 
 
-def test_training_goes_on_while_a_version_is_on_its_way(hub: FakeHub, publisher: Make) -> None:
+def test_training_goes_on_while_a_version_is_on_its_way_and_one_that_hangs_ends_in_a_deadline(
+    hub: FakeHub, publisher: Make
+) -> None:
     reached, go = threading.Event(), threading.Event()
-
-    def hold(_version: int) -> None:
-        reached.set()
-        assert go.wait(20)
-
-    hub.before["announce"] = hold
-    made = publisher()
+    hub.before["announce"] = lambda _version: reached.set() or go.wait(20)
+    made = publisher(deadline_s=0.05)
     made.submit(*handover(0))
     assert reached.wait(20)
     made.check()  # does not wait, does not raise
     assert hub.policies == {}
+    with pytest.raises(DeadlineExceeded):
+        made.wait()
     go.set()
+    made.deadline_s = 20
     assert made.wait() is not None
 
 
 def test_a_failure_surfaces_at_check_at_wait_and_at_the_next_submit(hub: FakeHub, publisher: Make) -> None:
-    hub.before["announce"] = raising(ResourceError("cannot write: the disk is full"))
+    hub.before["announce"] = Mock(side_effect=ResourceError("cannot write: the disk is full"))
     made = publisher()
     made.submit(*handover(0))
     for look in (made.wait, made.check, lambda: made.submit(*handover(1))):
         with pytest.raises(ResourceError, match="disk is full"):
             look()
-
-
-def test_a_publication_that_hangs_ends_in_a_deadline(hub: FakeHub, publisher: Make) -> None:
-    go = threading.Event()
-    hub.before["announce"] = lambda _version: None if go.wait(20) else pytest.fail("it never went on")
-    made = publisher(deadline_s=0.05)
-    made.submit(*handover(0))
-    with pytest.raises(DeadlineExceeded):
-        made.wait()
-    go.set()
 
 
 @pytest.mark.parametrize("origin", ["origin", "lost"])
@@ -160,25 +144,22 @@ def test_another_digest_for_a_published_version_begins_an_incarnation(
     assert hub.policies[0, 0] != hub.policies[1, 0]
 
 
-def test_a_conflict_on_a_version_never_published_before_is_an_error(publisher: Make) -> None:
-    """It means that a second trainer is at work; new incarnations would only hide it."""
-    published(publisher(), handover(0, seed=0))
-    with pytest.raises(PolicyMismatch):
-        published(publisher(republished_until=-1), handover(0, seed=1))
-
-
 @pytest.mark.parametrize(
     ("refusal", "error"),
     [
         pytest.param(HubRefused(403, "role.trainer", "only the trainer may"), HubRefused, id="another refusal"),
         pytest.param(HubRefused(409, "policy.digest", "another digest"), PolicyMismatch, id="endless conflict"),
+        pytest.param(None, PolicyMismatch, id="never published before: a second trainer is at work"),
     ],
 )
 def test_what_no_new_incarnation_mends_is_an_error(
-    hub: FakeHub, publisher: Make, refusal: HubRefused, error: type[Exception]
+    hub: FakeHub, publisher: Make, refusal: HubRefused | None, error: type[Exception]
 ) -> None:
-    hub.before["announce"] = raising(refusal)
-    made = publisher(republished_until=5)
+    if refusal is None:
+        published(publisher(), handover(0, seed=1))
+    else:
+        hub.before["announce"] = Mock(side_effect=refusal)
+    made = publisher(republished_until=-1 if refusal is None else 5)
     with pytest.raises(error):
         published(made, handover(0))
-    assert (made.incarnation == 0) == (error is HubRefused)
+    assert (made.incarnation == 0) == (error is HubRefused or refusal is None)

@@ -34,12 +34,17 @@ def test_samples_carry_the_advantages_of_their_rollouts() -> None:
     assert [[sample.advantage for sample in samples] for samples in made.groups] == [[0.5, -0.5], [0.25, -0.25]]
     assert (made.tokens, sum(map(len, made.groups)), made.rollouts) == (13, 4, 4)
     assert (made.without_signal, made.truncated, made.unscored) == (0, 0, 0)
+    empty = of(group(rollout(1.0, tokens=0), rollout(0.0)))
+    assert [[sample.advantage for sample in samples] for samples in empty.groups] == [[-0.5]], "no completion"
+    large = of(group(rollout(43691.4765625), rollout(43691.4765625), rollout(43691.48)), advantage="group_mean_std")
+    found = [sample.advantage for sample in large.groups[0]]
+    assert found == pytest.approx([-0.7069, -0.7069, 1.4138], abs=1e-3), "not rounded into advantages"
 
 
-@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
-def test_a_group_with_a_reward_that_is_nan_or_infinite_is_unscored_and_counted(missing: float) -> None:
-    made = of(group(rollout(1.0), rollout(missing), rollout(0.0)), group(rollout(1.0), rollout(0.0), unit=1))
-    assert (len(made.groups), made.without_signal, made.unscored) == (1, 1, 1)
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1.0])
+def test_a_group_with_a_reward_that_is_nan_or_infinite_or_with_equal_ones_is_counted(reward: float) -> None:
+    made = of(group(rollout(1.0), rollout(reward)), group(rollout(1.0), rollout(0.0), unit=1))
+    assert (len(made.groups), made.without_signal, made.unscored) == (1, 1, int(reward != 1.0))
 
 
 def test_a_rollout_whose_log_probability_is_nan_is_unscored_and_counted() -> None:
@@ -51,44 +56,25 @@ def test_a_rollout_whose_log_probability_is_nan_is_unscored_and_counted() -> Non
     assert of(group(broken, rollout(0.0, logprobs=[-math.inf] * 3))).unscored == 2
 
 
-def test_a_completion_without_tokens_is_no_completion() -> None:
-    made = of(group(rollout(1.0, tokens=0), rollout(0.0)))
-    assert [sample.advantage for sample in made.groups[0]] == [-0.5]
-    assert sum(map(len, made.groups)) == 1
-
-
-def test_equal_rewards_teach_nothing_and_are_counted() -> None:
-    made = of(group(rollout(1.0), rollout(1.0)), group(rollout(1.0), rollout(0.0), unit=1))
-    assert (len(made.groups), made.without_signal, made.unscored) == (1, 1, 0)
-
-
-def test_large_rewards_are_not_rounded_into_advantages() -> None:
-    made = of(group(rollout(43691.4765625), rollout(43691.4765625), rollout(43691.48)), advantage="group_mean_std")
-    assert [sample.advantage for sample in made.groups[0]] == pytest.approx([-0.7069, -0.7069, 1.4138], abs=1e-3)
-
-
 def test_a_group_that_the_advantage_makes_nothing_of_does_not_dilute_the_step() -> None:
     failures = group(rollout(-0.25), rollout(-0.5))  # nobody solved it; only their lengths differ
     assert of(failures, advantage="max_rl").without_signal == 1
     assert of(failures, advantage="group_mean").without_signal == 0
 
 
-def test_the_hubs_rule_for_task_rewards_is_not_applied_a_second_time() -> None:
-    """The hub has dropped what has equal task rewards. Of what it keeps, all groups with different rewards are trained
-    on, also where only a judge makes the difference."""
-    judged = [
-        RolloutReward(value=0.9, parts={"task": 1.0, "judge.style": 0.4}),
-        RolloutReward(value=0.7, parts={"task": 1.0, "judge.style": 0.2}),
-    ]
-    solved = [
-        RolloutReward(value=0.9, parts={"task": 1.0, "length": -0.1}),
-        RolloutReward(value=-0.2, parts={"task": 0.0, "length": -0.2}),
-    ]
-    for rewards in (judged, solved):
-        assert not has_equal_rewards(rewards)
-        assert sum(map(len, of(group(*(rollout(reward.value) for reward in rewards))).groups)) == 2
-    penalised = [RolloutReward(value=value, parts={"task": 1.0, "length": value - 1}) for value in (0.9, 0.7)]
-    assert has_equal_rewards(penalised), "such a group never comes here"
+@pytest.mark.parametrize(
+    ("parts", "values", "dropped"),
+    [
+        ([{"task": 1.0, "judge.style": 0.4}, {"task": 1.0, "judge.style": 0.2}], (0.9, 0.7), False),
+        ([{"task": 1.0, "length": -0.1}, {"task": 0.0, "length": -0.2}], (0.9, -0.2), False),
+        ([{"task": 1.0, "length": -0.1}, {"task": 1.0, "length": -0.3}], (0.9, 0.7), True),  # never comes here
+    ],
+)
+def test_of_what_the_hub_keeps_all_groups_with_different_rewards_are_trained_on(parts, values, dropped: bool) -> None:
+    """Also where only a judge makes the difference: its rule for task rewards is not applied a second time."""
+    rewards = [RolloutReward(value=value, parts=part) for value, part in zip(values, parts, strict=True)]
+    assert has_equal_rewards(rewards) == dropped
+    assert sum(map(len, of(group(*map(rollout, values))).groups)) == 2
 
 
 def test_truncated_samples_are_masked_if_so_wanted_and_always_counted() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,31 +12,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_stubs import SETTINGS, FakeHub, Killed, killing, same, training_run, weights
 
-from shoal.errors import ResourceError
 from shoal.runtime import crash
-from shoal.runtime.files import write_atomically
 from shoal.runtime.sizing import settle
-from shoal.runtime.stop import StopToken
 from shoal.shardcast import origin
 from shoal.trainer import checkpoint, publisher
 from shoal.trainer.folder import AWAITED, Place, Retention, ranked
 from shoal.trainer.guards import GuardSettings
+from shoal.trainer.settings import TrainerSettings
 
 STEPS = 3
+SCORES = {0: 0.1, 2: 0.8, 4: 0.3, 6: 0.8, 8: 0.2}
 POINTS = [name for name in crash.POINTS if name.startswith("trainer.")]
 
 
 def without_stops() -> GuardSettings:
     """No guard that stops a run: for one of those, older checkpoints are kept too."""
-    guards = GuardSettings()
-    stopping = {name: guard for name, guard in guards if getattr(guard, "react", "") == "stop" and name != "not_finite"}
-    return guards.model_copy(
-        update={name: guard.model_copy(update={"react": "warn"}) for name, guard in stopping.items()}
-    )
+    return GuardSettings.model_validate({name: {"react": "warn"} for name in ("divergence", "reward_collapse")})
 
 
 PLAIN = SETTINGS.model_copy(update={"guards": without_stops()})
 QUIET = PLAIN.model_copy(update={"evaluate_every": 0})
+SPARSE = PLAIN.model_copy(update={"checkpoint_every": 7, "keep_checkpoints": 1})
 
 
 @pytest.fixture(scope="module")
@@ -96,128 +91,62 @@ def test_killed_at_every_point_while_training_goes_on(
 def test_a_version_goes_out_after_its_checkpoint_and_the_report_of_the_step_before(tmp_path: Path) -> None:
     hub, seen = FakeHub(STEPS, max_staleness=1), []
     hub.before["announce"] = lambda version: seen.append((version, newest(tmp_path), len(hub.reports)))
+    hub.before["evaluations"] = seen.append  # nobody asks for scores that nobody measures
     training_run(tmp_path, hub, QUIET)[0].run()
     assert seen == [(version, version, version) for version in range(STEPS + 1)]
 
 
-def test_a_full_disk_while_training_goes_on_ends_the_run_and_nothing_goes_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "scores", "killed", "left"),
+    [
+        (SETTINGS, SCORES, None, ["6.0", "7.0", "8.0"]),  # and none that only guards look back to
+        (PLAIN, {**SCORES, 6: 0.7}, 5, ["2.0", "7.0", "8.0"]),
+        (SPARSE, {**SCORES, 6: 0.7}, None, ["2.0", "8.0"]),  # what is measured is saved though no checkpoint is due
+    ],
+    ids=["guarded", "killed", "sparse"],
+)
+def test_a_finished_run_keeps_the_newest_and_the_best(
+    tmp_path: Path, settings: TrainerSettings, scores: dict[int, float], killed: int | None, left: list[str]
 ) -> None:
-    def full(path: Path, data: bytes) -> None:
-        if path.name == "checkpoint.json" and path.parent.name == ".saving-2.0":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write_atomically(path, data)
-
-    monkeypatch.setattr(checkpoint, "write_atomically", full)
-    hub = FakeHub(STEPS, max_staleness=1)
-    with pytest.raises(ResourceError, match="the disk is full"):
-        training_run(tmp_path, hub, QUIET)[0].run()
-    assert sorted(hub.policies) == [(0, 0), (0, 1)]
-    assert sorted(path.name for path in (tmp_path / "trainer" / "checkpoints").iterdir()) == ["0.0", "1.0"]
-
-
-def test_told_to_stop_during_a_save_it_completes_it_and_is_resumable(
-    tmp_path: Path, whole: tuple[dict[str, torch.Tensor], FakeHub], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop = StopToken()
-
-    def told(path: Path, data: bytes) -> None:
-        if path.parent.name == ".saving-2.0":
-            stop.set("SIGTERM")
-        write_atomically(path, data)
-
-    monkeypatch.setattr(checkpoint, "write_atomically", told)
-    hub = FakeHub(STEPS, max_staleness=1)
-    training_run(tmp_path, hub, QUIET, stop)[0].run()
-    assert saved(tmp_path) == ["1.0", "2.0"]
-    resumed, made = training_run(tmp_path, hub, QUIET)
-    resumed.run()
-    assert same(weights(made), whole[0])
-    assert hub.policies == whole[1].policies
-
-
-def measured(folder: Path, scores: dict[int, float], steps: int = 8, **changes: object) -> FakeHub:
-    """A run whose versions 0, 2, 4, … have these scores, and whose checkpoints are counted whenever one goes out."""
-    hub = FakeHub(steps, max_staleness=1)
-    settings = PLAIN.model_copy(update={"minibatches": 1, **changes})
-    most = settle(settings).keep_checkpoints + settings.keep_best + AWAITED
-
-    def count(_version: int) -> None:
-        assert len(saved(folder)) <= most
-
-    hub.before["announce"] = count
-    hub.score = scores.get
-    training_run(folder, hub, settings)[0].run()
-    return hub
-
-
-SCORES = {0: 0.1, 2: 0.8, 4: 0.3, 6: 0.8, 8: 0.2}
-
-
-def test_a_finished_run_keeps_the_newest_and_the_best_and_none_that_only_guards_look_back_to(tmp_path: Path) -> None:
     during: list[list[str]] = []
-    hub, settings = FakeHub(8, max_staleness=1), SETTINGS.model_copy(update={"minibatches": 1})
-    hub.before["announce"] = lambda _version: during.append(saved(tmp_path))
-    hub.score = SCORES.get
+    hub, settings = FakeHub(8, max_staleness=1), settings.model_copy(update={"minibatches": 1})
+    hub.before["announce"], hub.score = lambda _version: during.append(saved(tmp_path)), scores.get
+    if killed is not None:
+        hub.before["batch"] = killing(killed)
+        with pytest.raises(Killed):
+            training_run(tmp_path, hub, settings)[0].run()
+        assert "2.0" in saved(tmp_path)
+        del hub.before["batch"]
     training_run(tmp_path, hub, settings)[0].run()
-    assert "0.0" in during[-1], "a guard that stops the run may need it"
-    assert saved(tmp_path) == ["6.0", "7.0", "8.0"]
+    assert saved(tmp_path) == left
+    if settings.guards.lookback:
+        assert "0.0" in during[-1], "a guard that stops the run may need it"
+    else:
+        assert max(map(len, during)) <= settle(settings).keep_checkpoints + settings.keep_best + AWAITED
 
 
-def test_versions_that_are_measured_are_saved_though_no_checkpoint_is_due(tmp_path: Path) -> None:
-    measured(tmp_path, {**SCORES, 6: 0.7}, checkpoint_every=7, keep_checkpoints=1)
-    assert saved(tmp_path) == ["2.0", "8.0"]
+RULE = Retention(keep=2, keep_best=1, is_measured=lambda version: version % 5 == 0)
 
 
-def test_after_a_resume_the_same_one_is_the_best(tmp_path: Path) -> None:
-    hub = FakeHub(8, max_staleness=1)
-    settings = PLAIN.model_copy(update={"minibatches": 1})
-    hub.score = {**SCORES, 6: 0.7}.get
-    hub.before["batch"] = killing(5)
-    with pytest.raises(Killed):
-        training_run(tmp_path, hub, settings)[0].run()
-    assert "2.0" in saved(tmp_path)
-    hub.before.clear()
-    training_run(tmp_path, hub, settings)[0].run()
-    assert saved(tmp_path) == ["2.0", "7.0", "8.0"]
-
-
-EVERY = 5
-
-
-def is_measured(version: int) -> bool:
-    return version % EVERY == 0
-
-
-RULE = Retention(keep=2, keep_best=1, is_measured=is_measured)
-
-
-def after(versions: int, scores: dict[int, float], rule: Retention = RULE, delay: int = 0) -> list[int]:
+def after(versions: int, scores: dict[int, float], delay: int = 0) -> list[int]:
     """What is left when versions were saved one by one, and the score of each came `delay` versions later."""
     left: set[Place] = set()
     for version in range(versions):
         known = {number: score for number, score in scores.items() if number + delay <= version}
-        left = rule.kept([*left, (version, 0)], known)
+        left = RULE.kept([*left, (version, 0)], known)
     return sorted(version for version, _ in left)
 
 
 def test_the_newest_the_best_and_those_that_wait_for_their_score() -> None:
-    scores = {0: 0.1, 5: 0.7, 10: 0.6, 15: 0.2}
-    assert after(28, scores) == [5, 20, 25, 26, 27]
+    assert after(28, {0: 0.1, 5: 0.7, 10: 0.6, 15: 0.2}) == [5, 20, 25, 26, 27]
+    assert after(24, {0: 1.0, 5: 1.0, 10: 0.5, 15: 1.0, 20: 0.9}) == [15, 22, 23], "of equal ones the newer"
+    assert after(100, {}) == [90, 95, 98, 99], "those that nobody ever measures do not pile up"
 
 
 @pytest.mark.parametrize("delay", [0, 1, 4, 7])
 def test_the_best_is_kept_however_late_its_score_comes(delay: int) -> None:
     scores = {0: 0.1, 5: 0.7, 10: 0.6, 15: 0.2, 20: 0.3}
     assert after(34, scores, delay=delay)[0] == 5
-
-
-def test_of_equal_ones_the_newer_is_kept() -> None:
-    assert after(24, {0: 1.0, 5: 1.0, 10: 0.5, 15: 1.0, 20: 0.9}) == [15, 22, 23]
-
-
-def test_versions_that_nobody_ever_measures_do_not_pile_up() -> None:
-    assert after(100, {}) == [90, 95, 98, 99]
 
 
 def test_a_version_of_two_incarnations_counts_once_and_as_the_newer_one() -> None:
@@ -234,7 +163,7 @@ scores_strategy = st.dictionaries(st.integers(0, 40), st.sampled_from([0.0, 0.25
 def test_bounded_stable_and_never_without_the_newest(
     places: list[Place], scores: dict[int, float], keep: int, keep_best: int
 ) -> None:
-    rule = Retention(keep, keep_best, is_measured)
+    rule = Retention(keep, keep_best, RULE.is_measured)
     kept = rule.kept(places, scores)
     assert kept <= set(places)
     assert len(kept) <= keep + keep_best + (AWAITED if keep_best else 0)

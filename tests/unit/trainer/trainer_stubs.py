@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal import protocol
 from shoal.errors import HubRefused
 from shoal.models.load import LoadedModel, adapted
 from shoal.models.logprobs import Head, hidden_states, token_logprobs
@@ -24,27 +25,15 @@ from shoal.models.tiny import build_tiny, build_tokenizer, tokenizer_config
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import (
     Batch,
-    BatchGroup,
     BatchReply,
     Evaluation,
-    EvaluationPage,
-    LedgerHead,
-    NodeState,
-    NodeView,
-    PolicyAnnouncement,
     PolicyRef,
-    RunInfo,
-    RunStatus,
     SamplingParameters,
     SignedDocument,
     SigningKey,
-    StepReport,
     TrainingBatch,
     TrainingGroup,
     TrainingRollout,
-    open_document,
-    pack_logprobs,
-    pack_tokens,
 )
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
@@ -115,9 +104,9 @@ def make_group(
     for index, reward in enumerate(given):
         tokens = random.integers(3, 90, size=random.integers(1, 7))
         finish = finishes[index] if finishes else "eos"
-        logprobs = pack_logprobs(logprobs_of(model, prompt, tokens))
-        rollouts.append(TrainingRollout(pack_tokens(tokens), logprobs, finish, reward))  # type: ignore[arg-type]
-    return TrainingGroup(unit, f"task/{unit}", version, pack_tokens(prompt), rollouts)
+        logprobs = protocol.pack_logprobs(logprobs_of(model, prompt, tokens))
+        rollouts.append(TrainingRollout(protocol.pack_tokens(tokens), logprobs, finish, reward))  # type: ignore[arg-type]
+    return TrainingGroup(unit, f"task/{unit}", version, protocol.pack_tokens(prompt), rollouts)
 
 
 @cache
@@ -141,10 +130,8 @@ class FakeHub:
         self.reports: dict[int, dict[str, float]] = {}
         self.alarms: dict[int, dict[str, str]] = {}
         self.before: dict[str, Callable[[int], None]] = {}
-        self.waiting = "3 more groups"
         self.evaluated: dict[int, Evaluation] = {}
         self.score: Callable[[int], float | None] = lambda _version: 0.25
-        self.sampled_reward: float | None = 0.625
         self._arrived = threading.Condition()
         self._groups = written_down(steps, max_staleness)
 
@@ -159,27 +146,27 @@ class FakeHub:
         incarnation, version = max(self.policies)
         return PolicyRef(incarnation=incarnation, version=version, digest=self.policies[incarnation, version])
 
-    def run_info(self) -> RunInfo:
-        return RunInfo(
+    def run_info(self) -> protocol.RunInfo:
+        return protocol.RunInfo(
             run=RUN, name="test", root_key=KEY.public_key, certificates=(), sources=(), environment="stub",
             environment_digest="", sampling=SAMPLING, group_size=4, max_staleness=self.max_staleness, steps=self.steps,
         )  # fmt: skip
 
-    def status(self) -> RunStatus:
-        return RunStatus(
+    def status(self) -> protocol.RunStatus:
+        return protocol.RunStatus(
             run=RUN, name="test", now_ms=0, finished=False, steps=self.steps, step=0, policy=self.policy,
             max_staleness=self.max_staleness, units={}, submissions={}, nodes=(), waits=(), verdicts=(), reports=(),
             alarms=(), ledger=self.ledger_head(),
         )  # fmt: skip
 
-    def register(self, name: str, role: Any, certificate: SignedDocument | None) -> NodeView:
-        return NodeView(node=KEY.node, name=name, role=role, state=NodeState.ACTIVE)
+    def register(self, name: str, role: Any, certificate: SignedDocument | None) -> protocol.NodeView:
+        return protocol.NodeView(node=KEY.node, name=name, role=role, state=protocol.NodeState.ACTIVE)
 
-    def ledger_head(self) -> LedgerHead:
-        return LedgerHead(run=RUN, index=len(self.policies), hash="ab" * 32)
+    def ledger_head(self) -> protocol.LedgerHead:
+        return protocol.LedgerHead(run=RUN, index=len(self.policies), hash="ab" * 32)
 
     def announce(self, signed: SignedDocument) -> None:
-        ref = open_document(signed, PolicyAnnouncement, KEY.public_key).policy
+        ref = protocol.open_document(signed, protocol.PolicyAnnouncement, KEY.public_key).policy
         self._hook("announce", ref.version)
         with self._arrived:
             if self.policies.setdefault((ref.incarnation, ref.version), ref.digest) != ref.digest:
@@ -193,39 +180,35 @@ class FakeHub:
         """Written down once a version is out that is allowed in it."""
         self._hook("batch", step)
         with self._arrived:
-            ready = self._arrived.wait_for(lambda: self._newest() >= step - self.max_staleness, timeout=wait_s)
+            newest = lambda: max((version for _, version in self.policies), default=-1)  # noqa: E731
+            ready = self._arrived.wait_for(lambda: newest() >= step - self.max_staleness, timeout=wait_s)
         if not ready:
-            return BatchReply(waiting=self.waiting)
+            return BatchReply(waiting="3 more groups")
         groups = tuple(
-            BatchGroup(
-                unit=group.unit,
-                submission="",
-                node=f"{group.unit:032x}",
+            protocol.BatchGroup(
+                unit=group.unit, submission="", node=f"{group.unit:032x}",
                 rewards=tuple(rollout.reward for rollout in group.rollouts),
                 policy=PolicyRef(incarnation=0, version=group.version, digest="00" * 32),
             )
             for group in self._groups[step]
-        )
-        batch = Batch(step=step, groups=groups, dropped_groups=2, sampled_reward=self.sampled_reward, written_at_ms=0)
+        )  # fmt: skip
+        batch = Batch(step=step, groups=groups, dropped_groups=2, sampled_reward=0.625, written_at_ms=0)
         return BatchReply(batch=batch)
-
-    def _newest(self) -> int:
-        return max((version for _, version in self.policies), default=-1)
 
     def rollouts(self, step: int) -> TrainingBatch:
         self._hook("rollouts", step)
         return TrainingBatch(step=step, groups=self._groups[step])
 
-    def report(self, report: StepReport) -> None:
+    def report(self, report: protocol.StepReport) -> None:
         self._hook("report", report.step)
         self.reports[report.step] = report.metrics
         self.alarms |= {report.step: report.alarms} if report.alarms else {}
 
-    def evaluations(self, since: int) -> EvaluationPage:
+    def evaluations(self, since: int) -> protocol.EvaluationPage:
         """What `evaluated` says of the versions from `since` on."""
         self._hook("evaluations", since)
         found = [each for each in self.evaluated.values() if each.policy.version >= since]
-        return EvaluationPage(evaluations=tuple(sorted(found, key=lambda each: each.policy.version)))
+        return protocol.EvaluationPage(evaluations=tuple(sorted(found, key=lambda each: each.policy.version)))
 
     def measure(self, version: int, mean: float | None, complete: bool = True, partial: bool = False) -> None:
         ref = PolicyRef(incarnation=0, version=version, digest="ab" * 32)

@@ -56,8 +56,8 @@ def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | N
         with np.load(io.BytesIO(content[HASH_BYTES:]), allow_pickle=False) as entry:
             arrays = {key: entry[key] for key in entry.files}
         return arrays, json.loads(arrays.pop("json").tobytes())
-    except (ValueError, KeyError, AttributeError, EOFError, OSError, zipfile.BadZipFile):
-        return None  # there is none, or it is of another version of numpy, or of something else: found out again
+    except (ValueError, KeyError, AttributeError, EOFError, OSError, SystemError, zipfile.BadZipFile):
+        return None  # there is none, or of another version of numpy (whose `ast` fails in two threads): found out again
 
 
 def store_arrays(name: str, arrays: Mapping[str, np.ndarray[Any, Any]], beside: Any) -> None:

@@ -28,7 +28,7 @@ from shoal.errors import EnvironmentSetupError, UnusableTask
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Graders = Callable[[str], Grader]
-VERSION, CHECK_VERSION = 5, 1
+VERSION, CHECK_VERSION = 6, 1
 MOST_KINDS = MOST_REASONS = 1000
 SHOWN = 20
 SLACK = 1e-9  # of a solve rate that was written with fewer digits
@@ -129,10 +129,9 @@ def open_data(path: Path, options: DatasetOptions) -> Opened:
         usual = [name for name in table.columns if name.startswith("solve_rate")]
         rates, *more = [options.solve_rate] if options.solve_rate else usual or [""]
         if more or rates not in table.columns:
-            raise EnvironmentSetupError(
-                f"keep_solve_rate needs one column of solve rates, not {', '.join([rates, *more]) or 'none'};"
-                f" there are {', '.join(table.columns)}: set environment.options.solve_rate"
-            )
+            found = ", ".join([rates, *more])
+            told = f"there are {', '.join(table.columns)}: set environment.options.solve_rate"
+            raise EnvironmentSetupError(f"keep_solve_rate needs one column of solve rates, not {found}; {told}")
     table.agree([*layout.columns, *([rates] if rates else [])])
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(data_digest, table.paths)
@@ -161,11 +160,14 @@ def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -
     for batch in table.scan(tuple(columns)):
         first, size = len(kind_of), len(batch[layout.asks[0]])
         for number, row in enumerate(rows_of(batch), first):
+            digest, rate = bytes(DIGEST_BYTES), band[0]  # no question has this digest
             try:
-                digests += _digest(row, layout)
+                rate = _rate(row, rates) if rates else rate
+                digest = _digest(row, layout)
             except UnusableTask as error:
                 problems.add(number, str(error))
-                digests += bytes(DIGEST_BYTES)  # no question has this digest
+            digests += digest
+            kept.append(rate)
         said = values_of(batch[layout.kinds]) if layout.kinds else [layout.grader] * size
         for kind in {kind if isinstance(kind, str) else str(kind)[:100] for kind in said}:
             with suppress(UnusableTask):  # of all rows, also of those that cannot be asked: the digest names them
@@ -173,10 +175,6 @@ def _scan(table: Table, layout: Format, rates: str, band: tuple[float, float]) -
         for kind in (value[:100] if isinstance(value, str) else "" for value in said):
             known = kind if kind in kinds or len(kinds) < MOST_KINDS else ""  # what comes after very many is of none
             kind_of.append(kinds.setdefault(known, len(kinds)))
-        for rate in values_of(batch[rates]) if rates else [band[0]] * size:
-            if isinstance(rate, str):
-                raise EnvironmentSetupError(f"column {rates} holds text, not solve rates; check options.solve_rate")
-            kept.append(rate if isinstance(rate, int | float) else np.nan)
     matrix = np.frombuffer(bytes(digests), np.uint8).reshape(-1, DIGEST_BYTES)
     within = (np.array(kept) >= band[0] - SLACK) & (np.array(kept) <= band[1] + SLACK)
     usable, numbers = np.asarray(matrix.any(axis=1)), np.array(kind_of, np.int32)
@@ -190,6 +188,15 @@ def _digest(row: dict[str, Any] | Broken, layout: Format) -> bytes:
     if len(question.prompt) > ROW_LIMIT_BYTES:
         raise UnusableTask(f"the prompt is too large: {TOO_LARGE}")
     return question_digest(question.prompt, question.history)
+
+
+def _rate(row: dict[str, Any] | Broken, column: str) -> float:
+    """A number, also one that is written as text; NaN, which is in no band, where there is none."""
+    value = np.nan if isinstance(row, Broken) or row[column] in (None, "") else row[column]
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UnusableTask(f"{column} is {str(value)[:40]!r}, not a solve rate") from None
 
 
 # train and held out
@@ -246,8 +253,7 @@ def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Grade
 
 
 def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None] | None = None) -> Checked | None:
-    """What a look at every answer finds, or has found; without `progress` (rows that are done, all rows), None if
-    nobody has looked yet."""
+    """What a look at every answer finds, or has found; without `progress` (done, all), None if nobody has looked."""
     versions = [[kind, graders(kind).version] for kind in opened.found.graders]
     name = entry_name("check", CHECK_VERSION, opened.table.identities(), opened.layout.signature, versions)
     if known := load_arrays(name):

@@ -74,9 +74,8 @@ class Choice:
             try:
                 re.compile(FORMS.get(wanted, wanted))
             except re.error as error:
-                raise ConfigError(
-                    f"--require {wanted}: no regular expression, nor one of {', '.join(FORMS)}"
-                ) from error
+                names = ", ".join(FORMS)
+                raise ConfigError(f"--require {wanted}: no regular expression, nor one of {names}") from error
 
 
 Filter = Callable[[Sequence[Demonstration]], list[str]]
@@ -211,8 +210,7 @@ def choose(
     judge: PartJudge | None = None, progress: Callable[[int, int], None] = lambda _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> tuple[Corpus, Outcome]:  # fmt: skip
-    """`asking` with an environment, `judge` for a rank. If nothing is left, that is an error which says what left it
-    out."""
+    """`asking` with an environment, `judge` for a rank. If nothing is left, the error says what left it out."""
     ranked: list[tuple[float, int]] = []  # value and row; what is best is known at the end
 
     def rank(candidates: Sequence[Demonstration]) -> list[str]:
@@ -320,8 +318,7 @@ class Course:
         others = np.setdiff1d(np.arange(len(questions)), aside)
         if not len(others):
             raise ConfigError(
-                f"all {len(questions)} sequences are kept for validation, so that none is left to train on: "
-                "lower --validation, or give more demonstrations"
+                f"all {len(questions)} sequences are kept for validation: lower --validation, or give more"
             )
         # As even as can be: a last batch of one sequence would weigh as much as one of many.
         batches = math.ceil(len(others) / self.batch)

@@ -106,16 +106,12 @@ class Demonstrations:
             self.layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(first)), "")
             needed = LAYOUTS.get(self.layout, ())
             if not needed:
-                raise ConfigError(
-                    f"no demonstrations are in the columns {', '.join(first)}: there must be messages (a list of role "
-                    "and content), or prompt and completion, or text; rename the columns"
-                )
+                told = "there must be messages, or prompt and completion, or text: rename the columns"
+                raise ConfigError(f"no demonstrations are in the columns {', '.join(first)}: {told}")
             for path, columns in others:
                 if lacking := [name for name in needed if name not in columns]:
-                    raise ConfigError(
-                        f"the files differ: {path} has no column {lacking[0]}, which {self._table.paths[0]} has; it "
-                        f"has {', '.join(columns)}: train on files of one layout at a time, or rename columns"
-                    )
+                    has = f"which {self._table.paths[0]} has; it has {', '.join(columns)}: rename columns"
+                    raise ConfigError(f"the files differ: {path} has no column {lacking[0]}, {has}")
             self._task = next((name for name in TASK_COLUMNS if name in first), None)
             self._columns = [*needed, *([self._task] if self._task else [])]
             for kind in {file.kind for file in files}:  # lines say no types, so that only files of a kind can agree
@@ -173,10 +169,8 @@ class Encoder:
         positions = read_config(files).get("max_position_embeddings")
         self.positions = positions if isinstance(positions, int) and positions > 0 else None
         if layout == "messages" and not self._prompts.uses_template:
-            raise ModelError(
-                "the demonstrations are messages, but the model has no chat template that says how to write them "
-                "(chat_template.jinja): add one to its folder, use a model that has one, or give prompt and completion"
-            )
+            told = "the demonstrations are messages, but the model has no chat template (chat_template.jinja)"
+            raise ModelError(f"{told}: add one to its folder, or give prompt and completion")
 
     def encode(self, demonstration: Demonstration) -> tuple[Tokens, ...]:
         """The sequences of a demonstration: one, where the template allows it. `UnusableTask` if there is no way."""

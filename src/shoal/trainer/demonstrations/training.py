@@ -36,9 +36,8 @@ VALIDATION, LAST_BATCH, METRICS = "validation_loss", "last_batch_loss", "metrics
 
 @dataclass
 class WarmStart:
-    """One warm start from wherever it stands to its last step. `version` counts the steps done. `name` tells it from
-    others: what was asked for, in a hash. `card` and `extra` are for the export: what it was trained from, and files
-    that go with it."""
+    """One warm start from wherever it stands to its last step. `version` counts the steps done, `name` is a hash of
+    what was asked for. `card` and `extra` are for the export: what it was trained from, and files that go with it."""
 
     folder: Path
     out: Path
@@ -92,10 +91,8 @@ class WarmStart:
         stored = self._store.newest()
         if stored is not None:
             if stored.progress.run != self.name:
-                raise CheckpointError(
-                    f"the checkpoints in {self._store.folder} are of another warm start ({stored.progress.run}); "
-                    f"remove {self.folder}, or choose another --out"
-                )
+                told = f"another warm start ({stored.progress.run}); remove {self.folder}, or choose another --out"
+                raise CheckpointError(f"the checkpoints in {self._store.folder} are of {told}")
             restore(self.learner, stored)
             self.version = self._saved = stored.progress.version
             log.info("resuming after step %d of %d, from %s", self.version, self.steps, stored.folder)
