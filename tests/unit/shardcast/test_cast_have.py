@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 from castsim import chunks_of, manifest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.cast import Handler, ScriptedSource, reply
+from kit.cast import Lab, ScriptedSource, says
 from shoal.errors import BroadcastError
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken
@@ -22,7 +22,6 @@ from shoal.shardcast.pool import ask_for_map
 A, B = "http://a:1", "http://b:1"
 CHUNKS = chunks_of(11)
 PLACE = (0, 1)
-Scripted = Callable[[Handler], ScriptedSource]
 
 
 def plan_of(*manifests: PolicyManifest) -> Plan:
@@ -78,22 +77,15 @@ def test_a_chunk_of_two_versions_is_looked_up_in_the_newer() -> None:
 
 
 def ask(source: ScriptedSource) -> bytes | None:
-    connection = Connection(source.url, StopToken())
-    try:
+    with closing(Connection(source.url, StopToken())) as connection:
         return ask_for_map(connection, Question((2, 31), 11, 5, 2.5))
-    finally:
-        connection.close()
 
 
-def test_a_map_is_asked_for_by_version_and_count(scripted: Scripted) -> None:
-    source = scripted(lambda target, to: reply(to, 200, b"abcd"))
+def test_a_map_is_asked_for_by_version_and_count_and_a_wrong_or_huge_one_is_refused_unread(lab: Lab) -> None:
+    source = lab.source(says(b"abcd"))
     assert ask(source) == b"abcd"
     assert source.seen == ["/have/2.31?count=5&wait_s=2.5"]
-
-
-def test_no_map_is_none_and_a_wrong_or_huge_one_is_refused_unread(scripted: Scripted) -> None:
-    assert ask(scripted(lambda target, to: reply(to, 404, b"no such thing"))) is None
+    assert ask(lab.source(says(b"no such thing", 404))) is None
     for body, size in ((b"abc", 3), (b"", 1 << 40)):
-        source = scripted(lambda target, to, body=body, size=size: reply(to, 200, body, size=size))  # type: ignore[misc]
         with pytest.raises(BroadcastError, match=f"{size} bytes"):
-            ask(source)
+            ask(lab.source(says(body, size=size)))

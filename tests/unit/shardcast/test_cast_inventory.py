@@ -45,20 +45,13 @@ def test_the_maps_say_of_each_position_whether_its_chunk_is_here_or_coming(chunk
 
 def manifest(version: int, payload: str, deltas: str = "", size: int = 10) -> PolicyManifest:
     """A version of 10-byte chunks named by letters; an anchor unless it has deltas."""
-    digest = f"{version:064x}"
-    base = PolicyRef(incarnation=0, version=version - 1, digest=digest) if deltas else None
-    parts = tuple(chunk(name, size) for name in deltas)
+    digest, parts = f"{version:064x}", tuple(chunk(name, size) for name in deltas)
+    base = PolicyRef(incarnation=0, version=version - 1, digest=digest)
     return PolicyManifest(
-        run="r",
-        policy=PolicyRef(incarnation=0, version=version, digest=digest),
-        entries=(),
-        chunk_size_bytes=size,
-        chunks=tuple(chunk(name, size) for name in payload),
-        size_bytes=size * len(payload),
-        anchor=base is None,
-        deltas=() if base is None else (Delta(base=base, size_bytes=size * len(parts), chunks=parts),),
-        created_at_ms=0,
-    )
+        run="r", policy=PolicyRef(incarnation=0, version=version, digest=digest), entries=(), chunk_size_bytes=size,
+        chunks=tuple(chunk(name, size) for name in payload), size_bytes=size * len(payload), anchor=not deltas,
+        deltas=(Delta(base=base, size_bytes=size * len(parts), chunks=parts),) if deltas else (), created_at_ms=0,
+    )  # fmt: skip
 
 
 def versions(*manifests: PolicyManifest) -> dict[Place, PolicyManifest | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from castsim import SIZE, Node, Source, World, chunks_of, manifest_of, swarm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.protocol import Chunk, PolicyManifest
 from shoal.shardcast.limits import FEW_FLIGHTS
 
 A, B, ORIGIN = "http://a:1", "http://b:1", "http://origin:1"
@@ -21,13 +23,15 @@ def hashes(first: int, last: int) -> set[str]:
     return {chunk.hash for chunk in CHUNKS[first:last]}
 
 
-def following(*sources: Source, seed: int = 0, connections: int = 4, **named: list[str]) -> tuple[Any, ...]:
+def following(
+    *sources: Source, seed: int = 0, connections: int = 4, manifest: PolicyManifest = MANIFEST, **named: list[str]
+) -> tuple[Any, ...]:
     """A node that wants everything from these sources, all of them upstream unless they are named otherwise."""
     world = World()
     others = [url for urls in named.values() for url in urls]
     upstreams = [url for url in (world.add(source).url for source in sources) if url not in others]
     node = Node(world, seed, connections, upstreams=upstreams, **named)
-    node.want(MANIFEST)
+    node.want(manifest)
     return world, node, *sources
 
 
@@ -120,10 +124,7 @@ def test_a_source_that_is_alone_is_never_left_for_being_slow() -> None:
 
 def test_a_chunk_at_a_source_that_stalls_is_fetched_from_the_other() -> None:
     """One chunk flies at a source that has stalled: an idle thread fetches it from the other."""
-    world = World()
-    stalled, other = (world.add(Source(url, set(ALL), rate_bytes_s=10 * SIZE)) for url in (A, B))
-    node = Node(world, upstreams=[A, B])
-    node.want(MANIFEST)
+    world, node, stalled, other = following(*(Source(url, set(ALL), rate_bytes_s=10 * SIZE) for url in (A, B)))
     while not stalled.sending:
         world.step()
     stalled.rate_bytes_s = 0.0
@@ -135,22 +136,16 @@ def test_a_chunk_at_a_source_that_stalls_is_fetched_from_the_other() -> None:
     assert node.plan.progress()[0] == len(CHUNKS) * SIZE
 
 
-def test_the_only_chunk_at_a_source_that_stalls_is_fetched_from_an_unknown_one() -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_the_only_chunk_at_a_source_that_stalls_is_fetched_from_an_unknown_one(seed: int) -> None:
     """As with a small delta: there is one chunk, and whoever was asked for it stalls."""
-    for seed in range(8):
-        world = World()
-        world.add(Source(A, set(ALL), rate_bytes_s=0.0))
-        world.add(Source(B, set(ALL)))
-        node = Node(world, seed, upstreams=[A, B])
-        node.want(manifest_of(CHUNKS[:1]))
-        assert world.run(5), "it waits for the source that stalls"
+    stalls, other = Source(A, set(ALL), rate_bytes_s=0.0), Source(B, set(ALL))
+    world, *_ = following(stalls, other, seed=seed, manifest=manifest_of(CHUNKS[:1]))
+    assert world.run(5), "it waits for the source that stalls"
 
 
 def test_with_equal_sources_each_chunk_is_asked_for_once() -> None:
-    world = World()
-    sources = [world.add(Source(url, set(ALL))) for url in (A, B)]
-    node = Node(world, upstreams=[A, B])
-    node.want(MANIFEST)
+    world, _, *sources = following(Source(A, set(ALL)), Source(B, set(ALL)))
     assert world.run(30)
     assert sum(sum(source.asked.values()) for source in sources) == len(CHUNKS)
 
@@ -167,13 +162,8 @@ def test_the_last_resort_is_left_alone_while_relays_can_serve() -> None:
 
 @pytest.mark.parametrize("trouble", ["dead", "corrupt", "lacking", "busy"])
 def test_the_last_resort_helps_when_nobody_else_can(trouble: str) -> None:
-    world = World()
-    relay = world.add(Source(A, set(ALL) if trouble != "lacking" else hashes(0, 10)))
-    if trouble != "lacking":
-        setattr(relay, trouble, True)
-    origin = world.add(Source(ORIGIN, set(ALL), maps=False))
-    node = Node(world, upstreams=[A], last_resort=[ORIGIN])
-    node.want(MANIFEST)
+    relay = Source(A, hashes(0, 10)) if trouble == "lacking" else Source(A, set(ALL), **{trouble: True})
+    world, _, _, origin = following(relay, Source(ORIGIN, set(ALL), maps=False), last_resort=[ORIGIN])
     assert world.run(30)
     assert len(origin.asked) == (30 if trouble == "lacking" else 40)
 
@@ -229,35 +219,37 @@ def test_what_is_forgotten_is_left_on_its_way() -> None:
     assert not any(flight.lost for flight in source.sending)
 
 
-TROUBLES = st.sampled_from(["none", "dead", "slow", "corrupt", "busy", "claims", "announces", "mapless"])
+TROUBLES: dict[str, dict[str, Any]] = {
+    "none": {}, "dead": {"dead": True}, "corrupt": {"corrupt": True}, "busy": {"busy": True},
+    "mapless": {"maps": False}, "slow": {"rate_bytes_s": SIZE / 100}, "claims": {"claims": hashes(0, 24)},
+    "announces": {"announces": hashes(0, 24)},
+}  # fmt: skip
+KINDS = ["upstreams", "peers", "last_resort"]
+OTHERS = st.tuples(st.sampled_from(KINDS), st.sampled_from(sorted(TROUBLES)), st.integers(0, 2**24 - 1))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kinds=st.lists(st.tuples(st.sampled_from(["upstreams", "peers", "last_resort"]), TROUBLES), max_size=5),
-    parts=st.lists(st.integers(0, 2**24 - 1), min_size=5, max_size=5),
+    others=st.lists(OTHERS, max_size=5),
     honest=st.sampled_from([["upstreams"], ["upstreams", "upstreams"], ["upstreams", "peers"], ["last_resort"]]),
     seed=st.integers(0, 1000),
 )
-def test_whatever_others_do_the_honest_ones_suffice(kinds, parts, honest, seed):
+def test_whatever_others_do_the_honest_ones_suffice(others, honest, seed):
     """The honest sources together have every chunk; of the rest each is dead, slow, lying, lacking, or any of it."""
-    world, chunks = World(), chunks_of(24)
-    everything = [chunk.hash for chunk in chunks]
-    named: dict[str, list[str]] = {"upstreams": [], "peers": [], "last_resort": []}
+    world, chunks = World(), CHUNKS[:24]
+    named: dict[str, list[str]] = {kind: [] for kind in KINDS}
+
+    def add(kind: str, has: Sequence[Chunk], **trouble: Any) -> None:
+        url = f"http://{kind}-{len(world.sources)}:1"
+        world.add(Source(url, {chunk.hash for chunk in has}, **trouble))
+        named[kind].append(url)
+
     for index, kind in enumerate(honest):
-        source = world.add(Source(f"http://honest-{index}:1", set(everything[index :: len(honest)])))
-        named[kind].append(source.url)
-    for index, (kind, trouble) in enumerate(kinds):
-        has = {one for at, one in enumerate(everything) if parts[index] >> at & 1}
-        source = world.add(Source(f"http://other-{index}:1", has))
-        source.dead, source.corrupt = trouble == "dead", trouble == "corrupt"
-        source.busy, source.maps = trouble == "busy", trouble != "mapless"
-        source.rate_bytes_s = SIZE / 100 if trouble == "slow" else source.rate_bytes_s
-        source.claims = set(everything) if trouble == "claims" else set()
-        source.announces = set(everything) if trouble == "announces" else set()
-        named[kind].append(source.url)
-    node = Node(world, seed, upstreams=named["upstreams"], peers=named["peers"], last_resort=named["last_resort"])
+        add(kind, chunks[index :: len(honest)])
+    for kind, trouble, mask in others:
+        add(kind, [chunk for at, chunk in enumerate(chunks) if mask >> at & 1], **TROUBLES[trouble])
+    node = Node(world, seed, **named)
     node.want(manifest_of(chunks))
     assert world.run(300), node.scores.describe()
-    assert node.kept == set(everything)
+    assert node.kept == {chunk.hash for chunk in chunks}
     assert all(flight.lost for flight in node.flights if flight.source)

@@ -122,17 +122,16 @@ def test_every_version_kept_is_reached_from_an_anchor_that_is_kept(flags: list[b
 
 def test_weights_that_come_back_are_not_walked_through_twice() -> None:
     """A B A B C: the route to C begins with the first B, and no delta is taken twice."""
-    letters = {1: "a", 2: "b", 3: "a", 4: "b", 5: "c"}
 
     def named(version: int) -> PolicyRef:
-        return PolicyRef(incarnation=0, version=version, digest=letters[version] * 64)
+        return PolicyRef(incarnation=0, version=version, digest=" ababc"[version] * 64)
 
-    def at(version: int) -> PolicyManifest:
-        base = None if version == 1 else named(version - 1)
+    def at(found: PolicyRef) -> PolicyManifest:
+        version = found.version
         chunk = Chunk(hash="0" * 64, size_bytes=10)
-        deltas = () if base is None else (Delta(base=base, size_bytes=10, chunks=(chunk,)),)
-        return manifest(version, anchor=version == 1).model_copy(update={"policy": named(version), "deltas": deltas})
+        deltas = () if version == 1 else (Delta(base=named(version - 1), size_bytes=10, chunks=(chunk,)),)
+        return manifest(version, anchor=version == 1).model_copy(update={"policy": found, "deltas": deltas})
 
-    route = plan(at(5), set(), lambda ref: at(ref.version))
+    route = plan(at(named(5)), set(), at)
     assert len({step.name for step in route.steps}) == len(route.steps)
     assert [step.manifest.policy.digest[0] for step in route.steps] == ["b", "c"]
