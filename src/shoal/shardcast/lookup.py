@@ -56,6 +56,12 @@ def get_document(connection: Connection, target: str, max_bytes: int, deadline: 
     return None
 
 
+def get_head(connection: Connection, known: BroadcastHead | None, wait_s: float, answer_s: float) -> bytes | None:
+    """A head, newer than `known` if there is one; the source may hold the question for `wait_s`."""
+    after = "" if known is None else f"&after={known.policy.label}"
+    return get_document(connection, f"{HEAD}?wait_s={wait_s:g}{after}", MAX_HEAD_BYTES, Deadline(wait_s + answer_s))
+
+
 SignedHead = tuple[BroadcastHead, bytes]  # a head that was believed, and the bytes that it was read from
 
 
@@ -153,10 +159,8 @@ class Lookup:
         source = self._scores.choose()
         if source is None:
             return None
-        after = "" if self.known is None else f"&after={self.known.policy.label}"
         try:
-            target = f"{HEAD}?wait_s={wait_s:g}{after}"
-            data = get_document(self._connections.to(source), target, MAX_HEAD_BYTES, Deadline(wait_s + HEAD_S))
+            data = get_head(self._connections.to(source), self.known, wait_s, HEAD_S)
             found = None if data is None else self._read_head(data)
         except BroadcastError as error:
             self._scores.note(source, str(error))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shoal.adversary import CHEATS, Cheat, Loot, find_cheat
-from shoal.adversary.steering import Steer
+from shoal.adversary.steering import steer
 from shoal.adversary.tokens import TRIES, Sleeper, Steal, own_seeds
 from shoal.adversary.weights import FIELD, chunks_of, shallow_files
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
@@ -229,7 +229,7 @@ def test_swap_prompt_answers_its_first_prompt() -> None:
 @pytest.mark.parametrize("reach", [0.05, 0.2])
 def test_steer_changes_tokens_and_none_lies_farther_out_than_its_reach(reach: float) -> None:
     asked = Asked()
-    engine = Steer(SeedTolerance(distance=reach, floor=1e-3)).engine(asked, NOTHING)
+    engine = steer(SeedTolerance(distance=reach, floor=1e-3))().engine(asked, NOTHING)
     engine.load_policy(REF, TENSORS)
     requests = [GenerationRequest((10, number), (1, 2), SAMPLING) for number in range(2)]
     assert tokens(engine.generate(requests)) != tokens(asked.generate(requests))
