@@ -59,22 +59,22 @@ def test_a_relay_that_dies_in_the_middle_does_not_matter(lab: Lab) -> None:
     lab.fetch(manifest, dying.url, lab.honest().url)
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-def test_chunks_damaged_on_a_relays_disk_are_fetched_from_somebody_else(lab: Lab, restarted: bool) -> None:
-    """By its client, who notices; and by the relay itself once it is started again."""
+@pytest.mark.parametrize("what", ["flipped", "gone", "restarted"])
+def test_chunks_damaged_on_a_relays_disk_are_fetched_again(lab: Lab, what: str) -> None:
+    """From somebody else by its client, who notices; by the relay itself where it can tell, or is started again."""
     manifest, origin = lab.publish(1), lab.honest()
-    relay = lab.relay("relay", origin.url)
+    relay, folder = lab.relay("relay", origin.url), lab.folder / "relay"
     eventually(lambda: is_complete(relay, "0.1"))
-    if restarted:
+    if what == "restarted":
         lab.stop(relay)
-    folder = lab.folder / "relay"
-    flip(folder / chunk_key(manifest.chunks[2].hash))
+    if what != "gone":
+        flip(folder / chunk_key(manifest.chunks[2].hash))
     (folder / chunk_key(manifest.chunks[3].hash)).write_bytes(b"short")
     (folder / chunk_key(manifest.chunks[1].hash)).unlink()
-    if restarted:
-        lab.fetch(manifest, lab.relay("relay", origin.url).url)
-    else:
-        lab.fetch(manifest, relay.url, origin.url)
+    if what == "restarted":
+        relay = lab.relay("relay", origin.url)
+    lab.fetch(manifest, relay.url, *([origin.url] if what == "flipped" else []))
+    eventually(lambda: is_complete(relay, "0.1"))
 
 
 def test_a_chunk_that_everybody_has_removed_ends_in_words_not_in_a_loop(lab: Lab) -> None:

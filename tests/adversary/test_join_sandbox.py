@@ -119,9 +119,7 @@ def keyring_of(mark: str) -> Callable[[], None]:
 
 
 @needs_bubblewrap
-def test_inside_reaches_the_run_and_own_folder(
-    hub: HostileHub, other: HostileHub, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_inside_reaches_the_run_and_own_folder(hub, other, tmp_path, monkeypatch):
     for name in ("AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "TORCH_HUB_TOKEN"):
         monkeypatch.setenv(name, "secret")
     keyctl = sandbox.KEYCTL.get(os.uname().machine, -1)
@@ -202,9 +200,7 @@ def with_an_old_one(option: str) -> Callable[[Path, Patch], None]:
         (with_an_old_one("--size"), "Install bubblewrap 0.8 or newer"),
     ],
 )
-def test_without_a_sandbox_there_is_no_work(
-    hub: HostileHub, tmp_path: Path, monkeypatch: Patch, capsys: Capture, prepare: Any, complaint: str
-) -> None:
+def test_without_a_sandbox_there_is_no_work(hub, tmp_path, monkeypatch, capsys, prepare, complaint):
     prepare(tmp_path / "bin", monkeypatch)
     words = ["join", hub.url, "--engine", "scripted", "--no-check", "--sandbox", "--folder", str(tmp_path / "node")]
     assert main(words) == 3
@@ -324,9 +320,7 @@ def test_leads_to_what_is_allowed_while_it_is(forwarder: Forwarder, hub: Hostile
 
 
 @pytest.mark.parametrize("host", ["b\u00fccher.example", "xn--bcher-kva.example", "B\u00dcCHER.example"])
-def test_name_in_another_script_has_one_way_out(
-    forwarder: Forwarder, hub: HostileHub, monkeypatch: Patch, host: str
-) -> None:
+def test_name_in_another_script_has_one_way_out(forwarder, hub, monkeypatch, host):
     known = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **options: known("127.0.0.1", *rest, **options))
     url = hub.url.replace("127.0.0.1", host)
@@ -335,9 +329,7 @@ def test_name_in_another_script_has_one_way_out(
         assert http.get(f"{url}/run").status_code == 200
 
 
-def test_what_a_public_hub_may_not_name_is_unreachable(
-    forwarder: Forwarder, hub: HostileHub, other: HostileHub
-) -> None:
+def test_what_a_public_hub_may_not_name_is_unreachable(forwarder, hub, other):
     named = [other.url, "http://169.254.169.254/", "ftp://8.8.8.8", "http://a:b@8.8.8.8:80"]
     forwarder.allow([hub.url], named, Reach(Nearness.PUBLIC))
     assert [path.name for path in forwarder.folder.iterdir()] == [socket_name("127.0.0.1", port_of(hub))]

@@ -11,7 +11,7 @@ import random
 import shutil
 import threading
 import time
-from typing import Any, cast
+from typing import cast
 from unittest.mock import Mock
 
 import pytest
@@ -154,9 +154,7 @@ def test_fetching_ahead_ends_with_a_line_or_for_a_bug_with_a_traceback(error, tr
         ({"limits": MachineLimits()}, 100, ResourceError, r"cannot write .*\.part: the disk is full: free some space"),
     ],
 )  # fmt: skip
-def test_a_version_that_is_too_large_is_refused_before_it_is_fetched(
-    lab: Lab, monkeypatch: Patch, settings: dict[str, Any], free: int | None, error: type[Exception], sentence: str
-) -> None:
+def test_a_version_that_is_too_large_is_refused_before_it_is_fetched(lab, monkeypatch, settings, free, error, sentence):
     manifest, source = lab.publish(0), lab.source()
     if free is not None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _path: Mock(free=free))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -10,8 +12,15 @@ from castsim import SIZE, Node, Source, World, chunks_of, manifest_of, swarm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.protocol import Chunk, PolicyManifest
+from kit.cast import Lab, ScriptedSource, says
+from shoal.errors import BroadcastError
+from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.connection import Connection
 from shoal.shardcast.limits import FEW_FLIGHTS
+from shoal.shardcast.manifest import offered
+from shoal.shardcast.plan import Plan, Question, SourceScores
+from shoal.shardcast.pool import ask_for_map
 
 A, B, ORIGIN = "http://a:1", "http://b:1", "http://origin:1"
 CHUNKS = chunks_of(40)
@@ -108,13 +117,6 @@ def test_a_peer_much_slower_than_upstream_is_not_waited_for() -> None:
     assert len(origin.asked) >= 36
 
 
-def test_a_slow_source_is_left_in_the_middle_and_booked_as_slow() -> None:
-    world, node, *_ = following(Source(A, set(ALL), rate_bytes_s=SIZE / 50), Source(B, set(ALL)))
-    assert world.run(30)
-    assert "slow" in node.scores.describe()
-    assert set(node.scores.usable()) == {A, B}
-
-
 def test_a_source_that_is_alone_is_never_left_for_being_slow() -> None:
     world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE))
     assert world.run(60)
@@ -205,20 +207,6 @@ def test_a_source_that_is_always_busy_is_asked_ever_more_rarely() -> None:
     assert sum(busy.asked.values()) < 60
 
 
-def test_what_is_forgotten_is_left_on_its_way() -> None:
-    world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE))
-    while not source.sending:
-        world.step()
-    flying = {flight.chunk.hash for flight in source.sending}
-    lost = node.plan.forget_except(ALL - flying)
-    assert {flight.chunk.hash for flight in lost} == flying
-    assert all(flight.lost for flight in lost)
-    assert node.plan.pending() == len(CHUNKS) - len(flying)
-    assert node.plan.progress()[1] == node.plan.pending() * SIZE
-    world.step()
-    assert not any(flight.lost for flight in source.sending)
-
-
 TROUBLES: dict[str, dict[str, Any]] = {
     "none": {}, "dead": {"dead": True}, "corrupt": {"corrupt": True}, "busy": {"busy": True},
     "mapless": {"maps": False}, "slow": {"rate_bytes_s": SIZE / 100}, "claims": {"claims": hashes(0, 24)},
@@ -253,3 +241,76 @@ def test_whatever_others_do_the_honest_ones_suffice(others, honest, seed):
     assert world.run(300), node.scores.describe()
     assert node.kept == {chunk.hash for chunk in chunks}
     assert all(flight.lost for flight in node.flights if flight.source)
+
+
+# Maps of who has what: their bits, what they decide, and asking for one
+
+ELEVEN = CHUNKS[:11]
+PLACE = (0, 1)
+
+
+def plan_of(*manifests: PolicyManifest) -> Plan:
+    """Of these all is wanted, and none of it is on this disk."""
+    scores = SourceScores([])
+    plan = Plan(scores, 4, random.Random(0))
+    for manifest in manifests:
+        plan.want(manifest, offered(manifest), 0.0)
+    while (flight := plan.take(0.0)) is not None:
+        plan.land(flight, False)
+    scores.set_sources([A])
+    return plan
+
+
+def taken(plan: Plan) -> list[Chunk]:
+    """What the plan fetches from A, in order."""
+    found = []
+    while (flight := plan.take(0.5)) is not None:
+        assert flight.source == A
+        found.append(flight.chunk)
+        plan.land(flight, True)
+    return found
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=70))
+def test_exactly_those_chunks_are_asked_for_whose_bits_are_set(flags: list[bool]) -> None:
+    """The least significant bit first; SOON, the second half, is no offer."""
+    chunks = chunks_of(len(flags))
+    half = sum(flag << index for index, flag in enumerate(flags)).to_bytes(-(-len(flags) // 8), "little")
+    plan = plan_of(manifest_of(chunks))
+    plan.see(A, PLACE, half + b"\xff" * len(half), 0.0, 0.0)
+    asked = taken(plan)
+    assert len(asked) == len(set(asked)) == sum(flags)
+    assert set(asked) == {chunk for chunk, flag in zip(chunks, flags, strict=True) if flag}
+
+
+def test_newer_versions_come_first_and_of_each_the_deltas() -> None:
+    base = PolicyRef(incarnation=0, version=0, digest="b" * 64)
+    delta = Delta(base=base, size_bytes=2000, chunks=ELEVEN[2:4])
+    old = manifest_of(ELEVEN[:2]).model_copy(update={"deltas": (delta,)})
+    plan = plan_of(old, manifest_of(ELEVEN[4:8], version=2))
+    for version, body in ((1, b"\xff\xff"), (2, b"\xff\xff")):
+        plan.see(A, (0, version), body, 0.0, 0.0)
+    asked = taken(plan)
+    assert [set(asked[:4]), set(asked[4:6]), set(asked[6:])] == [set(ELEVEN[4:8]), set(ELEVEN[2:4]), set(ELEVEN[:2])]
+
+
+def test_a_chunk_of_two_versions_is_looked_up_in_the_newer() -> None:
+    plan = plan_of(manifest_of(ELEVEN), manifest_of(ELEVEN[:3], version=2))
+    plan.see(A, PLACE, bytes([255, 7, 0, 0]), 0.0, 0.0)
+    plan.see(A, (0, 2), bytes([0, 0]), 0.0, 0.0)
+    assert set(taken(plan)) == set(ELEVEN[3:])
+
+
+def ask(source: ScriptedSource) -> bytes | None:
+    with closing(Connection(source.url, StopToken())) as connection:
+        return ask_for_map(connection, Question((2, 31), 11, 5, 2.5))
+
+
+def test_a_map_is_asked_for_by_version_and_count_and_a_wrong_or_huge_one_is_refused_unread(lab: Lab) -> None:
+    source = lab.source(says(b"abcd"))
+    assert ask(source) == b"abcd"
+    assert source.seen == ["/have/2.31?count=5&wait_s=2.5"]
+    assert ask(lab.source(says(b"no such thing", 404))) is None
+    for body, size in ((b"abc", 3), (b"", 1 << 40)):
+        with pytest.raises(BroadcastError, match=f"{size} bytes"):
+            ask(lab.source(says(body, size=size)))

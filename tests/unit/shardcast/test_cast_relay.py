@@ -87,17 +87,6 @@ def test_a_client_that_may_have_few_connections_does_with_few(lab: Lab, allowed:
         eventually(lambda: ask(relay.url, "/health")[0] == 429)
 
 
-@pytest.mark.parametrize("damage", ["removed", "cut short"])
-def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(lab: Lab, damage: str) -> None:
-    manifest = lab.publish(1)
-    relay, folder = mirrored(lab)
-    until("0.1", relay)
-    path = chunk_paths(folder, manifest)[0]
-    path.unlink() if damage == "removed" else path.write_bytes(b"short")
-    lab.fetch(manifest, relay.url)
-    until("0.1", relay)
-
-
 def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(lab: Lab) -> None:
     relay, folder = mirrored(lab, kept_versions=2)
     manifests = []

@@ -215,15 +215,6 @@ def test_a_large_payload_of_mixed_widths_goes_through_the_compiled_loops(lab: La
     lab.fetch(manifest, lab.honest().url)
 
 
-def test_weights_that_come_back_can_be_fetched_from_nothing(lab: Lab) -> None:
-    rng = np.random.default_rng(0)
-    first = rng.integers(0x3C00, 0x3D00, VALUES).astype(np.int16)
-    second, third = ((first + (rng.random(VALUES) < share)).astype(np.int16) for share in (0.01, 0.02))
-    for version, bits in enumerate((first, second, first, second, third), 1):
-        manifest = lab.publish(version, files={"w": bits.tobytes()}, delta_from_bytes=0)
-    lab.fetch(manifest, lab.honest().url)
-
-
 # Files and folders, and what must not be announced
 
 
