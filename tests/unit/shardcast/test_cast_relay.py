@@ -83,7 +83,11 @@ def test_a_client_that_may_have_few_connections_does_with_few(lab: Lab, allowed:
     relay, _ = mirrored(lab, connections_per_client=allowed + 1)  # one for what this test asks
     until("0.1", relay)
     lab.fetch(manifest, relay.url)
-    with dial(relay.url), dial(relay.url), dial(relay.url), dial(relay.url):
+
+
+def test_limits_of_the_recipe_hold_for_clients(lab: Lab) -> None:
+    relay, _ = mirrored(lab, connections_per_client=2)
+    with dial(relay.url), dial(relay.url):
         eventually(lambda: ask(relay.url, "/health")[0] == 429)
 
 
