@@ -27,15 +27,9 @@ from shoal.errors import BroadcastError, ManifestRefused, VersionNotFound
 from shoal.protocol import BroadcastHead, Delta, PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import count_of
+from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
-from shoal.shardcast.manifest import (
-    MAX_HEAD_BYTES,
-    MAX_MANIFEST_BYTES,
-    check_not_rolled_back,
-    place_of,
-    read_head,
-    read_manifest,
-)
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, place_of, read_head, read_manifest
 from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.tree import HEAD, manifest_key
 
@@ -146,7 +140,7 @@ class Lookup:
         while True:
             if heads := self.heads(deadline).values():
                 newest = max(heads, key=lambda found: place_of(found[0]))
-                check_not_rolled_back(newest[0], known)
+                manifests.check_not_rolled_back(newest[0], known)
                 return newest
             if deadline.passed() or self._stop.wait(min(1.0, max(0.0, deadline.remaining_s()))):
                 if self._refusal is not None:

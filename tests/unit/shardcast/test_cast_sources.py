@@ -20,14 +20,18 @@ from shoal.shardcast.plan import Kind, SourceScores
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
 
 
-def test_the_faster_source_is_asked_more_often_but_not_always() -> None:
+def weights(scores: SourceScores) -> dict[str, float]:
+    return {source: standing.weight for source, standing in scores.ready().items()}
+
+
+def test_a_faster_source_weighs_more_and_a_choice_follows_the_weights() -> None:
     scores = SourceScores([A, B])
     for _ in range(10):
         scores.succeeded(A, 9_000_000, 1.0)
         scores.succeeded(B, 1_000_000, 1.0)
-    chosen = Counter(scores.choose() for _ in range(2000))
-    assert 1600 < chosen[A] < 1990
-    assert chosen[B] > 0
+    assert weights(scores)[A] == pytest.approx(9 * weights(scores)[B])
+    chosen = Counter(scores.choose() for _ in range(500))
+    assert chosen[A] > 4 * chosen[B] > 0
 
 
 def test_a_failing_source_rests_longer_each_time_and_comes_back() -> None:
@@ -49,18 +53,16 @@ def test_a_failing_source_rests_longer_each_time_and_comes_back() -> None:
 def test_failure_lowers_the_weight_and_success_heals_it() -> None:
     now = [0.0]
     scores = SourceScores([A, B], now_s=lambda: now[0])
-    for _ in range(8):
-        scores.succeeded(A, 1000, 1.0)
-        scores.succeeded(B, 1000, 1.0)
+    for source in (A, B):
+        scores.succeeded(source, 1000, 1.0)
     for _ in range(5):
         now[0] += 10
         scores.failed(B, "x")
     now[0] += 10
-    weak = Counter(scores.choose() for _ in range(1000))[B]
+    assert 0 < weights(scores)[B] < weights(scores)[A] / 4
     for _ in range(20):
         scores.succeeded(B, 1000, 1.0)
-    assert weak < 250
-    assert 350 < Counter(scores.choose() for _ in range(1000))[B] < 650
+    assert weights(scores)[B] == pytest.approx(weights(scores)[A], rel=0.1)
 
 
 def test_a_dropped_source_is_not_asked_until_restored() -> None:

@@ -262,8 +262,7 @@ def dialogue_lease(unit: int, tool: str) -> Lease:
 def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setitem(TOOLS, "count", lambda turns: "\n" * len(turns))  # type: ignore[misc]
     of = dialogue_lease(1, "count")
-    bench = Bench(tmp_path, [of, lease(2), dialogue_lease(3, "count")])
-    bench.worker.run()
+    bench = Bench.worked(tmp_path, [of, lease(2), dialogue_lease(3, "count")])
     assert bench.units == [1, 2, 3]
     spoken = {submission.unit: submission.rollouts for submission in bench.hub.submitted}
     assert any(rollout.given for rollout in spoken[1])
