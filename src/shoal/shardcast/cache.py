@@ -32,7 +32,7 @@ from shoal.runtime.files import ensure_folder, open_in_place, resource_error, wr
 from shoal.runtime.limits import MachineLimits, show_bytes
 from shoal.shardcast.lookup import Route, Step
 from shoal.shardcast.manifest import read_manifest
-from shoal.shardcast.payload import Payload, open_payload, read_fully
+from shoal.shardcast.payload import Payload, open_payload, read_fully, reporting
 
 if TYPE_CHECKING:
     from shoal.shardcast.delta import Made
@@ -55,11 +55,9 @@ class Filling:
 
     def add(self, path: Path, chunks: Sequence[Chunk], chunk_size_bytes: int, lying: Places | None = None) -> None:
         resumed = path.exists()
-        try:
+        with reporting("write", path):
             self._files[path] = os.fdopen(open_in_place(path, os.O_RDWR), "r+b", buffering=0)
             os.ftruncate(self._files[path].fileno(), sum(chunk.size_bytes for chunk in chunks))
-        except OSError as error:
-            raise resource_error("write", path, error) from error
         for index, chunk in enumerate(chunks):
             if resumed and chunk.hash not in self._wanted:  # one look for a chunk that repeats
                 self._lying[chunk.hash].append((path, index * chunk_size_bytes))
@@ -84,13 +82,10 @@ class Filling:
 
     def _write(self, places: Iterable[tuple[Path, int]], data: memoryview) -> None:
         for path, offset in places:
-            try:
-                with self._writing:
-                    written = 0
-                    while written < data.nbytes:
-                        written += os.pwrite(self._files[path].fileno(), data[written:], offset + written)
-            except OSError as error:
-                raise resource_error("write", path, error) from error
+            with reporting("write", path), self._writing:
+                written = 0
+                while written < data.nbytes:
+                    written += os.pwrite(self._files[path].fileno(), data[written:], offset + written)
 
 
 class PayloadCache:
@@ -153,10 +148,8 @@ class PayloadCache:
     def finish(self, manifest: PolicyManifest) -> None:
         digest = manifest.policy.digest
         part = self._path(digest, "part")
-        try:
+        with reporting("rename", part):
             part.replace(self._path(digest, "bin"))
-        except OSError as error:
-            raise resource_error("rename", part, error) from error
         self._verified[digest] = manifest
         self._made.pop(digest, None)
 
@@ -171,10 +164,10 @@ class PayloadCache:
         part = self._path(target.policy.digest, "part")
         part.unlink(missing_ok=True)
         deltas = [self._delta_path(step) for step in steps]
+        base = self._path(begin.digest, "bin")
         try:
-            made = make_payload(target, self._path(begin.digest, "bin"), deltas, part, begin, self._remember_changes)
-        except OSError as error:
-            raise resource_error("write", part, error) from error
+            with reporting("write", part):
+                made = make_payload(target, base, deltas, part, begin, self._remember_changes)
         except DeltaRefused:
             part.unlink(missing_ok=True)
             raise
@@ -199,12 +192,9 @@ class PayloadCache:
 
     def load(self, manifest: PolicyManifest) -> Payload:
         path = self._path(manifest.policy.digest, "bin")
-        try:
+        with reporting("read", path), path.open("rb") as file:
             os.utime(path)  # the order in which `retain` removes
-            with path.open("rb") as file:
-                whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if manifest.size_bytes else b""
-        except OSError as error:
-            raise resource_error("read", path, error) from error
+            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if manifest.size_bytes else b""
         return open_payload(manifest, memoryview(whole), path, self._made.get(manifest.policy.digest))
 
     def retain(self, count: int) -> None:
