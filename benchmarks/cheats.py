@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from kit.attack import Attacked, table  # noqa: E402
 from kit.trial import PROFILES, Court, Judged, Trial, docket  # noqa: E402
 from shoal.adversary import CHEATS, Cheat, find_cheat  # noqa: E402
-from shoal.adversary.steering import Steer  # noqa: E402
+from shoal.adversary.steering import steer  # noqa: E402
 from shoal.adversary.tokens import Steal  # noqa: E402
 from shoal.engines.shelf import LoadedPolicy  # noqa: E402
 from shoal.protocol import Lease, Outcome, Submission, TrainingGroup, TrainingRollout  # noqa: E402
@@ -87,7 +87,7 @@ def tried(name: str, profile: str, units: Sequence[int]) -> Trial:
     if name == "steal":
         Steal.library[:] = [submission for _, submission in court.groups(Cheat(), [court.lease(10**6)])]
     if name == "steer":  # slow, for it looks at every token of the vocabulary: only until it is banned
-        return court.tried(Steer(PROFILES[profile].sampling), units, stop_when_banned=True)
+        return court.tried(steer(PROFILES[profile].sampling)(), units, stop_when_banned=True)
     return court.tried(Cheat() if name == "honest" else find_cheat(name), units)
 
 

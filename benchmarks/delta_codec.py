@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def xor_apply(target: memoryview, block: bytes) -> None:
 OURS = Codec(
     "shoal",
     lambda old, new: delta.encode_block(old, new, WIDTH),
-    lambda target, block: delta.apply_block(target, block, WIDTH),
+    lambda target, block: delta.Change.read(BytesIO(block), target.nbytes // WIDTH, WIDTH).apply(target, WIDTH),
 )
 XOR = Codec("xor + zstd-1", xor_encode, xor_apply)
 

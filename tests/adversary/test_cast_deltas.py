@@ -14,11 +14,12 @@ from functools import cache
 
 import pytest
 import zstandard
-from blake3 import blake3
 
-from kit.liar import WITHIN_S, Lab, eventually, head_version, tensors_of, tree, write_tree
+from kit import eventually
+from kit.cast import WITHIN_S, Lab, flip, head_version
+from kit.liar import chunks_of, tensors_of, write_tree
 from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, VersionNotFound
-from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
+from shoal.protocol import Delta, PolicyManifest, PolicyRef
 from shoal.shardcast import Payload
 from shoal.shardcast.delta import HEADER, MAGIC, SIZE, blocks_of, encode_block
 
@@ -33,12 +34,11 @@ def frame(data: bytes) -> bytes:
 
 
 @cache
-def nested_bomb(size: int, declared: bool) -> bytes:
-    """One zstd frame of `size` zeros, with or without saying so."""
+def nested_bomb(declared: bool) -> bytes:
+    """One zstd frame of a gigabyte of zeros, with or without saying so."""
     compressor = zstandard.ZstdCompressor(level=19, write_content_size=declared)
-    worker = compressor.compressobj(size=size if declared else -1)
-    packed = b"".join(worker.compress(bytes(16 * MIB)) for _ in range(size // (16 * MIB)))
-    return packed + worker.flush()
+    worker = compressor.compressobj(size=1024 * MIB if declared else -1)
+    return b"".join(worker.compress(bytes(16 * MIB)) for _ in range(64)) + worker.flush()
 
 
 @cache
@@ -65,30 +65,13 @@ def true_delta(old: bytes, new: bytes, manifest: PolicyManifest) -> bytes:
     return MAGIC + b"".join(parts)
 
 
-def bomb(size: int, declared: bool) -> bytes:
-    return MAGIC + block(VALUES, [nested_bomb(size, declared)], [frame(bytes(VALUES))])
-
-
-def out_of_bounds() -> bytes:
-    """A change after the last value: a gap that leads outside."""
-    gap = (VALUES + 7).to_bytes(3, "little")
-    return MAGIC + block(1, [frame(bytes([byte])) for byte in gap], [frame(b"\x01")])
-
-
-def off_the_line() -> bytes:
-    """A step larger than any two values lie apart."""
-    return MAGIC + block(1, [frame(b"\x00")], [frame(b"\xff")] * 3)
-
-
-def huge_counts() -> bytes:
-    return MAGIC + HEADER.pack(2**32 - 1, 255, 255) + SIZE.pack(2**32 - 1) * 510
-
-
-def huge_planes() -> bytes:
-    return MAGIC + block(VALUES, [b""], [b""], sizes=[2**32 - 1, 2**32 - 1]) + bytes(100)
-
-
 Make = Callable[[bytes], bytes]  # from the true delta
+
+
+def evil(changes: int, gaps: Sequence[bytes], steps: Sequence[bytes], sizes: Sequence[int] | None = None) -> Make:
+    return lambda _true: MAGIC + block(changes, gaps, steps, sizes)
+
+
 EVIL: dict[str, Make] = {
     "noise": lambda true: random.Random(3).randbytes(len(true)),
     "noise after the beginning": lambda true: MAGIC + random.Random(3).randbytes(len(true)),
@@ -99,17 +82,17 @@ EVIL: dict[str, Make] = {
     "something after the end": lambda true: true + b"!",
     "twice": lambda true: true + true[len(MAGIC) :],
     "a flipped bit": lambda true: true[:-3] + bytes([true[-3] ^ 4]) + true[-2:],
-    "a bomb that says so": lambda _true: bomb(1024 * MIB, declared=True),
-    "a bomb that does not": lambda _true: bomb(1024 * MIB, declared=False),
-    "a frame that holds more than it says": lambda _true: (
-        MAGIC + block(VALUES, [lying_frame(64 * MIB, VALUES)], [frame(bytes(VALUES))])
-    ),
-    "counts without bound": lambda _true: huge_counts(),
-    "planes without bound": lambda _true: huge_planes(),
-    "a change outside": lambda _true: out_of_bounds(),
-    "a step off the line": lambda _true: off_the_line(),
-    "no change at all": lambda _true: MAGIC + block(0, [], []),
-    "changes without steps": lambda _true: MAGIC + block(5, [frame(bytes(5))], []),
+    "a bomb that says so": lambda true: evil(VALUES, [nested_bomb(True)], [frame(bytes(VALUES))])(true),
+    "a bomb that does not": lambda true: evil(VALUES, [nested_bomb(False)], [frame(bytes(VALUES))])(true),
+    "a frame that holds more than it says": lambda true: evil(
+        VALUES, [lying_frame(64 * MIB, VALUES)], [frame(bytes(VALUES))]
+    )(true),
+    "counts without bound": lambda _true: MAGIC + HEADER.pack(2**32 - 1, 255, 255) + SIZE.pack(2**32 - 1) * 510,
+    "planes without bound": evil(VALUES, [b""], [b""], sizes=[2**32 - 1, 2**32 - 1]),
+    "a change outside": evil(1, [frame(bytes([byte])) for byte in (VALUES + 7).to_bytes(3, "little")], [frame(b"\1")]),
+    "a step off the line": evil(1, [frame(b"\0")], [frame(b"\xff")] * 3),  # larger than any two values lie apart
+    "no change at all": evil(0, [], []),
+    "changes without steps": evil(5, [frame(bytes(5))], []),
 }
 
 
@@ -118,31 +101,37 @@ class Trap:
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
-        self.first = lab.publish_tensors(1, VALUES, chunk_size_bytes=CHUNK)
-        self.second = lab.publish_tensors(2, VALUES, chunk_size_bytes=CHUNK, anchor_every=1)
-        assert self.second.anchor
+        self.first, self.second = self.publish(1), self.publish(2)
         self.old, self.new = (bytes(tensors_of(version, VALUES)[0].data) for version in (1, 2))
         self.true = true_delta(self.old, self.new, self.second)
-        self.source = lab.source(tree(lab.www))
+        self.source = lab.source()
         self.client = lab.client(self.source.url)
         self.client.fetch(self.first.policy, WITHIN_S)
 
+    def publish(self, version: int) -> PolicyManifest:
+        settings = {"chunk_size_bytes": CHUNK, "anchor_every": 1, "delta_from_bytes": 0}
+        return self.lab.publish(version, tensors=tensors_of(version, VALUES), **settings)
+
     def set(self, data: bytes, anchor: bool, **changes: object) -> PolicyManifest:
         """Sign and offer the delta `data`."""
-        chunks = tuple(Chunk(hash=name, size_bytes=len(piece)) for name, piece in _pieces(data))
-        delta = Delta(base=self.first.policy, size_bytes=len(data), chunks=chunks)
-        manifest = self.second.model_copy(update={"anchor": anchor, "deltas": (delta.model_copy(update=changes),)})
-        write_tree(self.lab.www, manifest, dict(_pieces(data)))
+        deltas = (self.delta(self.first.policy, data).model_copy(update=changes),)
+        manifest = self.second.model_copy(update={"anchor": anchor, "deltas": deltas})
+        write_tree(self.lab.www, manifest, data, CHUNK)
         return manifest
+
+    def delta(self, base: PolicyRef, data: bytes) -> Delta:
+        return Delta(base=base, size_bytes=len(data), chunks=chunks_of(data, CHUNK))
+
+    def refused(self, manifest: PolicyManifest) -> None:
+        """The delta is the only route, and ends in a named error."""
+        with pytest.raises((DeltaRefused, VersionNotFound), match=r"delta|route"):
+            self.client.fetch(manifest.policy, 5)
+        assert self.tried(manifest)
+        assert not list((self.lab.folder / "cache").glob(f"{manifest.policy.digest}.bin"))
 
     def tried(self, manifest: PolicyManifest) -> bool:
         """Whether the delta was fetched at all: a test of a delta that nobody takes proves nothing."""
         return bool(self.source.asked(manifest.deltas[0].chunks[0].hash))
-
-
-def _pieces(data: bytes) -> list[tuple[str, bytes]]:
-    pieces = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
-    return [(blake3(piece).hexdigest(), piece) for piece in pieces]
 
 
 @pytest.fixture
@@ -177,37 +166,27 @@ def test_an_evil_delta_costs_the_detour_where_the_whole_is_offered(trap: Trap, n
 
 @pytest.mark.parametrize("name", EVIL)
 def test_an_evil_delta_that_is_the_only_route_is_a_named_error(trap: Trap, name: str) -> None:
-    manifest = trap.set(EVIL[name](trap.true), anchor=False)
-    with pytest.raises((DeltaRefused, VersionNotFound), match=r"delta|route"):
-        trap.client.fetch(manifest.policy, 5)
-    assert trap.tried(manifest)
-    assert not list((trap.lab.folder / "cache").glob(f"{manifest.policy.digest}.bin"))
+    trap.refused(trap.set(EVIL[name](trap.true), anchor=False))
 
 
 def test_a_delta_that_gives_other_weights_is_not_believed(trap: Trap) -> None:
     """A sound delta, to a third set of weights: the route leads somewhere, only not there."""
     other = bytes(tensors_of(3, VALUES)[0].data)
-    manifest = trap.set(true_delta(trap.old, other, trap.second), anchor=False)
-    with pytest.raises((DeltaRefused, VersionNotFound), match=r"delta|route"):
-        trap.client.fetch(manifest.policy, 5)
-    assert trap.tried(manifest)
+    trap.refused(trap.set(true_delta(trap.old, other, trap.second), anchor=False))
 
 
 def test_after_a_bad_delta_another_one_is_taken(trap: Trap) -> None:
     """Version 3 by way of 2: the short cut is bad, the long way is right."""
-    third = trap.lab.publish_tensors(3, VALUES, chunk_size_bytes=CHUNK, anchor_every=1)
+    third = trap.publish(3)
     newest = bytes(tensors_of(3, VALUES)[0].data)
     second = trap.set(trap.true, anchor=False)
-    routes = []
-    for base, data in ((trap.first, b"S" * 40), (second, true_delta(trap.new, newest, third))):
-        chunks = tuple(Chunk(hash=name, size_bytes=len(piece)) for name, piece in _pieces(data))
-        routes.append(Delta(base=base.policy, size_bytes=len(data), chunks=chunks))
-        write_tree(trap.lab.www, second, dict(_pieces(data)))
-    manifest = third.model_copy(update={"anchor": False, "deltas": tuple(routes)})
-    write_tree(trap.lab.www, manifest, {})
+    long = true_delta(trap.new, newest, third)
+    routes = trap.delta(trap.first.policy, b"S" * 40), trap.delta(second.policy, long)
+    manifest = third.model_copy(update={"anchor": False, "deltas": routes})
+    for data in (b"S" * 40, long):
+        write_tree(trap.lab.www, manifest, data, CHUNK)
     assert weights(trap.client.fetch(manifest.policy, WITHIN_S)) == newest
-    assert trap.source.asked(routes[0].chunks[0].hash)
-    assert trap.source.asked(routes[1].chunks[0].hash)
+    assert all(trap.source.asked(route.chunks[0].hash) for route in routes)
 
 
 BASES: dict[str, Callable[[Trap], PolicyRef]] = {
@@ -241,9 +220,9 @@ def test_a_manifest_whose_deltas_cannot_be_is_refused(trap: Trap) -> None:
 
 def test_a_relay_hands_an_evil_delta_on_and_is_not_harmed(trap: Trap) -> None:
     """It cannot know: it checks hashes and inflates nothing. Its clients still end with the right bytes."""
-    manifest = trap.set(bomb(1024 * MIB, declared=True), anchor=True)
+    manifest = trap.set(EVIL["a bomb that says so"](trap.true), anchor=True)
     relay = trap.lab.relay("relay", trap.source.url)
-    eventually(lambda: head_version(relay.url) == "0.2")
+    eventually(lambda: head_version(relay) == "0.2")
     trap.client.set_sources([relay.url])
     assert weights(trap.client.fetch(manifest.policy, WITHIN_S)) == trap.new
 
@@ -251,10 +230,7 @@ def test_a_relay_hands_an_evil_delta_on_and_is_not_harmed(trap: Trap) -> None:
 def test_a_base_that_rotted_on_this_disk_is_noticed(trap: Trap) -> None:
     """Not an attack by others: the payload that a delta starts from has changed since it was checked."""
     manifest = trap.set(trap.true, anchor=True)
-    held = trap.lab.folder / "cache" / f"{trap.first.policy.digest}.bin"
-    data = bytearray(held.read_bytes())
-    data[len(data) // 3] ^= 0x10
-    held.write_bytes(data)
+    flip(trap.lab.folder / "cache" / f"{trap.first.policy.digest}.bin")
     payload = trap.lab.client(trap.source.url).fetch(manifest.policy, WITHIN_S)  # a new process
     assert weights(payload) == trap.new
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kit import liar
+from kit import eventually
+from kit.cast import WITHIN_S, Lab, ask, health, is_complete
+from kit.liar import head_of, manifest_of, sign, write, write_tree
 from shoal.errors import BroadcastError, ManifestRefused, ShoalError
 from shoal.shardcast import Payload
 from shoal.shardcast.tree import HEAD, manifest_key
@@ -16,25 +18,25 @@ EVIL_NAMES = [
 
 
 @pytest.mark.parametrize("name", EVIL_NAMES)
-def test_a_manifest_with_a_name_that_leads_out_is_refused(lab: liar.Lab, name: str) -> None:
-    manifest, payload = liar.manifest_of(1, [("fine", b"a" * 1500), (name, b"b" * 700)])
-    liar.write_tree(lab.www, manifest, liar.pieces_of(payload))
-    source = lab.source(liar.tree(lab.www))
+def test_a_manifest_with_a_name_that_leads_out_is_refused(lab: Lab, name: str) -> None:
+    manifest, payload = manifest_of(1, [("fine", b"a" * 1500), (name, b"b" * 700)])
+    write_tree(lab.www, manifest, payload)
+    source = lab.source()
     with pytest.raises(ManifestRefused, match=r"name|entry"):
         lab.client(source.url).fetch(manifest.policy, 5)
     assert source.asked("/chunks/") == []
     relay = lab.relay("relay", source.url)
-    liar.eventually(lambda: len(source.asked("/manifests/")) >= 3)
-    assert liar.get(relay.url, f"/{manifest_key((0, 1))}")[0] != 200
+    eventually(lambda: len(source.asked("/manifests/")) >= 3)
+    assert ask(relay.url, f"/{manifest_key((0, 1))}")[0] != 200
 
 
-def fetched(lab: liar.Lab, *names: str) -> Payload:
-    manifest, payload = liar.manifest_of(1, [(name, name.encode() * 50) for name in names])
-    liar.write_tree(lab.www, manifest, liar.pieces_of(payload))
-    return lab.client(lab.source(liar.tree(lab.www)).url).fetch(manifest.policy, liar.WITHIN_S)
+def fetched(lab: Lab, *names: str) -> Payload:
+    manifest, payload = manifest_of(1, [(name, name.encode() * 50) for name in names])
+    write_tree(lab.www, manifest, payload)
+    return lab.client(lab.source().url).fetch(manifest.policy, WITHIN_S)
 
 
-def test_honest_names_are_unpacked_into_their_folders(lab: liar.Lab) -> None:
+def test_honest_names_are_unpacked_into_their_folders(lab: Lab) -> None:
     """Or the refusals here would prove nothing."""
     names = ["a", "sub/b", "sub/deeper/c", "ä ö.txt", "...", ".hidden"]
     fetched(lab, *names).export(lab.folder / "out")
@@ -43,7 +45,7 @@ def test_honest_names_are_unpacked_into_their_folders(lab: liar.Lab) -> None:
 
 
 @pytest.mark.parametrize("name", ["sub/x", "sub/deeper/x"])
-def test_a_link_in_the_target_folder_is_not_followed(lab: liar.Lab, name: str) -> None:
+def test_a_link_in_the_target_folder_is_not_followed(lab: Lab, name: str) -> None:
     outside = lab.folder / "outside"
     (outside / "deeper").mkdir(parents=True)
     (lab.folder / "out").mkdir()
@@ -54,9 +56,9 @@ def test_a_link_in_the_target_folder_is_not_followed(lab: liar.Lab, name: str) -
     assert [path for path in outside.rglob("*") if path.is_file()] == []
 
 
-def test_a_file_that_is_a_link_is_replaced_not_written_through(lab: liar.Lab) -> None:
+def test_a_file_that_is_a_link_is_replaced_not_written_through(lab: Lab) -> None:
     secret = lab.folder / "secret"
-    liar.write(secret, b"keep me")
+    write(secret, b"keep me")
     (lab.folder / "out").mkdir()
     (lab.folder / "out" / "x").symlink_to(secret)
     fetched(lab, "x").export(lab.folder / "out")
@@ -65,29 +67,24 @@ def test_a_file_that_is_a_link_is_replaced_not_written_through(lab: liar.Lab) ->
     assert not (lab.folder / "out" / "x").is_symlink()
 
 
-def test_a_name_that_is_both_file_and_folder_ends_in_words(lab: liar.Lab) -> None:
+def test_a_name_that_is_both_file_and_folder_ends_in_words(lab: Lab) -> None:
     """`a` and `a/b` cannot both be unpacked. Whoever notices says so; nobody falls over."""
-    manifest, payload = liar.manifest_of(1, [("a", b"1" * 50), ("a/b", b"2" * 50)])
-    liar.write_tree(lab.www, manifest, liar.pieces_of(payload))
-    client = lab.client(lab.source(liar.tree(lab.www)).url)
-
-    def fetch_and_export() -> None:
-        client.fetch(manifest.policy, liar.WITHIN_S).export(lab.folder / "out")
-
+    manifest, payload = manifest_of(1, [("a", b"1" * 50), ("a/b", b"2" * 50)])
+    write_tree(lab.www, manifest, payload)
+    client = lab.client(lab.source().url)
     with pytest.raises(ShoalError, match=r"a part of the path is a file|entry|name"):
-        fetch_and_export()
+        client.fetch(manifest.policy, WITHIN_S).export(lab.folder / "out")
 
 
-def test_a_head_that_names_odd_versions_leads_nowhere(lab: liar.Lab) -> None:
+def test_a_head_that_names_odd_versions_leads_nowhere(lab: Lab) -> None:
     """`kept_versions` become names of files on a relay."""
     manifest = lab.publish(1)
     data = (lab.www / manifest_key((0, 1))).read_bytes()
     odd = ("0.1", "../../etc/passwd", "0.1/../../x", "-1.0", "0.99999999999", "0.٣")
-    liar.write(lab.www / HEAD, liar.sign(liar.head_of(manifest, data, kept_versions=odd)))
-    source = lab.source(liar.tree(lab.www))
+    write(lab.www / HEAD, sign(head_of(manifest, data, kept_versions=odd)))
+    source = lab.source()
     relay = lab.relay("relay", source.url)
-    liar.eventually(lambda: liar.health(relay.url).get("versions") == ["0.1"])
-    liar.eventually(lambda: liar.health(relay.url)["missing_chunks"] == 0)
+    eventually(lambda: is_complete(relay, "0.1") and health(relay)["versions"] == ["0.1"])
     assert {target.partition("?")[0] for target in source.asked("/manifests/")} == {f"/{manifest_key((0, 1))}"}
     assert {path.name for path in lab.folder.iterdir()} >= {"relay", "www"}
     assert not (lab.folder / "etc").exists()

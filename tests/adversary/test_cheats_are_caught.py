@@ -92,9 +92,7 @@ def test_what_is_refused_at_the_door_is_never_judged(run: Attacked, found: dict[
 
 
 @pytest.mark.parametrize("cheat", sorted(set(HERE) - AT_THE_DOOR))
-def test_banned_by_first_certain_or_second_statistical_failure(
-    run: Attacked, found: dict[str, Result], cheat: str
-) -> None:
+def test_banned_by_first_certain_or_second_statistical_failure(run, found, cheat):
     story = run.story(found[cheat].node)
     strikes = sorted((each for each in story.refused if severity_of(each)), key=lambda each: each.decided_at_ms or 0)
     seen = [severity_of(each) for each in strikes]
@@ -111,9 +109,7 @@ def severity_of(submission: SubmissionStory) -> str | None:
 
 
 @pytest.mark.parametrize("cheat", HERE)
-def test_rejected_earned_nothing(
-    run: Attacked, ledger: list[LedgerEntry], found: dict[str, Result], cheat: str
-) -> None:
+def test_rejected_earned_nothing(run, ledger, found, cheat):
     node = run.nodes()[attack_of(run, cheat).name]
     rejected = {each.submission for each in run.story(node.node).refused if each.state == "rejected"}
     credited = {str(e.body["submission"]) for e in ledger if e.kind == "credit" and e.body["node"] == node.node}

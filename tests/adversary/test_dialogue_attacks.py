@@ -76,16 +76,17 @@ def talk(of: protocol.Lease) -> Dialogue:
     return found
 
 
-def judged(
-    of: protocol.Lease, what: protocol.Submission, judge: Judge | None = None, depth: Any = "full"
-) -> protocol.Verdict:
+def verdicts(of: protocol.Lease, what: protocol.Submission, depth: Any) -> list[protocol.Verdict]:
     body = protocol.pack(what)
     audit = protocol.Audit(
         submission=protocol.submission_digest(body), size_bytes=len(body), lease=protocol.sign_document(of, HUB),
         received_at_ms=1, deadline_ms=2, depth=depth,
     )  # fmt: skip
-    judge = judge or Judge(ENVIRONMENT, load_profiles())
-    [verdict] = judge.verdicts([Docket(audit, of, body)], loaded())
+    return Judge(ENVIRONMENT, load_profiles()).verdicts([Docket(audit, of, body)], loaded())
+
+
+def judged(of: protocol.Lease, what: protocol.Submission, depth: Any = "full") -> protocol.Verdict:
+    [verdict] = verdicts(of, what, depth)
     return verdict
 
 
@@ -103,6 +104,13 @@ def vouched(of: protocol.Lease, ids: Sequence[int], spans: Sequence[tuple[int, i
     )  # fmt: skip
 
 
+def with_rollout(group: protocol.Submission, index: int, **fields: Any) -> protocol.Submission:
+    """The group with one rollout changed."""
+    rollouts = list(group.rollouts)
+    rollouts[index] = msgspec.structs.replace(rollouts[index], **fields)
+    return msgspec.structs.replace(group, rollouts=rollouts)
+
+
 Span = tuple[int, int]
 Change = Callable[[list[int], list[Span]], tuple[Sequence[int], Sequence[Span]]]
 
@@ -114,20 +122,14 @@ def changed(of: protocol.Lease, change: Change, finish: Any = None) -> protocol.
     rollout = group.rollouts[index]
     ids = rollout.token_ids.tolist()
     made = vouched(of, *change(ids, list(unpack_spans(rollout.given, len(ids)))), finish or rollout.finish)
-    rollouts = [made if i == index else each for i, each in enumerate(group.rollouts)]
-    return msgspec.structs.replace(group, rollouts=rollouts)
+    return with_rollout(group, index, **msgspec.structs.asdict(made))
 
 
-def rejected(of: protocol.Lease, what: protocol.Submission, reason: str) -> protocol.Verdict:
+def rejected(of: protocol.Lease, what: protocol.Submission, reason: str) -> None:
     verdict = judged(of, what)
-    assert (verdict.outcome, verdict.reason, verdict.severity) == (
-        protocol.Outcome.REJECTED,
-        reason,
-        protocol.Severity.CERTAIN,
-    )
-    light = judged(of, what, depth="light")
-    assert light.reason == reason, "it costs no prefill to see"
-    return verdict
+    assert (verdict.outcome, verdict.reason) == (protocol.Outcome.REJECTED, reason)
+    assert verdict.severity is protocol.Severity.CERTAIN
+    assert judged(of, what, depth="light").reason == reason, "it costs no prefill to see"
 
 
 # ── honest dialogues ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -179,11 +181,8 @@ def replayed(of: protocol.Lease, **profile: Any) -> Case:
 
 def test_dice_are_held_against_drawn_tokens_only() -> None:
     """One drawn token that is far off stands out: the tool's words, all far from any dice, are not counted with it."""
-    clean, odd, coarse = (
-        replayed(lease(1)),
-        replayed(lease(1)),
-        replayed(lease(1), accidents=AccidentLimits(first=1e-4)),
-    )
+    clean, odd = replayed(lease(1)), replayed(lease(1))
+    coarse = replayed(lease(1), accidents=AccidentLimits(first=1e-4))
     width_T = np.where(clean.drawn, clean.replayed.high - clean.replayed.low, 1.0)
     at = int(np.argmin(width_T))  # an unlikely token: most dice do not give it
     for case in (odd, coarse):
@@ -297,10 +296,7 @@ def test_a_forged_dialogue_is_rejected(forgery: str) -> None:
     ],
 )  # fmt: skip
 def test_spans_that_are_none(given: bytes) -> None:
-    of = lease(1)
-    group = honest(of)
-    rollouts = [msgspec.structs.replace(group.rollouts[0], given=given), *group.rollouts[1:]]
-    rejected(of, msgspec.structs.replace(group, rollouts=rollouts), "dialogue.malformed")
+    rejected(lease(1), with_rollout(honest(lease(1)), 0, given=given), "dialogue.malformed")
 
 
 def test_words_that_nobody_says_in_a_run_without_a_tool() -> None:
@@ -309,11 +305,8 @@ def test_words_that_nobody_says_in_a_run_without_a_tool() -> None:
     plain = submission_of(of, group, "torch")
     assert judged(of, plain).outcome is protocol.Outcome.ACCEPTED
     long = next(i for i, rollout in enumerate(plain.rollouts) if len(rollout.token_ids) > 3)
-    rollouts = list(plain.rollouts)
-    rollouts[long] = msgspec.structs.replace(rollouts[long], given=pack_spans([(1, 1)]))
-    rejected(of, msgspec.structs.replace(plain, rollouts=rollouts), "dialogue.forged")
-    with_dialogues = submission_of(of, generate(loaded(), [lease(1)])[0], "torch")
-    rejected(of, with_dialogues, "dialogue.forged")
+    rejected(of, with_rollout(plain, long, given=pack_spans([(1, 1)])), "dialogue.forged")
+    rejected(of, submission_of(of, generate(loaded(), [lease(1)])[0], "torch"), "dialogue.forged")
 
 
 def test_a_log_probability_for_what_nobody_drew() -> None:
@@ -323,9 +316,7 @@ def test_a_log_probability_for_what_nobody_drew() -> None:
     rollout = group.rollouts[index]
     logprobs = rollout.logprob_values
     logprobs[unpack_spans(rollout.given, len(logprobs))[0][0]] = -3.0
-    rollouts = list(group.rollouts)
-    rollouts[index] = msgspec.structs.replace(rollout, logprobs=protocol.pack_logprobs(logprobs))
-    rejected(of, msgspec.structs.replace(group, rollouts=rollouts), "dialogue.logprobs")
+    rejected(of, with_rollout(group, index, logprobs=protocol.pack_logprobs(logprobs)), "dialogue.logprobs")
 
 
 def test_it_says_that_it_ended_otherwise() -> None:
@@ -342,14 +333,8 @@ def test_it_says_that_it_ended_otherwise() -> None:
 def shown_verdicts(of: protocol.Lease, index: int, ids: Sequence[int], proofs: bytes) -> list[protocol.Verdict]:
     """What a validator says of a lease at work of which these tokens were shown."""
     nothing = protocol.Rollout(tokens=b"", logprobs=b"", finish="length")
-    rollouts = [nothing] * len(of.seeds)
-    rollouts[index] = msgspec.structs.replace(nothing, tokens=protocol.pack_tokens(ids), proofs=proofs)
-    body = protocol.pack(msgspec.structs.replace(honest(of), rollouts=rollouts))
-    audit = protocol.Audit(
-        submission=protocol.submission_digest(body), size_bytes=len(body), lease=protocol.sign_document(of, HUB),
-        received_at_ms=1, deadline_ms=2, depth="progress",
-    )  # fmt: skip
-    return Judge(ENVIRONMENT, load_profiles()).verdicts([Docket(audit, of, body)], loaded())
+    empty = msgspec.structs.replace(honest(of), rollouts=[nothing] * len(of.seeds))
+    return verdicts(of, with_rollout(empty, index, tokens=protocol.pack_tokens(ids), proofs=proofs), "progress")
 
 
 def test_a_dialogue_may_be_shown_up_to_any_chunk_and_not_with_other_words() -> None:

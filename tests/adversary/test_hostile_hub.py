@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from kit import Capture, Patch
+from kit import Patch
 from kit.hostile import Answer, Asked, HostileHub, hostile_hub
 from shoal import protocol
 from shoal.cli.main import main
@@ -40,29 +40,37 @@ def hub() -> Iterator[HostileHub]:
         yield served
 
 
+KEY = protocol.SigningKey.generate()
+
+
+@contextmanager
+def client_of(hub: HostileHub | str, patience_s: float = 2, stop: StopToken | None = None, **others: Any):
+    url, options = hub if isinstance(hub, str) else hub.url, ClientOptions(patience_s=patience_s, **others)
+    with closing(HubClient(url, KEY, stop or StopToken(), options=options)) as client:
+        yield client
+
+
 # ── known hubs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-COMMANDS = [
-    ["join", "URL", "--engine", "scripted", "--no-check"],
-    ["relay", "--run-info", "URL", "--port", "0"],
-    ["status", "URL"],
-    ["why", "0", "URL"],
-    ["ledger", "verify", "URL"],
-]
+JOIN = ["join", "URL", "--engine", "scripted", "--no-check"]
+COMMANDS = [JOIN, ["relay", "--run-info", "URL", "--port", "0"], ["status", "URL"], ["why", "0", "URL"],
+            ["ledger", "verify", "URL"]]  # fmt: skip
+
+
+def told(words: list[str], url: str) -> int:
+    return main([url if word == "URL" else word for word in words])
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_other_root_key_refused_by_every_command(
-    hub: HostileHub, command: list[str], own_home: Path, capsys: Capture
-) -> None:
+def test_other_root_key_refused_by_every_command(hub, command, own_home, capsys):
     """The name of the new run decides nothing: the address is what is remembered."""
-    assert main(["join", hub.url, "--engine", "scripted", "--no-check"]) == 4  # met, remembered; it gives no work
+    assert told(JOIN, hub.url) == 4  # met, remembered; it gives no work
     known = hub.fingerprint
     assert known in (own_home / "known_hubs.json").read_text()
     hub.become("impostor")
     hub.requests.clear()
     capsys.readouterr()
-    assert main([hub.url if word == "URL" else word for word in command]) == 1
+    assert told(command, hub.url) == 1
     said = capsys.readouterr().err
     assert known in said
     assert hub.fingerprint in said
@@ -73,11 +81,11 @@ def test_other_root_key_refused_by_every_command(
 
 
 def test_the_fingerprint_in_a_new_join_url_replaces_what_is_remembered(hub: HostileHub, own_home: Path) -> None:
-    assert main(["join", hub.url, "--engine", "scripted", "--no-check"]) == 4
+    assert told(JOIN, hub.url) == 4
     hub.become("successor")
-    assert main(["join", f"{hub.url}/#{hub.fingerprint}", "--engine", "scripted", "--no-check"]) == 4
+    assert told(JOIN, f"{hub.url}/#{hub.fingerprint}") == 4
     assert hub.fingerprint in (own_home / "known_hubs.json").read_text()
-    assert main(["join", hub.url, "--engine", "scripted", "--no-check"]) == 4
+    assert told(JOIN, hub.url) == 4
 
 
 # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -96,20 +104,20 @@ def clock_of(hub: HostileHub, asked: Asked, by_ms: int, signer: protocol.Signing
     return 401, {"shoal-time": str(now_ms)}, problem.model_dump_json().encode()
 
 
+def latest_ms(hub: HostileHub) -> int:
+    """The latest date that was signed for."""
+    return max(int(asked.headers["shoal-time"]) for asked in hub.requests if "shoal-time" in asked.headers)
+
+
 @pytest.mark.parametrize("who", ["nobody", "a stranger", "the hub"])
 def test_no_request_is_signed_for_next_week(hub: HostileHub, who: str) -> None:
     """The hub, or whoever answers in its place, says that it is next week, and waits for requests of that date."""
     signer = {"nobody": None, "a stranger": protocol.SigningKey.generate(), "the hub": hub.key}[who]
     hub.answers["/nodes"] = lambda asked: clock_of(hub, asked, 7 * DAY_MS, signer)
-    with closing(
-        HubClient(hub.url, protocol.SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=5))
-    ) as client:
-        before_ms = SystemClock().now_ms()
-        with pytest.raises(HubRefused):
-            client.register("n", "worker", None)
-    dated = [int(asked.headers["shoal-time"]) for asked in hub.requests if "shoal-time" in asked.headers]
-    assert dated
-    assert max(dated) <= before_ms + 60_000
+    before_ms = SystemClock().now_ms()
+    with client_of(hub, 5) as client, pytest.raises(HubRefused):
+        client.register("n", "worker", None)
+    assert latest_ms(hub) <= before_ms + 60_000
 
 
 def test_an_old_answer_about_the_time_is_not_believed_again(hub: HostileHub) -> None:
@@ -121,14 +129,11 @@ def test_an_old_answer_about_the_time_is_not_believed_again(hub: HostileHub) -> 
         return recorded[-1]
 
     hub.answers["/nodes"] = answered
-    key = protocol.SigningKey.generate()
     for _ in range(2):
         hub.requests.clear()
-        client = HubClient(hub.url, key, StopToken(), options=ClientOptions(patience_s=5))
-        with closing(client), pytest.raises(HubRefused, match="your clock is wrong"):
+        with client_of(hub, 5) as client, pytest.raises(HubRefused, match="your clock is wrong"):
             client.register("n", "worker", None)
-    dated = [int(asked.headers["shoal-time"]) for asked in hub.requests if "shoal-time" in asked.headers]
-    assert max(dated) <= SystemClock().now_ms() + 60_000
+    assert latest_ms(hub) <= SystemClock().now_ms() + 60_000
 
 
 # ── targets ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,41 +154,32 @@ def inside() -> Iterator[HostileHub]:
         yield served
 
 
-def client_of(hub: HostileHub, patience_s: float = 2) -> HubClient:
-    return HubClient(hub.url, protocol.SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=patience_s))
-
-
-def wait_for(happened: Callable[[], object]) -> None:
-    while not happened():
-        time.sleep(0.01)
-
-
-def redirecting(to: str) -> Answer:
-    return 307, {"location": to}, b""
-
-
+NOT_THERE = "it may not send this machine there"
 POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="d" * 64)
 
 
-@pytest.mark.parametrize("how", ["named", "redirected"])
-def test_public_hub_cannot_name_loopback_sources(
-    public: HostileHub, inside: HostileHub, tmp_path: Path, how: str
-) -> None:
-    public.become("demo", sources=(inside.url if how == "named" else public.url,), last_resort=(inside.url,))
-    public.answers["/head.json"] = public.answers["/manifests/0-0.json"] = redirecting(f"{inside.url}/head.json")
+def fetch_fails(hub: HostileHub, folder: Path, sentence: str) -> None:
     with (
-        closing(client_of(public)) as client,
-        closing(downloader_of(client.trusted_run(), tmp_path, StopToken(), 1)) as downloader,
-        pytest.raises(BroadcastError, match="it may not send this machine there"),
+        client_of(hub) as client,
+        closing(downloader_of(client.trusted_run(), folder, StopToken(), 1)) as downloader,
+        pytest.raises(BroadcastError, match=sentence),
     ):
         downloader.fetch(POLICY, deadline_s=2.0)
+
+
+@pytest.mark.parametrize("how", ["named", "redirected"])
+def test_public_hub_cannot_name_loopback_sources(public, inside, tmp_path, how):
+    public.become("demo", sources=(inside.url if how == "named" else public.url,), last_resort=(inside.url,))
+    for path in ("/head.json", "/manifests/0-0.json"):
+        public.answers[path] = 307, {"location": f"{inside.url}/head.json"}, b""
+    fetch_fails(public, tmp_path, NOT_THERE)
     assert inside.requests == []
 
 
 def test_a_public_hub_cannot_name_a_hub_on_loopback(public: HostileHub, inside: HostileHub) -> None:
     public.become("demo", hubs=(inside.url,))
     public.answers["/nodes"] = (503, {}, b"{}")
-    with closing(client_of(public)) as client, pytest.raises(HubUnreachable):
+    with client_of(public) as client, pytest.raises(HubUnreachable):
         client.register("n", "worker", None)
     assert inside.requests == []
 
@@ -197,24 +193,16 @@ def test_a_hub_that_moves_to_loopback_is_not_followed_there(public: HostileHub, 
         return known(found[0] if name == "hub.example" else host, port, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    url = public.url.replace("127.0.0.2", "hub.example")
-    with closing(
-        HubClient(url, protocol.SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=1))
-    ) as client:
+    with client_of(public.url.replace("127.0.0.2", "hub.example"), 1) as client:
         client.trusted_run()
         found[0] = "127.0.0.1"
-        with pytest.raises(HubUnreachable, match="it may not send this machine there"):
+        with pytest.raises(HubUnreachable, match=NOT_THERE):
             client.status()
 
 
 def test_a_hub_on_loopback_may_name_its_own_machine(hub: HostileHub, inside: HostileHub, tmp_path: Path) -> None:
     hub.become("demo", sources=(inside.url,))
-    with (
-        closing(client_of(hub)) as client,
-        closing(downloader_of(client.trusted_run(), tmp_path, StopToken(), 1)) as downloader,
-        pytest.raises(BroadcastError),
-    ):
-        downloader.fetch(POLICY, deadline_s=2.0)
+    fetch_fails(hub, tmp_path, "")
     assert inside.requests != []
 
 
@@ -252,36 +240,26 @@ def nasty_unit() -> protocol.UnitStory:
 
 
 PROBLEM = protocol.Problem(code="auth.role", message=NASTY).model_dump_json().encode()
-SAYINGS: dict[str, tuple[list[str], str, int]] = {
-    "status": (["status", "URL"], "/status", 0),
-    "status json": (["status", "URL", "--json"], "/status", 0),
-    "why": (["why", "0", "URL"], "/units/0", 0),
-    "why json": (["why", "0", "URL", "--json"], "/units/0", 0),
-    "a refusal": (["why", "0", "URL"], "/units/1", 2),
-    "join refused": (["join", "URL", "--engine", "scripted", "--no-check"], "/nodes", 4),
-    "a page": (["join", "URL", "--engine", "scripted", "--no-check", "--wait", "1"], "/run", 4),
-    "doctor": (["doctor", "URL"], "/run", 1),
+PAGE = (200, {"content-type": "text/html"}, NASTY.encode())
+SAYINGS: dict[str, tuple[list[str], str, Answer, int]] = {  # what is called, what is answered there, the exit code
+    "status": (["status", "URL"], "/status", (200, {}, b""), 0),
+    "status json": (["status", "URL", "--json"], "/status", (200, {}, b""), 0),
+    "why": (["why", "0", "URL"], "/units/0", (200, {}, nasty_unit().model_dump_json().encode()), 0),
+    "why json": (["why", "0", "URL", "--json"], "/units/0", (200, {}, nasty_unit().model_dump_json().encode()), 0),
+    "a refusal": (["why", "0", "URL"], "/units/0", (404, {}, PROBLEM), 2),
+    "join refused": (JOIN, "/nodes", (403, {}, PROBLEM), 4),
+    "a page": ([*JOIN, "--wait", "1"], "/run", PAGE, 4),
+    "doctor": (["doctor", "URL"], "/run", PAGE, 1),
 }
 
 
 @pytest.mark.parametrize("saying", SAYINGS)
-def test_terminal_sequences_of_a_hub_are_harmless(
-    hub: HostileHub, saying: str, capsys: Capture, own_home: Path
-) -> None:
-    words, path, code = SAYINGS[saying]
-    hub.answers["/status"] = (200, {}, nasty_status(hub).model_dump_json().encode())
-    if path == "/units/0":
-        hub.answers["/units/0"] = (200, {}, nasty_unit().model_dump_json().encode())
-    else:
-        hub.answers["/units/0"] = (404, {}, PROBLEM)
-    if path == "/nodes":
-        hub.answers["/nodes"] = (403, {}, PROBLEM)
-    if path == "/run":
-        hub.answers["/run"] = (200, {"content-type": "text/html"}, NASTY.encode())
-    assert main([hub.url if word == "URL" else word for word in words]) == code
+def test_terminal_sequences_of_a_hub_are_harmless(hub, saying, capsys, own_home):
+    words, path, answer, code = SAYINGS[saying]
+    hub.answers[path] = (200, {}, nasty_status(hub).model_dump_json().encode()) if path == "/status" else answer
+    assert told(words, hub.url) == code
     shown = capsys.readouterr()
-    page = path == "/run"  # of a page only its status is told
-    assert ("root@host#" in shown.out + shown.err) is not page, "the words themselves are shown"
+    assert ("root@host#" in shown.out + shown.err) is not (path == "/run"), "the words are shown, but of a page none"
     for line in (shown.out + shown.err).split("\n"):
         assert line.isprintable(), repr(line)
         assert not line.startswith("root@host#"), "no line of its own"
@@ -302,7 +280,7 @@ def test_a_compressed_answer_is_not_decompressed(hub: HostileHub, tmp_path: Path
     try:
         hub.answers["/run"] = hub.answers["/status"] = hub.answers["/witness"] = compressed(64 * MIB)
         tracemalloc.reset_peak()
-        with closing(client_of(hub, patience_s=0.1)) as client, pytest.raises(HubUnreachable, match="compressed"):
+        with client_of(hub, 0.1) as client, pytest.raises(HubUnreachable, match="compressed"):
             client.trusted_run()
         with closing(open_http()) as http:
             assert fetch_status(hub.url, http) is None
@@ -355,7 +333,6 @@ DRIPS = {
     "one 103 after another": (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100, 0.0),
     "a chunk whose size drips": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1;", b"a", 0.02),
 }
-SHORT = ClientOptions(patience_s=0.2, connect_timeout_s=0.5, answer_timeout_s=0.5)
 
 
 @pytest.mark.parametrize("drip", DRIPS)
@@ -363,7 +340,7 @@ SHORT = ClientOptions(patience_s=0.2, connect_timeout_s=0.5, answer_timeout_s=0.
 def test_an_answer_that_never_ends_is_left_when_its_time_is_over(drip: str) -> None:
     with (
         sending(*DRIPS[drip]) as (url, _),
-        closing(HubClient(url, protocol.SigningKey.generate(), StopToken(), options=SHORT)) as client,
+        client_of(url, 0.2, connect_timeout_s=0.5, answer_timeout_s=0.5) as client,
         pytest.raises(HubUnreachable, match="too long in all"),
     ):
         client.trusted_run()
@@ -373,12 +350,17 @@ def test_an_answer_that_never_ends_is_left_when_its_time_is_over(drip: str) -> N
 def test_an_answer_that_never_ends_is_left_after_a_stop(monkeypatch: Patch) -> None:
     monkeypatch.setattr(exchange, "STOP_GRACE_S", 0.1)
     stop = StopToken()
-    options = ClientOptions(patience_s=600, answer_timeout_s=600)
     with (
         sending(*DRIPS["a head that drips"]) as (url, taken),
-        closing(HubClient(url, protocol.SigningKey.generate(), stop, options=options)) as client,
+        client_of(url, 600, stop, answer_timeout_s=600) as client,
     ):
-        threading.Thread(target=lambda: (wait_for(lambda: taken), stop.set("asked")), daemon=True).start()
+
+        def stop_it() -> None:
+            while not taken:
+                time.sleep(0.01)
+            stop.set("asked")
+
+        threading.Thread(target=stop_it, daemon=True).start()
         with pytest.raises(DeadlineExceeded, match="asked"):
             client.trusted_run()
 
@@ -395,13 +377,13 @@ def test_a_description_of_a_run_that_is_too_large_is_refused(hub: HostileHub, fi
     }.get(field, tuple(f"http://8.8.8.8:{number + 1}" for number in range(2000)))  # fmt: skip
     signed = protocol.sign_document(hub.info.model_copy(update={field: many}), hub.key)
     hub.answers["/run"] = (200, {}, signed.model_dump_json().encode())
-    with closing(client_of(hub)) as client, pytest.raises(ProtocolError, match=field):
+    with client_of(hub) as client, pytest.raises(ProtocolError, match=field):
         client.trusted_run()
 
 
 def test_a_description_of_a_run_is_not_read_beyond_its_cap(hub: HostileHub) -> None:
     hub.answers["/run"] = (200, {}, hub.sign(hub.info).model_dump_json().encode() + b" " * 2 * MIB)
-    with closing(client_of(hub)) as client, pytest.raises(CodecError, match="it was not read"):
+    with client_of(hub) as client, pytest.raises(CodecError, match="it was not read"):
         client.trusted_run()
 
 
@@ -422,5 +404,5 @@ def test_a_reply_that_names_too_many_is_refused(hub: HostileHub, reply: type[pro
 def test_a_named_hub_that_is_no_address_is_left_out(hub: HostileHub, url: str) -> None:
     hub.become("demo", hubs=(url,))
     hub.answers["/nodes"] = (503, {}, b"{}")
-    with closing(client_of(hub, patience_s=0.5)) as client, pytest.raises(HubUnreachable):
+    with client_of(hub, 0.5) as client, pytest.raises(HubUnreachable):
         client.register("n", "worker", None)

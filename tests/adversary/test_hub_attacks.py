@@ -19,6 +19,9 @@ from shoal.errors import LedgerError
 from shoal.ledger import verify
 
 MIB = 2**20
+FAILED = {
+    "outcome": "rejected", "rewards": (), "generated_tokens": 0, "reason": "x.y", "severity": protocol.Severity.CERTAIN
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +85,8 @@ def test_a_request_for_another_run(hub: Hub, worker: Caller) -> None:
 
 def test_a_stranger_and_a_role_that_is_not_ones_own(hub: Hub, worker: Caller) -> None:
     assert refusal(hub.caller().call("POST", "/heartbeat", b"{}")) == (401, "auth.unknown_node")
-    assert refusal(worker.call("POST", "/audits", {})) == (403, "auth.role")
-    assert refusal(worker.call("POST", "/verdicts", {})) == (403, "auth.role")
-    assert refusal(worker.call("POST", "/batches/0", {})) == (403, "auth.role")
+    for path in ("/audits", "/verdicts", "/batches/0"):
+        assert refusal(worker.call("POST", path, {})) == (403, "auth.role")
 
 
 # ── what is handed in ────────────────────────────────────────────────────────────────────────────────────────────
@@ -105,10 +107,9 @@ def test_a_forged_reward(worker: Caller) -> None:
     """There is no place for one: a submission that brings a reward along is none."""
     [lease] = worker.lease()
     honest = submission(lease)
-    rewarded = {**honest, "rewards": [1.0] * len(lease.seeds)}
-    scored = {**honest, "rollouts": [{**rollout, "reward": 1.0} for rollout in honest["rollouts"]]}
-    assert refusal(worker.submit(lease, packed(rewarded))) == (422, "submission.malformed")
-    assert refusal(worker.submit(lease, packed(scored))) == (422, "submission.malformed")
+    scored = [{**rollout, "reward": 1.0} for rollout in honest["rollouts"]]
+    for forged in ({**honest, "rewards": [1.0] * len(lease.seeds)}, {**honest, "rollouts": scored}):
+        assert refusal(worker.submit(lease, packed(forged))) == (422, "submission.malformed")
 
 
 def test_another_answer_after_the_first(worker: Caller) -> None:
@@ -179,9 +180,7 @@ def test_sybil_keys_after_a_ban(tmp_path_factory: TempPaths) -> None:
         [lease] = cheat.lease()
         ok(cheat.submit(lease))
         [audit] = validator.audits()
-        validator.judge(
-            audit, outcome="rejected", rewards=(), generated_tokens=0, reason="x.y", severity=protocol.Severity.CERTAIN
-        )
+        validator.judge(audit, **FAILED)
         assert refusal(cheat.call("POST", "/leases", {"request": "request-again"})) == (403, "node.banned")
         sybils = [hub.worker() for _ in range(20)]
         taken = [lease for sybil in sybils for lease in sybil.lease(16)]
@@ -202,8 +201,7 @@ def test_throwaway_keys_that_register_and_cheat_leave_nothing_in_the_ledger(tmp_
         for cheat in sybils[:3]:
             ok(cheat.submit(cheat.lease()[0]))
             [audit] = validator.audits()
-            failed = {"outcome": "rejected", "reason": "x.y", "severity": protocol.Severity.CERTAIN}
-            validator.judge(audit, rewards=(), generated_tokens=0, **failed)
+            validator.judge(audit, **FAILED)
         assert ok(hub.http.get("/ledger/head")).json()["document"] == before
         story = ok(hub.http.get(f"/nodes/{sybils[0].key.node}")).json()
         assert (story["node"]["state"], story["ledger"]) == ("banned", [])

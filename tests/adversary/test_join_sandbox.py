@@ -13,8 +13,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -119,9 +119,7 @@ def keyring_of(mark: str) -> Callable[[], None]:
 
 
 @needs_bubblewrap
-def test_inside_reaches_the_run_and_own_folder(
-    hub: HostileHub, other: HostileHub, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_inside_reaches_the_run_and_own_folder(hub, other, tmp_path, monkeypatch):
     for name in ("AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "TORCH_HUB_TOKEN"):
         monkeypatch.setenv(name, "secret")
     keyctl = sandbox.KEYCTL.get(os.uname().machine, -1)
@@ -202,9 +200,7 @@ def with_an_old_one(option: str) -> Callable[[Path, Patch], None]:
         (with_an_old_one("--size"), "Install bubblewrap 0.8 or newer"),
     ],
 )
-def test_without_a_sandbox_there_is_no_work(
-    hub: HostileHub, tmp_path: Path, monkeypatch: Patch, capsys: Capture, prepare: Any, complaint: str
-) -> None:
+def test_without_a_sandbox_there_is_no_work(hub, tmp_path, monkeypatch, capsys, prepare, complaint):
     prepare(tmp_path / "bin", monkeypatch)
     words = ["join", hub.url, "--engine", "scripted", "--no-check", "--sandbox", "--folder", str(tmp_path / "node")]
     assert main(words) == 3
@@ -308,6 +304,12 @@ def asked(host: str, port: int) -> bytes:
         return answer
 
 
+def resolving(monkeypatch: Patch, address_of: Callable[[Any], Any]) -> None:
+    """Names lead to these addresses."""
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **options: known(address_of(host), *rest, **options))
+
+
 def port_of(hub: HostileHub) -> int:
     return int(hub.url.rpartition(":")[2])
 
@@ -324,32 +326,23 @@ def test_leads_to_what_is_allowed_while_it_is(forwarder: Forwarder, hub: Hostile
 
 
 @pytest.mark.parametrize("host", ["b\u00fccher.example", "xn--bcher-kva.example", "B\u00dcCHER.example"])
-def test_name_in_another_script_has_one_way_out(
-    forwarder: Forwarder, hub: HostileHub, monkeypatch: Patch, host: str
-) -> None:
-    known = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **options: known("127.0.0.1", *rest, **options))
+def test_name_in_another_script_has_one_way_out(forwarder, hub, monkeypatch, host):
+    resolving(monkeypatch, lambda _: "127.0.0.1")
     url = hub.url.replace("127.0.0.1", host)
     forwarder.allow([url], [], Reach(Nearness.LOOPBACK))
     with closing(open_http()) as http:
         assert http.get(f"{url}/run").status_code == 200
 
 
-def test_what_a_public_hub_may_not_name_is_unreachable(
-    forwarder: Forwarder, hub: HostileHub, other: HostileHub
-) -> None:
+def test_what_a_public_hub_may_not_name_is_unreachable(forwarder, hub, other):
     named = [other.url, "http://169.254.169.254/", "ftp://8.8.8.8", "http://a:b@8.8.8.8:80"]
     forwarder.allow([hub.url], named, Reach(Nearness.PUBLIC))
     assert [path.name for path in forwarder.folder.iterdir()] == [socket_name("127.0.0.1", port_of(hub))]
 
 
 def test_a_name_keeps_the_address_that_it_had(forwarder: Forwarder, hub: HostileHub, monkeypatch: Patch) -> None:
-    known, found = socket.getaddrinfo, ["127.0.0.1", "127.0.0.9"]
-
-    def resolved(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
-        return known(found.pop(0) if host == "hub.example" else host, port, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    found = ["127.0.0.1", "127.0.0.9"]
+    resolving(monkeypatch, lambda host: found.pop(0) if host == "hub.example" else host)
     monkeypatch.setattr(targets, "nearness", lambda text: Nearness.PUBLIC if text == "127.0.0.1" else nearness(text))
     url = hub.url.replace("127.0.0.1", "hub.example")
     for _ in range(2):
@@ -360,8 +353,7 @@ def test_a_name_keeps_the_address_that_it_had(forwarder: Forwarder, hub: Hostile
 
 def test_named_hub_moved_to_loopback_has_no_way_out(forwarder: Forwarder, hub: HostileHub, monkeypatch: Patch) -> None:
     """It was met at a public address; by the time of the forwarder's lookup its name leads to this machine."""
-    known = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **options: known(_moved(host), *rest, **options))
+    resolving(monkeypatch, lambda host: "127.0.0.1" if host == "hub.example" else host)
     url = hub.url.replace("127.0.0.1", "hub.example")
     forwarder.allow([url], [], Reach(Nearness.PUBLIC))
     with pytest.raises(TargetRefused):
@@ -370,13 +362,8 @@ def test_named_hub_moved_to_loopback_has_no_way_out(forwarder: Forwarder, hub: H
     assert asked("127.0.0.1", port_of(hub)).startswith(b"HTTP/1.1 200"), "what the user gave in numbers cannot move"
 
 
-def _moved(host: Any) -> Any:
-    return "127.0.0.1" if host == "hub.example" else host
-
-
 def test_long_and_many_names_neither_end_it_nor_take_all_descriptors(forwarder: Forwarder, monkeypatch: Patch) -> None:
-    known = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **options: known("8.8.8.8", *rest, **options))
+    resolving(monkeypatch, lambda _: "8.8.8.8")
     monkeypatch.setattr(forwarding, "MAX_ENDPOINTS", 3)
     long = f"{'a' * 60}.{'b' * 60}.{'c' * 60}.example"
     impossible = [f"http://{'a' * 64}.example", "http://a..example"]
@@ -404,14 +391,10 @@ def test_large_bodies_pass_in_both_directions_at_once(forwarder: Forwarder) -> N
                 while piece := connection.recv(65536):
                     connection.sendall(piece)
 
-        thread = threading.Thread(target=echo)
-        thread.start()
-        with closing(connect("127.0.0.1", port, 30.0, None)) as connection:
-            sender = threading.Thread(target=lambda: (connection.sendall(data), connection.shutdown(socket.SHUT_WR)))
-            sender.start()
+        with ThreadPoolExecutor(2) as threads, closing(connect("127.0.0.1", port, 30.0, None)) as connection:
+            threads.submit(echo)
+            threads.submit(lambda: (connection.sendall(data), connection.shutdown(socket.SHUT_WR)))
             received = bytearray()
             while piece := connection.recv(65536):
                 received += piece
-            sender.join()
-        thread.join()
     assert bytes(received) == data

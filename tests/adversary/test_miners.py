@@ -1,8 +1,10 @@
-"""What miners of live networks did, in float32: each is caught, or hands in what the seeds give, token by token."""
+"""What miners of live networks did: each is caught, or hands in what the seeds give, token by token."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -27,9 +29,14 @@ from kit.miner import (
 )
 from kit.trial import Judged, Trial, docket
 from shoal.adversary import Cheat
-from shoal.engines import Engine, GenerationRequest
+from shoal.engines import Engine, GenerationRequest, PrefillRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.protocol import Outcome, Rollout, Severity, Submission, Verdict, pack_logprobs, pack_tokens
+from shoal.sampling import uniforms
+from shoal.sampling.check import distances
+from shoal.validator.canary import SPOILERS, original_of
+from shoal.validator.case import SeenWork
+from shoal.validator.verdicts import Docket
 
 FILLER, SPACE = 5, 4  # the digit 0, and " "
 GROUPS = 16
@@ -97,8 +104,12 @@ def test_speculative_decoding_of_the_seeds_tokens_is_accepted(accepts: Any, mine
 
 
 def judged(mine: Mine, each: Judged, submission: Submission) -> Verdict:
-    truth = LoadedPolicy(each.lease.policy, mine.engine(), mine.files)
-    [verdict] = mine.judge.verdicts([docket(each.lease, submission)], truth)
+    return verdict_on(mine, docket(each.lease, submission))
+
+
+def verdict_on(mine: Mine, on_table: Docket) -> Verdict:
+    truth = LoadedPolicy(on_table.lease.policy, mine.engine(), mine.files)
+    [verdict] = replace(mine.judge, seen=SeenWork()).verdicts([on_table], truth)
     return verdict
 
 
@@ -186,3 +197,124 @@ def test_a_completion_spelt_with_more_tokens_is_rejected_though_it_says_the_same
     assert text(first) == text(honest.judged[0])
     assert first.tokens > honest.judged[0].tokens
     assert (first.verdict.reason, first.verdict.severity) == ("sampling.seed", Severity.CERTAIN)
+
+
+# ── where rounding is coarse: bfloat16 workers, limits as measured, float32 and bfloat16 looks ───────────────────────
+#
+# The tiny policy's own noise hides more than a real model's (a run would refuse these limits). Single tokens, declared
+# log-probabilities, proofs and canaries are held here all the same.
+
+
+@pytest.fixture(scope="module")
+def coarse() -> Mine:
+    return Mine("bfloat16", "float32", group_size=8)
+
+
+@pytest.fixture(scope="module")
+def long() -> Mine:
+    """Rollouts of three whole chunks, which no end cuts short."""
+    return Mine("bfloat16", "float32", long=True, group_size=4, max_new_tokens=96, temperature=2.0)
+
+
+@pytest.fixture(scope="module")
+def honest_long(long: Mine) -> Trial:
+    trial = long.tried(Cheat(), range(12))
+    assert {each.verdict.outcome for each in trial.judged} == {Outcome.ACCEPTED}
+    return trial
+
+
+def farthest(mine: Mine, engine: Engine, each: Judged) -> float:
+    """How far a uniform lies outside the interval of its token, at most, as this engine sees it."""
+    lease = each.lease
+    asked = [
+        PrefillRequest(lease.prompt_ids, rollout.token_ids.astype(np.int32), lease.sampling.temperature)
+        for rollout in each.submission.rollouts
+    ]
+    seen = zip(lease.seed_numbers, engine.prefill(asked), strict=True)
+    return max(float(distances(uniforms(s, 0, len(p.cdf_low)), p.cdf_low, p.cdf_high).max()) for s, p in seen)
+
+
+@pytest.mark.parametrize("name", ["an early end", "a suppressed end"])
+def test_one_end_in_each_group_that_no_seed_gives_is_never_accepted(name: str, coarse: Mine) -> None:
+    """Not trained on, not paid, and struck when their number shows: what a far token would have to pass for, an
+    accident of the arithmetic, is rare."""
+
+    def make(engine: Engine, _loot: object) -> Engine:
+        change = early_end if name == "an early end" else no_end(engine, FILLER)
+        return rewritten(engine, change, most=1)
+
+    trial = coarse.tried(Miner(make), range(24))
+    limit = coarse.judge.profiles[coarse.profile].sampling.distance
+    accepted = [each for each in trial.judged if each.verdict.outcome is Outcome.ACCEPTED]
+    for each in accepted:
+        assert min(farthest(coarse, engine, each) for engine in coarse.engines.values()) <= limit
+    assert len(accepted) < len(trial.judged) / 2
+    assert trial.until_caught() is not None
+
+
+def test_one_declared_log_probability_that_is_far_off_is_never_accepted(coarse: Mine) -> None:
+    """A ratio of e¹⁰⁰⁰ would be trained on; and of what was accepted so, a canary would be made that passes."""
+    for lease, submission in coarse.groups(Cheat(), [coarse.lease(unit) for unit in range(4)]):
+        values = submission.rollouts[0].logprob_values.copy()
+        values[0] = -1000.0
+        verdict = verdict_on(coarse, docket(lease, with_first(submission, logprobs=pack_logprobs(values))))
+        assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "sampling.accident")
+
+
+def test_early_exit_of_the_last_layer_is_caught(coarse: Mine) -> None:
+    trial = coarse.tried(Miner(lambda engine, _loot: EarlyExit(engine)), range(16), stop_when_banned=True)
+    assert trial.until_banned() is not None
+    assert {each.verdict.reason for each in trial.rejected} <= {"sampling.seed", "likelihood.unlikely"}
+
+
+# ── canaries ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_canary_of_long_rollouts_is_caught_or_unsure_and_none_passes(long: Mine, honest_long: Trial) -> None:
+    found: Counter[tuple[str, Outcome]] = Counter()
+    for each in honest_long.judged:
+        original = original_of(docket(each.lease, each.submission), long.judge, long.engine())
+        for name, spoil in SPOILERS.items():
+            if (twin := spoil(original)) is not None:
+                found[name, verdict_on(long, twin).outcome] += 1
+    assert {name for name, _ in found} == set(SPOILERS)
+    assert not any(found[name, Outcome.ACCEPTED] for name in SPOILERS)
+    assert all(found[name, Outcome.REJECTED] > 3 * found[name, Outcome.UNSURE] for name in SPOILERS)
+
+
+# ── proofs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def chunks(rollout: Rollout) -> list[bytes]:
+    size = len(rollout.proofs) // 3
+    return [rollout.proofs[start : start + size] for start in range(0, 3 * size, size)]
+
+
+FORGERIES: dict[str, tuple[Callable[[list[list[bytes]]], list[list[bytes]]], set[str]]] = {
+    "first chunk of another": (
+        lambda own: [[own[0][0], *each[1:]] for each in own], {"duplicate.proof", "proofs.mismatch"}
+    ),
+    "swapped": (lambda own: [[each[1], each[0], *each[2:]] for each in own], {"duplicate.proof", "proofs.mismatch"}),
+    "first chunks only": (lambda own: [each[:1] for each in own], {"proofs.malformed"}),
+    "one repeated": (lambda own: [[each[0]] * 3 for each in own], {"duplicate.proof", "proofs.mismatch"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_proofs_of_other_chunks_are_rejected(name: str, long: Mine, honest_long: Trial) -> None:
+    forge, reasons = FORGERIES[name]
+    for each in honest_long.judged[:6]:
+        rollouts = each.submission.rollouts
+        proofs = forge([chunks(rollout) for rollout in rollouts])
+        forged = [msgspec.structs.replace(one, proofs=b"".join(own)) for one, own in zip(rollouts, proofs, strict=True)]
+        verdict = judged(long, each, msgspec.structs.replace(each.submission, rollouts=forged))
+        assert (verdict.outcome, verdict.reason in reasons) == (Outcome.REJECTED, True)
+
+
+def test_rollouts_that_begin_alike_may_share_the_proof_of_what_they_share(long: Mine, honest_long: Trial) -> None:
+    """Two seeds that give the same tokens have the same proof: copying it is no cheat, and no `duplicate.proof`."""
+    each = honest_long.judged[0]
+    lease = each.lease.model_copy(update={"seeds": (each.lease.seeds[0],) * len(each.lease.seeds)})
+    same = msgspec.structs.replace(each.submission, rollouts=[each.submission.rollouts[0]] * len(lease.seeds))
+    verdict = verdict_on(long, docket(lease, same))
+    assert (verdict.outcome, verdict.reason) == (Outcome.ACCEPTED, "")

@@ -6,6 +6,7 @@ import builtins
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,13 +131,11 @@ def test_transformers_itself_neither_asks_nor_imports(planted):
     (planted / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil", **planting(planted)}))
     inner = TrOCRConfig(d_model=16, decoder_layers=1, vocab_size=32)
     inner.auto_map, inner._name_or_path = {"AutoModel": "evil.Evil"}, str(planted)
-    for trusted in (None, True):
-        with pytest.raises(ModelError, match="runs no code of a model folder or a policy"):
-            AutoModel.from_config(inner, trust_remote_code=trusted)
-        with pytest.raises(ModelError, match="runs no code of a model folder or a policy"):
-            AutoModel.from_pretrained(planted, trust_remote_code=trusted)
-        with pytest.raises(ModelError, match="runs no code of a model folder or a policy"):
-            AutoTokenizer.from_pretrained(planted, trust_remote_code=trusted)
+    loads = [lambda **trust: AutoModel.from_config(inner, **trust), partial(AutoModel.from_pretrained, planted)]
+    for load in (*loads, partial(AutoTokenizer.from_pretrained, planted)):
+        for trusted in (None, True):
+            with pytest.raises(ModelError, match="runs no code of a model folder or a policy"):
+                load(trust_remote_code=trusted)
     assert nothing_happened(planted)
 
 

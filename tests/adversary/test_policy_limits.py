@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kit.liar import KEY, RUN, Lab, head_of, lab_in, sign, tree, write
+from kit.cast import KEY, Lab
+from kit.liar import manifest_of, write_tree
 from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy
 from shoal.engines.memory import cached_token_bytes
 from shoal.engines.rows import Rows
@@ -24,87 +25,62 @@ from shoal.models.folder import check_files
 from shoal.models.load import load_model, model_from_files
 from shoal.models.state import policy_views
 from shoal.models.tokenizer import TextTokenizer
-from shoal.protocol import Entry, PolicyManifest, PolicyRef, SamplingParameters, SignedDocument, content_digest
+from shoal.protocol import Entry, PolicyManifest, PolicyRef, SamplingParameters, SignedDocument
 from shoal.runtime.limits import MachineLimits, folder_bytes
 from shoal.runtime.lock import FolderLock
-from shoal.runtime.stop import StopToken
-from shoal.shardcast import Content, Downloader, DownloadSettings
-from shoal.shardcast.cache import PayloadFile
+from shoal.shardcast import Content
+from shoal.shardcast.cache import Filling
 from shoal.shardcast.content import chunk_of
-from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
 from shoal.worker.outbox import KeptHeads
 
 MIB = 2**20
 
 
-@pytest.fixture
-def lab(tmp_path: Path):
-    with lab_in(tmp_path) as made:
-        yield made
-
-
-def repeating(folder: Path, chunk_bytes: int, times: int) -> PolicyManifest:
-    """A published version whose payload is one chunk of zeros, again and again."""
-    data = bytes(chunk_bytes)
+def repeating(lab: Lab, chunk_bytes: int, times: int, version: int = 0, names: int = 0) -> PolicyManifest:
+    """A version whose payload is one chunk of zeros, again and again; with so many empty files besides."""
+    data, size = bytes(chunk_bytes), chunk_bytes * times
+    entries = [Entry(name=f"{number}", type="file", offset=0, size_bytes=0) for number in range(names)]
+    entries.append(Entry(name="w", type="tensor", offset=0, size_bytes=size, dtype="U8", shape=(size,)))
     chunks = (chunk_of(memoryview(data)),) * times
-    size = chunk_bytes * times
-    entries = (Entry(name="w", type="tensor", offset=0, size_bytes=size, dtype="U8", shape=(size,)),)
-    ref = PolicyRef(incarnation=0, version=0, digest=content_digest(entries, chunk_bytes, chunks))
-    manifest = PolicyManifest(
-        run=RUN, policy=ref, entries=entries, chunk_size_bytes=chunk_bytes, chunks=chunks, size_bytes=size,
-        created_at_ms=1,
-    )  # fmt: skip
-    signed = sign(manifest)
-    write(folder / chunk_key(chunks[0].hash), data)
-    write(folder / manifest_key((0, 0)), signed)
-    write(folder / HEAD, sign(head_of(manifest, signed)))
+    manifest, _ = manifest_of(version, entries, data, chunks, chunk_bytes)
+    write_tree(lab.www, manifest, data, chunk_bytes)
     return manifest
 
 
-def client(lab: Lab, url: str, name: str, **settings: object) -> Downloader:
-    return Downloader([url], RUN, KEY.public_key, lab.folder / name, StopToken(), DownloadSettings(**settings))
-
-
 def test_one_chunk_that_repeats_writes_no_more_than_was_announced(lab):
-    manifest = repeating(lab.folder / "www", MIB, 64)
-    source = lab.source(tree(lab.folder / "www"))
-    client(lab, source.url, "unlimited").fetch(manifest.policy, 30)
+    manifest = repeating(lab, MIB, 64)
+    source = lab.source()
+    lab.client(source.url, name="unlimited").fetch(manifest.policy, 30)
     assert folder_bytes(lab.folder / "unlimited") >= 64 * MIB  # by 1 MiB of traffic
+    announced = lab.client(source.url, name="announced", download={"max_payload_bytes": 8 * MIB})
     with pytest.raises(ManifestRefused, match=r"announces 67108864 bytes, and .* at most 8388608"):
-        client(lab, source.url, "announced", max_payload_bytes=8 * MIB).fetch(manifest.policy, 30)
+        announced.fetch(manifest.policy, 30)
+    limited = lab.client(source.url, name="limited", download={"limits": MachineLimits(disk_bytes=20 * 10**6)})
     with pytest.raises(ResourceError, match=r"policy 0\.0 needs 67\.1 MB of disk .* and 20 MB are allowed"):
-        client(lab, source.url, "limited", limits=MachineLimits(disk_bytes=20 * 10**6)).fetch(manifest.policy, 30)
+        limited.fetch(manifest.policy, 30)
     assert folder_bytes(lab.folder / "announced") + folder_bytes(lab.folder / "limited") < MIB
     assert len(source.asked("chunks/")) == 1
 
 
 def test_four_terabytes_are_refused_by_default(lab, monkeypatch):
-    manifest = repeating(lab.folder / "www", 64 * MIB, 65_536)
-    source = lab.source(tree(lab.folder / "www"))
+    manifest = repeating(lab, 64 * MIB, 65_536)
+    source = lab.source()
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10**12))
     with pytest.raises(ResourceError, match="the disk is full"):
-        client(lab, source.url, "cache", limits=MachineLimits()).fetch(manifest.policy, 30)
+        lab.client(source.url, download={"limits": MachineLimits()}).fetch(manifest.policy, 30)
     assert source.asked("chunks/") == []
 
 
-def test_manifests_of_policies_that_never_arrive_leave_nothing_on_the_disk(lab):
-    """Each a hundred kilobytes of entries; the disk's limit is below one, then above it."""
-    data = bytes(MIB)
-    for version, limit in ((1, 10**4), (2, 10**8)):
-        entries = [Entry(name=f"{number}", type="file", offset=0, size_bytes=0) for number in range(1000)]
-        entries.append(Entry(name="w", type="tensor", offset=0, size_bytes=MIB, dtype="U8", shape=(MIB,)))
-        chunks = (chunk_of(memoryview(data)),)
-        ref = PolicyRef(incarnation=0, version=version, digest=content_digest(entries, MIB, chunks))
-        manifest = PolicyManifest(
-            run=RUN, policy=ref, entries=tuple(entries), chunk_size_bytes=MIB, chunks=chunks, size_bytes=MIB,
-            created_at_ms=1,
-        )  # fmt: skip
-        write(lab.folder / "www" / manifest_key((0, version)), sign(manifest))
-        source = lab.source(tree(lab.folder / "www"))
-        with pytest.raises(ShoalError):
-            client(lab, source.url, "cache", limits=MachineLimits(disk_bytes=limit)).fetch(ref, 3)
-        assert len(source.asked("manifests/")) > 0
-        assert not list((lab.folder / "cache").glob("*.json"))
+@pytest.mark.parametrize("limit", [10**4, 10**8], ids=["too little disk", "chunks that never come"])
+def test_manifests_of_policies_that_never_arrive_leave_nothing_on_the_disk(lab, limit):
+    """Each a hundred kilobytes of entries."""
+    manifest = repeating(lab, MIB, 1, names=1000)
+    shutil.rmtree(lab.www / "chunks")
+    source = lab.source()
+    with pytest.raises(ShoalError):
+        lab.client(source.url, download={"limits": MachineLimits(disk_bytes=limit)}).fetch(manifest.policy, 3)
+    assert len(source.asked("manifests/")) > 0
+    assert not list((lab.folder / "cache").glob("*.json"))
 
 
 def test_link_planted_in_the_workers_folder_is_not_written_through(tmp_path):
@@ -114,7 +90,7 @@ def test_link_planted_in_the_workers_folder_is_not_written_through(tmp_path):
     for planted in (part, heads, lock):
         planted.symlink_to(mine)
     with pytest.raises(ResourceError, match=r"cannot write .*\.part: it is a link, or no plain file: remove it"):
-        PayloadFile(part, (chunk_of(memoryview(b"evil")),), MIB)
+        Filling().add(part, (chunk_of(memoryview(b"evil")),), MIB)
     receipt = {"kind": "x", "document": {"ledger": {"hash": "0"}}, "signed_by": KEY.public_key, "signature": "0" * 128}
     KeptHeads(tmp_path).keep(SignedDocument.model_validate(receipt))
     with pytest.raises(ResourceError, match="it is a link"):
@@ -130,11 +106,9 @@ def policy(lab: Lab, files: int = 0, **config: object) -> tuple[EngineShelf, Pol
     loaded = load_model("tiny")
     changed = json.dumps({**json.loads(loaded.files["config.json"]), **config}).encode()
     all_files = {**loaded.files, "config.json": changed, **{f"{number}.json": b"{}" for number in range(files)}}
-    manifest = lab.origin(chunk_size_bytes=2**20).publish(
-        0, Content.of(all_files, list(policy_views(loaded.model).values()))
-    )
-    source = lab.source(tree(lab.folder / "www"))
-    return EngineShelf(client(lab, source.url, "cache").fetch, built, held=1, check=checked), manifest.policy
+    views = list(policy_views(loaded.model).values())
+    manifest = lab.publish(0, files=all_files, tensors=views, chunk_size_bytes=MIB)
+    return EngineShelf(lab.client(lab.source().url).fetch, built, held=1, check=checked), manifest.policy
 
 
 def built(files: Mapping[str, bytes]) -> Engine:

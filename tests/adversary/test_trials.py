@@ -13,7 +13,7 @@ from kit import Patch
 from kit.attack import HONEST, Attacked, results
 from kit.trial import PROFILES, Court, Judged, Trial
 from shoal.adversary import CHEATS, Cheat, find_cheat
-from shoal.adversary.steering import Steer
+from shoal.adversary.steering import steer
 from shoal.adversary.tokens import Sleeper
 from shoal.protocol import Outcome
 
@@ -23,7 +23,7 @@ FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
 def test_steering_inside_the_tolerance_is_caught_by_its_sums() -> None:
     """No token of it is farther off than the tolerance; a few of them together are more than rounding explains."""
     court = Court(profile=FLOAT32)
-    trial = court.tried(Steer(PROFILES[FLOAT32].sampling), range(100), stop_when_banned=True)
+    trial = court.tried(steer(PROFILES[FLOAT32].sampling)(), range(100), stop_when_banned=True)
     assert trial.until_banned() is not None
     assert {each.verdict.reason for each in trial.rejected} <= CHEATS["steer"].reasons
     assert all(worst_distance(each) < PROFILES[FLOAT32].sampling.distance for each in trial.rejected)
@@ -44,7 +44,7 @@ def test_who_claims_the_profile_that_forgives_most_is_caught_by_its_sums() -> No
 @pytest.mark.slow
 def test_steering_where_more_is_forgiven_is_caught_too() -> None:
     court = Court(profile=BFLOAT16)
-    trial = court.tried(Steer(PROFILES[BFLOAT16].sampling), range(100), stop_when_banned=True)
+    trial = court.tried(steer(PROFILES[BFLOAT16].sampling)(), range(100), stop_when_banned=True)
     assert trial.until_banned() is not None
 
 

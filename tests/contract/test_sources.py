@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit import Request
-from kit.cast import Running, ask, eventually
+from kit import Request, eventually
+from kit.cast import Running, ask
 from kit.s3 import Shop
 from shoal.errors import VersionNotFound
 from shoal.protocol import PolicyManifest, SigningKey, TensorView

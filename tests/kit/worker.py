@@ -169,6 +169,17 @@ class Bench:
         self.shelf.engine.kind = profile
         self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, chosen=chosen, pace=FAST)
 
+    @classmethod
+    def worked(cls, *arguments: Any, **options: Any) -> Bench:
+        """One whose worker has run to its end."""
+        bench = cls(*arguments, **options)
+        bench.worker.run()
+        return bench
+
+    @property
+    def released(self) -> list[tuple[str, ...]]:
+        return [release.leases for release in self.hub.released]
+
     @property
     def units(self) -> list[int]:
         return sorted(submission.unit for submission in self.hub.submitted)

@@ -21,9 +21,7 @@ from shoal.errors import ConfigError
 
 __all__ = ["CHEATS", "Cheat", "Disguise", "Loot", "find_cheat"]
 
-CHEATS: Mapping[str, type[Cheat]] = {
-    cheat.name: cheat for cheat in (*tokens.CHEATS, *weights.CHEATS, steering.Steer, steering.Branch)
-}
+CHEATS: Mapping[str, type[Cheat]] = {cheat.name: cheat for cheat in (*tokens.CHEATS, *weights.CHEATS, *steering.CHEATS)}
 
 
 def find_cheat(name: str) -> Cheat:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from msgspec.structs import replace as replace_fields
 
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.protocol import Groups
+from shoal.engines.protocol import Finish, Groups
 from shoal.engines.shelf import Fetch
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
 from shoal.models import TextTokenizer
@@ -47,6 +47,7 @@ Draw = Callable[[Engine, Sequence[GenerationRequest], ProofParameters | None], G
 """What an engine generates, given the honest engine."""
 Rewrite = Callable[[Engine, GenerationRequest, list[Completion]], list[Completion]]
 """Other completions for those that were drawn for a request."""
+Tokens = npt.NDArray[np.int32]
 
 
 class Cheat:
@@ -142,6 +143,18 @@ def rewriting(rewrite: Rewrite) -> Draw:
         return vouched(engine, requests, groups, proof)
 
     return draw
+
+
+def each_completion(change: Callable[[Engine, GenerationRequest, Tokens], Tokens]) -> Draw:
+    """The same with the tokens of every completion changed by themselves."""
+
+    def rewrite(engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
+        made = [change(engine, request, each.token_ids).astype(np.int32) for each in group]
+        eos = request.sampling.eos_token_id
+        ends: list[Finish] = ["eos" if tokens[-1] == eos else "length" for tokens in made]
+        return [replace(each, token_ids=ids, finish=end) for each, ids, end in zip(group, made, ends, strict=True)]
+
+    return rewriting(rewrite)
 
 
 def vouched(

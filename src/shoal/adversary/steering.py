@@ -1,7 +1,7 @@
 """Steering inside the tolerance: cheats for whoever knows how far off a token may be and still pass.
 
 Where the uniform falls next to the edge of a token's interval, within the tolerance, the token on the other side of the
-edge passes too. `Steer` always takes that one; `Branch` tries a few such places and keeps what pays best.
+edge passes too. `Steering` always takes that one; `Branching` tries a few such places and keeps what pays best.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.base import Cheat, Disguise, Loot, Worth, vouched
+from shoal.adversary.base import Cheat, Disguise, Tokens, Worth, cheating, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.protocol import Finish, Groups
 from shoal.protocol import ProofParameters
@@ -23,21 +23,7 @@ BRANCHES = 4
 SEEDS = 2**20
 REACH = 2e-6  # twice what float32 moves an interval by on average: farther ones show in the sum of distances
 SPACING = 2.0 / SEEDS  # so near there is a seed to every uniform
-MAX_VOCABULARY = 4096  # `Steer` looks at every token of the vocabulary, one by one
-
-Tokens = npt.NDArray[np.int32]
-
-
-class Branch(Cheat):
-    name = "branch"
-    what = (
-        f"decodes up to {BRANCHES} neighbours of tokens whose uniform lies next to an edge, with honest draws after "
-        "them, and submits the branch that pays best"
-    )
-    reasons = frozenset({"sampling.seed", "sampling.drift", "sampling.steered"})
-
-    def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        return Branching(engine, Worth(loot).of, REACH)
+MAX_VOCABULARY = 4096  # `Steering` looks at every token of the vocabulary, one by one
 
 
 @dataclass(frozen=True)
@@ -127,19 +113,7 @@ def _sorted_seeds() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     return values[order], order
 
 
-class Steer(Cheat):
-    name = "steer"
-    what = "takes the next token in line wherever the uniform falls so near an edge that both would pass"
-    reasons = frozenset({"sampling.seed", "sampling.drift"})
-
-    def __init__(self, tolerance: SeedTolerance | None = None) -> None:
-        self._tolerance = tolerance or SeedTolerance()
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return SteeringEngine(engine, self._tolerance)
-
-
-class SteeringEngine(Disguise):
+class Steering(Disguise):
     """Stays within `distance` of the uniform, and away from tokens below `floor`: no single token gives it away."""
 
     def __init__(self, engine: Engine, tolerance: SeedTolerance) -> None:
@@ -184,3 +158,23 @@ class SteeringEngine(Disguise):
         drawn = int(np.argmin(outside_V))
         others_V = (outside_V < self._reach) & (high_V - low_V > self._floor) & (np.arange(len(low_V)) != drawn)
         return int(np.argmax(np.where(others_V, high_V - low_V, -1.0))) if others_V.any() else drawn
+
+
+def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
+    """The cheat that knows this tolerance."""
+    return cheating(
+        "steer", "takes the next token in line wherever the uniform falls so near an edge that both would pass",
+        {"sampling.seed", "sampling.drift"}, engine=lambda engine, _loot: Steering(engine, tolerance),
+    )  # fmt: skip
+
+
+CHEATS = (
+    steer(),
+    cheating(
+        "branch",
+        f"decodes up to {BRANCHES} neighbours of tokens whose uniform lies next to an edge, with honest draws after "
+        "them, and submits the branch that pays best",
+        {"sampling.seed", "sampling.drift", "sampling.steered"},
+        engine=lambda engine, loot: Branching(engine, Worth(loot).of, REACH),
+    ),
+)

@@ -21,10 +21,11 @@ from shoal.adversary.base import (
     Cheat,
     Disguise,
     Loot,
+    Tokens,
     Worth,
     cheating,
+    each_completion,
     each_rollout,
-    rewriting,
     vouched,
 )
 from shoal.engines import Completion, Engine, GenerationRequest
@@ -42,63 +43,42 @@ LIES = frozenset({"progress.seed", "progress.prefix"})
 COPIES = frozenset({"duplicate.rollout", "duplicate.proof"})
 
 
-def edited(engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
-    eos, count = request.sampling.eos_token_id, engine.vocabulary_size
-    changed = [each.token_ids.copy() for each in group]
-    for tokens in changed:
-        at = len(tokens) // 2
-        if tokens[at] != eos:
-            following = ((int(tokens[at]) + step) % count for step in range(1, count))
-            tokens[at] = next(token for token in following if token != eos)
-    return [replace(each, token_ids=tokens) for each, tokens in zip(group, changed, strict=True)]
+def edited(_engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
+    eos, middle, changed = request.sampling.eos_token_id, len(tokens) // 2, tokens.copy()
+    if tokens[middle] != eos:
+        changed[middle] = next(token for token in tokens[middle] + (-1, 1, 2) if token not in (eos, -1))
+    return changed
 
 
-def cut_short(_engine: Engine, _request: GenerationRequest, group: list[Completion]) -> list[Completion]:
-    halves = [each.token_ids[: max(1, len(each.token_ids) // 2)] for each in group]
-    return [replace(each, token_ids=half, finish="length") for each, half in zip(group, halves, strict=True)]
+def cut_short(_engine: Engine, _request: GenerationRequest, tokens: Tokens) -> Tokens:
+    return tokens[: max(1, len(tokens) // 2)]
 
 
-def ended_early(_engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
-    eos = np.int32(request.sampling.eos_token_id)
-    ended = [np.append(each.token_ids[: len(each.token_ids) // 2], eos) for each in group]
-    return [replace(each, token_ids=tokens, finish="eos") for each, tokens in zip(group, ended, strict=True)]
+def ended_early(_engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
+    return np.append(tokens[: len(tokens) // 2], request.sampling.eos_token_id)
 
 
-def padded(engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
-    return _filled(engine, request, group, [each.token_ids for each in group])
-
-
-def running_on(engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
-    kept = [each.token_ids[:-1] if each.finish == "eos" else each.token_ids for each in group]
-    return _filled(engine, request, group, kept)
-
-
-def _filled(
-    engine: Engine, request: GenerationRequest, group: list[Completion], kept: list[npt.NDArray[np.int32]]
-) -> list[Completion]:
-    """As many of the likeliest tokens behind what is kept as there is room for, none of them an end."""
+def padded(engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
+    """As many of the likeliest tokens behind it as there is room for, none of them an end."""
     most, eos = request.sampling.max_new_tokens, request.sampling.eos_token_id
-    more = engine.greedy([(*request.prompt_ids, *tokens.tolist()) for tokens in kept], most, -1)
-    found = []
-    for each, tokens, filling in zip(group, kept, more, strict=True):
-        added = filling[: most - len(tokens)]
-        whole = np.append(tokens, np.where(added == eos, added + 1, added)).astype(np.int32)
-        found.append(replace(each, token_ids=whole, finish="length") if len(added) else each)
-    return found
+    [more] = engine.greedy([(*request.prompt_ids, *tokens.tolist())], most, -1)
+    added = more[: most - len(tokens)]
+    return np.append(tokens, np.where(added == eos, added + 1, added))
+
+
+def running_on(engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
+    return padded(engine, request, tokens[:-1] if tokens[-1] == request.sampling.eos_token_id else tokens)
 
 
 def answering(engine: Engine, loot: Loot) -> Engine:
     worth = Worth(loot)
 
-    def answered(_engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
+    def answered(_engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
         task, sampling = worth.task(request.prompt_ids), request.sampling
         ids = [] if task is None else list(worth.tokenizer.encode(task.answer))
-        if not ids or len(ids) >= sampling.max_new_tokens:
-            return group
-        tokens = np.array([*ids, sampling.eos_token_id], dtype=np.int32)
-        return [replace(each, token_ids=tokens, finish="eos") for each in group]
+        return np.array([*ids, sampling.eos_token_id]) if 0 < len(ids) < sampling.max_new_tokens else tokens
 
-    return Disguise(engine, rewriting(answered))
+    return Disguise(engine, each_completion(answered))
 
 
 def swapping(engine: Engine, _loot: Loot) -> Engine:
@@ -171,20 +151,10 @@ def cooled(engine: Engine, requests: Requests, proof: ProofParameters | None) ->
     return vouched(engine, requests, engine.generate(asked, None), proof)
 
 
-class Loose(Cheat):
-    name = "loose"
-    what = (
-        f"says that it computes in bfloat16, so that more is forgiven it, and samples at {COLD} times the temperature"
-    )
-    reasons = OTHER_TOKENS
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return Disguise(engine, cooled)
-
-    def profile(self, profile: str, known: Sequence[str], /) -> str:
-        engine, device, _ = profile.split("/")
-        claimed = f"{engine}/{device}/bfloat16"
-        return claimed if claimed in known else profile
+def loosest(profile: str, known: Sequence[str]) -> str:
+    engine, device, _ = profile.split("/")
+    claimed = f"{engine}/{device}/bfloat16"
+    return claimed if claimed in known else profile
 
 
 def _with_logprobs(rollout: Rollout, values: npt.NDArray[np.float32]) -> Rollout:
@@ -278,27 +248,31 @@ CHEATS = (
         draw=likeliest,
     ),
     cheating("cold", f"samples at {COLD} times the temperature of the lease", OTHER_TOKENS, draw=cooled),
-    Loose,
-    cheating("edit", "changes one token in the middle of every completion", OTHER_TOKENS, draw=rewriting(edited)),
+    cheating(
+        "loose",
+        f"says that it computes in bfloat16, so that more is forgiven it, and samples at {COLD} times the temperature",
+        OTHER_TOKENS, draw=cooled, profile=loosest,
+    ),
+    cheating("edit", "changes one token in the middle of every completion", OTHER_TOKENS, draw=each_completion(edited)),
     cheating(
         "answer", "writes the right answer, which everybody can look up, instead of what was drawn",
         OTHER_TOKENS | COPIES, engine=answering,
     ),
     cheating(
         "early-end", "ends every completion halfway by writing the end-of-sequence token", OTHER_TOKENS,
-        draw=rewriting(ended_early),
+        draw=each_completion(ended_early),
     ),
     cheating(
         "cut-short", "stops halfway and says that the length limit was reached", {"termination.early"},
-        draw=rewriting(cut_short),
+        draw=each_completion(cut_short),
     ),
     cheating(
         "pad", "continues after the end-of-sequence token until the length limit, to be paid for more tokens",
-        {"termination.past_eos"}, draw=rewriting(padded),
+        {"termination.past_eos"}, draw=each_completion(padded),
     ),
     cheating(
         "run-on", "never ends a completion: it writes on until the length limit instead, to be paid for more tokens",
-        OTHER_TOKENS | {"duplicate.rollout"}, draw=rewriting(running_on),
+        OTHER_TOKENS | {"duplicate.rollout"}, draw=each_completion(running_on),
     ),
     cheating(
         "swap-prompt", "answers the first prompt that it was given again and again, whatever its leases ask",

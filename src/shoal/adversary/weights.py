@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -15,7 +15,7 @@ from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, L
 from shoal.engines import Engine
 from shoal.engines.shelf import Fetch
 from shoal.models.quantize import INT4, INT8, Quantization, quantized
-from shoal.protocol import Lease, PolicyRef, Rollout, Submission, TensorView
+from shoal.protocol import Lease, PolicyRef, Submission, TensorView
 from shoal.shardcast import Payload
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
@@ -96,24 +96,23 @@ def chunks_of(proofs: bytes, full_bytes: int) -> list[bytes]:
     return [proofs[start : start + full_bytes] for start in range(0, len(proofs), full_bytes)]
 
 
+def with_proofs(given: Submission, proofs: Iterable[bytes]) -> Submission:
+    pairs = zip(given.rollouts, proofs, strict=True)
+    return replace(given, rollouts=[replace(rollout, proofs=each) for rollout, each in pairs])
+
+
+def forged(given: Submission, lease: Lease, forge: Callable[[bytes], bytes]) -> Submission:
+    """With every proof replaced, given what the honest one would be."""
+    full = 2 + 2 * lease.proof.topk
+    return with_proofs(given, (b"".join(map(forge, chunks_of(each.proofs, full))) for each in given.rollouts))
+
+
 def forging(name: str, what: str, forge: Callable[[bytes], bytes], reason: str = "proofs.malformed") -> type[Cheat]:
-    """A cheat that replaces every proof, given what the honest one would be."""
-
-    def submission(given: Submission, lease: Lease) -> Submission:
-        full = 2 + 2 * lease.proof.topk
-        proofs = [b"".join(map(forge, chunks_of(each.proofs, full))) for each in given.rollouts]
-        return replace(given, rollouts=list(map(_with_proofs, given.rollouts, proofs)))
-
-    return cheating(name, what, {reason}, submission=submission)
-
-
-def _with_proofs(rollout: Rollout, proofs: bytes) -> Rollout:
-    return replace(rollout, proofs=proofs)
+    return cheating(name, what, {reason}, submission=lambda given, lease: forged(given, lease, forge))
 
 
 def swapped(given: Submission, _lease: Lease) -> Submission:
-    proofs = [each.proofs for each in (*given.rollouts[1:], given.rollouts[0])]
-    return replace(given, rollouts=list(map(_with_proofs, given.rollouts, proofs)))
+    return with_proofs(given, (each.proofs for each in (*given.rollouts[1:], given.rollouts[0])))
 
 
 def _random(honest: bytes) -> bytes:
@@ -131,9 +130,7 @@ class ReplayedProofs(Cheat):
         self._kept: dict[int, bytes] = {}
 
     def submission(self, submission: Submission, lease: Lease, /) -> Submission:
-        full, rollouts = 2 + 2 * lease.proof.topk, submission.rollouts
-        parts = ([self._kept.setdefault(len(each), each) for each in chunks_of(one.proofs, full)] for one in rollouts)
-        return replace(submission, rollouts=list(map(_with_proofs, rollouts, map(b"".join, parts))))
+        return forged(submission, lease, lambda honest: self._kept.setdefault(len(honest), honest))
 
 
 CHEATS = (

@@ -20,6 +20,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,78 +32,60 @@ from shoal.runtime.files import ensure_folder, open_in_place, resource_error, wr
 from shoal.runtime.limits import MachineLimits, show_bytes
 from shoal.shardcast.lookup import Route, Step
 from shoal.shardcast.manifest import read_manifest
-from shoal.shardcast.payload import Payload, open_payload, read_fully
+from shoal.shardcast.payload import Payload, open_payload, read_fully, reporting
 
 if TYPE_CHECKING:
     from shoal.shardcast.delta import Made
 
 
-Donors = Mapping[str, tuple[Path, int]]  # chunk → where another payload on this disk may hold it
+Places = Mapping[str, tuple[Path, int]]  # chunk → the file where it may lie, and the offset
 
 
-class PayloadFile:
-    """A payload or a delta being filled."""
+class Filling:
+    """Payloads and deltas being filled by one pool, whose `Keeper` this is; a chunk goes to every place that wants it.
 
-    def __init__(
-        self, path: Path, chunks: Sequence[Chunk], chunk_size_bytes: int, donors: Donors | None = None
-    ) -> None:
-        self.path = path
-        self._donors = donors or {}
-        self.offsets: dict[str, list[int]] = defaultdict(list)
-        for index, chunk in enumerate(chunks):
-            self.offsets[chunk.hash].append(index * chunk_size_bytes)
-        self._resumed = path.exists()
+    `lying`: where a chunk may lie on this disk already, in a file that is filled again or in another payload.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Path, FileIO] = {}
+        self._wanted: dict[str, list[tuple[Path, int]]] = defaultdict(list)  # by chunk: files and offsets
+        self._lying: dict[str, list[tuple[Path, int]]] = defaultdict(list)
         self._writing = threading.Lock()  # threads that write to one file at once spin on it in the kernel
-        try:
-            self._file = os.fdopen(open_in_place(path, os.O_RDWR), "r+b", buffering=0)
-            os.ftruncate(self._file.fileno(), sum(chunk.size_bytes for chunk in chunks))
-        except OSError as error:
-            raise resource_error("write", path, error) from error
+
+    def add(self, path: Path, chunks: Sequence[Chunk], chunk_size_bytes: int, lying: Places | None = None) -> None:
+        resumed = path.exists()
+        with reporting("write", path):
+            self._files[path] = os.fdopen(open_in_place(path, os.O_RDWR), "r+b", buffering=0)
+            os.ftruncate(self._files[path].fileno(), sum(chunk.size_bytes for chunk in chunks))
+        for index, chunk in enumerate(chunks):
+            if resumed and chunk.hash not in self._wanted:  # one look for a chunk that repeats
+                self._lying[chunk.hash].append((path, index * chunk_size_bytes))
+            self._wanted[chunk.hash].append((path, index * chunk_size_bytes))
+        for chunk_hash, place in (lying or {}).items():
+            self._lying[chunk_hash].append(place)
 
     def has(self, chunk: Chunk, scratch: memoryview) -> bool:
-        offsets = self.offsets[chunk.hash]
-        if self._resumed and _holds(self._file.fileno(), offsets[0], chunk, scratch):
-            self.write(scratch, offsets[1:])
-            return True
-        with suppress(KeyError, FileNotFoundError):
-            path, offset = self._donors[chunk.hash]
-            with path.open("rb", buffering=0) as file:
+        for path, offset in self._lying.get(chunk.hash, ()):
+            with suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
                 if _holds(file.fileno(), offset, chunk, scratch):
-                    self.write(scratch, offsets)
+                    self._write([place for place in self._wanted[chunk.hash] if place != (path, offset)], scratch)
                     return True
         return False
 
-    def close(self) -> None:
-        self._file.close()
-
-    def write(self, data: memoryview, offsets: list[int]) -> None:
-        try:
-            with self._writing:
-                for offset in offsets:
-                    written = 0
-                    while written < data.nbytes:
-                        written += os.pwrite(self._file.fileno(), data[written:], offset + written)
-        except OSError as error:
-            raise resource_error("write", self.path, error) from error
-
-
-class PayloadFiles:
-    """Several files filled by one pool, whose `Keeper` this is; a chunk goes to every one that wants it."""
-
-    def __init__(self, files: Sequence[PayloadFile]) -> None:
-        self._files = files
-
-    def has(self, chunk: Chunk, scratch: memoryview) -> bool:
-        return all(file.has(chunk, scratch) for file in self._files if chunk.hash in file.offsets)
-
     def keep(self, chunk: Chunk, data: memoryview) -> None:
-        for file in self._files:
-            if chunk.hash in file.offsets:
-                file.write(data, file.offsets[chunk.hash])
+        self._write(self._wanted[chunk.hash], data)
 
     def close(self) -> None:
-        for file in self._files:
+        for file in self._files.values():
             file.close()
+
+    def _write(self, places: Iterable[tuple[Path, int]], data: memoryview) -> None:
+        for path, offset in places:
+            with reporting("write", path), self._writing:
+                written = 0
+                while written < data.nbytes:
+                    written += os.pwrite(self._files[path].fileno(), data[written:], offset + written)
 
 
 class PayloadCache:
@@ -148,27 +131,25 @@ class PayloadCache:
         self._verified[manifest.policy.digest] = manifest
         return True
 
-    def fill(self, manifest: PolicyManifest) -> PayloadFile:
-        """The payload's file, to be filled. A whole one left by an earlier process is filled again: by looking."""
+    def fill(self, manifest: PolicyManifest, filling: Filling) -> None:
+        """Fill the payload's file. A whole one left by an earlier process is filled again: by looking."""
         wanted = {chunk.hash for chunk in manifest.chunks}
-        donors = {  # where chunks of it may already lie on this disk
+        lying = {
             chunk.hash: (self._path(digest, "bin"), index * other.chunk_size_bytes)
             for digest, other in self.held().items()
             for index, chunk in enumerate(other.chunks)
             if chunk.hash in wanted and digest != manifest.policy.digest
         }
-        return PayloadFile(self._reopen(manifest.policy.digest), manifest.chunks, manifest.chunk_size_bytes, donors)
+        filling.add(self._reopen(manifest.policy.digest), manifest.chunks, manifest.chunk_size_bytes, lying)
 
-    def fill_delta(self, step: Step) -> PayloadFile:
-        return PayloadFile(self._delta_path(step), step.delta.chunks, step.manifest.chunk_size_bytes)
+    def fill_delta(self, step: Step, filling: Filling) -> None:
+        filling.add(self._delta_path(step), step.delta.chunks, step.manifest.chunk_size_bytes)
 
     def finish(self, manifest: PolicyManifest) -> None:
         digest = manifest.policy.digest
         part = self._path(digest, "part")
-        try:
+        with reporting("rename", part):
             part.replace(self._path(digest, "bin"))
-        except OSError as error:
-            raise resource_error("rename", part, error) from error
         self._verified[digest] = manifest
         self._made.pop(digest, None)
 
@@ -183,10 +164,10 @@ class PayloadCache:
         part = self._path(target.policy.digest, "part")
         part.unlink(missing_ok=True)
         deltas = [self._delta_path(step) for step in steps]
+        base = self._path(begin.digest, "bin")
         try:
-            made = make_payload(target, self._path(begin.digest, "bin"), deltas, part, begin, self._remember_changes)
-        except OSError as error:
-            raise resource_error("write", part, error) from error
+            with reporting("write", part):
+                made = make_payload(target, base, deltas, part, begin, self._remember_changes)
         except DeltaRefused:
             part.unlink(missing_ok=True)
             raise
@@ -211,12 +192,9 @@ class PayloadCache:
 
     def load(self, manifest: PolicyManifest) -> Payload:
         path = self._path(manifest.policy.digest, "bin")
-        try:
+        with reporting("read", path), path.open("rb") as file:
             os.utime(path)  # the order in which `retain` removes
-            with path.open("rb") as file:
-                whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if manifest.size_bytes else b""
-        except OSError as error:
-            raise resource_error("read", path, error) from error
+            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if manifest.size_bytes else b""
         return open_payload(manifest, memoryview(whole), path, self._made.get(manifest.policy.digest))
 
     def retain(self, count: int) -> None:

@@ -24,9 +24,8 @@ from pydantic import ValidationError
 
 from shoal.errors import BroadcastError, ConfigError
 from shoal.protocol import Chunk, Entry, TensorView, content_digest, first_problem
-from shoal.runtime.files import resource_error
 from shoal.shardcast.manifest import chunk_size_for, entries_problem
-from shoal.shardcast.payload import read_fully
+from shoal.shardcast.payload import read_fully, reporting
 
 SMALL_BYTES = 64 * 1024
 CHANGED = "{} was changed while it was being published; publish it again"
@@ -41,11 +40,8 @@ class FileSpan:
     changed_ns: int
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                whole = read_fully(file.fileno(), offset, buffer)
-        except OSError as error:
-            raise resource_error("read", self.path, error) from error
+        with reporting("read", self.path), self.path.open("rb", buffering=0) as file:
+            whole = read_fully(file.fileno(), offset, buffer)
         if not whole:
             raise BroadcastError(CHANGED.format(self.path))
 
@@ -134,10 +130,8 @@ class Content:
     def check_unchanged(self) -> None:
         """Raise `BroadcastError` if a file has changed since; what was read of it may then be half old, half new."""
         for span in (span for span in self._spans if isinstance(span, FileSpan)):
-            try:
+            with reporting("read", span.path):
                 status = span.path.stat()
-            except OSError as error:
-                raise resource_error("read", span.path, error) from error
             if (status.st_size, status.st_mtime_ns) != (span.size_bytes, span.changed_ns):
                 raise BroadcastError(CHANGED.format(span.path))
 

@@ -28,7 +28,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -133,15 +132,6 @@ class Change:
                 raise DeltaRefused(f"a delta block is damaged: {error}") from error
         values, change = np.frombuffer(target, SIGNED[width]), _change_fast if fast else _change
         return change(values, planes[: self.gap_planes], planes[self.gap_planes :])
-
-
-def apply_block(target: memoryview, data: bytes, width: int, fast: bool = False) -> Integers:
-    """`Change.apply` of what `encode_block` gave."""
-    file = BytesIO(data)
-    change = Change.read(file, target.nbytes // width, width)
-    if file.read(1):
-        raise DeltaRefused("a delta block has another length than it says")
-    return change.apply(target, width, fast)
 
 
 def _exactly(file: BinaryIO, size: int) -> bytes:

@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -29,7 +29,7 @@ from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
 from shoal.runtime.files import write_atomically
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.cache import PayloadCache, PayloadFiles
+from shoal.shardcast.cache import Filling, PayloadCache
 from shoal.shardcast.connection import Deadline
 from shoal.shardcast.limits import PoolSettings
 from shoal.shardcast.lookup import Lookup, Route, plan
@@ -236,19 +236,19 @@ class Downloader:
     def _take(self, route: Route, fetch: _Fetch) -> None:
         """Fetch what the route needs and apply it. Raises `RouteClosed` or `DeltaRefused` if another may be better."""
         cache, target = self._cache, fetch.target
-        parts = [] if route.whole is None else [cache.fill(route.whole)]
-        files = PayloadFiles(parts + [cache.fill_delta(step) for step in route.steps])
-        pool = ChunkPool(self._scores, files, self._settings.pool)
-        if route.whole is not None:
-            pool.want(route.whole, route.whole.chunks)
-        for step in route.steps:
-            pool.want(step.manifest, step.delta.chunks)
-        pool.start()
-        try:
-            self._await(route, pool, fetch)
-        finally:
-            pool.close(self._stop.reason or "done")
-            files.close()
+        with closing(Filling()) as files:
+            pool = ChunkPool(self._scores, files, self._settings.pool)
+            if route.whole is not None:
+                cache.fill(route.whole, files)
+                pool.want(route.whole, route.whole.chunks)
+            for step in route.steps:
+                cache.fill_delta(step, files)
+                pool.want(step.manifest, step.delta.chunks)
+            pool.start()
+            try:
+                self._await(route, pool, fetch)
+            finally:
+                pool.close(self._stop.reason or "done")
         if route.whole is not None:
             cache.finish(route.whole)
         if route.steps:

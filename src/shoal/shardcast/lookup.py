@@ -27,15 +27,9 @@ from shoal.errors import BroadcastError, ManifestRefused, VersionNotFound
 from shoal.protocol import BroadcastHead, Delta, PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import count_of
+from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
-from shoal.shardcast.manifest import (
-    MAX_HEAD_BYTES,
-    MAX_MANIFEST_BYTES,
-    check_not_rolled_back,
-    place_of,
-    read_head,
-    read_manifest,
-)
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, place_of, read_head, read_manifest
 from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.tree import HEAD, manifest_key
 
@@ -54,6 +48,12 @@ def get_document(connection: Connection, target: str, max_bytes: int, deadline: 
     if answer.status not in ABSENT:
         raise BroadcastError(f"{connection.source} answers {answer.status} to a request for {target}")
     return None
+
+
+def get_head(connection: Connection, known: BroadcastHead | None, wait_s: float, answer_s: float) -> bytes | None:
+    """A head, newer than `known` if there is one; the source may hold the question for `wait_s`."""
+    after = "" if known is None else f"&after={known.policy.label}"
+    return get_document(connection, f"{HEAD}?wait_s={wait_s:g}{after}", MAX_HEAD_BYTES, Deadline(wait_s + answer_s))
 
 
 SignedHead = tuple[BroadcastHead, bytes]  # a head that was believed, and the bytes that it was read from
@@ -140,7 +140,7 @@ class Lookup:
         while True:
             if heads := self.heads(deadline).values():
                 newest = max(heads, key=lambda found: place_of(found[0]))
-                check_not_rolled_back(newest[0], known)
+                manifests.check_not_rolled_back(newest[0], known)
                 return newest
             if deadline.passed() or self._stop.wait(min(1.0, max(0.0, deadline.remaining_s()))):
                 if self._refusal is not None:
@@ -153,10 +153,8 @@ class Lookup:
         source = self._scores.choose()
         if source is None:
             return None
-        after = "" if self.known is None else f"&after={self.known.policy.label}"
         try:
-            target = f"{HEAD}?wait_s={wait_s:g}{after}"
-            data = get_document(self._connections.to(source), target, MAX_HEAD_BYTES, Deadline(wait_s + HEAD_S))
+            data = get_head(self._connections.to(source), self.known, wait_s, HEAD_S)
             found = None if data is None else self._read_head(data)
         except BroadcastError as error:
             self._scores.note(source, str(error))

@@ -165,7 +165,7 @@ class Origin:
                 try:
                     manifest = self._first_time(draft, on_progress)
                 except Exception:
-                    self._collect(self._known())  # what it has written is of no use, and the disk may be full of it
+                    self._collect(self.known())  # what it has written is of no use, and the disk may be full of it
                     raise
             if not superseded and (head is None or place_of(head) != place):
                 self._advance(manifest, self._settings.kept_versions)
@@ -231,7 +231,7 @@ class Origin:
     def _ways(self, place: Place) -> dict[Place, _Way]:
         """How each version before `place` is made from an anchor, by the fewest bytes of deltas."""
         ways: dict[Place, _Way] = {}
-        for other, manifest in sorted(self._known().items()):
+        for other, manifest in sorted(self.known().items()):
             if other >= place:
                 break
             bases = (((delta.base.incarnation, delta.base.version), delta) for delta in manifest.deltas)
@@ -317,7 +317,7 @@ class Origin:
         """Make `manifest` the head, then remove what is no longer kept. Clients see the new head before that."""
         data = self._tree.read(manifest_key(place_of(manifest)))
         assert data is not None
-        known = self._known()
+        known = self.known()
         places = [place for place in self._tree.places() if place <= place_of(manifest)]
         anchors = {place: place not in known or known[place].anchor for place in places}
         kept = manifests.kept_places(anchors, kept_versions)
@@ -330,7 +330,7 @@ class Origin:
         self._tree.write(HEAD, manifests.encode(head, self._key))
         self._collect(known, kept)
 
-    def _known(self) -> dict[Place, PolicyManifest]:
+    def known(self) -> dict[Place, PolicyManifest]:
         """The manifests here; one that cannot be read is left out (and its chunks are not removed this time)."""
         known: dict[Place, PolicyManifest] = {}
         for place in self._tree.places():

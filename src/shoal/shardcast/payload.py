@@ -74,7 +74,7 @@ class Payload:
                     raise BroadcastError(f"{entry.name} is not written: {path} is a link, and might lead elsewhere")
                 ensure_folder(path)
             written.append(path / entry.name.split("/")[-1])
-            with _appearing(written[-1]) as temporary, temporary.open("xb") as output:
+            with appearing(written[-1]) as temporary, temporary.open("xb") as output:
                 if self.path is None:
                     output.write(self.files[entry.name])
                     continue
@@ -86,14 +86,22 @@ class Payload:
 
 
 @contextlib.contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
+def reporting(action: str, path: Path) -> Iterator[None]:
+    """What the operating system refuses in the block is said in one sentence: a `ResourceError`."""
+    try:
+        yield
+    except OSError as error:
+        raise resource_error(action, path, error) from error
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
     """A hidden name beside `target`, which becomes `target` at the end of the block, or goes."""
     temporary = target.with_name(f".shoal-{os.urandom(4).hex()}")
     try:
-        yield temporary
-        temporary.replace(target)
-    except OSError as error:
-        raise resource_error("write", target, error) from error
+        with reporting("write", target):
+            yield temporary
+            temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -114,7 +122,7 @@ def open_payload(
 
 def copy_or_link(source: Path, target: Path) -> None:
     """Give `source` a second name, or copy it where that is impossible (another disk)."""
-    with _appearing(target) as temporary:
+    with appearing(target) as temporary:
         try:
             os.link(source, temporary)
         except OSError:

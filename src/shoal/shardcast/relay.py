@@ -36,7 +36,7 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
 from shoal.shardcast.limits import PoolSettings, RelayConfig, ServerLimits
-from shoal.shardcast.lookup import MANIFEST_S, get_document
+from shoal.shardcast.lookup import MANIFEST_S, get_document, get_head
 from shoal.shardcast.manifest import Place, Selection, check_not_rolled_back, offered, place_of, read_head
 from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool
@@ -57,97 +57,86 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
         raise ConfigError("a relay needs at least one upstream: the URL of an origin or of another relay")
     for peer in config.peers:
         Address.parse(peer)
-    relay = Relay(config)
     with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S):
-        relay.run(stop, on_ready)
+        _run(config, stop, on_ready)
 
 
-class Relay:
+def _run(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
     """The wiring of one relay."""
+    mirror, closing = Mirror(config), StopToken()
+    server = TreeServer(mirror, ServerLimits(connections_per_client=config.settings.connections_per_client))
+    mirror.load()
+    sources = dict.fromkeys((*config.upstreams, *config.peers))
+    followers = [Follower(source, config, mirror, server.instance, closing) for source in sources]
 
-    def __init__(self, config: RelayConfig) -> None:
-        self._config = config
-        self._mirror = Mirror(config)
-        limits = ServerLimits(connections_per_client=config.settings.connections_per_client)
-        self._server = TreeServer(self._mirror, limits)
-        self._closing = StopToken()
-        self._error: Exception | None = None
-        self._peers = [peer for peer in config.peers if peer not in config.upstreams]
-        self._met: set[str] = set()
-        self._lock = threading.Lock()
+    def error() -> Exception | None:
+        return next(filter(None, [mirror.pool.error, *(follower.error for follower in followers)]), None)
 
-    def run(self, stop: StopToken, on_ready: Callable[[str], None]) -> None:
-        self._mirror.load()
-        followed = [*self._config.upstreams, *self._peers]
-        followers = [threading.Thread(target=self._follow, args=(source,), daemon=True) for source in followed]
+    def ready(url: str) -> None:  # only once the port is ours
+        mirror.pool.start()
+        for follower in followers:
+            follower.thread.start()
+        on_ready(url)
 
-        def ended() -> bool:
-            return stop.is_set() or self._error is not None or self._mirror.pool.error is not None
+    try:
+        asyncio.run(serve(server, config.host, config.port, lambda: stop.is_set() or error() is not None, ready))
+    finally:
+        closing.set(stop.reason or "closed")
+        mirror.pool.close()
+        for follower in followers:
+            if follower.thread.ident is not None:
+                follower.thread.join(Timeouts().connect_s + 2)
+    found = error()
+    if found is not None:
+        raise found
 
-        def ready(url: str) -> None:  # only once the port is ours
-            self._mirror.pool.start()
-            for follower in followers:
-                follower.start()
-            on_ready(url)
 
+class Follower:
+    """A thread that keeps asking one upstream or peer for a newer head, and hands it to the mirror with its manifest.
+    `instance`: who this relay is. `error`: what it ended by: a full disk, or a bug."""
+
+    def __init__(self, source: str, config: RelayConfig, mirror: Mirror, instance: str, stop: StopToken) -> None:
+        self._source, self._config, self._mirror, self._instance, self._stop = source, config, mirror, instance, stop
+        timeouts = Timeouts(stall_s=config.long_poll_s + Timeouts().stall_s, reach=config.reach)
+        self._connection = Connection(source, stop, timeouts)
+        self._said = ""
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
         try:
-            asyncio.run(serve(self._server, self._config.host, self._config.port, ended, ready))
+            if self._source in self._config.upstreams or self._meet():
+                self._follow()
+        except Exception as error:  # noqa: BLE001  whoever runs the relay raises it
+            self.error = error
         finally:
-            self._closing.set(stop.reason or "closed")
-            self._mirror.pool.close()
-            for follower in followers:
-                if follower.ident is not None:
-                    follower.join(Timeouts().connect_s + 2)
-        error = self._error or self._mirror.pool.error
-        if error is not None:
-            raise error
+            self._connection.close()
 
-    def _follow(self, source: str) -> None:
-        try:
-            if source not in self._peers or self._meet(source):
-                Follower(source, self._config, self._mirror, self._closing).run()
-        except Exception as error:  # noqa: BLE001  a full disk, or a bug: `run` raises it
-            self._error = error
-
-    def _meet(self, peer: str) -> bool:
+    def _meet(self) -> bool:
         """Wait until a peer says who it is, and trade with it from then on; false if it is this relay itself."""
-        connection, attempt, instance = Connection(peer, self._closing, Timeouts()), 0, None
-        while not self._closing.is_set():
+        attempt, instance, peer = 0, None, self._source
+        while not self._stop.is_set():
             try:
-                data = get_document(connection, "health", MAX_HEALTH_BYTES, Deadline(MANIFEST_S))
+                data = get_document(self._connection, "health", MAX_HEALTH_BYTES, Deadline(MANIFEST_S))
                 instance = json.loads(data or b"{}").get("instance")
                 break
             except BroadcastError as error:
                 log.debug("%s", error)
-                self._closing.wait(AGAIN.wait_s(attempt))
+                self._stop.wait(AGAIN.wait_s(attempt))
                 attempt += 1
             except (ValueError, AttributeError):  # no JSON, or none with names: any server of files
                 break
-        connection.close()
-        if instance == self._server.instance:
+        if instance == self._instance:
             log.info("%s is this relay itself: left out of its peers", peer)
             return False
         if isinstance(instance, str):
-            with self._lock:
-                self._met.add(peer)
-                self._mirror.scores.set_sources(self._config.upstreams, peers=sorted(self._met))
-            self._mirror.pool.follow_sources()
+            self._mirror.trade_with(peer)
             log.info("trading chunks with %s", peer)
-        elif not self._closing.is_set():
+        elif not self._stop.is_set():
             log.warning("%s is no relay: its heads are followed; to fetch chunks from it, name it as upstream", peer)
-        return not self._closing.is_set()
+        return True
 
-
-class Follower:
-    """Keeps asking one upstream for a newer head, and hands it to the mirror with its manifest."""
-
-    def __init__(self, upstream: str, config: RelayConfig, mirror: Mirror, stop: StopToken) -> None:
-        self._upstream, self._config, self._mirror, self._stop = upstream, config, mirror, stop
-        timeouts = Timeouts(stall_s=config.long_poll_s + Timeouts().stall_s, reach=config.reach)
-        self._connection = Connection(upstream, stop, timeouts)
-        self._said = ""
-
-    def run(self) -> None:
+    def _follow(self) -> None:
         attempt, forgiven_s = 0, time.monotonic()
         while not self._stop.is_set():
             started_s = time.monotonic()
@@ -155,36 +144,31 @@ class Follower:
                 forgiven_s = started_s
                 self._mirror.scores.restore()
             try:
-                news = self._poll()
+                news, attempt = self._poll(), 0
             except BroadcastError as error:
                 self._say(str(error), logging.WARNING if isinstance(error, ManifestRefused) else logging.INFO)
                 self._stop.wait(AGAIN.wait_s(attempt))
                 attempt += 1
                 continue
-            attempt = 0
             if not news:  # a plain file server answers at once, so the pace has to be ours
                 self._stop.wait(max(0.0, self._config.poll_s - (time.monotonic() - started_s)))
-        self._connection.close()
 
     def _poll(self) -> bool:
         """Ask once; true if something new was taken."""
         known = self._mirror.head
-        after = "" if known is None else f"&after={known.policy.label}"
-        target = f"{HEAD}?wait_s={self._config.long_poll_s:g}{after}"
-        deadline = Deadline(self._config.long_poll_s + MANIFEST_S)
-        data = get_document(self._connection, target, manifests.MAX_HEAD_BYTES, deadline)
+        data = get_head(self._connection, known, self._config.long_poll_s, MANIFEST_S)
         if data is None:
-            self._say(f"{self._upstream} has nothing published yet")
+            self._say(f"{self._source} has nothing published yet")
             return False
         head, news, known = read_head(data, self._config.run, self._config.trusted_key), False, self._mirror.head
         check_not_rolled_back(head, known)
         if known is None or place_of(head) != place_of(known):
             manifest = self._get_manifest(place_of(head))
             if manifest is None:
-                raise BroadcastError(f"{self._upstream} names policy {head.policy.label}, but not its manifest")
+                raise BroadcastError(f"{self._source} names policy {head.policy.label}, but not its manifest")
             news = self._mirror.adopt_head(head, data, manifest)
             if news:
-                self._say(f"policy {head.policy.label} from {self._upstream}")
+                self._say(f"policy {head.policy.label} from {self._source}")
         # The manifests of older versions that are still offered; one that is not there is asked for later. One that
         # turns out to be no anchor makes the mirror want the one before it.
         asked: set[Place] = set()
@@ -217,6 +201,7 @@ class Mirror(Catalogue):
         self._tree.prepare()
         self.scores = SourceScores(config.upstreams)
         self._run, self._trusted_key, self._settings = config.run, config.trusted_key, config.settings
+        self._upstreams, self._met = config.upstreams, set[str]()  # peers that have said who they are
         self._lock = threading.RLock()
         # Replaced as a whole, never changed, so that the event loop can look at them at any time:
         self._manifests: dict[Place, PolicyManifest] = {}
@@ -300,6 +285,12 @@ class Mirror(Catalogue):
 
     # What the followers say
 
+    def trade_with(self, peer: str) -> None:
+        with self._lock:
+            self._met.add(peer)
+            self.scores.set_sources(self._upstreams, peers=sorted(self._met))
+        self.pool.follow_sources()
+
     def load(self) -> None:
         """Resume with what an earlier process left."""
         self._tree.sweep_temporaries()
@@ -310,12 +301,11 @@ class Mirror(Catalogue):
                 log.warning("%s; it is fetched again", error)
                 self._tree.remove_manifest(place)
         data = self._tree.read(HEAD)
-        if data is not None:
-            try:
-                head = read_head(data, self._run, self._trusted_key)
-                self.head = head if place_of(head) in self._manifests else None
-            except ManifestRefused as error:
-                log.warning("%s; it is fetched again", error)
+        try:
+            head = None if data is None else read_head(data, self._run, self._trusted_key)
+            self.head = head if head is not None and place_of(head) in self._manifests else None
+        except ManifestRefused as error:
+            log.warning("%s; it is fetched again", error)
         with self._lock:
             self._settle()
 

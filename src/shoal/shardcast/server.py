@@ -33,7 +33,7 @@ import threading
 from asyncio import StreamReader, StreamWriter
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,9 +80,8 @@ class Inventory:
     """
 
     def __init__(self, chunks: Sequence[Chunk], here: Container[str] = ()) -> None:
-        self._have = bytearray(-(-len(chunks) // 8))
+        self._size_bytes, self._have = -(-len(chunks) // 8), 0
         self._missing: dict[str, list[int]] = defaultdict(list)
-        self.count = 0  # bits that are set
         for index, chunk in enumerate(chunks):
             self._missing[chunk.hash].append(index)
         for chunk_hash in [one for one in self._missing if one in here]:
@@ -92,20 +91,20 @@ class Inventory:
     def complete(self) -> bool:
         return not self._missing
 
+    @property
+    def count(self) -> int:
+        return self._have.bit_count()
+
     def add(self, chunk_hash: str) -> bool:
         """Note that a chunk is here; false if it is none of this version's, or was here already."""
         indices = self._missing.pop(chunk_hash, [])
-        for index in indices:
-            self._have[index // 8] |= 1 << index % 8
-        self.count += len(indices)
+        self._have |= sum(1 << index for index in indices)
         return bool(indices)
 
     def body(self, soon: Iterable[str]) -> bytes:
         """HAVE, then SOON."""
-        coming = bytearray(len(self._have))
-        for index in (index for chunk_hash in soon for index in self._missing.get(chunk_hash, ())):
-            coming[index // 8] |= 1 << index % 8
-        return bytes(self._have) + bytes(coming)
+        coming = sum(1 << index for chunk_hash in set(soon) for index in self._missing.get(chunk_hash, ()))
+        return b"".join(bits.to_bytes(self._size_bytes, "little") for bits in (self._have, coming))
 
 
 class Arrivals:
@@ -114,7 +113,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._lock = threading.Lock()
 
     def attach(self, loop: asyncio.AbstractEventLoop | None) -> None:
@@ -123,11 +122,10 @@ class Arrivals:
 
     def notify(self, *keys: str) -> None:
         """From any thread. Before `attach` nobody can be waiting, so nothing is lost."""
-        for key in keys:
-            if key in self._waiting:
-                with self._lock:
-                    if self._loop is not None:
-                        self._loop.call_soon_threadsafe(self._wake, key)
+        for key in filter(self._waiting.__contains__, keys):
+            with self._lock:
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(self._wake, key)
 
     def waited_for(self, key: str) -> bool:
         return key in self._waiting
@@ -136,14 +134,13 @@ class Arrivals:
     def waiter(self, key: str) -> Iterator[asyncio.Future[None]]:
         """A future that `notify(key)` fulfils; make it before looking whether the name is there."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, set()).add(future)
+        self._waiting[key].add(future)
         try:
             yield future
         finally:
-            waiting = self._waiting.get(key, set())
-            waiting.discard(future)
-            if not waiting:
-                self._waiting.pop(key, None)
+            self._waiting[key].discard(future)
+            if not self._waiting[key]:
+                del self._waiting[key]
 
     def _wake(self, key: str) -> None:
         for future in self._waiting.pop(key, set()):
@@ -197,27 +194,23 @@ class _Protocol(asyncio.StreamReaderProtocol):
         super().__init__(StreamReader(limit=MAX_REQUEST_BYTES, loop=loop), accept, loop)
 
     def eof_received(self) -> bool | None:
-        self._set_gone()
+        self.gone.cancel()
         return super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._set_gone()
+        self.gone.cancel()
         super().connection_lost(exc)
-
-    def _set_gone(self) -> None:
-        if not self.gone.done():
-            self.gone.set_result(None)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, and who waits for the answer."""
+    """Who waits for an answer, and what was asked for, if that was understood."""
 
-    method: str
-    path: str
-    query: dict[str, list[str]]
-    keep_alive: bool
     writer: StreamWriter
+    method: str = ""
+    path: str = ""
+    query: dict[str, list[str]] = field(default_factory=dict)
+    keep_alive: bool = False
 
     @classmethod
     def parse(cls, head: bytes, writer: StreamWriter) -> Request | None:
@@ -233,7 +226,7 @@ class Request:
             fields = parse_qs(query, max_num_fields=MAX_QUERY_FIELDS) if query else {}
         except ValueError:
             return None
-        return cls(parts[0], path, fields, connection == "keep-alive", writer)
+        return cls(writer, parts[0], path, fields, connection == "keep-alive")
 
     def field(self, name: str) -> str:
         return self.query.get(name, [""])[0]
@@ -326,7 +319,7 @@ class TreeServer:
         if is_full or (most is not None and self._by_client[address] >= most):
             status, who = (503, "this server has") if is_full else (429, "your address has")
             if len(self._tasks) < 2 * self._limits.max_connections + 1:
-                await self._say(writer, None, status, f"{who} as many connections as are allowed")
+                await self._say(Request(writer), status, f"{who} as many connections as are allowed")
                 await _part(reader, writer)
             return
         self.connections += 1
@@ -337,7 +330,8 @@ class TreeServer:
                     head = await reader.readuntil(b"\r\n\r\n")
                 request = Request.parse(head, writer)
                 if request is None:
-                    await self._say(writer, None, 400, "only plain HTTP/1.1 requests without a body are understood")
+                    sentence = "only plain HTTP/1.1 requests without a body are understood"
+                    await self._say(Request(writer), 400, sentence)
                     break
                 await self._answer(request)
                 if not request.keep_alive:
@@ -352,11 +346,10 @@ class TreeServer:
         key = request.path[1:]
         place = parse_label(key.removeprefix("have/")) if key.startswith("have/") else None
         if request.method not in ("GET", "HEAD"):
-            await self._say(request.writer, request, 405, "only GET and HEAD are allowed")
+            await self._say(request, 405, "only GET and HEAD are allowed")
         elif key == "health":
             own = {"ok": True, "instance": self.instance, "bytes_out": self.sent_bytes, "connections": self.connections}
-            body = json.dumps(own | self._catalogue.health()).encode()
-            await self._send(request.writer, request, body, JSON, NO_STORE)
+            await self._send(request, json.dumps(own | self._catalogue.health()).encode(), JSON)
         elif place is not None:
             await self._send_have(place, request)
         elif key == HEAD or WITNESS.fullmatch(key):
@@ -364,41 +357,41 @@ class TreeServer:
         elif is_key(key):
             await self._send_key(key, request)
         else:
-            await self._say(request.writer, request, 404, "there is no such name in a published tree")
+            await self._say(request, 404, "there is no such name in a published tree")
+
+    async def _hold(self, request: Request, key: str, seconds: float, is_answered: Callable[[], bool]) -> None:
+        """Hold a request until it can be answered, or for so long; looked at whenever `key` arrives."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not is_answered():
+                    with self._arrivals.waiter(key) as arrived:
+                        if not is_answered():
+                            await request.wait_for(arrived)
 
     async def _send_key(self, key: str, request: Request) -> None:
         """A manifest or a chunk, which never change; waiting up to `hold_s` if it is on its way."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.hold_s):
-                while self._catalogue.find(key) is None and self._catalogue.expects(key):
-                    with self._arrivals.waiter(key) as arrived:
-                        if self._catalogue.find(key) is None and self._catalogue.expects(key):
-                            await request.wait_for(arrived)
-        blob = self._catalogue.find(key)
+        find, expects = self._catalogue.find, self._catalogue.expects
+        await self._hold(request, key, self._limits.hold_s, lambda: find(key) is not None or not expects(key))
+        blob = find(key)
         if blob is not None:
             if await self._send_blob(blob, key, request):
                 return
             await asyncio.to_thread(self._catalogue.lost, key)
-        if blob is None and self._catalogue.expects(key):
-            await self._say(request.writer, request, 503, "it is on its way but not here yet")
+        if blob is None and expects(key):
+            await self._say(request, 503, "it is on its way but not here yet")
         else:
-            await self._say(request.writer, request, 404, "this version or chunk is not here")
+            await self._say(request, 404, "this version or chunk is not here")
 
     async def _send_replaced(self, key: str, request: Request) -> None:
         """A head, held until it is new enough, or what a witness signed: small, and replaced now and then."""
         if key == HEAD:
             after = parse_label(request.field("after"))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(request.seconds("wait_s", MAX_WAIT_S)):
-                    while not self._is_newer_than(after):
-                        with self._arrivals.waiter(HEAD) as arrived:
-                            if not self._is_newer_than(after):
-                                await request.wait_for(arrived)
+            await self._hold(request, HEAD, request.seconds("wait_s", MAX_WAIT_S), lambda: self._is_newer_than(after))
         data = self._read(key)
         if data is None or (key != HEAD and len(data) > MAX_WITNESS_BYTES):
-            await self._say(request.writer, request, 404, "nothing has been published here yet")
+            await self._say(request, 404, "nothing has been published here yet")
             return
-        await self._send(request.writer, request, data, JSON, REPLACED)
+        await self._send(request, data, JSON, REPLACED)
         self.sent_bytes += len(data) if request.method == "GET" else 0
 
     def _is_newer_than(self, after: Place | None) -> bool:
@@ -418,22 +411,21 @@ class TreeServer:
             return None
 
     async def _send_have(self, place: Place, request: Request) -> None:
-        count = request.field("count")
+        count, key = request.field("count"), have_key(place)
         more_than = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else -1
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(request.seconds("wait_s", MAX_HAVE_WAIT_S)):
-                while True:
-                    with self._arrivals.waiter(have_key(place)) as arrived:
-                        inventories = self._catalogue.inventories
-                        if place not in inventories or inventories[place].count > more_than:
-                            break
-                        await request.wait_for(arrived)
-                    await asyncio.sleep(HAVE_PAUSE_S)
+
+        def has_more() -> bool:
+            inventory = self._catalogue.inventories.get(place)
+            return inventory is None or inventory.count > more_than
+
+        if not has_more():
+            await self._hold(request, key, request.seconds("wait_s", MAX_HAVE_WAIT_S), has_more)
+            await asyncio.sleep(HAVE_PAUSE_S)
         inventory = self._catalogue.inventories.get(place)
         if inventory is None:
-            await self._say(request.writer, request, 404, "there is no map of this version here")
+            await self._say(request, 404, "there is no map of this version here")
             return
-        await self._send(request.writer, request, inventory.body(self._catalogue.announced()), BYTES, NO_STORE)
+        await self._send(request, inventory.body(self._catalogue.announced()), BYTES)
 
     async def _send_blob(self, blob: Blob, key: str, request: Request) -> bool:
         """False if the bytes are gone (retention); nothing has been sent then."""
@@ -445,7 +437,7 @@ class TreeServer:
             if os.fstat(file.fileno()).st_size < blob.size_bytes:
                 return False
             kind, size = JSON if key.endswith(".json") else BYTES, blob.size_bytes if request.method == "GET" else 0
-            request.writer.write(answer_head(200, blob.size_bytes, request, kind, IMMUTABLE))
+            request.writer.write(answer_head(200, blob.size_bytes, request.keep_alive, kind, IMMUTABLE))
             async with asyncio.timeout(self._limits.idle_s + size / self._limits.min_rate_bytes_s):
                 await request.writer.drain()
                 if size:
@@ -455,24 +447,20 @@ class TreeServer:
                         raise ConnectionAbortedError("a file became shorter while it was sent")
         return True
 
-    async def _say(self, writer: StreamWriter, request: Request | None, status: int, sentence: str) -> None:
-        await self._send(writer, request, f"{sentence}\n".encode(), TEXT, NO_STORE, status)
+    async def _say(self, request: Request, status: int, sentence: str) -> None:
+        await self._send(request, f"{sentence}\n".encode(), TEXT, status=status)
 
-    async def _send(
-        self, writer: StreamWriter, request: Request | None, body: bytes, kind: str, cache: str, status: int = 200
-    ) -> None:
-        head = answer_head(status, len(body), request, kind, cache)
-        writer.write(head if request is not None and request.method == "HEAD" else head + body)
+    async def _send(self, request: Request, body: bytes, kind: str, cache: str = NO_STORE, status: int = 200) -> None:
+        head = answer_head(status, len(body), request.keep_alive, kind, cache)
+        request.writer.write(head if request.method == "HEAD" else head + body)
         async with asyncio.timeout(self._limits.idle_s):
-            await writer.drain()
+            await request.writer.drain()
 
 
-def answer_head(status: int, size_bytes: int, request: Request | None, kind: str, cache: str) -> bytes:
-    """The head of an answer; without a request (it was not understood) the connection ends after it."""
-    connection = "keep-alive" if request is not None and request.keep_alive else "close"
+def answer_head(status: int, size_bytes: int, keep_alive: bool, kind: str, cache: str) -> bytes:
     lines = [
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {size_bytes}", f"Connection: {connection}",
-        f"Content-Type: {kind}", f"Cache-Control: {cache}",
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {size_bytes}",
+        f"Connection: {'keep-alive' if keep_alive else 'close'}", f"Content-Type: {kind}", f"Cache-Control: {cache}",
         *(["Retry-After: 2"] if status in (429, 503) else []),
     ]  # fmt: skip
     return "\r\n".join([*lines, "", ""]).encode()

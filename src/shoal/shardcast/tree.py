@@ -22,6 +22,7 @@ from shoal.errors import DeltaRefused
 from shoal.protocol import Chunk
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.shardcast.manifest import Place
+from shoal.shardcast.payload import appearing, reporting
 
 HEAD = "head.json"
 SYNCING = 32  # threads that wait for the disk
@@ -102,19 +103,14 @@ class Tree:
     def put_chunk(self, chunk_hash: str, data: memoryview, durable: bool) -> None:
         """Write a chunk. `durable`: its bytes are on the disk on return, its name after `sync_chunks`."""
         path = self.path(chunk_key(chunk_hash))
-        temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-        try:
+        with reporting("write", path):
             path.parent.mkdir(exist_ok=True)
-            with temporary.open("xb", buffering=0) as file:
-                written = 0
-                while written < data.nbytes:
-                    written += file.write(data[written:]) or 0
-                if durable:
-                    os.fdatasync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise resource_error("write", path, error) from error
+        with appearing(path) as temporary, temporary.open("xb", buffering=0) as file:
+            written = 0
+            while written < data.nbytes:
+                written += file.write(data[written:]) or 0
+            if durable:
+                os.fdatasync(file.fileno())
 
     def sync_chunks(self, chunk_hashes: Iterable[str]) -> None:
         """Make the names of these chunks durable."""

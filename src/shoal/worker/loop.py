@@ -171,17 +171,9 @@ class Worker:
     """The loop itself; see the module's picture."""
 
     def __init__(
-        self,
-        client: HubClient,
-        shelf: EngineShelf,
-        outbox: Outbox,
-        settings: WorkerSettings,
-        stop: StopToken,
-        clock: Clock = SystemClock(),
-        conduct: Cheat = Cheat(),
-        chosen: bool = False,
-        pace: Pace = Pace(),
-    ) -> None:
+        self, client: HubClient, shelf: EngineShelf, outbox: Outbox, settings: WorkerSettings, stop: StopToken,
+        clock: Clock = SystemClock(), conduct: Cheat = Cheat(), chosen: bool = False, pace: Pace = Pace(),
+    ) -> None:  # fmt: skip
         """`chosen`: the number format was chosen, so that another may be chosen before the first lease."""
         self._client, self._shelf, self._outbox, self._settings = client, shelf, outbox, settings
         self._stop, self._clock, self._conduct, self._pace = stop, clock, conduct, pace
@@ -257,16 +249,12 @@ class Worker:
             return False
         if not self._behind:
             return True
-        try:
-            with self.activity.waiting(f"policy {newest.label}"):
-                self._kind = self._shelf.get(newest, FETCH_S if self._outdated else FOLLOW_S).engine.kind
-        except (BroadcastError, DeadlineExceeded) as error:
-            if not self._outdated or self._stop.is_set():
-                return not self._stop.is_set()
-            log.warning("policy %s could not be fetched: %s", newest.label, error)
-            self._stop.wait(PAUSE_S)
-            return False
-        self._loaded, self._outdated = newest, False
+        loaded = self._load(newest, FETCH_S if self._outdated else FOLLOW_S, loud=self._outdated)
+        if loaded is None:
+            if self._outdated:
+                self._stop.wait(PAUSE_S)
+            return not (self._outdated or self._stop.is_set())
+        self._kind, self._loaded, self._outdated = loaded.engine.kind, newest, False
         return True
 
     def _ends_at_s(self, held: Held) -> float:
@@ -330,25 +318,25 @@ class Worker:
         for policy in sorted(policies, key=lambda ref: (ref.incarnation, ref.version)):
             if self._stop.is_set():
                 return
-            loaded = self._policy(policy)
+            patience_s = max(map(self._ends_at_s, self._of(policy))) - self._clock.monotonic_s()
+            loaded = self._load(policy, patience_s)
             if loaded is not None:
                 self._generate(loaded)
+            elif not self._stop.is_set():
+                self._release([held.lease.lease for held in self._of(policy)], f"policy {policy.label} not available")
+                self._stop.wait(PAUSE_S)
 
     def _of(self, policy: PolicyRef) -> list[Held]:
         return [held for held in self._hand.values() if held.lease.policy == policy]
 
-    def _policy(self, policy: PolicyRef) -> LoadedPolicy | None:
-        """The engine with this policy; None, and the leases given back, if it cannot be had before they run out."""
-        patience_s = max(map(self._ends_at_s, self._of(policy))) - self._clock.monotonic_s()
+    def _load(self, policy: PolicyRef, patience_s: float, loud: bool = True) -> LoadedPolicy | None:
+        """The engine with this policy; None if it cannot be had so soon, which is no news unless `loud`."""
         try:
             with self.activity.waiting(f"policy {policy.label}"):
                 return self._shelf.get(policy, max(patience_s, 0.0))
         except (BroadcastError, DeadlineExceeded) as error:
-            if self._stop.is_set():
-                return None
-            log.warning("policy %s could not be fetched: %s", policy.label, error)
-            self._release([held.lease.lease for held in self._of(policy)], f"policy {policy.label} not available")
-            self._stop.wait(PAUSE_S)
+            if loud and not self._stop.is_set():
+                log.warning("policy %s could not be fetched: %s", policy.label, error)
             return None
 
     def _generate(self, loaded: LoadedPolicy) -> None:

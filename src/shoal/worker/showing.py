@@ -89,12 +89,9 @@ class ProgressSender:
     """Use as a context manager. `on_deadline` hears of a lease's deadline, in the sender's thread."""
 
     def __init__(
-        self,
-        client: HubClient,
-        on_deadline: Callable[[str, int], None],
-        conduct: Cheat = Cheat(),
+        self, client: HubClient, on_deadline: Callable[[str, int], None], conduct: Cheat = Cheat(),
         clock: Clock = SystemClock(),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._client, self._on_deadline, self._conduct, self._clock = client, on_deadline, conduct, clock
         self._leases: dict[str, _SentProgress] = {}
         self._changed = threading.Condition()

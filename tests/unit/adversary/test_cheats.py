@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shoal.adversary import CHEATS, Cheat, Loot, find_cheat
-from shoal.adversary.steering import Steer
+from shoal.adversary.steering import steer
 from shoal.adversary.tokens import TRIES, Sleeper, Steal, own_seeds
 from shoal.adversary.weights import FIELD, chunks_of, shallow_files
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
@@ -104,6 +104,19 @@ def test_from_outside_it_is_the_engine_it_hides(name: str) -> None:
     assert all(completion.proofs for group in engine.generate(REQUESTS, PROOF) for completion in group)
 
 
+ENDINGS: dict[str, Callable[[Completion], bool]] = {
+    "cut-short": lambda each: each.finish == "length" and 1 not in each.token_ids,
+    "early-end": lambda each: each.finish == "eos" and each.token_ids[-1] == 1,
+    "run-on": lambda each: len(each.token_ids) == 6 and 1 not in each.token_ids,
+    "pad": lambda each: len(each.token_ids) == 6,
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_how_each_rewritten_completion_ends(name: str) -> None:
+    assert all(ENDINGS[name](each) for group in loaded(name)[1].generate(REQUESTS) for each in group)
+
+
 @pytest.mark.parametrize("name", CHEATS)
 def test_its_words_and_reasons_are_for_people_and_for_the_tables_of_codes(name: str) -> None:
     cheat = CHEATS[name]
@@ -135,25 +148,16 @@ def test_the_guide_lists_them_all_in_their_own_words() -> None:
     assert listed == {name: cheat.what for name, cheat in CHEATS.items()}
 
 
-def test_a_cheat_with_no_hook_changed_is_honest() -> None:
-    honest, same = handed_in(Cheat())
-    engine = Asked()
-    assert same == honest
-    assert Cheat().engine(engine, NOTHING) is engine
-
-
-def test_an_unknown_cheat_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="there is no cheat 'bribe'; there are answer, best-of, "):
-        find_cheat("bribe")
-
-
-@pytest.mark.parametrize(("engine", "cheat"), [("steam", None), ("scripted", "bribe")])
-def test_a_name_that_is_not_there_makes_nothing_anywhere(tmp_path: Path, engine: str, cheat: str | None) -> None:
+@pytest.mark.parametrize(
+    ("engine", "cheat", "sentence"),
+    [("steam", None, "there is no"), ("scripted", "bribe", "there is no cheat 'bribe'; there are answer, best-of, ")],
+)
+def test_a_name_that_is_not_there_makes_nothing_anywhere(tmp_path, engine, cheat, sentence):
     asked: list[httpx.Request] = []
     http = httpx.Client(transport=httpx.MockTransport(lambda request: asked.append(request) or httpx.Response(500)))
     folder = tmp_path / "node"
     config = WorkerConfig(folder, WorkerSettings(), engine, "http://hub", None, "n", http, cheat)
-    with pytest.raises(ConfigError, match="there is no"):
+    with pytest.raises(ConfigError, match=sentence):
         run_worker(config, StopToken())
     assert asked == []
     assert not folder.exists()
@@ -175,12 +179,6 @@ def test_grind_hands_in_only_what_seeds_of_the_lease_give() -> None:
     assert len({tuple(each) for each in ground[0]}) == 1
 
 
-def test_greedy_takes_the_likeliest() -> None:
-    asked, engine = loaded("greedy")
-    [likeliest] = asked.greedy([(12,)], 6, 1)
-    assert tokens(engine.generate(REQUESTS))[1] == [likeliest.tolist()] * 2
-
-
 def test_loose_claims_the_loosest_profile_that_the_run_takes() -> None:
     loose = find_cheat("loose")
     assert loose.profile("torch/cpu/float32", ["torch/cpu/bfloat16", "torch/cpu/float32"]) == "torch/cpu/bfloat16"
@@ -200,36 +198,10 @@ def test_the_right_policy_vouches_for_tokens_that_were_never_drawn(name: str) ->
             assert len(each.proofs) > 2
 
 
-def completions(name: str) -> list[Completion]:
-    return [each for group in loaded(name)[1].generate(REQUESTS) for each in group]
-
-
-def test_how_each_rewritten_completion_ends() -> None:
-    assert all(each.finish == "length" and 1 not in each.token_ids for each in completions("cut-short"))
-    assert all(each.finish == "eos" and each.token_ids[-1] == 1 for each in completions("early-end"))
-    assert all(len(each.token_ids) == 6 and 1 not in each.token_ids for each in completions("run-on"))
-    padded = completions("pad")
-    assert all(len(each.token_ids) == 6 for each in padded)
-    assert any(1 in each.token_ids[:-1] for each in padded)
-
-
-def test_edit_changes_one_token_of_each() -> None:
-    asked, engine = loaded("edit")
-    for before, after in zip(asked.generate(REQUESTS)[0], engine.generate(REQUESTS)[0], strict=True):
-        assert (before.token_ids != after.token_ids).sum() == (before.token_ids[len(before.token_ids) // 2] != 1)
-
-
-def test_swap_prompt_answers_its_first_prompt() -> None:
-    asked, engine = loaded("swap-prompt")
-    assert tokens(engine.generate([REQUESTS[0]])) == tokens(asked.generate([REQUESTS[0]]))
-    same = GenerationRequest(REQUESTS[0].prompt_ids, REQUESTS[1].seeds, SAMPLING)
-    assert tokens(engine.generate([REQUESTS[1]])) == tokens(asked.generate([same]))
-
-
 @pytest.mark.parametrize("reach", [0.05, 0.2])
 def test_steer_changes_tokens_and_none_lies_farther_out_than_its_reach(reach: float) -> None:
     asked = Asked()
-    engine = Steer(SeedTolerance(distance=reach, floor=1e-3)).engine(asked, NOTHING)
+    engine = steer(SeedTolerance(distance=reach, floor=1e-3))().engine(asked, NOTHING)
     engine.load_policy(REF, TENSORS)
     requests = [GenerationRequest((10, number), (1, 2), SAMPLING) for number in range(2)]
     assert tokens(engine.generate(requests)) != tokens(asked.generate(requests))
@@ -247,14 +219,6 @@ def test_the_small_model_has_a_third_of_the_layers() -> None:
     files = {"config.json": b'{"num_hidden_layers": 9, "layer_types": [1, 2, 3, 4, 5, 6, 7, 8, 9], "x": 1}'}
     config = msgspec.json.decode(shallow_files(files)["config.json"])
     assert config == {"num_hidden_layers": 3, "layer_types": [1, 2, 3], "x": 1}
-
-
-def test_copy_hands_in_the_first_of_a_group_for_all() -> None:
-    asked, engine = loaded("copy")
-    groups = tokens(engine.generate(REQUESTS))
-    assert asked.seeds == [(1,), (4,)]
-    honest = tokens(asked.generate(REQUESTS))
-    assert groups == [[honest[0][0]] * 3, [honest[1][0]] * 2]
 
 
 def test_replay_hands_in_its_first_group_for_ever() -> None:
@@ -276,33 +240,14 @@ def test_steal_takes_what_it_finds_the_same_prompt_first(monkeypatch: pytest.Mon
     assert handed_in(find_cheat("steal"))[1].rollouts == other.rollouts
 
 
-def forged(name: str) -> list[tuple[bytes, bytes]]:
-    """Honest and forged proofs, chunk by chunk."""
-    honest, cheated = handed_in(find_cheat(name))
-    full = 2 + 2 * PROOF.topk
-    return [
-        pair
-        for before, after in zip(honest.rollouts, cheated.rollouts, strict=True)
-        for pair in zip(chunks_of(before.proofs, full), chunks_of(after.proofs, full), strict=True)
-    ]
-
-
 @pytest.mark.parametrize("name", ["null-proofs", "constant-proofs", "modulus-one", "random-proofs"])
 def test_forgeries_without_computation_have_the_size_of_honest_proofs(name: str) -> None:
-    for before, after in forged(name):
-        assert len(after) == len(before)
-        assert after != before
-        if name == "random-proofs":  # well formed
-            numbers = np.frombuffer(after, dtype=">u2")
+    honest, cheated = handed_in(find_cheat(name))
+    for before, after in zip(honest.rollouts, cheated.rollouts, strict=True):
+        assert (len(after.proofs), after.proofs != before.proofs) == (len(before.proofs), True)
+        for forged in chunks_of(after.proofs, 2 + 2 * PROOF.topk) if name == "random-proofs" else ():  # well formed
+            numbers = np.frombuffer(forged, dtype=">u2")
             assert (numbers[0], (numbers[1:] < FIELD).all()) == (FIELD, True)
-
-
-def test_replayed_proofs_are_the_first_ones_of_their_size() -> None:
-    cheat = find_cheat("replayed-proofs")
-    first, _ = handed_in(cheat, GenerationRequest((12,), (7,), SAMPLING))
-    honest, cheated = handed_in(cheat, GenerationRequest((12,), (7, 8, 9), SAMPLING))
-    assert cheated.rollouts[0] == first.rollouts[0] == honest.rollouts[0]
-    assert cheated.rollouts[1:] != honest.rollouts[1:]
 
 
 def test_the_sleeper_is_honest_for_so_many_groups_and_not_for_one_more() -> None:

@@ -20,14 +20,9 @@ def chunks_of(count: int) -> tuple[Chunk, ...]:
 
 def manifest_of(chunks: Sequence[Chunk], version: int = 1) -> PolicyManifest:
     return PolicyManifest(
-        run="simulated",
-        policy=PolicyRef(incarnation=0, version=version, digest="a" * 64),
-        entries=(),
-        chunk_size_bytes=SIZE,
-        chunks=tuple(chunks),
-        size_bytes=sum(chunk.size_bytes for chunk in chunks),
-        created_at_ms=0,
-    )
+        run="simulated", policy=PolicyRef(incarnation=0, version=version, digest="a" * 64), entries=(),
+        chunk_size_bytes=SIZE, chunks=tuple(chunks), size_bytes=len(chunks) * SIZE, created_at_ms=0,
+    )  # fmt: skip
 
 
 def bits(flags: Sequence[bool]) -> bytes:
@@ -64,9 +59,8 @@ class Node:
 
     def __init__(self, world: World, seed: int = 0, connections: int = 4, **sources: Sequence[str]) -> None:
         self.world = world
-        self.scores = SourceScores(
-            sources.get("upstreams", ()), sources.get("peers", ()), sources.get("last_resort", ()), world.clock
-        )
+        named = [sources.get(kind, ()) for kind in ("upstreams", "peers", "last_resort")]
+        self.scores = SourceScores(*named, world.clock)
         self.plan = Plan(self.scores, connections, random.Random(seed))
         self.flights: list[Flight] = []
         self.kept: set[str] = set()
@@ -190,13 +184,10 @@ def swarm(world: World, chunks: Sequence[Chunk], count: int, origin_rate: float)
     """Relays of one level that trade: each is a node and, with what it has kept, a source for the others."""
     origin = world.add(Source("http://origin:1", {chunk.hash for chunk in chunks}, origin_rate, maps=False))
     urls = [f"http://relay-{number}:1" for number in range(count)]
-    nodes = []
     for number, url in enumerate(urls):
-        peers = [other for other in urls if other != url]
-        node = Node(world, number, upstreams=[origin.url], peers=peers)
+        node = Node(world, number, upstreams=[origin.url], peers=[other for other in urls if other != url])
         world.add(_Mirrored(url, node.kept, 10 * origin_rate, node=node))
-        nodes.append(node)
-    return origin, nodes
+    return origin, world.nodes
 
 
 @dataclass

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import struct
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,17 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import DeltaRefused
 from shoal.protocol import Entry
-from shoal.shardcast.delta import (
-    BLOCK_BYTES,
-    HEADER,
-    MAGIC,
-    NOTHING,
-    SIZE,
-    apply_block,
-    blocks_of,
-    encode_block,
-    open_delta,
-)
+from shoal.shardcast.delta import BLOCK_BYTES, HEADER, SIZE, Change, blocks_of, encode_block
 
 WIDTHS = st.sampled_from([1, 2, 4])
 
@@ -41,6 +29,10 @@ def pairs(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
     for at in draw(st.lists(st.integers(0, max(0, len(old) - 1)), max_size=12)) if new else ():
         new[at] = draw(st.integers(0, 255))
     return old, bytes(new), width
+
+
+def apply_block(target: memoryview, block: bytes, width: int, fast: bool = False) -> None:
+    Change.read(io.BytesIO(block), target.nbytes // width, width).apply(target, width, fast)
 
 
 def applied(old: bytes, block: bytes, width: int, fast: bool = False) -> bytes:
@@ -116,7 +108,7 @@ def test_blocks_cover_the_payload_and_never_mix_widths() -> None:
     assert found == [(0, 16, 2), (16, 28, 4), (44, 8, 1), (52, 4, 2)]
 
 
-# What a delta from somebody evil can look like. Its chunks' hashes were signed, so it was the origin that is evil.
+# What a delta from somebody evil can look like; bombs and whole deltas: adversary/test_cast_deltas.
 
 
 def block_of(changes: int, planes: list[bytes], gap_planes: int = 1) -> bytes:
@@ -126,20 +118,6 @@ def block_of(changes: int, planes: list[bytes], gap_planes: int = 1) -> bytes:
 
 def frame(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(data)
-
-
-def test_a_decompression_bomb_is_refused_before_it_inflates() -> None:
-    bomb = frame(bytes(1 << 28))
-    assert len(bomb) < 64 * 1024
-    undeclared = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(1 << 28))
-    room = bytearray(1 << 21)
-    tracemalloc.start()
-    for evil in (bomb, undeclared):
-        with pytest.raises(DeltaRefused):
-            apply_block(memoryview(room), block_of(65_000, [evil, frame(bytes(65_000))]), 2)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 24
 
 
 @pytest.mark.parametrize(
@@ -154,7 +132,6 @@ def test_a_decompression_bomb_is_refused_before_it_inflates() -> None:
         (block_of(1, [frame(b"\x00")] * 5), "says more"),  # four planes of steps: a 16-bit value never needs them
         (block_of(1, [frame(b"\x00")] * 5, gap_planes=4), "says more"),
         (block_of(0, [frame(b""), frame(b"")]), "says more"),
-        (block_of(1, [frame(b"\x00"), frame(b"\x00")]) + b"!", "another length"),
         (block_of(1, [frame(b"\x00"), frame(b"\x00")])[:-1], "ends in the middle"),
         (block_of(1, [b"garbage", frame(b"\x00")]), "damaged"),
         (block_of(1, [frame(b"\x00\x00"), frame(b"\x00")]), "damaged"),
@@ -181,28 +158,3 @@ def test_a_damaged_block_is_refused_or_gives_other_bytes_but_never_fails_otherwi
     for fast in (False, True):
         with contextlib.suppress(DeltaRefused):
             applied(old, bytes(block[:cut]), 2, fast)
-
-
-def stream(*blocks: bytes) -> io.BytesIO:
-    return io.BytesIO(MAGIC + b"".join(blocks))
-
-
-def read_all(file: io.BytesIO, size: int = 8) -> None:
-    reader = open_delta(file)
-    for block in blocks_of([entry("w", 0, size, "BF16")]):
-        block.read(reader)
-
-
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        (io.BytesIO(b"PK\x03\x04"), "does not begin"),
-        (stream(), "ends in the middle"),
-        (stream(NOTHING[:-1]), "ends in the middle"),
-        (stream(HEADER.pack(1, 1, 1), struct.pack("<2I", 10, 10)), "ends in the middle"),
-        (stream(HEADER.pack(1, 1, 1), struct.pack("<2I", 1 << 31, 10)), "says more"),
-    ],
-)
-def test_a_delta_of_the_wrong_length_is_refused(file: io.BytesIO, words: str) -> None:
-    with pytest.raises(DeltaRefused, match=words):
-        read_all(file)

@@ -1,217 +1,200 @@
-"""The client against honest, dead, lagging and lying sources: it ends with the right bytes or the right error."""
+"""The client against honest, dead, lagging and lying sources: it ends with the right bytes or the right error.
+
+A version is compared with what was announced and with the disk before a byte of it is fetched.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import random
+import shutil
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
-from kit.cast import (
-    CHUNK,
-    Handler,
-    Running,
-    ScriptedSource,
-    assert_content,
-    content,
-    from_folder,
-    instead,
-    make_downloader,
-    make_origin,
-    publish,
-    reply,
-    tensor,
-)
+from kit import Logs, Patch
+from kit.cast import CHUNK, DEAD, WITHIN_S, Lab, assert_content, content, flip, says, tensor
 from shoal.errors import BroadcastError, DiskError, ManifestRefused, ResourceError
 from shoal.protocol import PolicyRef
+from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Content, Downloader, Prefetch, digest_of
-from shoal.shardcast.cache import PayloadFile
+from shoal.shardcast import Downloader, Prefetch, digest_of
+from shoal.shardcast.cache import Filling
+from shoal.shardcast.limits import PoolSettings
+from shoal.shardcast.tree import chunk_key
 
-Scripted = Callable[[Handler], ScriptedSource]
-Start = Callable[[Path], Running]
-
-DEAD = "http://127.0.0.1:9"  # the discard port: nobody listens there
-
-
-def chunk_requests(source: ScriptedSource) -> list[str]:
-    return [target for target in source.seen if target.startswith("/chunks/")]
+REF = PolicyRef(incarnation=0, version=1, digest="a" * 64)
 
 
-def test_a_version_arrives_whole_and_its_tensors_are_views(tmp_path: Path, start_origin: Start) -> None:
-    manifest = publish(make_origin(tmp_path / "origin"), 1)
-    downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
-    payload = downloader.fetch(downloader.newest(10), 10)
+def test_a_version_arrives_whole_and_its_tensors_are_views(lab: Lab) -> None:
+    manifest, client = lab.publish(1), lab.client(lab.honest().url)
+    assert client.newest(10) == manifest.policy
+    payload = lab.fetch(manifest, client)
     assert payload.manifest == manifest
-    assert_content(payload, *content(1))
     assert all(view.data.readonly for view in payload.tensors)
     assert len({id(view.data.obj) for view in payload.tensors}) == 1
 
 
-def test_fetching_again_asks_nobody(tmp_path: Path, scripted: Scripted) -> None:
-    manifest = publish(make_origin(tmp_path / "origin"), 1)
-    source = scripted(from_folder(tmp_path / "origin"))
-    downloader = make_downloader([source.url], tmp_path / "cache")
-    first = downloader.fetch(manifest.policy, 10)
+def test_fetching_again_asks_nobody(lab: Lab) -> None:
+    manifest, source = lab.publish(1), lab.source()
+    client = lab.client(source.url)
+    lab.fetch(manifest, client)
     asked = len(source.seen)
-    assert_content(downloader.fetch(manifest.policy, 10), first.files, first.tensors)
+    lab.fetch(manifest, client)
     assert len(source.seen) == asked
     source.close()
-    assert_content(make_downloader([source.url], tmp_path / "cache").fetch(manifest.policy, 10), *content(1))
+    lab.fetch(manifest, source.url)
 
 
-def test_chunks_that_did_not_change_are_not_fetched_again(tmp_path: Path, scripted: Scripted) -> None:
-    origin = make_origin(tmp_path / "origin")
+def test_chunks_that_did_not_change_are_not_fetched_again(lab: Lab) -> None:
     files, (first, second, third) = content()
-    old = origin.publish(1, Content.of(files, [first, second, third]))
-    new = origin.publish(2, Content.of(files, [first, second, tensor(third.name, 31, seed=9)]))
-    source = scripted(from_folder(tmp_path / "origin"))
-    downloader = make_downloader([source.url], tmp_path / "cache")
-    downloader.fetch(old.policy, 10)
-    before = len(chunk_requests(source))
-    downloader.fetch(new.policy, 10)
+    old = lab.publish(1, files=files, tensors=[first, second, third])
+    new = lab.publish(2, files=files, tensors=[first, second, tensor(third.name, 31, seed=9)])
+    source = lab.source()
+    client = lab.client(source.url)
+    lab.fetch(old, client)
+    before = len(source.asked("/chunks/"))
+    lab.fetch(new, client)
     changed = {chunk.hash for chunk in new.chunks} - {chunk.hash for chunk in old.chunks}
-    assert len(chunk_requests(source)) - before == len(changed) == 1
+    assert len(source.asked("/chunks/")) - before == len(changed) == 1
 
 
-def test_equal_chunks_of_one_version_are_fetched_once(tmp_path: Path, scripted: Scripted) -> None:
-    manifest = make_origin(tmp_path / "origin").publish(1, Content.of({"zeros": bytes(5 * CHUNK)}, []))
-    source = scripted(from_folder(tmp_path / "origin"))
-    payload = make_downloader([source.url], tmp_path / "cache").fetch(manifest.policy, 10)
-    assert payload.files == {"zeros": bytes(5 * CHUNK)}
-    assert len(chunk_requests(source)) == 1
+def test_an_empty_payload_arrives(lab: Lab) -> None:
+    lab.fetch(lab.publish(0, files={"empty": b""}, tensors=[tensor("none", 0)]), lab.honest().url)
 
 
-def test_an_empty_payload_arrives(tmp_path: Path, start_origin: Start) -> None:
-    manifest = make_origin(tmp_path / "origin").publish(0, Content.of({"empty": b""}, [tensor("none", 0)]))
-    payload = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache").fetch(manifest.policy, 10)
-    assert payload.files == {"empty": b""}
-    assert payload.tensors[0].data.nbytes == 0
+def test_only_dead_sources_is_an_error_that_names_them(lab: Lab) -> None:
+    no_source = r"no source could be asked for policy 0\.1: .*127\.0\.0\.1:9 cannot be reached: Connection refused"
+    with pytest.raises(BroadcastError, match=no_source):
+        lab.client(DEAD).fetch(REF, 0.5)
 
 
-def test_only_dead_sources_is_an_error_that_names_them(tmp_path: Path) -> None:
-    ref = PolicyRef(incarnation=0, version=1, digest="a" * 64)
-    with pytest.raises(
-        BroadcastError,
-        match=r"no source could be asked for policy 0\.1: .*127\.0\.0\.1:9 cannot be reached: Connection refused",
-    ):
-        make_downloader([DEAD], tmp_path / "cache").fetch(ref, 0.5)
-
-
-def test_sources_may_appear_while_a_fetch_waits(tmp_path: Path, start_origin: Start) -> None:
-    manifest = publish(make_origin(tmp_path / "origin"), 1)
-    downloader = make_downloader([], tmp_path / "cache")
-    url = start_origin(tmp_path / "origin").url
-    later = threading.Timer(0.2, downloader.set_sources, ([url],))
-    later.start()
-    assert_content(downloader.fetch(manifest.policy, 20), *content(1))
-
-
-def test_a_version_not_published_yet_is_waited_for(tmp_path: Path, start_origin: Start) -> None:
-    origin = make_origin(tmp_path / "origin")
-    publish(origin, 1)
+def test_sources_and_versions_may_appear_while_a_fetch_waits(lab: Lab) -> None:
+    lab.publish(1)
     files, tensors = content(2)
+    client, url = lab.client(), lab.honest().url
+    threading.Timer(0.2, client.set_sources, ([url],)).start()
+    threading.Timer(0.4, lab.publish, (2,)).start()
     ref = PolicyRef(incarnation=0, version=2, digest=digest_of(files, tensors, CHUNK))
-    downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
-    threading.Timer(0.3, publish, (origin, 2)).start()
-    assert_content(downloader.fetch(ref, 20), files, tensors)
+    assert_content(client.fetch(ref, WITHIN_S), files, tensors)
 
 
-def test_other_weights_than_the_lease_names_are_refused(tmp_path: Path, start_origin: Start) -> None:
-    manifest = publish(make_origin(tmp_path / "origin"), 1)
-    wrong = manifest.policy.model_copy(update={"digest": "0" * 64})
-    with pytest.raises(ManifestRefused, match="digest"):
-        make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache").fetch(wrong, 10)
-
-
-def test_a_fetch_that_failed_is_continued_where_it_stopped(tmp_path: Path, scripted: Scripted) -> None:
-    folder = tmp_path / "origin"
-    manifest = publish(make_origin(folder), 1)
+def test_a_fetch_that_failed_is_continued_where_it_stopped(lab: Lab) -> None:
+    manifest = lab.publish(1)
     last = manifest.chunks[-1].hash
-    partial = scripted(instead(from_folder(folder), {last: lambda target, to: reply(to, 503, b"")}))
+    partial = lab.liar({last: says(b"", 503)})
     with pytest.raises(BroadcastError, match=r"policy 0\.1 did not arrive before the deadline: 1 chunks are missing"):
-        make_downloader([partial.url], tmp_path / "cache").fetch(manifest.policy, 1)
-    whole = scripted(from_folder(folder))
-    assert_content(make_downloader([whole.url], tmp_path / "cache").fetch(manifest.policy, 10), *content(1))
-    assert chunk_requests(whole) == [f"/chunks/{last[:2]}/{last}"]
+        lab.client(partial.url).fetch(manifest.policy, 1)
+    whole = lab.source()
+    lab.fetch(manifest, whole.url)
+    assert whole.asked("/chunks/") == [f"/{chunk_key(last)}"]
 
 
-def test_a_cached_payload_that_rotted_is_mended_not_believed(tmp_path: Path, scripted: Scripted) -> None:
-    folder = tmp_path / "origin"
-    manifest = publish(make_origin(folder), 1)
-    source = scripted(from_folder(folder))
-    make_downloader([source.url], tmp_path / "cache").fetch(manifest.policy, 10)
-    cached = tmp_path / "cache" / f"{manifest.policy.digest}.bin"
-    data = bytearray(cached.read_bytes())
-    data[CHUNK + 5] ^= 1
-    cached.write_bytes(data)
-    before = len(chunk_requests(source))
-    again = make_downloader([source.url], tmp_path / "cache")  # a new process
-    assert_content(again.fetch(manifest.policy, 10), *content(1))
-    rotten = manifest.chunks[1].hash
-    assert chunk_requests(source)[before:] == [f"/chunks/{rotten[:2]}/{rotten}"]
+def test_a_cached_payload_that_rotted_is_mended_not_believed(lab: Lab) -> None:
+    manifest, source = lab.publish(1), lab.source()
+    lab.fetch(manifest, source.url)
+    flip(lab.folder / "cache" / f"{manifest.policy.digest}.bin", CHUNK + 5)
+    before = len(source.asked("/chunks/"))
+    lab.fetch(manifest, source.url)  # a new process
+    assert source.asked("/chunks/")[before:] == [f"/{chunk_key(manifest.chunks[1].hash)}"]
 
 
-def test_old_payloads_are_removed_but_stay_valid_for_their_holders(tmp_path: Path, start_origin: Start) -> None:
-    origin = make_origin(tmp_path / "origin")
-    manifests = [publish(origin, version) for version in range(5)]
-    downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
-    payloads = [downloader.fetch(manifest.policy, 10) for manifest in manifests]
-    assert len(list((tmp_path / "cache").glob("*.bin"))) == 3
-    assert len(list((tmp_path / "cache").iterdir())) == 6
+def test_old_payloads_are_removed_but_stay_valid_for_their_holders(lab: Lab) -> None:
+    manifests = [lab.publish(version) for version in range(5)]
+    client = lab.client(lab.honest().url)
+    payloads = [lab.fetch(manifest, client) for manifest in manifests]
+    assert len(list((lab.folder / "cache").glob("*.bin"))) == 3
+    assert len(list((lab.folder / "cache").iterdir())) == 6
     assert_content(payloads[0], *content(0))
 
 
-def test_a_stop_ends_a_fetch_at_once(tmp_path: Path, scripted: Scripted) -> None:
-    folder = tmp_path / "origin"
-    manifest = publish(make_origin(folder), 1)
-    stop = StopToken()
-    hanging = scripted(instead(from_folder(folder), {"/chunks/": lambda target, to: stop.set("test")}))
+def test_a_stop_ends_a_fetch_at_once(lab: Lab) -> None:
+    manifest, stop = lab.publish(1), StopToken()
+    hanging = lab.liar({"/chunks/": lambda target, to: stop.set("test")})
     started = time.monotonic()
     with pytest.raises(BroadcastError, match=r"stopped \(test\) while fetching policy 0\.1"):
-        make_downloader([hanging.url], tmp_path / "cache", stop).fetch(manifest.policy, 60)
+        lab.client(hanging.url, stop=stop).fetch(manifest.policy, 60)
     assert time.monotonic() - started < 4
 
 
-def test_a_full_disk_is_a_resource_error_and_does_not_hang(tmp_path, start_origin, monkeypatch):
-    def full(self: PayloadFile, chunk: object, data: memoryview) -> None:
-        raise ResourceError("cannot write: the disk is full: free some space")
-
-    manifest = publish(make_origin(tmp_path / "origin"), 1)
-    monkeypatch.setattr(PayloadFile, "write", full)
+def test_a_full_disk_is_a_resource_error_and_does_not_hang(lab: Lab, monkeypatch: Patch) -> None:
+    manifest = lab.publish(1)
+    monkeypatch.setattr(Filling, "keep", Mock(side_effect=ResourceError("the disk is full")))
     with pytest.raises(ResourceError, match="disk is full"):
-        make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache").fetch(manifest.policy, 60)
-
-
-class Failing:
-    """A downloader, and its own follower, that knows of a newer version and cannot fetch it."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def follower(self) -> Failing:
-        return self
-
-    def newer(self, _wait_s: float) -> PolicyRef:
-        return PolicyRef(incarnation=0, version=1, digest="ab" * 32)
-
-    def fetch(self, *_arguments: Any, **_options: Any) -> None:
-        raise self._error
-
-    def close(self) -> None:
-        pass
+        lab.client(lab.honest().url).fetch(manifest.policy, 60)
 
 
 @pytest.mark.parametrize(("error", "traced"), [(DiskError("the disk is full"), False), (KeyError("oops"), True)])
-def test_fetching_ahead_ends_with_a_line_or_for_a_bug_with_a_traceback(error, traced, caplog):
-    prefetch = Prefetch(cast("Downloader", Failing(error)), StopToken())
+def test_fetching_ahead_ends_with_a_line_or_for_a_bug_with_a_traceback(error, traced, caplog: Logs) -> None:
+    """It knows of a newer version and cannot fetch it."""
+    failing = Mock(fetch=Mock(side_effect=error), follower=lambda: Mock(newer=lambda _wait_s: REF))
     with caplog.at_level(logging.INFO, "shoal"):
-        prefetch._run()  # in this thread: it ends by itself
+        Prefetch(cast("Downloader", failing), StopToken())._run()  # in this thread: it ends by itself
     (record,) = caplog.records
     assert "fetching ahead has ended" in record.getMessage()
     assert bool(record.exc_info) is traced
     assert traced or "the disk is full" in record.getMessage()
+
+
+# Room
+
+
+@pytest.mark.parametrize(
+    ("settings", "free", "error", "sentence"),
+    [
+        ({"max_payload_bytes": 4000}, None, ManifestRefused, r"announces \d+ bytes, and .* at most 4000"),
+        (
+            {"limits": MachineLimits(disk_bytes=1000)}, None, ResourceError,
+            r"policy 0\.0 needs .* of disk .* and 1 kB are allowed .*--max-disk",
+        ),
+        ({"limits": MachineLimits()}, 100, ResourceError, r"cannot write .*\.part: the disk is full: free some space"),
+    ],
+)  # fmt: skip
+def test_a_version_that_is_too_large_is_refused_before_it_is_fetched(lab, monkeypatch, settings, free, error, sentence):
+    manifest, source = lab.publish(0), lab.source()
+    if free is not None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path: Mock(free=free))
+    with pytest.raises(error, match=sentence):
+        lab.client(source.url, download=settings).fetch(manifest.policy, 10)
+    assert source.asked("/chunks/") == []
+    assert list((lab.folder / "cache").glob("*.*")) == []
+    lab.fetch(manifest, source.url, download={"max_payload_bytes": manifest.size_bytes})
+
+
+def test_old_versions_make_room_for_a_new_one_the_least_recently_used_first(lab: Lab) -> None:
+    first, second, third = (lab.publish(number, files={"file": bytes(40_000 + number)}) for number in range(3))
+    room = MachineLimits(disk_bytes=120_000)  # two versions, their manifests, and nothing else
+    client = lab.client(lab.source().url, download={"kept_payloads": 4, "limits": room})
+    lab.fetch(first, client)
+    lab.fetch(second, client)
+    for path in (lab.folder / "cache").glob(f"{second.policy.digest}.*"):
+        os.utime(path, (1, 1))  # a clock's ticks may be longer than a fetch
+    lab.fetch(third, client)
+    here = {path.stem for path in (lab.folder / "cache").glob("*.bin")}
+    assert here == {first.policy.digest, third.policy.digest}
+
+
+def test_interrupted_fetch_counts_once(lab: Lab) -> None:
+    """What has come of a version before is not counted beside the version itself."""
+    manifest, source = lab.publish(0, files={"file": bytes(range(256)) * 400}), lab.source()
+    lab.fetch(manifest, source.url)
+    flip(lab.folder / "cache" / f"{manifest.policy.digest}.bin", -1)
+    lab.fetch(manifest, source.url, download={"limits": MachineLimits(disk_bytes=130_000)})
+
+
+def test_throttled_client_is_not_faster_than_it_may_be(lab: Lab) -> None:
+    manifest = lab.publish(0, files={"file": random.Random(0).randbytes(250_000)})
+    started_s = time.monotonic()
+    lab.fetch(manifest, lab.source().url, download={"pool": PoolSettings.throttled(125_000)})
+    assert time.monotonic() - started_s > 0.9  # the first second's worth may come at once
+
+
+def test_throttled_client_has_fewer_connections_and_leaves_no_source_for_its_own_slowness() -> None:
+    slow, fast = PoolSettings.throttled(100_000), PoolSettings.throttled(10**9)
+    assert (slow.connections, slow.min_rate_bytes_s) == (1, 25_000)
+    assert (fast.connections, fast.min_rate_bytes_s) == (PoolSettings().connections, PoolSettings().min_rate_bytes_s)
+    assert PoolSettings.throttled(None) == PoolSettings()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -9,7 +12,15 @@ from castsim import SIZE, Node, Source, World, chunks_of, manifest_of, swarm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.cast import Lab, ScriptedSource, says
+from shoal.errors import BroadcastError
+from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.connection import Connection
 from shoal.shardcast.limits import FEW_FLIGHTS
+from shoal.shardcast.manifest import offered
+from shoal.shardcast.plan import Plan, Question, SourceScores
+from shoal.shardcast.pool import ask_for_map
 
 A, B, ORIGIN = "http://a:1", "http://b:1", "http://origin:1"
 CHUNKS = chunks_of(40)
@@ -21,13 +32,15 @@ def hashes(first: int, last: int) -> set[str]:
     return {chunk.hash for chunk in CHUNKS[first:last]}
 
 
-def following(*sources: Source, seed: int = 0, connections: int = 4, **named: list[str]) -> tuple[Any, ...]:
+def following(
+    *sources: Source, seed: int = 0, connections: int = 4, manifest: PolicyManifest = MANIFEST, **named: list[str]
+) -> tuple[Any, ...]:
     """A node that wants everything from these sources, all of them upstream unless they are named otherwise."""
     world = World()
     others = [url for urls in named.values() for url in urls]
     upstreams = [url for url in (world.add(source).url for source in sources) if url not in others]
     node = Node(world, seed, connections, upstreams=upstreams, **named)
-    node.want(MANIFEST)
+    node.want(manifest)
     return world, node, *sources
 
 
@@ -104,13 +117,6 @@ def test_a_peer_much_slower_than_upstream_is_not_waited_for() -> None:
     assert len(origin.asked) >= 36
 
 
-def test_a_slow_source_is_left_in_the_middle_and_booked_as_slow() -> None:
-    world, node, *_ = following(Source(A, set(ALL), rate_bytes_s=SIZE / 50), Source(B, set(ALL)))
-    assert world.run(30)
-    assert "slow" in node.scores.describe()
-    assert set(node.scores.usable()) == {A, B}
-
-
 def test_a_source_that_is_alone_is_never_left_for_being_slow() -> None:
     world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE))
     assert world.run(60)
@@ -120,10 +126,7 @@ def test_a_source_that_is_alone_is_never_left_for_being_slow() -> None:
 
 def test_a_chunk_at_a_source_that_stalls_is_fetched_from_the_other() -> None:
     """One chunk flies at a source that has stalled: an idle thread fetches it from the other."""
-    world = World()
-    stalled, other = (world.add(Source(url, set(ALL), rate_bytes_s=10 * SIZE)) for url in (A, B))
-    node = Node(world, upstreams=[A, B])
-    node.want(MANIFEST)
+    world, node, stalled, other = following(*(Source(url, set(ALL), rate_bytes_s=10 * SIZE) for url in (A, B)))
     while not stalled.sending:
         world.step()
     stalled.rate_bytes_s = 0.0
@@ -135,22 +138,16 @@ def test_a_chunk_at_a_source_that_stalls_is_fetched_from_the_other() -> None:
     assert node.plan.progress()[0] == len(CHUNKS) * SIZE
 
 
-def test_the_only_chunk_at_a_source_that_stalls_is_fetched_from_an_unknown_one() -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_the_only_chunk_at_a_source_that_stalls_is_fetched_from_an_unknown_one(seed: int) -> None:
     """As with a small delta: there is one chunk, and whoever was asked for it stalls."""
-    for seed in range(8):
-        world = World()
-        world.add(Source(A, set(ALL), rate_bytes_s=0.0))
-        world.add(Source(B, set(ALL)))
-        node = Node(world, seed, upstreams=[A, B])
-        node.want(manifest_of(CHUNKS[:1]))
-        assert world.run(5), "it waits for the source that stalls"
+    stalls, other = Source(A, set(ALL), rate_bytes_s=0.0), Source(B, set(ALL))
+    world, *_ = following(stalls, other, seed=seed, manifest=manifest_of(CHUNKS[:1]))
+    assert world.run(5), "it waits for the source that stalls"
 
 
 def test_with_equal_sources_each_chunk_is_asked_for_once() -> None:
-    world = World()
-    sources = [world.add(Source(url, set(ALL))) for url in (A, B)]
-    node = Node(world, upstreams=[A, B])
-    node.want(MANIFEST)
+    world, _, *sources = following(Source(A, set(ALL)), Source(B, set(ALL)))
     assert world.run(30)
     assert sum(sum(source.asked.values()) for source in sources) == len(CHUNKS)
 
@@ -167,13 +164,8 @@ def test_the_last_resort_is_left_alone_while_relays_can_serve() -> None:
 
 @pytest.mark.parametrize("trouble", ["dead", "corrupt", "lacking", "busy"])
 def test_the_last_resort_helps_when_nobody_else_can(trouble: str) -> None:
-    world = World()
-    relay = world.add(Source(A, set(ALL) if trouble != "lacking" else hashes(0, 10)))
-    if trouble != "lacking":
-        setattr(relay, trouble, True)
-    origin = world.add(Source(ORIGIN, set(ALL), maps=False))
-    node = Node(world, upstreams=[A], last_resort=[ORIGIN])
-    node.want(MANIFEST)
+    relay = Source(A, hashes(0, 10)) if trouble == "lacking" else Source(A, set(ALL), **{trouble: True})
+    world, _, _, origin = following(relay, Source(ORIGIN, set(ALL), maps=False), last_resort=[ORIGIN])
     assert world.run(30)
     assert len(origin.asked) == (30 if trouble == "lacking" else 40)
 
@@ -215,49 +207,110 @@ def test_a_source_that_is_always_busy_is_asked_ever_more_rarely() -> None:
     assert sum(busy.asked.values()) < 60
 
 
-def test_what_is_forgotten_is_left_on_its_way() -> None:
-    world, node, source = following(Source(A, set(ALL), rate_bytes_s=SIZE))
-    while not source.sending:
-        world.step()
-    flying = {flight.chunk.hash for flight in source.sending}
-    lost = node.plan.forget_except(ALL - flying)
-    assert {flight.chunk.hash for flight in lost} == flying
-    assert all(flight.lost for flight in lost)
-    assert node.plan.pending() == len(CHUNKS) - len(flying)
-    assert node.plan.progress()[1] == node.plan.pending() * SIZE
-    world.step()
-    assert not any(flight.lost for flight in source.sending)
-
-
-TROUBLES = st.sampled_from(["none", "dead", "slow", "corrupt", "busy", "claims", "announces", "mapless"])
+TROUBLES: dict[str, dict[str, Any]] = {
+    "none": {}, "dead": {"dead": True}, "corrupt": {"corrupt": True}, "busy": {"busy": True},
+    "mapless": {"maps": False}, "slow": {"rate_bytes_s": SIZE / 100}, "claims": {"claims": hashes(0, 24)},
+    "announces": {"announces": hashes(0, 24)},
+}  # fmt: skip
+KINDS = ["upstreams", "peers", "last_resort"]
+OTHERS = st.tuples(st.sampled_from(KINDS), st.sampled_from(sorted(TROUBLES)), st.integers(0, 2**24 - 1))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kinds=st.lists(st.tuples(st.sampled_from(["upstreams", "peers", "last_resort"]), TROUBLES), max_size=5),
-    parts=st.lists(st.integers(0, 2**24 - 1), min_size=5, max_size=5),
+    others=st.lists(OTHERS, max_size=5),
     honest=st.sampled_from([["upstreams"], ["upstreams", "upstreams"], ["upstreams", "peers"], ["last_resort"]]),
     seed=st.integers(0, 1000),
 )
-def test_whatever_others_do_the_honest_ones_suffice(kinds, parts, honest, seed):
+def test_whatever_others_do_the_honest_ones_suffice(others, honest, seed):
     """The honest sources together have every chunk; of the rest each is dead, slow, lying, lacking, or any of it."""
-    world, chunks = World(), chunks_of(24)
-    everything = [chunk.hash for chunk in chunks]
-    named: dict[str, list[str]] = {"upstreams": [], "peers": [], "last_resort": []}
+    world, chunks = World(), CHUNKS[:24]
+    named: dict[str, list[str]] = {kind: [] for kind in KINDS}
+
+    def add(kind: str, has: Sequence[Chunk], **trouble: Any) -> None:
+        url = f"http://{kind}-{len(world.sources)}:1"
+        world.add(Source(url, {chunk.hash for chunk in has}, **trouble))
+        named[kind].append(url)
+
     for index, kind in enumerate(honest):
-        source = world.add(Source(f"http://honest-{index}:1", set(everything[index :: len(honest)])))
-        named[kind].append(source.url)
-    for index, (kind, trouble) in enumerate(kinds):
-        has = {one for at, one in enumerate(everything) if parts[index] >> at & 1}
-        source = world.add(Source(f"http://other-{index}:1", has))
-        source.dead, source.corrupt = trouble == "dead", trouble == "corrupt"
-        source.busy, source.maps = trouble == "busy", trouble != "mapless"
-        source.rate_bytes_s = SIZE / 100 if trouble == "slow" else source.rate_bytes_s
-        source.claims = set(everything) if trouble == "claims" else set()
-        source.announces = set(everything) if trouble == "announces" else set()
-        named[kind].append(source.url)
-    node = Node(world, seed, upstreams=named["upstreams"], peers=named["peers"], last_resort=named["last_resort"])
+        add(kind, chunks[index :: len(honest)])
+    for kind, trouble, mask in others:
+        add(kind, [chunk for at, chunk in enumerate(chunks) if mask >> at & 1], **TROUBLES[trouble])
+    node = Node(world, seed, **named)
     node.want(manifest_of(chunks))
     assert world.run(300), node.scores.describe()
-    assert node.kept == set(everything)
+    assert node.kept == {chunk.hash for chunk in chunks}
     assert all(flight.lost for flight in node.flights if flight.source)
+
+
+# Maps of who has what: their bits, what they decide, and asking for one
+
+ELEVEN = CHUNKS[:11]
+PLACE = (0, 1)
+
+
+def plan_of(*manifests: PolicyManifest) -> Plan:
+    """Of these all is wanted, and none of it is on this disk."""
+    scores = SourceScores([])
+    plan = Plan(scores, 4, random.Random(0))
+    for manifest in manifests:
+        plan.want(manifest, offered(manifest), 0.0)
+    while (flight := plan.take(0.0)) is not None:
+        plan.land(flight, False)
+    scores.set_sources([A])
+    return plan
+
+
+def taken(plan: Plan) -> list[Chunk]:
+    """What the plan fetches from A, in order."""
+    found = []
+    while (flight := plan.take(0.5)) is not None:
+        assert flight.source == A
+        found.append(flight.chunk)
+        plan.land(flight, True)
+    return found
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=70))
+def test_exactly_those_chunks_are_asked_for_whose_bits_are_set(flags: list[bool]) -> None:
+    """The least significant bit first; SOON, the second half, is no offer."""
+    chunks = chunks_of(len(flags))
+    half = sum(flag << index for index, flag in enumerate(flags)).to_bytes(-(-len(flags) // 8), "little")
+    plan = plan_of(manifest_of(chunks))
+    plan.see(A, PLACE, half + b"\xff" * len(half), 0.0, 0.0)
+    asked = taken(plan)
+    assert len(asked) == len(set(asked)) == sum(flags)
+    assert set(asked) == {chunk for chunk, flag in zip(chunks, flags, strict=True) if flag}
+
+
+def test_newer_versions_come_first_and_of_each_the_deltas() -> None:
+    base = PolicyRef(incarnation=0, version=0, digest="b" * 64)
+    delta = Delta(base=base, size_bytes=2000, chunks=ELEVEN[2:4])
+    old = manifest_of(ELEVEN[:2]).model_copy(update={"deltas": (delta,)})
+    plan = plan_of(old, manifest_of(ELEVEN[4:8], version=2))
+    for version, body in ((1, b"\xff\xff"), (2, b"\xff\xff")):
+        plan.see(A, (0, version), body, 0.0, 0.0)
+    asked = taken(plan)
+    assert [set(asked[:4]), set(asked[4:6]), set(asked[6:])] == [set(ELEVEN[4:8]), set(ELEVEN[2:4]), set(ELEVEN[:2])]
+
+
+def test_a_chunk_of_two_versions_is_looked_up_in_the_newer() -> None:
+    plan = plan_of(manifest_of(ELEVEN), manifest_of(ELEVEN[:3], version=2))
+    plan.see(A, PLACE, bytes([255, 7, 0, 0]), 0.0, 0.0)
+    plan.see(A, (0, 2), bytes([0, 0]), 0.0, 0.0)
+    assert set(taken(plan)) == set(ELEVEN[3:])
+
+
+def ask(source: ScriptedSource) -> bytes | None:
+    with closing(Connection(source.url, StopToken())) as connection:
+        return ask_for_map(connection, Question((2, 31), 11, 5, 2.5))
+
+
+def test_a_map_is_asked_for_by_version_and_count_and_a_wrong_or_huge_one_is_refused_unread(lab: Lab) -> None:
+    source = lab.source(says(b"abcd"))
+    assert ask(source) == b"abcd"
+    assert source.seen == ["/have/2.31?count=5&wait_s=2.5"]
+    assert ask(lab.source(says(b"no such thing", 404))) is None
+    for body, size in ((b"abc", 3), (b"", 1 << 40)):
+        with pytest.raises(BroadcastError, match=f"{size} bytes"):
+            ask(lab.source(says(body, size=size)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from urllib.parse import parse_qs, urlsplit
 
 from blake3 import blake3
@@ -15,7 +14,9 @@ from castsim import bits, manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.cast import Handler, ScriptedSource, eventually, reply
+from kit import TempPaths, eventually
+from kit.cast import WITHIN_S, Handler, Lab, instead, lab_in, reply, says
+from kit.liar import hanging_up
 from shoal.protocol import Chunk
 from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.limits import PoolSettings
@@ -23,8 +24,6 @@ from shoal.shardcast.plan import SourceScores
 from shoal.shardcast.pool import ChunkPool
 
 SIZE = 1000
-WITHIN_S = 30.0
-Scripted = Callable[[Handler], ScriptedSource]
 
 
 def data_of(count: int) -> dict[str, bytes]:
@@ -76,14 +75,6 @@ def serving(shelf: Shelf, soon: Callable[[str], bool] = lambda key: False) -> Ha
     return handle
 
 
-def static(blobs: dict[str, bytes]) -> Handler:
-    def handle(target: str, to: socket.socket) -> None:
-        blob = blobs.get(target.rpartition("/")[2])
-        reply(to, 404, b"") if blob is None else reply(to, 200, blob)
-
-    return handle
-
-
 def full(blobs: dict[str, bytes] = DATA) -> Shelf:
     shelf = Shelf()
     shelf.chunks = dict(blobs)
@@ -114,7 +105,7 @@ def fetch_all(scores: SourceScores, **settings: int) -> ChunkPool:
     return pool
 
 
-def test_the_next_chunk_is_announced_before_the_last_has_arrived(scripted: Scripted) -> None:
+def test_the_next_chunk_is_announced_before_the_last_has_arrived(lab: Lab) -> None:
     """Else a peer that hears of the arrival could choose the very chunk that we choose a moment later."""
     announced: list[set[str]] = []
 
@@ -129,49 +120,48 @@ def test_the_next_chunk_is_announced_before_the_last_has_arrived(scripted: Scrip
             eventually(lambda: bool(pool._plan._maps), WITHIN_S)
         honest(target, to)
 
-    honest = static(DATA)
-    with pool_of(SourceScores([scripted(map_first).url]), Listening(), 1) as pool:
+    honest = chunks_by(serving(full()), says(b"", 404))
+    with pool_of(SourceScores([lab.source(map_first).url]), Listening(), 1) as pool:
         pool.want(MANIFEST, CHUNKS)
         pool.start()
         assert pool.wait(WITHIN_S)
     assert [len(others) for others in announced] == [1] * 23 + [0]
 
 
-def _drip(target: str, to: socket.socket) -> None:
-    if target.startswith("/have/"):
-        reply(to, 200, bits([True] * 24) + bits([False] * 24))
-        return
-    reply(to, 200, b"", size=SIZE)
-    with suppress(OSError):
-        for _ in range(SIZE):
-            to.sendall(b"x")
-            time.sleep(0.1)  # the drip itself
+def chunks_by(handler: Handler, maps: Handler | None = None) -> Handler:
+    """Chunks as this handler sends them; maps of everything, unless told otherwise."""
+    return instead(handler, {"/have/": maps or serving(full())})
 
 
-def test_a_source_far_slower_than_the_other_is_left_in_the_middle_of_a_chunk(scripted: Scripted) -> None:
-    slow, quick = scripted(_drip), scripted(serving(full()))
+def drip(_target: str, to: socket.socket) -> None:
+    reply(to, 200, size=SIZE)
+    for _ in range(SIZE):
+        to.sendall(b"x")
+        threading.Event().wait(0.1)  # the drip itself
+
+
+def test_a_source_far_slower_than_the_other_is_left_in_the_middle_of_a_chunk(lab: Lab) -> None:
+    slow, quick = lab.source(chunks_by(drip)), lab.source(serving(full()))
     scores = SourceScores([slow.url, quick.url])
     pool = fetch_all(scores, connections=2)
     assert pool.fetched_bytes[quick.url] == 24 * SIZE
     assert "slow" in scores.describe()
 
 
-def test_a_source_that_stalls_is_hung_up_on_and_another_is_asked(scripted: Scripted) -> None:
+def test_a_source_that_stalls_is_hung_up_on_and_another_is_asked(lab: Lab) -> None:
     hung_up = threading.Event()
 
-    def stall(target: str, to: socket.socket) -> None:
-        if target.startswith("/have/"):
-            reply(to, 404, b"")
-        elif to.recv(1) == b"":
+    def stall(_target: str, to: socket.socket) -> None:
+        if to.recv(1) == b"":
             hung_up.set()
 
-    stalled, other = scripted(stall), scripted(serving(full()))
+    stalled, other = lab.source(chunks_by(stall, says(b"", 404))), lab.source(serving(full()))
     pool = fetch_all(SourceScores([stalled.url, other.url]))
     assert pool.fetched_bytes == {other.url: 24 * SIZE}
     assert hung_up.wait(WITHIN_S)
 
 
-def test_a_source_that_appears_later_is_asked_for_its_map_and_its_chunks(scripted: Scripted) -> None:
+def test_a_source_that_appears_later_is_asked_for_its_map_and_its_chunks(lab: Lab) -> None:
     scores, shelf = SourceScores([]), Shelf()
     honest, asked = serving(full()), threading.Event()
 
@@ -182,7 +172,7 @@ def test_a_source_that_appears_later_is_asked_for_its_map_and_its_chunks(scripte
         assert asked.wait(WITHIN_S)
         honest(target, to)
 
-    source = scripted(map_first)
+    source = lab.source(map_first)
     with pool_of(scores, shelf) as pool:
         pool.want(MANIFEST, CHUNKS)
         pool.start()
@@ -191,9 +181,9 @@ def test_a_source_that_appears_later_is_asked_for_its_map_and_its_chunks(scripte
         assert pool.wait(WITHIN_S)
 
 
-def test_a_closed_pool_calls_its_keeper_no_more_and_its_threads_end(scripted: Scripted) -> None:
+def test_a_closed_pool_calls_its_keeper_no_more_and_its_threads_end(lab: Lab) -> None:
     asked = threading.Event()
-    holding = scripted(lambda target, to: (asked.set(), holding.closed.wait(WITHIN_S)))  # type: ignore[arg-type, return-value]
+    holding = lab.source(lambda target, to: (asked.set(), holding.closed.wait(WITHIN_S)))  # type: ignore[arg-type, return-value]
     before = set(threading.enumerate())
     with pool_of(SourceScores([holding.url]), Shelf()) as pool:
         pool.want(MANIFEST, CHUNKS)
@@ -206,7 +196,7 @@ def test_a_closed_pool_calls_its_keeper_no_more_and_its_threads_end(scripted: Sc
         assert not thread.is_alive()
 
 
-def test_what_is_no_longer_wanted_is_left_on_its_way(scripted: Scripted) -> None:
+def test_what_is_no_longer_wanted_is_left_on_its_way(lab: Lab) -> None:
     left, asked = threading.Event(), threading.Event()
 
     def stall(target: str, to: socket.socket) -> None:
@@ -214,7 +204,7 @@ def test_what_is_no_longer_wanted_is_left_on_its_way(scripted: Scripted) -> None
         if to.recv(1) == b"":
             left.set()
 
-    with pool_of(SourceScores([scripted(stall).url]), Shelf(), 1) as pool:
+    with pool_of(SourceScores([lab.source(stall).url]), Shelf(), 1) as pool:
         pool.want(MANIFEST, CHUNKS[:1])
         pool.start()
         assert asked.wait(WITHIN_S)
@@ -224,55 +214,34 @@ def test_what_is_no_longer_wanted_is_left_on_its_way(scripted: Scripted) -> None
         assert pool.progress() == (0, 0)
 
 
-def _server(trouble: str, part: dict[str, bytes]) -> Handler:
-    honest = serving(full(part))
-    false = serving(full(DATA))
-
-    def corrupt(target: str, to: socket.socket) -> None:
-        honest(target, to) if target.startswith("/have/") else reply(to, 200, bytes(SIZE))
-
-    def claims(target: str, to: socket.socket) -> None:
-        (false if target.startswith("/have/") else honest)(target, to)
-
-    def truncated(target: str, to: socket.socket) -> None:
-        if target.startswith("/have/"):
-            honest(target, to)
-        else:
-            reply(to, 200, b"abc", size=SIZE)
-            to.shutdown(socket.SHUT_RDWR)
-
-    def noise(target: str, to: socket.socket) -> None:
-        reply(to, 200, b"\xff" * 6) if target.startswith("/have/") else to.sendall(b"noise\r\n\r\n")
-
-    handlers: dict[str, Handler] = {
-        "lacking": honest, "corrupt": corrupt, "claims": claims, "truncated": truncated, "noise": noise,
-        "mapless": static(part), "drip": _drip, "busy": lambda target, to: reply(to, 503, b""),
-    }  # fmt: skip
-    return handlers[trouble]
+def noise(_target: str, to: socket.socket) -> None:
+    to.sendall(b"noise\r\n\r\n")
 
 
-TROUBLES = ["lacking", "corrupt", "claims", "truncated", "noise", "mapless", "drip", "busy"]
+TROUBLES: dict[str, Callable[[Handler], Handler]] = {  # of a source that has some of the chunks
+    "lacking": lambda honest: honest,
+    "corrupt": lambda honest: chunks_by(says(bytes(SIZE)), honest),
+    "claims": chunks_by,
+    "truncated": lambda honest: chunks_by(hanging_up(b"abc", SIZE), honest),
+    "noise": lambda _honest: chunks_by(noise, says(b"\xff" * 6)),
+    "mapless": lambda honest: chunks_by(honest, says(b"", 404)),
+    "drip": lambda _honest: chunks_by(drip),
+    "busy": lambda _honest: says(b"", 503),
+}
+OTHERS = st.tuples(st.sampled_from(sorted(TROUBLES)), st.sampled_from([0, 1, 2]), st.integers(0, 2**24 - 1))
 
 
 @settings(max_examples=12, deadline=None)
-@given(
-    others=st.lists(
-        st.tuples(st.sampled_from(TROUBLES), st.sampled_from([0, 1, 2]), st.integers(0, 2**24 - 1)), max_size=4
-    ),
-    halves=st.booleans(),
-)
-def test_whatever_others_send_every_chunk_arrives_and_matches(others: list[tuple[str, int, int]], halves: bool) -> None:
+@given(others=st.lists(OTHERS, max_size=4), halves=st.booleans())
+def test_whatever_others_send_every_chunk_arrives_and_matches(others, halves, tmp_path_factory: TempPaths) -> None:
     """`Shelf.keep` refuses what does not match and what comes twice; the honest sources together have everything."""
     keys = list(DATA)
-    honest = [keys[0::2], keys[1::2]] if halves else [keys]
-    sources = [ScriptedSource(serving(full({key: DATA[key] for key in part}))) for part in honest]
-    named: list[list[str]] = [[source.url for source in sources], [], []]
-    for trouble, kind, mask in others:
-        part = {key: blob for at, (key, blob) in enumerate(DATA.items()) if mask >> at & 1}
-        sources.append(ScriptedSource(_server(trouble, part)))
-        named[kind].append(sources[-1].url)
-    try:
+    with lab_in(tmp_path_factory.mktemp("pool")) as lab:
+
+        def source(part: list[str], trouble: str = "lacking") -> str:
+            return lab.source(TROUBLES[trouble](serving(full({key: DATA[key] for key in part})))).url
+
+        named = [[source(part) for part in ([keys[0::2], keys[1::2]] if halves else [keys])], [], []]
+        for trouble, kind, mask in others:
+            named[kind].append(source([key for at, key in enumerate(keys) if mask >> at & 1], trouble))
         fetch_all(SourceScores(*named))
-    finally:
-        for source in sources:
-            source.close()

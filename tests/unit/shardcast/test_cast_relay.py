@@ -1,4 +1,4 @@
-"""Relays: mirror, verify, hold, resume, never go back."""
+"""Relays: mirror, verify, hold, resume, never go back; beside each other they trade, within a budget they choose."""
 
 from __future__ import annotations
 
@@ -10,128 +10,118 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
+from kit import Logs, Patch
 from kit.cast import (
     CHUNK,
+    DEAD,
     KEY,
     RUN,
     Handler,
+    Lab,
     Running,
-    ScriptedSource,
     ask,
-    assert_content,
+    asking,
     chunk_paths,
+    chunks_in,
     content,
+    dial,
     eventually,
     from_folder,
     health,
     instead,
     is_complete,
-    make_downloader,
-    make_origin,
     manifest_path,
-    publish,
+    reply,
+    says,
 )
+from kit.liar import write
 from shoal.errors import ConfigError, ResourceError
-from shoal.protocol import Chunk
+from shoal.protocol import PolicyManifest, TensorView
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Content, RelayConfig, run_relay
+from shoal.shardcast import RelayConfig, run_relay
+from shoal.shardcast.manifest import offered, size_of
 from shoal.shardcast.relay import Mirror
-
-Scripted = Callable[[Handler], ScriptedSource]
-StartOrigin = Callable[[Path], Running]
-StartRelay = Callable[..., Running]
+from shoal.shardcast.tree import chunk_key
 
 
-def test_origin_to_relay_to_relay_to_client(tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay) -> None:
-    origin = make_origin(tmp_path / "origin")
-    manifest = publish(origin, 1)
-    first = start_relay(tmp_path / "first", start_origin(tmp_path / "origin").url)
-    second = start_relay(tmp_path / "second", first.url)
-    downloader = make_downloader([second.url], tmp_path / "cache")
-    assert_content(downloader.fetch(manifest.policy, 20), *content(1))
-    assert_content(downloader.fetch(publish(origin, 2).policy, 20), *content(2))
-    eventually(lambda: is_complete(first, "0.2"))
-    state = health(first)
-    assert state["versions"] == ["0.1", "0.2"]
-    assert state["role"] == "relay"
-    fetched = {chunk.hash: chunk.size_bytes for v in (1, 2) for chunk in publish(origin, v).chunks}
-    assert state["bytes_in"] == sum(fetched.values())
-    assert int(str(state["bytes_out"])) >= sum(fetched.values())
+def mirrored(lab: Lab, name: str = "relay", **settings: float) -> tuple[Running, Path]:
+    """A relay of the lab's origin, and its folder."""
+    return lab.relay(name, lab.honest().url, **settings), lab.folder / name
+
+
+def until(label: str, *relays: Running) -> None:
+    """Whole, everywhere."""
+    for relay in relays:
+        eventually(lambda one=relay: is_complete(one, label))
+
+
+def held_back(lab: Lab, chunk_hash: str, release: threading.Event) -> Handler:
+    """The tree, but this chunk comes only after the release."""
+    honest = from_folder(lab.www)
+    return instead(honest, {chunk_hash: lambda target, to: release.wait(20) and honest(target, to)})  # type: ignore[dict-item, func-returns-value]
+
+
+def test_origin_to_relay_to_relay_to_client(lab: Lab) -> None:
+    first, _ = mirrored(lab, "first")
+    client = lab.client(lab.relay("second", first.url).url)
+    manifests = [lab.fetch(lab.publish(version), client).manifest for version in (1, 2)]
+    until("0.2", first)
+    state, fetched = health(first), size_of(manifests)
+    assert (state["role"], state["versions"], state["bytes_in"]) == ("relay", ["0.1", "0.2"], fetched)
+    assert int(state["bytes_out"]) >= fetched
 
 
 @pytest.mark.parametrize("allowed", [2, 3])
-def test_a_client_that_may_have_few_connections_does_with_few(tmp_path, start_origin, start_relay, allowed):
+def test_a_client_that_may_have_few_connections_does_with_few(lab: Lab, allowed: int) -> None:
     """Idle ones are closed, or they would keep the busy one out until the relay tires of them, after half a minute."""
-    files = {"file": bytes(range(256)) * 400}
-    manifest = make_origin(tmp_path / "origin").publish(1, Content.of(files))
-    relay = start_relay(
-        tmp_path / "relay", start_origin(tmp_path / "origin").url, connections_per_client=allowed + 1
-    )  # one for what this test asks
-    eventually(lambda: is_complete(relay, "0.1"))
-    downloader = make_downloader([relay.url], tmp_path / "cache")
-    assert downloader.fetch(manifest.policy, 15).files == files
+    manifest = lab.publish(1, files={"file": bytes(range(256)) * 400})
+    relay, _ = mirrored(lab, connections_per_client=allowed + 1)  # one for what this test asks
+    until("0.1", relay)
+    lab.fetch(manifest, relay.url)
 
 
-@pytest.mark.parametrize("damage", ["removed", "cut short"])
-def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(tmp_path, start_origin, start_relay, damage):
-    manifest = publish(make_origin(tmp_path / "origin"), 1)
-    relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url)
-    eventually(lambda: is_complete(relay, "0.1"))
-    path = chunk_paths(tmp_path / "relay", manifest)[0]
-    path.unlink() if damage == "removed" else path.write_bytes(b"short")
-    assert_content(make_downloader([relay.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
-    eventually(lambda: is_complete(relay, "0.1"))
+def test_limits_of_the_recipe_hold_for_clients(lab: Lab) -> None:
+    relay, _ = mirrored(lab, connections_per_client=2)
+    with dial(relay.url), dial(relay.url):
+        eventually(lambda: ask(relay.url, "/health")[0] == 429)
 
 
-def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(tmp_path, start_origin, start_relay):
-    origin = make_origin(tmp_path / "origin")
-    relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url, kept_versions=2)
+def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(lab: Lab) -> None:
+    relay, folder = mirrored(lab, kept_versions=2)
     manifests = []
     for version in range(5):
-        manifests.append(publish(origin, version, seed=version // 2))
-        eventually(lambda label=manifests[-1].policy.label: is_complete(relay, label))
-    assert not any(manifest_path(tmp_path / "relay", old).exists() for old in manifests[:3])
-    for kept in manifests[3:]:
-        assert all(path.stat().st_size for path in chunk_paths(tmp_path / "relay", kept))
-    here = {path.name for path in (tmp_path / "relay" / "chunks").glob("??/*")}
-    assert here == {chunk.hash for kept in manifests[3:] for chunk in kept.chunks}
+        manifests.append(lab.publish(version, seed=version // 2))
+        until(manifests[-1].policy.label, relay)
+    assert not any(manifest_path(folder, old).exists() for old in manifests[:3])
+    assert chunks_in(folder) == {chunk.hash for kept in manifests[3:] for chunk in kept.chunks}
 
 
-def test_a_request_for_a_chunk_on_its_way_is_held_and_an_unknown_one_is_not(tmp_path, start_relay, scripted):
-    folder = tmp_path / "origin"
-    manifest = publish(make_origin(folder), 1)
-    late = manifest.chunks[0].hash
-    asked, release = threading.Event(), threading.Event()
-    honest = from_folder(folder)
-
-    def hold(target: str, to: socket.socket) -> None:
-        asked.set()
-        release.wait(10)
-        honest(target, to)
-
-    relay = start_relay(tmp_path / "relay", scripted(instead(honest, {late: hold})).url)
-    assert asked.wait(10)
-    answers: list[tuple[int, bytes]] = []
-    client = threading.Thread(target=lambda: answers.append(ask(relay.url, f"/chunks/{late[:2]}/{late}")))
-    client.start()
-    assert ask(relay.url, "/chunks/00/" + "0" * 64)[0] == 404
-    assert answers == []
+def test_a_request_for_a_chunk_on_its_way_is_held_and_the_map_follows_what_arrives(lab: Lab) -> None:
+    manifest, release = lab.publish(1), threading.Event()
+    late = manifest.chunks[2].hash
+    relay = lab.relay("relay", lab.source(held_back(lab, late, release)).url)
+    assert len(manifest.chunks) == 5
+    eventually(lambda: ask(relay.url, "/have/0.1") == (200, bytes([0b11011, 0b00100])))
+    chunk, grown = asking(relay.url, f"/{chunk_key(late)}"), asking(relay.url, "/have/0.1?count=4&wait_s=20")
+    assert ask(relay.url, "/chunks/00/" + "0" * 64)[0] == 404, "an unknown one is not held"
+    assert ask(relay.url, "/have/0.2?wait_s=20")[0] == 404
+    assert not chunk.done()
     release.set()
-    client.join(10)
-    assert answers == [(200, chunk_paths(folder, manifest)[0].read_bytes())]
+    assert chunk.result(10) == (200, chunk_paths(lab.www, manifest)[2].read_bytes())
+    assert grown.result(10) == (200, bytes([0b11111, 0]))
 
 
-def test_an_upstream_that_lags_does_not_hold_up_one_that_does_not(tmp_path, start_relay, scripted):
-    ahead, behind = tmp_path / "ahead", tmp_path / "behind"
-    publish(make_origin(behind), 1)
-    origin = make_origin(ahead)
-    publish(origin, 1)
-    new = publish(origin, 2)
-    relay = start_relay(tmp_path / "relay", scripted(from_folder(behind)).url, scripted(from_folder(ahead)).url)
-    assert_content(make_downloader([relay.url], tmp_path / "cache").fetch(new.policy, 20), *content(2))
+def test_an_upstream_that_lags_does_not_hold_up_one_that_does_not(lab: Lab, tmp_path: Path) -> None:
+    behind = Lab(tmp_path / "behind")
+    behind.publish(1)
+    new = [lab.publish(version) for version in (1, 2)][1]
+    lagging = lab.source(from_folder(behind.www))
+    lab.fetch(new, lab.relay("relay", lagging.url, lab.source().url).url)
 
 
 RELAY_PROGRAM = """
@@ -143,10 +133,11 @@ folder, upstream, run, key = sys.argv[1:]
 config = RelayConfig(Path(folder), (upstream,), run, key, port=0)
 run_relay(config, StopToken(), lambda url: print(url, flush=True))
 """
+Start = Callable[[Path, str], tuple[subprocess.Popen[str], str]]
 
 
 @pytest.fixture
-def relay_process() -> Iterator[Callable[[Path, str], tuple[subprocess.Popen[str], str]]]:
+def relay_process() -> Iterator[Start]:
     processes: list[subprocess.Popen[str]] = []
 
     def start(folder: Path, upstream: str) -> tuple[subprocess.Popen[str], str]:
@@ -162,48 +153,175 @@ def relay_process() -> Iterator[Callable[[Path, str], tuple[subprocess.Popen[str
         process.communicate()
 
 
-def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(tmp_path, scripted, relay_process):
-    folder, mirrored = tmp_path / "origin", tmp_path / "relay"
+def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(lab: Lab, relay_process: Start) -> None:
+    folder = lab.folder / "relay"
     files, tensors = content(1, sizes=(5000,))
-    manifest = make_origin(folder).publish(1, Content.of(files, tensors))
+    manifest = lab.publish(1, files=files, tensors=tensors)
     last = manifest.chunks[-1].hash
-    slow = scripted(instead(from_folder(folder), {last: lambda target, to: slow.closed.wait(30)}))  # type: ignore[dict-item]
-    process, _ = relay_process(mirrored, slow.url)
-    eventually(lambda: sum(path.exists() for path in chunk_paths(mirrored, manifest)) == len(manifest.chunks) - 1, 30)
+    process, _ = relay_process(folder, lab.source(held_back(lab, last, threading.Event())).url)
+    eventually(lambda: sum(path.exists() for path in chunk_paths(folder, manifest)) == len(manifest.chunks) - 1, 30)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
-    rotten = chunk_paths(mirrored, manifest)[0]  # and the disk was not kind either
+    rotten = chunk_paths(folder, manifest)[0]  # and the disk was not kind either
     rotten.write_bytes(b"x" * CHUNK)
 
-    upstream = scripted(from_folder(folder))
-    _, url = relay_process(mirrored, upstream.url)
-    assert_content(make_downloader([url], tmp_path / "cache").fetch(manifest.policy, 30), files, tensors)
-    asked = {target for target in upstream.seen if target.startswith("/chunks/")}
-    assert asked == {f"/chunks/{last[:2]}/{last}", f"/chunks/{rotten.name[:2]}/{rotten.name}"}
+    upstream = lab.source()
+    _, url = relay_process(folder, upstream.url)
+    lab.fetch(manifest, url)
+    assert set(upstream.asked("/chunks/")) == {f"/{chunk_key(last)}", f"/{chunk_key(rotten.name)}"}
 
 
-def test_a_full_disk_ends_the_relay_with_the_reason(tmp_path, start_origin, monkeypatch):
-    def full(self: Mirror, chunk: Chunk, data: memoryview) -> None:
-        raise ResourceError("cannot write: the disk is full: free some space")
-
-    publish(make_origin(tmp_path / "origin"), 1)
-    monkeypatch.setattr(Mirror, "keep", full)
-    config = RelayConfig(tmp_path / "relay", (start_origin(tmp_path / "origin").url,), RUN, KEY.public_key, port=0)
+def test_a_full_disk_ends_the_relay_with_the_reason(lab: Lab, monkeypatch: Patch) -> None:
+    lab.publish(1)
+    monkeypatch.setattr(Mirror, "keep", Mock(side_effect=ResourceError("the disk is full")))
+    config = RelayConfig(lab.folder / "relay", (lab.honest().url,), RUN, KEY.public_key, port=0)
     with pytest.raises(ResourceError, match="disk is full"):
         run_relay(config, StopToken(), lambda url: None)
 
 
-def test_setup_mistakes_are_one_clear_line(tmp_path: Path, start_origin: StartOrigin) -> None:
+def test_setup_mistakes_are_one_clear_line(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    port = int(start_origin(tmp_path / "origin").url.rsplit(":", 1)[1])
-    up = ("http://127.0.0.1:9",)
+    port = int(lab.honest().url.rsplit(":", 1)[1])
+    key, up, folder = KEY.public_key, (DEAD,), tmp_path / "r"
     cases = [
-        (RelayConfig(tmp_path / "r", (), RUN, KEY.public_key), ConfigError, "at least one upstream"),
-        (RelayConfig(tmp_path / "r", ("nonsense",), RUN, KEY.public_key), ConfigError, "not a URL"),
-        (RelayConfig(tmp_path / "r", up, RUN, KEY.public_key, peers=("nonsense",)), ConfigError, "not a URL"),
-        (RelayConfig(tmp_path / "file" / "r", up, RUN, KEY.public_key), ResourceError, "file"),
-        (RelayConfig(tmp_path / "r", up, RUN, KEY.public_key, port=port), ResourceError, "is taken"),
+        (RelayConfig(folder, (), RUN, key), ConfigError, "at least one upstream"),
+        (RelayConfig(folder, ("nonsense",), RUN, key), ConfigError, "not a URL"),
+        (RelayConfig(folder, up, RUN, key, peers=("nonsense",)), ConfigError, "not a URL"),
+        (RelayConfig(tmp_path / "file" / "r", up, RUN, key), ResourceError, "file"),
+        (RelayConfig(folder, up, RUN, key, port=port), ResourceError, "is taken"),
     ]
     for config, error, sentence in cases:
         with pytest.raises(error, match=sentence):
             run_relay(config, StopToken(), lambda url: None)
+
+
+# Peers
+
+
+def free_ports(count: int) -> list[int]:
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in listening]
+    for one in listening:
+        one.close()
+    return ports
+
+
+def level(lab: Lab, upstream: str, count: int, **settings: float) -> dict[str, Running]:
+    """Relays that are all given the same list, by URL."""
+    urls = {f"http://127.0.0.1:{port}": port for port in free_ports(count)}
+    return {url: lab.relay(str(port), upstream, peers=list(urls), port=port, **settings) for url, port in urls.items()}
+
+
+def test_a_relay_whose_upstream_is_dead_learns_from_its_peer_also_one_that_starts_later(lab: Lab) -> None:
+    lab.publish(1)
+    (port,) = free_ports(1)
+    second = lab.relay("second", DEAD, peers=[f"http://127.0.0.1:{port}"])
+    assert health(second)["head"] is None
+    lab.relay("first", lab.honest().url, port=port)
+    until("0.1", second)
+    lab.fetch(lab.publish(2), second.url)
+
+
+def test_relays_given_the_same_list_leave_themselves_out(lab: Lab, caplog: Logs) -> None:
+    caplog.set_level("INFO")
+    lab.publish(1)
+    upstream = lab.honest().url
+    relays = level(lab, upstream, 3)
+    until("0.1", *relays.values())
+    for url, relay in relays.items():
+        eventually(lambda one=relay, own=url: set(health(one)["sources"]) == {upstream, *relays} - {own})
+        assert f"{url} is this relay itself: left out of its peers" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [says(b"", 404), says(b"[]"), says(b"<html>")], ids=["404", "list", "page"])
+def test_a_peer_that_is_no_relay_tells_of_heads_and_is_said_to_be_none(lab: Lab, caplog: Logs, answer: Handler) -> None:
+    lab.publish(1)
+    peer = lab.liar({"/health": answer})
+    relay = lab.relay("relay", DEAD, peers=[peer.url])
+    eventually(lambda: health(relay)["head"] == "0.1")
+    assert f"{peer.url} is no relay" in caplog.text
+
+
+def test_two_peers_take_each_chunk_from_upstream_about_once(lab: Lab) -> None:
+    lab.publish(1)
+
+    def slowly(target: str, to: socket.socket) -> None:
+        data = (lab.www / target.lstrip("/")).read_bytes()
+        reply(to, 200, data[:1], size=len(data))
+        threading.Event().wait(0.1)  # as long as a chunk takes on a line
+        to.sendall(data[1:])
+
+    upstream = lab.liar({"/chunks/": slowly})
+    relays = level(lab, upstream.url, 2, connections=2)
+    for url, relay in relays.items():
+        eventually(lambda one=relay, own=url: relays.keys() - {own} < health(one)["sources"].keys())
+    until("0.1", *relays.values())
+    before = len(upstream.asked("/chunks/"))
+    files, tensors = content(2, sizes=(25_000,))
+    manifest = lab.publish(2, files=files, tensors=tensors)
+    until("0.2", *relays.values())
+    assert len(upstream.asked("/chunks/")) - before <= 1.5 * len({chunk.hash for chunk in manifest.chunks})
+
+
+# What is mirrored
+
+
+def test_only_what_a_version_offers_is_mirrored_and_every_version_kept_can_be_reached(lab: Lab) -> None:
+    weights = np.random.default_rng(5).integers(0, 2**15, 8000, dtype=np.uint16)
+    manifests: list[PolicyManifest] = []
+    for version in range(6):
+        weights[version * 10] ^= 1
+        views = [TensorView("w", "BF16", weights.shape, memoryview(weights.tobytes()))]
+        settings = {"kept_versions": 6, "anchor_every": 4, "delta_from_bytes": 0}
+        manifests.append(lab.publish(version, tensors=views, **settings))
+    assert [one.anchor for one in manifests] == [True, False, False, False, True, False]
+    newest, _ = mirrored(lab, "newest", kept_versions=1)
+    deeper, folder = mirrored(lab, "deeper", kept_versions=3)
+    until("0.5", newest, deeper)
+    assert (health(newest)["versions"], len(health(deeper)["versions"])) == (["0.4", "0.5"], 6)
+    assert chunks_in(folder) == {chunk.hash for one in manifests for chunk in offered(one)}
+    hidden = next(chunk for chunk in manifests[3].chunks if chunk.hash not in chunks_in(folder))
+    assert ask(deeper.url, f"/{chunk_key(hidden.hash)}")[0] == 404  # proves the payload, is not offered
+    lab.fetch(manifests[3], deeper.url)
+
+
+def test_what_was_never_in_a_signed_manifest_is_refused_although_it_lies_on_the_disk(lab: Lab) -> None:
+    lab.publish(1)
+    relay, folder = mirrored(lab)
+    until("0.1", relay)
+    for key in (chunk_key("ab" * 32), "manifests/0.7.json", "secret"):
+        write(folder / key, b"{}")
+        assert ask(relay.url, f"/{key}")[0] == 404
+
+
+def test_a_budget_lets_the_oldest_go_and_whole_versions_are_logged(lab: Lab, caplog: Logs) -> None:
+    caplog.set_level("INFO")
+    budget = size_of([lab.publish(version) for version in range(3)][1:])
+    upstream = lab.honest().url
+    relay = lab.relay("relay", upstream, kept_versions=3, disk_budget_gb=budget / 1e9)
+    for versions in (["0.1", "0.2"], ["0.2", "0.3"]):
+        eventually(lambda kept=versions: is_complete(relay, kept[1]) and health(relay)["versions"] == kept)
+        assert (health(relay)["ok"], health(relay)["disk_bytes"]) == (True, budget)
+        assert f"policy {versions[1]} is whole" in caplog.text
+        lab.publish(3)
+    assert f"MB; from {upstream}" in caplog.text
+    assert sum(path.stat().st_size for path in (lab.folder / "relay" / "chunks").glob("??/*")) <= budget
+
+
+def test_a_version_that_does_not_fit_is_told_with_numbers_and_what_is_there_is_served(lab: Lab, caplog: Logs) -> None:
+    small = lab.publish(1)
+    relay, _ = mirrored(lab, disk_budget_gb=size_of([small]) / 1e9)
+    until("0.1", relay)
+    large = lab.publish(2, tensors=content(2, sizes=(5000,))[1])
+    eventually(lambda: health(relay)["ok"] is False)
+    state = health(relay)
+    assert f"{size_of([large]) / 1e9:.6g} GB" in state["problem"]
+    assert f"disk_budget_gb is {size_of([small]) / 1e9:g}" in state["problem"]
+    assert state["problem"] in caplog.text
+    assert state["versions"] == ["0.1"]
+    for path in chunk_paths(lab.www, small):
+        assert ask(relay.url, f"/{path.relative_to(lab.www)}") == (200, path.read_bytes())
+    assert ask(relay.url, f"/{chunk_key(large.chunks[0].hash)}")[0] == 404
+    assert ask(relay.url, "/have/0.2") == (200, bytes(2 * -(-len(large.chunks) // 8)))
+    lab.publish(3)  # small again
+    eventually(lambda: health(relay)["ok"] is True and is_complete(relay, "0.3"))

@@ -1,4 +1,4 @@
-"""Routes: always the cheapest of those that are open."""
+"""Routes, always the cheapest of those that are open; maps of what is here; what a relay mirrors. All of it pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from shoal.errors import VersionNotFound
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
 from shoal.shardcast.lookup import Route, Step, plan
-from shoal.shardcast.manifest import kept_places
+from shoal.shardcast.manifest import Place, kept_places, select_versions, size_of
+from shoal.shardcast.server import Inventory
 
 FULL = 1000
 
@@ -122,17 +123,109 @@ def test_every_version_kept_is_reached_from_an_anchor_that_is_kept(flags: list[b
 
 def test_weights_that_come_back_are_not_walked_through_twice() -> None:
     """A B A B C: the route to C begins with the first B, and no delta is taken twice."""
-    letters = {1: "a", 2: "b", 3: "a", 4: "b", 5: "c"}
 
     def named(version: int) -> PolicyRef:
-        return PolicyRef(incarnation=0, version=version, digest=letters[version] * 64)
+        return PolicyRef(incarnation=0, version=version, digest=" ababc"[version] * 64)
 
-    def at(version: int) -> PolicyManifest:
-        base = None if version == 1 else named(version - 1)
+    def at(found: PolicyRef) -> PolicyManifest:
+        version = found.version
         chunk = Chunk(hash="0" * 64, size_bytes=10)
-        deltas = () if base is None else (Delta(base=base, size_bytes=10, chunks=(chunk,)),)
-        return manifest(version, anchor=version == 1).model_copy(update={"policy": named(version), "deltas": deltas})
+        deltas = () if version == 1 else (Delta(base=named(version - 1), size_bytes=10, chunks=(chunk,)),)
+        return manifest(version, anchor=version == 1).model_copy(update={"policy": found, "deltas": deltas})
 
-    route = plan(at(5), set(), lambda ref: at(ref.version))
+    route = plan(at(named(5)), set(), at)
     assert len({step.name for step in route.steps}) == len(route.steps)
     assert [step.manifest.policy.digest[0] for step in route.steps] == ["b", "c"]
+
+
+# Maps of what is here, and the choice of what a relay mirrors
+
+NAMES = "abcdefghij"
+
+
+def named(name: str, size: int = 10) -> Chunk:
+    return Chunk(hash=name.encode().hex().rjust(64, "0"), size_bytes=size)
+
+
+def bits(data: bytes) -> list[int]:
+    return [byte >> bit & 1 for byte in data for bit in range(8)]
+
+
+@given(
+    chunks=st.lists(st.sampled_from(NAMES), max_size=30),
+    here=st.sets(st.sampled_from(NAMES)),
+    arriving=st.lists(st.sampled_from(NAMES)),
+    soon=st.sets(st.sampled_from(NAMES)),
+)
+def test_the_maps_say_of_each_position_whether_its_chunk_is_here_or_coming(chunks, here, arriving, soon):
+    inventory = Inventory([named(name) for name in chunks], {named(name).hash for name in here})
+    for name in arriving:
+        before = inventory.count
+        is_new = name in chunks and name not in here
+        assert inventory.add(named(name).hash) is is_new
+        assert (inventory.count > before) is is_new
+        here = here | {name}
+    body = inventory.body({named(name).hash for name in soon})
+    width = -(-len(chunks) // 8)
+    padding = [0] * (8 * width - len(chunks))
+    assert bits(body[:width]) == [int(name in here) for name in chunks] + padding
+    assert bits(body[width:]) == [int(name in soon and name not in here) for name in chunks] + padding
+    assert inventory.count == sum(name in here for name in chunks)
+    assert inventory.complete is all(name in here for name in chunks)
+
+
+def lettered(version: int, payload: str, deltas: str = "", size: int = 10) -> PolicyManifest:
+    """A version of 10-byte chunks named by letters; an anchor unless it has deltas."""
+    parts = tuple(named(name, size) for name in deltas)
+    found = () if not parts else (Delta(base=ref(version - 1), size_bytes=size * len(parts), chunks=parts),)
+    fields = {"chunks": tuple(named(name, size) for name in payload), "size_bytes": size * len(payload)}
+    return manifest(version, not deltas).model_copy(update={**fields, "deltas": found})
+
+
+def by_place(*manifests: PolicyManifest) -> dict[Place, PolicyManifest | None]:
+    return {(0, one.policy.version): one for one in manifests}
+
+
+def numbers(places: frozenset[Place]) -> list[int]:
+    return sorted(version for _, version in places)
+
+
+CHAIN = by_place(
+    lettered(1, "abcd"),  # 40 bytes
+    lettered(2, "abce", deltas="u"),
+    lettered(3, "abcf", deltas="v"),
+    lettered(4, "mnop"),  # 40 bytes
+    lettered(5, "mnoq", deltas="x"),
+)
+
+
+def test_the_oldest_go_first_and_nothing_is_kept_without_its_anchor() -> None:
+    assert numbers(select_versions(CHAIN, 3, 110).mirrored) == [1, 2, 3, 4, 5]
+    for budget in (109, 60, 50):  # version 3 would fit, but nobody could reach it
+        selection = select_versions(CHAIN, 3, budget)
+        assert numbers(selection.mirrored) == [4, 5]
+        assert numbers(selection.wanted) == [1, 2, 3, 4, 5]
+        assert selection.fits
+
+
+def test_a_route_that_does_not_fit_is_told_and_what_fits_is_mirrored_newest_first() -> None:
+    selection = select_versions(CHAIN, 3, 49)
+    assert (selection.fits, selection.route_bytes) == (False, 50)
+    assert numbers(selection.mirrored) == [2, 3, 5]  # no anchor fits beside them
+    grown = by_place(lettered(1, "abcd"), lettered(2, "efghij"))
+    assert numbers(select_versions(grown, 2, 50).mirrored) == [1]  # what was here already stays
+
+
+def test_a_manifest_not_known_yet_is_wanted_and_ends_the_route_for_now() -> None:
+    unknown = {**CHAIN, (0, 4): None}
+    selection = select_versions(unknown, 1, 50)
+    assert numbers(selection.wanted) == [4, 5]
+    assert (selection.fits, selection.route_bytes) == (True, 10)
+
+
+@given(count=st.integers(1, 6), budget=st.integers(1, 130))
+def test_a_selection_never_exceeds_its_budget(count: int, budget: int) -> None:
+    selection = select_versions(CHAIN, count, budget)
+    assert size_of(CHAIN[place] for place in selection.mirrored) <= budget
+    assert selection.mirrored <= selection.wanted
+    assert selection.fits is (budget >= 50)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import HubRefused, ResourceError
+from shoal.errors import ResourceError
 from shoal.protocol import SUBMISSION_FORMAT, BodyLimits, Rollout, Submission, pack, unpack
 from shoal.runtime.clock import ManualClock
 from shoal.worker import Outbox
@@ -66,18 +65,14 @@ def test_a_damaged_file_is_not_sent_and_blocks_nothing(tmp_path: Path, caplog: p
 
 def test_waiting_wakes_when_something_is_put_and_when_something_goes(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
-    found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(outbox.take("run-1", 20)))
-    waiter.start()
-    parcel = outbox.put(submission(3))
-    waiter.join(20)
-    assert found == [parcel]
-    assert not outbox.wait_until_below("run-1", 1, 0)
-    waiter = threading.Thread(target=lambda: found.append(outbox.wait_until_below("run-1", 1, 20)))
-    waiter.start()
-    outbox.remove(parcel)
-    waiter.join(20)
-    assert found[1] is True
+    with ThreadPoolExecutor(1) as threads:
+        taken = threads.submit(outbox.take, "run-1", 20)
+        parcel = outbox.put(submission(3))
+        assert taken.result(20) == parcel
+        assert not outbox.wait_until_below("run-1", 1, 0)
+        below = threads.submit(outbox.wait_until_below, "run-1", 1, 20)
+        outbox.remove(parcel)
+        assert below.result(20) is True
 
 
 class _Crash(BaseException):
@@ -86,9 +81,7 @@ class _Crash(BaseException):
 
 @settings(max_examples=60, deadline=None)
 @given(crash_at=st.integers(min_value=0, max_value=12), count=st.integers(min_value=1, max_value=3))
-def test_a_crash_at_any_system_call_loses_nothing_that_was_put(
-    tmp_path_factory: pytest.TempPathFactory, crash_at: int, count: int
-) -> None:
+def test_a_crash_at_any_system_call_loses_nothing_that_was_put(tmp_path_factory, crash_at, count):
     """Whatever call the process dies in, every `put` that returned is found whole, and nothing half is."""
     folder = tmp_path_factory.mktemp("outbox")
     outbox = Outbox(folder)
@@ -134,22 +127,13 @@ def test_what_one_sender_has_taken_no_other_gets_until_it_is_put_back(tmp_path: 
     assert Outbox(tmp_path).take("run-1", 0) == second, "a crash puts everything back"
 
 
-class LateHub:
-    """Refuses everything as too late."""
-
-    def run_info(self) -> Any:
-        return SimpleNamespace(run="run-1")
-
-    def submit(self, _lease: str, _body: bytes) -> Any:
-        raise HubRefused(410, "lease.late", "lease lease-0 ran out and unit 0 is accepted meanwhile")
-
-
 def test_a_group_that_cannot_be_read_back_ends_the_worker(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
     parcel = outbox.put(submission())
     parcel.path.unlink()
     parcel.path.mkdir()
-    uploader = Uploader(LateHub(), outbox, lambda _parcel, _taken: None)  # type: ignore[arg-type]
+    hub = Mock(run_info=lambda: Mock(run="run-1"))
+    uploader = Uploader(hub, outbox, lambda _parcel, _taken: None)
     with uploader:
         assert not uploader.flush(20, lambda: False)
     assert isinstance(uploader.failure, ResourceError)

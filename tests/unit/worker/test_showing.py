@@ -54,6 +54,7 @@ class ShownHub:
         self.loses_answers = 0
         self.heard = threading.Condition()
         self.calls = 0
+        self.deadlines: dict[str, int] = {}
 
     def patient(self, _patience_s: float) -> ShownHub:
         return self
@@ -77,9 +78,17 @@ class ShownHub:
         with self.heard:
             assert self.heard.wait_for(what, 10)
 
-    @property
-    def copy(self) -> dict[int, tuple[bytes, bytes]]:
-        return state.joined_parts(self.parts)
+    def matches(self, *, whole: bool = False) -> bool:
+        """Whether its copy is like the group, as far as it goes; and whether it goes as far as the group does."""
+        copy = state.joined_parts(self.parts)
+        lengths = [len(tokens) // 4 for tokens, _ in copy.values()]
+        return (not whole or lengths == [len(each.token_ids) for each in GROUP]) and all(
+            pack_tokens(GROUP[rollout].token_ids).startswith(tokens) and GROUP[rollout].proofs.startswith(proofs)
+            for rollout, (tokens, proofs) in copy.items()
+        )
+
+    def until_whole(self) -> None:
+        self.until(lambda: self.matches(whole=True))
 
 
 @pytest.fixture
@@ -93,13 +102,8 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def deadlines() -> dict[str, int]:
-    return {}
-
-
-@pytest.fixture
-def shows(hub: ShownHub, clock: ManualClock, deadlines: dict[str, int]) -> Iterator[ProgressSender]:
-    with ProgressSender(hub, deadlines.__setitem__, clock=clock) as shows:  # type: ignore[arg-type]
+def shows(hub: ShownHub, clock: ManualClock) -> Iterator[ProgressSender]:
+    with ProgressSender(hub, hub.deadlines.__setitem__, clock=clock) as shows:  # type: ignore[arg-type]
         yield shows
 
 
@@ -130,17 +134,6 @@ def see(shows: ProgressSender, clock: ManualClock, *shots: dict[int, Chunks], ev
         told(lambda shot=shot: shot)
 
 
-def is_like_the_group(hub: ShownHub) -> bool:
-    return all(
-        pack_tokens(GROUP[rollout].token_ids).startswith(tokens) and GROUP[rollout].proofs.startswith(proofs)
-        for rollout, (tokens, proofs) in hub.copy.items()
-    )
-
-
-def everything(hub: ShownHub) -> bool:
-    return [len(tokens) // 4 for tokens, _ in hub.copy.values()] == [len(each.token_ids) for each in GROUP]
-
-
 def test_nothing_is_taken_from_the_engine_before_a_quarter_of_the_lease_has_passed(shows, clock, hub):
     told = shows.of(LEASE)
     told(lambda: pytest.fail("too early"))
@@ -152,13 +145,12 @@ def test_nothing_is_taken_from_the_engine_before_a_quarter_of_the_lease_has_pass
     hub.until(lambda: hub.calls == 1)
 
 
-def test_the_hub_gets_every_chunk_in_parts_and_the_deadline_moves(shows, clock, hub, deadlines, monkeypatch):
+def test_the_hub_gets_every_chunk_in_parts_and_the_deadline_moves(shows, clock, hub, monkeypatch):
     monkeypatch.setattr(showing, "PART_BYTES", 60)
     see(shows, clock, *SHOTS)
-    hub.until(lambda: everything(hub))
-    assert is_like_the_group(hub)
+    hub.until_whole()
     assert max(hub.sizes) <= 60 + 4 * 4 + 34
-    assert deadlines["u7a0"] > 9_000
+    assert hub.deadlines["u7a0"] > 9_000
     assert shows.keeps_word("u7a0", GROUP)
 
 
@@ -170,8 +162,7 @@ def test_lost_answers_and_unreachable_hubs_cost_nothing_but_time(shows, clock, h
     see(shows, clock, SHOTS[3])
     hub.until(lambda: hub.calls == 2)
     see(shows, clock, SHOTS[-1])
-    hub.until(lambda: everything(hub))
-    assert is_like_the_group(hub)
+    hub.until_whole()
 
 
 def test_a_hub_that_has_lost_its_copy_gets_all_of_it_again(shows, clock, hub):
@@ -179,8 +170,7 @@ def test_a_hub_that_has_lost_its_copy_gets_all_of_it_again(shows, clock, hub):
     hub.until(lambda: hub.last is not None)
     hub.last, hub.parts = None, []
     see(shows, clock, SHOTS[-1])
-    hub.until(lambda: everything(hub))
-    assert is_like_the_group(hub)
+    hub.until_whole()
 
 
 def test_after_a_refusal_nothing_more_is_shown(shows, clock, hub):
@@ -207,26 +197,19 @@ def test_past_probation_nobody_is_told(shows, clock):
     assert shows.of(LEASE) is not None
 
 
-def other(completion: Completion, at: int) -> Completion:
-    tokens = completion.token_ids.copy()
-    tokens[at] += 1
-    return replace(completion, token_ids=tokens)
-
-
-def test_a_group_that_begins_otherwise_than_was_shown_is_not_to_be_submitted(shows, clock, hub):
+@pytest.mark.parametrize(
+    ("at", "proof", "kept"), [(8, 0, True), (7, 0, False), (None, 1, False)], ids=["beyond", "within", "proof"]
+)
+def test_a_group_that_begins_otherwise_than_was_shown_is_not_to_be_submitted(shows, clock, hub, at, proof, kept):
     see(shows, clock, SHOTS[1])
     hub.until(lambda: hub.calls >= 1)
-    shown = len(SHOTS[1][5].token_ids)
-    assert shown == 8
-    beyond, within = other(GROUP[0], shown), other(GROUP[0], shown - 1)
-    state_of = shows._leases["u7a0"]
-    assert shows.keeps_word("u7a0", [beyond, *GROUP[1:]])
-    shows._leases["u7a0"] = state_of
-    assert not shows.keeps_word("u7a0", [within, *GROUP[1:]])
-    shows._leases["u7a0"] = state_of
-    proofs = bytes([GROUP[0].proofs[0] ^ 1]) + GROUP[0].proofs[1:]
-    assert not shows.keeps_word("u7a0", [replace(GROUP[0], proofs=proofs), *GROUP[1:]])
-    assert shows.keeps_word("u7a0", [within, *GROUP[1:]]), "of a lease of which nothing was shown anything goes"
+    assert len(SHOTS[1][5].token_ids) == 8
+    tokens, proofs = GROUP[0].token_ids.copy(), bytes([GROUP[0].proofs[0] ^ proof]) + GROUP[0].proofs[1:]
+    if at is not None:
+        tokens[at] += 1
+    other = [replace(GROUP[0], token_ids=tokens, proofs=proofs), *GROUP[1:]]
+    assert shows.keeps_word("u7a0", other) is kept
+    assert shows.keeps_word("u7a0", other), "of a lease of which nothing was shown anything goes"
 
 
 def test_what_is_generated_again_with_the_same_tokens_is_continued_and_with_others_is_not(shows, clock, hub):

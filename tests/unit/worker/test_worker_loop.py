@@ -1,4 +1,4 @@
-"""The worker's loop: what it asks for, generates and gives back."""
+"""The worker's loop: what it asks for, generates and gives back; how it ends and waits."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kit import Logs, Patch
 from kit.worker import KEY, RUN, SAMPLING, Bench, CountingEngine, eventually, lease, policy
 from shoal.engines import GenerationRequest
 from shoal.engines.dialogue import dialogue_for
+from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
 from shoal.environments.tools import TOOLS
-from shoal.errors import ConfigError, HubRefused, PolicyMismatch, ProtocolError, ResourceError, VersionNotFound
-from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, NodeState, PolicyRef, SamplingParameters
+from shoal.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HubRefused,
+    HubUnreachable,
+    PolicyMismatch,
+    ProtocolError,
+    ResourceError,
+    ShutOut,
+    VersionNotFound,
+)
+from shoal.protocol import DialogueTerms, HeartbeatReply, Lease, LeaseRelease, NodeState, SamplingParameters, pack
 from shoal.protocol.submission import unpack_spans
 from shoal.toploc import split_proofs
 from shoal.worker import loop
 from shoal.worker.loop import NotTaken
 from shoal.worker.settings import units_that_fit
 
-Logs = pytest.LogCaptureFixture
-Patch = pytest.MonkeyPatch
-
 
 def test_it_generates_what_was_leased_in_one_call_and_hands_it_in(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1), lease(3), lease(5)], [], [lease(4)])
-    bench.worker.run()
-    assert bench.units == [1, 3, 4, 5]
+    bench = Bench.worked(tmp_path, [lease(1), lease(3), lease(5)], [], [lease(4)])
+    assert (bench.units, bench.waiting) == ([1, 3, 4, 5], [])
     assert bench.shelf.engine.calls == [[1, 3, 5], [4]]
-    assert bench.waiting == []
     assert [request.max_units for request in bench.hub.requests[:2]] == [1, 4]
     assert len({request.request for request in bench.hub.requests}) == len(bench.hub.requests)
     counters = bench.worker.activity.heartbeat().counters
@@ -45,27 +52,19 @@ def test_a_request_names_the_leases_that_are_answered_but_not_sent(tmp_path: Pat
     bench = Bench(tmp_path, [lease(1)], lambda: bench.hub.gate.set() or [])
     bench.hub.gate.clear()
     bench.worker.run()
-    first, second = bench.hub.requests[:2]
-    assert (first.held, second.held) == ((), ("lease-1",))
+    assert [request.held for request in bench.hub.requests[:2]] == [(), ("lease-1",)]
 
 
 def test_a_submission_is_the_leases_group_under_its_seeds(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(7)])
-    bench.worker.run()
-    [submission] = bench.hub.submitted
+    [submission] = Bench.worked(tmp_path, [lease(7)]).hub.submitted
     [group] = CountingEngine().generate([GenerationRequest((17, 11), lease(7).seed_numbers, SAMPLING)], lease(7).proof)
-    assert [rollout.token_ids.tolist() for rollout in submission.rollouts] == [c.token_ids.tolist() for c in group]
-    assert [rollout.finish for rollout in submission.rollouts] == [c.finish for c in group]
-    assert [rollout.proofs for rollout in submission.rollouts] == [c.proofs for c in group]
+    assert submission == submission_of(lease(7), group, "scripted")
     assert all(rollout.proofs for rollout in submission.rollouts)
-    assert submission.prompt_ids.tolist() == [17, 11]
     assert (submission.run, submission.node, submission.policy_digest) == (RUN, KEY.node, policy().digest)
-    assert (submission.version, submission.engine) == (0, "scripted")
 
 
 def test_every_lease_gets_proofs_of_the_size_that_it_asks_for(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1), lease(2), lease(3)])
-    bench.worker.run()
+    bench = Bench.worked(tmp_path, [lease(1), lease(2), lease(3)])
     assert bench.shelf.engine.calls == [[1, 3], [2]]  # one call per size
     for submission in bench.hub.submitted:
         proof = lease(submission.unit).proof
@@ -83,8 +82,7 @@ def test_a_run_that_does_not_know_its_kind_ends_it_with_the_hubs_sentence(tmp_pa
 
 
 def test_a_policy_that_cannot_be_had_gives_its_leases_back_and_work_goes_on(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1, version=1), lease(2)], [lease(3)], v1=VersionNotFound("nobody has it"))
-    bench.worker.run()
+    bench = Bench.worked(tmp_path, [lease(1, version=1), lease(2)], [lease(3)], v1=VersionNotFound("nobody has it"))
     assert bench.units == [2, 3]
     assert bench.shelf.engine.calls == [[2], [3]]  # the oldest policy first
     [release] = bench.hub.released
@@ -94,14 +92,12 @@ def test_a_policy_that_cannot_be_had_gives_its_leases_back_and_work_goes_on(tmp_
 
 
 @pytest.mark.parametrize(("version", "requests", "released"), [(0, 0, []), (1, 1, [("lease-1", "lease-2")])])
-def test_other_weights_than_promised_end_it_and_give_everything_back(
-    tmp_path: Path, version: int, requests: int, released: list[tuple[str, ...]]
-) -> None:
+def test_other_weights_than_promised_end_it_and_give_everything_back(tmp_path, version, requests, released):
     wrong: Any = {f"v{version}": PolicyMismatch("another digest")}
     bench = Bench(tmp_path, [lease(1, version=version), lease(2, version=version)], **wrong)
     with pytest.raises(PolicyMismatch):
         bench.worker.run()
-    assert (len(bench.hub.requests), [release.leases for release in bench.hub.released]) == (requests, released)
+    assert (len(bench.hub.requests), bench.released) == (requests, released)
 
 
 def test_a_finished_run_is_left_without_fetching_its_last_policy(tmp_path: Path) -> None:
@@ -116,11 +112,7 @@ def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(tmp_
     bench = Bench(tmp_path, [lease(1)])
     bench.hub.policy = None
     asked_before: list[int] = []
-
-    def loading() -> None:
-        asked_before.append(len(bench.hub.requests))
-
-    bench.shelf.before_get = loading
+    bench.shelf.before_get = lambda: asked_before.append(len(bench.hub.requests))
     thread = threading.Thread(target=bench.worker.run)
     thread.start()
     assert eventually(lambda: len(bench.hub.beats) > 3)
@@ -159,40 +151,28 @@ def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_unti
 @pytest.mark.parametrize(
     ("failure", "expected", "hint"),
     [
-        (
-            ResourceError("one completion does not fit"),
-            ResourceError,
-            r"elsewhere or in another format \(--device, --dty",
-        ),
+        (ResourceError("too large"), ResourceError, r"elsewhere or in another format \(--device, --dty"),
         (RuntimeError("device-side assert"), ResourceError, "doctor --selftest"),
         (ValueError("token 500 is outside"), ProtocolError, "do not fit policy"),
     ],
 )
-def test_an_engine_that_fails_gives_everything_back_and_says_what_to_do(
-    tmp_path: Path, failure: Exception, expected: type[Exception], hint: str
-) -> None:
+def test_an_engine_that_fails_gives_everything_back_and_says_what_to_do(tmp_path, failure, expected, hint):
     bench = Bench(tmp_path, [lease(1), lease(2)])
     bench.shelf.engine.failure = failure
     with pytest.raises(expected, match=hint):
         bench.worker.run()
-    assert bench.hub.released[0].leases == ("lease-1", "lease-2")
+    assert bench.released[0] == ("lease-1", "lease-2")
 
 
-def test_a_lease_that_has_run_out_is_not_begun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_lease_that_ran_out_is_not_begun_unless_its_deadline_was_moved(tmp_path: Path, moved: bool) -> None:
     bench = Bench(tmp_path, [lease(1, lasts_ms=0), lease(2)])
+    if moved:
+        bench.hub.deadlines = {"lease-1": lease(1, lasts_ms=0).deadline_ms + 60_000}
+        reply = HeartbeatReply(node=bench.hub.view, deadlines=bench.hub.deadlines)
+        bench.shelf.before_get = lambda: bench.worker._hear(reply)
     bench.worker.run()
-    assert bench.units == [2]
-    assert [release.leases for release in bench.hub.released] == [("lease-1",)]
-
-
-def test_a_lease_whose_deadline_the_hub_has_moved_is_still_done(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1, lasts_ms=0)])
-    renewed = {"lease-1": lease(1, lasts_ms=0).deadline_ms + 60_000}
-    bench.hub.deadlines = renewed
-    bench.shelf.before_get = lambda: bench.worker._hear(HeartbeatReply(node=bench.hub.view, deadlines=renewed))
-    bench.worker.run()
-    assert bench.units == [1]
-    assert bench.hub.released == []
+    assert (bench.units, bench.released) == (([1, 2], []) if moved else ([2], [("lease-1",)]))
 
 
 def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_path: Path) -> None:
@@ -235,23 +215,21 @@ def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path
     assert bench.worker.activity.heartbeat().progress == {}, "what is handed in is over"
 
 
-def test_a_suspended_worker_waits_and_goes_on(tmp_path: Path, caplog: Logs) -> None:
-    bench = Bench(tmp_path)
+def test_a_suspended_worker_waits_and_resumes(tmp_path: Path, caplog: Logs) -> None:
+    bench = Bench(tmp_path, [lease(1)])
     active = bench.hub.view
-
-    def lifted() -> list[Lease]:
-        bench.hub.view = active
-        return [lease(2)]
-
-    bench.hub.view = active.model_copy(
-        update={"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 5}
-    )
+    changes = {"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 5}
+    bench.hub.view = active.model_copy(update=changes)
 
     def still_out() -> list[Lease]:
         assert eventually(lambda: "is suspended" in caplog.text)
         return []
 
-    bench.hub.replies = [[lease(1)], still_out, lifted]
+    def lifted() -> list[Lease]:
+        bench.hub.view = active
+        return [lease(2)]
+
+    bench.hub.replies += [still_out, lifted]
     bench.worker.run()
     assert bench.units == [1, 2], "what it held was handed in, and it got more when the time was over"
 
@@ -268,12 +246,11 @@ def test_what_is_no_number_is_given_back_and_not_handed_in(tmp_path: Path, caplo
 
 
 def test_a_machine_that_computes_no_numbers_at_all_ends_with_what_to_do(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1)], [lease(1)], [lease(1)], [lease(1)])
+    bench = Bench(tmp_path, *[[lease(1)]] * 4)
     bench.shelf.engine.broken = {1: np.nan}
     with pytest.raises(ResourceError, match="another device or number format"):
         bench.worker.run()
-    assert [release.leases for release in bench.hub.released] == [("lease-1",)] * 3
-    assert bench.units == []
+    assert (bench.units, bench.released) == ([], [("lease-1",)] * 3)
 
 
 def dialogue_lease(unit: int, tool: str) -> Lease:
@@ -285,8 +262,7 @@ def dialogue_lease(unit: int, tool: str) -> Lease:
 def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setitem(TOOLS, "count", lambda turns: "\n" * len(turns))  # type: ignore[misc]
     of = dialogue_lease(1, "count")
-    bench = Bench(tmp_path, [of, lease(2), dialogue_lease(3, "count")])
-    bench.worker.run()
+    bench = Bench.worked(tmp_path, [of, lease(2), dialogue_lease(3, "count")])
     assert bench.units == [1, 2, 3]
     spoken = {submission.unit: submission.rollouts for submission in bench.hub.submitted}
     assert any(rollout.given for rollout in spoken[1])
@@ -303,16 +279,14 @@ def test_a_lease_with_a_tool_that_it_does_not_have_ends_it_and_gives_everything_
     bench = Bench(tmp_path, [dialogue_lease(1, "aba\ncus"), lease(2)])
     with pytest.raises(ConfigError, match=r"the tool 'aba\\ncus', which this shoal does not have"):
         bench.worker.run()
-    assert bench.hub.released[0].leases == ("lease-1", "lease-2")
+    assert bench.released[0] == ("lease-1", "lease-2")
 
 
 @pytest.mark.parametrize(
     ("profile", "chosen", "ends"),
     [("torch/cpu/bfloat16", True, True), ("torch/cpu/bfloat16", False, False), ("torch/cpu/float32", True, False)],
 )
-def test_a_worker_without_work_chooses_again_if_the_run_does_not_take_its_kind(
-    tmp_path: Path, profile: str, chosen: bool, ends: bool
-) -> None:
+def test_a_worker_without_work_chooses_again_if_the_run_does_not_take_its_kind(tmp_path, profile, chosen, ends):
     """The hub's run takes float32 alone. A number format that its owner asked for stays."""
     bench = Bench(tmp_path, [], [], profile=profile, chosen=chosen)
     with pytest.raises(NotTaken) if ends else nullcontext():
@@ -321,12 +295,9 @@ def test_a_worker_without_work_chooses_again_if_the_run_does_not_take_its_kind(
 
 
 def long_lease(prompt: int, seeds: int) -> Lease:
-    return Lease(
-        run="r-000000000000", lease="l", node="n" * 32, unit=1, attempt=0, task="t", prompt_ids=(5,) * prompt,
-        policy=PolicyRef(incarnation=0, version=0, digest="0" * 64), seeds=tuple(f"{i:016x}" for i in range(seeds)),
-        sampling=SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_id=1), environment_digest="e" * 64,
-        issued_at_ms=0, deadline_ms=1,
-    )  # fmt: skip
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_id=1)
+    sizes = {"prompt_ids": (5,) * prompt, "seeds": tuple(f"{i:016x}" for i in range(seeds))}
+    return lease(1).model_copy(update={"sampling": sampling, **sizes})
 
 
 class Small(ScriptedEngine):
@@ -345,20 +316,105 @@ def test_as_many_units_as_fit_into_memory_together() -> None:
 
 @pytest.mark.parametrize(
     ("took_s", "most", "hard_ms", "units"),
-    [
-        (20.0, 9, 0, 2),
-        (45.0, 9, 0, 1),
-        (300.0, 9, 0, 1),
-        (9.0, 9, 0, 4),
-        (0.0, 9, 0, 4),
-        (60.0, 9, 240_000, 3),
-        (9.0, 3, 0, 3),
-    ],
+    [(20, 9, 0, 2), (45, 9, 0, 1), (300, 9, 0, 1), (9, 9, 0, 4), (0, 9, 0, 4), (60, 9, 240_000, 3), (9, 3, 0, 3)],
 )
-def test_it_asks_for_as_many_groups_as_fit_into_a_lease_and_into_memory(
-    tmp_path: Path, took_s: float, most: int, hard_ms: int, units: int
-) -> None:
+def test_it_asks_for_as_many_groups_as_fit_into_a_lease_and_into_memory(tmp_path, took_s, most, hard_ms, units):
     """60 s for a lease (one that is renewed lasts until its hard deadline), three quarters of them planned with."""
     worker = Bench(tmp_path).worker
     worker._size_up([lease(1).model_copy(update={"hard_deadline_ms": hard_ms})], took_s, most)
     assert worker._units == units
+
+
+# How it ends and waits: stops, bans, a finished run, refusals, a hub that is away, a full outbox
+
+
+def test_a_stop_gives_back_what_was_not_begun_and_sends_what_was_done(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(2)])
+
+    def stop_after_leasing() -> list[Lease]:
+        bench.stop.set("SIGTERM")
+        return [lease(3), lease(4)]
+
+    bench.hub.replies.append(stop_after_leasing)
+    bench.worker.run()
+    assert bench.units == [1, 2]
+    assert bench.hub.released == [LeaseRelease(leases=("lease-3", "lease-4"), reason="SIGTERM")]
+
+
+def test_a_stop_while_the_hub_is_away_keeps_the_outbox_for_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "STOP_FLUSH_S", 0.0)
+    bench = Bench(tmp_path, [lease(1)])
+    bench.hub.refusals[1] = DeadlineExceeded("stopped")
+    bench.hub.replies.append(lambda: bench.stop.set("SIGTERM") or [])
+    bench.worker.run()
+    assert bench.units == []
+    again = Bench(tmp_path)
+    again.worker.run()
+    assert again.units == [1]
+    assert again.waiting == []
+
+
+@pytest.mark.parametrize("route", ["lease", "heartbeat", "upload"])
+def test_being_shut_out_ends_it_and_leaves_the_outbox_to_other_runs(tmp_path: Path, route: str) -> None:
+    refusal = ShutOut(403, "node.banned", "this node is banned: x")
+    bench = Bench(tmp_path, [lease(1)], *([refusal] if route == "lease" else [[]] * 100_000))
+    other = lease(5).model_copy(update={"run": "other-000000000000"})
+    [group] = CountingEngine().generate([GenerationRequest(other.prompt_ids, other.seed_numbers, SAMPLING)])
+    elsewhere = submission_of(other, group, "scripted")
+    kept = bench.outbox.put(elsewhere)
+    if route == "upload":
+        bench.hub.refusals[1] = refusal
+    if route == "heartbeat":
+        bench.hub.view = bench.hub.view.model_copy(update={"state": NodeState.BANNED, "reason": "sampling.seed"})
+    sentence = r"banned this node: sampling\.seed" if route == "heartbeat" else "this node is banned: x"
+    with pytest.raises(ShutOut, match=sentence) as caught:
+        bench.worker.run()
+    assert caught.value.exit_code == 6
+    assert route != "upload" or bench.waiting == [1], "what was not taken stays"
+    assert bench.outbox.waiting("other-000000000000") == [kept]
+    assert kept.path.read_bytes() == pack(elsewhere)
+
+
+def test_a_finished_run_is_said_to_be_finished_with_what_it_earned(tmp_path, caplog):
+    caplog.set_level("INFO")
+    Bench.worked(tmp_path, [lease(1)])
+    nothing = "0 groups accepted, credit +0; in all 0 groups, credit 0"
+    waiting = "1 group not judged yet, which may still earn"
+    assert caplog.records[-1].message == f"the run is finished: {nothing}; {waiting}"
+    stopped = Bench(tmp_path)
+    stopped.stop.set("SIGTERM")
+    stopped.worker.run()
+    assert caplog.records[-1].message == f"this start: {nothing}"
+
+
+@pytest.mark.parametrize("status", [403, 404, 409, 410, 413, 422])
+def test_a_refused_group_is_given_up_and_work_continues(tmp_path: Path, status: int) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(2)], [lease(3)])
+    bench.hub.refusals[1] = HubRefused(status, "lease.late", "too late")
+    bench.worker.run()
+    assert bench.units == [2, 3]
+    assert bench.waiting == []
+    assert bench.worker.activity.heartbeat().counters["refused"] == 1
+
+
+def test_a_hub_that_is_gone_ends_it_and_keeps_the_work(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1)], *([[]] * 100_000))
+    bench.hub.refusals[1] = HubUnreachable("gone")
+    with pytest.raises(HubUnreachable):
+        bench.worker.run()
+    assert bench.waiting == [1]
+
+
+def test_a_full_outbox_pauses_work(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(loop, "OUTBOX_LIMIT", 2)
+    bench = Bench(tmp_path, [lease(1), lease(2), lease(3)], [lease(4)])
+    bench.hub.gate.clear()
+    thread = threading.Thread(target=bench.worker.run)
+    thread.start()
+    try:
+        assert eventually(lambda: any("hub to take" in beat.waiting_for for beat in bench.hub.beats))
+        assert len(bench.hub.requests) == 1
+    finally:
+        bench.hub.gate.set()
+        thread.join(30)
+    assert bench.units == [1, 2, 3, 4]

@@ -23,13 +23,13 @@ from pathlib import Path
 
 from shoal.errors import BroadcastError, UserError, VersionNotFound
 from shoal.protocol import PolicyRef
-from shoal.runtime.files import ensure_folder, resource_error, write_atomically
+from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import visible
 from shoal.shardcast import Downloader, DownloadSettings, Payload, Progress
 from shoal.shardcast.cast import Sources, Terminal, megabytes
-from shoal.shardcast.payload import copy_or_link
+from shoal.shardcast.payload import copy_or_link, reporting
 
 log = logging.getLogger(__name__)
 
@@ -140,12 +140,10 @@ class Delivery:
         self._remove_old({str(path) for path in targets})  # first: a file may have become a folder
         if targets == [target]:
             assert payload.path is not None
-            try:
+            with reporting("write", target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if not (target.exists() and target.samefile(payload.path)):
                     copy_or_link(payload.path, target)
-            except OSError as error:
-                raise resource_error("write", target, error) from error
         else:
             payload.export(target)
         stamps = {str(path): stamp for path in targets if (stamp := _stamp(path)) is not None}

@@ -24,9 +24,8 @@ from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Origin, OriginSettings, run_origin
 from shoal.shardcast.cast import Terminal, megabytes, say_commands
-from shoal.shardcast.content import chunk_of
-from shoal.shardcast.manifest import place_of, read_head, read_manifest
-from shoal.shardcast.tree import HEAD, manifest_key
+from shoal.shardcast.manifest import place_of, read_head
+from shoal.shardcast.tree import HEAD
 
 FIRST_VERSION = 1
 
@@ -122,18 +121,22 @@ def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
 def _publish(
     request: PublishRequest, content: Content, key: SigningKey, head: BroadcastHead | None, terminal: Terminal
 ) -> None:
-    name = _name(request, head)
-    if head is not None and _is_published(request.directory, content, key, head):
-        terminal.say(f"{name} version {head.policy.version} is published already, and nothing has changed since")
-        return None
-    version = FIRST_VERSION if head is None else head.policy.version + 1
+    """As the version after the newest, unless that is the same: starting the server again makes no new one."""
+    name, started_s = _name(request, head), time.monotonic()
     origin = Origin(request.directory, name, key, settings=OriginSettings(kept_versions=request.keep))
-    started_s = time.monotonic()
-    try:
-        with terminal.metered(f"publishing {request.path.name}") as report:
-            manifest = origin.publish(version, content, on_progress=report)
-    except PolicyMismatch:  # somebody else has just published it: this one is the next
-        return _publish(request, content, key, _head(request.directory, key), terminal)
+    version = FIRST_VERSION
+    if head is not None:  # and the next one if what was published has been damaged
+        version = head.policy.version + (place_of(head) not in origin.known())
+    while True:
+        try:
+            with terminal.metered(f"publishing {request.path.name}") as report:
+                manifest = origin.publish(version, content, on_progress=report)
+            break
+        except PolicyMismatch:  # somebody else may have published meanwhile, too
+            version += 1
+    if head is not None and manifest.policy == head.policy:
+        terminal.say(f"{name} version {version} is published already, and nothing has changed since")
+        return
     how = "".join(
         f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
         for delta in manifest.deltas[:1]
@@ -142,17 +145,6 @@ def _publish(
         f"published {name} version {version}: {megabytes(manifest.size_bytes)} in {time.monotonic() - started_s:.1f} s"
         f", digest {manifest.policy.digest}{how}"
     )
-    return None
-
-
-def _is_published(directory: Path, content: Content, key: SigningKey, head: BroadcastHead) -> bool:
-    """Whether this is the newest version once more: starting the server again makes no new one."""
-    try:
-        manifest = read_manifest((directory / manifest_key(place_of(head))).read_bytes(), head.run, key.public_key)
-    except (OSError, ManifestRefused):
-        return False
-    cut = content.cut(manifest.chunk_size_bytes)
-    return manifest.entries == content.entries and manifest.chunks == tuple(chunk_of(data) for data in cut)
 
 
 def _name(request: PublishRequest, head: BroadcastHead | None) -> str:
