@@ -15,7 +15,7 @@ from kit import Request
 from kit.storage import POLICY, apply, lease, leased, node, on_postgres, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
-from shoal.hub.state.commands import AddBatch, AddPolicy, AddShown, AddVerdict, Command, RaiseAlarm, Record, Save
+from shoal.hub.state.commands import AddBatch, AddPolicy, AddVerdict, Command, RaiseAlarm, Record, Save
 from shoal.hub.state.rows import LeaseState, Progress, ShownRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
 from shoal.hub.storage.tables import Outgoing
@@ -463,21 +463,21 @@ def test_what_was_shown_of_leases_is_kept_part_by_part(storage: Storage) -> None
         ShownRow("u0a0", 1, (64, 32), b"b"),
         ShownRow("u1a0", 0, (1, 0), b"c"),
     ]
-    apply(storage, *map(AddShown, parts))
+    apply(storage, *parts)
     with storage.read() as reader:
         assert reader.shown("u0a0") == parts[:2]
         assert reader.last_shown("u0a0") == parts[1]
         assert (reader.shown("u2a0"), reader.last_shown("u2a0")) == ([], None)
         assert [row.lease for row in reader.showing()] == ["u1a0", "u0a0"]
     with pytest.raises(StaleRow):
-        apply(storage, AddShown(replace(parts[1], body=b"other")))
+        apply(storage, replace(parts[1], body=b"other"))
     with pytest.raises(StaleRow):
-        apply(storage, AddShown(replace(parts[0], lease="u9a0")))
+        apply(storage, replace(parts[0], lease="u9a0"))
 
 
 def test_what_was_shown_is_dropped_after_the_lease_has_ended_and_its_submission_is_judged(storage: Storage) -> None:
     apply(storage, *leased(0), *leased(1), *leased(2))
-    apply(storage, *(AddShown(ShownRow(f"u{number}a0", part, (1,), b"x")) for number in range(3) for part in range(2)))
+    apply(storage, *(ShownRow(f"u{number}a0", part, (1,), b"x") for number in range(3) for part in range(2)))
     ended = [lease(0).to(LeaseState.EXPIRED, ended_at_ms=100), lease(1).to(LeaseState.SUBMITTED, ended_at_ms=100)]
     apply(storage, *(Save(row, LeaseState.ACTIVE) for row in ended), Save(submission(1), None))
     with storage.write() as transaction:

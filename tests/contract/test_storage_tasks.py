@@ -11,7 +11,7 @@ import pytest
 
 from kit import Request
 from kit.storage import apply, leased, node, on_postgres, submission
-from shoal.hub.state.commands import Command, Save, SaveTask
+from shoal.hub.state.commands import Command, Save
 from shoal.hub.state.rows import EvaluationRow, EvaluationState, Pool, TaskRow
 from shoal.hub.storage import SqliteStorage, StaleRow, Storage
 
@@ -40,9 +40,9 @@ def new(*rows: EvaluationRow) -> list[Command]:
 
 
 def test_a_tasks_row_is_written_over(storage: Storage) -> None:
-    apply(storage, SaveTask(EASY), SaveTask(TaskRow("math/2", 1, 0.5)))
+    apply(storage, EASY, TaskRow("math/2", 1, 0.5))
     hard = replace(EASY, groups=4, rate=1 / 3, solved=0, pool=Pool.HARD)
-    apply(storage, SaveTask(hard))
+    apply(storage, hard)
     with storage.read() as reader:
         assert reader.task_rows(["math/1", "math/3"]) == {"math/1": hard}, "to the last bit of its rate"
         assert reader.task_rows(["math/2", "math/3", "math/1"]) == {"math/1": hard, "math/2": TaskRow("math/2", 1, 0.5)}
@@ -50,15 +50,15 @@ def test_a_tasks_row_is_written_over(storage: Storage) -> None:
 
 
 def test_thousands_of_tasks_are_found_at_once(storage: Storage) -> None:
-    apply(storage, *[SaveTask(TaskRow(f"t/{number}", 1)) for number in range(1200)])
+    apply(storage, *[TaskRow(f"t/{number}", 1) for number in range(1200)])
     with storage.read() as reader:
         assert len(reader.task_rows([f"t/{number}" for number in range(0, 2400, 2)])) == 600
 
 
 def test_a_failed_transaction_leaves_pools_as_they_were(storage: Storage) -> None:
-    apply(storage, SaveTask(EASY))
+    apply(storage, EASY)
     with pytest.raises(StaleRow):
-        apply(storage, SaveTask(replace(EASY, pool=Pool.RETIRED)), *new(evaluation(0), evaluation(0)))
+        apply(storage, replace(EASY, pool=Pool.RETIRED), *new(evaluation(0), evaluation(0)))
     with storage.read() as reader:
         assert reader.task_rows(["math/1"]) == {"math/1": EASY}
         assert reader.pool_counts() == {"easy": 1}

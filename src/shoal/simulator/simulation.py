@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from shoal import protocol
@@ -11,13 +10,12 @@ from shoal.hub.changes import Topic
 from shoal.hub.state.batches import batch_digest
 from shoal.protocol import Outcome, SignedDocument, sign_document
 from shoal.protocol.verdict import Audit, AuditRequest
-from shoal.simulator.workers import RETRY_S, TOKENS, SimulatedWorker
-from shoal.simulator.world import RUN, HubDown, Scenario, SimulationResult, World
+from shoal.simulator.workers import TOKENS, SimulatedWorker
+from shoal.simulator.world import RUN, Scenario, SimulationResult, World
 
 
 def beat(world: World, node: str) -> None:
-    with suppress(HubDown):
-        world.hub.membership.heartbeat(world.signed_in(node), protocol.Heartbeat())
+    world.hub.membership.heartbeat(world.signed_in(node), protocol.Heartbeat())
     world.at(world.scenario.heartbeat_s, lambda: beat(world, node))
 
 
@@ -35,12 +33,8 @@ class SimulatedValidator:
 
     def ask(self) -> None:
         world = self._world
-        try:
-            request = AuditRequest(max_audits=world.scenario.claims)
-            reply = world.hub.checking.audits(world.signed_in(self.node), request)
-        except HubDown:
-            world.at(RETRY_S, self.ask)
-            return
+        request = AuditRequest(max_audits=world.scenario.claims)
+        reply = world.hub.checking.audits(world.signed_in(self.node), request)
         if not reply.audits:
             world.wait(Topic.AUDITS, self)
             return
@@ -50,11 +44,7 @@ class SimulatedValidator:
     def _report(self, verdicts: Sequence[SignedDocument]) -> None:
         if verdicts:
             report = protocol.VerdictReport(verdicts=tuple(verdicts))
-            try:
-                refused = self._world.hub.checking.verdicts(self._world.signed_in(self.node), report).refused
-            except HubDown:
-                self._world.at(RETRY_S, lambda: self._report(verdicts))
-                return
+            refused = self._world.hub.checking.verdicts(self._world.signed_in(self.node), report).refused
             self._world.counts["verdicts"] += len(verdicts) - len(refused)
             self._world.counts["verdicts refused"] += len(refused)
         self.ask()
@@ -89,27 +79,20 @@ class SimulatedTrainer:
     def arrive(self) -> None:
         self.node = self._world.register(self._key, "trainer")
         beat(self._world, self.node)
-        self._announce()
+        self._announce(0)
 
-    def _announce(self) -> None:
+    def _announce(self, version: int) -> None:
         world = self._world
-        ref = protocol.PolicyRef(incarnation=0, version=self._version, digest=f"{self._version:064x}")
+        ref = protocol.PolicyRef(incarnation=0, version=version, digest=f"{version:064x}")
         document = protocol.PolicyAnnouncement(run=RUN, policy=ref, created_at_ms=world.clock.now_ms())
-        try:
-            world.hub.training.announce(world.signed_in(self.node), sign_document(document, self._key))
-        except HubDown:
-            world.at(RETRY_S, self._announce)
-            return
+        world.hub.training.announce(world.signed_in(self.node), sign_document(document, self._key))
+        self._version = version
         if not self.finished:
             self.ask()
 
     def ask(self) -> None:
         step, world = self._version, self._world
-        try:
-            batch = world.hub.training.batch(world.signed_in(self.node), step).batch
-        except HubDown:
-            world.at(RETRY_S, self.ask)
-            return
+        batch = world.hub.training.batch(world.signed_in(self.node), step).batch
         if batch is None:
             world.wait(Topic.BATCHES, self)
             return
@@ -119,11 +102,7 @@ class SimulatedTrainer:
             world.counts["trainer deaths"] += 1
             world.at(world.scenario.train_s / 2, self.ask)
             return
-        world.at(world.scenario.train_s, self._trained)
-
-    def _trained(self) -> None:
-        self._version += 1
-        self._announce()
+        world.at(world.scenario.train_s, lambda: self._announce(step + 1))
 
 
 class Simulation:

@@ -9,6 +9,7 @@ arrive ─► ask ─┬─ leases ─► generating (heartbeats with progress) 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,25 +17,13 @@ from shoal.hub.changes import Topic
 from shoal.hub.service import retry
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import (
-    SUBMISSION_FORMAT,
-    Heartbeat,
-    LeaseRequest,
-    Receipt,
-    Rollout,
-    Submission,
-    pack,
-    pack_logprobs,
-    pack_tokens,
-    submission_digest,
-)
-from shoal.protocol.submission import ShownChunks, ShownProgress
-from shoal.simulator.world import HubDown, WorkerKind, World
+from shoal.protocol import Heartbeat, LeaseRequest, pack, submission
+from shoal.protocol.submission import Receipt, Rollout, ShownChunks, ShownProgress, pack_tokens, submission_digest
+from shoal.simulator.world import RETRY_S, HubDown, WorkerKind, World
 
-RETRY_S = 2.0
 TOKENS = 16
 _TOKENS, _PROOFS = pack_tokens(range(TOKENS)), bytes(4)
-_ROLLOUT = Rollout(tokens=_TOKENS, logprobs=pack_logprobs([-0.5] * TOKENS), finish="eos", proofs=_PROOFS)
+_ROLLOUT = Rollout(tokens=_TOKENS, logprobs=submission.pack_logprobs([-0.5] * TOKENS), finish="eos", proofs=_PROOFS)
 
 
 @dataclass
@@ -61,18 +50,13 @@ class SimulatedWorker:
 
     def arrive(self) -> None:
         world, crew = self._world, self._crew
-        try:
-            if not self.node:
-                number = world.counts["keys"]
-                world.counts["keys"] += 1
-                self.node = world.register(world.key(f"worker/{number}"))
-                self._submitted = 0
-                if crew.proven:
-                    world.prove(self.node)
-                self._row = world.known(self.node)
-        except HubDown:
-            world.at(RETRY_S, self.arrive)
-            return
+        if not self.node:
+            self.node = world.register(world.key(f"worker/{world.counts['keys']}"))
+            world.counts["keys"] += 1
+            self._submitted = 0
+            if crew.proven:
+                world.prove(self.node)
+        self._row = world.known(self.node)
         self._life += 1
         life = self._life
         world.at(world.about(crew.lives_s), lambda: self._die(life))
@@ -91,7 +75,7 @@ class SimulatedWorker:
             return
         self._world.at(self._world.scenario.heartbeat_s, lambda: self._beat(life))
         progress = self._progress()
-        try:
+        with suppress(HubDown, Refusal):  # the lease may have run out
             known = self._world.hub.membership.heartbeat(self._row, Heartbeat(progress=progress, counters={}))
             for name, tokens in progress.items() if known.node.on_probation else ():
                 work = self._work[name]
@@ -100,8 +84,6 @@ class SimulatedWorker:
                     chunks = [ShownChunks(index, 0, _TOKENS, _PROOFS) for index in range(work.shown, end)]
                     self._world.hub.showing.show(self._row, name, pack(ShownProgress(chunks), level=1))
                     work.shown = end
-        except (HubDown, Refusal):  # the lease may have run out
-            return
 
     def _progress(self) -> dict[str, int]:
         """Tokens so far of each lease: in proportion to the time that has passed."""
@@ -176,17 +158,14 @@ class SimulatedWorker:
         if life != self._life or work is None:
             return
         lease, policy = work.lease, work.lease["policy"]
-        submission = Submission(
-            format=SUBMISSION_FORMAT, run=lease["run"], node=lease["node"], lease=name, unit=lease["unit"],
+        made = submission.Submission(
+            format=submission.SUBMISSION_FORMAT, run=lease["run"], node=lease["node"], lease=name, unit=lease["unit"],
             incarnation=policy["incarnation"], version=policy["version"], policy_digest=policy["digest"],
             prompt=pack_tokens(lease["prompt_ids"]), rollouts=[_ROLLOUT] * len(lease["seeds"]), engine="simulated",
         )  # fmt: skip
-        body = pack(submission, level=1)
+        body = pack(made, level=1)
         try:
             status, signed = world.hub.work.submit(world.signed_in(self.node), name, body)
-        except HubDown:
-            world.at(RETRY_S, lambda: self._submit(name, life))
-            return
         except Refusal as refusal:
             world.counts[refusal.code] += 1
         else:

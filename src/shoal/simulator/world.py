@@ -99,6 +99,7 @@ class MemoryBlobs(dict[str, bytes]):
 
 
 TICK_S = 1.0
+RETRY_S = 2.0
 POLL_S = 20.0
 """A long poll that got nothing is made again after this time."""
 GATHER_S = 0.05
@@ -110,7 +111,7 @@ TOPICS = tuple(Topic)  # an enumeration is slow to go through, after every event
 
 
 class HubDown(Exception):
-    """The hub does not answer at the moment."""
+    """The hub does not answer at the moment. An action that meets this has changed nothing yet: it is done again."""
 
 
 class WaitingActor(Protocol):
@@ -181,7 +182,10 @@ class World:
             self.clock.advance((at_ms - self._now_ms) / 1000)
             self._now_ms = at_ms
             self.events += 1
-            action()
+            try:
+                action()
+            except HubDown:
+                self.at(RETRY_S, action)
             self._notice()
         return self.outcome()
 
@@ -247,6 +251,8 @@ class World:
     def _serve(self, topic: Topic) -> None:
         """Those who wait ask again, longest first; once some of a kind have asked in vain the others are not tried."""
         self._due.discard(topic)
+        if self._hub is None:
+            return  # they are served as soon as it is back
         waiting, self._waiting[topic] = self._waiting[topic], deque()
         in_vain: Counter[str] = Counter()
         skipped: list[WaitingActor] = []

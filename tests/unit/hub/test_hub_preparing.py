@@ -19,7 +19,7 @@ from shoal.errors import UnusableTask
 from shoal.hub import EvaluationPlan
 from shoal.hub.service import context
 from shoal.hub.service.drawing import MAKING_S
-from shoal.hub.state.commands import Refusal, SaveTask
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.draws import task_index
 from shoal.hub.state.rows import Pool, TaskRow
 from shoal.protocol import AuditReply, AuditRequest, EvaluationSlice, Lease, Outcome
@@ -161,7 +161,7 @@ def test_rows_that_change_after_the_tasks_were_made_count(tmp_path: Path) -> Non
     stage, slow = play(tmp_path, pools=PoolSettings(retire_after=1))
     stage.hub.work.drawing.prepare(0, 2)
     with stage.storage.write() as transaction:
-        transaction.apply([SaveTask(replace(TaskRow(own_task(0)), pool=Pool.RETIRED))])
+        transaction.apply([replace(TaskRow(own_task(0)), pool=Pool.RETIRED)])
     (lease,) = stage.lease(stage.workers[0], 1)
     assert lease.task != own_task(0)
     assert slow.encoded.count(lease.task) == 1

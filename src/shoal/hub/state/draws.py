@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import EnvironmentSetupError
-from shoal.hub.state.commands import Command, SaveTask, alarm
+from shoal.hub.state.commands import Command, alarm
 from shoal.hub.state.rows import Moment, Pool, PoolRules, TaskRow
 
 FEISTEL_ROUNDS = 6
@@ -145,7 +145,7 @@ def fold(rules: PoolRules, known: Mapping[str, TaskRow], results: Sequence[Resul
     rows = dict(known)
     for result in sorted(results, key=lambda each: each.unit):
         rows[result.task] = after(rules, rows.get(result.task), result)
-    return [SaveTask(row) for task, row in rows.items() if row != known.get(task)]
+    return [row for task, row in rows.items() if row != known.get(task)]
 
 
 def after(rules: PoolRules, row: TaskRow | None, result: Result) -> TaskRow:
