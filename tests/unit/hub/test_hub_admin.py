@@ -212,12 +212,6 @@ def test_every_order_that_changed_something_is_in_the_ledger_as_it_was_signed(be
         open_order(changed, RUN_ID, ROOT.public_key)
 
 
-def test_a_revoked_admin_gives_no_orders(bench: Bench, owner: Owner) -> None:
-    assert owner.order("revoke", key=ROOT, target=ADMIN.public_key).changed
-    assert code_of(owner.post(owner.request("pause"))) == (403, "admin.revoked")
-    assert owner.order("pause", key=ROOT).changed
-
-
 def test_certificates_are_the_roots_alone(bench: Bench, owner: Owner) -> None:
     key = SigningKey.from_seed(b"w" * 32)
     forged = certificate(key, "validator", signer=ADMIN)

@@ -262,4 +262,5 @@ def test_a_defect_is_counted_and_named_by_its_number(bench: Bench, monkeypatch: 
     answer = bench.http.get("/status")
     assert code_of(answer) == (500, "hub.defect")
     assert answer.headers["shoal-request"] in answer.json()["message"]
+    assert "of the test" not in answer.text, "what went wrong is for the log"
     assert metrics_of(bench)['shoal_hub_requests_total{method="GET",route="/status",status="500"}'] == 1

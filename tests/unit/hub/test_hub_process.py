@@ -196,14 +196,6 @@ class TestRestart:
         assert bench.batch(0) == batch
         bench.close()
 
-    def test_a_nonce_is_remembered(self, tmp_path: Path) -> None:
-        bench = Bench(tmp_path / "hub")
-        headers = sign_request(bench.alice.key, bench.alice.run, "POST", "/heartbeat", b"{}", bench.clock.now_ms())
-        ok(bench.http.post("/heartbeat", content=b"{}", headers=headers))
-        bench = bench.restarted()
-        assert code_of(bench.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
-        bench.close()
-
 
 CHILD = """
 import sys

@@ -87,15 +87,6 @@ class TestFailures:
             broken()
         assert bench.status().units["open"] == 0, "the lock was given back"
 
-    def test_a_defect(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        def defect() -> None:
-            raise ZeroDivisionError("oops")
-
-        monkeypatch.setattr(bench.hub.reporting, "status", defect)
-        answer = bench.http.get("/status")
-        assert code_of(answer) == (500, "hub.defect")
-        assert "oops" not in answer.text, "what went wrong is for the log"
-
     def test_upkeep_goes_on_after_a_failure(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         """The first tick after the patch fails, a later one still runs."""
         upkeep, calls, went_on = bench.hub.upkeep, [], threading.Event()

@@ -58,11 +58,6 @@ class TestClaims:
         assert [claim.row.unit for claim in claims] == [1, 2]
         assert {(claim.row.validator, claim.row.claimed_until_ms) for claim in claims} == {(VALIDATOR, NOW_MS + 30_000)}
 
-    def test_claims_that_ran_out_are_free_again(self) -> None:
-        late, early = submission(0, claimed_until_ms=NOW_MS), submission(1, claimed_until_ms=NOW_MS + 1)
-        (row,) = submissions_in(audits.expire([late, early], NOW_MS))
-        assert (row.unit, row.state, row.validator) == (0, SubmissionState.RECEIVED, None)
-
 
 class TestAccepted:
     def test_credit_ledger_and_unit_in_one_go(self) -> None:

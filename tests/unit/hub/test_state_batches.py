@@ -130,13 +130,6 @@ class TestSampledReward:
         assert batches.batch_digest(without) == batches.batch_digest(with_lost)
 
 
-def test_steps_in_order_and_not_past_the_end() -> None:
-    for step, next_step, code in ((1, 0, "batch.order"), (10, 10, "batch.finished")):
-        with pytest.raises(Refusal) as refusal:
-            choose([], step=step, next_step=next_step)
-        assert (refusal.value.status, refusal.value.code) == (409, code)
-
-
 def announce(new: Any, known: Any = None, standing: dict[str, Any] | None = None, **changes: Any) -> list[Any]:
     progress = Progress(**{"policy": policy(3), "next_step": 4, **changes})
     return batches.announce(moment(progress=progress), new, known, **(standing or {}))
@@ -153,12 +146,6 @@ class TestPolicies:
             1: UnitState.TRAINED,
         }
         assert leases_in(commands) == {}, "leases under the old version go on"
-
-    def test_the_same_again_changes_nothing_and_another_digest_is_refused(self) -> None:
-        assert announce(policy(3), known=policy(3)) == []
-        with pytest.raises(Refusal) as refusal:
-            announce(policy(3, digest="e" * 64), known=policy(3))
-        assert (refusal.value.status, refusal.value.code) == (409, "policy.digest")
 
     @pytest.mark.parametrize(
         ("new", "code"),
