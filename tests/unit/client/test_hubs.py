@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from fake_run import HUB, NODE, ROOT, STRANGER, ScriptedHub, TickingStop, answer, refusal, run_info, signed
+from fake_run import (
+    CERTIFICATES,
+    HUB,
+    NODE,
+    REPLY,
+    ROOT,
+    STRANGER,
+    Network,
+    ScriptedHub,
+    answer,
+    certificate,
+    lease,
+    refusal,
+    run_info,
+    signed,
+)
 from fake_run import key as key_of
 
 from shoal.client import ClientOptions, HubClient
 from shoal.client.hubs import FIRST_REST_S, LONGEST_REST_S, Hubs
 from shoal.client.trust import one_run, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
-from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, SignedDocument, fingerprint
+from shoal.protocol import Heartbeat, fingerprint
 from shoal.runtime.clock import Backoff, ManualClock
 from shoal.runtime.targets import Nearness, Reach
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
-REPLY = HeartbeatReply(node=NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE))
 
 
 def hubs_of(*urls: str) -> tuple[Hubs, ManualClock]:
@@ -101,37 +115,17 @@ def test_join_urls_of_one_run_are_put_together_and_of_two_refused() -> None:
 # ── through a client ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Network:
-    """Hubs at made-up addresses. One that is down refuses connections; what was asked where is written down."""
-
-    def __init__(self, **infos: SignedDocument) -> None:
-        self.infos = {f"{name}": info for name, info in infos.items()}
-        self.down: set[str] = set()
-        self.broken: set[str] = set()
-        self.asked: list[str] = []
-        self.clock = ManualClock()
-        self.stop = TickingStop(self.clock)
-
-    def handle(self, request: httpx.Request) -> httpx.Response:
-        host = request.url.host
-        self.asked.append(f"{host}{request.url.path}")
-        if host in self.down:
-            raise httpx.ConnectError("connection refused", request=request)
-        if host in self.broken:
-            return refusal(503, "hub.failed", "the disk is full")
-        return answer(self.infos[host]) if request.url.path == "/run" else answer(REPLY)
-
-    def client(self, *urls: str, pinned: str | None = None, patience_s: float = 60.0) -> HubClient:
-        options = ClientOptions(patience_s=patience_s, backoff=Backoff(0.1, 5.0))
-        http = httpx.Client(transport=httpx.MockTransport(self.handle))
-        return HubClient(urls, NODE, self.stop, pinned, http, self.clock, options)
-
-
 HONEST = signed(run_info())
 OTHER_RUN = run_id("demo", fingerprint(STRANGER.public_key))
 
 
-@pytest.mark.parametrize("fail", [lambda net, host: net.down.add(host), lambda net, host: net.broken.add(host)])
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda net, host: net.down.add(host),
+        lambda net, host: net.broken.update({host: refusal(503, "hub.failed", "full")}),
+    ],
+)
 def test_when_a_hub_fails_the_next_is_asked_at_once_after_it_has_shown_the_same_run(fail):
     net = Network(a=HONEST, b=HONEST)
     client = net.client(A, B)
@@ -218,8 +212,6 @@ NEW_HUB = key_of(9)
 
 
 def test_a_rotated_key_is_learnt_by_asking_once_more_and_a_revoked_one_is_not_trusted_again() -> None:
-    from fake_run import CERTIFICATES, certificate, lease
-
     hub = ScriptedHub()
     client = hub.client(fingerprint(ROOT.public_key))
     assert client.open_lease(signed(lease())).unit == 7
@@ -237,8 +229,6 @@ def test_a_rotated_key_is_learnt_by_asking_once_more_and_a_revoked_one_is_not_tr
 
 
 def test_strange_signatures_do_not_make_it_ask_all_the_time() -> None:
-    from fake_run import lease
-
     net = Network(a=HONEST)
     client = net.client(A)
     for _ in range(5):
