@@ -12,6 +12,9 @@ Here: short names for the types of pytest's own fixtures.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
 
 Capture = pytest.CaptureFixture[str]
@@ -19,3 +22,11 @@ Logs = pytest.LogCaptureFixture
 Patch = pytest.MonkeyPatch
 Request = pytest.FixtureRequest
 TempPaths = pytest.TempPathFactory
+
+
+def eventually(condition: Callable[[], bool], what: str = "the condition", within_s: float = 20.0) -> None:
+    """Wait until it is so."""
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, f"never saw: {what}"
+        time.sleep(0.005)

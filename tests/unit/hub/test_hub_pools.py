@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kit.hub import make_config
+from kit.hub import FakeEnvironment, Lazy, make_config
 from kit.machine import Play
 from kit.state import moment
-from shoal.environments import Score, Split, Task
+from shoal.environments import Split, Task
 from shoal.environments.settings import PoolSettings
 from shoal.errors import ConfigError, UnusableTask
 from shoal.hub.service import Hub
@@ -32,35 +32,22 @@ POOLS = PoolSettings(retire_after=2, easy_share=0.25, hard_share=0.5)
 RUN = {"steps": 6, "groups_per_step": 3, "group_size": 4}
 
 
-class Rows(Sequence[Task]):
+class RowEnvironment(FakeEnvironment):
     """Tasks of which some rows are bad."""
 
-    def __init__(self, count: int, bad: frozenset[int]) -> None:
+    def __init__(self, count: int = 12, bad: frozenset[int] = frozenset()) -> None:
         self._count, self._bad = count, bad
 
-    def __len__(self) -> int:
-        return self._count
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return Lazy(self._count if split == "train" else 0, self._row)
 
-    def __getitem__(self, index: int) -> Task:  # type: ignore[override]
+    def task(self, task_id: str) -> Task:
+        return self._row(int(task_id.removeprefix("row-")))
+
+    def _row(self, index: int) -> Task:
         if index in self._bad:
             raise UnusableTask(f"row {index} has no prompt")
         return Task(f"row-{index}", "" if index == 0 else f"{index}=", "")
-
-
-class RowEnvironment:
-    name, digest = "rows", "ab" * 32
-
-    def __init__(self, count: int = 12, bad: frozenset[int] = frozenset()) -> None:
-        self._rows = Rows(count, bad)
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        return self._rows if split == "train" else []
-
-    def task(self, task_id: str) -> Task:
-        return self._rows[int(task_id.removeprefix("row-"))]
-
-    def score(self, task: Task, completion: str) -> Score:
-        raise NotImplementedError
 
 
 def solved(salt: int, task: str, unit: int) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit import eventually
 from kit.hub import (
     HUB,
     TRAINER,
@@ -103,9 +104,7 @@ def test_stopping_answers_what_is_in_flight_and_is_quick(tmp_path: Path) -> None
         body = LeaseRequest(request=fresh_request(), wait_s=30)
         poll = threading.Thread(target=lambda: answers.append(worker.call("POST", "/leases", body)))
         poll.start()
-        deadline = time.monotonic() + 10
-        while not httpx.get(f"{running.url}/status").json()["waits"]:
-            assert time.monotonic() < deadline
+        eventually(lambda: httpx.get(f"{running.url}/status").json()["waits"])
         assert running.end() < 6
         poll.join(10)
     assert [answer.status_code for answer in answers] == [200]
@@ -252,7 +251,7 @@ def test_receipts_survive_kill_nine_and_sigterm_ends_cleanly(tmp_path: Path) -> 
 
         thread = threading.Thread(target=submit_all)
         thread.start()
-        _until(lambda: len(receipts) >= 5)
+        eventually(lambda: len(receipts) >= 5)
         assert child.end(signal.SIGKILL) == -signal.SIGKILL
         thread.join(20)
     assert 5 <= len(receipts) <= 32
@@ -274,13 +273,6 @@ def test_receipts_survive_kill_nine_and_sigterm_ends_cleanly(tmp_path: Path) -> 
 def _announce(trainer: Actor) -> None:
     document = PolicyAnnouncement(run=trainer.run, policy=policy(0), created_at_ms=0)
     ok(trainer.call("POST", "/policies", sign_document(document, trainer.key)))
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_idle_sockets_of_strangers_take_no_upload_slot(tmp_path: Path) -> None:
