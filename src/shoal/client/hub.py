@@ -24,9 +24,7 @@ from shoal.client.hubs import Hubs
 from shoal.client.transport import Call, ClientOptions, Known, Transport, parsed
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
-from shoal.protocol.codec import pack, unpack
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.signing import SignedDocument, document_hash, open_document
+from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, unpack
 from shoal.protocol.submission import ProgressReply, ShownProgress, submission_digest
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken

@@ -24,12 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import LedgerError, LedgerForked, ProtocolError
-from shoal.protocol.identity import fingerprint
-from shoal.protocol.node import Role, RoleCertificate
-from shoal.protocol.policy import LedgerHead, PolicyManifest
+from shoal.protocol import LedgerEntry, LedgerHead, PolicyManifest, Receipt, Role, RoleCertificate, fingerprint
 from shoal.protocol.signing import Message, SignedDocument, canonical_json, open_document
-from shoal.protocol.status import LedgerEntry
-from shoal.protocol.submission import Receipt
 
 GENESIS = "0" * 64  # what stands in for the hash before entry 0
 EVIDENCED = ("credit", "pending", "rejected")  # kinds of entries that point to signed documents

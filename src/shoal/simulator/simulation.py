@@ -8,8 +8,7 @@ from pathlib import Path
 from shoal import protocol
 from shoal.hub.changes import Topic
 from shoal.hub.state.batches import batch_digest
-from shoal.protocol import Outcome, SignedDocument, sign_document
-from shoal.protocol.verdict import Audit, AuditRequest
+from shoal.protocol import Audit, AuditRequest, Outcome, SignedDocument, sign_document
 from shoal.simulator.workers import TOKENS, SimulatedWorker
 from shoal.simulator.world import RUN, Scenario, SimulationResult, World
 

@@ -28,10 +28,7 @@ from shoal.hub.service import Hub
 from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
 from shoal.hub.storage import SqliteStorage
-from shoal.protocol.batch import Batch
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.node import Registration, Role, RoleCertificate
-from shoal.protocol.signing import sign_document
+from shoal.protocol import Batch, Registration, Role, RoleCertificate, SigningKey, sign_document
 from shoal.protocol.submission import Receipt, submission_digest
 from shoal.runtime.clock import ManualClock
 

@@ -10,10 +10,8 @@ import httpx
 
 from shoal.client import ClientOptions, HubClient
 from shoal.client.trust import run_id
-from shoal.protocol.identity import SigningKey, fingerprint
-from shoal.protocol.lease import Lease, SamplingParameters
+from shoal.protocol import Lease, PolicyRef, Problem, SamplingParameters, SigningKey, fingerprint
 from shoal.protocol.node import HeartbeatReply, NodeState, NodeView, RoleCertificate, RunInfo
-from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import (
     Document,
     Message,
@@ -23,7 +21,6 @@ from shoal.protocol.signing import (
     verify_body,
     verify_request,
 )
-from shoal.protocol.status import Problem
 from shoal.runtime.clock import Backoff, ManualClock
 from shoal.runtime.stop import StopToken
 

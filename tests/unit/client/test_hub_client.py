@@ -37,13 +37,9 @@ from shoal.errors import (
     ShutOut,
     SignatureError,
 )
-from shoal.protocol.codec import pack
-from shoal.protocol.identity import SigningKey, fingerprint
-from shoal.protocol.lease import LeaseReply, LeaseRequest
+from shoal.protocol import LeaseReply, LeaseRequest, Problem, Receipt, SigningKey, fingerprint, pack, submission_digest
 from shoal.protocol.node import PROTOCOL_VERSION, Heartbeat, HubClock
 from shoal.protocol.signing import Document, SignedDocument, sign_values
-from shoal.protocol.status import Problem
-from shoal.protocol.submission import Receipt, submission_digest
 from shoal.protocol.verdict import SubmissionBodies
 
 BODY = b"a packed submission"

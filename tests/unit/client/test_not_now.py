@@ -13,9 +13,7 @@ from fake_run import NODE, REPLY, RUN, VIEW, Network, ScriptedHub, answer, refus
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.transport import LEAST_ATTEMPT_S
 from shoal.errors import HubRefused, HubUnreachable
-from shoal.protocol.lease import LeaseReply, LeaseRequest
-from shoal.protocol.node import Heartbeat, HeartbeatReply
-from shoal.protocol.submission import Receipt, submission_digest
+from shoal.protocol import Heartbeat, HeartbeatReply, LeaseReply, LeaseRequest, Receipt, submission_digest
 
 A, B = "http://a:1", "http://b:1"
 PERIOD_S = 5.0

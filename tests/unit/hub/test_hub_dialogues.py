@@ -9,9 +9,7 @@ import pytest
 
 from kit.hub import Bench, FakeEnvironment, fresh_request, ok, submission_body
 from shoal.environments import DialogueRule, Task
-from shoal.protocol.batch import TrainingBatch
-from shoal.protocol.codec import BodyLimits, unpack
-from shoal.protocol.lease import DialogueTerms
+from shoal.protocol import BodyLimits, DialogueTerms, TrainingBatch, unpack
 from shoal.protocol.submission import Rollout, pack_logprobs, pack_spans, pack_tokens
 
 

@@ -20,12 +20,8 @@ from kit.hub import (
     submission_body,
     worker_key,
 )
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.node import Registration
-from shoal.protocol.policy import PolicyAnnouncement
+from shoal.protocol import Outcome, PolicyAnnouncement, Registration, Severity, SigningKey, submission_digest
 from shoal.protocol.signing import canonical_json, sign_document, sign_request
-from shoal.protocol.submission import submission_digest
-from shoal.protocol.verdict import Outcome, Severity
 
 
 @pytest.fixture

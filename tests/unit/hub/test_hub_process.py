@@ -43,8 +43,7 @@ from shoal.hub import HubConfig, create_app, run_hub
 from shoal.hub.http import server
 from shoal.hub.settings import MAX_INFLATED_BYTES, MAX_SUBMISSION_BYTES
 from shoal.hub.storage import SqliteStorage
-from shoal.protocol.lease import MAX_PROMPT_TOKENS, LeaseRequest, ProofParameters
-from shoal.protocol.policy import PolicyAnnouncement
+from shoal.protocol import MAX_PROMPT_TOKENS, LeaseRequest, PolicyAnnouncement, ProofParameters
 from shoal.protocol.signing import SignedDocument, open_document, sign_document, sign_request
 from shoal.protocol.submission import Receipt, Rollout, Submission, submission_digest
 from shoal.runtime.clock import SystemClock

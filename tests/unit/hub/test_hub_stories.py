@@ -10,13 +10,9 @@ import pytest
 from kit.hub import HUB, RUN_ID, TRAINER, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
 from shoal.hub.service import reporting
 from shoal.ledger import fold
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.lease import Lease
-from shoal.protocol.node import Registration, Vouch
+from shoal.protocol import CheckResult, Lease, Outcome, Receipt, Registration, Severity, SigningKey, Verdict, Vouch
 from shoal.protocol.signing import SignedDocument, document_hash, open_document, sign_document, sign_values
 from shoal.protocol.status import EvidencePage, LedgerEntry, LedgerPage, NodeStory, RunStatus, UnitStory, behind
-from shoal.protocol.submission import Receipt
-from shoal.protocol.verdict import CheckResult, Outcome, Severity, Verdict
 
 ALICE, BOB = worker_key(1).node, worker_key(2).node
 FAILED: dict[str, Any] = {

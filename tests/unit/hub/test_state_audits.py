@@ -27,8 +27,7 @@ from shoal.hub.state import audits, nodes
 from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Refusal
 from shoal.hub.state.rows import LeaseState, NodeRow, Progress, SubmissionState, UnitState
-from shoal.protocol import NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
-from shoal.protocol.verdict import Branches
+from shoal.protocol import Branches, NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
 
 VALIDATOR = "f" * 32
 SIGNED = '{"kind": "verdict"}'

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kit.evidence import ALICE, BOB, HUB, JUDGE, STRANGER, Book, certificate, check, honest, submission
 from shoal.errors import LedgerError, LedgerForked
-from shoal.protocol import Evidence, Outcome, SigningKey
-from shoal.protocol.signing import sign_values
+from shoal.protocol import Evidence, Outcome, SigningKey, sign_values
 
 HONEST = honest()
 

@@ -26,8 +26,7 @@ from shoal.hub.service import Context
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol.identity import node_id
-from shoal.protocol.node import HubClock, Registration, Role
+from shoal.protocol import HubClock, Registration, Role, node_id
 from shoal.protocol.signing import (
     MAX_SKEW_MS,
     RequestSignature,

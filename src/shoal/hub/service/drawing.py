@@ -25,8 +25,7 @@ from shoal.hub.state import draws
 from shoal.hub.state.commands import Command
 from shoal.hub.state.rows import Moment, UnitRow
 from shoal.hub.storage import Reader, StaleRow
-from shoal.protocol import DialogueTerms
-from shoal.protocol.lease import MAX_PROMPT_TOKENS
+from shoal.protocol import MAX_PROMPT_TOKENS, DialogueTerms
 
 log = logging.getLogger("shoal.hub")
 

@@ -15,9 +15,7 @@ from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, NodeRow, UnitState
 from shoal.hub.storage import Reader
 from shoal.hub.storage.reader import Rank
-from shoal.protocol.node import RunInfo
-from shoal.protocol.policy import LedgerHead
-from shoal.protocol.signing import SignedDocument, sign_document
+from shoal.protocol import LedgerHead, RunInfo, SignedDocument, sign_document
 from shoal.protocol.status import LedgerPage, RecentVerdict, RunStatus, Wait
 
 VERDICTS_SHOWN, VERDICTS_SEARCHED, REFUSALS_SHOWN = 20, 500, 100

@@ -22,8 +22,7 @@ from shoal.hub.state import draws, leases, submissions
 from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol.codec import BodyLimits, pack, unpack
-from shoal.protocol.submission import SHOWN_BYTES, ProgressReply, ShownPrefix, ShownProgress
+from shoal.protocol import SHOWN_BYTES, BodyLimits, ProgressReply, ShownPrefix, ShownProgress, pack, unpack
 from shoal.protocol.verdict import Audit, Outcome, Severity, Verdict
 
 SHOWN_LIMITS = BodyLimits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYTES)

@@ -19,8 +19,7 @@ from shoal.hub.state import audits, credits, leases
 from shoal.hub.state.nodes import HERE_MS
 from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, Moment
 from shoal.hub.storage import Reader
-from shoal.protocol import LedgerEntry
-from shoal.protocol.signing import MAX_SKEW_MS
+from shoal.protocol import MAX_SKEW_MS, LedgerEntry
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 

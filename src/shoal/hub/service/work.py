@@ -23,10 +23,7 @@ from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
 from shoal.ledger import head_of
-from shoal.protocol.codec import unpack
-from shoal.protocol.lease import Lease, LeaseRelease, LeaseReply, LeaseRequest
-from shoal.protocol.node import NodeState
-from shoal.protocol.signing import SignedDocument
+from shoal.protocol import Lease, LeaseRelease, LeaseReply, LeaseRequest, NodeState, SignedDocument, unpack
 from shoal.protocol.submission import SUBMISSION_FORMAT, Receipt, Submission, submission_digest
 from shoal.protocol.verdict import AuditRequest
 from shoal.runtime.crash import point

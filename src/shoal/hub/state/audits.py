@@ -38,8 +38,7 @@ from shoal.hub.state.rows import (
     UnitState,
 )
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
-from shoal.protocol import Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
-from shoal.protocol.verdict import Branches
+from shoal.protocol import Branches, Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
 
 DECIDED = "verdict.decided"
 PULLED = "node.failed"

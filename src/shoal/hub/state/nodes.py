@@ -23,8 +23,7 @@ from typing import Any
 from shoal.hub.state import reputation
 from shoal.hub.state.commands import Command, Record, Refusal, Save
 from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, NodeRow, Rules, UnitState
-from shoal.protocol import NodeState, Registration, Severity, SignedDocument, Tally, Verdict, node_id
-from shoal.protocol.node import Liveness
+from shoal.protocol import Liveness, NodeState, Registration, Severity, SignedDocument, Tally, Verdict, node_id
 
 CERTAIN_TO_BAN, STATISTICAL_TO_BAN = 1, 2
 SOFT_TO_SUSPEND, LAPSES_TO_SUSPEND = 4, 8

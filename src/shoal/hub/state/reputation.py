@@ -35,9 +35,7 @@ from dataclasses import replace
 
 from shoal.hub.state.commands import Command, RaiseAlarm, alarm
 from shoal.hub.state.rows import PROBATION_AUDITS, Moment, NodeRow, Rules
-from shoal.protocol import Depth, Outcome, Severity, Tally, Verdict
-from shoal.protocol.signing import Message
-from shoal.protocol.verdict import ENOUGH, FORGOTTEN, GainEvidence
+from shoal.protocol import ENOUGH, FORGOTTEN, Depth, GainEvidence, Message, Outcome, Severity, Tally, Verdict
 
 ALWAYS_UNTIL, LEAST = 10, 0.05
 FORGIVEN_AFTER = 1_000

@@ -21,8 +21,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Literal, Self
 
 from shoal.errors import ShoalError
-from shoal.protocol import Depth, NodeState, PolicyRef, Role, Tally
-from shoal.protocol.verdict import GainEvidence
+from shoal.protocol import Depth, GainEvidence, NodeState, PolicyRef, Role, Tally
 
 AuditPolicy = Literal["all", "reputation"]
 

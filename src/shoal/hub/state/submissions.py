@@ -31,8 +31,7 @@ from shoal.hub.state.rows import (
     UnitState,
 )
 from shoal.hub.state.units import is_entrusted
-from shoal.protocol import Depth, ProofParameters
-from shoal.protocol.submission import ShownChunks, ShownPrefix, shown_digest
+from shoal.protocol import Depth, ProofParameters, ShownChunks, ShownPrefix, shown_digest
 
 CREATED, SAME_AGAIN = 201, 200
 LATE = "lease.late"
