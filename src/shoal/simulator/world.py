@@ -97,8 +97,7 @@ class MemoryBlobs(dict[str, bytes]):
 
 TICK_S = 1.0
 RETRY_S = 2.0
-POLL_S = 20.0
-"""A long poll that got nothing is made again after this time."""
+POLL_S = 20.0  # a long poll that got nothing is made again after this time
 GATHER_S = 0.05
 IN_VAIN = {Topic.LEASES: 3, Topic.AUDITS: 1, Topic.BATCHES: 1}
 """So many in a row that get nothing stand for all others of their kind: their asks would only cost time. Of a kind of

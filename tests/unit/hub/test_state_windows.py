@@ -14,7 +14,7 @@ from shoal.hub.state import nodes, pacing
 from shoal.hub.state.commands import Record
 from shoal.hub.state.draws import permute, task_index, unit_seeds
 from shoal.hub.state.pacing import Tempo
-from shoal.hub.state.rows import UNIT_MOVES, IllegalMove, NodeRow, Progress, UnitState
+from shoal.hub.state.rows import IllegalMove, NodeRow, Progress, UnitRow, UnitState
 from shoal.protocol import NodeState
 
 RULES = rules(leases_per_node=64)
@@ -140,7 +140,7 @@ class TestMachines:
     def test_rows_move_by_the_tables_and_no_other_way(self) -> None:
         for source, target in product(UnitState, UnitState):
             row = unit(3, source)
-            if target in UNIT_MOVES.get(source, ()):
+            if target in UnitRow.MOVES.get(source, ()):
                 assert row.to(target).state == target
             else:
                 with pytest.raises(IllegalMove, match=f"3 cannot go from {source.value} to {target.value}"):

@@ -15,7 +15,7 @@ from shoal.hub.service.showing import Showing, unknown_submission
 from shoal.hub.service.work import Work
 from shoal.hub.state import audits, newcomers, pacing, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
-from shoal.hub.state.commands import Refusal
+from shoal.hub.state.commands import Refusal, alarm
 from shoal.hub.state.reputation import NEWER, STEERED, Suspicion
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow, SubmissionState
 from shoal.hub.storage import Reader, Writer
@@ -233,7 +233,9 @@ def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdic
         if after != before:
             transaction.put_setting(key, after.model_dump_json())
         if after.distrusted and not before.distrusted:
-            transaction.apply([reputation.gains_alarm(moment, whose)])
+            whom = "one owner" if whose == "its owner" else "newcomers"
+            message = f"tokens that pass only by the tolerance are chosen for their reward, by nodes of {whom}"
+            transaction.apply([alarm(moment, STEERED, message)])
 
 
 def _refused(submission: str, refusal: Refusal) -> RefusedVerdict:

@@ -30,12 +30,10 @@ from shoal.protocol import MAX_PROMPT_TOKENS, DialogueTerms
 log = logging.getLogger("shoal.hub")
 
 HELD_OUT = "held_out"
-MOST_NAMED = 1000
-"""Unusable tasks that are named in the log; after that they are only counted."""
+MOST_NAMED = 1000  # unusable tasks that are named in the log; after that they are only counted
 MOST_KEPT = 1024
 """Units whose prompts are kept: more than any request asks for, and those that are likely to be given out again."""
-MAKING_S = 2.0
-"""So long one request makes tasks; if it has not got all that it asked for by then, it gets fewer units."""
+MAKING_S = 2.0  # so long one request makes tasks; if it has not got all that it asked for by then, it gets fewer units
 
 
 class NotReady(StaleRow):

@@ -21,8 +21,7 @@ from shoal.protocol import NodeState, SignedDocument, status
 from shoal.runtime.text import count_of
 
 LEASES_SHOWN, RECENT_SHOWN, REFUSED_SHOWN, ENTRIES_SHOWN = 50, 20, 50, 200
-EARNINGS = ("credit", "pending")
-"""Kinds of entries that a node has by the thousand; its account sums them up."""
+EARNINGS = ("credit", "pending")  # kinds of entries that a node has by the thousand; its account sums them up
 
 
 class Stories:

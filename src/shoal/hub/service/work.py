@@ -30,8 +30,7 @@ from shoal.runtime.crash import point
 
 ENTRUSTED = 4
 """Units that a validator gets at once to generate: a batch worth an engine's while, and audits do not wait long."""
-AHEAD = 4
-"""How many requests' worth of tasks who was overtaken makes: others are likely to be overtaken just now, too."""
+AHEAD = 4  # how many requests' worth of tasks who was overtaken makes: others are likely to be overtaken just now, too
 
 
 class Work:

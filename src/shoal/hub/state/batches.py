@@ -32,8 +32,7 @@ from shoal.hub.state.rows import (
 from shoal.hub.state.units import VOID_INCARNATION, VOID_STALE
 from shoal.protocol import Batch, BatchGroup, PolicyRef, canonical_json
 
-NOBODY_ASKS = " (no unit is given out: no worker is asking)"
-"""Not said where the run's owner has ordered that none is."""
+NOBODY_ASKS = " (no unit is given out: no worker is asking)"  # not said where the run's owner has ordered that none is
 
 
 def announce(

@@ -22,10 +22,8 @@ from shoal.hub.state.commands import Command, alarm
 from shoal.hub.state.rows import Moment, Pool, PoolRules, TaskRow
 
 FEISTEL_ROUNDS = 6
-MOST_DRAWN = 64
-"""Tasks that are drawn for a unit before it takes what there is."""
-RECENT = 0.5
-"""What the newest group weighs in the recent pass rate; the rest is the rate before it."""
+MOST_DRAWN = 64  # tasks that are drawn for a unit before it takes what there is
+RECENT = 0.5  # what the newest group weighs in the recent pass rate; the rest is the rate before it
 NO_TASK, EXHAUSTED = "tasks.unusable", "pools.exhausted"
 
 

@@ -22,8 +22,7 @@ from shoal.protocol import NodeState, PolicyRef
 FIRST_LEASE = 4
 """How often `lease_s` an unproven worker has at most for a lease: enough for a slow machine to show what it can do."""
 PACE_MARGIN = 2
-LONG_TRIES = 2
-"""First leases in a row that last long at once: a machine may be restarted in its first."""
+LONG_TRIES = 2  # first leases in a row that last long at once: a machine may be restarted in its first
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,8 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> LeasePlan:
     allowed = newcomers.room_for(moment, node, crowd)
     if allowed is not None and allowed < 1:
         return _crowded(moment, ask)
-    again = open_units if newcomers.may_try_again(moment, node, crowd) else ()
+    # what somebody else had before is not for newcomers while others ask
+    again = () if newcomers.is_bounded(moment, node, crowd) and crowd.asking else open_units
     room = pacing.room(rules, moment.progress)
     free = len(again) + room
     left = newcomers.left_by_turns(moment, node, crowd, free)

@@ -27,13 +27,10 @@ from shoal.protocol import Liveness, NodeState, Registration, Severity, SignedDo
 
 CERTAIN_TO_BAN, STATISTICAL_TO_BAN = 1, 2
 SOFT_TO_SUSPEND, LAPSES_TO_SUSPEND = 4, 8
-HERE_MS = 20_000
-"""Four heartbeats with ordinary settings. A worker that is not here any more loses its leases."""
-SILENT_MS = 300_000
-"""After this long a node is gone, not merely out of sight."""
+HERE_MS = 20_000  # four heartbeats with ordinary settings. A worker that is not here any more loses its leases.
+SILENT_MS = 300_000  # after this long a node is gone, not merely out of sight
 FIRST_PART = 4
-PACE_WEIGHT = 4
-"""The newest measurement counts a quarter in a node's pace."""
+PACE_WEIGHT = 4  # the newest measurement counts a quarter in a node's pace
 FIRST_MS, LONGEST_MS = 60_000, 24 * 60 * 60 * 1000
 OVER = "the suspension is over"
 

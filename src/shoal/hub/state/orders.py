@@ -29,8 +29,7 @@ CONDUCTS: Mapping[AdminVerb, Conduct] = {
 }  # fmt: skip
 PARTICIPLES = {AdminVerb.SUSPEND: "suspended", AdminVerb.BAN: "banned", AdminVerb.PARDON: "under no sanction"}
 SANCTIONS = frozenset(PARTICIPLES)
-REVOKED = "its key was revoked by the run's owner"
-"""Why a node is banned whose key is trusted for nothing any more."""
+REVOKED = "its key was revoked by the run's owner"  # why a node is banned whose key is trusted for nothing any more
 
 
 class Orders(Message):

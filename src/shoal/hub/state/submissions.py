@@ -35,8 +35,7 @@ from shoal.protocol import Depth, ProofParameters, ShownChunks, ShownPrefix, sho
 
 CREATED, SAME_AGAIN = 201, 200
 LATE = "lease.late"
-GROWTH = 2
-"""A lease that was looked at is looked at again when it has shown so many times as many tokens."""
+GROWTH = 2  # a lease that was looked at is looked at again when it has shown so many times as many tokens
 LEAST_PROOF_BYTES = 4
 
 
