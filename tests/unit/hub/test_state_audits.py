@@ -45,19 +45,6 @@ def judge(subject: VerdictCase, now: Any = None, rewards: tuple[float, ...] = (0
     return audits.judge(now or moment(), subject, ruling)
 
 
-class TestClaims:
-    def test_the_lowest_units_first_and_only_received_ones(self) -> None:
-        rows = [
-            submission(3, state=SubmissionState.RECEIVED),
-            submission(1, state=SubmissionState.RECEIVED),
-            submission(0, state=SubmissionState.AUDITING),
-            submission(2, state=SubmissionState.RECEIVED),
-        ]
-        claims = audits.claim(moment(), rows, VALIDATOR, 2)
-        assert [claim.row.unit for claim in claims] == [1, 2]
-        assert {(claim.row.validator, claim.row.claimed_until_ms) for claim in claims} == {(VALIDATOR, NOW_MS + 30_000)}
-
-
 class TestAccepted:
     def test_credit_ledger_and_unit_in_one_go(self) -> None:
         commands = judge(case())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -163,8 +163,7 @@ class TestPolicies:
 
     def test_a_new_incarnation_voids_what_is_in_no_batch(self) -> None:
         alive = [unit(0), unit(1, UnitState.LEASED), unit(2, UnitState.SUBMITTED), accepted(3)]
-        ended = replace(lease(8), state=LeaseState.EXPIRED)
-        standing = {"alive": alive, "leases": [lease(1), ended], "batched": [accepted(9, step=2), accepted(10, step=3)]}
+        standing = {"alive": alive, "leases": [lease(1)], "batched": [accepted(9, step=2), accepted(10, step=3)]}
         commands = announce(policy(3, incarnation=1), standing=standing)
         after = units_in(commands)
         assert {number: (after[number].state, after[number].reason) for number in range(4)} == dict.fromkeys(

@@ -67,8 +67,7 @@ class TestGrant:
 
 class TestExpiry:
     def test_overdue_leases_end_and_their_units_are_open_again(self) -> None:
-        late, early = held(0, deadline_ms=NOW_MS), held(1, deadline_ms=NOW_MS + 1)
-        commands = leases.expire(moment(), [late, early], {node(1).node: node(1)})
+        commands = leases.end(moment(), [held(0, deadline_ms=NOW_MS)], {node(1).node: node(1)})
         assert leases_in(commands) == {"u0a0": LeaseState.EXPIRED}
         (after,) = units_in(commands).values()
         # No failure of the unit: whoever sits on leases cannot void work.
@@ -142,7 +141,7 @@ class TestReceive:
         overtaken = Holding(held(0, deadline_ms=0).lease, unit(0, UnitState.VOID, attempt=1, reason="stale"))
         known = {node(1).node: node(1)}
         for commands in (
-            leases.expire(moment(), [overtaken], known),
+            leases.end(moment(), [overtaken], known),
             leases.release(moment(), node(1), [overtaken]),
             nodes.ban(node(1), "x", [overtaken], NOW_MS),
         ):

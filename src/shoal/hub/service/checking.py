@@ -56,13 +56,13 @@ class Checking:
         context, slice_ = self._context, None
         with context.decision() as (transaction, moment):
             orders = require_trusted(transaction, node.public_key)
-            transaction.apply(audits.expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
+            transaction.apply(audits.put_back(transaction.overdue_audits(moment.now_ms)))
             free = []
             if request.evaluate != "only":
-                claimed = transaction.claimed_by(node.node)
-                transaction.apply(audits.abandon(claimed, node.node, frozenset(request.left)))
+                lost = [row for row in transaction.claimed_by(node.node) if row.submission not in request.left]
+                transaction.apply(audits.put_back(lost))
                 free = self._next(transaction, moment, request.max_audits)
-            claims = audits.claim(moment, free, node.node, request.max_audits)
+            claims = audits.claim(moment, free, node.node)
             transaction.apply(claims)
             if evaluates:
                 wanted = request.evaluate != "idle" or not claims

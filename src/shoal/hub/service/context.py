@@ -152,7 +152,7 @@ class Context:
             if sweep and (exclusive or not self.storage.is_shared):
                 overdue = self.unspared(transaction.overdue_holdings(moment.now_ms), moment.now_ms)
                 if overdue:
-                    transaction.apply(leases.expire(moment, overdue, holders(transaction, overdue), self.absence))
+                    transaction.apply(leases.end(moment, overdue, holders(transaction, overdue), self.absence))
                     moment, swept = self.moment(transaction), True
             yield transaction, moment
         if swept:

@@ -137,7 +137,7 @@ class Upkeep:
             late_audits = reader.overdue_audits(now_ms)
         if late_leases or late_audits:
             with context.decision(sweep=True, exclusive=True) as (transaction, moment):
-                transaction.apply(audits.expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
+                transaction.apply(audits.put_back(transaction.overdue_audits(moment.now_ms)))
         late_slices = context.rules.evaluation is not None and self._evaluating.expire(now_ms)
         if late_audits or late_slices:
             context.changes.notify(Topic.AUDITS)

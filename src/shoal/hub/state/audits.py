@@ -19,7 +19,7 @@ What a failed audit does to the rest of its node's work: what nobody looked at c
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -45,26 +45,16 @@ PULLED = "node.failed"
 TASK_PART, JUDGE_PART = "task", "judge."
 
 
-def expire(submissions: Sequence[SubmissionRow], now_ms: int) -> list[Command]:
-    claimed = [row for row in submissions if row.state == SubmissionState.AUDITING]
-    return [_put_back(row) for row in claimed if (row.claimed_until_ms or 0) <= now_ms]
+def put_back(claimed: Iterable[SubmissionRow]) -> list[Save[SubmissionRow]]:
+    """Claims that ran out, or that a validator which asks for more has lost."""
+    return [Save(row.to(SubmissionState.RECEIVED, validator=None, claimed_until_ms=None), row.state) for row in claimed]
 
 
-def abandon(submissions: Sequence[SubmissionRow], validator: str, left: Container[str]) -> list[Command]:
-    """Put back what a validator that asks for more claimed before: it has lost it, but for those `left` for later."""
-    claimed = [row for row in submissions if row.state == SubmissionState.AUDITING and row.validator == validator]
-    return [_put_back(row) for row in claimed if row.submission not in left]
-
-
-def _put_back(row: SubmissionRow) -> Save[SubmissionRow]:
-    return Save(row.to(SubmissionState.RECEIVED, validator=None, claimed_until_ms=None), row.state)
-
-
-def claim(moment: Moment, waiting: Sequence[SubmissionRow], validator: str, count: int) -> list[Save[SubmissionRow]]:
-    """Give up to `count` received submissions to a validator, lowest unit first: batches need those first."""
-    free = sorted((row for row in waiting if row.state == SubmissionState.RECEIVED), key=lambda row: row.unit)
+def claim(moment: Moment, waiting: Iterable[SubmissionRow], validator: str) -> list[Save[SubmissionRow]]:
+    """Give received submissions to a validator, lowest unit first: batches need those first."""
     changes = {"validator": validator, "claimed_until_ms": moment.now_ms + moment.rules.audit_ms}
-    return [Save(row.to(SubmissionState.AUDITING, **changes), row.state) for row in free[:count]]
+    rows = sorted(waiting, key=lambda row: row.unit)
+    return [Save(row.to(SubmissionState.AUDITING, **changes), row.state) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -262,7 +252,7 @@ def audit_fully(waiting: Sequence[SubmissionRow], but: str) -> list[Command]:
     commands: list[Command] = []
     for row in waiting:
         if row.submission != but:
-            after = row if row.state != SubmissionState.AUDITING else _put_back(row).row
+            after = row if row.state != SubmissionState.AUDITING else put_back([row])[0].row
             commands.append(Save(replace(after, depth="full"), row.state))
     return commands
 

@@ -43,8 +43,8 @@ def announce(
     leases: Sequence[LeaseRow] = (),
     batched: Sequence[UnitRow] = (),
 ) -> list[Command]:
-    """`known` is what was announced before under this (incarnation, version), `batched` are the units in batches that
-    are not marked trained yet."""
+    """`known` is what was announced before under this (incarnation, version), `leases` are the active ones, `batched`
+    the units in batches that are not marked trained yet."""
     newest, now_ms, next_step = moment.progress.policy, moment.now_ms, moment.progress.next_step
     if known is not None:
         if known.digest != policy.digest:
@@ -61,10 +61,8 @@ def announce(
     body = {"incarnation": policy.incarnation, "version": policy.version, "digest": policy.digest}
     commands: list[Command] = [AddPolicy(policy, now_ms), Record("policy", body, now_ms)]
     if newest is not None and policy.incarnation > newest.incarnation:
-        active = [lease for lease in leases if lease.state == LeaseState.ACTIVE]
-        commands += [Save(lease.to(LeaseState.VOID, ended_at_ms=now_ms), lease.state) for lease in active]
-        void = [unit for unit in alive if unit.alive]
-        commands += [Save(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in void]
+        commands += [Save(lease.to(LeaseState.VOID, ended_at_ms=now_ms), lease.state) for lease in leases]
+        commands += [Save(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in alive]
     trained = [unit for unit in batched if unit.step is not None and unit.step < policy.version]
     return commands + [Save(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
 

@@ -158,14 +158,13 @@ def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) 
 
 
 def ban(node: NodeRow, reason: str, holdings: Sequence[Holding], now_ms: int) -> list[Command]:
-    """Ban a node; its active leases are void and their units open again, without counting as failures of the unit."""
+    """Ban a node; the active leases that it holds are void, and their units open again: no failures of theirs."""
     banned = node.to(NodeState.BANNED, reason=reason, until_ms=None)
     commands: list[Command] = [Save(banned, node.state), *_recorded(banned, now_ms)]
     for held in holdings:
-        if held.lease.node == node.node and held.lease.state == LeaseState.ACTIVE:
-            commands.append(Save(held.lease.to(LeaseState.VOID, ended_at_ms=now_ms), held.lease.state))
-            if held.unit.state is UnitState.LEASED:  # not too old meanwhile
-                commands.append(Save(held.unit.reopened(), held.unit.state))
+        commands.append(Save(held.lease.to(LeaseState.VOID, ended_at_ms=now_ms), held.lease.state))
+        if held.unit.state is UnitState.LEASED:  # not too old meanwhile
+            commands.append(Save(held.unit.reopened(), held.unit.state))
     return commands
 
 
