@@ -10,17 +10,11 @@ import httpx
 
 from shoal.client import ClientOptions, HubClient
 from shoal.client.trust import run_id
-from shoal.protocol import Lease, PolicyRef, Problem, SamplingParameters, SigningKey, fingerprint
+from shoal.protocol import Document, Lease, Message, PolicyRef, Problem, RequestSignature, SignedDocument, SigningKey
+from shoal.protocol.identity import fingerprint
+from shoal.protocol.lease import SamplingParameters
 from shoal.protocol.node import HeartbeatReply, NodeState, NodeView, RoleCertificate, RunInfo
-from shoal.protocol.signing import (
-    Document,
-    Message,
-    RequestSignature,
-    SignedDocument,
-    sign_document,
-    verify_body,
-    verify_request,
-)
+from shoal.protocol.signing import sign_document, verify_body, verify_request
 from shoal.runtime.clock import Backoff, ManualClock
 from shoal.runtime.stop import StopToken
 

@@ -6,37 +6,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import fake_run
 import httpx
 import pytest
-from fake_run import (
-    HUB,
-    NODE,
-    REPLY,
-    ROOT,
-    RUN,
-    STRANGER,
-    TRAINER,
-    VIEW,
-    ScriptedHub,
-    answer,
-    lease,
-    no_answer,
-    refusal,
-    run_info,
-    signed,
-)
+from fake_run import HUB, REPLY, RUN, STRANGER, VIEW, ScriptedHub, answer, lease, no_answer, refusal, run_info, signed
 
-from shoal import protocol
+from shoal import errors, protocol
 from shoal.client.transport import MIB
-from shoal.errors import (
-    CodecError,
-    DeadlineExceeded,
-    HubRefused,
-    HubUnreachable,
-    ProtocolError,
-    ShutOut,
-    SignatureError,
-)
+from shoal.errors import CodecError, HubRefused, HubUnreachable, ProtocolError, ShutOut, SignatureError
 from shoal.protocol import LeaseReply, LeaseRequest, Problem, Receipt, SigningKey, fingerprint, pack, submission_digest
 from shoal.protocol.node import PROTOCOL_VERSION, Heartbeat, HubClock
 from shoal.protocol.signing import Document, SignedDocument, sign_values
@@ -47,7 +24,7 @@ BODY = b"a packed submission"
 
 def receipt(**changes: object) -> Receipt:
     fields = {
-        "run": RUN, "node": NODE.node, "lease": "lease-1", "unit": 7, "submission": submission_digest(BODY),
+        "run": RUN, "node": fake_run.NODE.node, "lease": "lease-1", "unit": 7, "submission": submission_digest(BODY),
         "size_bytes": len(BODY), "received_at_ms": 1,
     }  # fmt: skip
     return Receipt(**{**fields, **changes})  # type: ignore[arg-type]
@@ -55,8 +32,8 @@ def receipt(**changes: object) -> Receipt:
 
 def test_requests_are_signed_for_the_run_over_path_query_and_body() -> None:
     hub = ScriptedHub(script=[answer(VIEW)])
-    assert hub.client(fingerprint(ROOT.public_key)).register("n", "worker", None) == VIEW
-    assert hub.verify(hub.requests[0]).node == NODE.node
+    assert hub.client(fingerprint(fake_run.ROOT.public_key)).register("n", "worker", None) == VIEW
+    assert hub.verify(hub.requests[0]).node == fake_run.NODE.node
     with pytest.raises(SignatureError):
         hub.verify(hub.requests[0], run="other-run")
 
@@ -100,7 +77,7 @@ def test_past_its_patience_it_says_where_how_long_and_what_to_do() -> None:
 def test_a_stop_ends_the_retries() -> None:
     hub = ScriptedHub(script=[no_answer] * 3)
     hub.stop.set("SIGTERM")
-    with pytest.raises(DeadlineExceeded, match="SIGTERM"):
+    with pytest.raises(errors.DeadlineExceeded, match="SIGTERM"):
         hub.client().register("n", "worker", None)
     assert len(hub.requests) == 1
 
@@ -134,7 +111,7 @@ def test_an_answer_that_cannot_be_read_is_an_error(content: bytes, error: type[E
 
 def test_the_run_is_fetched_once_and_verified() -> None:
     hub = ScriptedHub(script=[answer(REPLY), answer(REPLY)])
-    client = hub.client(fingerprint(ROOT.public_key))
+    client = hub.client(fingerprint(fake_run.ROOT.public_key))
     client.heartbeat(Heartbeat())
     hub.info = signed(run_info(), STRANGER)
     client.heartbeat(Heartbeat())
@@ -192,7 +169,13 @@ def wrong_clock(hub_ms: int, by: SigningKey = HUB, **changes: Any) -> Callable[[
     """A hub that refuses a request for its date, and says what time it is."""
 
     def refused(request: httpx.Request) -> httpx.Response:
-        fields = {"run": RUN, "node": NODE.node, "nonce": request.headers["shoal-nonce"], "now_ms": hub_ms, **changes}
+        fields = {
+            "run": RUN,
+            "node": fake_run.NODE.node,
+            "nonce": request.headers["shoal-nonce"],
+            "now_ms": hub_ms,
+            **changes,
+        }
         clock = signed(HubClock(**fields), by)
         return answer(Problem(code="auth.skew", message="the clock is off", clock=clock), 401)
 
@@ -232,7 +215,7 @@ NOW_MS, LATER_MS = ScriptedHub().clock.now_ms(), ScriptedHub().clock.now_ms() + 
         refusal(401, "auth.skew", "the clock is off", shoal_time=str(LATER_MS)),
         wrong_clock(NOW_MS),
         wrong_clock(LATER_MS, by=STRANGER),
-        wrong_clock(LATER_MS, by=TRAINER),
+        wrong_clock(LATER_MS, by=fake_run.TRAINER),
         wrong_clock(LATER_MS, nonce="n" * 24),
         wrong_clock(LATER_MS, node=STRANGER.node),
         wrong_clock(LATER_MS, run="other-run"),

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
+import fake_run
 import httpx
 import pytest
-from fake_run import (
-    CERTIFICATES,
-    HUB,
-    NODE,
-    REPLY,
-    ROOT,
-    STRANGER,
-    Network,
-    ScriptedHub,
-    answer,
-    certificate,
-    lease,
-    refusal,
-    run_info,
-    signed,
-)
-from fake_run import key as key_of
+from fake_run import HUB, STRANGER, Network, ScriptedHub, answer, certificate, lease, refusal, run_info, signed
 
 from shoal.client import ClientOptions, HubClient
 from shoal.client.hubs import FIRST_REST_S, LONGEST_REST_S, Hubs
@@ -189,11 +174,11 @@ def test_when_all_are_down_it_waits_and_comes_back_to_whichever_is_up_first() ->
 
 
 def test_a_refusal_or_too_many_requests_is_no_reason_to_ask_elsewhere() -> None:
-    hub = ScriptedHub(script=[refusal(429, "rate.key", "slow down", retry_after="3"), answer(REPLY),
+    hub = ScriptedHub(script=[refusal(429, "rate.key", "slow down", retry_after="3"), answer(fake_run.REPLY),
                               refusal(403, "auth.role", "no")])  # fmt: skip
     options = ClientOptions(backoff=Backoff(0.1, 5.0))
     http = httpx.Client(transport=httpx.MockTransport(hub.handle))
-    client = HubClient(["http://hub:1", "http://other:1"], NODE, hub.stop, None, http, hub.clock, options)
+    client = HubClient(["http://hub:1", "http://other:1"], fake_run.NODE, hub.stop, None, http, hub.clock, options)
     client.heartbeat(Heartbeat())
     assert hub.stop.waits == [3.0]
     with pytest.raises(HubRefused):
@@ -203,14 +188,14 @@ def test_a_refusal_or_too_many_requests_is_no_reason_to_ask_elsewhere() -> None:
 
 # ── a hub's key that changes ─────────────────────────────────────────────────────────────────────────────────────
 
-NEW_HUB = key_of(9)
+NEW_HUB = fake_run.key(9)
 
 
 def test_a_rotated_key_is_learnt_by_asking_once_more_and_a_revoked_one_is_not_trusted_again() -> None:
     hub = ScriptedHub()
-    client = hub.client(fingerprint(ROOT.public_key))
+    client = hub.client(fingerprint(fake_run.ROOT.public_key))
     assert client.open_lease(signed(lease())).unit == 7
-    both = (*CERTIFICATES, certificate("hub", NEW_HUB))
+    both = (*fake_run.CERTIFICATES, certificate("hub", NEW_HUB))
     hub.info = signed(run_info(certificates=both, revoked=(HUB.public_key,)), NEW_HUB)
     assert client.open_lease(signed(lease(), NEW_HUB)).unit == 7
     assert client.patient(1.0).open_lease(signed(lease(), NEW_HUB)).unit == 7, "copies of a client share what it knows"

@@ -7,19 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.hub import (
-    RUN_ID,
-    TRAINER,
-    VALIDATOR,
-    Bench,
-    certificate,
-    code_of,
-    fresh_request,
-    ok,
-    policy,
-    submission_body,
-    worker_key,
-)
+from kit.hub import RUN_ID, Bench, certificate, code_of, fresh_request, ok, policy, submission_body, worker_key
 from shoal.protocol import Outcome, PolicyAnnouncement, Registration, Severity, SigningKey, submission_digest
 from shoal.protocol.signing import canonical_json, sign_document, sign_request
 
@@ -117,7 +105,7 @@ class TestNodes:
         key = worker_key(7)
         signed = {
             "none": None,
-            "other key": certificate(VALIDATOR, "validator"),
+            "other key": certificate(calm.validator.key, "validator"),
             "other role": certificate(key, "trainer"),
             "other run": certificate(key, "validator", run="other"),
             "not the root": certificate(key, "validator", signer=key),
@@ -276,7 +264,7 @@ class TestAuditsAndVerdicts:
     def test_a_verdict_is_signed_by_the_validator_that_sends_it(self, started: Bench) -> None:
         started.alice.submit(started.alice.lease(fresh_request())[0])
         (audit,) = started.audits()
-        forged = started.verdict(audit).model_copy(update={"signed_by": TRAINER.public_key})
+        forged = started.verdict(audit).model_copy(update={"signed_by": started.trainer.key.public_key})
         assert code_of(started.report(forged)) == (422, "verdict.signature")
 
     def test_one_verdict_that_does_not_fit_does_not_hold_up_the_others(self, started: Bench) -> None:
@@ -295,7 +283,7 @@ class TestAuditsAndVerdicts:
         (audit,) = started.audits()
         signed = started.verdict(audit)
         document = {**signed.document, "rewards": [{"value": value, "parts": {}}] * 2}
-        signature = VALIDATOR.sign(b"shoal/verdict/v1\n" + canonical_json(document))
+        signature = started.validator.key.sign(b"shoal/verdict/v1\n" + canonical_json(document))
         forged = signed.model_copy(update={"document": document, "signature": signature})
         assert code_of(started.report(forged)) == (422, "verdict.signature")
 
@@ -327,7 +315,7 @@ class TestTrainer:
         document = PolicyAnnouncement(run=RUN_ID, policy=policy(0), created_at_ms=0)
         forged = sign_document(document, SigningKey.from_seed(b"x" * 32))
         assert code_of(started.trainer.call("POST", "/policies", forged)) == (422, "policy.signature")
-        other = sign_document(document.model_copy(update={"run": "other"}), TRAINER)
+        other = sign_document(document.model_copy(update={"run": "other"}), started.trainer.key)
         assert code_of(started.trainer.call("POST", "/policies", other)) == (422, "policy.run")
 
     def test_a_batch_says_what_it_waits_for_and_then_never_changes(self, started: Bench) -> None:

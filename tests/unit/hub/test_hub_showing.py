@@ -17,21 +17,12 @@ from shoal.hub.state import submissions
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import Moment, ShownRow
 from shoal.ledger import Chain, Keys, Proofs
+from shoal.protocol import Lease, ProgressReply, ProofParameters, Rollout, ShownChunks, ShownProgress, Submission
 from shoal.protocol.codec import BodyLimits, pack, unpack
-from shoal.protocol.lease import Lease, ProofParameters
 from shoal.protocol.node import NodeState
 from shoal.protocol.status import Evidence, LedgerEntry
-from shoal.protocol.submission import (
-    ProgressReply,
-    Rollout,
-    ShownChunks,
-    ShownProgress,
-    Submission,
-    pack_tokens,
-    shown_digest,
-    submission_digest,
-)
 from shoal.protocol.submission import pack_logprobs as logprobs
+from shoal.protocol.submission import pack_tokens, shown_digest, submission_digest
 from shoal.protocol.verdict import Audit, Outcome, Severity, SubmissionBodies
 
 ROWS = 32

@@ -17,16 +17,8 @@ from pydantic import ValidationError
 
 import shoal.protocol as protocol
 from shoal.errors import CodecError, ProtocolError
+from shoal.protocol import MAX_GROUP, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, Lease, LeaseRequest, SamplingParameters
 from shoal.protocol.codec import BodyLimits, TensorView, pack, unpack
-from shoal.protocol.lease import (
-    MAX_GROUP,
-    MAX_NEW_TOKENS,
-    MAX_PROMPT_TOKENS,
-    Lease,
-    LeaseRelease,
-    LeaseRequest,
-    SamplingParameters,
-)
 from shoal.protocol.node import PROTOCOL_VERSION, Heartbeat, Registration, check_spoken
 from shoal.protocol.policy import Chunk, Entry, PolicyRef, content_digest
 from shoal.protocol.signing import Document, Message
@@ -122,7 +114,7 @@ def test_no_control_character_gets_into_what_is_stored_or_shown(text: str) -> No
     with pytest.raises(ValidationError):
         LeaseRequest(request=text)
     with pytest.raises(ValidationError):
-        LeaseRelease(leases=(), reason=text)
+        protocol.LeaseRelease(leases=(), reason=text)
     with pytest.raises(ValidationError):
         Registration(public_key="5f" * 32, software=text)
 

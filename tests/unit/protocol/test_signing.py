@@ -11,22 +11,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.errors import ProtocolError, SignatureError
+from shoal.protocol import MAX_SKEW_MS, RequestSignature, SignedDocument, canonical_json, sign_document, sign_request
 from shoal.protocol.identity import SigningKey
 from shoal.protocol.lease import Lease, SamplingParameters
 from shoal.protocol.node import RoleCertificate
 from shoal.protocol.policy import LedgerHead, PolicyAnnouncement, PolicyRef
-from shoal.protocol.signing import (
-    MAX_SKEW_MS,
-    Document,
-    RequestSignature,
-    SignedDocument,
-    canonical_json,
-    open_document,
-    sign_document,
-    sign_request,
-    verify_body,
-    verify_request,
-)
+from shoal.protocol.signing import Document, open_document, verify_body, verify_request
 from shoal.protocol.submission import Receipt
 from shoal.protocol.verdict import Verdict
 

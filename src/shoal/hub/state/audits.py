@@ -23,20 +23,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shoal.hub.state import credits, nodes, pacing, reputation
+from shoal.hub.state import credits, nodes, pacing, reputation, rows
 from shoal.hub.state.commands import AddVerdict, Command, Record, Refusal, Save, alarm
-from shoal.hub.state.rows import (
-    UNDECIDED_SUBMISSIONS,
-    Filled,
-    Holding,
-    Moment,
-    NodeRow,
-    Rules,
-    SubmissionRow,
-    SubmissionState,
-    UnitRow,
-    UnitState,
-)
+from shoal.hub.state.rows import Filled, Holding, Moment, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
 from shoal.protocol import Branches, Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
 
@@ -53,8 +42,8 @@ def put_back(claimed: Iterable[SubmissionRow]) -> list[Save[SubmissionRow]]:
 def claim(moment: Moment, waiting: Iterable[SubmissionRow], validator: str) -> list[Save[SubmissionRow]]:
     """Give received submissions to a validator, lowest unit first: batches need those first."""
     changes = {"validator": validator, "claimed_until_ms": moment.now_ms + moment.rules.audit_ms}
-    rows = sorted(waiting, key=lambda row: row.unit)
-    return [Save(row.to(SubmissionState.AUDITING, **changes), row.state) for row in rows]
+    ordered = sorted(waiting, key=lambda row: row.unit)
+    return [Save(row.to(SubmissionState.AUDITING, **changes), row.state) for row in ordered]
 
 
 @dataclass(frozen=True)
@@ -92,8 +81,8 @@ class Ruling:
 
 def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     verdict, submission = ruling.verdict, case.submission
-    _require_fitting(moment.rules, case, verdict)
-    if submission.state not in UNDECIDED_SUBMISSIONS:
+    _require_fitting(moment, case, verdict)
+    if submission.state not in rows.UNDECIDED_SUBMISSIONS:
         return _judge_again(submission, verdict)
     if case.is_before_failure:  # the record has begun anew since: a second strike rests on fresh data alone
         verdict = verdict.model_copy(update={"tally": Tally(), "branches": Branches()})
@@ -161,9 +150,10 @@ def disagreement(moment: Moment, submission: SubmissionRow, ruling: Ruling) -> l
     return [alarm(moment, "verdict.disagreement", message)]
 
 
-def _require_fitting(rules: Rules, case: VerdictCase, verdict: Verdict) -> None:
+def _require_fitting(moment: Moment, case: VerdictCase, verdict: Verdict) -> None:
     """Refuse what no group of this run can have: impossible sums would spoil their node's record, for or against it."""
-    tally, branches, most = verdict.tally, verdict.branches, rules.group_size * rules.max_new_tokens
+    rules, tally, branches = moment.rules, verdict.tally, verdict.branches
+    most = rules.group_size * rules.max_new_tokens
     if (verdict.unit, verdict.node) != (case.submission.unit, case.submission.node):
         raise Refusal(422, "verdict.mismatch", "the verdict names another unit or node than its submission")
     if verdict.outcome != Outcome.REJECTED and (tally.tokens > most or tally.accidents > tally.proofs):
