@@ -35,8 +35,7 @@ from shoal.hub.state import pacing
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, pack
 from shoal.simulator import Scenario
-from shoal.simulator.simulation import SimulatedTrainer, SimulatedValidator
-from shoal.simulator.workers import TOKENS
+from shoal.simulator.simulation import TOKENS, SimulatedTrainer, SimulatedValidator
 from shoal.simulator.world import World
 
 FLEET = (("fast", 8, 2.0), ("middling", 8, 8.0), ("slow", 4, 40.0))

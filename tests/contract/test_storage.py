@@ -13,17 +13,7 @@ from sqlalchemy import create_engine, text
 from kit.storage import POLICY, apply, lease, leased, node, post, submission
 from shoal import ledger
 from shoal.errors import ConfigError, LedgerError, ResourceError
-from shoal.hub.state.commands import (
-    AddBatch,
-    AddPolicy,
-    AddShown,
-    AddVerdict,
-    Command,
-    RaiseAlarm,
-    Record,
-    Save,
-    SaveTask,
-)
+from shoal.hub.state.commands import AddBatch, AddPolicy, AddVerdict, Command, RaiseAlarm, Record, Save
 from shoal.hub.state.rows import (
     EvaluationRow,
     EvaluationState,
@@ -439,21 +429,21 @@ def test_what_was_shown_of_leases_is_kept_part_by_part(storage: Storage) -> None
         ShownRow("u0a0", 1, (64, 32), b"b"),
         ShownRow("u1a0", 0, (1, 0), b"c"),
     ]
-    apply(storage, *map(AddShown, parts))
+    apply(storage, *parts)
     with storage.read() as reader:
         assert reader.shown("u0a0") == parts[:2]
         assert reader.last_shown("u0a0") == parts[1]
         assert (reader.shown("u2a0"), reader.last_shown("u2a0")) == ([], None)
         assert [row.lease for row in reader.showing()] == ["u1a0", "u0a0"]
     with pytest.raises(StaleRow):
-        apply(storage, AddShown(replace(parts[1], body=b"other")))
+        apply(storage, replace(parts[1], body=b"other"))
     with pytest.raises(StaleRow):
-        apply(storage, AddShown(replace(parts[0], lease="u9a0")))
+        apply(storage, replace(parts[0], lease="u9a0"))
 
 
 def test_what_was_shown_is_dropped_after_the_lease_has_ended_and_its_submission_is_judged(storage: Storage) -> None:
     apply(storage, *leased(0), *leased(1), *leased(2))
-    apply(storage, *(AddShown(ShownRow(f"u{number}a0", part, (1,), b"x")) for number in range(3) for part in range(2)))
+    apply(storage, *(ShownRow(f"u{number}a0", part, (1,), b"x") for number in range(3) for part in range(2)))
     ended = [lease(0).to(LeaseState.EXPIRED, ended_at_ms=100), lease(1).to(LeaseState.SUBMITTED, ended_at_ms=100)]
     apply(storage, *(Save(row, LeaseState.ACTIVE) for row in ended), Save(submission(1), None))
     with storage.write() as transaction:
@@ -480,9 +470,9 @@ def new(*rows: EvaluationRow) -> list[Command]:
 
 
 def test_a_tasks_row_is_written_over(storage: Storage) -> None:
-    apply(storage, SaveTask(EASY), SaveTask(TaskRow("math/2", 1, 0.5)))
+    apply(storage, EASY, TaskRow("math/2", 1, 0.5))
     hard = replace(EASY, groups=4, rate=1 / 3, solved=0, pool=Pool.HARD)
-    apply(storage, SaveTask(hard))
+    apply(storage, hard)
     with storage.read() as reader:
         assert reader.task_rows(["math/1", "math/3"]) == {"math/1": hard}, "to the last bit of its rate"
         assert reader.task_rows(["math/2", "math/3", "math/1"]) == {"math/1": hard, "math/2": TaskRow("math/2", 1, 0.5)}
@@ -490,7 +480,7 @@ def test_a_tasks_row_is_written_over(storage: Storage) -> None:
 
 
 def test_thousands_of_tasks_are_found_at_once(storage: Storage) -> None:
-    apply(storage, *[SaveTask(TaskRow(f"t/{number}", 1)) for number in range(1200)])
+    apply(storage, *[TaskRow(f"t/{number}", 1) for number in range(1200)])
     with storage.read() as reader:
         assert len(reader.task_rows([f"t/{number}" for number in range(0, 2400, 2)])) == 600
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,19 @@ from shoal.ledger.accounts import Accounts
 from shoal.runtime.clock import Clock, ManualClock
 
 TOKENS_PER_ROLLOUT = 3
+
+
+class Lazy(Sequence[Task]):
+    """Tasks that are made when they are looked at."""
+
+    def __init__(self, count: int, make: Callable[[int], Task]) -> None:
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Task:  # type: ignore[override]
+        return self._make(index)
 
 
 class FakeEnvironment:

@@ -25,21 +25,7 @@ from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.rows import Holding, NodeRow
 from shoal.hub.storage import SqliteStorage
 from shoal.runtime.clock import ManualClock
-
-
-class MemoryBlobs:
-    """Submissions in a dictionary."""
-
-    def __init__(self) -> None:
-        self.bodies: dict[str, bytes] = {}
-
-    def put(self, body: bytes) -> str:
-        name = protocol.submission_digest(body)
-        self.bodies[name] = body
-        return name
-
-    def get(self, name: str) -> bytes:
-        return self.bodies[name]
+from shoal.simulator.world import MemoryBlobs
 
 
 class Play:

@@ -24,15 +24,13 @@ from shoal.client.hubs import Hubs
 from shoal.client.transport import Call, ClientOptions, Known, Transport, parsed
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
-from shoal.protocol.codec import pack, unpack
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.signing import SignedDocument, document_hash, open_document
+from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, unpack
 from shoal.protocol.submission import ProgressReply, ShownProgress, submission_digest
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 M = TypeVar("M", bound=wire.Message)
-D = TypeVar("D", wire.Lease, wire.EvaluationSlice, wire.LedgerHead, wire.Receipt)  # what a hub signs
+D = TypeVar("D", wire.Lease, wire.EvaluationSlice, wire.LedgerHead, wire.Receipt, wire.Calibration)  # what a hub signs
 
 log = logging.getLogger(__name__)
 
@@ -209,13 +207,7 @@ class HubClient:
         signed = self._get(f"/calibrations/{digest}", SignedDocument)
         if document_hash(signed) != digest:
             raise SignatureError(f"the hub's calibration {digest[:16]}… is another one")
-        trusted = self.trusted_run()
-        if signed.signed_by not in trusted.validator_keys:
-            trusted = self._transport.run_again(trusted)
-        made = open_document(signed, wire.Calibration, {trusted.info.root_key, *trusted.validator_keys})
-        if made.run != trusted.run:
-            raise SignatureError(f"calibration {digest[:16]}… is for run {made.run!r}, not for {trusted.run!r}")
-        return made
+        return self._from_hub(signed, wire.Calibration, lambda run: {run.info.root_key, *run.validator_keys})
 
     def report_evaluation(self, signed: SignedDocument) -> None:
         self._send("POST", "/evaluations", signed)
@@ -248,12 +240,15 @@ class HubClient:
             raise SignatureError(f"lease {lease.lease} is for node {lease.node}, not for this one ({self.key.node})")
         return lease
 
-    def _from_hub(self, signed: SignedDocument, kind: type[D]) -> D:
-        """What the hub signed, for this run. An unknown hub key may be a new one: the run is asked about once more."""
+    def _from_hub(
+        self, signed: SignedDocument, kind: type[D], keys: Callable[[TrustedRun], set[str]] = lambda run: run.hub_keys
+    ) -> D:
+        """What the hub, or whoever has one of these `keys`, signed for this run. An unknown key may be a new one: the
+        run is asked about once more."""
         trusted = self.trusted_run()
-        if signed.signed_by not in trusted.hub_keys:
+        if signed.signed_by not in keys(trusted):
             trusted = self._transport.run_again(trusted)
-        document = open_document(signed, kind, trusted.hub_keys)
+        document = open_document(signed, kind, keys(trusted))
         if document.run != trusted.run:
             raise SignatureError(f"the hub's {kind.kind} is for run {document.run!r}, not for {trusted.run!r}")
         return document

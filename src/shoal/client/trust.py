@@ -18,8 +18,7 @@ from typing import get_args
 from urllib.parse import urlsplit
 
 from shoal.errors import ConfigError, ProtocolError, SignatureError
-from shoal.protocol import Role, RoleCertificate, RunInfo, SignedDocument, fingerprint, open_document
-from shoal.protocol.identity import check_public_key
+from shoal.protocol import Role, RoleCertificate, RunInfo, SignedDocument, check_public_key, fingerprint, open_document
 from shoal.protocol.node import check_spoken
 from shoal.runtime.targets import PUBLIC_ONLY, Reach, is_address
 

@@ -55,11 +55,6 @@ class Changes:
         self._polls: dict[tuple[Topic, str], _Poll] = {}
         self._closed = False
 
-    @property
-    def polling(self) -> int:
-        """How many callers have a long poll."""
-        return len(self._polls)
-
     def count(self, topic: Topic) -> int:
         """To be read before looking at the database: a change after that ends the wait at once."""
         return self._counts[topic]

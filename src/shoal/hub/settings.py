@@ -12,11 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from shoal.environments import Environment, Task
 from shoal.environments.settings import PoolSettings
 from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
-from shoal.protocol.codec import BodyLimits
-from shoal.protocol.identity import SigningKey
+from shoal.protocol import BodyLimits, ModelSize, SignedDocument, SigningKey
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_GROUP, MAX_NEW_TOKENS, ProofParameters, SamplingParameters
-from shoal.protocol.node import ModelSize
-from shoal.protocol.signing import SignedDocument
 from shoal.runtime.sizing import DERIVED, RunSize, settle
 
 MIB = 1024 * 1024

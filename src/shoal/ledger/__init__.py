@@ -10,22 +10,12 @@ row of credit against the receipt and the verdict behind it, and recompute every
 believed.
 """
 
+# fmt: off
+# isort: off
 from shoal.ledger.accounts import CREDIT_PER_TOKEN, Account, Accounts, Share, Shares, credit_for, fold, shares_of
 from shoal.ledger.chain import (
-    EVIDENCED,
-    GENESIS,
-    KINDS,
-    Chain,
-    ForkProof,
-    Pin,
-    append,
-    check_fork,
-    head_of,
-    is_run_of,
-    node_subject,
-    subjects,
-    unit_subject,
-    verify,
+    EVIDENCED, GENESIS, KINDS, Chain, ForkProof, Pin, append, check_fork, head_of, is_run_of, node_subject, subjects,
+    unit_subject, verify,
 )
 from shoal.ledger.evidence import Keys, Proofs, open_order
 
@@ -33,4 +23,4 @@ __all__ = [
     "CREDIT_PER_TOKEN", "EVIDENCED", "GENESIS", "KINDS", "Account", "Accounts", "Chain", "ForkProof", "Keys", "Pin",
     "Proofs", "Share", "Shares", "append", "check_fork", "credit_for", "fold", "head_of", "is_run_of", "node_subject",
     "open_order", "shares_of", "subjects", "unit_subject", "verify",
-]  # fmt: skip
+]

@@ -100,7 +100,10 @@ class Accounts:
             self._judge_once(str(body["submission"]))
             account.rejected += 1
         elif kind != "node":
-            self._credit(kind, str(body["submission"]), str(body["node"]), _amount(body), account)
+            tokens, credit = body["tokens"], body["credit"]
+            if not isinstance(tokens, int) or credit != credit_for(tokens) or tokens < 0:
+                raise ValueError(f"{tokens} tokens do not earn {credit} credit")
+            self._credit(kind, str(body["submission"]), str(body["node"]), int(credit), account)
 
     def _credit(self, kind: str, submission: str, node: str, amount: int, account: Account) -> None:
         """Credit is given at once, or is pending and then either final or void, as it was: that node's, as much."""
@@ -119,13 +122,6 @@ class Accounts:
         if submission in self._judged:
             raise ValueError(f"submission {submission[:16]}… was judged before")
         self._judged.add(submission)
-
-
-def _amount(body: dict[str, Any]) -> int:
-    tokens, credit = body["tokens"], body["credit"]
-    if not isinstance(tokens, int) or credit != credit_for(tokens) or tokens < 0:
-        raise ValueError(f"{tokens} tokens do not earn {credit} credit")
-    return int(credit)
 
 
 def fold(entries: Iterable[LedgerEntry]) -> Accounts:

@@ -19,17 +19,13 @@ Nobody has to be believed: the run's id holds the fingerprint of the root key, w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import LedgerError, LedgerForked, ProtocolError
-from shoal.protocol.identity import fingerprint
-from shoal.protocol.node import Role, RoleCertificate
-from shoal.protocol.policy import LedgerHead, PolicyManifest
+from shoal.protocol import LedgerEntry, LedgerHead, PolicyManifest, Receipt, Role, RoleCertificate, fingerprint
 from shoal.protocol.signing import Message, SignedDocument, canonical_json, open_document
-from shoal.protocol.status import LedgerEntry
-from shoal.protocol.submission import Receipt
 
 GENESIS = "0" * 64  # what stands in for the hash before entry 0
 EVIDENCED = ("credit", "pending", "rejected")  # kinds of entries that point to signed documents
@@ -208,7 +204,12 @@ def check_fork(proof: ForkProof) -> str:
         first, second = (stated_head(signed, keys) for signed in (proof.first, proof.second))
         if {first.run, second.run} != {proof.run}:
             raise ValueError("a statement is about another run")
-        found = _hash_at(first.index, second, proof.entries)
+        found, rows = second.hash, proof.entries
+        if first.index != second.index:
+            if not rows or (rows[0].index, rows[-1].index) != (first.index, second.index):
+                raise ValueError(f"the rows from {first.index} to {second.index} are not there")
+            verify(rows[1:], second, after=rows[0])
+            found = rows[0].hash
     except (ValueError, ProtocolError, LedgerError) as error:
         raise LedgerError(f"this proves no fork: {error}") from error
     if found == first.hash:
@@ -218,13 +219,3 @@ def check_fork(proof: ForkProof) -> str:
         f"the ledger of {proof.run} was forked: its {who[0]} signed that row {first.index} is {first.hash[:16]}…, and "
         f"its {who[1]} signed for a ledger in which it is {found[:16]}…"
     )
-
-
-def _hash_at(index: int, head: LedgerHead, entries: Sequence[LedgerEntry]) -> str:
-    """The hash of a row in the ledger that `head` is of, by the entries from that row on."""
-    if head.index == index:
-        return head.hash
-    if not entries or entries[0].index != index or entries[-1].index != head.index:
-        raise ValueError(f"the rows from {index} to {head.index} are not there")
-    verify(entries[1:], head, after=entries[0])
-    return entries[0].hash

@@ -20,13 +20,9 @@ from typing import Any
 
 from shoal.errors import LedgerError, LedgerForked, ProtocolError
 from shoal.ledger.chain import KINDS, Chain
-from shoal.protocol.identity import node_id
-from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
+from shoal.protocol import MAX_GROUP, MAX_NEW_TOKENS, Evidence, LedgerEntry, Outcome, Receipt, Verdict, node_id
 from shoal.protocol.node import AdminAction, AdminRequest, AdminVerb, Role, RoleCertificate, Vouch, open_admin
 from shoal.protocol.signing import Document, SignedDocument, document_hash, open_document
-from shoal.protocol.status import Evidence, LedgerEntry
-from shoal.protocol.submission import Receipt
-from shoal.protocol.verdict import Outcome, Verdict
 
 _FIXED = ("node", "unit", "tokens", "validator", "receipt", "verdict")
 _ABOUT = ("node", "unit", "submission")

@@ -17,8 +17,7 @@ from shoal.errors import LedgerError
 from shoal.ledger.accounts import Accounts
 from shoal.ledger.chain import EVIDENCED, Pin, is_run_of
 from shoal.ledger.evidence import Proofs
-from shoal.protocol import Evidence, LedgerEntry
-from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
+from shoal.protocol import MAX_EVIDENCE_PER_PAGE, Evidence, LedgerEntry
 
 
 class Rows(Protocol):

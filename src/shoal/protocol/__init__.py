@@ -16,31 +16,34 @@ from shoal.protocol.batch import (
     Batch, BatchGroup, BatchReply, BatchRequest, StepReport, TrainingBatch, TrainingGroup, TrainingRollout,
 )
 from shoal.protocol.codec import BodyLimits, TensorView, pack, unpack
-from shoal.protocol.identity import SigningKey, fingerprint, load_key, load_or_create_key, node_id, verify
+from shoal.protocol.identity import (
+    SigningKey, check_public_key, fingerprint, load_key, load_or_create_key, node_id, store_key, verify,
+)
 from shoal.protocol.lease import (
-    DEFAULT_PROFILE, Calibration, DialogueTerms, Lease, LeaseRelease, LeaseReply, LeaseRequest, MeasuredKind,
-    ProofParameters, SamplingParameters,
+    DEFAULT_PROFILE, MAX_GROUP, MAX_KINDS, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, Calibration, DialogueTerms, Lease,
+    LeaseRelease, LeaseReply, LeaseRequest, MeasuredKind, ProofParameters, SamplingParameters, format_of,
 )
 from shoal.protocol.node import (
-    PROTOCOL_VERSION, AdminAction, AdminReply, AdminRequest, AdminVerb, Heartbeat, HeartbeatReply, HubClock,
-    ModelSize, NodeState, NodeView, Registration, Role, RoleCertificate, RunInfo, Vouch, open_admin,
+    MAX_RELAYS, PROTOCOL_VERSION, AdminAction, AdminReply, AdminRequest, AdminVerb, Heartbeat, HeartbeatReply, HubClock,
+    Liveness, ModelSize, NodeState, NodeView, Registration, Role, RoleCertificate, RunInfo, Vouch, open_admin,
 )
 from shoal.protocol.policy import (
     BroadcastHead, Chunk, Delta, Entry, LedgerHead, PolicyAnnouncement, PolicyManifest, PolicyRef, content_digest,
 )
 from shoal.protocol.signing import (
-    Document, Message, RequestSignature, SignedDocument, canonical_json, document_hash, first_problem,
-    open_document, sign_document, sign_request, verify_body, verify_request,
+    MAX_SKEW_MS, Document, Message, RequestSignature, SignedDocument, canonical_json, document_hash, first_problem,
+    open_document, sign_document, sign_request, sign_values, verify_body, verify_request,
 )
 from shoal.protocol.status import (
-    Conduct, Evidence, EvidencePage, LeaseStory, LedgerEntry, LedgerPage, NodePage, NodeStory, OwnerOrders, Problem,
-    RecentVerdict, RunStatus, SubmissionStory, UnitStory, Wait, WitnessedHead,
+    MAX_EVIDENCE_PER_PAGE, Conduct, Evidence, EvidencePage, LeaseStory, LedgerEntry, LedgerPage, NodePage, NodeStory,
+    OwnerOrders, Problem, RecentVerdict, RunStatus, SubmissionStory, UnitStory, Wait, WitnessedHead,
 )
 from shoal.protocol.submission import (
-    SUBMISSION_FORMAT, Receipt, Rollout, Submission, pack_logprobs, pack_tokens, submission_digest, unpack_tokens,
+    SHOWN_BYTES, SUBMISSION_FORMAT, ProgressReply, Receipt, Rollout, ShownChunks, ShownPrefix, ShownProgress,
+    Submission, pack_logprobs, pack_tokens, shown_digest, submission_digest, unpack_tokens,
 )
 from shoal.protocol.verdict import (
-    Audit, AuditReply, AuditRequest, CheckResult, Depth, Evaluation, EvaluationPage, EvaluationReport,
-    EvaluationSlice, EvaluationTask, Outcome, RefusedVerdict, RolloutReward, Severity, SubmissionBodies, Sums,
-    Tally, Verdict, VerdictReply, VerdictReport,
+    ENOUGH, FORGOTTEN, MAX_BODIES_PER_REQUEST, Audit, AuditReply, AuditRequest, Branches, CheckResult, Depth,
+    Evaluation, EvaluationPage, EvaluationReport, EvaluationSlice, EvaluationTask, GainEvidence, Outcome,
+    RefusedVerdict, RolloutReward, Severity, SubmissionBodies, Sums, Tally, Verdict, VerdictReply, VerdictReport,
 )

@@ -23,8 +23,7 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 SLICE_S = 0.2
-STOP_GRACE_S = 5.0
-"""What is under way when a stop comes may end in good order, but not take longer than that."""
+STOP_GRACE_S = 5.0  # what is under way when a stop comes may end in good order, but not take longer than that
 LEAST_BYTES_PER_S = 10_000  # a modem from 1998 is not much slower
 WRITTEN_BYTES = 64 * 1024
 SLOW = "it takes too long in all"

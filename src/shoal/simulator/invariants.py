@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from shoal import ledger
+from shoal.hub.state import pacing
 from shoal.hub.state.rows import SubmissionState, UnitState
 from shoal.hub.state.units import VOID_STALE
 from shoal.hub.storage import Reader
@@ -57,7 +58,7 @@ def _units(world: World, reader: Reader) -> Iterator[str]:
     leased = [unit.unit for unit in reader.alive_units() if unit.state == UnitState.LEASED]
     yield from (f"unit {unit} is leased to nobody" for unit in leased if unit not in held)
     progress, rules = reader.progress(), world.rules
-    if progress.alive > rules.groups_per_step * (rules.max_staleness + 1):
+    if progress.alive > pacing.cap(rules, progress):
         yield f"{progress.alive} units are alive at step {progress.next_step}"
     by_node = Counter(holding.lease.node for holding in holdings)
     most = rules.leases_per_node
@@ -74,10 +75,10 @@ def _credit(world: World, reader: Reader) -> Iterator[str]:
             liars.add(row.node)
         if row.matures_at_ms is not None:
             pending[row.node] += credit_for(row.generated_tokens)
-        elif row.state == SubmissionState.ACCEPTED and world.scenario.hub.audit == "all":
+        elif row.state == SubmissionState.ACCEPTED and world.rules.audit == "all":
             final[row.node] += credit_for(row.generated_tokens)
     for node in reader.nodes():
-        if world.scenario.hub.audit == "all" and node.credit != final[node.node]:
+        if world.rules.audit == "all" and node.credit != final[node.node]:
             yield f"node {node.node[:8]} has credit {node.credit}, its verdicts give {final[node.node]}"
         if node.pending != pending[node.node]:
             yield f"node {node.node[:8]} has {node.pending} pending, its submissions {pending[node.node]}"
@@ -93,9 +94,9 @@ def _batches(world: World, reader: Reader) -> Iterator[str]:
             yield f"the batch of step {step} has changed"
         for group in seen.groups:
             trained[group.unit] += 1
-            if step - group.policy.version > world.scenario.run.max_staleness:
+            if step - group.policy.version > world.rules.max_staleness:
                 yield f"unit {group.unit} of version {group.policy.version} is too stale for step {step}"
-            if group.submission in world.lies and world.scenario.hub.audit == "all":
+            if group.submission in world.lies and world.rules.audit == "all":
                 yield f"step {step} was trained on a lie: unit {group.unit}"
     yield from (f"unit {unit} is in {count} batches" for unit, count in trained.items() if count > 1)
     if world.counts["batches changed"]:

@@ -28,10 +28,7 @@ from shoal.hub.service import Hub
 from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
 from shoal.hub.storage import SqliteStorage
-from shoal.protocol.batch import Batch
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.node import Registration, Role, RoleCertificate
-from shoal.protocol.signing import sign_document
+from shoal.protocol import Batch, Registration, Role, RoleCertificate, SigningKey, sign_document
 from shoal.protocol.submission import Receipt, submission_digest
 from shoal.runtime.clock import ManualClock
 
@@ -99,8 +96,8 @@ class MemoryBlobs(dict[str, bytes]):
 
 
 TICK_S = 1.0
-POLL_S = 20.0
-"""A long poll that got nothing is made again after this time."""
+RETRY_S = 2.0
+POLL_S = 20.0  # a long poll that got nothing is made again after this time
 GATHER_S = 0.05
 IN_VAIN = {Topic.LEASES: 3, Topic.AUDITS: 1, Topic.BATCHES: 1}
 """So many in a row that get nothing stand for all others of their kind: their asks would only cost time. Of a kind of
@@ -110,7 +107,7 @@ TOPICS = tuple(Topic)  # an enumeration is slow to go through, after every event
 
 
 class HubDown(Exception):
-    """The hub does not answer at the moment."""
+    """The hub does not answer at the moment. An action that meets this has changed nothing yet: it is done again."""
 
 
 class WaitingActor(Protocol):
@@ -181,7 +178,10 @@ class World:
             self.clock.advance((at_ms - self._now_ms) / 1000)
             self._now_ms = at_ms
             self.events += 1
-            action()
+            try:
+                action()
+            except HubDown:
+                self.at(RETRY_S, action)
             self._notice()
         return self.outcome()
 
@@ -247,6 +247,8 @@ class World:
     def _serve(self, topic: Topic) -> None:
         """Those who wait ask again, longest first; once some of a kind have asked in vain the others are not tried."""
         self._due.discard(topic)
+        if self._hub is None:
+            return  # they are served as soon as it is back
         waiting, self._waiting[topic] = self._waiting[topic], deque()
         in_vain: Counter[str] = Counter()
         skipped: list[WaitingActor] = []

@@ -10,20 +10,11 @@ import httpx
 
 from shoal.client import ClientOptions, HubClient
 from shoal.client.trust import run_id
-from shoal.protocol.identity import SigningKey, fingerprint
-from shoal.protocol.lease import Lease, SamplingParameters
-from shoal.protocol.node import RoleCertificate, RunInfo
-from shoal.protocol.policy import PolicyRef
-from shoal.protocol.signing import (
-    Document,
-    Message,
-    RequestSignature,
-    SignedDocument,
-    sign_document,
-    verify_body,
-    verify_request,
-)
-from shoal.protocol.status import Problem
+from shoal.protocol import Document, Lease, Message, PolicyRef, Problem, RequestSignature, SignedDocument, SigningKey
+from shoal.protocol.identity import fingerprint
+from shoal.protocol.lease import SamplingParameters
+from shoal.protocol.node import HeartbeatReply, NodeState, NodeView, RoleCertificate, RunInfo
+from shoal.protocol.signing import sign_document, verify_body, verify_request
 from shoal.runtime.clock import Backoff, ManualClock
 from shoal.runtime.stop import StopToken
 
@@ -130,3 +121,36 @@ class ScriptedHub:
 
 def no_answer(request: httpx.Request) -> httpx.Response:
     raise httpx.ConnectError("connection refused", request=request)
+
+
+VIEW = NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE)
+REPLY = HeartbeatReply(node=VIEW)
+
+
+class Network:
+    """Hubs at made-up addresses. One that is down refuses connections, a broken one answers with an error, a frozen one
+    costs a caller whatever it is ready to wait to "connect" or to "read"; what was asked where is written down."""
+
+    def __init__(self, **infos: SignedDocument) -> None:
+        self.infos, self.asked = infos, list[str]()
+        self.down, self.frozen = set[str](), dict[str, str]()
+        self.broken: dict[str, httpx.Response] = {}
+        self.clock = ManualClock()
+        self.stop = TickingStop(self.clock)
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        host, path = request.url.host, request.url.path
+        self.asked.append(f"{host}{path}")
+        if how := self.frozen.get(host):
+            self.clock.advance(request.extensions["timeout"][how])
+            raise (httpx.ReadTimeout if how == "read" else httpx.ConnectTimeout)("frozen", request=request)
+        if host in self.down:
+            no_answer(request)
+        if host in self.broken and (path != "/run" or host not in self.infos):
+            return self.broken[host]
+        return answer(self.infos[host]) if path == "/run" else answer(REPLY)
+
+    def client(self, *urls: str, pinned: str | None = None, patience_s: float = 60.0) -> HubClient:
+        options = ClientOptions(patience_s=patience_s, backoff=Backoff(0.1, 5.0))
+        http = httpx.Client(transport=httpx.MockTransport(self.handle))
+        return HubClient(urls, NODE, self.stop, pinned, http, self.clock, options)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from fake_run import NODE, ScriptedHub, answer, no_answer, refusal, run_info, signed
+from fake_run import REPLY, ScriptedHub, answer, no_answer, refusal, run_info, signed
 
 from shoal.client import Activity, RegularHeartbeat
 from shoal.client.weights import LOOK_EVERY_S, Following
-from shoal.protocol import HeartbeatReply, NodeState, NodeView, PolicyRef
+from shoal.protocol import HeartbeatReply, PolicyRef
 from shoal.runtime.clock import ManualClock
-
-REPLY = HeartbeatReply(
-    node=NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE, credit=12), finished=True
-)
 
 
 def test_it_beats_until_the_role_ends() -> None:

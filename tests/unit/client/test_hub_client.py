@@ -6,51 +6,25 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import fake_run
 import httpx
 import pytest
-from fake_run import (
-    HUB,
-    NODE,
-    ROOT,
-    RUN,
-    STRANGER,
-    TRAINER,
-    ScriptedHub,
-    answer,
-    lease,
-    no_answer,
-    refusal,
-    run_info,
-    signed,
-)
+from fake_run import HUB, REPLY, RUN, STRANGER, VIEW, ScriptedHub, answer, lease, no_answer, refusal, run_info, signed
 
-from shoal import protocol
+from shoal import errors, protocol
 from shoal.client.transport import MIB
-from shoal.errors import (
-    CodecError,
-    DeadlineExceeded,
-    HubRefused,
-    HubUnreachable,
-    ProtocolError,
-    ShutOut,
-    SignatureError,
-)
-from shoal.protocol.codec import pack
-from shoal.protocol.identity import SigningKey, fingerprint
-from shoal.protocol.lease import LeaseReply, LeaseRequest
-from shoal.protocol.node import PROTOCOL_VERSION, Heartbeat, HeartbeatReply, HubClock, NodeView
+from shoal.errors import CodecError, HubRefused, HubUnreachable, ProtocolError, ShutOut, SignatureError
+from shoal.protocol import LeaseReply, LeaseRequest, Problem, Receipt, SigningKey, fingerprint, pack, submission_digest
+from shoal.protocol.node import PROTOCOL_VERSION, Heartbeat, HubClock
 from shoal.protocol.signing import Document, SignedDocument, sign_values
-from shoal.protocol.status import Problem
-from shoal.protocol.submission import Receipt, submission_digest
 from shoal.protocol.verdict import SubmissionBodies
 
-VIEW = NodeView(node=NODE.node, name="n", role="worker", state=protocol.NodeState.ACTIVE)
 BODY = b"a packed submission"
 
 
 def receipt(**changes: object) -> Receipt:
     fields = {
-        "run": RUN, "node": NODE.node, "lease": "lease-1", "unit": 7, "submission": submission_digest(BODY),
+        "run": RUN, "node": fake_run.NODE.node, "lease": "lease-1", "unit": 7, "submission": submission_digest(BODY),
         "size_bytes": len(BODY), "received_at_ms": 1,
     }  # fmt: skip
     return Receipt(**{**fields, **changes})  # type: ignore[arg-type]
@@ -58,8 +32,8 @@ def receipt(**changes: object) -> Receipt:
 
 def test_requests_are_signed_for_the_run_over_path_query_and_body() -> None:
     hub = ScriptedHub(script=[answer(VIEW)])
-    assert hub.client(fingerprint(ROOT.public_key)).register("n", "worker", None) == VIEW
-    assert hub.verify(hub.requests[0]).node == NODE.node
+    assert hub.client(fingerprint(fake_run.ROOT.public_key)).register("n", "worker", None) == VIEW
+    assert hub.verify(hub.requests[0]).node == fake_run.NODE.node
     with pytest.raises(SignatureError):
         hub.verify(hub.requests[0], run="other-run")
 
@@ -103,7 +77,7 @@ def test_past_its_patience_it_says_where_how_long_and_what_to_do() -> None:
 def test_a_stop_ends_the_retries() -> None:
     hub = ScriptedHub(script=[no_answer] * 3)
     hub.stop.set("SIGTERM")
-    with pytest.raises(DeadlineExceeded, match="SIGTERM"):
+    with pytest.raises(errors.DeadlineExceeded, match="SIGTERM"):
         hub.client().register("n", "worker", None)
     assert len(hub.requests) == 1
 
@@ -136,8 +110,8 @@ def test_an_answer_that_cannot_be_read_is_an_error(content: bytes, error: type[E
 
 
 def test_the_run_is_fetched_once_and_verified() -> None:
-    hub = ScriptedHub(script=[answer(HeartbeatReply(node=VIEW)), answer(HeartbeatReply(node=VIEW))])
-    client = hub.client(fingerprint(ROOT.public_key))
+    hub = ScriptedHub(script=[answer(REPLY), answer(REPLY)])
+    client = hub.client(fingerprint(fake_run.ROOT.public_key))
     client.heartbeat(Heartbeat())
     hub.info = signed(run_info(), STRANGER)
     client.heartbeat(Heartbeat())
@@ -155,12 +129,6 @@ def test_leases_must_be_signed_by_the_hub_for_this_run_and_this_node() -> None:
     assert client.open_lease(signed(lease(node=STRANGER.node))).node == STRANGER.node
 
 
-def test_a_receipt_is_believed_only_for_what_was_sent() -> None:
-    hub = ScriptedHub(script=[answer(signed(receipt()), 201)])
-    assert hub.client().submit("lease-1", BODY) == receipt()
-    assert hub.requests[0].url.path == "/submissions/lease-1"
-
-
 @pytest.mark.parametrize(
     ("changes", "by"),
     [({"submission": "c" * 64}, HUB), ({"lease": "lease-2"}, HUB), ({"node": STRANGER.node}, HUB), ({}, STRANGER)],
@@ -173,7 +141,7 @@ def test_a_receipt_for_something_else_is_refused(changes: dict[str, object], by:
 
 def test_a_lease_id_cannot_change_the_path() -> None:
     hub = ScriptedHub(script=[answer(signed(receipt(lease="../x?y")), 201)])
-    hub.client().submit("../x?y", BODY)
+    assert hub.client().submit("../x?y", BODY) == receipt(lease="../x?y")
     assert hub.requests[0].url.raw_path == b"/submissions/..%2Fx%3Fy"
 
 
@@ -201,7 +169,13 @@ def wrong_clock(hub_ms: int, by: SigningKey = HUB, **changes: Any) -> Callable[[
     """A hub that refuses a request for its date, and says what time it is."""
 
     def refused(request: httpx.Request) -> httpx.Response:
-        fields = {"run": RUN, "node": NODE.node, "nonce": request.headers["shoal-nonce"], "now_ms": hub_ms, **changes}
+        fields = {
+            "run": RUN,
+            "node": fake_run.NODE.node,
+            "nonce": request.headers["shoal-nonce"],
+            "now_ms": hub_ms,
+            **changes,
+        }
         clock = signed(HubClock(**fields), by)
         return answer(Problem(code="auth.skew", message="the clock is off", clock=clock), 401)
 
@@ -210,7 +184,7 @@ def wrong_clock(hub_ms: int, by: SigningKey = HUB, **changes: Any) -> Callable[[
 
 def test_told_that_its_clock_is_wrong_it_asks_again_by_the_hubs_and_keeps_to_that() -> None:
     hub_ms = ScriptedHub().clock.now_ms() - 3_600_000
-    hub = ScriptedHub(script=[wrong_clock(hub_ms), answer(VIEW), answer(HeartbeatReply(node=VIEW))])
+    hub = ScriptedHub(script=[wrong_clock(hub_ms), answer(VIEW), answer(REPLY)])
     client = hub.client()
     client.register("n", "worker", None)
     client.patient(5.0).heartbeat(Heartbeat())
@@ -227,7 +201,7 @@ def test_two_requests_refused_for_the_same_clock_are_both_asked_again() -> None:
         assert client.register("n", "worker", None) == VIEW
         return skew(request)
 
-    hub = ScriptedHub(script=[refused_meanwhile, skew, answer(VIEW), answer(HeartbeatReply(node=VIEW))])
+    hub = ScriptedHub(script=[refused_meanwhile, skew, answer(VIEW), answer(REPLY)])
     client = hub.client()
     assert client.heartbeat(Heartbeat()).node == VIEW
 
@@ -241,7 +215,7 @@ NOW_MS, LATER_MS = ScriptedHub().clock.now_ms(), ScriptedHub().clock.now_ms() + 
         refusal(401, "auth.skew", "the clock is off", shoal_time=str(LATER_MS)),
         wrong_clock(NOW_MS),
         wrong_clock(LATER_MS, by=STRANGER),
-        wrong_clock(LATER_MS, by=TRAINER),
+        wrong_clock(LATER_MS, by=fake_run.TRAINER),
         wrong_clock(LATER_MS, nonce="n" * 24),
         wrong_clock(LATER_MS, node=STRANGER.node),
         wrong_clock(LATER_MS, run="other-run"),
@@ -273,7 +247,7 @@ def test_a_silence_is_mentioned_once_and_so_is_its_end(caplog: pytest.LogCapture
 
 
 def test_a_hub_of_this_version_gets_all_of_it_and_is_told_the_version() -> None:
-    hub = ScriptedHub(script=[answer(HeartbeatReply(node=VIEW))])
+    hub = ScriptedHub(script=[answer(REPLY)])
     hub.client().heartbeat(Heartbeat(progress={"u1a0": 3}))
     assert json.loads(hub.requests[0].content)["progress"] == {"u1a0": 3}
     assert hub.requests[0].headers["shoal-protocol"] == str(PROTOCOL_VERSION)

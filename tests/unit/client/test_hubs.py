@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import fake_run
 import httpx
 import pytest
-from fake_run import HUB, NODE, ROOT, STRANGER, ScriptedHub, TickingStop, answer, refusal, run_info, signed
-from fake_run import key as key_of
+from fake_run import HUB, STRANGER, Network, ScriptedHub, answer, certificate, lease, refusal, run_info, signed
 
 from shoal.client import ClientOptions, HubClient
 from shoal.client.hubs import FIRST_REST_S, LONGEST_REST_S, Hubs
 from shoal.client.trust import one_run, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
-from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, SignedDocument, fingerprint
+from shoal.protocol import Heartbeat, fingerprint
 from shoal.runtime.clock import Backoff, ManualClock
 from shoal.runtime.targets import Nearness, Reach
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
-REPLY = HeartbeatReply(node=NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE))
 
 
 def hubs_of(*urls: str) -> tuple[Hubs, ManualClock]:
@@ -101,42 +100,17 @@ def test_join_urls_of_one_run_are_put_together_and_of_two_refused() -> None:
 # ── through a client ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Network:
-    """Hubs at made-up addresses. One that is down refuses connections; what was asked where is written down."""
-
-    def __init__(self, **infos: SignedDocument) -> None:
-        self.infos = {f"{name}": info for name, info in infos.items()}
-        self.down: set[str] = set()
-        self.broken: set[str] = set()
-        self.asked: list[str] = []
-        self.clock = ManualClock()
-        self.stop = TickingStop(self.clock)
-
-    def handle(self, request: httpx.Request) -> httpx.Response:
-        host = request.url.host
-        self.asked.append(f"{host}{request.url.path}")
-        if host in self.down:
-            raise httpx.ConnectError("connection refused", request=request)
-        if host in self.broken:
-            return refusal(503, "hub.failed", "the disk is full")
-        return answer(self.infos[host]) if request.url.path == "/run" else answer(REPLY)
-
-    def client(self, *urls: str, pinned: str | None = None, patience_s: float = 60.0) -> HubClient:
-        options = ClientOptions(patience_s=patience_s, backoff=Backoff(0.1, 5.0))
-        http = httpx.Client(transport=httpx.MockTransport(self.handle))
-        return HubClient(urls, NODE, self.stop, pinned, http, self.clock, options)
-
-
 HONEST = signed(run_info())
 OTHER_RUN = run_id("demo", fingerprint(STRANGER.public_key))
 
 
-@pytest.mark.parametrize("fail", [lambda net, host: net.down.add(host), lambda net, host: net.broken.add(host)])
-def test_when_a_hub_fails_the_next_is_asked_at_once_after_it_has_shown_the_same_run(fail):
+@pytest.mark.parametrize("how", ["down", "broken"])
+def test_when_a_hub_fails_the_next_is_asked_at_once_after_it_has_shown_the_same_run(how: str) -> None:
     net = Network(a=HONEST, b=HONEST)
     client = net.client(A, B)
     client.heartbeat(Heartbeat())
-    fail(net, "a")
+    net.down |= {"a"} if how == "down" else set()
+    net.broken |= {"a": refusal(503, "hub.failed", "the disk is full")} if how == "broken" else {}
     client.heartbeat(Heartbeat())
     client.heartbeat(Heartbeat())
     assert net.asked == ["a/run", "a/heartbeat", "a/heartbeat", "b/run", "b/heartbeat", "b/heartbeat"]
@@ -200,11 +174,11 @@ def test_when_all_are_down_it_waits_and_comes_back_to_whichever_is_up_first() ->
 
 
 def test_a_refusal_or_too_many_requests_is_no_reason_to_ask_elsewhere() -> None:
-    hub = ScriptedHub(script=[refusal(429, "rate.key", "slow down", retry_after="3"), answer(REPLY),
+    hub = ScriptedHub(script=[refusal(429, "rate.key", "slow down", retry_after="3"), answer(fake_run.REPLY),
                               refusal(403, "auth.role", "no")])  # fmt: skip
     options = ClientOptions(backoff=Backoff(0.1, 5.0))
     http = httpx.Client(transport=httpx.MockTransport(hub.handle))
-    client = HubClient(["http://hub:1", "http://other:1"], NODE, hub.stop, None, http, hub.clock, options)
+    client = HubClient(["http://hub:1", "http://other:1"], fake_run.NODE, hub.stop, None, http, hub.clock, options)
     client.heartbeat(Heartbeat())
     assert hub.stop.waits == [3.0]
     with pytest.raises(HubRefused):
@@ -214,16 +188,14 @@ def test_a_refusal_or_too_many_requests_is_no_reason_to_ask_elsewhere() -> None:
 
 # ── a hub's key that changes ─────────────────────────────────────────────────────────────────────────────────────
 
-NEW_HUB = key_of(9)
+NEW_HUB = fake_run.key(9)
 
 
 def test_a_rotated_key_is_learnt_by_asking_once_more_and_a_revoked_one_is_not_trusted_again() -> None:
-    from fake_run import CERTIFICATES, certificate, lease
-
     hub = ScriptedHub()
-    client = hub.client(fingerprint(ROOT.public_key))
+    client = hub.client(fingerprint(fake_run.ROOT.public_key))
     assert client.open_lease(signed(lease())).unit == 7
-    both = (*CERTIFICATES, certificate("hub", NEW_HUB))
+    both = (*fake_run.CERTIFICATES, certificate("hub", NEW_HUB))
     hub.info = signed(run_info(certificates=both, revoked=(HUB.public_key,)), NEW_HUB)
     assert client.open_lease(signed(lease(), NEW_HUB)).unit == 7
     assert client.patient(1.0).open_lease(signed(lease(), NEW_HUB)).unit == 7, "copies of a client share what it knows"
@@ -237,8 +209,6 @@ def test_a_rotated_key_is_learnt_by_asking_once_more_and_a_revoked_one_is_not_tr
 
 
 def test_strange_signatures_do_not_make_it_ask_all_the_time() -> None:
-    from fake_run import lease
-
     net = Network(a=HONEST)
     client = net.client(A)
     for _ in range(5):

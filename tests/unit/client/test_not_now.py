@@ -8,54 +8,34 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from fake_run import NODE, RUN, ScriptedHub, TickingStop, answer, refusal, run_info, signed
+from fake_run import NODE, REPLY, RUN, VIEW, Network, ScriptedHub, answer, refusal, run_info, signed
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.transport import LEAST_ATTEMPT_S
 from shoal.errors import HubRefused, HubUnreachable
-from shoal.protocol.lease import LeaseReply, LeaseRequest
-from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeState, NodeView
-from shoal.protocol.submission import Receipt, submission_digest
-from shoal.runtime.clock import Backoff, ManualClock
+from shoal.protocol import Heartbeat, HeartbeatReply, LeaseReply, LeaseRequest, Receipt, submission_digest
 
 A, B = "http://a:1", "http://b:1"
 PERIOD_S = 5.0
-VIEW = NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE)
-REPLY = HeartbeatReply(node=VIEW)
 
 
 # ── a hub that takes connections and never answers ───────────────────────────────────────────────────────────────
 
 
-class Frozen:
-    """Two hubs of one run by a manual clock; a frozen one costs a caller whatever the caller is ready to wait."""
+HONEST = signed(run_info(hubs=(B,)))
 
-    def __init__(self, how: str) -> None:
-        self.how = how
-        self.clock = ManualClock()
-        self.frozen: set[str] = set()
-        self.asked: list[str] = []
 
-    def handle(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(f"{request.url.host}{request.url.path}")
-        if request.url.host in self.frozen:
-            self.clock.advance(request.extensions["timeout"][self.how])
-            failure = httpx.ReadTimeout if self.how == "read" else httpx.ConnectTimeout
-            raise failure("frozen", request=request)
-        return answer(signed(run_info(hubs=(B,)))) if request.url.path == "/run" else answer(REPLY)
-
-    def client(self) -> HubClient:
-        http = httpx.Client(transport=httpx.MockTransport(self.handle))
-        options = ClientOptions(backoff=Backoff(0.1, 5.0))
-        return HubClient(A, NODE, TickingStop(self.clock), None, http, self.clock, options)
+def network() -> tuple[Network, HubClient]:
+    net = Network(a=HONEST, b=HONEST)
+    return net, net.client(A)
 
 
 @pytest.mark.parametrize("how", ["read", "connect"])
 def test_a_frozen_hub_costs_a_heartbeat_less_than_its_period_and_the_next_hub_hears_it(how: str) -> None:
-    hubs, heard = Frozen(how), list[HeartbeatReply]()
-    heartbeat = RegularHeartbeat(hubs.client(), PERIOD_S, Activity(hubs.clock), heard.append)
+    (hubs, client), heard = network(), list[HeartbeatReply]()
+    heartbeat = RegularHeartbeat(client, PERIOD_S, Activity(hubs.clock), heard.append)
     heartbeat.once()
-    hubs.frozen.add("a")
+    hubs.frozen["a"] = how
     began_s = hubs.clock.monotonic_s()
     heartbeat.once()
     assert hubs.clock.monotonic_s() - began_s < PERIOD_S
@@ -64,10 +44,10 @@ def test_a_frozen_hub_costs_a_heartbeat_less_than_its_period_and_the_next_hub_he
 
 
 def test_with_all_hubs_frozen_a_heartbeat_is_given_up_after_its_period() -> None:
-    hubs = Frozen("read")
-    heartbeat = RegularHeartbeat(hubs.client(), PERIOD_S, Activity(hubs.clock), lambda _: None)
+    hubs, client = network()
+    heartbeat = RegularHeartbeat(client, PERIOD_S, Activity(hubs.clock), lambda _: None)
     heartbeat.once()
-    hubs.frozen |= {"a", "b"}
+    hubs.frozen |= {"a": "read", "b": "read"}
     began_s = hubs.clock.monotonic_s()
     heartbeat.once()
     assert hubs.clock.monotonic_s() - began_s <= PERIOD_S
@@ -75,10 +55,9 @@ def test_with_all_hubs_frozen_a_heartbeat_is_given_up_after_its_period() -> None
 
 
 def test_a_short_patience_leaves_an_attempt_the_time_that_an_answer_needs() -> None:
-    hubs = Frozen("read")
-    client = hubs.client()
+    hubs, client = network()
     client.trusted_run()
-    hubs.frozen |= {"a", "b"}
+    hubs.frozen |= {"a": "read", "b": "read"}
     began_s = hubs.clock.monotonic_s()
     with pytest.raises(HubUnreachable):
         client.patient(0.01).heartbeat(Heartbeat())
@@ -86,7 +65,7 @@ def test_a_short_patience_leaves_an_attempt_the_time_that_an_answer_needs() -> N
 
 
 def test_who_asks_for_the_run_anew_keeps_nobody_from_calling() -> None:
-    client = Frozen("read").client()
+    _, client = network()
     trusted = client.trusted_run()
     found: list[object] = []
     with client._transport.known.fetching:  # as another thread has it for a minute, with the hub frozen
@@ -119,16 +98,10 @@ def test_a_page_that_is_not_the_hubs_is_no_refusal(page: httpx.Response) -> None
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.status_code)
 def test_behind_such_a_page_the_next_hub_is_asked(page: httpx.Response) -> None:
-    def handle(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/run":
-            return answer(signed(run_info(hubs=(B,))))
-        return page if request.url.host == "a" else answer(REPLY)
-
-    clock = ManualClock()
-    stop = TickingStop(clock)
-    client = HubClient(A, NODE, stop, None, httpx.Client(transport=httpx.MockTransport(handle)), clock)
+    hubs, client = network()
+    hubs.broken["a"] = page
     assert client.heartbeat(Heartbeat()) == REPLY
-    assert (client.url, stop.waits) == (B, [0.0])
+    assert (client.url, hubs.stop.waits) == (B, [0.0])
 
 
 def test_a_page_that_stays_is_told_in_the_end() -> None:

@@ -80,18 +80,6 @@ def test_a_machine_whose_clock_is_wrong_is_told_the_time_and_takes_part(bench: B
     assert len(client.lease(protocol.LeaseRequest(request="request-1")).leases) == 1
 
 
-def test_only_a_refusal_for_the_clock_says_what_time_it_is(bench: Bench) -> None:
-    assert "clock" not in bench.http.post("/heartbeat").json()
-    early = Actor(bench.alice.key, bench.http, ManualClock(bench.clock.now_ms() - 121_000))
-    answer = early.call("POST", "/heartbeat", {})
-    assert code_of(answer) == (401, "auth.skew")
-    clock = protocol.open_document(
-        protocol.SignedDocument.model_validate(answer.json()["clock"]), protocol.HubClock, HUB.public_key
-    )
-    assert (clock.node, clock.now_ms) == (bench.alice.key.node, bench.clock.now_ms())
-    assert clock.nonce == answer.request.headers["shoal-nonce"]
-
-
 # A hub that goes on with another key: what it signed before is handed out by the key of now
 
 

@@ -328,4 +328,4 @@ async def test_a_newer_poll_of_the_same_key_ends_the_older_one(monkeypatch: pyte
     assert tries.count("older") == 1, "it looks no more: what it would find is the newer one's"
     changes.close()
     await asyncio.wait_for(asyncio.gather(newer, other, elsewhere), 10)
-    assert changes.polling == 0
+    assert changes._polls == {}

@@ -200,11 +200,6 @@ class TestOffers:
         assert rows_of(evaluations.offer(odd, policy(3), 40, []))
         assert evaluations.offer(moment(), policy(0), 40, []) == [], "nothing without a plan"
 
-    def test_what_nobody_has_begun_is_given_up_when_the_next_is_due(self) -> None:
-        waiting = [a_slice(0, first) for first in (0, 16)]
-        given_up = [row for row in offered(2, waiting) if row.version == 0]
-        assert [row.state for row in given_up] == [VOID, VOID]
-
     @pytest.mark.parametrize("begun", [CLAIMED, DONE])
     def test_what_is_begun_is_finished(self, begun: EvaluationState) -> None:
         under_way = [a_slice(0, 0, state=begun, validator="v"), a_slice(0, 16)]
@@ -216,21 +211,7 @@ class TestOffers:
         assert [(row.incarnation, row.first, row.state) for row in rows] == [(0, 0, VOID), (0, 16, VOID), (1, 0, OPEN)]
 
 
-class TestClaims:
-    def test_a_validator_that_asks_again_has_lost_its_slice(self) -> None:
-        held = a_slice(0, 0, state=CLAIMED, validator="v", claimed_until_ms=NOW_MS + 1)
-        (row,) = rows_of(evaluations.put_back([held], "v", NOW_MS))
-        assert (row.state, row.tries, row.validator) == (OPEN, 1, None)
-        assert evaluations.put_back([held], "w", NOW_MS) == []
-        assert rows_of(evaluations.put_back([held], "w", NOW_MS + 1)) == [row], "its claim ran out"
-
-
 class TestReports:
-    def test_scores_make_it_done(self) -> None:
-        held = a_slice(0, 0, state=CLAIMED, validator="v")
-        (row,) = rows_of(evaluations.report(held, said(held, 1.0, None, 0.5), "v", "{}", NOW_MS))
-        assert (row.state, row.scores, row.document, row.decided_at_ms) == (DONE, (1.0, None, 0.5), "{}", NOW_MS)
-
     def test_a_problem_puts_it_back_if_it_is_whose_slice_it_is(self) -> None:
         held = a_slice(0, 0, state=CLAIMED, validator="v")
         (row,) = rows_of(evaluations.report(held, said(held, problem="no policy"), "v", "{}", NOW_MS))
@@ -239,11 +220,6 @@ class TestReports:
 
 
 class TestResults:
-    def test_the_mean_is_of_all_slices_without_what_could_not_be_scored(self) -> None:
-        rows = [a_slice(0, 0, state=DONE, scores=(1.0, None)), a_slice(0, 16, state=DONE, scores=(0.0, 0.5))]
-        (found,) = evaluations.results(rows)
-        assert (found.mean, found.scored, found.tasks, found.complete) == (0.5, 3, 32, True)
-
     def test_of_two_incarnations_the_newer(self) -> None:
         rows = [
             a_slice(4, 0, state=DONE, scores=(1.0,)),

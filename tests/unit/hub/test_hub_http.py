@@ -7,25 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kit.hub import (
-    RUN_ID,
-    TRAINER,
-    VALIDATOR,
-    Bench,
-    certificate,
-    code_of,
-    fresh_request,
-    ok,
-    policy,
-    submission_body,
-    worker_key,
-)
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.node import Registration
-from shoal.protocol.policy import PolicyAnnouncement
+from kit.hub import RUN_ID, Bench, certificate, code_of, fresh_request, ok, policy, submission_body, worker_key
+from shoal.protocol import Outcome, PolicyAnnouncement, Registration, Severity, SigningKey, submission_digest
 from shoal.protocol.signing import canonical_json, sign_document, sign_request
-from shoal.protocol.submission import submission_digest
-from shoal.protocol.verdict import Outcome, Severity
 
 
 @pytest.fixture
@@ -68,7 +52,8 @@ class TestIdentity:
         ok(calm.http.post("/heartbeat", content=b"{}", headers=headers))
         calm.clock.advance(230)
         calm.hub.upkeep.tick()
-        assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
+        answer = calm.http.post("/heartbeat", content=b"{}", headers=headers)
+        assert (code_of(answer), "clock" in answer.json()) == ((401, "auth.replay"), False)
         calm.clock.advance(60)
         assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.skew")
 
@@ -120,24 +105,15 @@ class TestNodes:
         key = worker_key(7)
         signed = {
             "none": None,
-            "other key": certificate(VALIDATOR, "validator"),
+            "other key": certificate(calm.validator.key, "validator"),
             "other role": certificate(key, "trainer"),
             "other run": certificate(key, "validator", run="other"),
             "not the root": certificate(key, "validator", signer=key),
         }[fault]
         body = Registration(public_key=key.public_key, role="validator", certificate=signed)
         assert code_of(calm.actor(key).call("POST", "/nodes", body)) == (403, "auth.certificate")
-
-    def test_a_stranger_that_is_refused_leaves_no_trace(self, calm: Bench) -> None:
-        stranger = calm.actor(worker_key(9))
-        body = Registration(public_key=stranger.key.public_key, role="validator")
-        assert code_of(stranger.call("POST", "/nodes", body)) == (403, "auth.certificate")
         with calm.hub.context.storage.read() as reader:
-            assert reader.presence(stranger.key.node) is None
-
-    @pytest.mark.parametrize("field", ["doing", "waiting_for"])
-    def test_control_characters_reach_nobodys_terminal(self, calm: Bench, field: str) -> None:
-        assert code_of(calm.alice.call("POST", "/heartbeat", {field: "\x1b[2J"})) == (422, "body.malformed")
+            assert reader.presence(key.node) is None, "it leaves no trace"
 
     def test_a_heartbeat_shows_in_the_status(self, calm: Bench) -> None:
         body = {"doing": "generating", "waiting_for": "policy 0.3 from relay", "counters": {"tokens": 5}}
@@ -238,19 +214,8 @@ class TestSubmissions:
         response = started.alice.submit(lease, submission_body(lease, **changes))
         assert code_of(response) == (422, "submission.mismatch")
         assert next(iter(changes)) in response.json()["message"]
-
-    def test_groups_are_whole(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
         short = lease.model_copy(update={"seeds": lease.seeds[:1]})
-        response = started.alice.submit(lease, submission_body(short))
-        assert code_of(response) == (422, "submission.group")
-        assert response.json()["message"] == "the submission has 1 rollouts; groups have 2"
-
-    def test_late_is_fine_while_the_unit_is_free(self, started: Bench) -> None:
-        (lease,) = started.alice.lease(fresh_request())
-        started.clock.advance(61)
-        assert started.status().units["open"] == 1, "the status notices the expiry"
-        assert started.alice.submit(lease).status_code == 201
+        assert code_of(started.alice.submit(lease, submission_body(short))) == (422, "submission.group")
 
 
 class TestAuditsAndVerdicts:
@@ -299,7 +264,7 @@ class TestAuditsAndVerdicts:
     def test_a_verdict_is_signed_by_the_validator_that_sends_it(self, started: Bench) -> None:
         started.alice.submit(started.alice.lease(fresh_request())[0])
         (audit,) = started.audits()
-        forged = started.verdict(audit).model_copy(update={"signed_by": TRAINER.public_key})
+        forged = started.verdict(audit).model_copy(update={"signed_by": started.trainer.key.public_key})
         assert code_of(started.report(forged)) == (422, "verdict.signature")
 
     def test_one_verdict_that_does_not_fit_does_not_hold_up_the_others(self, started: Bench) -> None:
@@ -312,25 +277,13 @@ class TestAuditsAndVerdicts:
         counts = started.status().submissions
         assert (counts["auditing"], counts["accepted"]) == (1, 1)
 
-    def test_a_banned_node_cannot_hand_in_an_old_lease(self, started: Bench) -> None:
-        (late,) = started.alice.lease(fresh_request())
-        started.clock.advance(61)
-        (lease,) = started.alice.lease(fresh_request())
-        assert lease.unit == late.unit
-        started.alice.call("POST", "/leases/release", {"leases": [lease.lease]})
-        (other,) = started.alice.lease(fresh_request())
-        ok(started.alice.submit(other))
-        (audit,) = started.audits()
-        ok(started.judge(audit, outcome=Outcome.REJECTED, reason="sampling.seed", severity=Severity.CERTAIN))
-        assert code_of(started.alice.submit(late)) == (403, "node.banned")
-
     @pytest.mark.parametrize("value", ["NaN", "Infinity", 1e39])
     def test_a_reward_that_is_no_usable_number_is_refused(self, started: Bench, value: object) -> None:
         started.alice.submit(started.alice.lease(fresh_request())[0])
         (audit,) = started.audits()
         signed = started.verdict(audit)
         document = {**signed.document, "rewards": [{"value": value, "parts": {}}] * 2}
-        signature = VALIDATOR.sign(b"shoal/verdict/v1\n" + canonical_json(document))
+        signature = started.validator.key.sign(b"shoal/verdict/v1\n" + canonical_json(document))
         forged = signed.model_copy(update={"document": document, "signature": signature})
         assert code_of(started.report(forged)) == (422, "verdict.signature")
 
@@ -358,14 +311,11 @@ class TestTrainer:
         assert started.announce(0).status_code == 204
         assert code_of(started.announce(0, digest="ab" * 32)) == (409, "policy.digest")
 
-    def test_a_version_whose_step_has_no_batch_cannot_exist(self, started: Bench) -> None:
-        assert code_of(started.announce(1)) == (409, "policy.order")
-
     def test_an_announcement_is_signed_by_the_trainer_for_this_run(self, started: Bench) -> None:
         document = PolicyAnnouncement(run=RUN_ID, policy=policy(0), created_at_ms=0)
         forged = sign_document(document, SigningKey.from_seed(b"x" * 32))
         assert code_of(started.trainer.call("POST", "/policies", forged)) == (422, "policy.signature")
-        other = sign_document(document.model_copy(update={"run": "other"}), TRAINER)
+        other = sign_document(document.model_copy(update={"run": "other"}), started.trainer.key)
         assert code_of(started.trainer.call("POST", "/policies", other)) == (422, "policy.run")
 
     def test_a_batch_says_what_it_waits_for_and_then_never_changes(self, started: Bench) -> None:

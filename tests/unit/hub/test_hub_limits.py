@@ -191,6 +191,18 @@ def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(tmp_path: 
         bench.close()
 
 
+def test_nobody_waits_for_ever_while_others_are_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.hub.http.routes.UPLOAD_WAIT_S", 0.05)
+    ok(bench.announce(0))
+    [lease] = bench.alice.lease("request-1")
+    edge = bench.app.state.edge
+    before, edge.uploads = edge.uploads, asyncio.Semaphore(0)
+    answer = bench.alice.submit(lease)
+    assert (code_of(answer), answer.headers["retry-after"]) == ((503, "hub.busy"), "2")
+    edge.uploads = before
+    assert bench.alice.submit(lease).status_code == 201
+
+
 # ── what is seen of it ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -262,4 +274,5 @@ def test_a_defect_is_counted_and_named_by_its_number(bench: Bench, monkeypatch: 
     answer = bench.http.get("/status")
     assert code_of(answer) == (500, "hub.defect")
     assert answer.headers["shoal-request"] in answer.json()["message"]
+    assert "of the test" not in answer.text, "what went wrong is for the log"
     assert metrics_of(bench)['shoal_hub_requests_total{method="GET",route="/status",status="500"}'] == 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kit.hub import HUB, RUN_ID, Bench, fresh_request, ok
-from shoal import protocol
+from kit.hub import Bench, fresh_request, ok
 
 
 def test_three_steps_from_policy_to_finish(bench: Bench) -> None:
@@ -49,17 +48,3 @@ def test_a_batch_says_what_was_earned_by_everything_sampled_for_it(tmp_path: Pat
     bench = bench.restarted()
     assert bench.batch(0) == batch, "once written down it never changes"
     bench.close()
-
-
-def test_a_receipt_is_signed_by_the_hub_and_names_what_it_is_for(bench: Bench) -> None:
-    ok(bench.announce(0))
-    (lease,) = bench.alice.lease("one-unit-please")
-    response = bench.alice.submit(lease)
-    assert response.status_code == 201
-    receipt = protocol.open_document(
-        protocol.SignedDocument.model_validate_json(response.content), protocol.Receipt, HUB.public_key
-    )
-    assert (receipt.run, receipt.node, receipt.lease, receipt.unit) == (RUN_ID, lease.node, lease.lease, lease.unit)
-    answer = ok(bench.validator.call("GET", f"/submissions?name={receipt.submission}")).content
-    (body,) = protocol.unpack(answer, protocol.SubmissionBodies, protocol.BodyLimits()).bodies
-    assert len(body) == receipt.size_bytes

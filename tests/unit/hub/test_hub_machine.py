@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -12,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kit.hub import earned
 from kit.machine import Play
 from shoal import ledger
-from shoal.hub.state import newcomers, nodes, pacing
+from shoal.hub.state import newcomers, nodes
 from shoal.hub.state.commands import Refusal
-from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, LeaseState, Moment, NodeRow, SubmissionState, UnitState
-from shoal.hub.state.units import TRUSTED_AFTER, VOID_ATTEMPTS, VOID_STALE
+from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, LeaseState, Moment, SubmissionState, UnitState
+from shoal.hub.state.units import TRUSTED_AFTER, VOID_ATTEMPTS
 from shoal.protocol import Audit, Batch, Lease, NodeState, Outcome, Receipt, Severity
+from shoal.simulator import problems
 
 INDEX = st.integers(0, 10**6)
 PROVEN = 100  # audited fully one time in ten
@@ -42,6 +45,7 @@ class HubMachine(RuleBasedStateMachine):
         self.receipts: dict[str, Receipt] = {}
         self.accepted_tokens: dict[str, int] = {}
         self.batches: dict[int, Batch] = {}
+        self.lies: set[str] = set()  # what a validator has rejected for sure
         self.incarnation = 0
         self.play.announce(0)
 
@@ -61,7 +65,7 @@ class HubMachine(RuleBasedStateMachine):
     @rule(who=INDEX, count=st.integers(1, 4))
     def lease(self, who: int, count: int) -> None:
         worker = self.play.workers[who % len(self.play.workers)]
-        before = self.node(worker.node)
+        before = self.play._node(worker.node)
         with self.play.storage.read() as reader:
             progress, in_hand = reader.progress(), reader.newcomers_in_hand(worker.node)
             since_ms = self.play.hub.context.clock.now_ms() - newcomers.HERE_MS
@@ -74,7 +78,7 @@ class HubMachine(RuleBasedStateMachine):
         if before.state == NodeState.SUSPENDED and found:
             assert before.until_ms is not None
             assert before.until_ms <= now_ms, "nor does a suspended one"
-            assert self.node(worker.node).state == NodeState.ACTIVE
+            assert self.play._node(worker.node).state == NodeState.ACTIVE
         if bounded:
             most = newcomers.most_in_hand(Moment(self.play.rules, progress, 0))
             assert len(found) <= max(0, most - sum(in_hand.networks.values())), "newcomers keep to their share"
@@ -154,14 +158,14 @@ class HubMachine(RuleBasedStateMachine):
         worker = self.play.workers[who % len(self.play.workers)]
         for_ms = None if seconds is None else seconds * 1000
         refusal = self.play.sanction(worker, lambda row, _, now_ms: nodes.suspend(row, "owner", now_ms, for_ms))
-        assert (refusal is not None) == (self.node(worker.node).state == NodeState.BANNED)
+        assert (refusal is not None) == (self.play._node(worker.node).state == NodeState.BANNED)
 
     @rule(who=INDEX)
     def pardon(self, who: int) -> None:
         worker = self.play.workers[who % len(self.play.workers)]
-        before = self.node(worker.node)
+        before = self.play._node(worker.node)
         assert self.play.sanction(worker, lambda row, _, now_ms: nodes.pardon(row, "owner", now_ms)) is None
-        after = self.node(worker.node)
+        after = self.play._node(worker.node)
         assert after.state == NodeState.ACTIVE
         assert (after.credit, after.pending) == (before.credit, before.pending)
         if before.state != NodeState.ACTIVE:
@@ -191,7 +195,7 @@ class HubMachine(RuleBasedStateMachine):
         with self.play.storage.read() as reader:
             row = reader.submission(audit.submission)
         assert row is not None
-        struck = self.node(row.node).strikes
+        struck = self.play._node(row.node).strikes
         refusal = self.play.judge(audit, outcome, rewards, severity if outcome == Outcome.REJECTED else None)
         if refusal is not None:
             assert refusal.code == "verdict.decided" or (refusal.code, audit.depth) == ("verdict.depth", "light")
@@ -199,7 +203,8 @@ class HubMachine(RuleBasedStateMachine):
             self.accepted_tokens[audit.submission] = 0  # what a validator generates earns nothing
         elif outcome == Outcome.ACCEPTED:
             self.accepted_tokens[audit.submission] = Lease.model_validate(audit.lease.document).unit % 5 + 1
-        if refusal is None and self.node(row.node).strikes > struck:
+        if refusal is None and self.play._node(row.node).strikes > struck:
+            self.lies.add(audit.submission)
             self.check_that_nothing_is_left(Lease.model_validate(audit.lease.document).node)
 
     @rule(answers=st.sampled_from(["", "", "other", None]), useful=st.booleans())
@@ -249,7 +254,7 @@ class HubMachine(RuleBasedStateMachine):
 
     def check_that_nothing_is_left(self, node: str) -> None:
         """After a failed audit nothing of its node is trained on, or paid, that was not looked at closely."""
-        row = self.node(node)
+        row = self.play._node(node)
         with self.play.storage.read() as reader:
             untrained = reader.untrained(node)
             assert reader.light_audits(node) == []
@@ -297,31 +302,23 @@ class HubMachine(RuleBasedStateMachine):
         self.incarnation += 1
         assert self.play.announce(max(0, len(self.batches) - back), self.incarnation) is None
 
-    def node(self, node: str) -> NodeRow:
-        with self.play.storage.read() as reader:
-            row = reader.node(node)
-        assert row is not None
-        return row
-
     def check_draw(self, lease: Lease) -> None:
         draw = (lease.task, lease.seeds)
         assert self.drawn.setdefault(lease.unit, draw) == draw, "a unit keeps its task and its seeds"
 
     @invariant()
-    def units_alive_stay_within_the_cap(self) -> None:
-        with self.play.storage.read() as reader:
-            progress = reader.progress()
-        assert progress.alive <= pacing.cap(self.play.rules, progress)
+    def what_holds_in_every_simulated_run_holds(self) -> None:
+        self.play.hub.posting.post()
+        play, seen = self.play, {"receipts": self.receipts, "batches": self.batches, "lies": self.lies}
+        world = SimpleNamespace(storage=play.storage, blobs=play.blobs, rules=play.rules, counts=Counter(), **seen)
+        assert problems(world) == []  # type: ignore[arg-type]
 
     @invariant()
-    def batches_hold_accepted_groups_once_and_within_staleness(self) -> None:
-        seen: set[int] = set()
+    def batches_hold_accepted_groups(self) -> None:
         with self.play.storage.read() as reader:
             for step, batch in self.batches.items():
                 for group in batch.groups:
-                    assert group.unit not in seen, "trained twice"
-                    seen.add(group.unit)
-                    assert 0 <= step - group.policy.version <= self.play.rules.max_staleness
+                    assert group.policy.version <= step
                     assert group.submission in self.accepted_tokens
                     filled = reader.submission(group.submission)
                     assert filled is not None
@@ -336,45 +333,22 @@ class HubMachine(RuleBasedStateMachine):
     def credit_is_the_sum_of_accepted_tokens_exactly_once(self) -> None:
         self.play.hub.posting.post()
         with self.play.storage.read() as reader:
-            entries, nodes = reader.ledger_after(-1, 10**6), reader.nodes()
-            ledger.verify(entries, ledger.head_of("run", reader.ledger_last()))
-        accounts = ledger.fold(entries)
+            accounts, nodes = ledger.fold(reader.ledger_after(-1, 10**6)), reader.nodes()
         assert earned(accounts) == sum(self.accepted_tokens.values())
         if self.play.rules.audit == "all":
             assert accounts.total_credit == earned(accounts)
         for node in nodes:
             account = accounts.by_node.get(node.node, ledger.Account())
-            assert (account.credit, account.pending) == (node.credit, node.pending)
             assert account.banned == (node.state == NodeState.BANNED and node.on_chain)
-
-    @invariant()
-    def receipts_are_kept(self) -> None:
-        with self.play.storage.read() as reader:
-            for name in self.receipts:
-                assert reader.submission(name) is not None
-                assert self.play.hub.context.blobs.get(name)
-
-    @invariant()
-    def leases_and_units_agree(self) -> None:
-        with self.play.storage.read() as reader:
-            holdings = reader.holdings()
-            leased = {row.unit for row in reader.alive_units() if row.state == UnitState.LEASED}
-            banned = {row.node for row in reader.nodes() if row.state == NodeState.BANNED}
-        current = [held for held in holdings if held.unit.state != UnitState.VOID]
-        assert all(held.unit.reason == VOID_STALE for held in holdings if held.unit.state == UnitState.VOID)
-        assert {held.unit.unit for held in current} == leased
-        assert not banned & {held.lease.node for held in holdings}, "a banned node holds nothing"
-        assert len(current) == len(leased), "one active lease per unit"
 
     @invariant()
     def nobody_holds_more_than_its_window_ever_allowed(self) -> None:
         with self.play.storage.read() as reader:
-            everybody, holdings = reader.nodes(), reader.holdings()
+            everybody = reader.nodes()
         rules = self.play.rules
         for row in everybody:
             assert 1 <= nodes.window(rules, row) <= rules.leases_per_node
             assert 0 <= row.lapses <= row.lapsed
-            assert sum(held.lease.node == row.node for held in holdings) <= rules.leases_per_node
             assert (row.until_ms is not None) == (row.state == NodeState.SUSPENDED)
             assert row.pending >= 0
 

@@ -40,17 +40,6 @@ def submit(play: Play, *numbers: int) -> None:
             play.submit(lease)
 
 
-def test_with_an_established_node_here_they_share_a_quarter_leased_or_waiting_to_be_judged(play: Play) -> None:
-    assert units(play, 0, 1) == [0]
-    assert units(play, 1, 4) == [1, 2]
-    assert units(play, 2, 4) == []
-    submit(play, 1, 2)
-    assert "nodes on probation have 2 units in hand" in waiting(play, 2)
-    (audit, _) = play.claim()
-    play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0))
-    assert units(play, 2, 4) == [3]
-
-
 def test_a_unit_that_was_tried_goes_to_the_established_node_while_it_asks_and_delivers(play: Play) -> None:
     units(play, 0, 1)
     submit(play, 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kit import eventually
 from kit.asgi import in_loop
 from kit.hub import Bench, certificate, fresh_request, make_config, ok, worker_key
 from shoal.errors import ResourceError
@@ -40,20 +41,13 @@ class Background:
         return self.answer
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.005)
-
-
 def waiting(bench: Bench, what: str) -> Callable[[], bool]:
     return lambda: any(what in wait.what for wait in bench.status().waits)
 
 
 def test_a_worker_gets_its_lease_when_a_policy_comes_out(bench: Bench) -> None:
     poll = Background(lambda: bench.alice.lease(fresh_request(), wait_s=20))
-    until(waiting(bench, "a unit: no policy has been published yet"))
+    eventually(waiting(bench, "a unit: no policy has been published yet"))
     ok(bench.announce(0))
     assert [lease.unit for lease in poll.result()] == [0]
 
@@ -62,7 +56,7 @@ def test_a_validator_gets_a_submission_when_it_arrives(bench: Bench) -> None:
     ok(bench.announce(0))
     (lease,) = bench.alice.lease(fresh_request())
     poll = Background(lambda: ok(bench.validator.call("POST", "/audits", {"wait_s": 20})).json())
-    until(waiting(bench, "submissions"))
+    eventually(waiting(bench, "submissions"))
     ok(bench.alice.submit(lease))
     assert len(poll.result()["audits"]) == 1
 
@@ -70,7 +64,7 @@ def test_a_validator_gets_a_submission_when_it_arrives(bench: Bench) -> None:
 def test_the_trainer_gets_its_batch_with_the_last_verdict(bench: Bench) -> None:
     ok(bench.announce(0))
     poll = Background(lambda: bench.batch(0, wait_s=20))
-    until(waiting(bench, "a batch: step 0: 0 of 2 groups"))
+    eventually(waiting(bench, "a batch: step 0: 0 of 2 groups"))
     bench.accept_groups(2)
     assert len(poll.result().groups) == 2
 
@@ -79,7 +73,7 @@ def test_a_worker_gets_what_another_let_run_out(bench: Bench) -> None:
     ok(bench.announce(0))
     bench.alice.lease(fresh_request(), 2)
     poll = Background(lambda: bench.bob.lease(fresh_request(), 2, wait_s=20))
-    until(waiting(bench, "a unit: all 2 units"))
+    eventually(waiting(bench, "a unit: all 2 units"))
     for _ in range(61):  # a tick in each second: the hub is there, and alice is not heard of
         bench.clock.advance(1)
         bench.hub.upkeep.tick()
@@ -90,7 +84,7 @@ def test_a_worker_gets_what_another_lost(bench: Bench) -> None:
     ok(bench.announce(0))
     bench.alice.lease(fresh_request(), 2)
     poll = Background(lambda: bench.bob.lease(fresh_request(), wait_s=20))
-    until(waiting(bench, "a unit: all 2 units of step 0"))
+    eventually(waiting(bench, "a unit: all 2 units of step 0"))
     ok(bench.alice.call("POST", "/leases", {"request": fresh_request(), "max_units": 1, "held": []}))
     assert [lease.unit for lease in poll.result()] == [1]
 
@@ -104,7 +98,7 @@ def test_a_poll_ends_at_its_deadline_with_a_reason(bench: Bench) -> None:
 
 def test_polls_end_when_the_hub_stops(bench: Bench) -> None:
     poll = Background(lambda: bench.alice.lease(fresh_request(), wait_s=30))
-    until(waiting(bench, "a unit"))
+    eventually(waiting(bench, "a unit"))
     bench.hub.context.changes.close()
     assert poll.result() == []
 

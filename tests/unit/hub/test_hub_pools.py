@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kit.hub import make_config
+from kit.hub import FakeEnvironment, Lazy, make_config
 from kit.machine import Play
 from kit.state import moment
-from shoal.environments import Score, Split, Task
+from shoal.environments import Split, Task
 from shoal.environments.settings import PoolSettings
 from shoal.errors import ConfigError, UnusableTask
 from shoal.hub.service import Hub
 from shoal.hub.state import draws
-from shoal.hub.state.commands import RaiseAlarm, SaveTask
+from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.draws import Drawn, Pick, Result, task_index
 from shoal.hub.state.rows import Pool, PoolRules, TaskRow
 from shoal.hub.storage import SqliteStorage
@@ -32,35 +32,22 @@ POOLS = PoolSettings(retire_after=2, easy_share=0.25, hard_share=0.5)
 RUN = {"steps": 6, "groups_per_step": 3, "group_size": 4}
 
 
-class Rows(Sequence[Task]):
+class RowEnvironment(FakeEnvironment):
     """Tasks of which some rows are bad."""
 
-    def __init__(self, count: int, bad: frozenset[int]) -> None:
+    def __init__(self, count: int = 12, bad: frozenset[int] = frozenset()) -> None:
         self._count, self._bad = count, bad
 
-    def __len__(self) -> int:
-        return self._count
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return Lazy(self._count if split == "train" else 0, self._row)
 
-    def __getitem__(self, index: int) -> Task:  # type: ignore[override]
+    def task(self, task_id: str) -> Task:
+        return self._row(int(task_id.removeprefix("row-")))
+
+    def _row(self, index: int) -> Task:
         if index in self._bad:
             raise UnusableTask(f"row {index} has no prompt")
         return Task(f"row-{index}", "" if index == 0 else f"{index}=", "")
-
-
-class RowEnvironment:
-    name, digest = "rows", "ab" * 32
-
-    def __init__(self, count: int = 12, bad: frozenset[int] = frozenset()) -> None:
-        self._rows = Rows(count, bad)
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        return self._rows if split == "train" else []
-
-    def task(self, task_id: str) -> Task:
-        return self._rows[int(task_id.removeprefix("row-"))]
-
-    def score(self, task: Task, completion: str) -> Score:
-        raise NotImplementedError
 
 
 def solved(salt: int, task: str, unit: int) -> tuple[float, ...]:
@@ -162,7 +149,7 @@ def test_when_everything_is_solved_the_owner_is_told_and_the_run_goes_on(tmp_pat
     with play.storage.write(exclusive=True) as transaction:  # the last three came back: retire them by hand
         rows = transaction.task_rows([f"row-{index}" for index in range(4)])
         assert all(row.groups > 1 for row in rows.values())
-        transaction.apply([SaveTask(replace(row, pool=Pool.RETIRED)) for row in rows.values()])
+        transaction.apply([replace(row, pool=Pool.RETIRED) for row in rows.values()])
     play.announce(1)
     (lease,) = play.lease(play.workers[0], 1)
     assert lease.task == f"row-{task_index(4, 0, lease.unit)}", "its own task of the epoch"
@@ -268,12 +255,9 @@ class TestRows:
 
     def test_results_are_taken_in_order_of_unit_whatever_came_first(self) -> None:
         results = [Result(3, "a", 0.0), Result(1, "a", 1.0), Result(2, "b", 0.5)]
-        forwards, backwards = (draws.fold(RULES, {}, each) for each in (results, results[::-1]))
-        assert {command.row.task: command.row for command in forwards if isinstance(command, SaveTask)} == {
-            command.row.task: command.row for command in backwards if isinstance(command, SaveTask)
-        }
-        rows = {command.row.task: command.row for command in forwards if isinstance(command, SaveTask)}
-        assert (rows["a"].rate, rows["a"].solved, rows["a"].last_unit) == (0.5, 0, 3)
+        forwards, backwards = (set(draws.fold(RULES, {}, each)) for each in (results, results[::-1]))
+        assert forwards == backwards
+        assert TaskRow("a", groups=2, rate=0.5, solved=0, last_unit=3) in forwards
 
 
 def pick(rows: dict[str, TaskRow], drawn: Sequence[str | None], rules: PoolRules | None = RULES, unit: int = 0) -> Pick:

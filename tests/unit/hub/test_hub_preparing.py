@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.hub import FakeEnvironment, Lazy
 from kit.machine import Play
-from shoal.environments import Score, Split, Task
+from shoal.environments import Split, Task
 from shoal.environments.settings import PoolSettings
 from shoal.errors import UnusableTask
 from shoal.hub import EvaluationPlan
 from shoal.hub.service import context
 from shoal.hub.service.drawing import MAKING_S
-from shoal.hub.state.commands import Refusal, SaveTask
+from shoal.hub.state.commands import Refusal
 from shoal.hub.state.draws import task_index
 from shoal.hub.state.rows import Pool, TaskRow
 from shoal.protocol import AuditReply, AuditRequest, EvaluationSlice, Lease, Outcome
@@ -29,10 +30,8 @@ PLAN = EvaluationPlan(every=1, tasks=40)
 TASKS = 40
 
 
-class Slow:
+class Slow(FakeEnvironment):
     """An environment that says whenever it has something to do; held-out task 3 cannot be used."""
-
-    name, digest = "slow", "cd" * 32
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -40,33 +39,22 @@ class Slow:
         self.meanwhile: Callable[[], None] = lambda: None
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        return Rows(self, split)
+        def made(index: int) -> Task:
+            if (split, index) == ("held_out", 3):
+                raise UnusableTask("row 3 is empty")
+            return self.task(f"{split}-{index}")
+
+        return Lazy(TASKS, made)
 
     def task(self, task_id: str) -> Task:
         self.made.append(task_id)
         self.meanwhile()
         return Task(task_id, "?", "")
 
-    def score(self, task: Task, completion: str) -> Score:
-        raise NotImplementedError
-
     def encode(self, task: Task) -> list[int]:
         self.encoded.append(task.id)
         self.meanwhile()
         return [5, 6]
-
-
-class Rows(Sequence[Task]):
-    def __init__(self, environment: Slow, split: Split) -> None:
-        self._environment, self._split = environment, split
-
-    def __len__(self) -> int:
-        return TASKS
-
-    def __getitem__(self, index: int) -> Task:  # type: ignore[override]
-        if self._split == "held_out" and index == 3:
-            raise UnusableTask("row 3 is empty")
-        return self._environment.task(f"{self._split}-{index}")
 
 
 def play(folder: Path, **changes: Any) -> tuple[Play, Slow]:
@@ -161,7 +149,7 @@ def test_rows_that_change_after_the_tasks_were_made_count(tmp_path: Path) -> Non
     stage, slow = play(tmp_path, pools=PoolSettings(retire_after=1))
     stage.hub.work.drawing.prepare(0, 2)
     with stage.storage.write() as transaction:
-        transaction.apply([SaveTask(replace(TaskRow(own_task(0)), pool=Pool.RETIRED))])
+        transaction.apply([replace(TaskRow(own_task(0)), pool=Pool.RETIRED)])
     (lease,) = stage.lease(stage.workers[0], 1)
     assert lease.task != own_task(0)
     assert slow.encoded.count(lease.task) == 1

@@ -17,21 +17,12 @@ from shoal.hub.state import submissions
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.rows import Moment, ShownRow
 from shoal.ledger import Chain, Keys, Proofs
+from shoal.protocol import Lease, ProgressReply, ProofParameters, Rollout, ShownChunks, ShownProgress, Submission
 from shoal.protocol.codec import BodyLimits, pack, unpack
-from shoal.protocol.lease import Lease, ProofParameters
 from shoal.protocol.node import NodeState
 from shoal.protocol.status import Evidence, LedgerEntry
-from shoal.protocol.submission import (
-    ProgressReply,
-    Rollout,
-    ShownChunks,
-    ShownProgress,
-    Submission,
-    pack_tokens,
-    shown_digest,
-    submission_digest,
-)
 from shoal.protocol.submission import pack_logprobs as logprobs
+from shoal.protocol.submission import pack_tokens, shown_digest, submission_digest
 from shoal.protocol.verdict import Audit, Outcome, Severity, SubmissionBodies
 
 ROWS = 32
@@ -57,6 +48,14 @@ def shown(bench: Bench, lease: Lease, *said: ShownChunks) -> ProgressReply:
 def leased(bench: Bench) -> Lease:
     [lease] = bench.alice.lease(fresh_request())
     return lease
+
+
+def looked_at(bench: Bench) -> tuple[Lease, Audit]:
+    """A lease of which a chunk was shown, and what a validator gets of it."""
+    lease = leased(bench)
+    shown(bench, lease, chunks(0))
+    [audit] = bench.audits()
+    return lease, audit
 
 
 def bodies(bench: Bench, *names: str) -> list[bytes]:
@@ -141,9 +140,7 @@ def test_of_two_shown_leases_the_one_that_ends_first_is_looked_at_first_also_by_
 
 
 def test_a_certain_failure_bans_ends_the_lease_and_can_be_checked_later(bench: Bench) -> None:
-    lease = leased(bench)
-    shown(bench, lease, chunks(0))
-    [audit] = bench.audits()
+    lease, audit = looked_at(bench)
     ok(failed(bench, audit))
     view = next(node for node in bench.status().nodes if node.name == "alice")
     assert (view.state, view.rejected, view.strikes) == (NodeState.BANNED, 1, 1)
@@ -201,9 +198,7 @@ def test_a_lease_that_ended_before_the_verdict_bans_its_node_and_leaves_the_unit
     ok(bench.alice.submit(leased(bench)))
     [first] = bench.audits()
     ok(bench.judge(first))  # alice is in the ledger now, so her ban has to be
-    lease = leased(bench)
-    shown(bench, lease, chunks(0))
-    [audit] = bench.audits()
+    lease, audit = looked_at(bench)
     end(bench, lease)
     if meanwhile != "open":
         [taken] = bench.bob.lease(fresh_request())
@@ -228,9 +223,7 @@ def test_a_lease_that_ended_before_the_verdict_bans_its_node_and_leaves_the_unit
 
 
 def test_a_progress_verdict_that_names_another_unit_or_node_changes_nothing(bench: Bench) -> None:
-    lease = leased(bench)
-    shown(bench, lease, chunks(0))
-    [audit] = bench.audits()
+    lease, audit = looked_at(bench)
     assert code_of(failed(bench, audit, unit=lease.unit + 5)) == (422, "verdict.mismatch")
     assert code_of(failed(bench, audit, node=bench.bob.key.node)) == (422, "verdict.mismatch")
     assert ok(bench.http.get(f"/units/{lease.unit}")).json()["submissions"] == []
@@ -345,9 +338,7 @@ def test_however_messages_are_cut_lost_and_repeated_the_copy_becomes_the_group(d
 
 
 def test_only_a_certain_failure_is_taken_from_an_audit_of_progress(bench: Bench) -> None:
-    lease = leased(bench)
-    shown(bench, lease, chunks(0))
-    [audit] = bench.audits()
+    lease, audit = looked_at(bench)
     assert code_of(failed(bench, audit, severity=Severity.STATISTICAL)) == (422, "verdict.progress")
     assert code_of(failed(bench, audit, reason="sampling.seed")) == (422, "verdict.progress")
     assert code_of(bench.judge(audit)) == (422, "verdict.progress")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,13 +10,9 @@ import pytest
 from kit.hub import HUB, RUN_ID, TRAINER, VALIDATOR, Bench, certificate, code_of, fresh_request, ok, worker_key
 from shoal.hub.service import reporting
 from shoal.ledger import fold
-from shoal.protocol.identity import SigningKey
-from shoal.protocol.lease import Lease
-from shoal.protocol.node import Registration, Vouch
+from shoal.protocol import CheckResult, Lease, Outcome, Receipt, Registration, Severity, SigningKey, Verdict, Vouch
 from shoal.protocol.signing import SignedDocument, document_hash, open_document, sign_document, sign_values
 from shoal.protocol.status import EvidencePage, LedgerEntry, LedgerPage, NodeStory, RunStatus, UnitStory, behind
-from shoal.protocol.submission import Receipt
-from shoal.protocol.verdict import CheckResult, Outcome, Severity, Verdict
 
 ALICE, BOB = worker_key(1).node, worker_key(2).node
 FAILED: dict[str, Any] = {
@@ -166,40 +160,25 @@ def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, mon
     assert status.node_counts["worker.banned"] == 1
 
 
-def test_a_stranger_is_not_told_where_anybody_is(bench: Bench) -> None:
-    key = SigningKey.from_seed(b"z" * 32)
-    ok(bench.actor(key).register(name="zoe"))
-    text = bench.http.get(f"/nodes/{key.node}").text
-    assert "127.0.0.1" not in text
-    assert "testclient" not in text
-
-
 # Which verdicts a status shows: the newest, and refusals that hundreds of acceptances would hide
 
 
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    ok(bench.announce(0))
-    yield bench
-    bench.close()
-
-
 def test_a_refusal_is_shown_behind_the_newest_decisions_and_only_once(
-    started: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ok(bench.announce(0))
     monkeypatch.setattr(reporting, "VERDICTS_SHOWN", 1)
-    bad, good = started.alice.lease(fresh_request(), 1), started.bob.lease(fresh_request(), 1)
-    ok(started.alice.submit(bad[0]))
-    (audit,) = started.audits()
+    bad, good = bench.alice.lease(fresh_request(), 1), bench.bob.lease(fresh_request(), 1)
+    ok(bench.alice.submit(bad[0]))
+    (audit,) = bench.audits()
     refusal = {"outcome": Outcome.REJECTED, "reason": "sampling.seed", "severity": Severity.STATISTICAL}
-    ok(started.judge(audit, **refusal))
-    assert [verdict.unit for verdict in started.status().verdicts] == [bad[0].unit]
-    started.clock.advance(1)
-    ok(started.bob.submit(good[0]))
-    (audit,) = started.audits()
-    ok(started.judge(audit))
-    shown = [(verdict.unit, verdict.outcome) for verdict in started.status().verdicts]
+    ok(bench.judge(audit, **refusal))
+    assert [verdict.unit for verdict in bench.status().verdicts] == [bad[0].unit]
+    bench.clock.advance(1)
+    ok(bench.bob.submit(good[0]))
+    (audit,) = bench.audits()
+    ok(bench.judge(audit))
+    shown = [(verdict.unit, verdict.outcome) for verdict in bench.status().verdicts]
     assert shown == [(good[0].unit, "accepted"), (bad[0].unit, "rejected")]
 
 

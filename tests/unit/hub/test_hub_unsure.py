@@ -17,8 +17,7 @@ from shoal.hub.state import calibrations
 from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.commands import Save
 from shoal.hub.state.reputation import NEWER, POOLED_AUDITS, Suspicion
-from shoal.protocol import Audit, Batch, NodeState, Outcome, Severity
-from shoal.protocol.verdict import ENOUGH, Branches, GainEvidence
+from shoal.protocol import ENOUGH, Audit, Batch, Branches, GainEvidence, NodeState, Outcome, Severity
 
 GROUPS = 3
 

@@ -7,28 +7,13 @@ from typing import Any
 
 import pytest
 
-from kit.state import (
-    NOW_MS,
-    held,
-    leases_in,
-    moment,
-    node,
-    nodes_in,
-    of_type,
-    policy,
-    rules,
-    submission,
-    submissions_in,
-    unit,
-    units_in,
-    verdict,
-)
+from kit import state
+from kit.state import NOW_MS, moment, node, nodes_in, of_type, submission, submissions_in, unit, units_in, verdict
 from shoal.hub.state import audits, nodes
 from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, Refusal
 from shoal.hub.state.rows import LeaseState, NodeRow, Progress, SubmissionState, UnitState
-from shoal.protocol import NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
-from shoal.protocol.verdict import Branches
+from shoal.protocol import Branches, NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
 
 VALIDATOR = "f" * 32
 SIGNED = '{"kind": "verdict"}'
@@ -44,24 +29,6 @@ def case(**changes: Any) -> VerdictCase:
 def judge(subject: VerdictCase, now: Any = None, rewards: tuple[float, ...] = (0, 1), **changes: Any) -> list[Command]:
     ruling = Ruling(verdict(subject.submission, rewards, **changes), VALIDATOR, SIGNED)
     return audits.judge(now or moment(), subject, ruling)
-
-
-class TestClaims:
-    def test_the_lowest_units_first_and_only_received_ones(self) -> None:
-        rows = [
-            submission(3, state=SubmissionState.RECEIVED),
-            submission(1, state=SubmissionState.RECEIVED),
-            submission(0, state=SubmissionState.AUDITING),
-            submission(2, state=SubmissionState.RECEIVED),
-        ]
-        claims = audits.claim(moment(), rows, VALIDATOR, 2)
-        assert [claim.row.unit for claim in claims] == [1, 2]
-        assert {(claim.row.validator, claim.row.claimed_until_ms) for claim in claims} == {(VALIDATOR, NOW_MS + 30_000)}
-
-    def test_claims_that_ran_out_are_free_again(self) -> None:
-        late, early = submission(0, claimed_until_ms=NOW_MS), submission(1, claimed_until_ms=NOW_MS + 1)
-        (row,) = submissions_in(audits.expire([late, early], NOW_MS))
-        assert (row.unit, row.state, row.validator) == (0, SubmissionState.RECEIVED, None)
 
 
 class TestAccepted:
@@ -122,7 +89,7 @@ class TestAccepted:
         assert decided.pass_rate == 1.0
 
     def test_a_group_that_became_too_stale_is_void_and_paid(self) -> None:
-        commands = judge(case(), moment(progress=Progress(policy=policy(1), next_step=1)))
+        commands = judge(case(), moment(progress=Progress(policy=state.policy(1), next_step=1)))
         after = units_in(commands)[0]
         assert (after.state, after.reason, after.lost_step) == (UnitState.VOID, "stale", None)
         assert nodes_in(commands)[0].credit == 7
@@ -167,7 +134,7 @@ class TestUnsure:
         assert "ConnectError" not in first[0].message
 
     def test_only_attempts_of_validators_can_give_a_unit_up_and_the_owner_is_told(self) -> None:
-        row, now = replace(case().unit, failures=2), moment(progress=Progress(policy=policy(), dropped=8))
+        row, now = replace(case().unit, failures=2), moment(progress=Progress(policy=state.policy(), dropped=8))
         for _ in range(4):
             commands = judge(case(unit=row, node=trusted()), now, outcome=Outcome.UNSURE, reason="reward.machinery")
             (row,) = units_in(commands).values()
@@ -179,14 +146,14 @@ class TestUnsure:
     def test_a_node_that_is_always_unsure_gets_one_lease_at_a_time_after_four(self) -> None:
         row, allowed = node(1, window=8), []
         for _ in range(5):
-            allowed.append(nodes.window(rules(), row))
+            allowed.append(nodes.window(state.rules(), row))
             (row,) = nodes_in(judge(case(node=row), outcome=Outcome.UNSURE, reason="sampling.accident"))
         assert allowed == [8, 8, 8, 8, 1]
         for _ in range(64):  # 4.5 - 64/64 = 3.5
             (row,) = nodes_in(judge(case(node=row)))
-        assert nodes.window(rules(), row) == 1
+        assert nodes.window(state.rules(), row) == 1
         (row,) = nodes_in(judge(case(node=row)))
-        assert nodes.window(rules(), row) > 1
+        assert nodes.window(state.rules(), row) > 1
 
     def test_who_is_always_unsure_is_doubted_whatever_the_formats_rate(self) -> None:
         """Groups of 16 x 8,192 tokens have 4,096 parts: by limits of 2e-3 each the rate is 1, and doubt never grew."""
@@ -195,7 +162,7 @@ class TestUnsure:
             (row,) = nodes_in(
                 judge(case(node=row), outcome=Outcome.UNSURE, reason="sampling.accident", unsure_rate=1.0)
             )
-        assert nodes.window(rules(), row) == 1
+        assert nodes.window(state.rules(), row) == 1
 
 
 def trusted(**changes: Any) -> NodeRow:
@@ -293,7 +260,7 @@ class TestKinds:
 
 class TestRejected:
     def test_one_certain_failure_bans(self) -> None:
-        holding = held(4)
+        holding = state.held(4)
         commands = judge(
             case(holdings=(holding,), node=node(1, accepted=3)),
             outcome=Outcome.REJECTED,
@@ -305,7 +272,7 @@ class TestRejected:
         assert (row.state, row.rejected, row.certain, row.credit) == (NodeState.BANNED, 1, 1, 0)
         assert row.reason == "sampling.seed: token 3"
         assert [record.kind for record in of_type(commands, Record)] == ["rejected", "sanction"]
-        assert leases_in(commands) == {"u4a0": LeaseState.VOID}
+        assert state.leases_in(commands) == {"u4a0": LeaseState.VOID}
         after = units_in(commands)
         assert (after[4].state, after[4].failures) == (UnitState.OPEN, 0)
         assert (after[0].state, after[0].failures) == (UnitState.OPEN, 0), "the node failed, not the unit"

@@ -6,21 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kit.state import (
-    NOW_MS,
-    Granted,
-    grant,
-    held,
-    leases_in,
-    moment,
-    node,
-    nodes_in,
-    policy,
-    rows_in,
-    submission,
-    unit,
-    units_in,
-)
+from kit.state import NOW_MS, Granted, grant, held, leases_in, moment, node, nodes_in, policy, rows_in, unit, units_in
 from shoal.hub.state import leases, nodes, submissions
 from shoal.hub.state.commands import Command, Refusal
 from shoal.hub.state.leases import Ask
@@ -81,8 +67,7 @@ class TestGrant:
 
 class TestExpiry:
     def test_overdue_leases_end_and_their_units_are_open_again(self) -> None:
-        late, early = held(0, deadline_ms=NOW_MS), held(1, deadline_ms=NOW_MS + 1)
-        commands = leases.expire(moment(), [late, early], {node(1).node: node(1)})
+        commands = leases.end(moment(), [held(0, deadline_ms=NOW_MS)], {node(1).node: node(1)})
         assert leases_in(commands) == {"u0a0": LeaseState.EXPIRED}
         (after,) = units_in(commands).values()
         # No failure of the unit: whoever sits on leases cannot void work.
@@ -130,13 +115,6 @@ class TestRelease:
         (after,) = nodes_in(commands)
         assert (after.window, after.lapses, after.state) == (4, 7, NodeState.ACTIVE), "it halves, it never suspends"
 
-    def test_ended_leases_are_ignored_and_foreign_ones_refused(self) -> None:
-        done = held(0, state=UnitState.SUBMITTED)
-        done = Holding(replace(done.lease, state=LeaseState.SUBMITTED), done.unit)
-        assert leases.release(moment(), node(1), [done]) == []
-        with pytest.raises(Refusal, match=r"lease\.not_yours"):
-            leases.release(moment(), node(2), [held(0)])
-
 
 ARRIVAL = Arrival(node=node(1).node, lease="u0a0", submission="a" * 64, size_bytes=12)
 
@@ -153,12 +131,6 @@ def receive(
 
 
 class TestReceive:
-    def test_the_same_again_and_another_body(self) -> None:
-        assert receive(held(0), replace(submission(0), submission="a" * 64)) == (200, [])
-        with pytest.raises(Refusal) as refusal:
-            receive(held(0), submission(0))
-        assert refusal.value.status == 409
-
     def test_what_is_too_old_by_now_is_taken_and_fills_no_unit(self) -> None:
         overtaken = Holding(held(0).lease, unit(0, UnitState.VOID, attempt=1, reason="stale"))
         status, commands = receive(overtaken)
@@ -169,7 +141,7 @@ class TestReceive:
         overtaken = Holding(held(0, deadline_ms=0).lease, unit(0, UnitState.VOID, attempt=1, reason="stale"))
         known = {node(1).node: node(1)}
         for commands in (
-            leases.expire(moment(), [overtaken], known),
+            leases.end(moment(), [overtaken], known),
             leases.release(moment(), node(1), [overtaken]),
             nodes.ban(node(1), "x", [overtaken], NOW_MS),
         ):

@@ -58,113 +58,93 @@ class TestLeases:
         assert [row.unit for row in granted(crowd, **changes).leases] == [0, 1, 4, 5, 6, 7, 8, 9]
 
 
+AWAY = "198.51.100.0/24"
+FLOOD_8, THREE = {AWAY: 8}, {"a": 2, "b": 2, "c": 2}
+
+
 class TestFirstUnits:
     """16 units may be alive; newcomers may have 4 of them in hand while established nodes are here."""
 
-    def grant(self, in_hand: InHand, *, network: str = HOME, here: bool = True, **changes: Any) -> Granted:
-        now = moment(progress=Progress(policy=policy()), groups_per_step=16, **changes)
-        crowd = Crowd(in_hand, established=here)
-        return grant(now, [], Ask(node(1, passed=0, network=network), "request-1", 8, 0, crowd=crowd))
-
-    @pytest.mark.parametrize("here", [True, False])
-    def test_a_new_key_has_one_unit_in_hand_until_its_first_group_is_accepted(self, here: bool) -> None:
-        assert len(self.grant(hands(), here=here).leases) == 1
-        none = self.grant(hands(1, 1, 1, HOME), here=here)
-        assert (none.leases, none.plan.held_back) == ((), True)
-        assert (
-            none.plan.waiting
-            == "this node has one unit in hand, the most that it may have until its first group is accepted"
-        )
-
-    def test_new_keys_of_one_network_have_half_of_what_newcomers_may_have(self) -> None:
-        assert len(self.grant(hands(1, 0, 1, HOME)).leases) == 1
-        none = self.grant(hands(2, 0, 2, HOME))
-        assert none.leases == ()
-        assert "other new keys of this network have 2 units in hand" in none.plan.waiting
-        assert len(self.grant(hands(2, 0, 2, "198.51.100.0/24")).leases) == 1, "of another network"
-        assert len(self.grant(hands(3, 0, 3), network="").leases) == 1, "this machine's own processes are no flood"
-
-    def test_a_network_that_has_more_keeps_nobody_else_out(self) -> None:
-        """It counts for half: 8 in hand of one network, of a share of 4, leave room for two of another."""
-        flood = {"198.51.100.0/24": 8}
-        assert len(self.grant(InHand(0, flood, flood)).leases) == 1
-        assert len(self.grant(InHand(0, flood | {HOME: 1}, flood)).leases) == 1
-        none = self.grant(InHand(0, flood | {HOME: 2}, flood))
-        assert none.plan.waiting.startswith("nodes on probation have 4 units in hand, and may have 4")
-
-    def test_half_of_what_new_keys_may_have_is_lent_for_lease_s_only(self) -> None:
-        """Of 8 for newcomers a network may have 4, of these 2 for longer, and all networks together 4."""
-
-        def hard_s(long: dict[str, int], network: str = HOME) -> float:
-            now = moment(progress=Progress(policy=policy()), groups_per_step=32)
-            asker = node(1, passed=0, network=network)
-            crowd = Crowd(InHand(0, long, long, long), established=True)
-            (row,) = grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd)).leases
-            assert row.brief == (row.hard_deadline_ms - now.now_ms == row.deadline_ms - now.now_ms == 60_000)
-            return (row.hard_deadline_ms - now.now_ms) / 1000
-
-        assert [hard_s({HOME: units}) for units in range(4)] == [240, 240, 60, 60]
-        assert hard_s({"a": 2, "b": 1}) == 240
-        assert hard_s({"a": 2, "b": 2}) == 60
-        assert hard_s({"a": 4, "b": 1}) == 240, "more than two of one network are from another time"
-        assert hard_s({"a": 2, "b": 2}, network="") == 240, "this machine's own processes are no flood"
-
-    def test_who_let_its_last_lease_lapse_waits_for_one_that_lasts_longer(self) -> None:
-        now = moment(progress=Progress(policy=policy()), groups_per_step=32)
-        long = {"a": 2, "b": 2}
-        asker = node(1, passed=0, network=HOME, lapses=1)
-        crowd = Crowd(InHand(0, long, long, long), established=True)
-        found = grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd))
-        assert declined(found) == (True, "everywhere", False)
-        assert "last lease came to nothing" in found.plan.waiting
-
-    def test_long_leases_of_other_networks_count_for_half_of_the_share_together(self) -> None:
-        """Three networks have 2 each, of a share of 4: from a time when nobody established was here."""
-        theirs = {"a": 2, "b": 2, "c": 2}
-        assert len(self.grant(InHand(0, theirs, theirs, theirs)).leases) == 1
-        assert self.grant(InHand(0, theirs, theirs)).leases == (), "short ones end soon"
-
-    def test_long_leases_of_its_own_network_from_a_young_run_keep_no_other_address_out(self) -> None:
-        """Its network has 4, of a share of 4: all long, from a time when nobody established was here."""
-        theirs = {HOME: 4}
-        assert len(self.grant(InHand(0, theirs, theirs, theirs)).leases) == 1
-        assert self.grant(InHand(0, theirs, theirs)).leases == (), "short ones end soon"
+    def grant(
+        self, in_hand: InHand = InHand(), *, network: str = HOME, here: bool = True, groups: int = 16, lapses: int = 0,
+        units: int = 8, **crowd: int,
+    ) -> Granted:  # fmt: skip
+        now = moment(progress=Progress(policy=policy()), groups_per_step=groups)
+        asker = node(1, passed=0, network=network, lapses=lapses)
+        return grant(now, [], Ask(asker, "request-1", units, 0, crowd=Crowd(in_hand, established=here, **crowd)))
 
     @pytest.mark.parametrize(
-        ("taken", "in_hand", "units"), [(1, 3, 1), (2, 0, 1), (2, 1, 0), (9, 0, 1)], ids=["few", "2", "full", "many"]
+        ("in_hand", "changes", "units"),
+        [
+            pytest.param(hands(), {}, 1, id="a new key"),
+            pytest.param(hands(), {"here": False}, 1, id="a new key, nobody else here"),
+            pytest.param(hands(1, 0, 1, HOME), {}, 1, id="its network has one of two"),
+            pytest.param(hands(2, 0, 2, AWAY), {}, 1, id="another network has two"),
+            pytest.param(hands(3, 0, 3), {"network": ""}, 1, id="this machine's own processes are no flood"),
+            pytest.param(InHand(0, FLOOD_8, FLOOD_8), {}, 1, id="another network counts for half"),
+            pytest.param(InHand(0, FLOOD_8 | {HOME: 1}, FLOOD_8), {}, 1, id="and leaves room for two"),
+            pytest.param(InHand(0, FLOOD_8, FLOOD_8), {"taken": 1}, 0, id="not for an address that wastes units"),
+            pytest.param(InHand(0, THREE, THREE, THREE), {}, 1, id="long ones of others count for half together"),
+            pytest.param(InHand(0, THREE, THREE), {}, 0, id="short ones of others end soon"),
+            pytest.param(InHand(0, *[{HOME: 4}] * 3), {}, 1, id="long ones of its network, from a young run"),
+            pytest.param(InHand(0, *[{HOME: 4}] * 2), {}, 0, id="short ones of its network end soon"),
+            # of 32 units a network's new keys may have 4: after two without an accepted group that is one
+            pytest.param(hands(3, 0, 3, HOME), {"groups": 32, "taken": 1}, 1, id="an address that took one of four"),
+            pytest.param(hands(0, 0, 0, HOME), {"groups": 32, "taken": 2}, 1, id="one that took half of them"),
+            pytest.param(hands(1, 0, 1, HOME), {"groups": 32, "taken": 2}, 0, id="the same with one in hand"),
+            pytest.param(hands(0, 0, 0, HOME), {"groups": 32, "taken": 9}, 1, id="one that took very many"),
+        ],
     )
-    def test_an_address_that_took_half_of_its_networks_units_for_nothing_gets_less(
-        self, taken: int, in_hand: int, units: int
-    ) -> None:
-        """A network may have 4: after two units without an accepted group that is one."""
-        now = moment(progress=Progress(policy=policy()), groups_per_step=32)
-        crowd = Crowd(hands(in_hand, 0, in_hand, HOME), established=True, taken=taken)
-        asker = Ask(node(1, passed=0, network=HOME), "request-1", 1, 0, crowd=crowd)
-        assert len(grant(now, [], asker).leases) == units
+    def test_how_many_units_a_new_key_gets(self, in_hand: InHand, changes: dict[str, Any], units: int) -> None:
+        assert len(self.grant(in_hand, **changes).leases) == units
 
-    def test_nothing_is_on_top_of_the_share_for_an_address_that_wastes_units(self) -> None:
-        flood = {"198.51.100.0/24": 8}
-        now = moment(progress=Progress(policy=policy()), groups_per_step=16)
-        crowd = Crowd(InHand(0, flood, flood), established=True)
-        asker = Ask(node(1, passed=0, network=HOME), "request-1", 1, 0, crowd=crowd)
-        assert len(grant(now, [], asker).leases) == 1
-        wasteful = replace(asker, crowd=replace(crowd, taken=1))
-        assert grant(now, [], wasteful).leases == ()
+    @pytest.mark.parametrize(
+        ("in_hand", "changes", "short", "why"),
+        [
+            (hands(1, 1, 1, HOME), {}, "", "one unit in hand, the most that it may have until its first group"),
+            (hands(1, 1, 1, HOME), {"here": False}, "", "one unit in hand, the most that it may have until its first"),
+            (hands(2, 0, 2, HOME), {}, "inside", "other new keys of this network have 2 units in hand"),
+            (InHand(0, FLOOD_8 | {HOME: 2}, FLOOD_8), {}, "everywhere", "have 4 units in hand, and may have 4"),
+            (InHand(0, *[{"a": 2, "b": 2}] * 3), {"groups": 32, "lapses": 1}, "everywhere", "last lease came to noth"),
+        ],
+    )
+    def test_a_new_key_that_gets_none_is_told_why(
+        self, in_hand: InHand, changes: dict[str, Any], short: str, why: str
+    ) -> None:
+        found = self.grant(in_hand, **changes)
+        assert declined(found) == (True, short, False)
+        assert why in found.plan.waiting
+
+    @pytest.mark.parametrize(
+        ("long", "network", "hard_s"),
+        [
+            ({}, HOME, 240),
+            ({HOME: 1}, HOME, 240),
+            ({HOME: 2}, HOME, 60),
+            ({HOME: 3}, HOME, 60),
+            ({"a": 2, "b": 1}, HOME, 240),
+            ({"a": 2, "b": 2}, HOME, 60),
+            ({"a": 4, "b": 1}, HOME, 240),  # more than two of one network are from another time
+            ({"a": 2, "b": 2}, "", 240),  # this machine's own processes are no flood
+        ],
+    )
+    def test_half_of_what_new_keys_may_have_is_lent_for_lease_s_only(
+        self, long: dict[str, int], network: str, hard_s: int
+    ) -> None:
+        """Of 8 for newcomers a network may have 4, of these 2 for longer, and all networks together 4."""
+        (row,) = self.grant(InHand(0, long, long, long), network=network, groups=32, units=1).leases
+        assert row.hard_deadline_ms - row.issued_at_ms == hard_s * 1000
+        assert row.brief == (row.deadline_ms - row.issued_at_ms == 60_000)
 
     def test_in_its_network_a_node_leaves_a_place_to_each_that_is_before_it(self) -> None:
         """Of 4 places for the new keys of a network two are left, and one other is before this node."""
-
-        def with_ahead(ahead: int, unproven: int = 2, network: str = HOME) -> Granted:
-            now = moment(progress=Progress(policy=policy()), groups_per_step=32)
-            crowd = Crowd(hands(unproven, 0, unproven, network), established=True, ahead_inside=ahead)
-            asker = node(1, passed=0, network=network)
-            return grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd))
-
-        assert len(with_ahead(ahead=1).leases) == 1
-        found = with_ahead(ahead=2)
+        two_left = hands(2, 0, 2, HOME)
+        assert len(self.grant(two_left, groups=32, ahead_inside=1).leases) == 1
+        found = self.grant(two_left, groups=32, ahead_inside=2)
         assert declined(found) == (True, "inside", True)
         assert found.plan.waiting == "other newcomers of this network are first: they had fewer units"
-        assert with_ahead(ahead=0, unproven=4).plan.short == "inside", "its own network lacks a place"
+        full = self.grant(hands(4, 0, 4, HOME), groups=32)
+        assert full.plan.short == "inside", "its own network lacks a place"
 
     def test_who_had_more_turns_yields_to_other_networks(self) -> None:
         """16 units may be alive."""

@@ -9,12 +9,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kit.state import NOW_MS, held, lease, leases_in, moment, node, nodes_in, of_type, policy, rules, unit, units_in
+from kit.state import NOW_MS, lease, moment, node, nodes_in, of_type, policy, rules, unit
 from shoal.hub.state import nodes, pacing
-from shoal.hub.state.commands import Record, Refusal
+from shoal.hub.state.commands import Record
 from shoal.hub.state.draws import permute, task_index, unit_seeds
 from shoal.hub.state.pacing import Tempo
-from shoal.hub.state.rows import UNIT_MOVES, IllegalMove, LeaseState, NodeRow, Progress, UnitState
+from shoal.hub.state.rows import IllegalMove, NodeRow, Progress, UnitRow, UnitState
 from shoal.protocol import NodeState
 
 RULES = rules(leases_per_node=64)
@@ -85,13 +85,6 @@ class TestSanctions:
         assert after.suspensions == 1, "the next one is longer"
         assert of_type(commands, Record)[0].body["state"] == "active"
 
-    def test_a_ban_frees_what_the_node_holds(self) -> None:
-        commands = nodes.ban(node(1, until_ms=5, state=NodeState.SUSPENDED), "x", [held(0), held(1, who=2)], NOW_MS)
-        assert leases_in(commands) == {"u0a0": LeaseState.VOID}
-        assert units_in(commands)[0].state == UnitState.OPEN
-        (row,) = nodes_in(commands)
-        assert (row.state, row.until_ms) == (NodeState.BANNED, None)
-
     @pytest.mark.parametrize("state", [NodeState.SUSPENDED, NodeState.BANNED])
     def test_a_pardon_makes_it_a_newcomer(self, state: NodeState) -> None:
         row = node(1, state=state, certain=1, statistical=1, passed=50, streak=50, lapses=9, soft=5, suspensions=7)
@@ -99,10 +92,6 @@ class TestSanctions:
         assert (after.state, after.strikes, after.on_probation) == (NodeState.ACTIVE, 0, True)
         assert (after.streak, after.lapses, after.soft, after.suspensions, after.until_ms) == (0, 0, 0, 0, None)
         assert nodes.pardon(after, "again", NOW_MS) == [], "twice is harmless"
-
-    def test_a_banned_node_cannot_get_away_with_a_suspension(self) -> None:
-        with pytest.raises(Refusal, match=r"node\.banned"):
-            nodes.suspend(node(1, state=NodeState.BANNED), "x", NOW_MS)
 
 
 class TestLeaseSize:
@@ -151,7 +140,7 @@ class TestMachines:
     def test_rows_move_by_the_tables_and_no_other_way(self) -> None:
         for source, target in product(UnitState, UnitState):
             row = unit(3, source)
-            if target in UNIT_MOVES.get(source, ()):
+            if target in UnitRow.MOVES.get(source, ()):
                 assert row.to(target).state == target
             else:
                 with pytest.raises(IllegalMove, match=f"3 cannot go from {source.value} to {target.value}"):

@@ -177,13 +177,6 @@ def test_shares_add_up_to_one_exactly(work: list[tuple[str, int]], owned: set[st
         assert sum(Fraction(*share.fraction) for share in found.shares) == 1
 
 
-def test_an_owner_has_what_its_machines_earned() -> None:
-    accounts = fold(RUN)
-    assert accounts.by_holder()[OWNER] == Account(credit=40, accepted=2, owner=OWNER)
-    assert accounts.holder("a") == OWNER
-    assert accounts.holder("c") == "c"
-
-
 def test_the_first_vouch_stays() -> None:
     again = entries_of(("vouch", {"node": "a", "owner": OWNER}), ("vouch", {"node": "a", "owner": OWNER}))
     assert fold(again).by_node["a"].owner == OWNER

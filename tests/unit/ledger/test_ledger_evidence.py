@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kit.evidence import ALICE, BOB, HUB, JUDGE, STRANGER, Book, certificate, check, honest, submission
 from shoal.errors import LedgerError, LedgerForked
-from shoal.protocol import Evidence, Outcome, SigningKey
-from shoal.protocol.signing import sign_values
+from shoal.protocol import Evidence, Outcome, SigningKey, sign_values
 
 HONEST = honest()
 
@@ -302,12 +301,3 @@ def test_any_value_of_a_document_that_is_changed_is_found(where: tuple[int, str,
     book = Book(HONEST.entries, {**HONEST.evidence, row: forged})
     with pytest.raises(LedgerError, match=f"row {row} "):
         check(book)
-
-
-@given(st.integers(0, len(HONEST.entries) - 1))
-def test_any_row_that_is_dropped_is_found_by_the_hash_after_it(row: int) -> None:
-    entries = HONEST.entries[:row] + HONEST.entries[row + 1 :]
-    if row == len(HONEST.entries) - 1:
-        return  # the end: only a head knows of it
-    with pytest.raises(LedgerError, match=f"row {row} is missing"):
-        check(Book(entries, HONEST.evidence))

@@ -17,17 +17,8 @@ from pydantic import ValidationError
 
 import shoal.protocol as protocol
 from shoal.errors import CodecError, ProtocolError
-from shoal.protocol.batch import TrainingBatch
+from shoal.protocol import MAX_GROUP, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, Lease, LeaseRequest, SamplingParameters
 from shoal.protocol.codec import BodyLimits, TensorView, pack, unpack
-from shoal.protocol.lease import (
-    MAX_GROUP,
-    MAX_NEW_TOKENS,
-    MAX_PROMPT_TOKENS,
-    Lease,
-    LeaseRelease,
-    LeaseRequest,
-    SamplingParameters,
-)
 from shoal.protocol.node import PROTOCOL_VERSION, Heartbeat, Registration, check_spoken
 from shoal.protocol.policy import Chunk, Entry, PolicyRef, content_digest
 from shoal.protocol.signing import Document, Message
@@ -123,7 +114,7 @@ def test_no_control_character_gets_into_what_is_stored_or_shown(text: str) -> No
     with pytest.raises(ValidationError):
         LeaseRequest(request=text)
     with pytest.raises(ValidationError):
-        LeaseRelease(leases=(), reason=text)
+        protocol.LeaseRelease(leases=(), reason=text)
     with pytest.raises(ValidationError):
         Registration(public_key="5f" * 32, software=text)
 
@@ -216,20 +207,13 @@ def test_a_flipped_bit_never_raises_anything_else(submission: Submission, data: 
         unpack(bytes(body), Submission, LIMITS)
 
 
-def test_a_body_at_the_compressed_cap_passes_and_one_byte_more_does_not() -> None:
-    body = pack(example())
-    assert unpack(body, Submission, BodyLimits(len(body), 2**20)) == example()
-    message = refused(body, BodyLimits(len(body) - 1, 2**20))
-    assert message == f"the body has {len(body)} bytes; at most {len(body) - 1} are allowed"
-
-
-def test_a_body_at_the_inflated_cap_passes_and_one_byte_more_does_not() -> None:
+def test_a_body_at_a_cap_passes_and_one_byte_more_does_not() -> None:
     body, size = pack(example()), len(msgspec.msgpack.encode(example()))
-    assert unpack(body, Submission, BodyLimits(2**20, size)) == example()
-    assert (
-        refused(body, BodyLimits(2**20, size - 1))
-        == f"the body inflates to {size} bytes; at most {size - 1} are allowed"
-    )
+    assert unpack(body, Submission, BodyLimits(len(body), size)) == example()
+    message = refused(body, BodyLimits(len(body) - 1, size))
+    assert message == f"the body has {len(body)} bytes; at most {len(body) - 1} are allowed"
+    message = refused(body, BodyLimits(len(body), size - 1))
+    assert message == f"the body inflates to {size} bytes; at most {size - 1} are allowed"
 
 
 def test_a_frame_that_inflates_past_what_it_declares_uses_no_more_than_that() -> None:
@@ -284,19 +268,7 @@ def test_an_unknown_field_and_deep_nesting_are_refused() -> None:
     refused(zstandard.ZstdCompressor(write_content_size=True).compress(b"\x91" * 100_000 + b"\xc0"))
 
 
-def test_a_body_of_one_type_is_not_taken_for_another() -> None:
-    with pytest.raises(CodecError, match="not a valid TrainingBatch"):
-        unpack(pack(example()), TrainingBatch, LIMITS)
-
-
 NEWER, OLDER = PROTOCOL_VERSION + 1, PROTOCOL_VERSION - 1
-
-
-def test_unknown_fields_are_ignored_in_answers_and_refused_in_requests() -> None:
-    future = {**Heartbeat().model_dump(mode="json"), "mood": "good"}
-    assert Heartbeat.model_validate(future, extra="ignore") == Heartbeat()
-    with pytest.raises(ValueError, match="mood"):
-        Heartbeat.model_validate(future)
 
 
 @pytest.mark.parametrize(

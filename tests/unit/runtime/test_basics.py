@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from shoal.errors import ResourceError
 from shoal.runtime.clock import Backoff, ManualClock, SteadyClock, SystemClock
 from shoal.runtime.files import write_atomically
-from shoal.runtime.stop import Flag, stop_on_signals
+from shoal.runtime.stop import Flag
 
 
 def test_a_failed_write_keeps_the_old_bytes_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,29 +49,19 @@ stop = stop_on_signals()
 print("ready", flush=True)
 stop.wait(60)
 print("stopping:", stop.reason, flush=True)
-{after}
+import time; time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_sets_the_token(number: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", SIGNALLED.format(after="")], stdout=subprocess.PIPE) as process:
+def test_a_signal_sets_the_token_and_a_second_one_ends_a_process_that_hangs(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
         assert process.stdout.readline() == f"stopping: {number.name}\n".encode()
-        assert process.wait(20) == 0
-
-
-def test_a_second_signal_ends_a_process_that_hangs() -> None:
-    code = SIGNALLED.format(after="import time; time.sleep(60)")
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == b"stopping: SIGTERM\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == -signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(20) == -number
 
 
 HOUR_S = 3600.0
@@ -119,14 +108,6 @@ def test_it_goes_on_from_what_an_earlier_process_wrote_down() -> None:
 DEADLINE_S = 10.0
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def test_a_flag_wakes_everyone_who_waits_and_stays_set() -> None:
     flag = Flag()
     assert not flag.wait(0.0)
@@ -139,18 +120,6 @@ def test_a_flag_wakes_everyone_who_waits_and_stays_set() -> None:
     assert not any(thread.is_alive() for thread in woken)
     assert flag.is_set()
     assert flag.wait(600.0)
-
-
-@pytest.mark.usefixtures("handlers")
-def test_a_supervisor_is_stopped_by_the_first_signal_and_hurries_from_the_second_on() -> None:
-    stop = stop_on_signals(supervising=True)
-    os.kill(os.getpid(), signal.SIGINT)
-    assert stop.wait(DEADLINE_S)
-    assert not stop.hurry.is_set()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.hurry.wait(DEADLINE_S)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.reason == "SIGINT"
 
 
 def interrupted(flag: Flag, moment: int) -> int:

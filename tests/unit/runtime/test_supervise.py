@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kit import eventually
 from shoal.errors import ResourceError
 from shoal.runtime.clock import Backoff
 from shoal.runtime.stop import TOLD_TO_STOP_CODE, StopToken
@@ -21,13 +21,6 @@ from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, RestartPol
 DEADLINE_S = 20.0
 QUICK = RestartPolicy(Backoff(0.01, 0.02), max_short_lives=3, healthy_s=60.0, grace_s=5.0)
 SLEEP = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.05)"
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"never saw: {what}"
-        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:

@@ -26,17 +26,19 @@ from shoal.hub.service import Context
 from shoal.hub.state.commands import Refusal
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol.identity import node_id
-from shoal.protocol.node import HubClock, Registration, Role
-from shoal.protocol.signing import (
+from shoal.protocol import (
     MAX_SKEW_MS,
+    HubClock,
+    Registration,
     RequestSignature,
-    check_date,
+    Role,
     first_problem,
+    node_id,
     sign_document,
     verify_body,
     verify_request,
 )
+from shoal.protocol.signing import check_date
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -27,12 +27,8 @@ from shoal.hub.http.middleware import CONNECTION, Edge, Visit, visit_of
 from shoal.hub.limits import network_of
 from shoal.hub.service import Hub, retry
 from shoal.hub.state.commands import Refusal
-from shoal.protocol import SignedDocument
-from shoal.protocol.node import Role
-from shoal.protocol.signing import first_problem
+from shoal.protocol import MAX_BODIES_PER_REQUEST, SHOWN_BYTES, ProgressReply, Role, SignedDocument, first_problem
 from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE, MAX_NODES_PER_PAGE
-from shoal.protocol.submission import SHOWN_BYTES, ProgressReply
-from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST
 
 BULK = "application/msgpack+zstd"
 MIB = 1024 * 1024

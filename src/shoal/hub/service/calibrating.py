@@ -14,8 +14,7 @@ from shoal.hub.state import calibrations
 from shoal.hub.state.calibrations import CalibrationTerms, InForce
 from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol import Calibration, SignedDocument, document_hash, open_document
-from shoal.protocol.lease import format_of
+from shoal.protocol import Calibration, SignedDocument, document_hash, format_of, open_document
 
 SETTING = "calibration"
 WANTED = "calibrations.wanted"

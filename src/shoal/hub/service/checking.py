@@ -15,7 +15,7 @@ from shoal.hub.service.showing import Showing, unknown_submission
 from shoal.hub.service.work import Work
 from shoal.hub.state import audits, newcomers, pacing, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
-from shoal.hub.state.commands import Refusal
+from shoal.hub.state.commands import Refusal, alarm
 from shoal.hub.state.reputation import NEWER, STEERED, Suspicion
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow, SubmissionState
 from shoal.hub.storage import Reader, Writer
@@ -56,13 +56,13 @@ class Checking:
         context, slice_ = self._context, None
         with context.decision() as (transaction, moment):
             orders = require_trusted(transaction, node.public_key)
-            transaction.apply(audits.expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
+            transaction.apply(audits.put_back(transaction.overdue_audits(moment.now_ms)))
             free = []
             if request.evaluate != "only":
-                claimed = transaction.claimed_by(node.node)
-                transaction.apply(audits.abandon(claimed, node.node, frozenset(request.left)))
+                lost = [row for row in transaction.claimed_by(node.node) if row.submission not in request.left]
+                transaction.apply(audits.put_back(lost))
                 free = self._next(transaction, moment, request.max_audits)
-            claims = audits.claim(moment, free, node.node, request.max_audits)
+            claims = audits.claim(moment, free, node.node)
             transaction.apply(claims)
             if evaluates:
                 wanted = request.evaluate != "idle" or not claims
@@ -233,7 +233,9 @@ def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdic
         if after != before:
             transaction.put_setting(key, after.model_dump_json())
         if after.distrusted and not before.distrusted:
-            transaction.apply([reputation.gains_alarm(moment, whose)])
+            whom = "one owner" if whose == "its owner" else "newcomers"
+            message = f"tokens that pass only by the tolerance are chosen for their reward, by nodes of {whom}"
+            transaction.apply([alarm(moment, STEERED, message)])
 
 
 def _refused(submission: str, refusal: Refusal) -> RefusedVerdict:

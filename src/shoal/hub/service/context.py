@@ -35,8 +35,7 @@ from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
 from shoal.hub.storage import DATABASE_FILE, Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
-from shoal.protocol import Document, NodeView, SignedDocument, sign_document
-from shoal.protocol.signing import sign_values
+from shoal.protocol import Document, NodeView, SignedDocument, sign_document, sign_values
 from shoal.runtime.clock import Clock, SharedClock, SteadyClock
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
@@ -153,7 +152,7 @@ class Context:
             if sweep and (exclusive or not self.storage.is_shared):
                 overdue = self.unspared(transaction.overdue_holdings(moment.now_ms), moment.now_ms)
                 if overdue:
-                    transaction.apply(leases.expire(moment, overdue, holders(transaction, overdue), self.absence))
+                    transaction.apply(leases.end(moment, overdue, holders(transaction, overdue), self.absence))
                     moment, swept = self.moment(transaction), True
             yield transaction, moment
         if swept:

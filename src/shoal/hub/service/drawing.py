@@ -25,18 +25,15 @@ from shoal.hub.state import draws
 from shoal.hub.state.commands import Command
 from shoal.hub.state.rows import Moment, UnitRow
 from shoal.hub.storage import Reader, StaleRow
-from shoal.protocol import DialogueTerms
-from shoal.protocol.lease import MAX_PROMPT_TOKENS
+from shoal.protocol import MAX_PROMPT_TOKENS, DialogueTerms
 
 log = logging.getLogger("shoal.hub")
 
 HELD_OUT = "held_out"
-MOST_NAMED = 1000
-"""Unusable tasks that are named in the log; after that they are only counted."""
+MOST_NAMED = 1000  # unusable tasks that are named in the log; after that they are only counted
 MOST_KEPT = 1024
 """Units whose prompts are kept: more than any request asks for, and those that are likely to be given out again."""
-MAKING_S = 2.0
-"""So long one request makes tasks; if it has not got all that it asked for by then, it gets fewer units."""
+MAKING_S = 2.0  # so long one request makes tasks; if it has not got all that it asked for by then, it gets fewer units
 
 
 class NotReady(StaleRow):

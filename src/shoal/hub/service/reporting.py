@@ -15,19 +15,15 @@ from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, NodeRow, UnitState
 from shoal.hub.storage import Reader
 from shoal.hub.storage.reader import Rank
-from shoal.protocol.node import RunInfo
-from shoal.protocol.policy import LedgerHead
-from shoal.protocol.signing import SignedDocument, sign_document
+from shoal.protocol import LedgerHead, RunInfo, SignedDocument, sign_document
 from shoal.protocol.status import LedgerPage, RecentVerdict, RunStatus, Wait
 
 VERDICTS_SHOWN, VERDICTS_SEARCHED, REFUSALS_SHOWN = 20, 500, 100
 REPORTS_SHOWN, ALARMS_SHOWN, VERSIONS_SHOWN = 200, 20, 64
 MAX_PENDING, MAX_WAITING = 1000, 500
-NODES_SHOWN = 200
-"""Of more nodes than this, a status shows those that matter most; `GET /nodes` has all."""
+NODES_SHOWN = 200  # of more nodes than this, a status shows those that matter most; `GET /nodes` has all
 RANKS: tuple[tuple[Rank, int], ...] = (("trusted", 40), ("sanctioned", 40), ("credit", 60), ("seen", NODES_SHOWN))
-SILENT_AFTER_MS = 60_000
-"""A node that has not been heard of for so long is gone, not waiting."""
+SILENT_AFTER_MS = 60_000  # a node that has not been heard of for so long is gone, not waiting
 
 
 class Reporting:

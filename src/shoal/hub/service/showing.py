@@ -5,9 +5,7 @@
                                                                        └ right, or unsure ─► nothing is said
     PUT /submissions ─► audit with what was shown
 
-Leases that are due to be looked at, and what validators were given, are kept in this process. A new hub, or one that
-shares its database with others, looks for such leases in the database; what a validator was given before a restart is
-not known any more, and the lease is looked at again.
+What validators were given is kept in this process: after a restart the lease is looked at again.
 """
 
 from __future__ import annotations
@@ -15,26 +13,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
-from heapq import heappop, heappush, heapreplace
 
 from shoal import protocol
 from shoal.errors import CodecError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
 from shoal.hub.state import draws, leases, submissions
-from shoal.hub.state.commands import AddShown, Refusal, Save
+from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol.codec import BodyLimits, pack, unpack
-from shoal.protocol.submission import SHOWN_BYTES, ProgressReply, ShownPrefix, ShownProgress
+from shoal.protocol import SHOWN_BYTES, BodyLimits, ProgressReply, ShownPrefix, ShownProgress, pack, unpack
 from shoal.protocol.verdict import Audit, Outcome, Severity, Verdict
 
 SHOWN_LIMITS = BodyLimits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYTES)
 AUDIT_SHARE = 1 / 16
 """What shown progress may take of the bytes that validators are given while submissions wait; bytes are tokens."""
 MOST_GIVEN = 64
-SEARCH_EVERY_MS, SEARCH_SHARED_MS = 60_000, 1_000
-"""How often the database is searched for shown leases: by the only hub, which knows them, and by one of several."""
 
 
 class Showing:
@@ -42,9 +36,6 @@ class Showing:
         self._context = context
         self._lock = threading.Lock()
         self._looked_at: dict[str, int] = {}  # lease: its shown tokens when it was last given to a validator
-        self._due: list[tuple[int, str, int]] = []  # a heap: deadline, lease, shown tokens; a later deadline comes late
-        self._queued: set[str] = set()  # the leases in it
-        self._searched_ms = -SEARCH_EVERY_MS
         self._given: dict[str, tuple[str, bytes]] = {}  # lease and bytes by digest, the newest last
         self._owed_bytes = 0.0
 
@@ -66,9 +57,7 @@ class Showing:
                 return ProgressReply(tokens=tokens, deadline_ms=held.lease.deadline_ms)
             moment = context.moment(transaction, counted=False)
             renewed = leases.renew(moment, [held.lease], {lease: sum(tokens)})
-            transaction.apply([AddShown(replace(part, body=pack(ShownProgress(new)))), *renewed])
-        with self._lock:
-            self._queue(each.row for each in renewed)
+            transaction.apply([replace(part, body=pack(ShownProgress(new))), *renewed])
         context.changes.notify(Topic.AUDITS)
         deadline_ms = renewed[0].row.deadline_ms if renewed else held.lease.deadline_ms
         return ProgressReply(tokens=tokens, deadline_ms=deadline_ms)
@@ -83,11 +72,14 @@ class Showing:
         )
 
     def audit(self, reader: Reader, moment: Moment, claimed: Iterable[int], idle: bool) -> Audit | None:
-        """One rollout of one lease for a validator that got submissions of so many bytes; None if none is due."""
+        """One rollout of the lease that ends first, of those that are due, for a validator that got submissions of so
+        many bytes; None if none is due."""
         with self._lock:
             self._owed_bytes += AUDIT_SHARE * sum(claimed)
-            self._search(reader, moment.now_ms)
-            row = self._next_lease(reader)
+            showing, before = reader.showing(), self._looked_at
+            self._looked_at = {row.lease: before[row.lease] for row in showing if row.lease in before}
+            due = (row for row in showing if submissions.is_shown_due(row.progress, before.get(row.lease, 0)))
+            row = next(due, None)
             if row is None:
                 self._owed_bytes = 0.0
                 return None
@@ -105,39 +97,6 @@ class Showing:
             submission=name, size_bytes=len(body), lease=signed, received_at_ms=moment.now_ms,
             deadline_ms=moment.now_ms + moment.rules.audit_ms, depth="progress",
         )  # fmt: skip
-
-    def _queue(self, rows: Iterable[LeaseRow]) -> None:
-        for row in rows:
-            is_due = submissions.is_shown_due(row.progress, self._looked_at.get(row.lease, 0))
-            if is_due and row.lease not in self._queued:
-                self._queued.add(row.lease)
-                heappush(self._due, (row.deadline_ms, row.lease, row.progress))
-
-    def _search(self, reader: Reader, now_ms: int) -> None:
-        every_ms = SEARCH_SHARED_MS if self._context.storage.is_shared else SEARCH_EVERY_MS
-        if now_ms - self._searched_ms >= every_ms:
-            self._searched_ms = now_ms
-            candidates = reader.showing()
-            known = {row.lease for row in candidates}
-            self._looked_at = {name: tokens for name, tokens in self._looked_at.items() if name in known}
-            self._queue(candidates)
-
-    def _next_lease(self, reader: Reader) -> LeaseRow | None:
-        """The lease to look at: of those that are due, the one that ends first. It stays in the queue."""
-        while self._due:
-            deadline_ms, name, tokens = self._due[0]
-            held = reader.holding(name)
-            row = held.lease if held is not None and held.lease.state is LeaseState.ACTIVE else None
-            if row is None or not submissions.is_shown_due(row.progress, self._looked_at.get(name, 0)):
-                if row is not None and row.progress < tokens:
-                    return None  # this view is older than what was shown: the next request sees it
-                heappop(self._due)
-                self._queued.discard(name)
-            elif row.deadline_ms > deadline_ms:
-                heapreplace(self._due, (row.deadline_ms, name, tokens))
-            else:
-                return row
-        return None
 
     def _sampled(self, reader: Reader, row: LeaseRow, signed: protocol.SignedDocument) -> bytes:
         """A submission with nothing in it but what was shown of one rollout, which nobody can tell in advance."""

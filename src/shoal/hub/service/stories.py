@@ -17,14 +17,11 @@ from shoal.hub.state.rows import LeaseRow, LeaseState, NodeRow, SubmissionRow, S
 from shoal.hub.state.units import VOID_ATTEMPTS, VOID_INCARNATION, VOID_STALE, is_entrusted
 from shoal.hub.storage import Reader
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
-from shoal.protocol import status
-from shoal.protocol.node import NodeState
-from shoal.protocol.signing import SignedDocument
+from shoal.protocol import NodeState, SignedDocument, status
 from shoal.runtime.text import count_of
 
 LEASES_SHOWN, RECENT_SHOWN, REFUSED_SHOWN, ENTRIES_SHOWN = 50, 20, 50, 200
-EARNINGS = ("credit", "pending")
-"""Kinds of entries that a node has by the thousand; its account sums them up."""
+EARNINGS = ("credit", "pending")  # kinds of entries that a node has by the thousand; its account sums them up
 
 
 class Stories:

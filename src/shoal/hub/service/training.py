@@ -11,11 +11,8 @@ from shoal.hub.state import batches, evaluations
 from shoal.hub.state.commands import RaiseAlarm, Refusal
 from shoal.hub.state.rows import Moment, NodeRow, UnitRow
 from shoal.hub.storage import Reader, Writer
+from shoal.protocol import PolicyAnnouncement, SignedDocument, Submission, open_document, pack, unpack
 from shoal.protocol.batch import BatchReply, StepReport, TrainingBatch, TrainingGroup, TrainingRollout
-from shoal.protocol.codec import pack, unpack
-from shoal.protocol.policy import PolicyAnnouncement
-from shoal.protocol.signing import SignedDocument, open_document
-from shoal.protocol.submission import Submission
 from shoal.runtime.crash import point
 
 

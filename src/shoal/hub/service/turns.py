@@ -14,11 +14,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-WAITS_MS = 10_000
-"""Of whom nothing has been heard for so long does not wait any more: workers ask every 5 s."""
+WAITS_MS = 10_000  # of whom nothing has been heard for so long does not wait any more: workers ask every 5 s
 FORGOTTEN_MS = 600_000
-REMEMBERED = (4096, 256, 256)
-"""Networks; addresses of one; keys of an address."""
+REMEMBERED = (4096, 256, 256)  # networks; addresses of one; keys of an address
 
 
 @dataclass

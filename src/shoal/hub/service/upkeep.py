@@ -19,21 +19,18 @@ from shoal.hub.state import audits, credits, leases
 from shoal.hub.state.nodes import HERE_MS
 from shoal.hub.state.rows import UNDECIDED_SUBMISSIONS, Moment
 from shoal.hub.storage import Reader
-from shoal.protocol import LedgerEntry
-from shoal.protocol.signing import MAX_SKEW_MS
+from shoal.protocol import MAX_SKEW_MS, LedgerEntry
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 
-POSTED_AT_A_TIME = 500
-"""Others wait while a page is posted, so a long outbox is posted in pages."""
+POSTED_AT_A_TIME = 500  # others wait while a page is posted, so a long outbox is posted in pages
 READ_POSTS_PER_S, READ_POSTS = 4.0, 40
 """Posting makes all others wait for a moment, and anyone may read: so many times at once, and then every 250 ms, is it
 done for a reader's sake. The upkeep does it each second anyway."""
 PATIENCE_S = 1.0
 FORGET_EVERY_MS = 60_000
 NONCES_PER_PAGE = 5_000
-MATURED_PER_TICK = 500
-"""After a long pause of the hub much is due; others get their turn in between."""
+MATURED_PER_TICK = 500  # after a long pause of the hub much is due; others get their turn in between
 ALARMS_LOGGED = 20
 ASLEEP_MS = 5_000
 """Ticks come once a second. After a longer pause it was the hub that was away (stopped, suspended), not the workers."""
@@ -102,7 +99,8 @@ class Upkeep:
         if not leads:
             return
         failures: list[Exception] = []
-        for part in (self._end_overdue, self._end_silent, self._mature, self._post, self._forget, self._log_alarms):
+        post = lambda _now_ms: self._posting.post()  # noqa: E731
+        for part in (self._end_overdue, self._end_silent, self._mature, post, self._forget, self._log_alarms):
             try:
                 part(now_ms)
             except Exception as error:  # noqa: BLE001  raised below
@@ -111,9 +109,6 @@ class Upkeep:
             log.error("upkeep failed: %s", further, exc_info=further)
         if failures:
             raise failures[0]  # whoever ticks knows which failures end the hub
-
-    def _post(self, _now_ms: int) -> None:
-        self._posting.post()
 
     def _log_alarms(self, _now_ms: int) -> None:
         with self._context.storage.read() as reader:
@@ -142,7 +137,7 @@ class Upkeep:
             late_audits = reader.overdue_audits(now_ms)
         if late_leases or late_audits:
             with context.decision(sweep=True, exclusive=True) as (transaction, moment):
-                transaction.apply(audits.expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
+                transaction.apply(audits.put_back(transaction.overdue_audits(moment.now_ms)))
         late_slices = context.rules.evaluation is not None and self._evaluating.expire(now_ms)
         if late_audits or late_slices:
             context.changes.notify(Topic.AUDITS)

@@ -23,18 +23,14 @@ from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
 from shoal.ledger import head_of
-from shoal.protocol.codec import unpack
-from shoal.protocol.lease import Lease, LeaseRelease, LeaseReply, LeaseRequest
-from shoal.protocol.node import NodeState
-from shoal.protocol.signing import SignedDocument
+from shoal.protocol import Lease, LeaseRelease, LeaseReply, LeaseRequest, NodeState, SignedDocument, unpack
 from shoal.protocol.submission import SUBMISSION_FORMAT, Receipt, Submission, submission_digest
 from shoal.protocol.verdict import AuditRequest
 from shoal.runtime.crash import point
 
 ENTRUSTED = 4
 """Units that a validator gets at once to generate: a batch worth an engine's while, and audits do not wait long."""
-AHEAD = 4
-"""How many requests' worth of tasks who was overtaken makes: others are likely to be overtaken just now, too."""
+AHEAD = 4  # how many requests' worth of tasks who was overtaken makes: others are likely to be overtaken just now, too
 
 
 class Work:

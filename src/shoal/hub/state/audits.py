@@ -19,53 +19,31 @@ What a failed audit does to the rest of its node's work: what nobody looked at c
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shoal.hub.state import credits, nodes, pacing, reputation
+from shoal.hub.state import credits, nodes, pacing, reputation, rows
 from shoal.hub.state.commands import AddVerdict, Command, Record, Refusal, Save, alarm
-from shoal.hub.state.rows import (
-    UNDECIDED_SUBMISSIONS,
-    Filled,
-    Holding,
-    Moment,
-    NodeRow,
-    Rules,
-    SubmissionRow,
-    SubmissionState,
-    UnitRow,
-    UnitState,
-)
+from shoal.hub.state.rows import Filled, Holding, Moment, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
-from shoal.protocol import Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
-from shoal.protocol.verdict import Branches
+from shoal.protocol import Branches, Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
 
 DECIDED = "verdict.decided"
 PULLED = "node.failed"
 TASK_PART, JUDGE_PART = "task", "judge."
 
 
-def expire(submissions: Sequence[SubmissionRow], now_ms: int) -> list[Command]:
-    claimed = [row for row in submissions if row.state == SubmissionState.AUDITING]
-    return [_put_back(row) for row in claimed if (row.claimed_until_ms or 0) <= now_ms]
+def put_back(claimed: Iterable[SubmissionRow]) -> list[Save[SubmissionRow]]:
+    """Claims that ran out, or that a validator which asks for more has lost."""
+    return [Save(row.to(SubmissionState.RECEIVED, validator=None, claimed_until_ms=None), row.state) for row in claimed]
 
 
-def abandon(submissions: Sequence[SubmissionRow], validator: str, left: Container[str]) -> list[Command]:
-    """Put back what a validator that asks for more claimed before: it has lost it, but for those `left` for later."""
-    claimed = [row for row in submissions if row.state == SubmissionState.AUDITING and row.validator == validator]
-    return [_put_back(row) for row in claimed if row.submission not in left]
-
-
-def _put_back(row: SubmissionRow) -> Save[SubmissionRow]:
-    return Save(row.to(SubmissionState.RECEIVED, validator=None, claimed_until_ms=None), row.state)
-
-
-def claim(moment: Moment, waiting: Sequence[SubmissionRow], validator: str, count: int) -> list[Save[SubmissionRow]]:
-    """Give up to `count` received submissions to a validator, lowest unit first: batches need those first."""
-    free = sorted((row for row in waiting if row.state == SubmissionState.RECEIVED), key=lambda row: row.unit)
+def claim(moment: Moment, waiting: Iterable[SubmissionRow], validator: str) -> list[Save[SubmissionRow]]:
+    """Give received submissions to a validator, lowest unit first: batches need those first."""
     changes = {"validator": validator, "claimed_until_ms": moment.now_ms + moment.rules.audit_ms}
-    return [Save(row.to(SubmissionState.AUDITING, **changes), row.state) for row in free[:count]]
+    ordered = sorted(waiting, key=lambda row: row.unit)
+    return [Save(row.to(SubmissionState.AUDITING, **changes), row.state) for row in ordered]
 
 
 @dataclass(frozen=True)
@@ -103,8 +81,8 @@ class Ruling:
 
 def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     verdict, submission = ruling.verdict, case.submission
-    _require_fitting(moment.rules, case, verdict)
-    if submission.state not in UNDECIDED_SUBMISSIONS:
+    _require_fitting(moment, case, verdict)
+    if submission.state not in rows.UNDECIDED_SUBMISSIONS:
         return _judge_again(submission, verdict)
     if case.is_before_failure:  # the record has begun anew since: a second strike rests on fresh data alone
         verdict = verdict.model_copy(update={"tally": Tally(), "branches": Branches()})
@@ -172,9 +150,10 @@ def disagreement(moment: Moment, submission: SubmissionRow, ruling: Ruling) -> l
     return [alarm(moment, "verdict.disagreement", message)]
 
 
-def _require_fitting(rules: Rules, case: VerdictCase, verdict: Verdict) -> None:
+def _require_fitting(moment: Moment, case: VerdictCase, verdict: Verdict) -> None:
     """Refuse what no group of this run can have: impossible sums would spoil their node's record, for or against it."""
-    tally, branches, most = verdict.tally, verdict.branches, rules.group_size * rules.max_new_tokens
+    rules, tally, branches = moment.rules, verdict.tally, verdict.branches
+    most = rules.group_size * rules.max_new_tokens
     if (verdict.unit, verdict.node) != (case.submission.unit, case.submission.node):
         raise Refusal(422, "verdict.mismatch", "the verdict names another unit or node than its submission")
     if verdict.outcome != Outcome.REJECTED and (tally.tokens > most or tally.accidents > tally.proofs):
@@ -263,7 +242,7 @@ def audit_fully(waiting: Sequence[SubmissionRow], but: str) -> list[Command]:
     commands: list[Command] = []
     for row in waiting:
         if row.submission != but:
-            after = row if row.state != SubmissionState.AUDITING else _put_back(row).row
+            after = row if row.state != SubmissionState.AUDITING else put_back([row])[0].row
             commands.append(Save(replace(after, depth="full"), row.state))
     return commands
 

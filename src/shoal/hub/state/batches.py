@@ -15,25 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import draws, pacing
+from shoal.hub.state import draws, pacing, rows
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record, Refusal, Save
-from shoal.hub.state.rows import (
-    UNDECIDED_UNITS,
-    LeaseRow,
-    LeaseState,
-    Moment,
-    Progress,
-    Rules,
-    SubmissionRow,
-    TaskRow,
-    UnitRow,
-    UnitState,
-)
+from shoal.hub.state.rows import LeaseRow, LeaseState, Moment, Progress, Rules, SubmissionRow, UnitRow, UnitState
 from shoal.hub.state.units import VOID_INCARNATION, VOID_STALE
 from shoal.protocol import Batch, BatchGroup, PolicyRef, canonical_json
 
-NOBODY_ASKS = " (no unit is given out: no worker is asking)"
-"""Not said where the run's owner has ordered that none is."""
+NOBODY_ASKS = " (no unit is given out: no worker is asking)"  # not said where the run's owner has ordered that none is
 
 
 def announce(
@@ -44,8 +32,8 @@ def announce(
     leases: Sequence[LeaseRow] = (),
     batched: Sequence[UnitRow] = (),
 ) -> list[Command]:
-    """`known` is what was announced before under this (incarnation, version), `batched` are the units in batches that
-    are not marked trained yet."""
+    """`known` is what was announced before under this (incarnation, version), `leases` are the active ones, `batched`
+    the units in batches that are not marked trained yet."""
     newest, now_ms, next_step = moment.progress.policy, moment.now_ms, moment.progress.next_step
     if known is not None:
         if known.digest != policy.digest:
@@ -62,10 +50,8 @@ def announce(
     body = {"incarnation": policy.incarnation, "version": policy.version, "digest": policy.digest}
     commands: list[Command] = [AddPolicy(policy, now_ms), Record("policy", body, now_ms)]
     if newest is not None and policy.incarnation > newest.incarnation:
-        active = [lease for lease in leases if lease.state == LeaseState.ACTIVE]
-        commands += [Save(lease.to(LeaseState.VOID, ended_at_ms=now_ms), lease.state) for lease in active]
-        void = [unit for unit in alive if unit.alive]
-        commands += [Save(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in void]
+        commands += [Save(lease.to(LeaseState.VOID, ended_at_ms=now_ms), lease.state) for lease in leases]
+        commands += [Save(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in alive]
     trained = [unit for unit in batched if unit.step is not None and unit.step < policy.version]
     return commands + [Save(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
 
@@ -77,7 +63,7 @@ def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> tuple[list[Un
     accepted = [unit for unit in alive if unit.state == UnitState.ACCEPTED and unit.step is None]
     fresh = (unit for unit in accepted if unit.version is not None and not pacing.is_stale(rules, step, unit.version))
     ready = sorted(fresh, key=lambda unit: unit.unit)
-    undecided = [unit for unit in alive if unit.state in UNDECIDED_UNITS]
+    undecided = [unit for unit in alive if unit.state in rows.UNDECIDED_UNITS]
     chosen = ready[: rules.groups_per_step]
     wanted = pacing.wanted_groups(rules, progress)
     if len(ready) < wanted:
@@ -104,7 +90,8 @@ def _require_next(rules: Rules, progress: Progress, step: int) -> None:
 
 
 def _waiting(progress: Progress, ready: int, wanted: int, alive: Mapping[UnitState, int]) -> str:
-    details = [f"{alive[state]} {state.value}" for state in UnitState if state in UNDECIDED_UNITS and alive.get(state)]
+    undecided = [state for state in UnitState if state in rows.UNDECIDED_UNITS and alive.get(state)]
+    details = [f"{alive[state]} {state.value}" for state in undecided]
     rest = f" ({', '.join(details)})" if details else NOBODY_ASKS
     if progress.policy is None:
         rest = " (no policy has been published yet)"
@@ -119,7 +106,7 @@ class Sampled:
     chosen: Mapping[str, SubmissionRow]
     dropped: Sequence[SubmissionRow] = ()
     tasks: Mapping[int, str] = field(default_factory=dict)
-    known: Mapping[str, TaskRow] = field(default_factory=dict)
+    known: Mapping[str, rows.TaskRow] = field(default_factory=dict)
 
 
 def write_down(
@@ -130,14 +117,14 @@ def write_down(
     leases: Sequence[LeaseRow] = (),
 ) -> tuple[Batch, list[Command]]:
     rules, step, now_ms = moment.rules, moment.progress.next_step, moment.now_ms
-    rows = [sampled.chosen[unit.submission or ""] for unit in chosen]
+    filled = [sampled.chosen[unit.submission or ""] for unit in chosen]
     groups = [
         BatchGroup(unit=row.unit, submission=row.submission, node=row.node, policy=row.policy, rewards=row.rewards)
-        for row in rows
+        for row in filled
     ]
     batch = Batch(
         step=step, groups=tuple(groups), dropped_groups=moment.progress.dropped,
-        sampled_reward=mean_reward(row.rewards for row in (*rows, *sampled.dropped)), written_at_ms=now_ms,
+        sampled_reward=mean_reward(row.rewards for row in (*filled, *sampled.dropped)), written_at_ms=now_ms,
     )  # fmt: skip
     # The unit stays accepted until the next version is out; what changes is the step it belongs to.
     commands: list[Command] = [AddBatch(batch)]

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from shoal.hub.state.commands import Refusal
-from shoal.protocol import Calibration, Message, PolicyRef
-from shoal.protocol.lease import MAX_KINDS, format_of
+from shoal.protocol import MAX_KINDS, Calibration, Message, PolicyRef, format_of
 
 
 class InForce(Message):

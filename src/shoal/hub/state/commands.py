@@ -36,13 +36,6 @@ class Save(Generic[R]):
 
 
 @dataclass(frozen=True)
-class SaveTask:
-    """Write a task's row over whatever it was; only whoever writes a batch does, and nobody beside it."""
-
-    row: TaskRow
-
-
-@dataclass(frozen=True)
 class AddPolicy:
     policy: PolicyRef
     announced_at_ms: int
@@ -57,11 +50,6 @@ class AddBatch:
 class AddVerdict:
     submission: str
     document: str
-
-
-@dataclass(frozen=True)
-class AddShown:
-    row: ShownRow
 
 
 @dataclass(frozen=True)
@@ -88,4 +76,6 @@ class Record:
     at_ms: int
 
 
-Command: TypeAlias = Save[Any] | SaveTask | AddPolicy | AddBatch | AddVerdict | AddShown | RaiseAlarm | Record
+Command: TypeAlias = Save[Any] | TaskRow | AddPolicy | AddBatch | AddVerdict | ShownRow | RaiseAlarm | Record
+"""A row that has no state is its own command: a task's is written over whatever it was, by nobody but who writes a
+batch."""

@@ -21,8 +21,7 @@ from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
 from shoal.ledger import credit_for
 from shoal.protocol import document_hash
 
-NEVER_MS = 2**62
-"""Later than any credit matures."""
+NEVER_MS = 2**62  # later than any credit matures
 
 
 def matures_at_ms(moment: Moment) -> int | None:

@@ -18,14 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.errors import EnvironmentSetupError
-from shoal.hub.state.commands import Command, SaveTask, alarm
+from shoal.hub.state.commands import Command, alarm
 from shoal.hub.state.rows import Moment, Pool, PoolRules, TaskRow
 
 FEISTEL_ROUNDS = 6
-MOST_DRAWN = 64
-"""Tasks that are drawn for a unit before it takes what there is."""
-RECENT = 0.5
-"""What the newest group weighs in the recent pass rate; the rest is the rate before it."""
+MOST_DRAWN = 64  # tasks that are drawn for a unit before it takes what there is
+RECENT = 0.5  # what the newest group weighs in the recent pass rate; the rest is the rate before it
 NO_TASK, EXHAUSTED = "tasks.unusable", "pools.exhausted"
 
 
@@ -145,7 +143,7 @@ def fold(rules: PoolRules, known: Mapping[str, TaskRow], results: Sequence[Resul
     rows = dict(known)
     for result in sorted(results, key=lambda each: each.unit):
         rows[result.task] = after(rules, rows.get(result.task), result)
-    return [SaveTask(row) for task, row in rows.items() if row != known.get(task)]
+    return [row for task, row in rows.items() if row != known.get(task)]
 
 
 def after(rules: PoolRules, row: TaskRow | None, result: Result) -> TaskRow:

@@ -17,11 +17,9 @@ from shoal.hub.state.commands import Command, Refusal, Save
 from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, EvaluationState, Moment
 from shoal.protocol import Evaluation, EvaluationReport, PolicyRef
 
-SLICE = 32
-"""Tasks in one slice: what a validator answers between two handfuls of audits."""
+SLICE = 32  # tasks in one slice: what a validator answers between two handfuls of audits
 MOST_TRIES = 4
-CLAIM_AUDITS = 5
-"""A slice may take as long as so many audits: its completions are generated, not merely checked."""
+CLAIM_AUDITS = 5  # a slice may take as long as so many audits: its completions are generated, not merely checked
 OPEN = frozenset({EvaluationState.OPEN, EvaluationState.CLAIMED})
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shoal.hub.state import newcomers, nodes, pacing
-from shoal.hub.state.commands import Command, Refusal, Save
+from shoal.hub.state.commands import Command, Save
 from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, Moment, NodeRow, Rules, UnitRow, UnitState
 from shoal.hub.state.units import fail
 from shoal.protocol import NodeState, PolicyRef
@@ -22,8 +22,7 @@ from shoal.protocol import NodeState, PolicyRef
 FIRST_LEASE = 4
 """How often `lease_s` an unproven worker has at most for a lease: enough for a slow machine to show what it can do."""
 PACE_MARGIN = 2
-LONG_TRIES = 2
-"""First leases in a row that last long at once: a machine may be restarted in its first."""
+LONG_TRIES = 2  # first leases in a row that last long at once: a machine may be restarted in its first
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,8 @@ def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Ask) -> LeasePlan:
     allowed = newcomers.room_for(moment, node, crowd)
     if allowed is not None and allowed < 1:
         return _crowded(moment, ask)
-    again = open_units if newcomers.may_try_again(moment, node, crowd) else ()
+    # what somebody else had before is not for newcomers while others ask
+    again = () if newcomers.is_bounded(moment, node, crowd) and crowd.asking else open_units
     room = pacing.room(rules, moment.progress)
     free = len(again) + room
     left = newcomers.left_by_turns(moment, node, crowd, free)
@@ -203,26 +203,17 @@ def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) ->
 
 
 def renew(moment: Moment, held: Sequence[LeaseRow], progress: Mapping[str, int]) -> list[Save[LeaseRow]]:
-    """Give a node `lease_s` from now for the active leases on which it says to have made progress. What it says is
-    believed as far as a group has tokens, and never beyond the hard deadline."""
+    """Give a node `lease_s` from now for those of its active leases on which it says to have made progress. What it
+    says is believed as far as a group has tokens, and never beyond the hard deadline."""
     most = moment.rules.group_size * moment.rules.max_new_tokens
     renewed = []
     for lease in held:
         tokens = min(progress.get(lease.lease, 0), most)
-        if lease.state is LeaseState.ACTIVE and tokens > lease.progress:
+        if tokens > lease.progress:
             later_ms = min(moment.now_ms + moment.rules.lease_ms, lease.hard_deadline_ms)
             row = replace(lease, progress=tokens, deadline_ms=max(lease.deadline_ms, later_ms))
             renewed.append(Save(row, lease.state))
     return renewed
-
-
-def expire(
-    moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
-) -> list[Command]:
-    """End the leases that are past their deadline. That is no failure of the unit: whoever hoards leases must not be
-    able to void work."""
-    active = [held for held in holdings if held.lease.state is LeaseState.ACTIVE]
-    return end(moment, [held for held in active if held.lease.deadline_ms <= moment.now_ms], holders, absence)
 
 
 def abandon(
@@ -237,7 +228,8 @@ def abandon(
 def end(
     moment: Moment, holdings: Sequence[Holding], holders: Mapping[str, NodeRow], absence: Absence | None = None
 ) -> list[Command]:
-    """End active leases: their time is over, or their node has lost them or is gone. Their units are open again.
+    """End active leases: their time is over, or their node has lost them or is gone. Their units are open again: that
+    is no failure of theirs, for whoever hoards leases must not be able to void work.
     Each of the `holders` pays once for all that lapses now, unless the hub's `absence` is to blame; validators do not:
     theirs count as attempts on the unit, so that no step waits for ever for what none of them can do."""
     ours = [held for held in holdings if holders[held.lease.node].trusted]
@@ -263,19 +255,16 @@ def _still_leased(holdings: Sequence[Holding]) -> list[UnitRow]:
 
 
 def release(moment: Moment, node: NodeRow, holdings: Sequence[Holding]) -> list[Command]:
-    """A worker gives leases back; ended ones are ignored. It halves the node's window, and is no failure of the unit:
-    no number of stopping workers can void it."""
-    if any(held.lease.node != node.node for held in holdings):
-        raise Refusal(403, "lease.not_yours", "a lease that is to be given back belongs to another node")
-    given = [held for held in holdings if held.lease.state is LeaseState.ACTIVE]
-    if not given:
+    """A worker gives active leases back. It halves the node's window, and is no failure of the unit: no number of
+    stopping workers can void it."""
+    if not holdings:
         return []
-    paid = nodes.give_back(moment.rules, node, len(given), moment.now_ms)
-    return paid + _ended(given, LeaseState.RELEASED, moment.now_ms) + reopened(given)
+    paid = nodes.give_back(moment.rules, node, len(holdings), moment.now_ms)
+    return paid + _ended(holdings, LeaseState.RELEASED, moment.now_ms) + reopened(holdings)
 
 
 def give_up(moment: Moment, holdings: Sequence[Holding], left: Container[str]) -> list[Command]:
     """What a validator names it could not generate."""
-    given = [held for held in holdings if held.lease.lease in left and held.lease.state is LeaseState.ACTIVE]
+    given = [held for held in holdings if held.lease.lease in left]
     ended = _ended(given, LeaseState.RELEASED, moment.now_ms)
     return ended + fail(moment, _still_leased(given), trusted=True)

@@ -125,11 +125,6 @@ def left_inside(moment: Moment, node: NodeRow, crowd: Crowd, left: int) -> int:
     return max(0, left - crowd.ahead_inside)
 
 
-def may_try_again(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
-    """Whether this node may take a unit that somebody else had before."""
-    return not (is_bounded(moment, node, crowd) and crowd.asking)
-
-
 def is_bounded(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
     return node.on_probation and crowd.established and moment.rules.newcomer_share < 1
 

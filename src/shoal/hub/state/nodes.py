@@ -23,18 +23,14 @@ from typing import Any
 from shoal.hub.state import reputation
 from shoal.hub.state.commands import Command, Record, Refusal, Save
 from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, NodeRow, Rules, UnitState
-from shoal.protocol import NodeState, Registration, Severity, SignedDocument, Tally, Verdict, node_id
-from shoal.protocol.node import Liveness
+from shoal.protocol import Liveness, NodeState, Registration, Severity, SignedDocument, Tally, Verdict, node_id
 
 CERTAIN_TO_BAN, STATISTICAL_TO_BAN = 1, 2
 SOFT_TO_SUSPEND, LAPSES_TO_SUSPEND = 4, 8
-HERE_MS = 20_000
-"""Four heartbeats with ordinary settings. A worker that is not here any more loses its leases."""
-SILENT_MS = 300_000
-"""After this long a node is gone, not merely out of sight."""
+HERE_MS = 20_000  # four heartbeats with ordinary settings. A worker that is not here any more loses its leases.
+SILENT_MS = 300_000  # after this long a node is gone, not merely out of sight
 FIRST_PART = 4
-PACE_WEIGHT = 4
-"""The newest measurement counts a quarter in a node's pace."""
+PACE_WEIGHT = 4  # the newest measurement counts a quarter in a node's pace
 FIRST_MS, LONGEST_MS = 60_000, 24 * 60 * 60 * 1000
 OVER = "the suspension is over"
 
@@ -162,14 +158,13 @@ def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) 
 
 
 def ban(node: NodeRow, reason: str, holdings: Sequence[Holding], now_ms: int) -> list[Command]:
-    """Ban a node; its active leases are void and their units open again, without counting as failures of the unit."""
+    """Ban a node; the active leases that it holds are void, and their units open again: no failures of theirs."""
     banned = node.to(NodeState.BANNED, reason=reason, until_ms=None)
     commands: list[Command] = [Save(banned, node.state), *_recorded(banned, now_ms)]
     for held in holdings:
-        if held.lease.node == node.node and held.lease.state == LeaseState.ACTIVE:
-            commands.append(Save(held.lease.to(LeaseState.VOID, ended_at_ms=now_ms), held.lease.state))
-            if held.unit.state is UnitState.LEASED:  # not too old meanwhile
-                commands.append(Save(held.unit.reopened(), held.unit.state))
+        commands.append(Save(held.lease.to(LeaseState.VOID, ended_at_ms=now_ms), held.lease.state))
+        if held.unit.state is UnitState.LEASED:  # not too old meanwhile
+            commands.append(Save(held.unit.reopened(), held.unit.state))
     return commands
 
 

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.hub.state.commands import Refusal
-from shoal.protocol.node import MAX_RELAYS, AdminAction, AdminVerb, RoleCertificate
+from shoal.protocol import MAX_RELAYS, AdminAction, AdminVerb, Conduct, OwnerOrders, RoleCertificate
 from shoal.protocol.signing import MAX_SKEW_MS, Message, SignedDocument, open_document
-from shoal.protocol.status import Conduct, OwnerOrders
 
 REMEMBERED_MS = 3 * MAX_SKEW_MS
 CONDUCTS: Mapping[AdminVerb, Conduct] = {
@@ -30,8 +29,7 @@ CONDUCTS: Mapping[AdminVerb, Conduct] = {
 }  # fmt: skip
 PARTICIPLES = {AdminVerb.SUSPEND: "suspended", AdminVerb.BAN: "banned", AdminVerb.PARDON: "under no sanction"}
 SANCTIONS = frozenset(PARTICIPLES)
-REVOKED = "its key was revoked by the run's owner"
-"""Why a node is banned whose key is trusted for nothing any more."""
+REVOKED = "its key was revoked by the run's owner"  # why a node is banned whose key is trusted for nothing any more
 
 
 class Orders(Message):

@@ -16,12 +16,10 @@ from dataclasses import dataclass, replace
 from shoal.hub.state.rows import Moment, Progress, Rules
 from shoal.protocol import PolicyRef
 
-LAST_BATCHES = 5
-"""The time between so many batches tells how long a step takes."""
+LAST_BATCHES = 5  # the time between so many batches tells how long a step takes
 OVERDUE_PART = 4
 """Of a step that takes longer than the last ones, nobody knows when it ends: a quarter of a step is left."""
-SURE = 0.75
-"""The part of the time left that is counted on: paces vary, and what is submitted has to be judged as well."""
+SURE = 0.75  # the part of the time left that is counted on: paces vary, and what is submitted has to be judged as well
 
 
 def is_finished(rules: Rules, progress: Progress) -> bool:

@@ -33,11 +33,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shoal.hub.state.commands import Command, RaiseAlarm, alarm
+from shoal.hub.state.commands import RaiseAlarm, alarm
 from shoal.hub.state.rows import PROBATION_AUDITS, Moment, NodeRow, Rules
-from shoal.protocol import Depth, Outcome, Severity, Tally, Verdict
-from shoal.protocol.signing import Message
-from shoal.protocol.verdict import ENOUGH, FORGOTTEN, GainEvidence
+from shoal.protocol import ENOUGH, FORGOTTEN, Depth, GainEvidence, Message, Outcome, Severity, Tally, Verdict
 
 ALWAYS_UNTIL, LEAST = 10, 0.05
 FORGIVEN_AFTER = 1_000
@@ -47,8 +45,7 @@ run."""
 DOUBTED, MOST_DOUBT, LEAST_FORGIVEN, MOST_FORGIVEN = 3.5, 4.5, 1 / 64, 1 / 2
 MANY, WITHIN_MS = 3, 3_600_000
 STEERED = "sampling.steered"
-POOLED_AUDITS = 128
-"""Full audits until a node's evidence is its own alone: about as many as that takes to suffice."""
+POOLED_AUDITS = 128  # full audits until a node's evidence is its own alone: about as many as that takes to suffice
 NEWER = "gains/newer"
 
 
@@ -177,9 +174,3 @@ def counted(node: NodeRow, verdict: Verdict) -> NodeRow:
     if verdict.outcome == Outcome.REJECTED:
         return replace(node, gains=GainEvidence()) if verdict.reason == STEERED else node
     return replace(node, gains=node.gains.after(verdict.branches.differences))
-
-
-def gains_alarm(moment: Moment, whose: str) -> Command:
-    whom = "one owner" if whose == "its owner" else "newcomers"
-    message = f"tokens that pass only by the tolerance are chosen for their reward, by nodes of {whom}"
-    return alarm(moment, STEERED, message)

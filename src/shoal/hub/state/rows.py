@@ -21,8 +21,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Literal, Self
 
 from shoal.errors import ShoalError
-from shoal.protocol import Depth, NodeState, PolicyRef, Role, Tally
-from shoal.protocol.verdict import GainEvidence
+from shoal.protocol import Depth, GainEvidence, NodeState, PolicyRef, Role, Tally
 
 AuditPolicy = Literal["all", "reputation"]
 
@@ -73,28 +72,6 @@ class Pool(StrEnum):
 
 UNDECIDED_UNITS = frozenset({UnitState.OPEN, UnitState.LEASED, UnitState.SUBMITTED})
 UNDECIDED_SUBMISSIONS = frozenset({SubmissionState.RECEIVED, SubmissionState.AUDITING})
-
-UNIT_MOVES = {
-    UnitState.OPEN: {UnitState.LEASED, UnitState.SUBMITTED, UnitState.VOID},
-    UnitState.LEASED: {UnitState.SUBMITTED, UnitState.OPEN, UnitState.VOID},
-    UnitState.SUBMITTED: {UnitState.ACCEPTED, UnitState.DROPPED, UnitState.OPEN, UnitState.VOID},
-    UnitState.ACCEPTED: {UnitState.TRAINED, UnitState.OPEN, UnitState.VOID},
-}
-LEASE_MOVES = {LeaseState.ACTIVE: set(LeaseState) - {LeaseState.ACTIVE}, LeaseState.EXPIRED: {LeaseState.SUBMITTED}}
-SUBMISSION_MOVES = {
-    SubmissionState.RECEIVED: set(SubmissionState) - {SubmissionState.RECEIVED, SubmissionState.PULLED},
-    SubmissionState.AUDITING: set(SubmissionState) - {SubmissionState.AUDITING, SubmissionState.PULLED},
-    SubmissionState.ACCEPTED: {SubmissionState.PULLED},
-}
-NODE_MOVES = {
-    NodeState.ACTIVE: {NodeState.SUSPENDED, NodeState.BANNED},
-    NodeState.SUSPENDED: {NodeState.ACTIVE, NodeState.BANNED},
-    NodeState.BANNED: {NodeState.ACTIVE},
-}
-EVALUATION_MOVES = {
-    EvaluationState.OPEN: {EvaluationState.CLAIMED, EvaluationState.DONE, EvaluationState.VOID},
-    EvaluationState.CLAIMED: {EvaluationState.OPEN, EvaluationState.DONE, EvaluationState.VOID},
-}
 
 
 class IllegalMove(ShoalError):
@@ -198,7 +175,12 @@ class UnitRow(Movable):
     `attempt` numbers its leases. `incarnation`, `version`, `submission` belong to the submission that fills it; `step`
     is the batch it is in; `lost_step` the step during which it was dropped or failed."""
 
-    MOVES = UNIT_MOVES
+    MOVES: ClassVar[Mapping[Any, set[Any]]] = {
+        UnitState.OPEN: {UnitState.LEASED, UnitState.SUBMITTED, UnitState.VOID},
+        UnitState.LEASED: {UnitState.SUBMITTED, UnitState.OPEN, UnitState.VOID},
+        UnitState.SUBMITTED: {UnitState.ACCEPTED, UnitState.DROPPED, UnitState.OPEN, UnitState.VOID},
+        UnitState.ACCEPTED: {UnitState.TRAINED, UnitState.OPEN, UnitState.VOID},
+    }
 
     unit: int
     task: str
@@ -227,7 +209,10 @@ class LeaseRow(Movable, ByPolicy):
     extended while `progress` (tokens) grows, up to the hard one. `granted` is how many leases its request got: they
     are generated together and share their time. A `brief` one ends after `lease_s`, whatever progress is made."""
 
-    MOVES = LEASE_MOVES
+    MOVES: ClassVar[Mapping[Any, set[Any]]] = {
+        LeaseState.ACTIVE: set(LeaseState) - {LeaseState.ACTIVE},
+        LeaseState.EXPIRED: {LeaseState.SUBMITTED},
+    }
 
     lease: str
     unit: int
@@ -265,7 +250,11 @@ class SubmissionRow(Movable, ByPolicy):
     audited and, once it is decided, how it was. While its credit is pending, `matures_at_ms` says until when. `tokens`
     is how many a prefill of it has, prompts included. `pass_rate` is how much of its task the group solved, 0 to 1."""
 
-    MOVES = SUBMISSION_MOVES
+    MOVES: ClassVar[Mapping[Any, set[Any]]] = {
+        SubmissionState.RECEIVED: set(SubmissionState) - {SubmissionState.RECEIVED, SubmissionState.PULLED},
+        SubmissionState.AUDITING: set(SubmissionState) - {SubmissionState.AUDITING, SubmissionState.PULLED},
+        SubmissionState.ACCEPTED: {SubmissionState.PULLED},
+    }
 
     submission: str
     lease: str
@@ -302,7 +291,11 @@ class NodeRow(Movable):
     /48; empty: the hub's own machine), told to nobody; `kind` what it last asked to generate with. `failed_check` is
     the statistical check that it failed last, at `failed_at_ms`. `doubt` and `gains`: see `reputation`."""
 
-    MOVES = NODE_MOVES
+    MOVES: ClassVar[Mapping[Any, set[Any]]] = {
+        NodeState.ACTIVE: {NodeState.SUSPENDED, NodeState.BANNED},
+        NodeState.SUSPENDED: {NodeState.ACTIVE, NodeState.BANNED},
+        NodeState.BANNED: {NodeState.ACTIVE},
+    }
 
     node: str
     public_key: str
@@ -403,7 +396,10 @@ class EvaluationRow(Movable, ByPolicy):
     """A slice of the evaluation of one version: the held-out tasks from `first` on, `tasks` of them. `tries` counts
     what went wrong with it; once it is done it has `scores` and `document`, the signed report as JSON."""
 
-    MOVES = EVALUATION_MOVES
+    MOVES: ClassVar[Mapping[Any, set[Any]]] = {
+        EvaluationState.OPEN: {EvaluationState.CLAIMED, EvaluationState.DONE, EvaluationState.VOID},
+        EvaluationState.CLAIMED: {EvaluationState.OPEN, EvaluationState.DONE, EvaluationState.VOID},
+    }
 
     incarnation: int
     version: int

@@ -17,27 +17,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.hub.state import nodes, pacing
+from shoal.hub.state import nodes, pacing, rows
 from shoal.hub.state.commands import Command, Refusal, Save
-from shoal.hub.state.rows import (
-    Holding,
-    LeaseRow,
-    LeaseState,
-    Moment,
-    NodeRow,
-    Rules,
-    ShownRow,
-    SubmissionRow,
-    UnitState,
-)
+from shoal.hub.state.rows import Holding, LeaseState, Moment, NodeRow, Rules, ShownRow, SubmissionRow, UnitState
 from shoal.hub.state.units import is_entrusted
-from shoal.protocol import Depth, ProofParameters
-from shoal.protocol.submission import ShownChunks, ShownPrefix, shown_digest
+from shoal.protocol import Depth, ProofParameters, ShownChunks, ShownPrefix, shown_digest
 
 CREATED, SAME_AGAIN = 201, 200
 LATE = "lease.late"
-GROWTH = 2
-"""A lease that was looked at is looked at again when it has shown so many times as many tokens."""
+GROWTH = 2  # a lease that was looked at is looked at again when it has shown so many times as many tokens
 LEAST_PROOF_BYTES = 4
 
 
@@ -99,7 +87,7 @@ def received(node: NodeRow, holding: Holding, row: SubmissionRow, now_ms: int) -
     return commands
 
 
-def new_row(lease: LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
+def new_row(lease: rows.LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
     return SubmissionRow(
         arrival.submission, lease.lease, lease.unit, lease.node, lease.incarnation, lease.version, lease.digest,
         arrival.size_bytes, now_ms, depth=arrival.depth, tokens=arrival.tokens,

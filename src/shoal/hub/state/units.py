@@ -34,8 +34,7 @@ UNJUDGED = {
 NOT_THE_NODES = frozenset(UNJUDGED) - {"machinery.kind", "second.missing"}
 """Those of them that say nothing about the node."""
 
-TRUSTED_AFTER = 2
-"""Unsure attempts of workers after which a validator generates the unit."""
+TRUSTED_AFTER = 2  # unsure attempts of workers after which a validator generates the unit
 TRUSTED_TRIES = 4
 """Attempts of validators (not scored, not generated, not submitted before the deadline) after which it is given up."""
 

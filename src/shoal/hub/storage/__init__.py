@@ -27,8 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 DATABASE_FILE = "hub.db"
-ATTEMPTS = 6
-"""A lock that somebody else holds is waited for ten seconds each time: a minute in all."""
+ATTEMPTS = 6  # a lock that somebody else holds is waited for ten seconds each time: a minute in all
 
 log = logging.getLogger("shoal.hub")
 

@@ -17,19 +17,9 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from shoal.hub.state import rows
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, Save
-from shoal.hub.state.rows import (
-    UNDECIDED_SUBMISSIONS,
-    UNDECIDED_UNITS,
-    InHand,
-    LeaseRow,
-    LeaseState,
-    NodeRow,
-    Progress,
-    SubmissionRow,
-    UnitRow,
-    UnitState,
-)
+from shoal.hub.state.rows import NodeRow, Progress, UnitRow, UnitState
 from shoal.hub.storage.reader import IN_HAND, NEWCOMER, UNJUDGED
 from shoal.hub.storage.writer import Writer
 
@@ -62,10 +52,10 @@ class Hands:
             if any(after):
                 self._networks[network] = after
 
-    def of(self, node: str) -> InHand:
+    def of(self, node: str) -> rows.InHand:
         own = self._nodes[node][1][0] if node in self._nodes else 0
         parts = ({network: sums[place] for network, sums in self._networks.items()} for place in range(3))
-        return InHand(own, *parts)
+        return rows.InHand(own, *parts)
 
 
 class Counts:
@@ -115,17 +105,17 @@ class CountingWriter(Writer):
             self._counts.alive = Counter(super().alive_counts())
         return dict(+self._counts.alive)
 
-    def newcomers_in_hand(self, node: str) -> InHand:
+    def newcomers_in_hand(self, node: str) -> rows.InHand:
         if self._counts.hands is None:
             self._counts.hands = Hands(holder for (holder,) in self._rows(_HOLDERS))
         self._counts.hands.refresh(self._hand)
         return self._counts.hands.of(node)
 
     def _hand(self, node: str) -> tuple[str, list[int]] | None:
-        rows = self._rows(_HAND, node=node)
-        if not rows:
+        found = self._rows(_HAND, node=node)
+        if not found:
             return None
-        network, passed, leased, brief, submitted = rows[0]
+        network, passed, leased, brief, submitted = found[0]
         units = leased + submitted
         return network, [units, 0, 0] if passed else [units, units, leased - brief]
 
@@ -143,7 +133,7 @@ class CountingWriter(Writer):
 
     def _unit_moved(self, row: UnitRow, was: Any) -> None:
         counts, self._is_moved = self._counts, True
-        is_new, is_kept = was is None, was in UNDECIDED_UNITS
+        is_new, is_kept = was is None, was in rows.UNDECIDED_UNITS
         if counts.progress is not None:
             if row.alive and is_new and row.unit == counts.progress.next_unit:
                 counts.progress = replace(counts.progress, next_unit=row.unit + 1, alive=counts.progress.alive + 1)
@@ -159,7 +149,7 @@ class CountingWriter(Writer):
 
 
 _HOLDERS = f"SELECT DISTINCT node FROM ({IN_HAND}) AS hands"
-_LEASED = f"SELECT count(*) FROM leases WHERE leases.node = :node AND leases.state = '{LeaseState.ACTIVE}'"
+_LEASED = f"SELECT count(*) FROM leases WHERE leases.node = :node AND leases.state = '{rows.LeaseState.ACTIVE}'"
 _HAND = f"""SELECT nodes.network, nodes.passed, ({_LEASED}), ({_LEASED} AND leases.brief),
     (SELECT count(*) FROM submissions WHERE submissions.node = :node AND {UNJUDGED})
     FROM nodes WHERE nodes.node = :node AND {NEWCOMER}"""
@@ -168,8 +158,8 @@ _HAND = f"""SELECT nodes.network, nodes.passed, ({_LEASED}), ({_LEASED} AND leas
 def _moves_units(command: Save[Any]) -> bool:
     """Whether a node may have more or fewer units in hand than before, or count otherwise."""
     row, was = command.row, command.was
-    if isinstance(row, LeaseRow):
+    if isinstance(row, rows.LeaseRow):
         return was is not row.state
-    if isinstance(row, SubmissionRow):
-        return (was in UNDECIDED_SUBMISSIONS) != (row.state in UNDECIDED_SUBMISSIONS)
+    if isinstance(row, rows.SubmissionRow):
+        return (was in rows.UNDECIDED_SUBMISSIONS) != (row.state in rows.UNDECIDED_SUBMISSIONS)
     return isinstance(row, NodeRow)

@@ -21,8 +21,7 @@ from sqlalchemy import Connection, Engine
 
 from shoal.hub.storage.reader import driver_of
 
-MOST = 64
-"""Writers in one group: the first of them waits for all the others' bodies."""
+MOST = 64  # writers in one group: the first of them waits for all the others' bodies
 LOOK_S = 0.1
 
 

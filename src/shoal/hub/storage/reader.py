@@ -28,8 +28,7 @@ Rank: TypeAlias = Literal["trusted", "sanctioned", "credit", "seen"]
 
 LEASES_TOLD = 200
 """The newest leases of a unit: one that nobody could do, or that was passed around, may have thousands."""
-NAMES_PER_QUERY = 500
-"""Databases limit how many parameters a statement may have."""
+NAMES_PER_QUERY = 500  # databases limit how many parameters a statement may have
 
 
 def _any_of(states: Iterable[UnitState | SubmissionState], of: str = "submissions") -> str:
@@ -304,9 +303,8 @@ class Reader:
 
     def leases_of_unit(self, unit: int) -> list[rows.LeaseRow]:
         """The newest leases of a unit, in order of attempt."""
-        return self._find(table.LEASES, f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_TOLD}", unit=unit)[
-            ::-1
-        ]
+        where = f"WHERE unit = :unit ORDER BY attempt DESC LIMIT {LEASES_TOLD}"
+        return self._find(table.LEASES, where, unit=unit)[::-1]
 
     def leases_of(self, node: str, limit: int) -> list[rows.LeaseRow]:
         where = "WHERE node = :node ORDER BY issued_at_ms DESC, unit DESC LIMIT :most"

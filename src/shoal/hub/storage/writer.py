@@ -63,16 +63,16 @@ class Writer(Reader):
                 elif self._execute(mapped.update, {**values, "was": was.value}).rowcount != 1:
                     named = " ".join(str(values[key]) for key in mapped.keys)
                     raise StaleRow(f"{mapped.name} {named} is no longer {was.value}")
-            case commands.SaveTask(row):
-                self._execute(TASKS.upsert, TASKS.write(row))
+            case rows.TaskRow():
+                self._execute(TASKS.upsert, TASKS.write(command))
             case commands.AddPolicy(policy, announced_at_ms):
                 self._execute(_INSERT_POLICY, {**policy.model_dump(), "announced_at_ms": announced_at_ms})
             case commands.AddBatch(batch):
                 self._execute(_INSERT_BATCH, {"step": batch.step, "document": batch.model_dump_json()})
             case commands.AddVerdict():
                 self._execute(tables.VERDICTS.insert, vars(command))
-            case commands.AddShown(row):
-                self._execute(tables.SHOWN.insert, tables.SHOWN.write(row))
+            case rows.ShownRow():
+                self._execute(tables.SHOWN.insert, tables.SHOWN.write(command))
             case commands.RaiseAlarm():
                 self._execute(tables.ALARMS.upsert, vars(command))
             case commands.Record(kind, body, at_ms):
