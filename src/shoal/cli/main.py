@@ -97,7 +97,11 @@ def explain(error: Exception) -> tuple[str, int]:
     format_message = getattr(error, "format_message", None)  # a mistake on the command line, as typer reports it
     if format_message is not None:
         text = printable(format_message())  # empty if the help itself was the answer
-        return f"{text} (see: shoal --help)" if text else "", UserError.exit_code
+        context = getattr(error, "ctx", None)
+        return (
+            f"{text} (see: {context.command_path if context else 'shoal'} --help)" if text else "",
+            UserError.exit_code,
+        )
     return f"this is a bug: {type(error).__name__}: {printable(str(error))} (--debug shows where)", 1
 
 

@@ -23,7 +23,11 @@ DefaultRun = "[default: the run in this folder, or in runs/]"
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting (KEY= unsets it); may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Change a setting (KEY= takes it out of the recipe, KEY=none: no value); may be repeated.",
+    ),
 ]
 EnvironmentSettings = Annotated[
     list[str] | None,

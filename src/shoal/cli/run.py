@@ -35,21 +35,20 @@ def run(
     patience_min: options.PatienceMin = 10,
 ) -> None:
     """Start and supervise a whole run on this machine. An existing folder is resumed."""
-    from shoal.models import BUILTIN
     from shoal.run.estimate import settled
     from shoal.run.folder import RunFolder, resolve, without_passwords
     from shoal.run.preflight import advice, check_ingredients, check_machine
     from shoal.runtime.config import dump_config
 
     resolved = resolve(recipe, directory, overrides or ())
-    missing = dry_run and resolved.model.path not in BUILTIN and not Path(resolved.model.path).exists()
-    environment = check_ingredients(resolved, missing, _warn if dry_run else lambda _line: None)
-    for line in advice(resolved, environment, missing):
+    environment = check_ingredients(resolved, _warn if dry_run else None)
+    for line in advice(resolved, environment):
         _warn(line)
     if dry_run:
         if directory is not None:
             RunFolder.refuse_other(directory.absolute(), resolved)
-        return typer.echo(dump_config(without_passwords(settled(resolved))), nl=False)
+        shown, derived = settled(resolved)
+        return typer.echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
         check_machine(resolved)
     directory = directory or Path("runs") / resolved.run.name

@@ -96,7 +96,8 @@ def in_process(capsys: Capture, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["run", "--nonsense"], 2, "No such option: --nonsense"),
+        (["run", "--nonsense"], 2, "No such option: --nonsense (see: shoal run --help)"),
+        (["ledger", "nonsense"], 2, "No such command 'nonsense'. (see: shoal ledger --help)"),
         (["run"], 2, "which recipe? for example: shoal run"),
         (["run", str(TINY), "--set", "steps"], 2, "expected section.key=value"),
         (["run", "none.toml"], 2, "there is no recipe at none.toml"),
@@ -184,7 +185,7 @@ def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path:
     ran = shoal("run", str(TINY), "--dry-run", "--set", "worker.count=5", "--set", "run.steps=7")
     assert ran.returncode == 0
     shown = parse_config(ran.stdout, Recipe, "shown")
-    assert shown == settled(load_recipe(TINY, ["run.steps=7", "worker.count=5"]))
+    assert shown == settled(load_recipe(TINY, ["run.steps=7", "worker.count=5"]))[0]
     assert (shown.hub.lease_s, shown.trainer.checkpoint_every) == (60, 1)
     ran = shoal("run", str(TINY), "--dry-run", "--set", "hub.database=postgresql://shoal:s3cret@db.example/run")
     assert "postgresql://shoal:***@db.example/run" in ran.stdout

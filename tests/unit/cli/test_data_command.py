@@ -47,11 +47,10 @@ def test_bad_rows_are_listed_and_end_the_command_with_2(tmp_path: Path, capsys: 
         file.write('{"id": "last", "question": "?", "answer": null}\n')
     assert main(["data", "check", str(path)]) == 2
     caught = capsys.readouterr()
-    lines = caught.out.splitlines()
-    assert lines[0] == "row 0 (bad.jsonl line 1): question is empty"
-    assert lines[20] == "and 6 more"
-    assert lines[21].split() == ["25", "rows:", "question", "is", "empty"]
-    assert " 1 row: answer is missing" in caught.out
+    empty, missing = caught.out.splitlines()[2:]
+    assert empty.startswith("25 rows: question is empty: row 0 (bad.jsonl line 1), row 2 (bad.jsonl line 3), ")
+    assert empty.endswith(", row 38 (bad.jsonl line 39), 5 more")
+    assert missing == "1 row: answer is missing: 1 more"
     assert caught.err == "26 rows cannot be used: a run leaves them out\n"
 
 
@@ -65,19 +64,20 @@ def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: Capture) -> N
     assert main(["data", "check", str(tmp_path / "a.jsonl")]) == 2
     caught = capsys.readouterr()
     said = caught.out.splitlines()
-    reason = "a run REFUSES this data because of kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot be used: "
+    reason = "a run refuses this data, for no row can be used of kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot "
     assert caught.err.startswith(f"2 rows cannot be used: {reason}")
-    without = "to run without them, set environment.options.bad_rows to skip\n"
+    without = "to run without them: --set environment.options.bad_rows=skip\n"
     assert caught.err.endswith(without)
-    assert "kind 'MCQ': 3 rows, 3 can be used, 3 to train on" in said
-    assert "kind 'proof': 2 rows, 0 can be used, 0 to train on" in said
-    assert [line for line in said if "no grader" in line][2:] == [
-        "         2 rows: question_type is 'proof': no grader judges proofs"
+    assert said[1:] == [
+        "  kind 'MCQ': 3 rows, 3 can be used, 3 to train on",
+        "  kind 'proof': 2 rows, 0 can be used, 0 to train on",
+        "2 rows: question_type is 'proof': no grader judges proofs: row 3 (a.jsonl line 4), row 4 (a.jsonl line 5)",
     ]
     assert main(["data", "order", str(tmp_path / "a.jsonl")]) == 2
     assert "kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot be used" in capsys.readouterr().err
-    assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "bad_rows=skip"]) == 0
-    assert capsys.readouterr().err == "2 rows cannot be used: a run leaves them out\n"
+    for spelling in ("bad_rows=skip", "environment.options.bad_rows=skip"):
+        assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", spelling]) == 0
+        assert capsys.readouterr().err == "2 rows cannot be used: a run leaves them out\n"
     assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "bad_rows=refuse"]) == 2
     assert capsys.readouterr().err.endswith(f'a run refuses this data, as bad_rows = "refuse" says; {without}')
     assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "bad_rows=xyz"]) == 2
@@ -107,7 +107,7 @@ def test_the_counts_add_up(tmp_path: Path, capsys: Capture) -> None:
 def test_check_says_what_is_wrong_once_and_others_warn(tmp_path: Path, capsys: Capture, caplog: Logs) -> None:
     path = write(tmp_path / "a.jsonl", 20, {7: ""})
     main(["data", "check", str(path)])
-    assert capsys.readouterr().err == "1 row cannot be used: a run leaves them out\n"
+    assert capsys.readouterr().err == "1 row cannot be used: a run leaves it out\n"
     assert caplog.text == ""
     assert main(["data", "order", str(path), "--count", "1"]) == 0
     assert "1 of 20 rows left out, for they cannot be used: row 7 (a.jsonl line 8)" in caplog.text

@@ -17,9 +17,11 @@ import typer
 
 from kit import Capture, Patch, TempPaths
 from shoal.cli.main import app, main
+from shoal.errors import EnvironmentSetupError
 from shoal.protocol import ModelSize
 from shoal.run.preflight import advice
 from shoal.run.recipe import Recipe
+from shoal.runtime.config import parse_config
 from shoal.runtime.text import install_command, shoal_command
 
 
@@ -159,7 +161,7 @@ ONE_TASK = "tasks = [('1=', '1')]\ndef score(prompt, completion, answer):\n    r
 def test_few_held_out_tasks_are_said(tasks: int, every: int, said: str) -> None:
     environment = SimpleNamespace(tasks=lambda _split: [None] * tasks)
     recipe = Recipe.model_validate({"trainer": {"evaluate_every": every}})
-    assert [said in line for line in advice(recipe, environment, False)] == ([True] if said else [])
+    assert [said in line for line in advice(recipe, environment)] == ([True] if said else [])
 
 
 def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(monkeypatch: Patch, capsys: Capture) -> None:
@@ -172,15 +174,11 @@ def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(monkey
         Recipe.model_validate({"run": run, "trainer": {"processes": 8}, "validator": {"count": count}})
         for count in (1, 4, 5)
     ]
-    assert [[words in line for line in advice(recipe, environment, False)] for recipe in recipes] == [
-        [True],
-        [True],
-        [],
-    ]
+    assert [[words in line for line in advice(recipe, environment)] for recipe in recipes] == [[True], [True], []]
     large = ModelSize()
-    assert list(advice(recipes[0], environment, False)) == [], "nothing is known of a model that is not here"
+    assert list(advice(recipes[0], environment)) == [], "nothing is known of a model that is not here"
     large = ModelSize(parameters=32 * 10**9)
-    assert main(["run", str(TINY), "--dry-run", "--set", "trainer.processes=8"]) == 0
+    assert main(["run", str(TINY), "--dry-run", "--set", "trainer.processes=8", "--set", "run.steps=100000"]) == 0
     assert words in capsys.readouterr().err
 
 
@@ -190,8 +188,9 @@ def test_the_dry_run_says_it(tmp_path: Path, capsys: Capture) -> None:
     assert main(["run", str(tmp_path / "one.toml"), "--dry-run"]) == 0
     said = capsys.readouterr()
     assert "no task is held out" in said.err
-    assert "shoal: train: 1 task, 1 asked now: 1 of " in said.err
-    assert "shoal: held out: 0 tasks, 0 asked now: none" in said.err
+    assert "shoal: train: 1 task, 1 read, with the model's tokenizer: 1 of " in said.err
+    assert "shoal: held out: 0 tasks\n" in said.err
+    assert said.out.startswith("# derived from the model tiny: 0.2 M weights, ")
     assert "held out" not in said.out, "what it prints is a recipe"
 
 
@@ -202,13 +201,31 @@ def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path
     said = capsys.readouterr()
     assert f"there is no model folder {tmp_path / 'large'}: what needs it was not checked" in said.err
     assert "was not checked" not in said.out, "what it prints is a recipe"
-    assert "1,000 read now: 1,000 of sort" in said.err
+    assert "1,000 read, without a tokenizer: 1,000 of sort" in said.err
+    assert said.out.startswith("# not known yet, since they follow from the size of the model, and there is none at ")
+    assert parse_config(said.out, Recipe, "shown").hub.lease_s is None, "and not that of a small model"
     recipe.write_text('[model]\npath = "large"\n[environment]\nname = "sorting"\n')
     assert main(["run", str(recipe), "--dry-run"]) == 2, "all else is checked"
     recipe.write_text('[model]\npath = "large"\n')
     assert main(["run", str(recipe), "--prepare"]) == 2, "a run needs it"
     (tmp_path / "large").mkdir()
     assert main(["run", str(recipe), "--dry-run"]) == 2, "a folder that is there must be a model's"
+
+
+def test_the_described_recipe_says_what_became_of_its_rows_and_that_nothing_was_scored_here(
+    capsys: Capture, monkeypatch: Patch
+) -> None:
+    def lacks(_environment: object) -> None:
+        raise EnvironmentSetupError("no bubblewrap")
+
+    monkeypatch.setattr("shoal.run.preflight.require_scoring", lacks)
+    described = str(TINY.parent / "intellect2.toml")
+    assert main(["run", described, "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "28 rows in 1 file, format described (code, mathematics): 21 to train on, 5 held out, 2 outside" in said
+    assert "train: 21 tasks, 21 read, without a tokenizer: 17 of mathematics, 4 of code" in said
+    assert "no task was scored, and a run is refused here: no bubblewrap" in said
+    assert main(["run", str(TINY), "--prepare", "--dir", "never"]) == 2, "a run is"
 
 
 def test_the_dry_run_refuses_what_the_run_in_that_folder_would(tmp_path: Path, capsys: Capture) -> None:
