@@ -62,7 +62,7 @@ def check(where: WhereArgument, settings: Settings = None) -> None:
 def order(
     where: WhereArgument,
     settings: Settings = None,
-    seed: Annotated[int | None, typer.Option(help="The run's seed.  [default: the recipe's, or 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="The run's seed. (default: the recipe's, or 0)")] = None,
     start: Annotated[int, typer.Option("--from", min=0, metavar="UNIT", help="The first unit to show.")] = 0,
     count: Annotated[int, typer.Option(min=1, max=10_000_000, help="How many units to show.")] = 20,
 ) -> None:

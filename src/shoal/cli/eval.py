@@ -37,10 +37,10 @@ def evaluate(
     max_new_tokens: options.MaxTokens = None,
     seed: options.Seed = 0,
     split: Annotated[
-        str | None, typer.Option(help="held_out, train or all.  [default: held_out; all of a data file]")
+        str | None, typer.Option(help="held_out, train or all. (default: held_out; all of a data file)")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where results go.  [default: evals/MODEL-ENV-…]")
+        Path | None, typer.Option(metavar="DIR", help="Where results go. (default: evals/MODEL-ENV-…)")
     ] = None,
     rescore: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Score what is kept in DIR again; only --env and --set count.")

@@ -30,14 +30,14 @@ def filter_tasks(
     keep: Annotated[str, typer.Option(metavar="LOW:HIGH", help="Pass rates to keep.")] = "0.125:0.5",
     everything: Annotated[bool, typer.Option("--all", help="Keep all rows, with their rates.")] = False,
     name: Annotated[
-        str | None, typer.Option(help="Of the new columns: solve_rate_NAME.  [default: the model's]")
+        str | None, typer.Option(help="Of the new columns: solve_rate_NAME. (default: the model's)")
     ] = None,
     tasks: options.Tasks = 0,
     temperature: options.Temperature = None,
     max_new_tokens: options.MaxTokens = None,
     seed: options.Seed = 0,
     split: Annotated[
-        str | None, typer.Option(help="held_out, train or all.  [default: train; all of a data file]")
+        str | None, typer.Option(help="held_out, train or all. (default: train; all of a data file)")
     ] = None,
     overrides: options.EnvironmentSettings = None,
     engine: options.Engine = "torch",

@@ -28,10 +28,10 @@ def plan(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")],
     overrides: options.Settings = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Trainer processes.  [default: trainer.processes]")
+        int | None, typer.Option(min=1, max=1024, help="Trainer processes. (default: trainer.processes)")
     ] = None,
     memory_gb: Annotated[
-        float | None, typer.Option("--memory", help="GiB of each device.  [default: what is here]")
+        float | None, typer.Option("--memory", help="GiB of each device. (default: what is here)")
     ] = None,
     parameters: Annotated[
         float | None, typer.Option(help="Plan for a model of so many weights instead of model.path: a guessed shape.")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def run(
     recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe (TOML).")] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.  [default: runs/NAME]")
+        Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder. (default: runs/NAME)")
     ] = None,
     overrides: options.Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
@@ -143,12 +143,12 @@ def join(
     ] = None,
     directory: options.OptionalRunDir = None,
     index: options.Index = 0,
-    folder: Annotated[Path | None, typer.Option(help="Keys, weights and unsent work.  [default: ~/.shoal/RUN]")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Keys, weights and unsent work. (default: ~/.shoal/RUN)")] = None,
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     name: Annotated[
-        str | None, typer.Option(help="How to be called, in public.  [default: node- and its id's start]")
+        str | None, typer.Option(help="How to be called, in public. (default: node- and its id's start)")
     ] = None,
     wait_s: options.Wait = 10,
     cheat: Annotated[
@@ -167,13 +167,13 @@ def join(
     ] = False,
     max_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB.  [default: 80 % of the free]"),
+        typer.Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB. (default: 80 % of the free)"),
     ] = None,
     max_disk: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB.  [default: 80 % of the free]")
+        str | None, typer.Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB. (default: 80 % of the free)")
     ] = None,
     max_bandwidth: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s.  [default: no limit]")
+        str | None, typer.Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s. (default: no limit)")
     ] = None,
 ) -> int:
     """Contribute this machine to a run: shoal join http://host:8470/#0123… (with --dir: of a run's folder)."""

@@ -88,7 +88,7 @@ def doctor(
         list[str] | None, typer.Argument(metavar="[URL]...", help="Also check the connection to this run's hubs.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="The folder to be written to.  [default: with a URL ~/.shoal, as join; or this]")
+        Path | None, typer.Option(help="The folder to be written to. (default: with a URL ~/.shoal, as join; or this)")
     ] = None,
     selftest: Annotated[
         bool, typer.Option("--selftest", help="Run the validator's checks on this machine's own work.")

@@ -77,6 +77,15 @@ def test_help_groups_the_commands_by_reader(capsys: Capture) -> None:
     assert "Commands" not in shown, "a command is in no group"
 
 
+def test_help_shows_defaults_that_are_said_in_words(capsys: Capture, monkeypatch: Patch) -> None:
+    """What is in square brackets would be taken for markup, and left out."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["run", "--help"]) == 0
+    assert "The run's folder. (default: runs/NAME)" in capsys.readouterr().out
+    sources = (Path(sys.modules["shoal.cli"].__path__[0])).glob("*.py")
+    assert not [path.name for path in sources if "[default:" in path.read_text()]
+
+
 # ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
