@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -219,51 +217,6 @@ def here(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
-def odd_things(here: Path) -> None:
-    (here / "file").write_bytes(b"content")
-    (here / "empty").write_bytes(b"")
-    (here / "hollow" / "sub").mkdir(parents=True)
-    (here / "zeros").mkdir()
-    (here / "zeros" / "a").write_bytes(b"")
-    for name in ("linked", "piped", "socketed", "odd", "mine"):
-        (here / name).mkdir()
-        (here / name / "fine").write_bytes(b"x")
-    (here / "linked" / "nowhere").symlink_to("missing")
-    os.mkfifo(here / "piped" / "pipe")
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(here / "socketed" / "socket"))
-    (here / "odd" / "a\nb").write_bytes(b"x")
-    os.mkfifo(here / "pipe")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "sentence"),
-    [
-        (["missing"], 2, "there is no file or folder missing to publish"),
-        (["empty"], 2, "empty is empty: there is nothing to publish"),
-        (["zeros"], 2, "zeros is empty: there is nothing to publish"),
-        (["hollow"], 2, "holds no files to publish"),
-        (["pipe"], 2, "pipe is neither a file nor a folder"),
-        (["linked"], 2, "is a link to no file that can be read"),
-        (["piped"], 2, "is no plain file"),
-        (["socketed"], 2, "is no plain file"),
-        (["odd"], 2, "cannot be printed"),
-        (["file", "--key", "www/key"], 2, "would lie in www, which is served to everybody"),
-        (["."], 2, "lies in ., which is to be published; choose another --dir"),
-        (["mine", "--dir", "mine/www", "--key", "key"], 2, "lies in mine, which is to be published"),
-        (["file", "--name", "a/b"], 2, "a broadcast cannot be called 'a/b': it has a slash"),
-        (["file", "--dir", "empty/www"], 3, "a part of the path is a file, not a folder"),
-        ([], 2, "Missing argument"),
-    ],
-)
-def test_what_cannot_be_published(here: Path, capsys: Capture, arguments: list[str], code: int, sentence: str) -> None:
-    odd_things(here)
-    ended, said = complaint(capsys, "publish", *arguments, "--no-serve")
-    assert sentence in said
-    assert ended == code
-    assert not (here / "www").exists()
-
-
 def test_a_folder_of_another_key_or_name_is_not_published_into(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
     published(here / "www", key=OTHER)
@@ -287,41 +240,6 @@ def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Ca
     assert not any("key" in name for name in names)
     (here / "deep" / "www.key").chmod(0o644)
     assert "is readable by others" in complaint(capsys, "publish", "file", "--dir", "deep/www", "--no-serve")[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "sentence"),
-    [
-        (["host:8471", "-o", "out"], 2, "is not a URL such as http://host:8471"),
-        (["http://host:1/#12", "-o", "out"], 2, "does not end in a key"),
-        ([NOWHERE], 2, "Missing option"),
-        ([KEYED, "-o", "pipe"], 2, "neither a file nor a folder"),
-        ([KEYED, "-o", "/"], 2, "cannot be the output"),
-        ([KEYED, "-o", "file/out"], 3, "a part of the path is a file, not a folder"),
-        ([KEYED, "-o", "out", "--wait", "0"], 1, "127.0.0.1:9 cannot be reached"),
-    ],
-)
-def test_what_cannot_be_fetched(here: Path, capsys: Capture, arguments: list[str], code: int, sentence: str) -> None:
-    (here / "file").write_bytes(b"")
-    os.mkfifo(here / "pipe")
-    ended, said = complaint(capsys, "fetch", *arguments)
-    assert sentence in said
-    assert ended == code
-    assert not (here / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "Missing option"),
-        (["--upstream", "host"], "is not a URL such as"),
-        (["--upstream", KEYED, "--peer", "host"], "is not a URL such as"),
-        (["--upstream", KEYED, "--keep", "0"], "should be greater than"),
-    ],
-)
-def test_what_cannot_be_relayed(here: Path, capsys: Capture, arguments: list[str], sentence: str) -> None:
-    code, said = complaint(capsys, "relay", *arguments)
-    assert (code, sentence in said) == (2, True), said
 
 
 HUB = "http://127.0.0.1:9"

@@ -95,53 +95,6 @@ def test_a_hub_that_cannot_be_reached(shoal: Shoal, command: list[str]) -> None:
     assert NOWHERE in message
 
 
-def in_process(capsys: Capture, *arguments: str) -> tuple[int, str]:
-    code = main(arguments)
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    return code, error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "text"),
-    [
-        (["run", "--nonsense"], 2, "No such option: --nonsense (see: shoal run --help)"),
-        (["ledger", "nonsense"], 2, "No such command 'nonsense'. (see: shoal ledger --help)"),
-        (["run"], 2, "which recipe? for example: shoal run"),
-        (["run", str(TINY), "--set", "steps"], 2, "expected section.key=value"),
-        (["run", "none.toml"], 2, "there is no recipe at none.toml"),
-        (["run", str(TINY), "--set", "trainer.minibatches=many"], 2, "--set trainer.minibatches=many: [trainer] mini"),
-        (["run", str(TINY), "--dir", "{tmp}/something/run"], 3, "a part of the path is a file, not a folder"),
-        (["run", str(TINY), "--dir", "{tmp}/r", "--set", "model.path=/none/such"], 2, "there is no model folder /none"),
-        (["swim"], 2, "No such command 'swim'"),
-        (["status"], 2, "Missing argument"),
-        (["run", str(TINY), "--set", "worker.engine=steam", "--dir", "{tmp}/r"], 2, "there is no such engine"),
-        (["run", str(TINY), "--set", "environment.name=sorting", "--dir", "{tmp}/r"], 2, "there is no environment"),
-        (["run", str(TINY), "--dir", "{tmp}"], 2, "is not empty and not a run's"),
-        (["export", "{tmp}", "{tmp}/out"], 2, "is not a run folder"),
-        (["status", "{tmp}"], 2, "is not a run folder"),
-        (["join"], 2, "give the run's join URL"),
-        (["join", "example"], 2, "is not a hub address"),
-        (["join", "http://host:1/#abc"], 2, "is not a root fingerprint"),
-        (["relay"], 2, "give --dir RUN"),
-        (["join", NOWHERE, "--max-memory", "lots"], 2, "--max-memory 'lots' is no amount of bytes"),
-        (
-            ["join", NOWHERE, "--max-bandwidth", "20"],
-            2,
-            "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s",
-        ),
-        (["join", "--dir", "{tmp}", "--max-disk", "1GB"], 2, "go with a join URL, not with --dir"),
-    ],
-)
-def test_other_mistakes(tmp_path: Path, capsys: Capture, arguments: list[str], code: int, text: str) -> None:
-    (tmp_path / "something").write_text("")
-    ended, error = in_process(capsys, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
-    assert ended == code
-    assert text in error
-    assert error.startswith("shoal: ")
-    assert error.count("\n") == 1
-
-
 def test_errors_become_one_line_and_their_exit_code() -> None:
     assert explain(ResourceError("no\n  space")) == ("no space", 3)
     assert explain(HubRefused(403, "node.banned", "you are banned")) == ("you are banned [node.banned, HTTP 403]", 4)

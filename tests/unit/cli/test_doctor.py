@@ -123,26 +123,3 @@ def test_limits_under_which_cheaper_weights_pass_are_told_and_not_written(tmp_pa
     assert main([*arguments, "--against", "cpu/bfloat16", "--out", str(out)]) == 1
     assert "refused: int8 weights would be caught in" in capsys.readouterr().out
     assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--selftest", "--calibrate"], "ask for one of them"),
-        (["--selftest", "--against", "cuda"], "write device/format"),
-        (["--selftest", "--against", "cpu/float32", "--against", "cpu/bfloat16"], "give --against once"),
-        (["--selftest", "--device", "tpu"], "there is no device 'tpu'"),
-        (["--selftest", "--dtype", "int3"], "does not compute in 'int3'"),
-        (["--selftest", "--model", "no-such-folder"], "no-such-folder"),
-        (["--selftest", "--profile", "missing.toml"], "missing.toml"),
-        (["--calibrate", "http://127.0.0.1:1/"], "leave the URL away"),
-        (["--calibrate", "--model", "no-such-folder"], "no-such-folder"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_with_a_sentence(
-    arguments: list[str], complaint: str, tmp_path: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["doctor", *arguments]) == 2
-    assert complaint in capsys.readouterr().err
-    assert not list(tmp_path.glob("*.toml"))

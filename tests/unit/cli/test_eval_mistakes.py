@@ -18,7 +18,7 @@ from kit import Capture, Patch
 from shoal.cli.main import main
 from shoal.cli.printing import counted
 from shoal.environments import EnvironmentSettings, build
-from shoal.errors import ConfigError, EnvironmentSetupError, ModelError
+from shoal.errors import ConfigError, ModelError
 from shoal.models import model_folder
 from shoal.run.sources import model_source, task_source
 from shoal.trainer.demonstrations import reading
@@ -61,19 +61,6 @@ class TestSpecs:
         assert (source.settings.name, source.settings.data, source.whole) == ("dataset", data, True)
         assert source.settings.options == ({"format": prefix[:-1]} if prefix in ("aime:", "columns:") else {})
 
-    @pytest.mark.parametrize(
-        ("spec", "said"),
-        [
-            ("srot", "did you mean 'sort'"),
-            ("gpqa:/none.jsonl", "no data at /none.jsonl"),
-            ("gqpa:x", "'gpqa'"),
-            ("dataset:/none.toml", "no data at /none.toml"),
-        ],
-    )
-    def test_what_is_not_there(self, spec: str, said: str) -> None:
-        with pytest.raises(EnvironmentSetupError, match=said):
-            task_source(spec)
-
     def test_a_runs_model_is_called_as_its_folder_is(self, tmp_path: Path) -> None:
         export = tmp_path / "three" / "trainer" / "export"
         export.mkdir(parents=True)
@@ -85,41 +72,6 @@ class TestSpecs:
     def test_a_model_that_is_not_there(self) -> None:
         with model_source("/none/such") as source, pytest.raises(ModelError, match="no model folder"):
             model_folder(source.where)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["eval", "tiny"], 2, "give a MODEL and --env SPEC, or --rescore DIR"),
-        (["eval", "tiny", "--rescore", "."], 2, "needs no model: leave tiny out"),
-        (["eval", "--rescore", ".", "--out", "x", "--tasks", "4"], 2, "leave --tasks, --out out"),
-        (["eval", "--rescore", "none"], 2, "there is no such folder"),
-        (["eval", "--rescore", "."], 2, "say with --env what the tasks are"),
-        (["eval", "--rescore", ".", "--set", "environment.name=sort"], 2, "say with --env what it changes"),
-        (["eval", "tiny", "--env", "srot"], 2, "there is no environment 'srot' (did you mean 'sort'?)"),
-        (["eval", "tiny", "--env", "sort", "--samples", "0"], 2, "--samples 0: give 1 to 4096"),
-        (["eval", "tiny", "--env", "sort", "--samples", "2", "--temperature", "0"], 2, "draws the same completion 2"),
-        (["eval", "tiny", "--env", "sort", "--split", "test"], 2, "--split test: there are held_out, train, all"),
-        (["eval", "tiny", "--env", "sort", "--set", "run.steps=1"], 2, "only settings of [environment] matter"),
-        (["eval", "/none/such", "--env", "sort"], 2, "there is no model folder /none/such"),
-        (["eval", "tiny", "--env", "sort", "--engine", "abacus"], 2, "there is no engine 'abacus'"),
-        (["filter", "tiny", "sort", "--out", "x.jsonl"], 2, "let its name end in .parquet"),
-        (["filter", "tiny", "sort", "--out", "x.parquet", "--keep", "half"], 2, "--keep half: give two rates"),
-        (["filter", "tiny", "sort", "--out", "x.parquet", "--keep", "0.9:0.1"], 2, "the lower first"),
-        (["filter", "tiny", "sort", "--out", "x.parquet", "--samples", "0"], 2, "--samples 0"),
-        (["filter", "tiny", "/none.jsonl", "--out", "x.parquet"], 2, "there is no data at /none.jsonl"),
-    ],
-)
-def test_mistakes_are_one_line_and_leave_nothing(
-    arguments: list[str], code: int, said: str, tmp_path: Path, monkeypatch: Patch,
-    capsys: Capture,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == code
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_result_that_is_somebody_elses_is_not_replaced(tmp_path: Path, data: Path, capsys: Capture) -> None:
@@ -193,57 +145,6 @@ def said(capsys: Capture, *arguments: object) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--verify"], "--verify: there is no environment here; give one with --env"),
-        (["--best", "0.5"], "belong together"),
-        (["--rank", "there"], "belong together"),
-        (["--set", "trainer.loss=plain"], "trainer.loss means nothing to a warm start"),
-        (["--set", "trainer.processes=2"], "trainer.processes means nothing to a warm start"),
-        (["--set", "trainer.learning_rat=1"], "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
-        (["--set", "run.steps=3"], "run.steps means nothing to a warm start"),
-        (["--set", "environment.options.max_digits=9"], "there is no environment here; give one with --env"),
-        (["--require", "("], "--require (: no regular expression"),
-        (["--max-tokens", "2"], "no demonstration is left: read 4; - readable 0; - length 4 e.g. row 0 (demos.jsonl"),
-        (["--env", "srt"], "there is no environment 'srt' (did you mean 'sort'?)"),
-    ],
-)
-def test_mistakes(demos: Path, tmp_path: Path, capsys: Capture, options: list[str], message: str) -> None:
-    assert message in said(capsys, "tiny", "--data", demos, "--out", tmp_path / "out", *options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_data_that_is_no_data(tmp_path: Path, capsys: Capture) -> None:
-    out = ["--out", tmp_path / "out"]
-    assert "there is no data at" in said(capsys, "tiny", "--data", tmp_path / "no.jsonl", *out)
-    (tmp_path / "empty.jsonl").touch()
-    assert "is empty: there is nothing to train on; check --data" in said(
-        capsys, "tiny", "--data", tmp_path / "empty.jsonl", *out
-    )
-    (tmp_path / "chat.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
-    )
-    chat = said(capsys, "tiny", "--data", tmp_path / "chat.jsonl", *out)
-    assert "the demonstrations are messages, but the model has no chat template" in chat
-
-
-def test_a_folder_that_is_somebodys_is_left_alone(demos: Path, tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").touch()
-    assert "is not an export of shoal" in said(capsys, "tiny", "--data", demos, "--out", tmp_path / "mine")
-
-
-def test_a_work_folder_that_is_somebodys_is_left_alone(demos: Path, tmp_path: Path, capsys: Capture) -> None:
-    work = tmp_path / "mine.work"
-    (work / "corpus").mkdir(parents=True)
-    (work / "corpus" / "precious").touch()
-    (work / "corpus.txt").touch()
-    told = said(capsys, "tiny", "--data", demos, "--out", tmp_path / "mine", "--steps", "1")
-    assert f"{work} is there and is not of a warm start: move it away, or choose another --out" in told
-    assert sorted(path.name for path in work.rglob("*")) == ["corpus", "corpus.txt", "precious"]
-
-
 def test_request_that_failed_before_training_blocks_nobody(demos: Path, tmp_path: Path, capsys: Capture) -> None:
     request = ("tiny", "--data", demos, "--out", tmp_path / "out", "--steps", 1, "--batch", 2, "--validation")
     assert "lower --validation" in said(capsys, *request, 2000)
@@ -275,15 +176,6 @@ def test_right_answers_as_demonstrations(tmp_path: Path, capsys: Capture) -> Non
     assert [json.loads(line) for line in out.read_text().splitlines()] == [
         {"task": task.id, "prompt": task.prompt, "completion": task.answer} for task in tasks
     ]
-    capsys.readouterr()
-    assert main(["data", "demos", "sort", "--out", str(out)]) == 2
-    assert "give a file that is not there yet" in capsys.readouterr().err
-    other = str(tmp_path / "other.jsonl")
-    assert main(["data", "demos", "sort", "--out", other, "--form", "It is 7"]) == 2
-    assert "say with {answer} where the answer goes" in capsys.readouterr().err
-    small = ["--set", "environment.train_size=20"]
-    assert main(["data", "demos", "sort", "--out", other, "--form", "It is {answer}", *small]) == 2
-    assert "none of the 20 tasks has an answer that, written as 'It is {answer}', is right" in capsys.readouterr().err
 
 
 def test_demonstrations_are_verified_by_the_task_they_name(tmp_path: Path, capsys: Capture) -> None:

@@ -213,29 +213,6 @@ def command_line(pid: int) -> bytes:
     return b""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["http://a:1/#" + "ab" * 20, "http://b:1/#" + "cd" * 20], "these URLs are of different runs"),
-        ([NOWHERE, "--owner", "a", "--vouch", "b"], "--owner and --vouch say the same thing"),
-        ([NOWHERE, "--dtype", "foo"], "foo"),
-        (["--dir", "runs/x", "--cheat", "foo"], "there is no cheat 'foo'"),
-        ([NOWHERE, "--cheat", "foo"], f"there is no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
-        ([NOWHERE, "--engine", "foo"], "there is no engine 'foo'; there are scripted, torch"),
-        (
-            [NOWHERE, "--dir", "runs/x"],
-            "--dir name two ways to work: leave --dir out to join that run (--folder runs/x",
-        ),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_before_anybody_is_asked(
-    arguments: list[str], complaint: str, own_home: Path, capsys: Capture
-) -> None:
-    assert main(["join", "--engine", "scripted", *arguments]) == 2, "4 would be: nobody answers there"
-    assert complaint in capsys.readouterr().err
-    assert not own_home.exists()
-
-
 def test_machine_that_cannot_work_never_registers(
     served: Served, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:

@@ -61,21 +61,27 @@ def test_before_the_first_policy_patience_counts_too() -> None:
     )
 
 
-def test_what_a_silent_hub_said_last_is_not_held_against_anybody() -> None:
-    waits = (wait("trainer", "a batch", 55),)
-    hub = process("hub", pid=12)
-    assert blame(status(waits=waits), [hub], silent_s=63.0) == (
-        "hub (pid 12) has not answered for 63 s: is it stuck? (see logs/hub.log)"
-    )
+WAITS = (wait("trainer", "a batch", 55),)
+DEAD = process("validator-0", state="restarting", restarts=2, why="was killed by SIGKILL", since_s=12.0)
 
 
-def test_symptom_and_cause_are_both_named() -> None:
-    waits = (wait("trainer", "a batch", 55),)
-    dead = process("validator-0", state="restarting", restarts=2, why="was killed by SIGKILL", since_s=12.0)
-    assert blame(status(waits=waits), [HUB, dead], silent_s=0.0) == (
-        "trainer waits for a batch (55 s); validator-0 was killed by SIGKILL, 12 s ago, and is being restarted (#3)"
-    )
-    assert blame(status(), [HUB], silent_s=0.0) == "and nobody says that they wait for anything"
+@pytest.mark.parametrize(
+    ("seen", "processes", "silent_s", "words"),
+    [
+        (status(waits=WAITS), [process("hub", pid=12)], 63.0,  # what it said last is held against nobody
+         "hub (pid 12) has not answered for 63 s: is it stuck? (see logs/hub.log)"),
+        (status(waits=WAITS), [HUB, DEAD], 0.0, "trainer waits for a batch (55 s); validator-0 was killed by SIGKILL, "
+         "12 s ago, and is being restarted (#3)"),
+        (status(), [HUB], 0.0, "and nobody says that they wait for anything"),
+        (status(outbox=7, outbox_since_ms=40_000), [], 0.0,
+         "7 ledger entries wait to be appended, for 60 s: no hub leads (see logs/hub.log)"),
+        (status(outbox=7, outbox_since_ms=99_000), [], 0.0, "and nobody says that they wait for anything"),
+    ],
+)  # fmt: skip
+def test_symptom_and_cause_are_both_named(
+    seen: RunStatus, processes: list[ProcessView], silent_s: float, words: str
+) -> None:
+    assert blame(seen, processes, silent_s) == words
 
 
 # ── what is wrong with a process ─────────────────────────────────────────────────────────────────────────────────
@@ -111,28 +117,30 @@ def node(name: str, seen_s_ago: float, role: Any = "validator") -> NodeView:
     return worker(0).model_copy(update=changes)
 
 
-def test_a_process_of_which_the_hub_has_not_heard_for_long() -> None:
-    quiet = process("validator-0")
-    words = "validator-0 (pid 4711) has said nothing for 63 s: is it stuck?"
-    assert sentence(quiet, status(nodes=(node("validator-0", 63),))) == words
-    assert sentence(quiet, status(nodes=(node("validator-0", 63), node("validator-0", 5)))) == ""
-    assert sentence(quiet, status(nodes=(node("validator-0", 63),), finished=True)) == ""
-    assert sentence(quiet, status(nodes=(node("validator-0", 5, "worker"), node("validator-0", 63)))) == words
+QUIET = "validator-0 (pid 4711) has said nothing for 63 s: is it stuck?"
+ABSENT = "trainer (pid 4711) has not reached the hub in the 91 s since it started"
+HEARD_63 = node("validator-0", 63)
 
 
-def test_a_process_that_has_just_started_is_given_time() -> None:
-    seen = status(nodes=(node("validator-0", 63),))
-    assert sentence(process("validator-0", since_s=89.0), seen) == ""
-    assert sentence(process("validator-0", since_s=91.0), seen) != ""
-    new_hub = process("hub", since_s=5.0)
-    assert troubles(seen, [new_hub, process("validator-0")], 0.0) == {}
-
-
-def test_a_process_that_never_reached_the_hub() -> None:
-    words = "trainer (pid 4711) has not reached the hub in the 91 s since it started"
-    assert sentence(process("trainer", since_s=91.0), status(nodes=())) == words
-    assert sentence(process("trainer", since_s=89.0), status(nodes=())) == ""
-    assert sentence(process("origin", since_s=91.0), status(nodes=())) == ""
+@pytest.mark.parametrize(
+    ("of", "since_s", "seen", "words"),
+    [
+        ("validator-0", 300.0, status(nodes=(HEARD_63,)), QUIET),
+        ("validator-0", 300.0, status(nodes=(HEARD_63, node("validator-0", 5))), ""),
+        ("validator-0", 300.0, status(nodes=(HEARD_63,), finished=True), ""),
+        ("validator-0", 300.0, status(nodes=(node("validator-0", 5, "worker"), HEARD_63)), QUIET),
+        ("validator-0", 89.0, status(nodes=(HEARD_63,)), ""),  # it has just started
+        ("validator-0", 91.0, status(nodes=(HEARD_63,)), QUIET),
+        ("trainer", 91.0, status(nodes=()), ABSENT),
+        ("trainer", 89.0, status(nodes=()), ""),
+        ("origin", 91.0, status(nodes=()), ""),
+    ],
+)
+def test_a_process_of_which_the_hub_has_not_heard_for_long(
+    of: str, since_s: float, seen: RunStatus, words: str
+) -> None:
+    assert sentence(process(of, since_s=since_s), seen) == words
+    assert troubles(seen, [process("hub", since_s=5.0), process(of)], 0.0) == {}, "the hub itself has just started"
 
 
 @pytest.mark.parametrize(
@@ -159,9 +167,3 @@ def test_a_paused_or_drained_run_is_left_alone_for_as_long_as_it_takes() -> None
     assert watchdog.look(draining, 3001.0) is None
     ending = watchdog.look(draining, 3011.0)
     assert "draining by its owner, 60 s ago: moving; to go on: shoal admin resume" in ending.message
-
-
-def test_entries_that_nobody_appends_are_named() -> None:
-    lagging = status(outbox=7, outbox_since_ms=40_000)
-    assert "7 ledger entries wait to be appended, for 60 s: no hub leads" in blame(lagging, [], 0.0)
-    assert "ledger" not in blame(status(outbox=7, outbox_since_ms=99_000), [], 0.0)
