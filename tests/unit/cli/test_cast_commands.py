@@ -116,12 +116,6 @@ def test_what_another_key_signed_and_another_broadcast_are_refused(here: Path, s
     assert (code, "belongs to run others" in said) == (1, True), said
 
 
-def test_a_mirror_of_another_publisher_is_not_continued(here: Path, capsys: Capture) -> None:
-    published(here / "mirror", key=OTHER)
-    code, said = complaint(capsys, "relay", "--upstream", f"{NOWHERE}/#{KEY.public_key}")
-    assert (code, "mirrors another publisher" in said) == (2, True), said
-
-
 # ── where it puts things ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -135,34 +129,27 @@ def deliver(payload: Payload, output: str, force: bool = False) -> Path:
     return Delivery(output, payload.path.parent, force).deliver(payload)
 
 
-def test_a_single_file_shares_its_bytes_with_the_cache(tmp_path: Path, serve: Serve) -> None:
-    payload = fetched(tmp_path, serve, {"a.bin": b"content"})
-    target = tmp_path / "deep" / "out.bin"
-    assert deliver(payload, str(target)) == target
-    assert deliver(payload, str(target)) == target
+def test_a_single_file_shares_its_bytes_with_the_cache_and_may_go_into_a_folder(tmp_path: Path, serve: Serve) -> None:
+    payload, target = fetched(tmp_path, serve, {"a.bin": b"content"}), tmp_path / "deep" / "out.bin"
+    for _ in range(2):
+        assert deliver(payload, str(target)) == target
     assert target.read_bytes() == b"content"
     assert payload.path is not None
     assert target.samefile(payload.path)
     assert list(target.parent.iterdir()) == [target]
-
-
-def test_a_single_file_goes_into_a_folder_under_its_own_name(tmp_path: Path, serve: Serve) -> None:
-    payload = fetched(tmp_path, serve, {"a.bin": b"content"})
     (tmp_path / "there").mkdir()
     assert deliver(payload, str(tmp_path / "there")) == tmp_path / "there" / "a.bin"
     assert deliver(payload, f"{tmp_path}/new/") == tmp_path / "new" / "a.bin"
-    assert (tmp_path / "new" / "a.bin").read_bytes() == b"content"
-    (tmp_path / "odd" / "a.bin").mkdir(parents=True)
-    with pytest.raises(UserError, match="is a folder"):
-        deliver(payload, str(tmp_path / "odd"))
 
 
-def test_a_file_that_was_there_is_replaced_at_once(tmp_path: Path, serve: Serve) -> None:
+def test_what_was_there_is_replaced_only_by_force_and_never_what_it_points_to(tmp_path: Path, serve: Serve) -> None:
     payload = fetched(tmp_path, serve, {"a.bin": b"content"})
+    (tmp_path / "odd" / "a.bin").mkdir(parents=True)
     (tmp_path / "precious").write_bytes(b"elsewhere")
     (tmp_path / "out").symlink_to(tmp_path / "precious")
-    with pytest.raises(UserError, match="not fetched from here"):
-        deliver(payload, str(tmp_path / "out"))
+    for name, words in (("odd", "is a folder"), ("out", "not fetched from here")):
+        with pytest.raises(UserError, match=words):
+            deliver(payload, str(tmp_path / name))
     deliver(payload, str(tmp_path / "out"), force=True)
     assert (tmp_path / "out").read_bytes() == b"content"
     assert (tmp_path / "precious").read_bytes() == b"elsewhere"
@@ -172,8 +159,8 @@ def test_several_files_become_a_folder(tmp_path: Path, serve: Serve) -> None:
     files = {"a.bin": b"1", "sub/b.bin": b"2", "sub/empty": b""}
     payload = fetched(tmp_path, serve, files)
     deliver(payload, str(tmp_path / "out"))
-    found = {p.relative_to(tmp_path / "out").as_posix(): p.read_bytes() for p in (tmp_path / "out").rglob("*.*")}
-    assert found | {"sub/empty": (tmp_path / "out/sub/empty").read_bytes()} == files
+    found = {path.relative_to(tmp_path / "out").as_posix(): path for path in (tmp_path / "out").rglob("*")}
+    assert {name: path.read_bytes() for name, path in found.items() if path.is_file() and name in files} == files
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match="is a file; give a folder"):
         deliver(payload, str(tmp_path / "file"))
@@ -217,16 +204,19 @@ def here(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
-def test_a_folder_of_another_key_or_name_is_not_published_into(here: Path, capsys: Capture) -> None:
+def test_what_another_signed_or_named_is_neither_published_into_nor_mirrored_on(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
-    published(here / "www", key=OTHER)
-    assert complaint(capsys, "publish", "file", "--no-serve")[0] == 2
-    code, said = complaint(capsys, "publish", "file", "--no-serve")
-    assert (code, "is not signed by this key" in said) == (2, True)
-    assert main(["cast", "publish", "file", "--dir", "mine", "--name", "mine", "--no-serve"]) == 0
+    assert main(["cast", "publish", "file", "--dir", "named", "--name", "mine", "--no-serve"]) == 0
     capsys.readouterr()
-    code, said = complaint(capsys, "publish", "file", "--dir", "mine", "--name", "yours", "--no-serve")
-    assert (code, "is the broadcast 'mine'" in said) == (2, True)
+    for folder in ("www", "mirror"):
+        published(here / folder, key=OTHER)
+    for arguments, words in (
+        (("publish", "file", "--no-serve"), "is not signed by this key"),
+        (("publish", "file", "--dir", "named", "--name", "yours", "--no-serve"), "is the broadcast 'mine'"),
+        (("relay", "--upstream", KEYED), "mirrors another publisher"),
+    ):
+        code, said = complaint(capsys, *arguments)
+        assert (code, words in said) == (2, True), said
 
 
 def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Capture) -> None:
@@ -236,8 +226,7 @@ def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Ca
     said = capsys.readouterr().out
     assert (here / "deep" / "www.key").stat().st_mode & 0o777 == 0o600
     assert len({line.partition("#")[2] for line in said.splitlines() if "#" in line}) == 1
-    names = {path.name for path in (here / "deep" / "www").rglob("*")}
-    assert not any("key" in name for name in names)
+    assert not any("key" in path.name for path in (here / "deep" / "www").rglob("*"))
     (here / "deep" / "www.key").chmod(0o644)
     assert "is readable by others" in complaint(capsys, "publish", "file", "--dir", "deep/www", "--no-serve")[1]
 
@@ -264,17 +253,11 @@ def configs(monkeypatch: Patch) -> list[RelayConfig]:
 
 
 def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Path) -> None:
-    options = {
-        "--upstream": ["http://a:1", "http://b:1"],
-        "--peer": ["http://c:1", "http://d:1"],
-        "--folder": [str(tmp_path)],
-        "--host": ["127.0.0.1"],
-        "--port": ["7"],
-        "--keep": ["4"],
-        "--disk-budget-gb": ["1.5"],
-    }
-    arguments = [word for name, values in options.items() for value in values for word in (name, value)]
-    assert main(["relay", "--run-info", HUB, *arguments]) == 0
+    options = (
+        "--upstream http://a:1 --upstream http://b:1 --peer http://c:1 --peer http://d:1 --host 127.0.0.1 --port 7 "
+        "--keep 4 --disk-budget-gb 1.5"
+    )
+    assert main(["relay", "--run-info", HUB, "--folder", str(tmp_path), *options.split()]) == 0
     settings = RelaySettings(kept_versions=4, disk_budget_gb=1.5)
     upstreams, peers = ("http://a:1", "http://b:1"), ("http://c:1", "http://d:1")
     named = Reach(Nearness.PUBLIC, frozenset((name, 1) for name in "abcd"))  # the user's own choice is not checked

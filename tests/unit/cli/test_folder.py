@@ -171,6 +171,7 @@ def test_of_its_database_the_password_may_change_and_before_a_run_has_begun_all(
     run = RunFolder.prepare(
         tmp_path / "run", recipe(f"hub.database=postgresql://u:old@{'h' if has_begun else 'typo'}/d")
     )
+    (run.path / "hub").mkdir()
     (run.path / "origin" / "manifests").mkdir(parents=True)
     if has_begun:
         (run.path / "hub" / "hub.db").touch()

@@ -105,6 +105,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("sft tiny --data demos.jsonl --out file", 2, "is not an export of shoal"),
     ("sft tiny --data demos.jsonl --out begun", 2, "begun.work is there and is not of a warm start: move it away"),
     # planning
+    ("plan TINY --set model.path=missing --memory 80", 2, "or say how large it is, and the GiB of each GPU: --param"),
+    ("plan TINY --set 'trainer.lora.targets=[\"qproj\"]'", 2, "can have an adapter is called 'qproj'; there are: "),
     *((f"plan TINY {name} {value}", 2, f"shoal: {name} {value}: expected a number from ")
       for name in ("--parameters", "--memory", "--gpu-hour-price") for value in ("inf", "nan", "-1")),
     *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-from kit import Capture, Patch, TempPaths
+from kit import Capture, Patch
 from shoal.cli.main import app, main
 from shoal.errors import EnvironmentSetupError
 from shoal.protocol import ModelSize
@@ -38,27 +38,20 @@ def venv(tmp_path: Path, monkeypatch: Patch) -> Path:
     return folder
 
 
-def test_from_outside_the_environment_its_path_is_given(venv: Path) -> None:
+def test_commands_that_are_said_work_where_they_are_said(venv: Path, monkeypatch: Patch, tmp_path: Path) -> None:
     assert (shoal_command(), shoal_command("python")) == (".venv/bin/shoal", ".venv/bin/python")
     assert install_command("wandb") == ".venv/bin/python -m pip install wandb"
-
-
-def test_in_another_folder_the_whole_path_is_given(venv: Path, monkeypatch: Patch, tmp_path_factory: TempPaths) -> None:
-    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    assert shoal_command() == str(venv / "shoal")
-
-
-def test_in_the_active_environment_the_name_is_enough(venv: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("PATH", str(venv))
-    assert (shoal_command(), shoal_command("python")) == ("shoal", "python")
-
-
-def test_another_shoal_on_the_path_is_not_meant(venv: Path, monkeypatch: Patch, tmp_path_factory: TempPaths) -> None:
-    other = tmp_path_factory.mktemp("other")
+    other = tmp_path / "other"
+    other.mkdir()
     (other / "shoal").write_text("#!/bin/sh\n")
     (other / "shoal").chmod(0o755)
     monkeypatch.setenv("PATH", str(other))
-    assert shoal_command() == ".venv/bin/shoal"
+    assert shoal_command() == ".venv/bin/shoal", "another one on the path is not meant"
+    monkeypatch.setenv("PATH", str(venv))
+    assert (shoal_command(), shoal_command("python")) == ("shoal", "python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(other)
+    assert shoal_command() == str(venv / "shoal")
 
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make_reference.py"
