@@ -23,8 +23,7 @@ from shoal.cli.admin import EPILOG, admin, key
 from shoal.cli.cast import cast
 from shoal.cli.data import data
 from shoal.cli.demo import demo
-from shoal.cli.eval import compare, evaluate
-from shoal.cli.filter import filter_tasks
+from shoal.cli.eval import compare, evaluate, filter_tasks
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
 from shoal.cli.run import hub, join, relay, run, trainer, validator
@@ -38,14 +37,10 @@ from shoal.runtime.stop import SUPERVISED, end_at_start
 from shoal.runtime.text import printable, visible
 
 app = typer.Typer(
-    name="shoal",
-    help="Reinforcement learning of language models on machines nobody has to trust.",
-    epilog="Start with: shoal demo",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="shoal", help="Reinforcement learning of language models on machines nobody has to trust.",
+    epilog="Start with: shoal demo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     context_settings=options.HELP,
-)
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
