@@ -121,7 +121,8 @@ def leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def label(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
-        return str(parameter.metavar or parameter.name.upper()).replace("|", "\\|")
+        name = str(parameter.metavar or parameter.name.upper()).replace("|", "\\|")
+        return name if parameter.required else f"[{name}]"
     return ", ".join(parameter.opts)
 
 

@@ -34,7 +34,7 @@ def admin(
     run: Annotated[str, typer.Argument(metavar="RUN|URL", help="The run's folder; or its join URL, with --keys.")],
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[TARGET]", help="A node's id, the start of it, or its name; or what the order names."),
+        typer.Argument(metavar="TARGET", help="A node's id, the start of it, or its name; or what the order names."),
     ] = None,
     reason: Annotated[str, typer.Option(help="Why; everybody concerned is told.")] = "",
     for_s: Annotated[

@@ -68,7 +68,7 @@ def relay(
 @cast.command()
 def fetch(
     sources: Annotated[
-        list[str], typer.Argument(metavar="URL#KEY [URL…]", help="Publisher or relays, with the publisher's key.")
+        list[str], typer.Argument(metavar="URL#KEY", help="Publisher or relays, one with the publisher's key.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
     wait_s: options.Wait = 10,

@@ -27,7 +27,7 @@ ledger = typer.Typer(
 
 WHERE = "A hub's address, a run's folder, or an exported file."
 Where = Annotated[str, typer.Argument(metavar="URL|RUN|FILE", help=WHERE)]
-OptionalWhere = Annotated[str | None, typer.Argument(metavar="[URL|RUN|FILE]", help=f"{WHERE}  {options.DefaultRun}")]
+OptionalWhere = Annotated[str | None, typer.Argument(metavar="URL|RUN|FILE", help=f"{WHERE} {options.DefaultRun}")]
 
 
 @ledger.command()

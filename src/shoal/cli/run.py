@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe (TOML).")] = None,
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")] = None,
     directory: Annotated[
         Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder. (default: runs/NAME)")
     ] = None,
@@ -139,7 +139,7 @@ def relay(
 
 def join(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="[URL]...", help="The join URL http://host:port/#…, or several.")
+        list[str] | None, typer.Argument(metavar="URL", help="The join URL http://host:port/#…, or several.")
     ] = None,
     directory: options.OptionalRunDir = None,
     index: options.Index = 0,
