@@ -169,7 +169,7 @@ class Order:
         """The admin's key with its certificate; the root's if it is needed, or if there is no other."""
         if self.keys is None and "://" in self.run:
             raise UserError("whose orders? give --keys FOLDER with admin.key and admin.json")
-        keys = self.keys or Path(self.run) / "keys"
+        keys = self.keys or RunFolder.open(Path(self.run)).path / "keys"
         root, admin, certificate = (keys / name for name in ("root.key", f"{ADMIN}.key", f"{ADMIN}.json"))
         if needs_root or not admin.exists():
             if not root.exists():

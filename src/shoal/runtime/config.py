@@ -134,9 +134,13 @@ def _apply(tables: Tables, override: str) -> Keys:
 
 def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overridden: Mapping[Keys, str]) -> str:
     keys, given = tuple(str(part) for part in problem["loc"]), problem["input"]
-    where = next((f"--set {text}" for path, text in overridden.items() if keys[: len(path)] == path), source)
+    unknown = problem["type"] == "extra_forbidden"  # an override may go deeper than the key
+    blamed = [
+        text for path, text in overridden.items() if keys[: len(path)] == (path[: len(keys)] if unknown else path)
+    ]
+    where = f"--set {blamed[0]}" if blamed else source
     label = f"[{keys[0]}] {'.'.join(keys[1:])}".strip() if keys else ""
-    if problem["type"] == "extra_forbidden":
+    if unknown:
         return f"{where}: {_unknown(keys, kind)}"
     if problem["type"] == "missing":
         return f"{where}: {label} is missing"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kit import Capture, Patch, TempPaths, fork
+from kit.cli import told
 from kit.folder import Play
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ProtocolError, ResourceError
@@ -242,10 +243,8 @@ class TestPlaces:
         assert list(tmp_path.iterdir()) == []
 
     def test_the_commands_say_what_to_do_next(self, taken: Path, tmp_path: Path, capsys: Capture) -> None:
-        assert main(["backup", str(taken.parent / "run"), str(tmp_path / "again.tar")]) == 0
-        assert "private keys" in capsys.readouterr().out
-        assert main(["backup", "--verify", str(tmp_path / "again.tar")]) == 0
-        assert "is whole" in capsys.readouterr().out
+        assert "private keys" in told(capsys, 0, "backup", taken.parent / "run", tmp_path / "again.tar").out
+        assert "is whole" in told(capsys, 0, "backup", "--verify", tmp_path / "again.tar").out
         assert main(["restore", str(tmp_path / "again.tar"), str(tmp_path / "run")]) == 0
         assert f"run --dir {tmp_path / 'run'}" in capsys.readouterr().out
         assert main(["backup", str(tmp_path / "run")]) == 2

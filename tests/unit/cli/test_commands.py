@@ -18,7 +18,7 @@ import pytest
 import typer
 
 from kit import Capture, Patch, fork
-from kit.cli import NODE, TINY, one_line, report, status, wait
+from kit.cli import NODE, TINY, one_line, report, status, told, wait
 from shoal.cli.main import READERS, app, explain, main
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
@@ -71,8 +71,7 @@ def test_the_commands_are_these() -> None:
 
 
 def test_help_groups_the_commands_by_reader(capsys: Capture) -> None:
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
+    shown = told(capsys, 0, "--help").out
     assert all(reader in shown for reader in READERS)
     assert "Commands" not in shown, "a command is in no group"
 
@@ -80,8 +79,7 @@ def test_help_groups_the_commands_by_reader(capsys: Capture) -> None:
 def test_help_shows_defaults_that_are_said_in_words(capsys: Capture, monkeypatch: Patch) -> None:
     """What is in square brackets would be taken for markup, and left out."""
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["run", "--help"]) == 0
-    assert "The run's folder. (default: runs/NAME)" in capsys.readouterr().out
+    assert "The run's folder. (default: runs/NAME)" in told(capsys, 0, "run", "--help").out
     sources = (Path(sys.modules["shoal.cli"].__path__[0])).glob("*.py")
     assert not [path.name for path in sources if "[default:" in path.read_text()]
 
@@ -106,8 +104,7 @@ def test_errors_become_one_line_and_their_exit_code() -> None:
 def test_a_traceback_is_shown_only_when_asked_for(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.delenv("SHOAL_DEBUG", raising=False)
     monkeypatch.setenv("SHOAL_DEBUG", "1")
-    assert main(["run", "none.toml"]) == 2
-    error = capsys.readouterr().err
+    error = told(capsys, 2, "run", "none.toml").err
     assert "Traceback" in error
     assert error.splitlines()[-1] == "shoal: there is no recipe at none.toml"
 
@@ -124,11 +121,9 @@ def test_supervised_role_shows_the_traceback_of_a_bug_only(capsys: Capture, monk
         monkeypatch.setattr("shoal.cli.run._role", _failing(error))
         assert main(["trainer", "--dir", "run"]) == code
         assert capsys.readouterr().err == f"shoal: {error}\n"
-    assert main(["trainer", "--nonsense"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in told(capsys, 2, "trainer", "--nonsense").err
     monkeypatch.setattr("shoal.cli.run._role", _failing(KeyError("oops")))
-    assert main(["trainer", "--dir", "run"]) == 1
-    said = capsys.readouterr().err
+    said = told(capsys, 1, "trainer", "--dir", "run").err
     assert "Traceback" in said
     assert said.splitlines()[-1].startswith("shoal: this is a bug: KeyError")
 
@@ -208,8 +203,7 @@ def hub_url() -> Iterator[str]:
 
 
 def test_status_is_shown_for_people_and_for_programs(hub_url: str, capsys: Capture) -> None:
-    assert main(["status", hub_url]) == 0
-    shown = capsys.readouterr().out
+    shown = told(capsys, 0, "status", hub_url).out
     for part in ("demo-1", "step 2/9", "held out    0.75", "the cap is reached", "trainer waits for a batch", "worker"):
         assert part in shown
     assert main(["status", hub_url, "--json"]) == 0
@@ -225,8 +219,7 @@ def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: Capt
 
 
 def test_status_of_a_hub_with_another_root_key_than_the_url_names_is_refused(hub_url: str, capsys: Capture) -> None:
-    assert main(["status", hub_url + "/#" + "ab" * 20]) == 1
-    assert "impostor" in capsys.readouterr().err
+    assert "impostor" in told(capsys, 1, "status", hub_url + "/#" + "ab" * 20).err
 
 
 def test_the_doctor_says_what_to_do_about_each_problem(hub_url: str, tmp_path: Path, capsys: Capture) -> None:
@@ -236,12 +229,10 @@ def test_the_doctor_says_what_to_do_about_each_problem(hub_url: str, tmp_path: P
     assert any("a part of the path is a file" in line for line in problems)
     assert any("set this machine's clock" in line for line in problems)  # that hub lives in 1970
     assert any("0 of 1 sources answer" in line and "check your network" in line for line in problems)
-    assert main(["doctor", NOWHERE, "--folder", str(tmp_path)]) == 1
-    assert "check the address and your network" in capsys.readouterr().out
+    assert "check the address and your network" in told(capsys, 1, "doctor", NOWHERE, "--folder", tmp_path).out
     assert main(["doctor", f"{hub_url}/#{'ab' * 20}", "--folder", str(tmp_path)]) == 1
     assert "another run or an impostor" in capsys.readouterr().out
-    assert main(["doctor", "nonsense", "--folder", str(tmp_path)]) == 1
-    assert "is not a hub address" in capsys.readouterr().out
+    assert "is not a hub address" in told(capsys, 1, "doctor", "nonsense", "--folder", tmp_path).out
 
 
 def test_output_that_is_not_utf_8_ends_nothing() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kit import Capture, Logs, Patch, TempPaths
+from kit.cli import told
 from shoal.cli.main import main
 from shoal.engines.asking import Asking
 from shoal.environments import EnvironmentSettings, Task, build, identity_of
@@ -35,8 +36,7 @@ def write(path: Path, count: int, bad: dict[int, str] | None = None) -> Path:
 
 def test_a_good_data_set(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "good.jsonl", 40)
-    assert main(["data", "check", str(path)]) == 0
-    said = capsys.readouterr().out
+    said = told(capsys, 0, "data", "check", path).out
     assert "40 rows in 1 file, format columns (mathematics): 32 to train on, 8 held out; data digest " in said
     assert said.endswith("every row can be used\n")
 
@@ -45,8 +45,7 @@ def test_bad_rows_are_listed_and_end_the_command_with_2(tmp_path: Path, capsys: 
     path = write(tmp_path / "bad.jsonl", 100, dict.fromkeys(range(0, 50, 2), " "))
     with path.open("a") as file:
         file.write('{"id": "last", "question": "?", "answer": null}\n')
-    assert main(["data", "check", str(path)]) == 2
-    caught = capsys.readouterr()
+    caught = told(capsys, 2, "data", "check", path)
     empty, missing = caught.out.splitlines()[2:]
     assert empty.startswith("25 rows: question is empty: row 0 (bad.jsonl line 1), row 2 (bad.jsonl line 3), ")
     assert empty.endswith(", row 38 (bad.jsonl line 39), 5 more")
@@ -61,8 +60,7 @@ def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: Capture) -> N
         for row, kind in enumerate(kinds)
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["data", "check", str(tmp_path / "a.jsonl")]) == 2
-    caught = capsys.readouterr()
+    caught = told(capsys, 2, "data", "check", tmp_path / "a.jsonl")
     said = caught.out.splitlines()
     reason = "a run refuses this data, for no row can be used of kind 'proof', 2 rows (row 3 (a.jsonl line 4) cannot "
     assert caught.err.startswith(f"2 rows cannot be used: {reason}")
@@ -93,8 +91,7 @@ def test_the_counts_add_up(tmp_path: Path, capsys: Capture) -> None:
     with other.open("a") as file:
         file.write('{"id": "last", "question": "?", "answer": null}\n')
     arguments = [f"held_out={other}", "keep_solve_rate=[0.0, 0.8]"]
-    assert main(["data", "check", str(tmp_path / "a.jsonl"), *(part for a in arguments for part in ("--set", a))]) == 2
-    caught = capsys.readouterr()
+    caught = told(capsys, 2, "data", "check", tmp_path / "a.jsonl", *(part for a in arguments for part in ("--set", a)))
     assert (
         "100 rows in 1 file, format columns (mathematics): 70 to train on, 18 outside the band of solve rates,"
         f" 9 with a held-out question, 3 that cannot be used; 11 rows in {other}: 9 held out, 2 that cannot be used;"
@@ -147,8 +144,7 @@ def test_a_recipe_names_its_data_and_its_seed(tmp_path: Path, capsys: Capture) -
     path = write(tmp_path / "a.jsonl", 40)
     recipe = tmp_path / "mine.toml"
     recipe.write_text(f'[run]\nname = "mine"\nseed = 9\n[environment]\nname = "dataset"\ndata = "{path}"\n')
-    assert main(["data", "order", str(recipe), "--count", "2"]) == 0
-    of_recipe = capsys.readouterr().out
+    of_recipe = told(capsys, 0, "data", "order", recipe, "--count", "2").out
     assert main(["data", "order", str(path), "--seed", "9", "--count", "2"]) == 0
     assert capsys.readouterr().out == of_recipe
     assert main(["data", "check", str(recipe)]) == 0
@@ -162,8 +158,7 @@ def test_an_option_of_the_data_set_can_be_given(tmp_path: Path, capsys: Capture)
 
 def test_a_format_can_be_named_as_for_an_evaluation(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "a.jsonl", 40)
-    assert main(["data", "check", f"aime:{path}"]) == 0
-    assert "format aime (mathematics)" in capsys.readouterr().out
+    assert "format aime (mathematics)" in told(capsys, 0, "data", "check", f"aime:{path}").out
     assert main(["data", "order", f"aime:{path}", "--count", "2", "--set", "grader=exact"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kit import Capture, Patch
+from kit.cli import told
 from shoal.cli.main import main
 from shoal.protocol.node import ModelSize
 from shoal.run import doctor
@@ -90,8 +91,7 @@ def test_compute_format_of_join_is_said(
 
 
 def test_a_self_test_says_what_passed_and_what_was_caught(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["doctor", "--folder", str(tmp_path), "--selftest", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
+    shown = told(capsys, 0, "doctor", "--folder", tmp_path, "--selftest", "--device", "cpu").out
     assert "selftest honest work: 8 of 8 groups accepted by cpu/float32" in shown
     assert "completions of 1024 tokens, prompts included, fit at once" in shown
     assert "selftest proofs that are constants: caught: proofs.forged" in shown
@@ -110,8 +110,7 @@ def test_a_calibration_writes_a_profile_and_overwrites_none(tmp_path: Path, caps
     assert "main, 0 of 384 sequences" in shown.err
     profile = read_profile(out)
     assert profile.key == "torch/cpu/float32"
-    assert main(arguments) == 2
-    assert "mine.toml exists already" in capsys.readouterr().err
+    assert "mine.toml exists already" in told(capsys, 2, *arguments).err
     assert read_profile(out) == profile
 
 

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from kit import Capture, Patch
+from kit.cli import told
 from shoal.cli.main import main
 from shoal.cli.printing import counted
 from shoal.environments import EnvironmentSettings, build
@@ -94,8 +95,7 @@ def test_programs_refused_without_a_sandbox(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("shoal.evaluation.subject.open_subject", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)
-    assert main([*command, "programs.jsonl"]) == 2
-    error = capsys.readouterr().err
+    error = told(capsys, 2, *command, "programs.jsonl").err
     assert "bwrap is not on the PATH; install bubblewrap" in error
     assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "programs.jsonl"]
@@ -113,8 +113,7 @@ def score(prompt, completion, answer):
 def test_a_leak_is_refused_before_anything_is_loaded(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
-    assert main(["eval", "tiny", "--env", "mine.py", "--trained-on", "mine.py"]) == 5
-    error = capsys.readouterr().err
+    error = told(capsys, 5, "eval", "tiny", "--env", "mine.py", "--trained-on", "mine.py").err
     assert "1 of the evaluated tasks are in the training set: mine/9; --allow-leaks leaves them out" in error
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
@@ -185,7 +184,6 @@ def test_demonstrations_are_verified_by_the_task_they_name(tmp_path: Path, capsy
     rows[1]["completion"] = "7"
     demos.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = ["--out", str(tmp_path / "out"), "--steps", "1", "--validation", "0"]
-    assert main(["sft", "tiny", "--data", str(demos), "--env", "sort", "--verify", *out]) == 0
-    told = capsys.readouterr().out
-    assert "- verified            1   e.g. row 1 (demos.jsonl line 2): its reward is below 1" in told
-    assert "kept                  2" in told
+    shown = told(capsys, 0, "sft", "tiny", "--data", demos, "--env", "sort", "--verify", *out).out
+    assert "- verified            1   e.g. row 1 (demos.jsonl line 2): its reward is below 1" in shown
+    assert "kept                  2" in shown

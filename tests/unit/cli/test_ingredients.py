@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kit import Capture, Patch
-from kit.cli import TINY
-from shoal.cli.main import main
+from kit.cli import TINY, told
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ConfigError, ModelError, UserError
 from shoal.models import model_folder
@@ -236,8 +235,7 @@ def test_adapters_on_layers_of_several_files(model: Path) -> None:
 def test_nothing_is_made_for_a_run_that_could_not_start(tmp_path: Path, capsys: Capture) -> None:
     asked = ["run", str(TINY), "--dir", str(tmp_path / "run"), "--set", 'trainer.lora.targets=["qproj"]']
     for mode in ([], ["--dry-run"], ["--prepare"]):
-        assert main([*asked, *mode]) == 2
-        assert f"is called 'qproj'; there are: {LAYERS}\n" in capsys.readouterr().err
+        assert f"is called 'qproj'; there are: {LAYERS}\n" in told(capsys, 2, *asked, *mode).err
     assert not (tmp_path / "run").exists()
 
 

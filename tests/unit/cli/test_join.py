@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from kit import Capture, Patch
-from kit.cli import one_line, run_shoal
+from kit.cli import one_line, run_shoal, told
 from kit.fork import Forked, clean_environment
 from kit.sandbox import gone, needs_bubblewrap, sandboxed
 from shoal.adversary import CHEATS
@@ -229,8 +229,7 @@ def test_vouch_for_another_machine_is_refused_at_once(served: Served, tmp_path: 
     vouch = vouch_for("0" * 32, SigningKey.generate())
     (tmp_path / "vouch.json").write_text(vouch.model_dump_json())
     arguments = ["join", served.endpoints.join, "--engine", "scripted", "--folder", str(tmp_path / "node")]
-    assert main([*arguments, "--vouch", str(tmp_path / "vouch.json")]) == 2
-    assert f"vouches for node {'0' * 32}" in capsys.readouterr().err
+    assert f"vouches for node {'0' * 32}" in told(capsys, 2, *arguments, "--vouch", tmp_path / "vouch.json").err
     assert served.workers() == []
 
 

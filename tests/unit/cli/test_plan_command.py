@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from kit import Capture, Logs, Patch
-from kit.cli import TINY
+from kit.cli import TINY, told
 from shoal.cli.main import main
 from shoal.errors import ResourceError
 from shoal.models.load import load_model, model_from_files
@@ -191,8 +191,7 @@ def test_a_folder_without_weights_is_enough(tmp_path: Path, capsys: Capture) -> 
     """Only what describes the model is read."""
     for name, data in load_model("tiny").files.items():
         (tmp_path / name).write_bytes(data)
-    assert main(["plan", str(TINY), "--set", f"model.path={tmp_path}", "--memory", "8"]) == 0
-    assert "fits" in capsys.readouterr().out
+    assert "fits" in told(capsys, 0, "plan", TINY, "--set", f"model.path={tmp_path}", "--memory", "8").out
 
 
 WEIGHTS = 32 * 10**9

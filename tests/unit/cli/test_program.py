@@ -16,6 +16,7 @@ import pytest
 import typer
 
 from kit import Capture, Patch
+from kit.cli import told
 from shoal.cli.main import app, main
 from shoal.errors import EnvironmentSetupError
 from shoal.protocol import ModelSize
@@ -178,8 +179,7 @@ def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(monkey
 def test_the_dry_run_says_it(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "one.py").write_text(ONE_TASK)
     (tmp_path / "one.toml").write_text('[environment]\nfile = "one.py"\n')
-    assert main(["run", str(tmp_path / "one.toml"), "--dry-run"]) == 0
-    said = capsys.readouterr()
+    said = told(capsys, 0, "run", tmp_path / "one.toml", "--dry-run")
     assert "no task is held out" in said.err
     assert "shoal: train: 1 task, 1 read, with the model's tokenizer: 1 of " in said.err
     assert "shoal: held out: 0 tasks\n" in said.err
@@ -190,8 +190,7 @@ def test_the_dry_run_says_it(tmp_path: Path, capsys: Capture) -> None:
 def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path, capsys: Capture) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npath = "large"\n')
-    assert main(["run", str(recipe), "--dry-run"]) == 0
-    said = capsys.readouterr()
+    said = told(capsys, 0, "run", recipe, "--dry-run")
     assert f"there is no model folder {tmp_path / 'large'}: what needs it was not checked" in said.err
     assert "was not checked" not in said.out, "what it prints is a recipe"
     assert "1,000 read, without a tokenizer: 1,000 of sort" in said.err
@@ -213,8 +212,7 @@ def test_the_described_recipe_says_what_became_of_its_rows_and_that_nothing_was_
 
     monkeypatch.setattr("shoal.run.preflight.require_scoring", lacks)
     described = str(TINY.parent / "intellect2.toml")
-    assert main(["run", described, "--dry-run"]) == 0
-    said = capsys.readouterr().err
+    said = told(capsys, 0, "run", described, "--dry-run").err
     assert "28 rows in 1 file, format described (code, mathematics): 21 to train on, 5 held out, 2 outside" in said
     assert "train: 21 tasks, 21 read, without a tokenizer: 17 of mathematics, 4 of code" in said
     assert "no task was scored, and a run is refused here: no bubblewrap" in said
@@ -227,8 +225,7 @@ def test_the_dry_run_refuses_what_the_run_in_that_folder_would(tmp_path: Path, c
     (tmp_path / "run" / "hub").mkdir()  # it has begun
     assert main([*request, "--dry-run"]) == 0
     capsys.readouterr()
-    assert main([*request, "--dry-run", "--set", "trainer.lora.rank=8"]) == 2
-    said = capsys.readouterr()
+    said = told(capsys, 2, *request, "--dry-run", "--set", "trainer.lora.rank=8")
     assert "was made with another recipe" in said.err
     assert said.out == ""
 
