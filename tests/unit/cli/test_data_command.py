@@ -34,11 +34,17 @@ def write(path: Path, count: int, bad: dict[int, str] | None = None) -> Path:
     return path
 
 
-def test_a_good_data_set(tmp_path: Path, capsys: Capture) -> None:
-    path = write(tmp_path / "good.jsonl", 40)
-    said = told(capsys, 0, "data", "check", path).out
-    assert "40 rows in 1 file, format columns (mathematics): 32 to train on, 8 held out; data digest " in said
+@pytest.mark.parametrize(
+    ("arguments", "layout"),
+    [("{}", "columns (mathematics)"), ("{} --set grader=exact --set format=columns", "columns (exact)"),
+     ("aime:{}", "aime (mathematics)")],
+)  # fmt: skip
+def test_a_good_data_set(tmp_path: Path, capsys: Capture, arguments: str, layout: str) -> None:
+    given = arguments.format(write(tmp_path / "good.jsonl", 40)).split()
+    said = told(capsys, 0, "data", "check", *given).out
+    assert f"40 rows in 1 file, format {layout}: 32 to train on, 8 held out; data digest " in said
     assert said.endswith("every row can be used\n")
+    assert len(told(capsys, 0, "data", "order", *given, "--count", 2).out.splitlines()) == 4
 
 
 def test_bad_rows_are_listed_and_end_the_command_with_2(tmp_path: Path, capsys: Capture) -> None:
@@ -148,19 +154,6 @@ def test_a_recipe_names_its_data_and_its_seed(tmp_path: Path, capsys: Capture) -
     assert main(["data", "order", str(path), "--seed", "9", "--count", "2"]) == 0
     assert capsys.readouterr().out == of_recipe
     assert main(["data", "check", str(recipe)]) == 0
-
-
-def test_an_option_of_the_data_set_can_be_given(tmp_path: Path, capsys: Capture) -> None:
-    path = write(tmp_path / "a.jsonl", 40)
-    assert main(["data", "check", str(path), "--set", "grader=exact", "--set", 'format="columns"']) == 0
-    assert "format columns (exact)" in capsys.readouterr().out
-
-
-def test_a_format_can_be_named_as_for_an_evaluation(tmp_path: Path, capsys: Capture) -> None:
-    path = write(tmp_path / "a.jsonl", 40)
-    assert "format aime (mathematics)" in told(capsys, 0, "data", "check", f"aime:{path}").out
-    assert main(["data", "order", f"aime:{path}", "--count", "2", "--set", "grader=exact"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

@@ -19,8 +19,7 @@ from kit.cli import told
 from shoal.cli.main import main
 from shoal.cli.printing import counted
 from shoal.environments import EnvironmentSettings, build
-from shoal.errors import ConfigError, ModelError
-from shoal.models import model_folder
+from shoal.errors import ConfigError
 from shoal.run.sources import model_source, task_source
 from shoal.trainer.demonstrations import reading
 from shoal.trainer.folder import MARK
@@ -35,44 +34,51 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-class TestSpecs:
-    def test_a_name(self) -> None:
-        source = task_source("sort", ["environment.options.max_digits=9"])
-        assert (source.settings.name, source.settings.options, source.whole) == ("sort", {"max_digits": 9}, False)
+SORT, ADDITION, MINE = {"options": {"max_digits": 9}}, {"name": "addition"}, {"file": "{tmp}/my.py"}
+DATA = {"name": "dataset", "data": "{tmp}/data.jsonl"}
 
-    def test_a_recipe_brings_its_sampling(self, tmp_path: Path) -> None:
-        (tmp_path / "my.toml").write_text(RECIPE)
-        source = task_source(str(tmp_path / "my.toml"))
-        assert (source.settings.name, source.recipe.run.max_new_tokens) == ("addition", 9)
 
-    def test_a_reward_file(self, tmp_path: Path) -> None:
-        (tmp_path / "my.py").write_text("")
-        assert task_source(str(tmp_path / "my.py")).settings.file == tmp_path / "my.py"
+@pytest.mark.parametrize(
+    ("spec", "overrides", "settings", "whole"),
+    [
+        ("sort", ["environment.options.max_digits=9"], SORT, False),
+        ("{tmp}/run/recipe.toml", [], ADDITION, False),
+        ("{tmp}/my.py", [], MINE, False),
+        ("{tmp}/run", [], ADDITION, False),
+        ("{tmp}/data.jsonl", [], DATA, True),
+        ("dataset:{tmp}/data.jsonl", [], DATA, True),
+        *(
+            (f"{name}:{{tmp}}/data.jsonl", [], {**DATA, "options": {"format": name}}, True)
+            for name in ("aime", "columns")
+        ),
+    ],
+)
+def test_tasks_are_named_in_many_ways(
+    tmp_path: Path, data: Path, spec: str, overrides: list[str], settings: dict[str, object], whole: bool
+) -> None:
+    (tmp_path / "my.py").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.toml").write_text(RECIPE)
+    source = task_source(spec.format(tmp=tmp_path), overrides)
+    found = source.settings.model_dump(mode="json", exclude_defaults=True)
+    assert found == json.loads(json.dumps(settings).replace("{tmp}", str(tmp_path)))
+    assert source.whole is whole
+    assert (None if source.recipe is None else source.recipe.run.max_new_tokens) == (9 if "run" in spec else None)
 
-    def test_the_environment_of_a_run_is_not_changed(self, tmp_path: Path) -> None:
-        (tmp_path / "recipe.toml").write_text(RECIPE)
-        source = task_source(str(tmp_path))
-        assert (source.settings.name, source.label, source.run is not None) == ("addition", "addition", True)
-        with pytest.raises(ConfigError, match="give its recipe instead"):
-            task_source(str(tmp_path), ["environment.name=sort"])
 
-    @pytest.mark.parametrize("prefix", ["", "dataset:", "aime:", "columns:"])
-    def test_a_data_file_is_meant_whole(self, data: Path, prefix: str) -> None:
-        source = task_source(f"{prefix}{data}")
-        assert (source.settings.name, source.settings.data, source.whole) == ("dataset", data, True)
-        assert source.settings.options == ({"format": prefix[:-1]} if prefix in ("aime:", "columns:") else {})
+def test_the_environment_of_a_run_is_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    with pytest.raises(ConfigError, match="give its recipe instead"):
+        task_source(str(tmp_path), ["environment.name=sort"])
 
-    def test_a_runs_model_is_called_as_its_folder_is(self, tmp_path: Path) -> None:
-        export = tmp_path / "three" / "trainer" / "export"
-        export.mkdir(parents=True)
-        (tmp_path / "three" / "recipe.toml").write_text('[run]\nname = "tiny"\n')
-        (export / MARK).write_text('{"progress": {"version": 1, "incarnation": 0}}')
-        with model_source(str(tmp_path / "three")) as source:
-            assert (source.name, source.where) == ("three", export), "not tiny: that is a built-in model"
 
-    def test_a_model_that_is_not_there(self) -> None:
-        with model_source("/none/such") as source, pytest.raises(ModelError, match="no model folder"):
-            model_folder(source.where)
+def test_a_runs_model_is_called_as_its_folder_is(tmp_path: Path) -> None:
+    export = tmp_path / "three" / "trainer" / "export"
+    export.mkdir(parents=True)
+    (tmp_path / "three" / "recipe.toml").write_text('[run]\nname = "tiny"\n')
+    (export / MARK).write_text('{"progress": {"version": 1, "incarnation": 0}}')
+    with model_source(str(tmp_path / "three")) as source:
+        assert (source.name, source.where) == ("three", export), "not tiny: that is a built-in model"
 
 
 def test_a_result_that_is_somebody_elses_is_not_replaced(tmp_path: Path, data: Path, capsys: Capture) -> None:

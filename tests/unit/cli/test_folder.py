@@ -64,18 +64,12 @@ def test_a_password_may_have_any_character(url: str) -> None:
     assert masked(url) == url.replace("a/b@c", "***")
 
 
-def test_preparing_again_changes_nothing(folder: RunFolder) -> None:
-    before = files(folder.path)
-    assert RunFolder.prepare(folder.path, recipe()) == folder
+def test_preparing_again_changes_nothing_and_needs_no_root_key(folder: RunFolder) -> None:
+    before, run = files(folder.path), folder.run_id
+    assert RunFolder.prepare(folder.path, recipe()) == RunFolder.open(folder.path) == folder
     assert files(folder.path) == before
-    assert RunFolder.open(folder.path) == folder
-
-
-def test_the_root_key_may_be_moved_away_once_certificates_exist(folder: RunFolder) -> None:
-    run = folder.run_id
     (folder.path / "keys" / "root.key").unlink()
-    again = RunFolder.prepare(folder.path, recipe())
-    assert again.run_id == run
+    assert RunFolder.prepare(folder.path, recipe()).run_id == run
     assert not (folder.path / "keys" / "root.key").exists()
 
 

@@ -71,16 +71,22 @@ def start(folder: RunFolder, patience_s: float = 600.0) -> Launched:
     return launch(folder, patience_s, StopToken(), Memory())
 
 
-def test_the_run_ends_well_with_its_trainer(monkeypatch: Patch, folder: RunFolder) -> None:
-    stand_ins(monkeypatch, "print('done')")
-    display = Memory()
-    launched = launch(folder, 600.0, StopToken(), display)
+def test_the_run_ends_well_with_its_trainer_and_further_processes_are_supervised_like_the_rest(
+    monkeypatch: Patch, folder: RunFolder
+) -> None:
+    log = folder.path / "logs" / "worker-2.log"
+    gate = f"import os, time\nwhile not os.path.exists({str(log)!r}) or 'up' not in open({str(log)!r}).read(): pass"
+    stand_ins(monkeypatch, gate)
+    up = (sys.executable, "-S", "-c", f"print('up', flush=True)\n{SERVE}")
+    extra, display = ProcessSpec("worker-2", up, log, False, "rest"), Memory()
+    launched = launch(folder, 600.0, StopToken(), display, (extra,), {"worker-2": "cheats"})
     assert launched.ending == Ending(0, "")
     assert launched.status is None
     assert 0 < launched.elapsed_s < 60
     assert display.said[0].startswith(f"run {folder.run_id} in {folder.path}, hub at http://127.0.0.1:")
     assert folder.endpoints.join in display.said[1]
-    assert [process.name for process in display.scenes[-1].processes] == role_names(folder)
+    assert [process.name for process in display.scenes[-1].processes] == [*role_names(folder), "worker-2"]
+    assert display.scenes[-1].notes == {"worker-2": "cheats"}
     assert json.loads((folder.path / "processes.json").read_text()) == {}
     assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
 
@@ -103,20 +109,6 @@ def test_only_a_finished_run_loses_its_caches_and_older_versions(monkeypatch: Pa
     assert all((path / "file").exists() for path in kept)
     head = origin.head()
     assert head.kept_versions == ("0.2", "0.3", "0.4"), "the last, and two that its groups may be of"
-
-
-def test_further_processes_are_supervised_like_the_rest(monkeypatch: Patch, folder: RunFolder) -> None:
-    log = folder.path / "logs" / "worker-2.log"
-    gate = f"import os, time\nwhile not os.path.exists({str(log)!r}) or 'up' not in open({str(log)!r}).read(): pass"
-    stand_ins(monkeypatch, gate)
-    extra = ProcessSpec(
-        "worker-2", (sys.executable, "-S", "-c", f"print('up', flush=True)\n{SERVE}"), log, False, "rest"
-    )
-    display = Memory()
-    launched = launch(folder, 600.0, StopToken(), display, (extra,), {"worker-2": "cheats"})
-    assert launched.ending == Ending(0, "")
-    assert [process.name for process in display.scenes[-1].processes] == [*role_names(folder), "worker-2"]
-    assert display.scenes[-1].notes == {"worker-2": "cheats"}
 
 
 BROKEN = "import sys; print('shoal: the model is broken', file=sys.stderr); sys.exit(2)"

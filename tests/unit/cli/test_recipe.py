@@ -77,10 +77,6 @@ def test_the_settings_are_these_and_no_others() -> None:
     assert len(expected) <= MOST_SETTINGS
 
 
-def test_defaults_survive_the_file() -> None:
-    assert parse_config(dump_config(Recipe()), Recipe, "dump") == Recipe()
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_in_the_repository_loads_and_its_parts_exist(path: Path) -> None:
     from shoal.environments import build
