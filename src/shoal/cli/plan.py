@@ -50,7 +50,16 @@ def plan(
     _within("--parameters", parameters, 1e7, 1e13)
     _within("--gpu-hour-price", gpu_hour_price, 0, 1e6)
     resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())
-    found = _planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
+    from shoal.run.estimate import Planning
+    from shoal.trainer.memory import available, shape_of  # torch: only once the recipe is known to be sound
+    from shoal.trainer.memory import plan as memory_of
+
+    trainer, processes = resolved.trainer, devices or resolved.trainer.processes
+    shape, (kind, here) = shape_of(_files(resolved, parameters), trainer), available(trainer, processes)
+    if memory_gb is not None:
+        kind, here = ("cpu" if trainer.device == "cpu" else "cuda"), int(memory_gb * GIB)
+    planned = memory_of(shape, trainer, processes, resolved.run.max_new_tokens, kind)
+    found = Planning(resolved, shape, planned, processes, kind, here, speeds)
     typer.echo("\n".join([*training_lines(found, parameters), "", *run_lines(found, gpu_hour_price)]))
     raise typer.Exit(0 if found.trainer.total <= found.room("trainer") else 3)
 
@@ -75,20 +84,6 @@ def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
         least = 0.0 if name.strip() == "worker_tokens_s" else 1e-6
         _within(f"--assume {name}", given[name.strip()], least, 1.0 if name.strip().endswith("_share") else 1e9)
     return replace(Speeds(), **given)
-
-
-def _planning(
-    recipe: Recipe, processes: int, memory_gb: float | None, parameters: float | None, speeds: Speeds
-) -> Planning:
-    from shoal.run.estimate import Planning
-    from shoal.trainer.memory import available, plan, shape_of  # torch: only once the recipe is known to be sound
-
-    shape = shape_of(_files(recipe, parameters), recipe.trainer)
-    kind, here = available(recipe.trainer, processes)
-    if memory_gb is not None:
-        kind, here = ("cpu" if recipe.trainer.device == "cpu" else "cuda"), int(memory_gb * GIB)
-    planned = plan(shape, recipe.trainer, processes, recipe.run.max_new_tokens, kind)
-    return Planning(recipe, shape, planned, processes, kind, here, speeds)
 
 
 def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
@@ -151,6 +146,8 @@ def training_lines(found: Planning, guessed_from: float | None = None) -> Iterat
 
 def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[str]:
     """Every role: memory, disk, links, time, machines, money; then what is derived, and all that is assumed."""
+    from shoal.runtime.sizing import open_settings
+
     run = found.recipe.run
     yield f"memory, GiB:{'device':>32}{'host':>10}"
     for name, device, host, what in found.memory():
@@ -175,7 +172,12 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     if gpu_hour_price is not None:
         yield f"money: {found.cost(gpu_hour_price):,.0f}, at {gpu_hour_price:g} for a GPU and hour"
     yield "settings that depend on the size:"
-    yield from _derived_lines(found)
+    for section in ("hub", "validator", "trainer"):
+        settings = getattr(found.recipe, section)
+        derived = open_settings(settings)
+        for name in (name for name in type(settings).model_fields if name in vars(found.chosen)):
+            how = "derived" if name in derived else "set by the recipe"
+            yield f"  {f'{section}.{name}':<32}{getattr(found.chosen, name):>10g}   {how}"
     yield "assumed (change with --assume NAME=NUMBER):"
     for one in fields(found.speeds):
         yield f"  {one.name:<20}{getattr(found.speeds, one.name):>10g}   {one.metadata['source']}"
@@ -200,17 +202,6 @@ def _remedy_lines(found: Planning) -> Iterator[str]:
                 size = changed.device_bytes(role) / GIB
                 ways.append(f"--set {section}.{setting}=bfloat16: {size:,.1f} GiB, {room}")
         yield f"  a {role} does not fit into {here / GIB:,.1f} GiB. It takes one of these: {'; '.join(ways)}"
-
-
-def _derived_lines(found: Planning) -> Iterator[str]:
-    from shoal.runtime.sizing import open_settings
-
-    for section in ("hub", "validator", "trainer"):
-        settings = getattr(found.recipe, section)
-        derived = open_settings(settings)
-        for name in (name for name in type(settings).model_fields if name in vars(found.chosen)):
-            how = "derived" if name in derived else "set by the recipe"
-            yield f"  {f'{section}.{name}':<32}{getattr(found.chosen, name):>10g}   {how}"
 
 
 def _cell(number: float) -> str:
