@@ -61,7 +61,8 @@ def recipe_page() -> str:
         NOTE,
         "A recipe is a TOML file. Every key has a default; an unknown key is refused with the nearest right name. "
         "`shoal run recipe.toml --dry-run` prints the whole of it, "
-        "`--set section.key=value` changes one key, `--set section.key=` unsets it.\n",
+        "`--set section.key=value` changes one key, `--set section.key=` takes it out of the recipe, "
+        "`--set section.key=none` leaves a setting without a value, if it may have none.\n",
     ]
     for name, field in Recipe.model_fields.items():
         section = field.annotation
@@ -120,7 +121,8 @@ def leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def label(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
-        return str(parameter.metavar or parameter.name.upper()).replace("|", "\\|")
+        name = str(parameter.metavar or parameter.name.upper()).replace("|", "\\|")
+        return name if parameter.required else f"[{name}]"
     return ", ".join(parameter.opts)
 
 

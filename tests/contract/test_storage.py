@@ -76,7 +76,7 @@ def test_a_failed_transaction_leaves_everything_as_it_was(storage: Storage) -> N
         with storage.write(exclusive=True) as transaction:
             (row,) = transaction.outbox(9)
             transaction.post([ledger.append(None, row.kind, row.body, row.at_ms)], row.id)
-            task = SaveTask(TaskRow("math/1", groups=1))
+            task = TaskRow("math/1", groups=1)
             transaction.apply([*leased(0), Record("credit", {"node": "x"}, 1), task])
             transaction.put_setting("key", "value")
             raise RuntimeError("boom")

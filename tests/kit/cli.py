@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shoal.protocol import LedgerHead, NodeState, NodeView, RunStatus, StepReport, Wait
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.toml"
@@ -17,6 +19,15 @@ def run_shoal(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
     command = [sys.executable, "-m", "shoal.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, env=clean_environment())
+
+
+def told(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> Any:
+    """What a command in this process says (`out`, `err`), which ends with `code`."""
+    from shoal.cli.main import main
+
+    ended, said = main([str(each) for each in arguments]), capsys.readouterr()
+    assert ended == code, said
+    return said
 
 
 def one_line(ran: subprocess.CompletedProcess[str], code: int) -> str:

@@ -4,7 +4,7 @@
     run       `shoal run` and one command for each role     demo      `shoal demo`
     upkeep    status, export, backup, restore, doctor       why       what happened to a unit or a node
     admin     the owner's orders, and keys                  ledger    verify, export, read, witness, recheck
-    data, eval (and compare), filter, sft                plan      cast
+    data, eval (compare and filter), sft                 plan      cast
     view      Display: what the person at the terminal sees of a run, live or as lines
     printing  tables and progress                           options   what several commands have
 

@@ -34,11 +34,11 @@ def admin(
     run: Annotated[str, typer.Argument(metavar="RUN|URL", help="The run's folder; or its join URL, with --keys.")],
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[TARGET]", help="A node's id, the start of it, or its name; or what the order names."),
+        typer.Argument(metavar="TARGET", help="A node's id, the start of it, or its name; or what the order names."),
     ] = None,
     reason: Annotated[str, typer.Option(help="Why; everybody concerned is told.")] = "",
     for_s: Annotated[
-        float, typer.Option("--for", min=0, metavar="SECONDS", help="Of suspend.  [default: as the rules say]")
+        float, typer.Option("--for", min=0, metavar="SECONDS", help="Of suspend; 0: as the rules say.")
     ] = 0,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of add-validator: where the certificate goes.")
@@ -78,7 +78,7 @@ key = typer.Typer(
 Where = Annotated[Path, typer.Argument(metavar="FILE", help="A key file, or a worker's folder.")]
 PassphraseFile = Annotated[
     Path | None,
-    typer.Option("--passphrase-file", help="Where the passphrase is.  [default: SHOAL_PASSPHRASE, or asked for]"),
+    typer.Option("--passphrase-file", help="Where the passphrase is. (default: SHOAL_PASSPHRASE, or asked for)"),
 ]
 
 
@@ -94,7 +94,7 @@ def new(where: Where) -> None:
 @key.command(name="export")
 def export_(
     where: Where,
-    out: Annotated[Path | None, typer.Option(help="The file to write.  [default: standard output]")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write. (default: standard output)")] = None,
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Write a key, sealed with a passphrase, as one line of text: to keep it, or to move to another machine."""

@@ -28,9 +28,9 @@ def publish(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a folder with all that is in it.")],
     directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the tree is.")] = Path("www"),
     key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What signs it.  [default: FOLDER.key, made if new]")
+        Path | None, typer.Option(metavar="FILE", help="What signs it. (default: FOLDER.key, made if new)")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the broadcast.  [default: that of PATH]")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the broadcast. (default: that of PATH)")] = None,
     keep: options.Keep = 3,
     serve: Annotated[bool, typer.Option("--serve/--no-serve", help="Serve the tree until stopped.")] = True,
     host: options.Host = "0.0.0.0",
@@ -68,7 +68,7 @@ def relay(
 @cast.command()
 def fetch(
     sources: Annotated[
-        list[str], typer.Argument(metavar="URL#KEY [URL…]", help="Publisher or relays, with the publisher's key.")
+        list[str], typer.Argument(metavar="URL#KEY", help="Publisher or relays, one with the publisher's key.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
     wait_s: options.Wait = 10,

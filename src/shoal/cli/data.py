@@ -38,6 +38,7 @@ Settings = Annotated[
 ]
 
 BAD_ROWS = ("", "skip", "refuse")
+SHOWN = 20  # reasons, and rows by their number
 
 
 @data.command()
@@ -61,7 +62,7 @@ def check(where: WhereArgument, settings: Settings = None) -> None:
 def order(
     where: WhereArgument,
     settings: Settings = None,
-    seed: Annotated[int | None, typer.Option(help="The run's seed.  [default: the recipe's, or 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="The run's seed. (default: the recipe's, or 0)")] = None,
     start: Annotated[int, typer.Option("--from", min=0, metavar="UNIT", help="The first unit to show.")] = 0,
     count: Annotated[int, typer.Option(min=1, max=10_000_000, help="How many units to show.")] = 20,
 ) -> None:
@@ -133,13 +134,15 @@ def demos(
 
 
 def source_at(spec: str, overrides: Sequence[str]) -> TaskSource:
-    """What the specification means; an override is of an option of the data set: `keep_solve_rate=[0.1, 0.5]`."""
+    """What the specification means; an override is of an option of the data set: `keep_solve_rate=[0.1, 0.5]`, or by
+    its whole name, as in a recipe."""
     from shoal.run.sources import task_source
 
     for override in overrides:
         if "=" not in override:
             raise UserError(f"expected OPTION=VALUE, not {override!r}; for example: --set format=aime")
-    return task_source(spec, [f"environment.options.{override.strip()}" for override in overrides])
+    given = [override.strip() for override in overrides]
+    return task_source(spec, [one if one.startswith("environment.") else f"environment.options.{one}" for one in given])
 
 
 def _data_sets(settings: EnvironmentSettings) -> Iterator[tuple[DatasetEnvironment, str]]:
@@ -162,31 +165,30 @@ def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     from rich.console import Console
 
     from shoal.cli.printing import counted
-    from shoal.environments.data.scanning import SHOWN
 
     with counted("checking answers", Console(stderr=True), unit="rows") as report:
         report(0, 0)  # it begins here; how many rows there are is told with the first of them
         findings = data.check(report)
-    for found in findings:
-        for line in found.problems.lines(found.where):
-            typer.echo(line)
-        repeated = found.problems.count > SHOWN  # else rows whose reason is theirs alone have just been shown
-        for reason, count in found.problems.reasons.most_common(10):
-            if repeated or count > 1:
-                typer.echo(f"{count_of(count, 'row'):>15}: {reason}")
-    for line in data.kinds():
-        typer.echo(line)
     typer.echo(data.description)
+    for line in data.kinds():
+        typer.echo(f"  {line}")
+    for found in findings:
+        first = sorted(found.problems.first)[:SHOWN]
+        for reason, count in found.problems.reasons.most_common(SHOWN):
+            rows = [f"row {row} ({found.where(row)})" for row, said in first if said == reason]
+            rows += [f"{count - len(rows):,} more"] if count > len(rows) else []
+            typer.echo(f"{count_of(count, 'row')}: {reason}: {', '.join(rows)}")
     bad = sum(found.problems.count for found in findings)
     if not bad:
         typer.echo("every row can be used")
         return 0
     kinds = "; ".join(unusable for _, unusable in data.useless_kinds())  # those without a good row
-    outcome, without = "a run leaves them out", "; to run without them, set environment.options.bad_rows to skip"
+    them = "it" if bad == 1 else "them"
+    outcome, without = f"a run leaves {them} out", f"; to run without {them}: --set environment.options.bad_rows=skip"
     if bad_rows == "refuse":
         outcome = f'a run refuses this data, as bad_rows = "refuse" says{without}'
     elif kinds and not bad_rows:
-        outcome = f"a run REFUSES this data because of {kinds}{without}"
+        outcome = f"a run refuses this data, for no row can be used of {kinds}{without}"
     typer.echo(f"{count_of(bad, 'row')} cannot be used: {outcome}", err=True)
     return 0 if bad_rows == "skip" else UserError.exit_code
 

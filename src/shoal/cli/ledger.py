@@ -27,7 +27,7 @@ ledger = typer.Typer(
 
 WHERE = "A hub's address, a run's folder, or an exported file."
 Where = Annotated[str, typer.Argument(metavar="URL|RUN|FILE", help=WHERE)]
-OptionalWhere = Annotated[str | None, typer.Argument(metavar="[URL|RUN|FILE]", help=f"{WHERE}  {options.DefaultRun}")]
+OptionalWhere = Annotated[str | None, typer.Argument(metavar="URL|RUN|FILE", help=f"{WHERE} {options.DefaultRun}")]
 
 
 @ledger.command()
@@ -146,7 +146,7 @@ def witness(
     folder: Annotated[Path, typer.Option(help="The witness's key, and what it has signed for.")] = Path("witness"),
     out: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="A relay's folder to publish in; repeatable.  [default: --folder]"),
+        typer.Option(metavar="DIR", help="A relay's folder to publish in; repeatable. (default: --folder)"),
     ] = None,
     every_s: Annotated[float, typer.Option("--every", min=1, max=86_400, help="Seconds between two looks.")] = 60,
     once: Annotated[bool, typer.Option("--once", help="Look once, sign and end.")] = False,
@@ -162,7 +162,7 @@ def witness(
 def recheck(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, with its hub's blobs and its origin.")],
     sample: Annotated[int, typer.Option(min=1, help="Accepted units to judge again.")] = 8,
-    seed: Annotated[int | None, typer.Option(help="Draws the same units again.  [default: random]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draws the same units again. (default: random)")] = None,
 ) -> None:
     """Judge accepted units again, drawn at random, and compare with the signed verdicts; exit 5 if one differs."""
     import secrets

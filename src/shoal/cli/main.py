@@ -23,8 +23,7 @@ from shoal.cli.admin import EPILOG, admin, key
 from shoal.cli.cast import cast
 from shoal.cli.data import data
 from shoal.cli.demo import demo
-from shoal.cli.eval import compare, evaluate
-from shoal.cli.filter import filter_tasks
+from shoal.cli.eval import compare, evaluate, filter_tasks
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
 from shoal.cli.run import hub, join, relay, run, trainer, validator
@@ -38,14 +37,10 @@ from shoal.runtime.stop import SUPERVISED, end_at_start
 from shoal.runtime.text import printable, visible
 
 app = typer.Typer(
-    name="shoal",
-    help="Reinforcement learning of language models on machines nobody has to trust.",
-    epilog="Start with: shoal demo",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="shoal", help="Reinforcement learning of language models on machines nobody has to trust.",
+    epilog="Start with: shoal demo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     context_settings=options.HELP,
-)
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +92,11 @@ def explain(error: Exception) -> tuple[str, int]:
     format_message = getattr(error, "format_message", None)  # a mistake on the command line, as typer reports it
     if format_message is not None:
         text = printable(format_message())  # empty if the help itself was the answer
-        return f"{text} (see: shoal --help)" if text else "", UserError.exit_code
+        context = getattr(error, "ctx", None)
+        return (
+            f"{text} (see: {context.command_path if context else 'shoal'} --help)" if text else "",
+            UserError.exit_code,
+        )
     return f"this is a bug: {type(error).__name__}: {printable(str(error))} (--debug shows where)", 1
 
 

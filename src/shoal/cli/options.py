@@ -19,11 +19,15 @@ PatienceMin = Annotated[
 Wait = Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the other side.")]
 Json = Annotated[bool, typer.Option("--json", help="All of it, for programs.")]
 HubOrRun = "A hub's address or a run's folder"
-DefaultRun = "[default: the run in this folder, or in runs/]"
+DefaultRun = "(default: the run in this folder, or in runs/)"
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting (KEY= unsets it); may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Change a setting (KEY= takes it out of the recipe, KEY=none: no value); may be repeated.",
+    ),
 ]
 EnvironmentSettings = Annotated[
     list[str] | None,
@@ -37,16 +41,14 @@ MODEL = typer.Argument(metavar="MODEL", help="A built-in name, a Hugging Face fo
 Model = Annotated[str, MODEL]
 OptionalModel = Annotated[str | None, MODEL]
 Samples = Annotated[int, typer.Option("--samples", help="Completions per task.")]
-Tasks = Annotated[int, typer.Option("--tasks", min=0, help="How many tasks, chosen by the seed.  [default: all]")]
+Tasks = Annotated[int, typer.Option("--tasks", min=0, help="How many tasks, chosen by the seed; 0: all.")]
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        "--temperature", min=0, max=10, help="0: greedy.  [default: 0 for one sample, else the recipe's or 1]"
-    ),
+    typer.Option("--temperature", min=0, max=10, help="0: greedy. (default: 0 for one sample, else the recipe's or 1)"),
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option("--max-new-tokens", min=1, max=131_072, help="Longest completion.  [default: the recipe's, or 1024]"),
+    typer.Option("--max-new-tokens", min=1, max=131_072, help="Longest completion. (default: the recipe's, or 1024)"),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other seeds, another choice of tasks.")]
 BatchRows = Annotated[int, typer.Option("--batch-rows", min=1, max=65_536, help="Completions drawn together.")]
@@ -62,6 +64,6 @@ DiskBudget = Annotated[
     float | None,
     typer.Option(
         "--disk-budget-gb", min=1e-6,
-        help="Keep fewer versions rather than use more.  [default: no limit; of a run elsewhere 80 % of the free]",
+        help="Keep fewer versions rather than use more. (default: no limit; of a run elsewhere 80 % of the free)",
     ),
 ]  # fmt: skip

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from shoal.runtime.sizing import Speeds
 
 GIB = 2**30
-GUESSED = "its layers, width and vocabulary are guessed from --parameters; with the model's config.json they are known"
 ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
 
 
@@ -29,33 +28,45 @@ def plan(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")],
     overrides: options.Settings = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Trainer processes.  [default: trainer.processes]")
+        int | None, typer.Option(min=1, max=1024, help="Trainer processes. (default: trainer.processes)")
     ] = None,
     memory_gb: Annotated[
-        float | None, typer.Option("--memory", min=0.001, max=1e6, help="GiB of each device.  [default: what is here]")
+        float | None, typer.Option("--memory", help="GiB of each device. (default: what is here)")
     ] = None,
     parameters: Annotated[
-        float | None, typer.Option(min=1e7, max=1e13, help="Plan for a model of so many weights instead of model.path.")
+        float | None, typer.Option(help="Plan for a model of so many weights instead of model.path: a guessed shape.")
     ] = None,
     assumptions: Annotated[
         list[str] | None,
         typer.Option("--assume", metavar="NAME=NUMBER", help="Change an assumption that is printed; may be repeated."),
     ] = None,
-    gpu_hour_price: Annotated[
-        float | None, typer.Option(min=0, max=1e6, help="Print what the run costs at this price.")
-    ] = None,
+    gpu_hour_price: Annotated[float | None, typer.Option(help="Print what the run costs at this price.")] = None,
 ) -> None:
     """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
     machines, money. Exit code 3: training does not fit."""
     from shoal.run.recipe import load_recipe
 
+    _within("--memory", memory_gb, 0.001, 1e6)
+    _within("--parameters", parameters, 1e7, 1e13)
+    _within("--gpu-hour-price", gpu_hour_price, 0, 1e6)
     resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())
-    found = _planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
-    lines = [*training_lines(found), "", *run_lines(found, gpu_hour_price)]
-    if parameters is not None:
-        lines.insert(1, GUESSED)
-    typer.echo("\n".join(lines))
+    from shoal.run.estimate import Planning
+    from shoal.trainer.memory import available, shape_of  # torch: only once the recipe is known to be sound
+    from shoal.trainer.memory import plan as memory_of
+
+    trainer, processes = resolved.trainer, devices or resolved.trainer.processes
+    shape, (kind, here) = shape_of(_files(resolved, parameters), trainer), available(trainer, processes)
+    if memory_gb is not None:
+        kind, here = ("cpu" if trainer.device == "cpu" else "cuda"), int(memory_gb * GIB)
+    planned = memory_of(shape, trainer, processes, resolved.run.max_new_tokens, kind)
+    found = Planning(resolved, shape, planned, processes, kind, here, speeds)
+    typer.echo("\n".join([*training_lines(found, parameters), "", *run_lines(found, gpu_hour_price)]))
     raise typer.Exit(0 if found.trainer.total <= found.room("trainer") else 3)
+
+
+def _within(name: str, value: float | None, least: float, most: float) -> None:
+    if value is not None and not least <= value <= most:  # nor is NaN
+        raise ConfigError(f"{name} {value:g}: expected a number from {least:g} to {most:g}")
 
 
 def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
@@ -65,30 +76,14 @@ def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
     for text in assumptions:
         name, _, value = text.partition("=")
         try:
-            given[name.strip()] = number = float(value)
+            given[name.strip()] = float(value)
         except ValueError:
             raise ConfigError(f"--assume {text}: expected NAME=NUMBER, for example --assume link_mbit=200") from None
         if name.strip() not in known:
             raise ConfigError(f"--assume {text}: there is no such assumption; there are {', '.join(known)}")
-        least, most = name.strip() == "worker_tokens_s", 1.0 if name.strip().endswith("_share") else math.inf
-        if not (number > 0 or (least and number == 0)) or number > most or math.isinf(number):
-            above = "" if math.isinf(most) else " and at most 1"
-            raise ConfigError(f"--assume {text}: expected a number above 0{above}")
+        least = 0.0 if name.strip() == "worker_tokens_s" else 1e-6
+        _within(f"--assume {name}", given[name.strip()], least, 1.0 if name.strip().endswith("_share") else 1e9)
     return replace(Speeds(), **given)
-
-
-def _planning(
-    recipe: Recipe, processes: int, memory_gb: float | None, parameters: float | None, speeds: Speeds
-) -> Planning:
-    from shoal.run.estimate import Planning
-    from shoal.trainer.memory import available, plan, shape_of  # torch: only once the recipe is known to be sound
-
-    shape = shape_of(_files(recipe, parameters), recipe.trainer)
-    kind, here = available(recipe.trainer, processes)
-    if memory_gb is not None:
-        kind, here = ("cpu" if recipe.trainer.device == "cpu" else "cuda"), int(memory_gb * GIB)
-    planned = plan(shape, recipe.trainer, processes, recipe.run.max_new_tokens, kind)
-    return Planning(recipe, shape, planned, processes, kind, here, speeds)
 
 
 def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
@@ -109,7 +104,7 @@ def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
 # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def training_lines(found: Planning) -> Iterator[str]:
+def training_lines(found: Planning, guessed_from: float | None = None) -> Iterator[str]:
     """The memory of the trainer's processes by what it is for, and what would change it if it does not fit."""
     from shoal.trainer.memory import alternatives
 
@@ -118,9 +113,13 @@ def training_lines(found: Planning) -> Iterator[str]:
     here = found.room("trainer")
     fits = planned.total <= here
     trained = "" if shape.trained == shape.weights else f", {shape.trained / 1e6:,.1f} M of them trained"
-    yield f"{shape.kind}, {shape.weights / 1e6:,.1f} M weights{trained}, {shape.layers} layers"
+    kind = shape.kind if guessed_from is None else f"a guessed shape for --parameters {guessed_from:g}"
+    yield f"{kind}: {shape.weights / 1e6:,.1f} M weights{trained}, {shape.layers} layers of width {shape.hidden:,}"
+    if guessed_from is not None:
+        yield "  so every figure below is a guess, too; with the model's config.json in model.path its shape is known"
     yield f"training in {settings.memory.precision} by {processes} process{'es'[: 2 * (processes > 1)]} on {found.kind}"
-    yield "on each device, GiB:"
+    first = " (copies: the first process only)" if processes > 1 and found.kind == "cpu" else ""
+    yield f"on each device, GiB{first}:"
     tokens = f"{max(settings.micro_batch_tokens, longest):,} tokens"
     tokens += ", recomputed" if settings.memory.recompute else ""
     for name, size in planned.device.items():
@@ -147,6 +146,8 @@ def training_lines(found: Planning) -> Iterator[str]:
 
 def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[str]:
     """Every role: memory, disk, links, time, machines, money; then what is derived, and all that is assumed."""
+    from shoal.runtime.sizing import open_settings
+
     run = found.recipe.run
     yield f"memory, GiB:{'device':>32}{'host':>10}"
     for name, device, host, what in found.memory():
@@ -165,26 +166,42 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     yield f"  {'a step':<32}{_cell(found.step_s)}   training, or what takes longer; times {run.steps}"
     machines = f"{count_of(found.workers, 'worker')}, {count_of(found.validators, 'validator')}"
     yield f"machines needed: {found.processes} to train, {machines}"
+    yield from _remedy_lines(found)
     if found.validators > (started := found.recipe.validator.count):
         yield f"  the recipe starts {started} of the validators: raise validator.count, or every step waits for audits"
     if gpu_hour_price is not None:
         yield f"money: {found.cost(gpu_hour_price):,.0f}, at {gpu_hour_price:g} for a GPU and hour"
     yield "settings that depend on the size:"
-    yield from _derived_lines(found)
-    yield "assumed (change with --assume NAME=NUMBER):"
-    for one in fields(found.speeds):
-        yield f"  {one.name:<20}{getattr(found.speeds, one.name):>10g}   {one.metadata['source']}"
-
-
-def _derived_lines(found: Planning) -> Iterator[str]:
-    from shoal.runtime.sizing import open_settings
-
     for section in ("hub", "validator", "trainer"):
         settings = getattr(found.recipe, section)
         derived = open_settings(settings)
         for name in (name for name in type(settings).model_fields if name in vars(found.chosen)):
             how = "derived" if name in derived else "set by the recipe"
             yield f"  {f'{section}.{name}':<32}{getattr(found.chosen, name):>10g}   {how}"
+    yield "assumed (change with --assume NAME=NUMBER):"
+    for one in fields(found.speeds):
+        yield f"  {one.name:<20}{getattr(found.speeds, one.name):>10g}   {one.metadata['source']}"
+
+
+def _remedy_lines(found: Planning) -> Iterator[str]:
+    """For each role that does not fit: on how many devices of which size it does, and the settings that change that."""
+    for role, count in {"validator": found.validators, "worker": found.workers}.items():
+        needed, here = found.device_bytes(role), found.room(role)
+        if needed <= here:
+            continue
+        share = here / found.memory_bytes
+        least = f"{count_of(count, 'device')} of at least {ceil(10 * needed / share / GIB) / 10:,} GiB"
+        ways = [f"{least}, of which it has {share:.0%}" if share < 1 else least]
+        if share < 1:
+            ways.append(f"a device of its own, of {ceil(10 * needed / GIB) / 10:,} GiB (--set {role}.memory_share=1)")
+        for setting in ("dtype",) if role == "validator" else ("dtype", "publish_dtype"):
+            section = "trainer" if setting == "publish_dtype" else role
+            changed = found.changed(section, **{setting: "bfloat16"})
+            if changed.device_bytes(role) < needed:
+                room = "fits" if changed.device_bytes(role) <= here else "does not fit yet"
+                size = changed.device_bytes(role) / GIB
+                ways.append(f"--set {section}.{setting}=bfloat16: {size:,.1f} GiB, {room}")
+        yield f"  a {role} does not fit into {here / GIB:,.1f} GiB. It takes one of these: {'; '.join(ways)}"
 
 
 def _cell(number: float) -> str:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe (TOML).")] = None,
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.  [default: runs/NAME]")
+        Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder. (default: runs/NAME)")
     ] = None,
     overrides: options.Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
@@ -35,21 +35,20 @@ def run(
     patience_min: options.PatienceMin = 10,
 ) -> None:
     """Start and supervise a whole run on this machine. An existing folder is resumed."""
-    from shoal.models import BUILTIN
     from shoal.run.estimate import settled
     from shoal.run.folder import RunFolder, resolve, without_passwords
     from shoal.run.preflight import advice, check_ingredients, check_machine
     from shoal.runtime.config import dump_config
 
     resolved = resolve(recipe, directory, overrides or ())
-    missing = dry_run and resolved.model.path not in BUILTIN and not Path(resolved.model.path).exists()
-    environment = check_ingredients(resolved, missing, _warn if dry_run else lambda _line: None)
-    for line in advice(resolved, environment, missing):
+    environment = check_ingredients(resolved, _warn if dry_run else None)
+    for line in advice(resolved, environment):
         _warn(line)
     if dry_run:
         if directory is not None:
             RunFolder.refuse_other(directory.absolute(), resolved)
-        return typer.echo(dump_config(without_passwords(settled(resolved))), nl=False)
+        shown, derived = settled(resolved)
+        return typer.echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
         check_machine(resolved)
     directory = directory or Path("runs") / resolved.run.name
@@ -140,16 +139,16 @@ def relay(
 
 def join(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="[URL]...", help="The join URL http://host:port/#…, or several.")
+        list[str] | None, typer.Argument(metavar="URL", help="The join URL http://host:port/#…, or several.")
     ] = None,
     directory: options.OptionalRunDir = None,
     index: options.Index = 0,
-    folder: Annotated[Path | None, typer.Option(help="Keys, weights and unsent work.  [default: ~/.shoal/RUN]")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Keys, weights and unsent work. (default: ~/.shoal/RUN)")] = None,
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     name: Annotated[
-        str | None, typer.Option(help="How to be called, in public.  [default: node- and its id's start]")
+        str | None, typer.Option(help="How to be called, in public. (default: node- and its id's start)")
     ] = None,
     wait_s: options.Wait = 10,
     cheat: Annotated[
@@ -168,13 +167,13 @@ def join(
     ] = False,
     max_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB.  [default: 80 % of the free]"),
+        typer.Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB. (default: 80 % of the free)"),
     ] = None,
     max_disk: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB.  [default: 80 % of the free]")
+        str | None, typer.Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB. (default: 80 % of the free)")
     ] = None,
     max_bandwidth: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s.  [default: no limit]")
+        str | None, typer.Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s. (default: no limit)")
     ] = None,
 ) -> int:
     """Contribute this machine to a run: shoal join http://host:8470/#0123… (with --dir: of a run's folder)."""

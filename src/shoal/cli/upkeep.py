@@ -37,8 +37,8 @@ def export(
 
 
 def backup(
-    directory: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The run's folder.")] = None,
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT.tar]", help="The file to write.")] = None,
+    directory: Annotated[Path | None, typer.Argument(metavar="RUN", help="The run's folder.")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT.tar", help="The file to write.")] = None,
     verify: Annotated[Path | None, typer.Option(metavar="FILE", help="Check a backup instead of making one.")] = None,
 ) -> None:
     """Write a whole run, going on or not, to one file; it holds the run's private keys."""
@@ -85,10 +85,10 @@ def restore(
 
 def doctor(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="[URL]...", help="Also check the connection to this run's hubs.")
+        list[str] | None, typer.Argument(metavar="URL", help="Also check the connection to this run's hubs.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="The folder to be written to.  [default: with a URL ~/.shoal, as join; or this]")
+        Path | None, typer.Option(help="The folder to be written to. (default: with a URL ~/.shoal, as join; or this)")
     ] = None,
     selftest: Annotated[
         bool, typer.Option("--selftest", help="Run the validator's checks on this machine's own work.")
@@ -101,7 +101,7 @@ def doctor(
     dtype: options.Dtype = "auto",
     against: Annotated[
         list[str] | None,
-        typer.Option(help="What a validator computes with, e.g. cuda/bfloat16 [cpu/float32]; repeatable."),
+        typer.Option(help="What a validator computes with, e.g. cuda/bfloat16; repeatable. (default: cpu/float32)"),
     ] = None,
     profile: Annotated[list[Path] | None, typer.Option(help="A profile file to be judged by; repeatable.")] = None,
     sequences: Annotated[int, typer.Option(min=32, help="Completions to measure.")] = 256,

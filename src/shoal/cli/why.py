@@ -31,7 +31,7 @@ SHOWN = ("step", "credit", "tokens", "reason", "severity", "owner", "verb", "tar
 def why(
     what: Annotated[str, typer.Argument(metavar="UNIT|NODE", help="A unit's number, or a node's id or name.")],
     where: Annotated[
-        str | None, typer.Argument(metavar="[URL|RUN]", help=f"{options.HubOrRun}.  {options.DefaultRun}")
+        str | None, typer.Argument(metavar="URL|RUN", help=f"{options.HubOrRun}. {options.DefaultRun}")
     ] = None,
     as_json: options.Json = False,
     wait_s: options.Wait = 3,

@@ -239,7 +239,7 @@ class DatasetEnvironment:
         for opened, unusable in self.useless_kinds():
             if self.options.bad_rows != "skip":
                 told = f"{opened.path}: no row of these can be used: {unusable}"
-                raise EnvironmentSetupError(f"{told}; to run without them, set environment.options.bad_rows to skip")
+                raise EnvironmentSetupError(f"{told}; to run without them: --set environment.options.bad_rows=skip")
             log.warning("%s: EVERY row of a kind is left out: %s", opened.path, unusable)
         for found in self.check(lambda _done, _total: None) if self.options.bad_rows == "refuse" else ():
             if found.problems.count:

@@ -9,7 +9,7 @@ against these figures is in benchmarks/results/plan_check.md.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, log2, pow
 from pathlib import Path
@@ -25,6 +25,7 @@ from shoal.runtime.sizing import (
     Speeds,
     derive,
     kept_when_finished,
+    machines_needed,
     open_settings,
     policies_loaded,
     settle,
@@ -185,9 +186,10 @@ class Planning:
         alone, total = self.processes == 1, self.trainer.total
         yield "trainer" if alone else "trainer, first process", total, first + base if on_gpu else 0, ""
         if not alone:
-            yield "trainer, each other process", total, base if on_gpu else 0, ""
-            together = first + self.processes * base
-            yield f"trainer, {self.processes} on one host", 0, together if on_gpu else self.processes * total, ""
+            other = self.trainer.others
+            yield "trainer, each other process", other, base if on_gpu else 0, ""
+            together = first + self.processes * base if on_gpu else total + (self.processes - 1) * other
+            yield f"trainer, {self.processes} on one host", 0, together, ""
         models = {
             "validator": (self.loaded + 1, self.recipe.validator.dtype, f"{self.loaded} loaded, 1 for second looks"),
             "worker": (1, self.worker_dtype, "weights; sequences take the rest"),
@@ -198,6 +200,14 @@ class Planning:
         upload = self.recipe.run.group_size * self.recipe.run.max_new_tokens * self.speeds.submission_bytes
         yield "hub", 0, PROCESS_BYTES["hub"] + CONCURRENT_UPLOADS * upload, f"with {CONCURRENT_UPLOADS} uploads"
         yield "origin, relay", 0, PROCESS_BYTES["relay"], "files are served from the disk"
+
+    def device_bytes(self, role: str) -> float:
+        return next(device for name, device, _, _ in self.memory() if name == role)
+
+    def changed(self, section: str, **settings: object) -> Planning:
+        """The same with other settings of a section; the trainer's own memory stays as it was planned."""
+        changed = getattr(self.recipe, section).model_copy(update=settings)
+        return replace(self, recipe=self.recipe.model_copy(update={section: changed}))
 
     @property
     def worker_dtype(self) -> str:
@@ -275,6 +285,11 @@ class Planning:
     def step_s(self) -> float:
         """The trainer decides how long a step takes, where there are as many machines as are needed; but a completion
         must not take longer than the steps that it may be old. With staleness 0 one stage follows another."""
+        tokens_s = min(self.workers * self.worker_tokens_s, self.validators * self.audit_tokens_s)
+        return max(self._wanted_s, self.tokens / tokens_s)
+
+    @property
+    def _wanted_s(self) -> float:
         completion_s, publish_s = self.speeds.batch_s + self._length * self._token_s(self._rows), self.publish_s
         if self.recipe.run.max_staleness == 0:
             checked_s = self.tokens / self.audit_tokens_s
@@ -297,11 +312,11 @@ class Planning:
 
     @property
     def workers(self) -> int:
-        return ceil(self.tokens / self.worker_tokens_s / self.step_s)
+        return machines_needed(self.tokens / self.worker_tokens_s, self._wanted_s, self.recipe.run.steps)
 
     @property
     def validators(self) -> int:
-        return ceil(self.tokens / self.audit_tokens_s / self.step_s)
+        return machines_needed(self.tokens / self.audit_tokens_s, self._wanted_s, self.recipe.run.steps)
 
     def stages(self) -> Iterator[Stage]:
         speeds, gb = self.speeds, self.payload / 1e9
@@ -311,8 +326,10 @@ class Planning:
         yield Stage("audit", self.tokens / self.audit_tokens_s / self.validators,
                     f"{count_of(self.validators, 'validator')} of {self.audit_tokens_s:,.0f} tokens/s")  # fmt: skip
         yield Stage("train", self.train_s, f"{count_of(self.processes, 'device')} of {self._train_tflops:g} TFLOP/s")
-        every = count_of(self.chosen.checkpoint_every, "step")
-        yield Stage("save", self._saving_s, f"a checkpoint every {every}, per step")
+        every = self.chosen.checkpoint_every
+        yield Stage(
+            "save", self._saving_s, f"a checkpoint every {f'{every:,} steps' if every > 1 else 'step'}, per step"
+        )
         yield Stage("publish", self.publish_s, f"{gb:,.3g} GB at {speeds.publish_gb_s:g} GB/s")
         yield Stage("transfer", self._transfer_s,
                     f"out of a relay with {speeds.workers_per_relay:g} workers; a whole version: "
@@ -337,15 +354,29 @@ def announced_size(recipe: Recipe) -> ModelSize:
     return model_size(model_folder(recipe.model.path), trainer.publish_dtype, *adapters) if is_here else ModelSize()
 
 
-def settled(recipe: Recipe) -> Recipe:
-    """The recipe with every derived setting filled in, as `--dry-run` shows it."""
-    run, changes = recipe.run, {}
-    size = RunSize.made_of(announced_size(recipe), run.group_size, run.max_new_tokens, run.max_staleness)
+def settled(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe as `--dry-run` shows it, and comments (TOML) that say of which model its derived settings are. They
+    stay open while nothing is known of the model: those of a small one would be wrong without a word."""
+    model, changes, derived = announced_size(recipe), {}, list[str]()
     for name in ("hub", "validator", "trainer"):
         section = getattr(recipe, name)
-        chosen = vars(settle(section, size))
-        changes[name] = section.model_copy(update={key: chosen[key] for key in open_settings(section)})
-    return recipe.model_copy(update=changes)
+        chosen, still_open = vars(settle(section, run_size(recipe, model))), open_settings(section)
+        changes[name] = section.model_copy(update={key: chosen[key] for key in still_open})
+        derived += [f"{name}.{key}" for key in still_open]
+    if not derived:
+        return recipe, ""
+    if not model.parameters:
+        what = f"not known yet, since they follow from the size of the model, and there is none at {recipe.model.path}"
+        how = "\n# for a model of so many weights: shoal plan RECIPE --parameters NUMBER --memory GIB"
+        return recipe, f"# {what}:\n#   {', '.join(derived)}{how}\n"
+    size = f"{model.parameters / 1e6:,.1f} M weights, at most {model.payload_bytes / 1e6:,.1f} MB a version"
+    comment = f"# derived from the model {recipe.model.path}: {size}:\n#   {', '.join(derived)}\n"
+    return recipe.model_copy(update=changes), comment
+
+
+def run_size(recipe: Recipe, model: ModelSize) -> RunSize:
+    run = recipe.run
+    return RunSize.made_of(model, run.group_size, run.max_new_tokens, run.max_staleness)
 
 
 def usual_config(parameters: float) -> dict[str, object]:

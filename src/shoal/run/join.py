@@ -78,17 +78,11 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
 
             return run_in_sandbox(request, urls, stop, folder.absolute(), root_fingerprint)
         config = WorkerConfig(
-            folder=folder,
-            settings=settings,
-            engine=request.engine,
-            hub_url=urls[0],
-            root_fingerprint=root_fingerprint,
-            name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
-            cheat=request.cheat,
-            further_hubs=urls[1:],
-            vouch=vouch_of(identity(folder), request.owner, request.vouch),
-            limits=request.limits,
-        )
+            folder=folder, settings=settings, engine=request.engine, hub_url=urls[0],
+            root_fingerprint=root_fingerprint, name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
+            cheat=request.cheat, further_hubs=urls[1:],
+            vouch=vouch_of(identity(folder), request.owner, request.vouch), limits=request.limits,
+        )  # fmt: skip
         run_worker(config, stop)
     return 0
 
@@ -115,16 +109,10 @@ def run_standalone_relay(
     if bounds.disk_budget_gb is None:  # whoever publishes could fill the disk of a stranger
         bounds = bounds.model_copy(update={"disk_budget_gb": MachineLimits().disk(folder) / 1e9})
     config = RelayConfig(
-        folder=folder,
-        upstreams=upstreams or (*trusted.info.sources, *trusted.info.last_resort),
-        run=trusted.run,
-        trusted_key=trusted.trainer_key,
-        host=listen[0],
-        port=listen[1],
-        settings=bounds,
-        peers=peers,
+        folder=folder, upstreams=upstreams or (*trusted.info.sources, *trusted.info.last_resort), run=trusted.run,
+        trusted_key=trusted.trainer_key, host=listen[0], port=listen[1], settings=bounds, peers=peers,
         reach=replace(trusted.reach, given=frozenset(map(endpoint_of, (*upstreams, *peers)))),
-    )
+    )  # fmt: skip
     run_relay(config, stop, lambda _url: None)
 
 

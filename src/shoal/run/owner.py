@@ -169,7 +169,7 @@ class Order:
         """The admin's key with its certificate; the root's if it is needed, or if there is no other."""
         if self.keys is None and "://" in self.run:
             raise UserError("whose orders? give --keys FOLDER with admin.key and admin.json")
-        keys = self.keys or Path(self.run) / "keys"
+        keys = self.keys or RunFolder.open(Path(self.run)).path / "keys"
         root, admin, certificate = (keys / name for name in ("root.key", f"{ADMIN}.key", f"{ADMIN}.json"))
         if needs_root or not admin.exists():
             if not root.exists():
@@ -185,15 +185,11 @@ class Order:
         (key, certificate), verb = self.signer(needs_root), protocol.AdminVerb(self.verb)
         with closing(_client(self.run)) as client:
             action = protocol.AdminAction(
-                run=client.trusted_run().run,
-                id=secrets.token_hex(16),
-                verb=verb,
+                run=client.trusted_run().run, id=secrets.token_hex(16), verb=verb,
                 target=find_node(client, self.target, "node") if verb in ABOUT_NODES else self.target,
-                reason=self.reason,
-                for_s=self.for_s,
-                certificates=self.certificates,
+                reason=self.reason, for_s=self.for_s, certificates=self.certificates,
                 issued_at_ms=SystemClock().now_ms(),
-            )
+            )  # fmt: skip
             return client.admin(
                 protocol.AdminRequest(action=protocol.sign_document(action, key), certificate=certificate)
             ).message

@@ -14,19 +14,21 @@ from pathlib import Path
 from shoal.engines import ENGINES, check_engine
 from shoal.engines.asking import Asking
 from shoal.environments import Environment, EnvironmentSettings, Task, build, prompt_settings_of, require_scoring
+from shoal.environments.composed import inner_of
+from shoal.environments.dataset import DatasetEnvironment
 from shoal.environments.graders.thinking import OPENING
-from shoal.environments.mix import part_of
+from shoal.environments.mix import MixedEnvironment, part_of
 from shoal.environments.protocol import SPLITS
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.hub.limits import Addresses
 from shoal.models import TextTokenizer, model_folder, read_files
-from shoal.models.folder import check_targets, check_weights, read_config
+from shoal.models.folder import BUILTIN, check_targets, check_weights, read_config
 from shoal.rewards.chat import check_address
 from shoal.run.doctor import GPU_FILES
-from shoal.run.estimate import announced_size
+from shoal.run.estimate import announced_size, run_size
 from shoal.run.recipe import Recipe
 from shoal.runtime.clock import SystemClock
-from shoal.runtime.sizing import RunSize, Speeds, validators_needed
+from shoal.runtime.sizing import Speeds, validators_needed
 from shoal.runtime.text import count_of
 from shoal.validator.settings import measurable_kinds, profile_keys
 
@@ -42,12 +44,12 @@ TRIAL_COMPLETIONS = ("", "```python\npass\n```", "\\boxed{1}")
 Say = Callable[[str], None]
 
 
-def check_ingredients(recipe: Recipe, without_model: bool = False, say: Say = log.debug) -> Environment:
-    """Raise a `UserError` for the first thing that would end the run; returns the environment, built. `say` is told
-    which tasks were looked at."""
+def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
+    """Raise a `UserError` for the first thing that would end the run; returns the environment, built. In a dry run
+    `say` is told which tasks were looked at; a model or a sandbox that is not here keeps it from nothing else."""
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
-    files = None if without_model else _check_model(recipe)
+    files = None if say is not None and not has_model(recipe) else _check_model(recipe)
     length, most = recipe.environment.length, recipe.run.max_new_tokens
     if length is not None and max(length.targets) > most:
         raise ConfigError(
@@ -68,8 +70,20 @@ def check_ingredients(recipe: Recipe, without_model: bool = False, say: Say = lo
             OPENING,
             f"{OPENING}\n",
         )
-    _try_scores(recipe.environment, environment, _check_tasks(environment, asking, say))
+    tasks = _check_tasks(environment, asking, say or log.debug)
+    try:
+        require_scoring(environment)
+    except EnvironmentSetupError as error:
+        if say is None:
+            raise
+        say(f"no task was scored, and a run is refused here: {error}")
+    else:
+        _try_scores(recipe.environment, environment, tasks)
     return environment
+
+
+def has_model(recipe: Recipe) -> bool:
+    return recipe.model.path in BUILTIN or Path(recipe.model.path).exists()
 
 
 def _check_model(recipe: Recipe) -> dict[str, bytes]:
@@ -153,7 +167,10 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
     """Ask some tasks of each split (without a model: read them); returns one of each kind. A row of data that cannot be
     asked is passed over when it is drawn, so that only many of them are a mistake; in an environment that makes its
     tasks, one is."""
-    trials, clock = dict[str, Task](), SystemClock()
+    trials, clock, inner = dict[str, Task](), SystemClock(), inner_of(environment)
+    for data in [part.environment for part in inner.parts] if isinstance(inner, MixedEnvironment) else [inner]:
+        if isinstance(data, DatasetEnvironment):
+            say(data.description)
     for split in SPLITS:
         tasks, tried, ends_s = environment.tasks(split), 0, clock.monotonic_s() + SECONDS_TRIED
         problems, kinds = list[UnusableTask](), Counter[str]()
@@ -171,9 +188,11 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
                 kind = f"{part_of(environment, task.id)}/{task.kind}".strip("/")
                 kinds[kind] += 1
                 trials.setdefault(kind, task)
-        how = "read" if asking is None else "asked"
-        of_kinds = ", ".join(f"{count:,} of {kind or environment.name}" for kind, count in kinds.most_common())
-        say(f"{split.replace('_', ' ')}: {count_of(len(tasks), 'task')}, {tried:,} {how} now: {of_kinds or 'none'}")
+        how = "read, without a tokenizer" if asking is None else "read, with the model's tokenizer"
+        of_kinds = [f"{count:,} of {kind or environment.name}" for kind, count in kinds.most_common()]
+        of_kinds += [f"{len(problems):,} that cannot be asked"] if problems else []
+        looked = f", {tried:,} {how}: {', '.join(of_kinds)}" if tried else ""
+        say(f"{split.replace('_', ' ')}: {count_of(len(tasks), 'task')}{looked}")
         if problems and (not getattr(environment, "data_digest", "") or len(problems) > tried * MOST_UNUSABLE):
             raise problems[0]
         if problems:
@@ -187,7 +206,6 @@ def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: 
     reward of one's own may hang: it is tried where it can be ended."""
     from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
 
-    require_scoring(environment)
     is_own = settings.file is not None or any(part.file is not None for part in settings.mix)
     patience = ScoringPatience(start_s=TRIAL_S, job_s=TRIAL_S, all_s=4 * TRIAL_S)
     scorer = ScoringPool(settings, environment, patience=patience) if is_own else DirectScorer(environment)
@@ -201,10 +219,10 @@ def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: 
 # ── what there is to say before a run starts ─
 
 
-def advice(recipe: Recipe, environment: Environment, without_model: bool) -> Iterator[str]:
+def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
     """What whoever starts a run should know: what was not checked, held-out scores that will be of few tasks (a score
     alone looks like any other), validators that would hold every step up."""
-    if without_model:
+    if not has_model(recipe):
         yield (
             f"there is no model folder {recipe.model.path}: what needs it was not checked (weights, tokenizer, chat "
             "template, and whether prompts fit the model's context); all else was"
@@ -214,10 +232,9 @@ def advice(recipe: Recipe, environment: Environment, without_model: bool) -> Ite
         yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
     elif recipe.trainer.evaluate_every and tasks < wanted:
         yield f"held out: only {count_of(tasks, 'task')}; trainer.evaluate_tasks is {wanted}: scores will be rough"
-    run, speeds = recipe.run, Speeds()
-    size = RunSize.made_of(announced_size(recipe), run.group_size, run.max_new_tokens, run.max_staleness)
-    tokens = run.groups_per_step * run.group_size * run.max_new_tokens * speeds.length_share
-    needed = validators_needed(size, tokens, recipe.trainer.processes, speeds)
+    run = recipe.run
+    tokens = run.groups_per_step * run.group_size * run.max_new_tokens * Speeds().length_share
+    needed = validators_needed(run_size(recipe, announced_size(recipe)), tokens, run.steps, recipe.trainer.processes)
     if needed > recipe.validator.count:
         yield (
             f"validator.count is {recipe.validator.count}, and about {needed} validators keep up with the trainer "

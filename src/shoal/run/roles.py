@@ -86,25 +86,15 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     evaluation = EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if trainer.evaluate_every > 0 else None
     kinds = profile_keys(recipe.validator)
     config = HubConfig(
-        folder=folder.path / "hub",
-        run_id=folder.run_id,
-        run=recipe.run,
-        settings=recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}),
-        environment=environment,
-        encode=asking.ids,
-        frame=asking.encoder.frame() if has_dialogues(environment) else ((), ()),
-        eos_token_id=asking.encoder.tokenizer.eos_token_id,
-        key=folder.key("hub"),
-        root_key=folder.root_key,
-        certificates=folder.certificates,
-        sources=endpoints.sources,
-        last_resort=endpoints.last_resort,
+        folder=folder.path / "hub", run_id=folder.run_id, run=recipe.run,
+        settings=recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}), environment=environment,
+        encode=asking.ids, frame=asking.encoder.frame() if has_dialogues(environment) else ((), ()),
+        eos_token_id=asking.encoder.tokenizer.eos_token_id, key=folder.key("hub"), root_key=folder.root_key,
+        certificates=folder.certificates, sources=endpoints.sources, last_resort=endpoints.last_resort,
         profiles=tuple(kind for kind in kinds if scripted or not kind.startswith("scripted/")),
         measurable=measurable_kinds(recipe.validator, trainer.publish_dtype) if not scripted else (),
-        pools=recipe.environment.pools,
-        evaluation=evaluation,
-        model=announced_size(recipe),
-    )
+        pools=recipe.environment.pools, evaluation=evaluation, model=announced_size(recipe),
+    )  # fmt: skip
     run_hub(config, stop, _ready("the hub"))
 
 
@@ -122,15 +112,10 @@ def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
     if index >= len(endpoints.relays):
         raise ConfigError(f"this run has {len(endpoints.relays)} relays; there is no --index {index}")
     config = RelayConfig(
-        folder=folder.path / f"relay-{index}",
-        upstreams=(endpoints.origin,),
-        run=folder.run_id,
-        trusted_key=folder.key("trainer").public_key,
-        host=endpoints.bind,
-        port=port_of(endpoints.relays[index]),
-        settings=folder.recipe.relay.settings,
-        peers=endpoints.relays,
-    )
+        folder=folder.path / f"relay-{index}", upstreams=(endpoints.origin,), run=folder.run_id,
+        trusted_key=folder.key("trainer").public_key, host=endpoints.bind, port=port_of(endpoints.relays[index]),
+        settings=folder.recipe.relay.settings, peers=endpoints.relays,
+    )  # fmt: skip
     run_relay(config, stop, _ready("the relay"))
 
 
@@ -146,16 +131,11 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
     from shoal.trainer.settings import TrainerConfig
 
     config = TrainerConfig(
-        folder=folder.path / "trainer",
-        settings=recipe.trainer,
-        model=recipe.model.path,
-        origin_folder=folder.path / "origin",
-        hub_url=folder.endpoints.hub,
-        root_fingerprint=fingerprint(folder.root_key),
-        key=folder.key("trainer"),
-        certificate=folder.certificate("trainer"),
-        seed=recipe.run.seed,
-    )
+        folder=folder.path / "trainer", settings=recipe.trainer, model=recipe.model.path,
+        origin_folder=folder.path / "origin", hub_url=folder.endpoints.hub,
+        root_fingerprint=fingerprint(folder.root_key), key=folder.key("trainer"),
+        certificate=folder.certificate("trainer"), seed=recipe.run.seed,
+    )  # fmt: skip
     return run_trainer(config, stop)
 
 
@@ -173,17 +153,11 @@ def validator_config(folder: RunFolder, index: int) -> ValidatorConfig:
     if name not in folder.trusted_roles:
         raise ConfigError(f"this run has {recipe.validator.count} validators; there is no --index {index}")
     return ValidatorConfig(
-        folder=folder.path / name,
-        settings=recipe.validator,
-        environment=build(recipe.environment),
-        engine=recipe.validator.engine,
-        hub_url=folder.endpoints.hub,
-        root_fingerprint=fingerprint(folder.root_key),
-        key=folder.key(name),
-        certificate=folder.certificate(name),
-        shuffle_rewards=recipe.environment.shuffle_rewards,
-        scored_by=recipe.environment,
-    )
+        folder=folder.path / name, settings=recipe.validator, environment=build(recipe.environment),
+        engine=recipe.validator.engine, hub_url=folder.endpoints.hub, root_fingerprint=fingerprint(folder.root_key),
+        key=folder.key(name), certificate=folder.certificate(name),
+        shuffle_rewards=recipe.environment.shuffle_rewards, scored_by=recipe.environment,
+    )  # fmt: skip
 
 
 def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = None) -> None:
@@ -208,10 +182,6 @@ def _ready(what: str) -> Callable[[str], None]:
 
 
 _ROLES: dict[str, Callable[[RunFolder, int, StopToken], None]] = {
-    "hub": _hub,
-    "origin": _origin,
-    "relay": _relay,
-    "trainer": _trainer,
-    "validator": _validator,
+    "hub": _hub, "origin": _origin, "relay": _relay, "trainer": _trainer, "validator": _validator,
     "worker": _worker,
-}
+}  # fmt: skip

@@ -30,6 +30,7 @@ Tables = dict[str, Any]
 Keys = tuple[str, ...]
 
 MAX_RECIPE_BYTES = 1_000_000
+NONE = "none"
 
 
 def load_config(path: Path, kind: type[M], overrides: Sequence[str] = ()) -> M:
@@ -66,9 +67,13 @@ def parse_config(text: str, kind: type[M], source: str, overrides: Sequence[str]
         raise ConfigError(f"{source}: not valid TOML: {_lower(str(error))}") from error
     overridden = {_apply(tables, override): override for override in overrides}
     try:
-        return kind.model_validate_json(json.dumps(tables, default=str), strict=True)
+        model = kind.model_validate_json(json.dumps(tables, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(_sentence(error.errors()[0], kind, source, overridden)) from error
+    for keys, override in overridden.items():
+        if override.partition("=")[2].strip() == NONE:
+            _require_none(model, keys, override)
+    return model
 
 
 def dump_config(model: BaseModel) -> str:
@@ -77,28 +82,47 @@ def dump_config(model: BaseModel) -> str:
     return "\n".join(_table_lines((), tables)).strip() + "\n"
 
 
+def _require_none(model: Any, keys: Keys, override: str) -> None:
+    """`section.key=none` is for a setting that may have no value. In tables of any keys (the options of an environment)
+    it only takes the key out."""
+    kind = type(model)
+    for index, key in enumerate(keys):
+        if isinstance(model, Mapping) or model is None:
+            return
+        if isinstance(model, BaseModel) and key not in type(model).model_fields:
+            raise ConfigError(f"--set {override}: {_unknown(keys[: index + 1], kind)}")
+        model = model[int(key)] if isinstance(model, tuple) else getattr(model, key)
+    if model is not None:
+        raise ConfigError(
+            f"--set {override}: it must have a value; without one from the recipe it is {_inline(model)} "
+            f"(--set {'.'.join(keys)}= takes the recipe's away)"
+        )
+
+
 def _apply(tables: Tables, override: str) -> Keys:
-    """Put one `section.key=value` into the tables, or take a key out of them (`section.key=`); returns its keys."""
+    """Put one `section.key=value` into the tables, or take a key out of them (`section.key=`, and `section.key=none`,
+    which need not be there); returns its keys."""
     name, equals, text = override.partition("=")
     keys = tuple(part.strip() for part in name.split("."))
     if not equals or len(keys) < 2 or not all(keys):
         raise ConfigError(f"--set {override}: expected section.key=value, for example --set run.steps=10")
     table: Any = tables
+    value = text.strip()
+    unset = value in ("", NONE)
     for key in keys[:-1]:
         if isinstance(table, list):  # several tables, numbered from 0
             if not (key.isascii() and key.isdecimal() and int(key) < len(table)):
                 raise ConfigError(f"--set {override}: give a number from 0 to {len(table) - 1} in place of {key}")
             table = table[int(key)]
         else:
-            table = table.setdefault(key, {})
+            table = table.get(key, {}) if unset else table.setdefault(key, {})
         several = isinstance(table, list) and table and all(isinstance(one, dict) for one in table)
         if not isinstance(table, dict) and not several:
             raise ConfigError(f"--set {override}: {key} is a value, not a section")
     if isinstance(table, list):
         raise ConfigError(f"--set {override}: {keys[-1]} would be a whole table; name one of its keys")
-    value = text.strip()
-    if not value:
-        if table.pop(keys[-1], None) is None:
+    if unset:
+        if table.pop(keys[-1], None) is None and not value:
             raise ConfigError(f'--set {override}: nothing sets it, so it cannot be unset (an empty text is "")')
         return keys
     table[keys[-1]] = value  # what is no TOML value is the string itself, so that quotes may be left out
@@ -110,9 +134,13 @@ def _apply(tables: Tables, override: str) -> Keys:
 
 def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overridden: Mapping[Keys, str]) -> str:
     keys, given = tuple(str(part) for part in problem["loc"]), problem["input"]
-    where = next((f"--set {text}" for path, text in overridden.items() if keys[: len(path)] == path), source)
+    unknown = problem["type"] == "extra_forbidden"  # an override may go deeper than the key
+    blamed = [
+        text for path, text in overridden.items() if keys[: len(path)] == (path[: len(keys)] if unknown else path)
+    ]
+    where = f"--set {blamed[0]}" if blamed else source
     label = f"[{keys[0]}] {'.'.join(keys[1:])}".strip() if keys else ""
-    if problem["type"] == "extra_forbidden":
+    if unknown:
         return f"{where}: {_unknown(keys, kind)}"
     if problem["type"] == "missing":
         return f"{where}: {label} is missing"

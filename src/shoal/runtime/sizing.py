@@ -20,6 +20,7 @@ FIRST_LEASE = 4  # how often `lease_s` a worker has for its first group (hub/sta
 CLAIM_S = 20.0  # what one claim of several audits should take; a single one may take longer
 HELD_BYTES = 48 * 10**9  # payloads on a validator's disk, up to which more are kept than are needed
 CHECKPOINT_S = 60.0  # of writing checkpoints for every step, on average
+LITTLE_S = 600.0  # of a whole run: what one machine does in so long needs no second one
 TWO_CHECKPOINTS_BYTES = 240 * 10**9
 
 
@@ -133,16 +134,21 @@ def derive(size: RunSize, speeds: Speeds = Speeds()) -> Derived:
     )  # fmt: skip
 
 
-def validators_needed(size: RunSize, tokens: float, processes: int, speeds: Speeds = Speeds()) -> int:
+def validators_needed(size: RunSize, tokens: float, steps: int, processes: int, speeds: Speeds = Speeds()) -> int:
     """So many that checking the tokens of a step takes no longer than training on them, or publishing what comes of it.
 
-    >>> validators_needed(RunSize(parameters=32_000_000_000), 33e6, 8), validators_needed(RunSize(), 33e6, 8)
-    (5, 1)
+    >>> [validators_needed(RunSize(parameters=32 * 10**n), 33e6, 400, 8) for n in (9, 5)]
+    [5, 1]
     """
     operations = size.parameters * tokens / 1e12
     train_s = 6 * operations / (processes * speeds.train_tflops)
     step_s = max(train_s, size.payload_bytes / 1e9 / speeds.publish_gb_s)
-    return max(1, ceil(2 * operations / speeds.audit_tflops / step_s)) if step_s else 1
+    return machines_needed(2 * operations / speeds.audit_tflops, step_s, steps)
+
+
+def machines_needed(alone_s: float, step_s: float, steps: int) -> int:
+    """How many do within `step_s` what one does in `alone_s`; one, if that is little in all steps together."""
+    return 1 if alone_s * steps <= LITTLE_S else ceil(alone_s / step_s)
 
 
 def settle(settings: BaseModel, size: RunSize = RunSize()) -> Derived:

@@ -46,6 +46,7 @@ HOLES = 0.4  # of the activations of all layers; see `_holes`
 MAPPED_BYTES = 32 * 2**20  # from here on glibc takes each block from the system, and gives it back at once
 CONTEXT_BYTES = {"cuda": GIB, "cpu": GIB // 2}  # what torch itself takes, before anything is in it
 ATTENTION = "shoal_planned"
+COPIES = ("copy of the state", "published copy")  # what the first process holds beside what it trains
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class Plan:
     @property
     def total(self) -> int:
         return sum(self.device.values())
+
+    @property
+    def others(self) -> int:
+        """Bytes of a process that is not the first: it holds no copies."""
+        return sum(size for name, size in self.device.items() if name not in COPIES)
 
     @property
     def certain(self) -> int:
@@ -120,8 +126,8 @@ def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int =
     # Host memory of the first process for saving and publishing (`Copies`): weights that are published in another type
     # than they are saved in are there in both. On a GPU the largest weight leaves it gathered and rounded.
     rounds = settings.publish_dtype == "bfloat16" and settings.lora is None
-    copied = {"copy of the state": 4 * shape.weights + 8 * shape.trained}
-    copied |= {"published copy": 2 * shape.weights} if rounds else {}
+    sizes = (4 * shape.weights + 8 * shape.trained, 2 * shape.weights * rounds)
+    copied = {name: size for name, size in zip(COPIES, sizes, strict=True) if size}
     copying = ((0 if alone else 4) + (2 if rounds else 0)) * table
     kept = shape.activation_bytes * tokens
     # glibc seldom puts an aligned block where one of the same size was, so that what layers compute by the way leaves
@@ -160,7 +166,7 @@ def alternatives(
     }
     if kind == "cuda":
         found["trainer.memory.compile=true"] = planned(memory={"compile": True})
-    for count in (2 * processes, 4 * processes, 8 * processes):
+    for count in (2 * processes, 4 * processes, 8 * processes) if kind == "cuda" else ():  # CPUs share a memory
         found[f"trainer.processes={count}"] = planned(count)
     if settings.memory.precision == "float32":
         # Half the bytes; those that are kept in float32 whatever the type make the saving a little smaller.

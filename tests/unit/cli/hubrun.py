@@ -55,19 +55,12 @@ def make_folder(path: Path, *overrides: str) -> RunFolder:
 def hub_config(folder: RunFolder) -> HubConfig:
     endpoints = folder.endpoints
     return HubConfig(
-        folder=folder.path / "hub",
-        run_id=folder.run_id,
-        run=folder.recipe.run,
-        settings=folder.recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}),
-        environment=Tasks(),
-        encode=lambda task: list(task.prompt.encode()),
-        eos_token_id=0,
-        key=folder.key("hub"),
-        root_key=folder.root_key,
-        certificates=folder.certificates,
-        sources=endpoints.sources,
+        folder=folder.path / "hub", run_id=folder.run_id, run=folder.recipe.run,
+        settings=folder.recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}), environment=Tasks(),
+        encode=lambda task: list(task.prompt.encode()), eos_token_id=0, key=folder.key("hub"),
+        root_key=folder.root_key, certificates=folder.certificates, sources=endpoints.sources,
         last_resort=endpoints.last_resort,
-    )
+    )  # fmt: skip
 
 
 @contextmanager

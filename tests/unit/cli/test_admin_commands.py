@@ -12,6 +12,7 @@ import pytest
 from hubrun import earn, hub_config, join, join_validator, make_folder, serving
 
 from kit import Capture, Patch, TempPaths
+from kit.cli import told
 from shoal.cli.main import main
 from shoal.client import ClientOptions, HubClient
 from shoal.errors import HubRefused, UserError
@@ -63,8 +64,7 @@ def test_pause_and_resume(folder: RunFolder, capsys: Capture) -> None:
     assert capsys.readouterr().out == "the run is paused\n"
     reply = client_of(folder, ALICE).lease(LeaseRequest(request="request-1", max_units=1))
     assert "power cut" in reply.waiting
-    assert main(["status", str(folder.path)]) == 0
-    assert "paused by its owner" in capsys.readouterr().out
+    assert "paused by its owner" in told(capsys, 0, "status", folder.path).out
     assert order(folder, "resume") == 0
     assert order(folder, "drain") == 0
     assert order(folder, "resume") == 0
@@ -74,14 +74,12 @@ def test_pause_and_resume(folder: RunFolder, capsys: Capture) -> None:
 
 def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, capsys: Capture) -> None:
     assert order(folder, "ban", "alice", "--reason", "a bot") == 0
-    assert main(["why", ALICE.node[:6], str(folder.path)]) == 0
-    said = capsys.readouterr().out
+    said = told(capsys, 0, "why", ALICE.node[:6], folder.path).out
     assert f"node {ALICE.node} (alice), worker: banned: a bot; only the run's owner can pardon it" in said
     assert "order of the run's owner: verb ban, target" in said
     assert order(folder, "pardon", ALICE.node) == 0
     assert order(folder, "suspend", "bob", "--for", "90") == 0
-    assert main(["why", "bob", str(folder.path), "--json"]) == 0
-    out = capsys.readouterr().out
+    out = told(capsys, 0, "why", "bob", folder.path, "--json").out
     story = json.loads(out[out.index("{") :])
     assert (story["node"]["state"], story["node"]["suspensions"]) == ("suspended", 1)
     assert order(folder, "pardon", "bob") == 0
@@ -91,8 +89,7 @@ def test_a_node_is_named_by_its_name_or_the_start_of_its_id(folder: RunFolder, c
 
 
 def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: Capture) -> None:
-    assert main(["why", "9999999", str(folder.path)]) == 2
-    assert "there is no unit 9999999" in capsys.readouterr().err
+    assert "there is no unit 9999999" in told(capsys, 2, "why", "9999999", folder.path).err
     assert main(["why", "f" * 32, str(folder.path)]) == 2
     assert main(["why", "nobody", str(folder.path)]) == 2
 
@@ -196,8 +193,7 @@ def test_keys_are_rotated_without_an_interruption(tmp_path: Path, capsys: Captur
         verbs = [entry.body["verb"] for entry in entries if entry.kind == "admin"]
         assert verbs == ["certify", "certify", "certify", "pause", "resume", "revoke", "revoke", "revoke"]
         capsys.readouterr()
-        assert main(["ledger", "verify", str(folder.path)]) == 0
-        assert "orders of the owner: 8" in capsys.readouterr().out
+        assert "orders of the owner: 8" in told(capsys, 0, "ledger", "verify", folder.path).out
 
 
 def test_a_hub_that_is_not_running_takes_no_orders(tmp_path: Path) -> None:
@@ -235,8 +231,7 @@ def test_a_key_is_made_private_and_shown(owner: Path, capsys: Capture) -> None:
 
 def test_no_key_is_overwritten(owner: Path, tmp_path: Path, capsys: Capture) -> None:
     before = owner.read_bytes()
-    assert main(["key", "new", str(owner)]) == 0
-    assert "already" in capsys.readouterr().out
+    assert "already" in told(capsys, 0, "key", "new", owner).out
     assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 0
     assert main(["key", "export", str(owner), "--out", str(tmp_path / "sealed")]) == 2
     assert main(["key", "import", str(tmp_path / "sealed"), str(owner)]) == 2
@@ -244,8 +239,7 @@ def test_no_key_is_overwritten(owner: Path, tmp_path: Path, capsys: Capture) -> 
 
 
 def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    assert main(["key", "export", str(owner)]) == 0
-    text = capsys.readouterr().out
+    text = told(capsys, 0, "key", "export", owner).out
     assert "PRIVATE" not in text
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert main(["key", "import", "-", str(tmp_path / "there.key")]) == 0
@@ -261,15 +255,13 @@ def test_a_key_is_carried_to_another_machine(owner: Path, tmp_path: Path, capsys
 def test_without_a_terminal_a_passphrase_has_to_be_given(owner: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.delenv(PASSPHRASE)
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert main(["key", "export", str(owner)]) == 2
-    assert "--passphrase-file" in capsys.readouterr().err
+    assert "--passphrase-file" in told(capsys, 2, "key", "export", owner).err
 
 
 def test_an_owner_vouches_for_a_machine_without_going_there(owner: Path, tmp_path: Path, capsys: Capture) -> None:
     machine = SigningKey.generate()
     for name in (machine.node, machine.public_key):
-        assert main(["key", "vouch", name, "--owner", str(owner)]) == 0
-        text = capsys.readouterr().out
+        text = told(capsys, 0, "key", "vouch", name, "--owner", owner).out
         vouch = open_document(SignedDocument.model_validate_json(text), Vouch, load_key(owner).public_key)
         assert (vouch.node, vouch.owner) == (machine.node, load_key(owner).public_key)
     (tmp_path / "vouch.json").write_text(text)

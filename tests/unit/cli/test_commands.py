@@ -18,7 +18,7 @@ import pytest
 import typer
 
 from kit import Capture, Patch, fork
-from kit.cli import NODE, TINY, one_line, report, status, wait
+from kit.cli import NODE, TINY, one_line, report, status, told, wait
 from shoal.cli.main import READERS, app, explain, main
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
@@ -71,10 +71,17 @@ def test_the_commands_are_these() -> None:
 
 
 def test_help_groups_the_commands_by_reader(capsys: Capture) -> None:
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
+    shown = told(capsys, 0, "--help").out
     assert all(reader in shown for reader in READERS)
     assert "Commands" not in shown, "a command is in no group"
+
+
+def test_help_shows_defaults_that_are_said_in_words(capsys: Capture, monkeypatch: Patch) -> None:
+    """What is in square brackets would be taken for markup, and left out."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "The run's folder. (default: runs/NAME)" in told(capsys, 0, "run", "--help").out
+    sources = (Path(sys.modules["shoal.cli"].__path__[0])).glob("*.py")
+    assert not [path.name for path in sources if "[default:" in path.read_text()]
 
 
 # ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -84,52 +91,6 @@ def test_help_groups_the_commands_by_reader(capsys: Capture) -> None:
 def test_a_hub_that_cannot_be_reached(shoal: Shoal, command: list[str]) -> None:
     message = one_line(shoal(*command, "--wait", "0"), 4)
     assert NOWHERE in message
-
-
-def in_process(capsys: Capture, *arguments: str) -> tuple[int, str]:
-    code = main(arguments)
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    return code, error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "text"),
-    [
-        (["run", "--nonsense"], 2, "No such option: --nonsense"),
-        (["run"], 2, "which recipe? for example: shoal run"),
-        (["run", str(TINY), "--set", "steps"], 2, "expected section.key=value"),
-        (["run", "none.toml"], 2, "there is no recipe at none.toml"),
-        (["run", str(TINY), "--set", "trainer.minibatches=many"], 2, "--set trainer.minibatches=many: [trainer] mini"),
-        (["run", str(TINY), "--dir", "{tmp}/something/run"], 3, "a part of the path is a file, not a folder"),
-        (["run", str(TINY), "--dir", "{tmp}/r", "--set", "model.path=/none/such"], 2, "there is no model folder /none"),
-        (["swim"], 2, "No such command 'swim'"),
-        (["status"], 2, "Missing argument"),
-        (["run", str(TINY), "--set", "worker.engine=steam", "--dir", "{tmp}/r"], 2, "there is no such engine"),
-        (["run", str(TINY), "--set", "environment.name=sorting", "--dir", "{tmp}/r"], 2, "there is no environment"),
-        (["run", str(TINY), "--dir", "{tmp}"], 2, "is not empty and not a run's"),
-        (["export", "{tmp}", "{tmp}/out"], 2, "is not a run folder"),
-        (["status", "{tmp}"], 2, "is not a run folder"),
-        (["join"], 2, "give the run's join URL"),
-        (["join", "example"], 2, "is not a hub address"),
-        (["join", "http://host:1/#abc"], 2, "is not a root fingerprint"),
-        (["relay"], 2, "give --dir RUN"),
-        (["join", NOWHERE, "--max-memory", "lots"], 2, "--max-memory 'lots' is no amount of bytes"),
-        (
-            ["join", NOWHERE, "--max-bandwidth", "20"],
-            2,
-            "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s",
-        ),
-        (["join", "--dir", "{tmp}", "--max-disk", "1GB"], 2, "go with a join URL, not with --dir"),
-    ],
-)
-def test_other_mistakes(tmp_path: Path, capsys: Capture, arguments: list[str], code: int, text: str) -> None:
-    (tmp_path / "something").write_text("")
-    ended, error = in_process(capsys, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
-    assert ended == code
-    assert text in error
-    assert error.startswith("shoal: ")
-    assert error.count("\n") == 1
 
 
 def test_errors_become_one_line_and_their_exit_code() -> None:
@@ -143,8 +104,7 @@ def test_errors_become_one_line_and_their_exit_code() -> None:
 def test_a_traceback_is_shown_only_when_asked_for(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.delenv("SHOAL_DEBUG", raising=False)
     monkeypatch.setenv("SHOAL_DEBUG", "1")
-    assert main(["run", "none.toml"]) == 2
-    error = capsys.readouterr().err
+    error = told(capsys, 2, "run", "none.toml").err
     assert "Traceback" in error
     assert error.splitlines()[-1] == "shoal: there is no recipe at none.toml"
 
@@ -161,11 +121,9 @@ def test_supervised_role_shows_the_traceback_of_a_bug_only(capsys: Capture, monk
         monkeypatch.setattr("shoal.cli.run._role", _failing(error))
         assert main(["trainer", "--dir", "run"]) == code
         assert capsys.readouterr().err == f"shoal: {error}\n"
-    assert main(["trainer", "--nonsense"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in told(capsys, 2, "trainer", "--nonsense").err
     monkeypatch.setattr("shoal.cli.run._role", _failing(KeyError("oops")))
-    assert main(["trainer", "--dir", "run"]) == 1
-    said = capsys.readouterr().err
+    said = told(capsys, 1, "trainer", "--dir", "run").err
     assert "Traceback" in said
     assert said.splitlines()[-1].startswith("shoal: this is a bug: KeyError")
 
@@ -184,7 +142,7 @@ def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path:
     ran = shoal("run", str(TINY), "--dry-run", "--set", "worker.count=5", "--set", "run.steps=7")
     assert ran.returncode == 0
     shown = parse_config(ran.stdout, Recipe, "shown")
-    assert shown == settled(load_recipe(TINY, ["run.steps=7", "worker.count=5"]))
+    assert shown == settled(load_recipe(TINY, ["run.steps=7", "worker.count=5"]))[0]
     assert (shown.hub.lease_s, shown.trainer.checkpoint_every) == (60, 1)
     ran = shoal("run", str(TINY), "--dry-run", "--set", "hub.database=postgresql://shoal:s3cret@db.example/run")
     assert "postgresql://shoal:***@db.example/run" in ran.stdout
@@ -245,8 +203,7 @@ def hub_url() -> Iterator[str]:
 
 
 def test_status_is_shown_for_people_and_for_programs(hub_url: str, capsys: Capture) -> None:
-    assert main(["status", hub_url]) == 0
-    shown = capsys.readouterr().out
+    shown = told(capsys, 0, "status", hub_url).out
     for part in ("demo-1", "step 2/9", "held out    0.75", "the cap is reached", "trainer waits for a batch", "worker"):
         assert part in shown
     assert main(["status", hub_url, "--json"]) == 0
@@ -262,8 +219,7 @@ def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: Capt
 
 
 def test_status_of_a_hub_with_another_root_key_than_the_url_names_is_refused(hub_url: str, capsys: Capture) -> None:
-    assert main(["status", hub_url + "/#" + "ab" * 20]) == 1
-    assert "impostor" in capsys.readouterr().err
+    assert "impostor" in told(capsys, 1, "status", hub_url + "/#" + "ab" * 20).err
 
 
 def test_the_doctor_says_what_to_do_about_each_problem(hub_url: str, tmp_path: Path, capsys: Capture) -> None:
@@ -273,12 +229,10 @@ def test_the_doctor_says_what_to_do_about_each_problem(hub_url: str, tmp_path: P
     assert any("a part of the path is a file" in line for line in problems)
     assert any("set this machine's clock" in line for line in problems)  # that hub lives in 1970
     assert any("0 of 1 sources answer" in line and "check your network" in line for line in problems)
-    assert main(["doctor", NOWHERE, "--folder", str(tmp_path)]) == 1
-    assert "check the address and your network" in capsys.readouterr().out
+    assert "check the address and your network" in told(capsys, 1, "doctor", NOWHERE, "--folder", tmp_path).out
     assert main(["doctor", f"{hub_url}/#{'ab' * 20}", "--folder", str(tmp_path)]) == 1
     assert "another run or an impostor" in capsys.readouterr().out
-    assert main(["doctor", "nonsense", "--folder", str(tmp_path)]) == 1
-    assert "is not a hub address" in capsys.readouterr().out
+    assert "is not a hub address" in told(capsys, 1, "doctor", "nonsense", "--folder", tmp_path).out
 
 
 def test_output_that_is_not_utf_8_ends_nothing() -> None:

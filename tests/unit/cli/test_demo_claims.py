@@ -57,99 +57,49 @@ def batch(*units: int) -> tuple[str, dict[str, Any]]:
     return "batch", {"step": 0, "units": list(units)}
 
 
-def cheater_caught(entries: list[LedgerEntry], cast: Cast) -> Claim:
+def cheater_caught(*rows: tuple[str, dict[str, Any]]) -> Claim:
     """As the hub's rows would have it."""
-    banned_at_ms = {entry.body["node"]: entry.at_ms for entry in entries if entry.kind == "sanction"}
-    return claims.cheater_caught(entries, fold(entries).by_node, banned_at_ms.get(cast.cheater, 0), cast)
+    entries = ledger(*rows)
+    shut_out_at_ms = {entry.body["node"]: entry.at_ms for entry in entries if entry.kind == "sanction"}
+    return claims.cheater_caught(entries, fold(entries).by_node, shut_out_at_ms.get(CAST.cheater, 0), CAST)
 
 
-def honest_unpunished(entries: list[LedgerEntry], cast: Cast) -> Claim:
-    return claims.honest_unpunished(fold(entries).by_node, cast)
+def honest_unpunished(*rows: tuple[str, dict[str, Any]]) -> Claim:
+    return claims.honest_unpunished(fold(ledger(*rows)).by_node, CAST)
 
 
 CAUGHT = (credit("aa", 1), credit("bb", 2), rejected("cc", 3), banned("cc", "sampling.seed: other dice"), batch(1, 2))
-
-
-def test_learning_is_twenty_points_or_more() -> None:
-    assert learned([0.3, 0.4, 0.5]).holds
-    assert "+20.0 points" in learned([0.3, 0.5]).sentence
-    short = learned([0.3, 0.49])
-    assert not short.holds
-    assert "at least +20 were expected" in short.sentence
-    assert not learned([0.3, 0.9, 0.4]).holds, "the last score counts, not the best"
-
-
-@pytest.mark.parametrize("scores", [[], [0.9]])
-def test_a_score_measured_once_shows_no_learning(scores: list[float]) -> None:
-    assert not learned(scores).holds
-
-
-def test_the_cheater_is_caught_for_what_it_did() -> None:
-    claim = cheater_caught(ledger(*CAUGHT), CAST)
-    assert claim.holds
-    assert "banned 4 s after" in claim.sentence
-    assert "sampling.seed: other dice; 1 rejected, none accepted" in claim.sentence
-
-
-def test_a_run_that_ends_before_the_second_strike_has_suspended_the_cheater() -> None:
-    body = {
-        "node": "cc",
-        "state": "suspended",
-        "reason": "sampling.seed: 2 of 127 tokens",
-        "until_ms": START_MS + 60_000,
-    }
-    claim = cheater_caught(ledger(rejected("cc", 3), ("sanction", body)), CAST)
-    assert claim.holds
-    assert "suspended 2 s after the hub began, for sampling.seed: 2 of 127 tokens; 1 rejected, none" in claim.sentence
-
-
-def test_what_equals_honest_work_may_pass_and_is_said() -> None:
-    rows = (credit("cc", 5), credit("cc", 6), batch(4, 5), rejected("cc", 7), banned("cc", "sampling.seed: x"))
-    claim = cheater_caught(ledger(*rows), CAST)
-    assert claim.holds
-    assert "2 accepted, being what honest seeds give as well (1 of them trained on)" in claim.sentence
+SUSPENDED = {"node": "cc", "state": "suspended", "reason": "sampling.seed: 2 of 127 tokens", "until_ms": 1_060_000}
+PASSED = (credit("cc", 5), credit("cc", 6), batch(4, 5), rejected("cc", 7), banned("cc", "sampling.seed: x"))
 
 
 @pytest.mark.parametrize(
-    ("rows", "why"),
+    ("claim", "holds", "words"),
     [
-        ((credit("aa", 1), credit("bb", 2)), "not caught"),
-        ((rejected("cc", 3),), "not caught"),
-        ((banned("aa", "sampling.seed: x"),), "not caught"),
-        ((rejected("cc", 3), banned("cc", "envelope.malformed: x")), "not for"),
+        (learned([0.3, 0.4, 0.5]), True, "+20.0 points"),
+        (learned([0.3, 0.49]), False, "at least +20 were expected"),
+        (learned([0.3, 0.9, 0.4]), False, "0.300 → 0.400"),  # the last score counts, not the best
+        (learned([]), False, "was measured 0 times"),
+        (learned([0.9]), False, "was measured 1 times"),
+        (cheater_caught(*CAUGHT), True, "banned 4 s after the hub began, for sampling.seed: other dice; 1 rejected"),
+        (cheater_caught(rejected("cc", 3), ("sanction", SUSPENDED)), True, "suspended 2 s after the hub began, for"),
+        (cheater_caught(*PASSED), True, "2 accepted, being what honest seeds give as well (1 of them trained on)"),
+        (cheater_caught(credit("aa", 1), credit("bb", 2)), False, "not caught"),
+        (cheater_caught(rejected("cc", 3)), False, "not caught"),
+        (cheater_caught(banned("aa", "sampling.seed: x")), False, "not caught"),
+        (cheater_caught(rejected("cc", 3), banned("cc", "envelope.malformed: x")), False, "not for"),
+        (honest_unpunished(*CAUGHT), True, "2 groups accepted, 0 rejected, credit 20"),
+        (honest_unpunished(*CAUGHT, rejected("aa", 9)), False, "punished without cause"),
+        (honest_unpunished(*CAUGHT, banned("bb", "sampling.seed: x")), False, "punished without cause"),
+        (honest_unpunished(credit("aa", 1)), False, "worker-1"),
+        (model_scores_as_claimed(0.75, Recount(score=0.75, tasks=256)), True, "as claimed"),
+        (model_scores_as_claimed(0.75, Recount(score=0.75 - 1 / 256, tasks=256)), True, "as claimed"),
+        (model_scores_as_claimed(0.75, Recount(score=0.75 - 2 / 256, tasks=256)), False, "the trainer claimed 0.750"),
+        (model_scores_as_claimed(None, Recount(score=0.75, tasks=256)), False, "the trainer made no claim"),
     ],
-    ids=["never seen", "rejected only", "another was banned", "for another reason"],
 )
-def test_a_cheater_that_got_away_fails_the_demo(rows: tuple[tuple[str, dict[str, Any]], ...], why: str) -> None:
-    claim = cheater_caught(ledger(*rows), CAST)
-    assert not claim.holds
-    assert why in claim.sentence
-
-
-def test_the_honest_are_unpunished() -> None:
-    claim = honest_unpunished(ledger(*CAUGHT), CAST)
-    assert claim.holds
-    assert "2 groups accepted, 0 rejected, credit 20" in claim.sentence
-
-
-@pytest.mark.parametrize("extra", [rejected("aa", 9), banned("bb", "sampling.seed: x")], ids=["rejected", "banned"])
-def test_one_honest_worker_punished_fails_the_demo(extra: tuple[str, dict[str, Any]]) -> None:
-    claim = honest_unpunished(ledger(*CAUGHT, extra), CAST)
-    assert not claim.holds
-    assert "punished without cause" in claim.sentence
-
-
-def test_an_honest_worker_that_did_nothing_fails_the_demo() -> None:
-    claim = honest_unpunished(ledger(credit("aa", 1)), CAST)
-    assert not claim.holds
-    assert "worker-1" in claim.sentence
-
-
-def test_the_model_scores_as_claimed_within_one_task() -> None:
-    assert model_scores_as_claimed(0.75, Recount(score=0.75, tasks=256)).holds
-    assert model_scores_as_claimed(0.75, Recount(score=0.75 - 1 / 256, tasks=256)).holds
-    assert not model_scores_as_claimed(0.75, Recount(score=0.75 - 2 / 256, tasks=256)).holds
-    assert not model_scores_as_claimed(None, Recount(score=0.75, tasks=256)).holds
+def test_a_claim_holds_or_fails_the_demo(claim: Claim, holds: bool, words: str) -> None:
+    assert (claim.holds, words in claim.sentence) == (holds, True), claim
 
 
 FACTS: dict[str, object] = {"seed": 3}
@@ -162,28 +112,19 @@ def earlier_demo(path: Path) -> Path:
     return path
 
 
-def test_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     path = earlier_demo(tmp_path / "demo")
     make_room(path, FACTS)
     assert [entry.name for entry in path.iterdir()] == [MARK]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["demo"]
-
-
-def test_a_folder_that_is_not_a_demos_is_refused_and_untouched(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="not an earlier demo's; choose another with --dir"):
-        make_room(tmp_path, FACTS)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_link_or_a_file_in_its_place_is_refused_and_what_it_points_to_untouched(tmp_path: Path) -> None:
-    real = earlier_demo(tmp_path / "real")
-    (tmp_path / "link").symlink_to(real)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.tex").write_text("years of work")
+    (tmp_path / "link").symlink_to(earlier_demo(tmp_path / "real"))
     (tmp_path / "file").write_text("x")
-    for name in ("link", "file"):
-        with pytest.raises(ConfigError, match="is not a folder"):
+    there = sorted(tmp_path.rglob("*"))
+    for name, words in (("work", "not an earlier demo's; choose"), ("link", "is not a folder"), ("file", "is not a f")):
+        with pytest.raises(ConfigError, match=words):
             make_room(tmp_path / name, FACTS)
-    assert (real / "hub" / "hub.db").exists()
+    assert sorted(tmp_path.rglob("*")) == there
 
 
 @pytest.mark.parametrize("busy", [".", "hub"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,22 +64,16 @@ def test_a_password_may_have_any_character(url: str) -> None:
     assert masked(url) == url.replace("a/b@c", "***")
 
 
-def test_preparing_again_changes_nothing(folder: RunFolder) -> None:
-    before = files(folder.path)
-    assert RunFolder.prepare(folder.path, recipe()) == folder
+def test_preparing_again_changes_nothing_and_needs_no_root_key(folder: RunFolder) -> None:
+    before, run = files(folder.path), folder.run_id
+    assert RunFolder.prepare(folder.path, recipe()) == RunFolder.open(folder.path) == folder
     assert files(folder.path) == before
-    assert RunFolder.open(folder.path) == folder
-
-
-def test_the_root_key_may_be_moved_away_once_certificates_exist(folder: RunFolder) -> None:
-    run = folder.run_id
     (folder.path / "keys" / "root.key").unlink()
-    again = RunFolder.prepare(folder.path, recipe())
-    assert again.run_id == run
+    assert RunFolder.prepare(folder.path, recipe()).run_id == run
     assert not (folder.path / "keys" / "root.key").exists()
 
 
-def test_a_missing_certificate_needs_the_same_root_key(folder: RunFolder) -> None:
+def test_a_missing_certificate_needs_the_same_root_key_and_no_second_one_is_made(folder: RunFolder) -> None:
     root = folder.path / "keys" / "root.key"
     root.unlink()
     with pytest.raises(ConfigError, match="so is the root key: put it back"):
@@ -86,18 +81,18 @@ def test_a_missing_certificate_needs_the_same_root_key(folder: RunFolder) -> Non
     load_or_create_key(root)
     with pytest.raises(ConfigError, match="is not the root key"):
         RunFolder.prepare(folder.path, recipe("validator.count=3"))
+    root.unlink()
+    (folder.path / "keys" / "hub.json").unlink()
+    with pytest.raises(ConfigError, match="so is the root key: put it back"):
+        RunFolder.prepare(folder.path, folder.recipe)
 
 
-def test_a_folder_belongs_to_one_recipe(folder: RunFolder) -> None:
+def test_a_folder_takes_a_corrected_recipe_until_something_has_happened_in_it(folder: RunFolder) -> None:
+    RunFolder.prepare(folder.path, recipe("run.seed=3"))
     (folder.path / "hub").mkdir()
-    with pytest.raises(ConfigError, match=r"another recipe \(run.seed was 0, is 7; trainer.loss was 'two_sided_clip'"):
+    with pytest.raises(ConfigError, match=r"another recipe \(run.seed was 3, is 7; trainer.loss was 'two_sided_clip'"):
         RunFolder.prepare(folder.path, recipe("run.seed=7", "trainer.loss=ppo_clip"))
-    assert RunFolder.open(folder.path).recipe == folder.recipe
-
-
-def test_a_folder_in_which_nothing_has_happened_takes_a_corrected_recipe(folder: RunFolder) -> None:
-    RunFolder.prepare(folder.path, recipe("run.seed=7"))
-    assert RunFolder.open(folder.path).recipe.run.seed == 7
+    assert RunFolder.open(folder.path).recipe.run.seed == 3
 
 
 def test_a_run_that_is_going_on_keeps_its_recipe(folder: RunFolder, monkeypatch: Patch) -> None:
@@ -106,13 +101,6 @@ def test_a_run_that_is_going_on_keeps_its_recipe(folder: RunFolder, monkeypatch:
     with FolderLock(folder.path).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
         RunFolder.prepare(folder.path, recipe("worker.count=3"))
     assert files(folder.path)["recipe.toml"] == before["recipe.toml"]
-
-
-def test_no_second_root_key_is_made_for_a_run(folder: RunFolder) -> None:
-    (folder.path / "keys" / "hub.json").unlink()
-    (folder.path / "keys" / "root.key").unlink()
-    with pytest.raises(ConfigError, match="so is the root key: put it back"):
-        RunFolder.prepare(folder.path, folder.recipe)
 
 
 CHANGEABLE = (
@@ -151,37 +139,38 @@ def begun(folder: RunFolder) -> RunFolder:
 
 
 @pytest.mark.parametrize(
-    ("override", "command"),
+    ("before", "override", "command"),
     [
         (
+            "hub.host=127.0.0.1",
             "hub.database=postgresql://u:s3cret@h/d",
-            r"restore FILE FOLDER --set hub.database=postgresql://u:\*\*\*@h/d$",
+            r" --set hub.database=postgresql://u:\*\*\*@h/d",
         ),
-        ("hub.storage=s3://bucket/x", "restore FILE FOLDER --set hub.storage=s3://bucket/x$"),
+        ("hub.host=127.0.0.1", "hub.storage=s3://bucket/x", " --set hub.storage=s3://bucket/x"),
+        ("hub.database=postgresql://u:old@h/d", "hub.host=127.0.0.1", ""),  # nor back, by its first recipe
     ],
 )
-def test_only_a_restore_moves_a_run_that_has_begun(folder: RunFolder, override: str, command: str) -> None:
-    begun(folder)
-    before = files(folder.path)
-    with pytest.raises(ConfigError, match=command):
-        RunFolder.prepare(folder.path, recipe(override))
-    assert files(folder.path) == before
+def test_only_a_restore_moves_a_run_that_has_begun(tmp_path: Path, before: str, override: str, command: str) -> None:
+    run = begun(RunFolder.prepare(tmp_path / "run", recipe(before)))
+    there = files(run.path)
+    with pytest.raises(ConfigError, match=f"restore FILE FOLDER{command}$"):
+        RunFolder.prepare(run.path, recipe(override))
+    assert files(run.path) == there
 
 
-def test_a_run_that_was_moved_is_not_moved_back_by_its_first_recipe(tmp_path: Path) -> None:
-    moved = begun(RunFolder.prepare(tmp_path / "run", recipe("hub.database=postgresql://u:old@h/d")))
-    with pytest.raises(ConfigError, match=r"shoal restore FILE FOLDER$"):
-        RunFolder.prepare(moved.path, recipe())
-    RunFolder.prepare(moved.path, recipe("hub.database=postgresql://u:new@h/d"))  # the password alone may change
-    assert RunFolder.open(moved.path).recipe.hub.database == "postgresql://u:new@h/d"
-
-
-def test_a_mistyped_database_of_a_first_start_can_be_mended(tmp_path: Path) -> None:
-    folder = RunFolder.prepare(tmp_path / "run", recipe("hub.database=postgresql://h/typo"))
-    (folder.path / "hub").mkdir()
-    (folder.path / "origin" / "manifests").mkdir(parents=True)
-    RunFolder.prepare(folder.path, recipe("hub.database=postgresql://h/d"))
-    assert RunFolder.open(folder.path).recipe.hub.database == "postgresql://h/d"
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_of_its_database_the_password_may_change_and_before_a_run_has_begun_all(
+    tmp_path: Path, has_begun: bool
+) -> None:
+    run = RunFolder.prepare(
+        tmp_path / "run", recipe(f"hub.database=postgresql://u:old@{'h' if has_begun else 'typo'}/d")
+    )
+    (run.path / "hub").mkdir()
+    (run.path / "origin" / "manifests").mkdir(parents=True)
+    if has_begun:
+        (run.path / "hub" / "hub.db").touch()
+    RunFolder.prepare(run.path, recipe("hub.database=postgresql://u:new@h/d"))
+    assert RunFolder.open(run.path).recipe.hub.database == "postgresql://u:new@h/d"
 
 
 def test_a_run_that_has_begun_can_be_made_longer_never_shorter(folder: RunFolder) -> None:
@@ -199,27 +188,20 @@ def test_a_folder_that_is_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     assert sorted(files(tmp_path)) == ["photo.jpg"]
 
 
-def test_a_certificate_that_was_tampered_with_is_refused(folder: RunFolder) -> None:
-    path = folder.path / "keys" / "trainer.json"
-    good = path.read_text()
-    path.write_text(good.replace('"trainer"', '"validator"'))
-    with pytest.raises(ConfigError, match=r"trainer\.json: .*remove it to get a new one"):
-        folder.certificate("trainer")
-    path.write_text(good[: len(good) // 2])
-    with pytest.raises(ConfigError, match=r"trainer\.json is not a certificate"):
-        folder.certificate("trainer")
+def test_a_certificate_that_is_not_this_processs_is_refused(folder: RunFolder) -> None:
+    path, root = folder.path / "keys" / "trainer.json", folder.key("root")
+    good, made = path.read_text(), []
+    for run, key in (("other-run", folder.key("hub")), (folder.run_id, SigningKey.generate())):
+        document = RoleCertificate(run=run, role="trainer", public_key=key.public_key, issued_at_ms=1)
+        made.append((sign_document(document, root).model_dump_json(), "is for another key, role or run"))
+    tampered = good.replace('"trainer"', '"validator"'), r"trainer\.json: .*remove it to get a new one"
+    for text, words in (*made, tampered, (good[: len(good) // 2], r"trainer\.json is not a certificate")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            folder.certificate("trainer")
     path.unlink()
     with pytest.raises(ConfigError, match="cannot read the certificate"):
         folder.certificate("trainer")
-
-
-def test_a_certificate_for_another_run_or_key_is_refused(folder: RunFolder) -> None:
-    root = folder.key("root")
-    for run, key in (("other-run", folder.key("hub")), (folder.run_id, SigningKey.generate())):
-        document = RoleCertificate(run=run, role="trainer", public_key=key.public_key, issued_at_ms=1)
-        (folder.path / "keys" / "trainer.json").write_text(sign_document(document, root).model_dump_json())
-        with pytest.raises(ConfigError, match="is for another key, role or run"):
-            folder.certificate("trainer")
 
 
 # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -237,29 +219,29 @@ def test_addresses_are_written_down_and_kept_for_the_next_start(folder: RunFolde
     assert folder.assign_endpoints() == first
 
 
-def test_a_port_taken_in_the_meantime_is_replaced_by_another(folder: RunFolder) -> None:
-    first = folder.assign_endpoints()
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", port_of(first.origin)))
-        other.listen()
-        second = folder.assign_endpoints()
-    assert second.origin != first.origin
-    assert second.hub == first.hub
-
-
-def test_a_configured_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody else listens on."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        port = other.getsockname()[1]
-        folder = RunFolder.prepare(tmp_path / "run", recipe(f"hub.port={port}"))
-        with pytest.raises(ResourceError, match=rf"cannot listen on port {port} .*hub\.port=0"):
-            folder.assign_endpoints()
-    assert port_of(folder.assign_endpoints().hub) == port
+        yield other.getsockname()[1]
 
 
-def test_an_address_that_is_not_this_machines_is_refused(tmp_path: Path) -> None:
-    folder = RunFolder.prepare(tmp_path / "run", recipe("hub.host=192.0.2.1"))
+def test_an_earlier_port_that_is_taken_is_replaced_by_another(folder: RunFolder, taken: int) -> None:
+    first = folder.assign_endpoints()
+    path = folder.path / "endpoints.json"
+    path.write_text(path.read_text().replace(first.origin, f"http://127.0.0.1:{taken}"))
+    second = folder.assign_endpoints()
+    assert port_of(second.origin) != taken
+    assert second.hub == first.hub
+
+
+def test_a_configured_address_that_cannot_be_had_is_one_sentence(tmp_path: Path, taken: int) -> None:
+    folder = RunFolder.prepare(tmp_path / "run", recipe(f"hub.port={taken}"))
+    with pytest.raises(ResourceError, match=rf"cannot listen on port {taken} .*hub\.port=0"):
+        folder.assign_endpoints()
+    folder = RunFolder.prepare(tmp_path / "other", recipe("hub.host=192.0.2.1"))
     with pytest.raises(ResourceError, match=r"192\.0\.2\.1 .*is it an address of this machine"):
         folder.assign_endpoints()
 

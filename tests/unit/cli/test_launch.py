@@ -41,24 +41,20 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.prepare(tmp_path / "run", recipe)
 
 
-def test_each_role_is_a_command_of_the_same_program() -> None:
+def test_each_role_is_a_command_of_the_same_program_and_a_cheater_has_one_option_more() -> None:
     run = Path("/r")
     assert command_of(run, "origin") == ["relay", "--origin", "--dir", "/r"]
     assert command_of(run, "validator-1") == ["validator", "--dir", "/r", "--index", "1"]
-    spec = process_spec(run, "worker-0")
-    assert spec.argv == (sys.executable, "-m", "shoal.cli", "join", "--dir", "/r", "--index", "0")
-    assert spec.log == run / "logs" / "worker-0.log"
+    honest, cheater = (process_spec(run, "worker-0", cheat) for cheat in (None, "best-of"))
+    assert honest.argv == (sys.executable, "-m", "shoal.cli", "join", "--dir", "/r", "--index", "0")
+    assert honest.log == run / "logs" / "worker-0.log"
+    assert cheater == replace(honest, argv=(*honest.argv, "--cheat", "best-of"))
 
 
 def test_who_ends_the_run_and_who_is_missed() -> None:
-    kinds = {
-        name: process_spec(Path("/r"), name)
-        for name in ("hub", "origin", "relay-0", "trainer", "validator-0", "worker-0")
-    }
-    assert {name: spec.when_done for name, spec in kinds.items()} == {
-        "hub": "restart", "origin": "restart", "relay-0": "restart", "trainer": "end", "validator-0": "rest",
-        "worker-0": "rest",
-    }  # fmt: skip
+    names = ("hub", "origin", "relay-0", "trainer", "validator-0", "worker-0")
+    kinds = {name: process_spec(Path("/r"), name) for name in names}
+    assert [spec.when_done for spec in kinds.values()] == ["restart", "restart", "restart", "end", "rest", "rest"]
     assert [name for name, spec in kinds.items() if not spec.essential] == ["relay-0", "worker-0"]
 
 
@@ -75,22 +71,22 @@ def start(folder: RunFolder, patience_s: float = 600.0) -> Launched:
     return launch(folder, patience_s, StopToken(), Memory())
 
 
-def test_a_cheater_is_a_worker_with_one_more_option() -> None:
-    honest, cheater = (process_spec(Path("/r"), "worker-2", cheat) for cheat in (None, "best-of"))
-    assert cheater.argv == (*honest.argv, "--cheat", "best-of")
-    assert replace(cheater, argv=honest.argv) == honest
-
-
-def test_the_run_ends_well_with_its_trainer(monkeypatch: Patch, folder: RunFolder) -> None:
-    stand_ins(monkeypatch, "print('done')")
-    display = Memory()
-    launched = launch(folder, 600.0, StopToken(), display)
+def test_the_run_ends_well_with_its_trainer_and_further_processes_are_supervised_like_the_rest(
+    monkeypatch: Patch, folder: RunFolder
+) -> None:
+    log = folder.path / "logs" / "worker-2.log"
+    gate = f"import os, time\nwhile not os.path.exists({str(log)!r}) or 'up' not in open({str(log)!r}).read(): pass"
+    stand_ins(monkeypatch, gate)
+    up = (sys.executable, "-S", "-c", f"print('up', flush=True)\n{SERVE}")
+    extra, display = ProcessSpec("worker-2", up, log, False, "rest"), Memory()
+    launched = launch(folder, 600.0, StopToken(), display, (extra,), {"worker-2": "cheats"})
     assert launched.ending == Ending(0, "")
     assert launched.status is None
     assert 0 < launched.elapsed_s < 60
     assert display.said[0].startswith(f"run {folder.run_id} in {folder.path}, hub at http://127.0.0.1:")
     assert folder.endpoints.join in display.said[1]
-    assert [process.name for process in display.scenes[-1].processes] == role_names(folder)
+    assert [process.name for process in display.scenes[-1].processes] == [*role_names(folder), "worker-2"]
+    assert display.scenes[-1].notes == {"worker-2": "cheats"}
     assert json.loads((folder.path / "processes.json").read_text()) == {}
     assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
 
@@ -104,7 +100,7 @@ def test_only_a_finished_run_loses_its_caches_and_older_versions(monkeypatch: Pa
     for path in (*caches, *kept):
         path.mkdir(parents=True)
         (path / "file").write_bytes(b"data")
-    stand_ins(monkeypatch, "import sys; print('shoal: the model is broken', file=sys.stderr); sys.exit(2)")
+    stand_ins(monkeypatch, BROKEN)
     assert start(folder).ending.exit_code == 2
     assert all((path / "file").exists() for path in (*caches, *kept))
     stand_ins(monkeypatch, "print('done')")
@@ -115,30 +111,19 @@ def test_only_a_finished_run_loses_its_caches_and_older_versions(monkeypatch: Pa
     assert head.kept_versions == ("0.2", "0.3", "0.4"), "the last, and two that its groups may be of"
 
 
-def test_further_processes_are_supervised_like_the_rest(monkeypatch: Patch, folder: RunFolder) -> None:
-    log = folder.path / "logs" / "worker-2.log"
-    gate = f"import os, time\nwhile not os.path.exists({str(log)!r}) or 'up' not in open({str(log)!r}).read(): pass"
-    stand_ins(monkeypatch, gate)
-    extra = ProcessSpec(
-        "worker-2", (sys.executable, "-S", "-c", f"print('up', flush=True)\n{SERVE}"), log, False, "rest"
-    )
-    display = Memory()
-    launched = launch(folder, 600.0, StopToken(), display, (extra,), {"worker-2": "cheats"})
-    assert launched.ending == Ending(0, "")
-    assert [process.name for process in display.scenes[-1].processes] == [*role_names(folder), "worker-2"]
-    assert display.scenes[-1].notes == {"worker-2": "cheats"}
+BROKEN = "import sys; print('shoal: the model is broken', file=sys.stderr); sys.exit(2)"
 
 
-def test_the_run_ends_with_the_sentence_of_the_role_that_cannot(monkeypatch: Patch, folder: RunFolder) -> None:
-    stand_ins(monkeypatch, "import sys; print('shoal: the model is broken', file=sys.stderr); sys.exit(2)")
-    assert start(folder).ending == Ending(2, "trainer: the model is broken")
-
-
-def test_a_run_without_progress_ends_and_says_so(monkeypatch: Patch, folder: RunFolder) -> None:
-    stand_ins(monkeypatch, SERVE)
-    ending = start(folder, 0.5).ending
-    assert ending.exit_code == 1
-    assert "the hub does not answer" in ending.message
+@pytest.mark.parametrize(
+    ("trainer", "patience_s", "code", "words"),
+    [(BROKEN, 600.0, 2, "trainer: the model is broken"), (SERVE, 0.5, 1, "the hub does not answer")],
+)
+def test_a_run_that_cannot_go_on_ends_and_says_why(
+    monkeypatch: Patch, folder: RunFolder, trainer: str, patience_s: float, code: int, words: str
+) -> None:
+    stand_ins(monkeypatch, trainer)
+    ending = start(folder, patience_s).ending
+    assert (ending.exit_code, words in ending.message) == (code, True), ending
 
 
 def test_stopping_is_neither_success_nor_a_crash(monkeypatch: Patch, folder: RunFolder) -> None:
@@ -152,38 +137,27 @@ def test_stopping_is_neither_success_nor_a_crash(monkeypatch: Patch, folder: Run
     assert display.said[-1].startswith("stopping (SIGINT)")
 
 
-def test_how_a_run_ended_decides_what_to_do_next(folder: RunFolder) -> None:
-    last = {
-        code: conclusion(folder.path, Launched(Ending(code, ""), None, 1.0))[-1] for code in (0, 1, 130)
-    }  # fmt: skip
-    assert last[0] == f"the trained model is in {folder.path}/trainer/export"
-    assert last[1] == "0 steps in 1 s"
-    (folder.path / "trainer").mkdir()
-    (folder.path / "trainer" / "metrics.jsonl").write_text('{"step": 0, "groups": 0, "dropped_groups": 4}\n')
-    *_, why, where = conclusion(folder.path, Launched(Ending(0, ""), None, 1.0))
-    assert why.startswith("nothing was trained on: all 4 groups had equal rewards")
-    assert where == f"the unchanged model is in {folder.path}/trainer/export"
-    assert last[130] == f"to resume: {shoal_command()} run --dir {folder.path}"
-
-
 @pytest.mark.parametrize(
-    ("scores", "said"),
+    ("code", "rows", "last"),
     [
-        ({}, None),
-        ({0: 0.5, 5: 0.75}, None),
-        ({0: 0.75, 5: 0.75}, None),
-        ({0: 0.9, 2: 0.9, 5: 0.75}, "version 2 has the best held-out score, 0.900 (last 0.750); to take it: "),
+        (0, [], "the trained model is in {run}/trainer/export"),
+        (1, [], "0 steps in 1 s"),
+        (130, [], "to resume: {shoal} run --dir {run}"),
+        (0, [{"step": 0, "groups": 0, "dropped_groups": 4}], "the unchanged model is in {run}/trainer/export"),
+        (0, [{"step": 0, "held_out": 0.5}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
+        (0, [{"step": 0, "held_out": 0.75}, {"step": 5, "held_out": 0.75}], "the trained model is in {run}/trainer"),
+        (0, [{"step": 0, "held_out": 0.9}, {"step": 2, "held_out": 0.9}, {"step": 5, "held_out": 0.75}],
+         "version 2 has the best held-out score, 0.900 (last 0.750); to take it: {shoal} export {run} OUT --best"),
     ],
-)
-def test_better_version_than_the_last_is_named(folder: RunFolder, scores: dict[int, float], said: str | None) -> None:
-    rows = [{"step": step, "held_out": score} for step, score in scores.items()]
+)  # fmt: skip
+def test_how_a_run_ended_decides_what_to_do_next(
+    folder: RunFolder, code: int, rows: list[dict[str, float]], last: str
+) -> None:
     (folder.path / "trainer").mkdir()
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    last = conclusion(folder.path, Launched(Ending(0, ""), None, 1.0))[-1]
-    if said is None:
-        assert last == f"the trained model is in {folder.path}/trainer/export"
-    else:
-        assert last == f"{said}{shoal_command()} export {folder.path} OUT --best"
+    said = conclusion(folder.path, Launched(Ending(code, ""), None, 1.0))
+    assert said[-1].startswith(last.format(run=folder.path, shoal=shoal_command()))
+    assert ("unchanged" in last) == any(line.startswith("nothing was trained on: all 4 groups") for line in said)
 
 
 def test_a_folder_that_another_start_has_made_its_own_meanwhile_is_refused(folder: RunFolder) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hubrun import batch, earn, forged, hub_config, join, join_validator, make_folder, publish, record, serving
 
 from kit import Capture, Patch, TempPaths
+from kit.cli import told
 from shoal.cli.main import main
 from shoal.errors import LedgerError, UserError
 from shoal.hub.service import Hub
@@ -73,34 +74,8 @@ def rewrite(run: Path, entries: list[LedgerEntry]) -> None:
             connection.execute("INSERT INTO ledger VALUES (?, ?, ?, ?, ?, ?)", values)
 
 
-def set_column(run: Path, index: int, column: str, value: object) -> None:
-    with database(run) as connection:
-        connection.execute(f'UPDATE ledger SET {column} = ? WHERE "index" = ?', (value, index))
-
-
-def change_a_body(run: Path) -> None:
-    set_column(run, 3, "body", json.dumps({**rows(run)[3].body, "tokens": 31, "credit": 31}))
-
-
-def change_a_time(run: Path) -> None:
-    set_column(run, 3, "at_ms", 7)
-
-
-def drop_a_row(run: Path) -> None:
-    entries = rows(run)
-    rewrite(run, entries[:3] + entries[4:])
-
-
-def swap_two_rows(run: Path) -> None:
-    entries = rows(run)
-    entries[3], entries[4] = (
-        entries[4].model_copy(update={"index": 3}), entries[3].model_copy(update={"index": 4})
-    )  # fmt: skip
-    rewrite(run, entries)
-
-
-def cut_off_the_end(run: Path) -> None:
-    rewrite(run, rows(run)[:4])
+def shuffled(of: Callable[[list[LedgerEntry]], list[LedgerEntry]]) -> Callable[[Path], None]:
+    return lambda run: rewrite(run, of(rows(run)))
 
 
 def rehash(entries: list[LedgerEntry]) -> list[LedgerEntry]:
@@ -111,35 +86,35 @@ def rehash(entries: list[LedgerEntry]) -> list[LedgerEntry]:
     return made
 
 
-def forge(run: Path, index: int, **changes: object) -> None:
-    entries = rows(run)
-    entries[index] = entries[index].model_copy(update={"body": {**entries[index].body, **changes}})
-    rewrite(run, rehash(entries))
+def forged_row(index: int, at_ms: int | None = None, **changes: object) -> Callable[[Path], None]:
+    """A row changed, and all hashes after it."""
+
+    def forge(run: Path) -> None:
+        entries = rows(run)
+        body, old_ms = {**entries[index].body, **changes}, entries[index].at_ms
+        entries[index] = entries[index].model_copy(update={"body": body, "at_ms": old_ms if at_ms is None else at_ms})
+        rewrite(run, rehash(entries))
+        if "credit" in changes:
+            execute(run, "UPDATE nodes SET credit = ? WHERE name = 'alice'", changes["credit"])
+
+    return forge
 
 
-def forge_credit(run: Path) -> None:
-    forge(run, 3, tokens=32, credit=32)
+def execute(run: Path, statement: str, *values: object) -> None:
     with database(run) as connection:
-        connection.execute("UPDATE nodes SET credit = 32 WHERE name = 'alice'")
+        connection.execute(statement, values)
 
 
-def forge_a_batch(run: Path) -> None:
-    forge(run, 6, digest="another")
-
-
-def forge_the_end(run: Path) -> None:
-    forge(run, -1, digest="another")
-
-
-def forge_a_time(run: Path) -> None:
-    entries = rows(run)
-    entries[3] = entries[3].model_copy(update={"at_ms": 7})
-    rewrite(run, rehash(entries))
+def swapped(entries: list[LedgerEntry]) -> list[LedgerEntry]:
+    third, fourth = entries[4].model_copy(update={"index": 3}), entries[3].model_copy(update={"index": 4})
+    return [*entries[:3], third, fourth, *entries[5:]]
 
 
 def lose_a_verdict(run: Path) -> None:
-    with database(run) as connection:
-        connection.execute("DELETE FROM verdicts WHERE submission = ?", (rows(run)[3].body["submission"],))
+    execute(run, "DELETE FROM verdicts WHERE submission = ?", rows(run)[3].body["submission"])
+
+
+CUT_OFF, FORGED_END = shuffled(lambda entries: entries[:4]), forged_row(-1, digest="another")
 
 
 def test_an_honest_ledger_holds(run: Path) -> None:
@@ -155,17 +130,14 @@ def test_an_honest_ledger_holds(run: Path) -> None:
 @pytest.mark.parametrize(
     ("tamper", "words"),
     [
-        (change_a_body, "row 3 was changed"),
-        (change_a_time, "row 3 was changed"),
-        (drop_a_row, "row 3 is missing"),
-        (swap_two_rows, "row 3 does not follow row 2"),
-        (
-            cut_off_the_end,
-            r"ends at row 3, but row 6 was signed for \(the manifest of policy 0.1\): it was rolled back",
-        ),
-        (forge_a_batch, r"row 6 is not the one that was signed for \(the manifest of policy 0.1\)"),
-        (forge_a_time, r"row 3 is not the one that the hub named in the receipt behind row 5"),
-        (forge_credit, r"row 3 \(credit\) is not proven: .* accepted with 30 tokens; the row has 32"),
+        (lambda run: execute(run, 'UPDATE ledger SET body = ? WHERE "index" = 3', "{}"), "row 3 was changed"),
+        (lambda run: execute(run, 'UPDATE ledger SET at_ms = 7 WHERE "index" = 3'), "row 3 was changed"),
+        (shuffled(lambda entries: entries[:3] + entries[4:]), "row 3 is missing"),
+        (shuffled(swapped), "row 3 does not follow row 2"),
+        (CUT_OFF, r"ends at row 3, but row 6 was signed for \(the manifest of policy 0.1\): it was rolled back"),
+        (forged_row(6, digest="another"), r"row 6 is not the one that was signed for \(the manifest of policy 0.1\)"),
+        (forged_row(3, at_ms=7), r"row 3 is not the one that the hub named in the receipt behind row 5"),
+        (forged_row(3, tokens=32, credit=32), r"row 3 \(credit\) is not proven: .* accepted with 30 tokens; the row "),
         (lose_a_verdict, r"row 3 \(credit\) is not proven: its signed verdict is missing"),
     ],
 )
@@ -175,7 +147,7 @@ def test_tampering_is_found(run: Path, tamper: Callable[[Path], None], words: st
         check_ledger(str(run))
 
 
-@pytest.mark.parametrize("tamper", [cut_off_the_end, forge_the_end])
+@pytest.mark.parametrize("tamper", [CUT_OFF, FORGED_END])
 def test_without_manifests_the_head_from_last_time_finds_it(run: Path, tamper: Callable[[Path], None]) -> None:
     shutil.rmtree(run / "origin")
     assert "no head to compare with" in check_ledger(str(run)).notes[-1]
@@ -187,7 +159,7 @@ def test_without_manifests_the_head_from_last_time_finds_it(run: Path, tamper: C
 def test_a_head_that_somebody_else_kept_finds_it_too(run: Path, tmp_path: Path, own_home: Path) -> None:
     export_ledger(str(run), tmp_path / "out.jsonl")
     shutil.rmtree(run / "origin")
-    forge_the_end(run)
+    FORGED_END(run)
     check_ledger(str(run))  # nobody here knows better
     shutil.rmtree(own_home)
     with pytest.raises(LedgerError, match=r"--head .*out.jsonl.head"):
@@ -217,10 +189,8 @@ def test_a_file_without_its_evidence_proves_no_credit(run: Path, tmp_path: Path,
     out = tmp_path / "ledger.jsonl"
     export_ledger(str(run), out)
     Path(f"{out}.evidence").unlink()
-    assert main(["ledger", "verify", str(out)]) == 5
-    assert "there is no ledger.jsonl.evidence beside" in capsys.readouterr().err
-    assert main(["ledger", "verify", str(out), "--without-evidence"]) == 0
-    assert "NOT PROVEN: 3 rows of credit" in capsys.readouterr().out
+    assert "there is no ledger.jsonl.evidence beside" in told(capsys, 5, "ledger", "verify", out).err
+    assert "NOT PROVEN: 3 rows of credit" in told(capsys, 0, "ledger", "verify", out, "--without-evidence").out
 
 
 def test_tampered_evidence_of_an_export_is_found(run: Path, tmp_path: Path) -> None:
@@ -238,8 +208,7 @@ def test_tampered_evidence_of_an_export_is_found(run: Path, tmp_path: Path) -> N
 
 
 def test_credit_changed_by_hand_in_the_hubs_rows_is_found(run: Path) -> None:
-    with database(run) as connection:
-        connection.execute("UPDATE nodes SET credit = 31 WHERE name = 'alice'")
+    execute(run, "UPDATE nodes SET credit = 31 WHERE name = 'alice'")
     with pytest.raises(LedgerError, match="has 31 credit and 0 pending, the ledger 30 and 0"):
         check_ledger(str(run))
 
@@ -300,7 +269,7 @@ def test_an_exported_file_holds_by_itself_and_damage_is_named(run: Path, tmp_pat
 
 
 def test_an_export_is_whole_or_not_there(run: Path, tmp_path: Path) -> None:
-    change_a_body(run)
+    execute(run, 'UPDATE ledger SET at_ms = 7 WHERE "index" = 3')
     with pytest.raises(LedgerError, match="row 3 was changed"):
         export_ledger(str(run), tmp_path / "ledger.jsonl")
     assert list(tmp_path.glob("*ledger*")) == []
@@ -331,11 +300,9 @@ def test_the_ledger_of_a_running_hub(run: Path, tmp_path: Path, capsys: Capture)
 
 
 def test_commands_end_with_5_when_anything_is_wrong(run: Path, capsys: Capture) -> None:
-    assert main(["ledger", "verify", str(run)]) == 0
-    assert "every hash fits" in capsys.readouterr().out
-    cut_off_the_end(run)
-    assert main(["ledger", "verify", str(run)]) == 5
-    assert "it was rolled back" in capsys.readouterr().err
+    assert "every hash fits" in told(capsys, 0, "ledger", "verify", run).out
+    CUT_OFF(run)
+    assert "it was rolled back" in told(capsys, 5, "ledger", "verify", run).err
     assert main(["ledger", "verify", str(run / "nowhere")]) == 2
 
 
@@ -349,16 +316,14 @@ def test_a_name_that_is_the_start_of_anothers_id_stands_for_neither() -> None:
 
 
 def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: Capture) -> None:
-    assert main(["ledger", "show", "bob", str(run)]) == 0
-    assert "30" in capsys.readouterr().out
+    assert "30" in told(capsys, 0, "ledger", "show", "bob", run).out
     assert main(["ledger", "shares", str(run), "--step", "0", "--json"]) == 0
     first = json.loads(capsys.readouterr().out)
     assert [share["fraction"] for share in first["shares"]] == [[3, 4], [1, 4]]
     assert main(["ledger", "shares", str(run), "--json"]) == 0
     last = json.loads(capsys.readouterr().out)
     assert {share["holder"]: share["credit"] for share in last["shares"]} == {OWNER: 30, BOB.node: 30}
-    assert main(["ledger", "shares", str(run)]) == 0
-    assert "1/2" in capsys.readouterr().out
+    assert "1/2" in told(capsys, 0, "ledger", "shares", run).out
     assert main(["ledger", "show", "nobody", str(run)]) == 2
     assert main(["ledger", "shares", str(run), "--step", "900"]) == 2
 

@@ -16,6 +16,7 @@ import pytest
 from hubrun import batch, earn, hub_config, join, join_validator, make_folder, publish, record, serving
 
 from kit import Capture, Patch
+from kit.cli import told
 from shoal.cli.main import main
 from shoal.client import HubClient
 from shoal.errors import HubUnreachable, LedgerError, LedgerForked
@@ -80,6 +81,15 @@ def look(folder: RunFolder, where: Path, *out: Path) -> int:
         return main(["ledger", "witness", url, "--folder", str(where), "--once", *named])
 
 
+@pytest.fixture
+def forked(folder: RunFolder, tmp_path: Path) -> Path:
+    """The folder of a witness that signed for a row; the hub's folder from before that row lies beside it."""
+    shutil.copytree(folder.path / "hub", tmp_path / "before")
+    grow(folder, 0)
+    assert look(folder, tmp_path / "w", folder.path / "origin") == 0
+    return tmp_path / "w"
+
+
 def key_of(where: Path) -> str:
     return load_key(where / "witness.key").public_key
 
@@ -98,34 +108,27 @@ def test_a_witness_signs_for_a_ledger_that_has_only_grown(folder: RunFolder, tmp
     assert (where / "witness.key").stat().st_mode & 0o077 == 0
 
 
-def test_witness_refuses_a_rewritten_ledger(folder: RunFolder, tmp_path: Path, own_home: Path, capsys: Capture) -> None:
-    where = tmp_path / "w"
-    before = shutil.copytree(folder.path / "hub", tmp_path / "before")
-    grow(folder, 0)
-    assert look(folder, where) == 0
-    published = (where / "witness" / f"{key_of(where)}.json").read_bytes()
-    record_another(folder, before, batch(1))
-    assert look(folder, where) == 5
-    assert (where / "witness" / f"{key_of(where)}.json").read_bytes() == published, "nothing new was signed"
+def test_a_witness_refuses_a_rewritten_ledger_and_proves_it(
+    folder: RunFolder, forked: Path, own_home: Path, capsys: Capture
+) -> None:
+    published = (folder.path / "origin" / "witness" / f"{key_of(forked)}.json").read_bytes()
+    record_another(folder, forked.parent / "before", batch(1))
+    assert look(folder, forked, folder.path / "origin") == 5
     said = capsys.readouterr().err
+    assert (folder.path / "origin" / "witness" / f"{key_of(forked)}.json").read_bytes() == published, "nothing new"
     assert "does not follow row" in said
     [proof] = (own_home / "forks").glob("*.json")
     assert str(proof) in said
-    assert main(["ledger", "verify", str(proof)]) == 5
-    assert "was forked" in capsys.readouterr().err
+    assert "was forked" in told(capsys, 5, "ledger", "verify", proof).err
     tampered = json.loads(proof.read_bytes())
     tampered["second"] = tampered["first"]
     proof.write_text(json.dumps(tampered, indent=2))
-    assert main(["ledger", "verify", str(proof)]) == 5
-    assert "proves no fork" in capsys.readouterr().err
+    assert "proves no fork" in told(capsys, 5, "ledger", "verify", proof).err
 
 
-def test_a_witness_refuses_a_ledger_that_was_cut(folder: RunFolder, tmp_path: Path) -> None:
-    before = shutil.copytree(folder.path / "hub", tmp_path / "before")
-    grow(folder, 0)
-    assert look(folder, tmp_path / "w") == 0
-    roll_back(folder, before)
-    assert look(folder, tmp_path / "w") == 5
+def test_a_witness_refuses_a_ledger_that_was_cut(folder: RunFolder, forked: Path) -> None:
+    roll_back(folder, forked.parent / "before")
+    assert look(folder, forked) == 5
 
 
 def test_a_witness_of_one_run_does_not_accuse_another(folder: RunFolder, tmp_path: Path, capsys: Capture) -> None:
@@ -176,32 +179,26 @@ def test_a_witnesss_document_that_is_given_counts_as_its_word(folder: RunFolder,
     assert any(pin.source == f"witness {key[:16]}…" for pin in checked.pins)
 
 
-def test_a_witness_finds_what_the_hubs_own_heads_do_not(folder: RunFolder, tmp_path: Path, own_home: Path) -> None:
-    where, before = tmp_path / "w", shutil.copytree(folder.path / "hub", tmp_path / "before")
-    grow(folder, 0)
-    assert look(folder, where, folder.path / "origin") == 0
-    record_another(folder, before, batch(1))
+def test_a_witness_finds_what_the_hubs_own_heads_do_not(folder: RunFolder, forked: Path, own_home: Path) -> None:
+    record_another(folder, forked.parent / "before", batch(1))
     check_ledger(str(folder.path))
     shutil.rmtree(own_home, ignore_errors=True)
     with pytest.raises(LedgerError, match=r"signed for .witness"):
-        check_ledger(str(folder.path), witnesses=[key_of(where)])
+        check_ledger(str(folder.path), witnesses=[key_of(forked)])
 
 
 def test_file_that_ends_before_the_witness_row_fails(
-    folder: RunFolder, tmp_path: Path, own_home: Path, monkeypatch: Patch
+    folder: RunFolder, forked: Path, own_home: Path, monkeypatch: Patch
 ) -> None:
     """The hub exports a fork that is shorter than what the witness signed: its own head and every document fit."""
-    where, before = tmp_path / "w", shutil.copytree(folder.path / "hub", tmp_path / "before")
-    grow(folder, 0)
     grow(folder, 1)
-    assert look(folder, where) == 0
-    record_another(folder, before)
-    fork, key = tmp_path / "fork.jsonl", key_of(where)
+    assert look(folder, forked) == 0
+    record_another(folder, forked.parent / "before")
+    fork, key = forked.parent / "fork.jsonl", key_of(forked)
     last = export_ledger(str(folder.path), fork) - 1
-    monkeypatch.setattr(witnessing, "download", lambda _url, _most: (where / witness_key(key)).read_bytes())
-    with pytest.raises(
-        LedgerError, match=rf"signed row {last + 1}, the file ends at row {last}: it cannot be compared"
-    ):
+    monkeypatch.setattr(witnessing, "download", lambda _url, _most: (forked / witness_key(key)).read_bytes())
+    words = rf"signed row {last + 1}, the file ends at row {last}: it cannot be compared"
+    with pytest.raises(LedgerError, match=words):
         check_ledger(str(fork), witnesses=[f"{key}@http://witness"])
     assert main(["ledger", "verify", str(fork), "--witness", f"{key}@http://witness"]) == 5
     check_ledger(str(fork))  # nobody was asked for their word
@@ -222,29 +219,23 @@ class StuckHub:
         return self._client.ledger(-1, 2)
 
 
-def test_forked_hub_that_repeats_a_page_is_refused(folder: RunFolder, tmp_path: Path, own_home: Path) -> None:
-    where, before = tmp_path / "w", shutil.copytree(folder.path / "hub", tmp_path / "before")
-    grow(folder, 0)
-    assert look(folder, where) == 0
+def test_forked_hub_that_repeats_a_page_is_refused(folder: RunFolder, forked: Path, own_home: Path) -> None:
     with closing(FolderPlace(folder.path)) as place:
         seen = place.signed_head()
     assert seen is not None
-    record_another(folder, before, batch(1))
+    record_another(folder, forked.parent / "before", batch(1))
     with serving(folder) as url, closing(HubPlace(url, 3.0)) as place:
         place._client = cast(HubClient, StuckHub(place._client))
         with pytest.raises(LedgerError, match=r"row \d+ is missing: row 0 comes next"):
-            Witness(place._client, where, [where]).look()
+            Witness(place._client, forked, [forked]).look()
         keys = Keys(folder.run_id, folder.root_key)
         found = LedgerForked("a fork", int(seen.head.document["index"]), seen.head)
         assert "is missing: row 0 comes next" in proven_fork(place, keys, found)
     assert not (own_home / "forks").exists()
 
 
-def test_hub_that_leaves_does_not_hide_its_fork(folder: RunFolder, tmp_path: Path, monkeypatch: Patch) -> None:
-    where, before = tmp_path / "w", shutil.copytree(folder.path / "hub", tmp_path / "before")
-    grow(folder, 0)
-    assert look(folder, where) == 0
-    record_another(folder, before, batch(1))
+def test_hub_that_leaves_does_not_hide_its_fork(folder: RunFolder, forked: Path, monkeypatch: Patch) -> None:
+    record_another(folder, forked.parent / "before", batch(1))
     answered: list[int] = []
     ask = HubClient.ledger
 
@@ -255,8 +246,21 @@ def test_hub_that_leaves_does_not_hide_its_fork(folder: RunFolder, tmp_path: Pat
         return ask(client, after, limit)
 
     monkeypatch.setattr(HubClient, "ledger", once)
-    assert look(folder, where) == 5
+    assert look(folder, forked) == 5
     assert len(answered) == 2
+
+
+@contextmanager
+def served(origin: Path) -> Iterator[str]:
+    """The address of an origin while it serves."""
+    stop, urls = StopToken(), queue.Queue[str]()
+    server = threading.Thread(target=run_origin, args=(origin, "127.0.0.1", 0, stop, urls.put))
+    server.start()
+    try:
+        yield urls.get(timeout=30)
+    finally:
+        stop.set("the test is over")
+        server.join(30)
 
 
 def grow_and_publish(folder: RunFolder) -> None:
@@ -296,17 +300,10 @@ def test_a_source_that_keeps_fewer_versions_than_its_head_names_is_no_failure(fo
     origin = folder.path / "origin"
     first, second = sorted((origin / "manifests").rglob("*.json"))
     first.unlink()  # as on a relay: the head that it mirrors names both
-    stop, urls = StopToken(), queue.Queue[str]()
-    server = threading.Thread(target=run_origin, args=(origin, "127.0.0.1", 0, stop, urls.put))
-    server.start()
-    try:
-        with serving(folder) as url, closing(HubPlace(url, 3.0)) as place:
-            info = place._run.info.model_copy(update={"sources": (urls.get(timeout=30),), "last_resort": ()})
-            place._run = replace(place._run, info=info)
-            pins = place.pins(folder.run_id, folder.root_key)
-    finally:
-        stop.set("the test is over")
-        server.join(30)
+    with served(origin) as source, serving(folder) as url, closing(HubPlace(url, 3.0)) as place:
+        info = place._run.info.model_copy(update={"sources": (source,), "last_resort": ()})
+        place._run = replace(place._run, info=info)
+        pins = place.pins(folder.run_id, folder.root_key)
     assert [pin.source for pin in pins] == ["the hub's signed head", "the manifest of policy 0.2"]
     assert (place.notes, second.exists()) == ([], True)
 
@@ -314,15 +311,9 @@ def test_a_source_that_keeps_fewer_versions_than_its_head_names_is_no_failure(fo
 def test_what_a_witness_signed_is_served_and_read_by_its_address(folder: RunFolder, tmp_path: Path) -> None:
     where, origin = tmp_path / "w", folder.path / "origin"
     assert look(folder, where, origin) == 0
-    stop, urls = StopToken(), queue.Queue[str]()
-    server = threading.Thread(target=run_origin, args=(origin, "127.0.0.1", 0, stop, urls.put))
-    server.start()
-    try:
-        checked = check_ledger(str(folder.path), witnesses=[f"{key_of(where)}@{urls.get(timeout=30)}"])
-        assert sum("witness" in pin.source for pin in checked.pins) == 2, "in the folder, and by its address"
-    finally:
-        stop.set("done")
-        server.join(30)
+    with served(origin) as source:
+        checked = check_ledger(str(folder.path), witnesses=[f"{key_of(where)}@{source}"])
+    assert sum("witness" in pin.source for pin in checked.pins) == 2, "in the folder, and by its address"
 
 
 def test_heads_of_receipts_prove_a_fork(folder: RunFolder, tmp_path: Path, own_home: Path, capsys: Capture) -> None:
@@ -341,11 +332,9 @@ def test_heads_of_receipts_prove_a_fork(folder: RunFolder, tmp_path: Path, own_h
     assert "passes through row 4: --head" in capsys.readouterr().out
     shutil.rmtree(own_home, ignore_errors=True)
     record_another(folder, before, batch(1))
-    assert main(["ledger", "verify", str(folder.path), "--head", str(tmp_path / HEADS)]) == 5
-    assert "The proof is in" in capsys.readouterr().err
+    assert "The proof is in" in told(capsys, 5, "ledger", "verify", folder.path, "--head", tmp_path / HEADS).err
     [proof] = (own_home / "forks").glob("*.json")
-    assert main(["ledger", "verify", str(proof)]) == 5
-    assert f"the ledger of {folder.run_id} was forked" in capsys.readouterr().err
+    assert f"the ledger of {folder.run_id} was forked" in told(capsys, 5, "ledger", "verify", proof).err
 
 
 def test_kept_heads_are_bounded_and_a_torn_line_is_left_out(folder: RunFolder, tmp_path: Path) -> None:

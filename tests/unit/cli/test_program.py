@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 import typer
 
-from kit import Capture, Patch, TempPaths
+from kit import Capture, Patch
+from kit.cli import told
 from shoal.cli.main import app, main
+from shoal.errors import EnvironmentSetupError
 from shoal.protocol import ModelSize
 from shoal.run.preflight import advice
 from shoal.run.recipe import Recipe
+from shoal.runtime.config import parse_config
 from shoal.runtime.text import install_command, shoal_command
 
 
@@ -36,27 +39,20 @@ def venv(tmp_path: Path, monkeypatch: Patch) -> Path:
     return folder
 
 
-def test_from_outside_the_environment_its_path_is_given(venv: Path) -> None:
+def test_commands_that_are_said_work_where_they_are_said(venv: Path, monkeypatch: Patch, tmp_path: Path) -> None:
     assert (shoal_command(), shoal_command("python")) == (".venv/bin/shoal", ".venv/bin/python")
     assert install_command("wandb") == ".venv/bin/python -m pip install wandb"
-
-
-def test_in_another_folder_the_whole_path_is_given(venv: Path, monkeypatch: Patch, tmp_path_factory: TempPaths) -> None:
-    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    assert shoal_command() == str(venv / "shoal")
-
-
-def test_in_the_active_environment_the_name_is_enough(venv: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("PATH", str(venv))
-    assert (shoal_command(), shoal_command("python")) == ("shoal", "python")
-
-
-def test_another_shoal_on_the_path_is_not_meant(venv: Path, monkeypatch: Patch, tmp_path_factory: TempPaths) -> None:
-    other = tmp_path_factory.mktemp("other")
+    other = tmp_path / "other"
+    other.mkdir()
     (other / "shoal").write_text("#!/bin/sh\n")
     (other / "shoal").chmod(0o755)
     monkeypatch.setenv("PATH", str(other))
-    assert shoal_command() == ".venv/bin/shoal"
+    assert shoal_command() == ".venv/bin/shoal", "another one on the path is not meant"
+    monkeypatch.setenv("PATH", str(venv))
+    assert (shoal_command(), shoal_command("python")) == ("shoal", "python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(other)
+    assert shoal_command() == str(venv / "shoal")
 
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make_reference.py"
@@ -159,7 +155,7 @@ ONE_TASK = "tasks = [('1=', '1')]\ndef score(prompt, completion, answer):\n    r
 def test_few_held_out_tasks_are_said(tasks: int, every: int, said: str) -> None:
     environment = SimpleNamespace(tasks=lambda _split: [None] * tasks)
     recipe = Recipe.model_validate({"trainer": {"evaluate_every": every}})
-    assert [said in line for line in advice(recipe, environment, False)] == ([True] if said else [])
+    assert [said in line for line in advice(recipe, environment)] == ([True] if said else [])
 
 
 def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(monkeypatch: Patch, capsys: Capture) -> None:
@@ -172,37 +168,34 @@ def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(monkey
         Recipe.model_validate({"run": run, "trainer": {"processes": 8}, "validator": {"count": count}})
         for count in (1, 4, 5)
     ]
-    assert [[words in line for line in advice(recipe, environment, False)] for recipe in recipes] == [
-        [True],
-        [True],
-        [],
-    ]
+    assert [[words in line for line in advice(recipe, environment)] for recipe in recipes] == [[True], [True], []]
     large = ModelSize()
-    assert list(advice(recipes[0], environment, False)) == [], "nothing is known of a model that is not here"
+    assert list(advice(recipes[0], environment)) == [], "nothing is known of a model that is not here"
     large = ModelSize(parameters=32 * 10**9)
-    assert main(["run", str(TINY), "--dry-run", "--set", "trainer.processes=8"]) == 0
+    assert main(["run", str(TINY), "--dry-run", "--set", "trainer.processes=8", "--set", "run.steps=100000"]) == 0
     assert words in capsys.readouterr().err
 
 
 def test_the_dry_run_says_it(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "one.py").write_text(ONE_TASK)
     (tmp_path / "one.toml").write_text('[environment]\nfile = "one.py"\n')
-    assert main(["run", str(tmp_path / "one.toml"), "--dry-run"]) == 0
-    said = capsys.readouterr()
+    said = told(capsys, 0, "run", tmp_path / "one.toml", "--dry-run")
     assert "no task is held out" in said.err
-    assert "shoal: train: 1 task, 1 asked now: 1 of " in said.err
-    assert "shoal: held out: 0 tasks, 0 asked now: none" in said.err
+    assert "shoal: train: 1 task, 1 read, with the model's tokenizer: 1 of " in said.err
+    assert "shoal: held out: 0 tasks\n" in said.err
+    assert said.out.startswith("# derived from the model tiny: 0.2 M weights, ")
     assert "held out" not in said.out, "what it prints is a recipe"
 
 
 def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path, capsys: Capture) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npath = "large"\n')
-    assert main(["run", str(recipe), "--dry-run"]) == 0
-    said = capsys.readouterr()
+    said = told(capsys, 0, "run", recipe, "--dry-run")
     assert f"there is no model folder {tmp_path / 'large'}: what needs it was not checked" in said.err
     assert "was not checked" not in said.out, "what it prints is a recipe"
-    assert "1,000 read now: 1,000 of sort" in said.err
+    assert "1,000 read, without a tokenizer: 1,000 of sort" in said.err
+    assert said.out.startswith("# not known yet, since they follow from the size of the model, and there is none at ")
+    assert parse_config(said.out, Recipe, "shown").hub.lease_s is None, "and not that of a small model"
     recipe.write_text('[model]\npath = "large"\n[environment]\nname = "sorting"\n')
     assert main(["run", str(recipe), "--dry-run"]) == 2, "all else is checked"
     recipe.write_text('[model]\npath = "large"\n')
@@ -211,14 +204,28 @@ def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path
     assert main(["run", str(recipe), "--dry-run"]) == 2, "a folder that is there must be a model's"
 
 
+def test_the_described_recipe_says_what_became_of_its_rows_and_that_nothing_was_scored_here(
+    capsys: Capture, monkeypatch: Patch
+) -> None:
+    def lacks(_environment: object) -> None:
+        raise EnvironmentSetupError("no bubblewrap")
+
+    monkeypatch.setattr("shoal.run.preflight.require_scoring", lacks)
+    described = str(TINY.parent / "intellect2.toml")
+    said = told(capsys, 0, "run", described, "--dry-run").err
+    assert "28 rows in 1 file, format described (code, mathematics): 21 to train on, 5 held out, 2 outside" in said
+    assert "train: 21 tasks, 21 read, without a tokenizer: 17 of mathematics, 4 of code" in said
+    assert "no task was scored, and a run is refused here: no bubblewrap" in said
+    assert main(["run", str(TINY), "--prepare", "--dir", "never"]) == 2, "a run is"
+
+
 def test_the_dry_run_refuses_what_the_run_in_that_folder_would(tmp_path: Path, capsys: Capture) -> None:
     request = ["run", str(TINY), "--dir", str(tmp_path / "run")]
     assert main([*request, "--prepare"]) == 0
     (tmp_path / "run" / "hub").mkdir()  # it has begun
     assert main([*request, "--dry-run"]) == 0
     capsys.readouterr()
-    assert main([*request, "--dry-run", "--set", "trainer.lora.rank=8"]) == 2
-    said = capsys.readouterr()
+    said = told(capsys, 2, *request, "--dry-run", "--set", "trainer.lora.rank=8")
     assert "was made with another recipe" in said.err
     assert said.out == ""
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 from pydantic import BaseModel
 
-from kit import Capture, Patch
+from kit import Patch
 from kit.sandbox import needs_bubblewrap
-from shoal.cli.main import main
 from shoal.errors import ConfigError
 from shoal.run.preflight import check_ingredients
 from shoal.run.recipe import Recipe, load_recipe
@@ -75,10 +75,6 @@ def test_the_settings_are_these_and_no_others() -> None:
     expected = sorted(f"{table}.{key}" for table, keys in rows for key in keys.split())
     assert sorted(declared(Recipe)) == expected
     assert len(expected) <= MOST_SETTINGS
-
-
-def test_defaults_survive_the_file() -> None:
-    assert parse_config(dump_config(Recipe()), Recipe, "dump") == Recipe()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
@@ -145,63 +141,56 @@ PATH = ROOT / "recipes" / "intellect2.toml"
 TWIN = ROOT / "recipes" / "intellect2-tiny.toml"
 PAGE = ROOT / "docs" / "concepts" / "intellect2.md"
 
-DESCRIBED = {
-    "run": {"groups_per_step": 256, "group_size": 16, "max_staleness": 2, "temperature": 0.6, "max_new_tokens": 16000},
-    "trainer": {
-        "learning_rate": 3e-7,
-        "betas": (0.9, 0.99),
-        "weight_decay": 0.01,
-        "warmup_steps": 25,
-        "grad_clip": 0.1,
-        "minibatches": 8,
-        "advantage": "group_mean_sample_std",
-        "loss": "two_sided_clip",
-        "clip_epsilon": 0.2,
-        "clip_delta": 4.0,
-        "mask_truncated": False,
-        "micro_batch_tokens": 32768,
-    },
-    "trainer.objective": {
-        "kl": 0.001,
-        "entropy": 1e-4,
-        "normalisation": "tokens",
-        "ratio_base": "recomputed",
-        "clip_high": None,
-    },
-    "trainer.memory": {"precision": "bfloat16", "recompute": True, "compile": False},
-    "environment.length": {
-        "form": "exact",
-        "alpha": 0.0003,
-        "count_eos": True,
-        "targets": (2000, 4000, 6000, 8000, 10000),
-        "text": "Think for {target} tokens before giving a response.",
-    },
-    "environment.prompt": {"thinking": "<think>\n"},
-    "hub": {"drop_equal": "total"},
-}
+DESCRIBED = tomllib.loads("""
+run = {groups_per_step = 256, group_size = 16, max_staleness = 2, temperature = 0.6, max_new_tokens = 16000}
+hub = {drop_equal = "total"}
+environment.options = {keep_solve_rate = [0.125, 0.5]}
+environment.prompt = {thinking = "<think>\\n"}
+[environment.length]
+form = "exact"
+alpha = 0.0003
+count_eos = true
+targets = [2000, 4000, 6000, 8000, 10000]
+text = "Think for {target} tokens before giving a response."
+[trainer]
+learning_rate = 3e-7
+betas = [0.9, 0.99]
+weight_decay = 0.01
+warmup_steps = 25
+grad_clip = 0.1
+minibatches = 8
+advantage = "group_mean_sample_std"
+loss = "two_sided_clip"
+clip_epsilon = 0.2
+clip_delta = 4.0
+mask_truncated = false
+micro_batch_tokens = 32768
+objective = {kl = 0.001, entropy = 1e-4, normalisation = "tokens", ratio_base = "recomputed"}
+memory = {precision = "bfloat16", recompute = true, compile = false}
+""")
 
 
-def test_its_numbers_are_those_that_are_described() -> None:
-    recipe = load_recipe(PATH)
-    for table, values in DESCRIBED.items():
-        section = recipe
-        for name in table.split("."):
-            section = getattr(section, name)
-        assert {name: getattr(section, name) for name in values} == values, table
-    assert recipe.environment.options["keep_solve_rate"] == [0.125, 0.5]
+def within(described: object, found: object) -> bool:
+    """Whether everything that is described is found so."""
+    if not isinstance(described, dict):
+        return described == found
+    return isinstance(found, dict) and all(within(value, found.get(name)) for name, value in described.items())
+
+
+def test_its_numbers_are_those_that_are_described_and_written_down() -> None:
+    assert within(DESCRIBED, tomllib.loads(PATH.read_text())), "not left to defaults"
+    assert load_recipe(PATH).trainer.objective.clip_high is None
 
 
 def test_the_twin_has_the_same_mechanisms() -> None:
     described, twin = load_recipe(PATH), load_recipe(TWIN)
-    for name in ("advantage", "loss", "minibatches", "warmup_steps", "clip_epsilon", "clip_delta", "mask_truncated"):
-        assert getattr(twin.trainer, name) == getattr(described.trainer, name), name
-    assert twin.trainer.objective == described.trainer.objective
-    assert twin.hub.drop_equal == described.hub.drop_equal
-    assert twin.run.max_staleness == described.run.max_staleness
-    assert twin.environment.length is not None
-    assert described.environment.length is not None
-    for name in ("form", "count_eos"):
-        assert getattr(twin.environment.length, name) == getattr(described.environment.length, name), name
+    for table, names in {
+        "trainer": "advantage loss minibatches warmup_steps clip_epsilon clip_delta mask_truncated objective",
+        "environment.length": "form count_eos", "hub": "drop_equal", "run": "max_staleness",
+    }.items():  # fmt: skip
+        for name in names.split():
+            path = f"{table}.{name}"
+            assert attrgetter(path)(twin) == attrgetter(path)(described), path
 
 
 def test_the_page_names_files_that_exist() -> None:
@@ -209,21 +198,6 @@ def test_the_page_names_files_that_exist() -> None:
     named = re.findall(r"`([a-z_]+(?:/[a-z_0-9.]+)+)`", PAGE.read_text())
     assert len(named) > 80
     assert [path for path in named if not (ROOT / "src" / "shoal" / path).exists() and path != "src/shoal"] == []
-
-
-def test_its_numbers_are_written_down_and_not_left_to_defaults() -> None:
-    written = tomllib.loads(PATH.read_text())
-    for table, values in DESCRIBED.items():
-        section = written
-        for name in table.split("."):
-            section = section[name]
-        assert {name for name, value in values.items() if value is not None} <= section.keys(), table
-
-
-@needs_bubblewrap
-def test_a_dry_run_needs_no_model(capsys: Capture) -> None:
-    assert main(["run", str(PATH), "--dry-run"]) == 0
-    assert "what needs it was not checked" in capsys.readouterr().err
 
 
 @needs_bubblewrap

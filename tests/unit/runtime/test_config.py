@@ -97,6 +97,12 @@ def test_values_and_overrides_are_read_with_their_types() -> None:
     recipe = parse_config(text, Recipe, "recipe.toml", unset)
     assert (recipe.environment.options, recipe.trainer.betas, recipe.environment.name) == ({}, Trainer().betas, "")
     assert parse_config(text, Recipe, "recipe.toml", ["environment.options="]).environment == Environment()
+    none = ["environment.options.digits=none", "environment.options.rest=none", "trainer.resume=none"]
+    recipe = parse_config(text, Recipe, "recipe.toml", none)
+    assert (recipe.environment.options, recipe.trainer.resume) == ({}, None)
+    assert parse_config("", Recipe, "r", ["environment.name='none'"]).environment.name == "none"
+    assert refused(text, "trainer.minibatches=none").startswith("--set trainer.minibatches=none: it must have a value")
+    assert "did you mean 'minibatches'?" in refused(text, "trainer.minibatchs=none")
 
 
 def test_an_override_that_is_not_toml_is_a_string() -> None:

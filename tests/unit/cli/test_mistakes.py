@@ -1,0 +1,198 @@
+"""What cannot be meant: one line that says so, an exit code, and nothing left behind. Nobody is asked before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+
+from kit import Capture, Patch, TempPaths
+from kit.cli import TINY
+from shoal.adversary import CHEATS
+from shoal.cli.main import main
+
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
+KEYED = f"{NOWHERE}/#{'ab' * 32}"
+FILTER, SFT = "filter tiny sort --out x.parquet", "sft tiny --data demos.jsonl --out out"
+PUBLISH, FETCH = "cast publish --no-serve", "cast fetch"
+
+MAY_STAY = {"www.key", ".out.cast", ".lock", "out.work", ".shoal-sft"}
+"""What is used again by whoever mends the mistake."""
+
+MISTAKES: list[tuple[str, int, str]] = [
+    ("run --nonsense", 2, "No such option: --nonsense (see: shoal run --help)"),
+    ("ledger nonsense", 2, "No such command 'nonsense'. (see: shoal ledger --help)"),
+    ("swim", 2, "No such command 'swim'"),
+    ("run", 2, "which recipe? for example: shoal run"),
+    ("run none.toml", 2, "there is no recipe at none.toml"),
+    ("run TINY --set steps", 2, "expected section.key=value"),
+    ("run TINY --set trainer.minibatches=many", 2, "--set trainer.minibatches=many: [trainer] mini"),
+    ("run TINY --set model.path=/none/such", 2, "there is no model folder /none"),
+    ("run TINY --set worker.engine=steam", 2, "there is no such engine"),
+    ("run TINY --set environment.name=sorting", 2, "there is no environment"),
+    ("run TINY --dir file/run", 3, "a part of the path is a file, not a folder"),
+    ("run TINY --dir .", 2, "is not empty and not a run's"),
+    ("export . out", 2, "is not a run folder"),
+    ("status .", 2, "is not a run folder"),
+    ("admin pause none", 2, "none is not a run folder"),
+    ("status", 2, "Missing argument"),
+    ("relay", 2, "give --dir RUN"),
+    ("join", 2, "give the run's join URL"),
+    ("join example", 2, "is not a hub address"),
+    ("join http://host:1/#abc", 2, "is not a root fingerprint"),
+    (f"join {NOWHERE} --max-memory lots", 2, "--max-memory 'lots' is no amount of bytes"),
+    (f"join {NOWHERE} --max-bandwidth 20", 2, "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s"),
+    ("join --dir . --max-disk 1GB", 2, "go with a join URL, not with --dir"),
+    (f"join http://a:1/#{'ab' * 20} http://b:1/#{'cd' * 20}", 2, "these URLs are of different runs"),
+    (f"join {NOWHERE} --owner a --vouch b", 2, "--owner and --vouch say the same thing"),
+    (f"join {NOWHERE} --engine scripted --dtype foo", 2, "foo"),
+    (f"join {NOWHERE} --engine foo", 2, "there is no engine 'foo'; there are scripted, torch"),
+    (f"join {NOWHERE} --engine scripted --cheat foo", 2, f"no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
+    ("join --dir runs/x --cheat foo", 2, "there is no cheat 'foo'"),
+    (f"join {NOWHERE} --dir runs/x", 2, "two ways to work: leave --dir out to join that run (--folder runs/x"),
+    # environments, data, models
+    ("eval tiny", 2, "give a MODEL and --env SPEC, or --rescore DIR"),
+    ("eval tiny --rescore .", 2, "needs no model: leave tiny out"),
+    ("eval --rescore . --out x --tasks 4", 2, "leave --tasks, --out out"),
+    ("eval --rescore none", 2, "there is no such folder"),
+    ("eval --rescore .", 2, "say with --env what the tasks are"),
+    ("eval --rescore . --set environment.name=sort", 2, "say with --env what it changes"),
+    ("eval tiny --env srot", 2, "there is no environment 'srot' (did you mean 'sort'?)"),
+    ("eval tiny --env gqpa:x", 2, "there is no format 'gqpa' (did you mean 'gpqa'?)"),
+    ("eval tiny --env dataset:/none.toml", 2, "no data at /none.toml"),
+    ("eval tiny --env sort --samples 0", 2, "--samples 0: give 1 to 4096"),
+    ("eval tiny --env sort --samples 2 --temperature 0", 2, "draws the same completion 2"),
+    ("eval tiny --env sort --split test", 2, "--split test: there are held_out, train, all"),
+    ("eval tiny --env sort --set run.steps=1", 2, "only settings of [environment] matter"),
+    ("eval /none/such --env sort", 2, "there is no model folder /none/such"),
+    ("eval tiny --env sort --engine abacus", 2, "there is no engine 'abacus'"),
+    ("filter tiny sort --out x.jsonl", 2, "let its name end in .parquet"),
+    (f"{FILTER} --keep half", 2, "--keep half: give two rates"),
+    (f"{FILTER} --keep 0.9:0.1", 2, "the lower first"),
+    (f"{FILTER} --samples 0", 2, "--samples 0"),
+    ("filter tiny /none.jsonl --out x.parquet", 2, "there is no data at /none.jsonl"),
+    ("data check none.parquet", 2, "there is no data at"),
+    ("data check a.jsonl --set grader", 2, "expected OPTION=VALUE"),
+    ("data check a.jsonl --set gradr=exact", 2, "did you mean 'grader'"),
+    ("data check a.jsonl --set format=amie", 2, "there is no format 'amie'; there are described, columns"),
+    ("data check a.jsonl --set bad_rows=xyz", 2, "bad_rows is 'xyz'"),
+    ("data check a.jsonl --set environment.optoins.x=1", 2, "--set environment.optoins.x=1: [environment] has no key"),
+    ("data check a.jsonl --set keep_solve_rate=[1,0]", 2, "dataset: options: keep_solve_rate must be two numbers"),
+    ("data check sort", 2, "trains on no data set: its environment is sort"),
+    ("data order a.jsonl --set question=text", 2, "there is no column 'text' for the question"),
+    ("data demos sort --out a.jsonl", 2, "give a file that is not there yet"),
+    ("data demos sort --out x.jsonl --form 7", 2, "say with {answer} where the answer goes"),
+    (
+        "data demos sort --out x.jsonl --form 'It is {answer}' --set environment.train_size=20", 2,
+        "none of the 20 tasks has an answer that, written as 'It is {answer}', is right",
+    ),
+    (f"{SFT} --verify", 2, "--verify: there is no environment here; give one with --env"),
+    (f"{SFT} --best 0.5", 2, "belong together"),
+    (f"{SFT} --rank there", 2, "belong together"),
+    (f"{SFT} --set trainer.loss=plain", 2, "trainer.loss means nothing to a warm start"),
+    (f"{SFT} --set trainer.processes=2", 2, "trainer.processes means nothing to a warm start"),
+    (f"{SFT} --set trainer.learning_rat=1", 2, "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
+    (f"{SFT} --set run.steps=3", 2, "run.steps means nothing to a warm start"),
+    (f"{SFT} --set environment.options.max_digits=9", 2, "there is no environment here; give one with --env"),
+    (f"{SFT} --require (", 2, "--require (: no regular expression"),
+    (f"{SFT} --env srt", 2, "there is no environment 'srt' (did you mean 'sort'?)"),
+    (f"{SFT} --max-tokens 2", 2, "no demonstration is left: read 1; - readable 0; - length 1 e.g. row 0 (demos.jsonl"),
+    ("sft tiny --data chat.jsonl --out out", 2, "demonstrations are messages, but the model has no chat template"),
+    ("sft tiny --data no.jsonl --out out", 2, "there is no data at"),
+    ("sft tiny --data empty.jsonl --out out", 2, "is empty: there is nothing to train on; check --data"),
+    ("sft tiny --data demos.jsonl --out mine", 2, "is not an export of shoal"),
+    ("sft tiny --data demos.jsonl --out file", 2, "is not an export of shoal"),
+    ("sft tiny --data demos.jsonl --out begun", 2, "begun.work is there and is not of a warm start: move it away"),
+    # planning
+    ("plan TINY --set model.path=missing --memory 80", 2, "or say how large it is, and the GiB of each GPU: --param"),
+    ("plan TINY --set 'trainer.lora.targets=[\"qproj\"]'", 2, "can have an adapter is called 'qproj'; there are: "),
+    *((f"plan TINY {name} {value}", 2, f"shoal: {name} {value}: expected a number from ")
+      for name in ("--parameters", "--memory", "--gpu-hour-price") for value in ("inf", "nan", "-1")),
+    *((f"plan TINY --assume {one}", 2, f"--assume {one.partition('=')[0]}") for one in (
+        "speed=3", "link_mbit", "link_mbit=fast", "link_mbit=0", "link_mbit=inf", "length_share=-1",
+        "length_share=5", "length_share=nan")),
+    # a machine
+    ("doctor --selftest --calibrate", 2, "ask for one of them"),
+    ("doctor --selftest --against cuda", 2, "write device/format"),
+    ("doctor --selftest --against cpu/float32 --against cpu/bfloat16", 2, "give --against once"),
+    ("doctor --selftest --device tpu", 2, "there is no device 'tpu'"),
+    ("doctor --selftest --dtype int3", 2, "does not compute in 'int3'"),
+    ("doctor --selftest --model no-such-folder", 2, "no-such-folder"),
+    ("doctor --selftest --profile missing.toml", 2, "missing.toml"),
+    ("doctor --calibrate http://127.0.0.1:1/", 2, "leave the URL away"),
+    ("doctor --calibrate --model no-such-folder", 2, "no-such-folder"),
+    # broadcasts
+    (f"{PUBLISH} missing", 2, "there is no file or folder missing to publish"),
+    (f"{PUBLISH} empty.jsonl", 2, "empty.jsonl is empty: there is nothing to publish"),
+    (f"{PUBLISH} zeros", 2, "zeros is empty: there is nothing to publish"),
+    (f"{PUBLISH} hollow", 2, "holds no files to publish"),
+    (f"{PUBLISH} pipe", 2, "pipe is neither a file nor a folder"),
+    (f"{PUBLISH} linked", 2, "is a link to no file that can be read"),
+    (f"{PUBLISH} piped", 2, "is no plain file"),
+    (f"{PUBLISH} socketed", 2, "is no plain file"),
+    (f"{PUBLISH} odd", 2, "cannot be printed"),
+    (f"{PUBLISH} file --key www/key", 2, "would lie in www, which is served to everybody"),
+    (f"{PUBLISH} .", 2, "lies in ., which is to be published; choose another --dir"),
+    (f"{PUBLISH} mine --dir mine/www --key key", 2, "lies in mine, which is to be published"),
+    (f"{PUBLISH} file --name a/b", 2, "a broadcast cannot be called 'a/b': it has a slash"),
+    (f"{PUBLISH} file --dir zeros/a/www", 3, "a part of the path is a file, not a folder"),
+    (PUBLISH, 2, "Missing argument"),
+    (f"{FETCH} host:8471 -o out", 2, "is not a URL such as http://host:8471"),
+    (f"{FETCH} http://host:1/#12 -o out", 2, "does not end in a key"),
+    (f"{FETCH} {NOWHERE}", 2, "Missing option"),
+    (f"{FETCH} {KEYED} -o pipe", 2, "neither a file nor a folder"),
+    (f"{FETCH} {KEYED} -o /", 2, "cannot be the output"),
+    (f"{FETCH} {KEYED} -o file/out", 3, "a part of the path is a file, not a folder"),
+    (f"{FETCH} {KEYED} -o out --wait 0", 1, "127.0.0.1:9 cannot be reached"),
+    ("cast relay", 2, "Missing option"),
+    ("cast relay --upstream host", 2, "is not a URL such as"),
+    (f"cast relay --upstream {KEYED} --peer host", 2, "is not a URL such as"),
+    (f"cast relay --upstream {KEYED} --keep 0", 2, "should be greater than"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: TempPaths) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def here(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
+    """The folder that commands are given in, full of odd things."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.chdir(tmp_path)
+    for name in ("hollow/sub", "zeros", "linked", "piped", "socketed", "odd", "mine", "begun.work/corpus"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("file", "linked/fine", "piped/fine", "odd/a\nb", "mine/thesis.txt", "begun.work/corpus/precious"):
+        (tmp_path / name).write_bytes(b"x")
+    for name in ("empty.jsonl", "zeros/a"):
+        (tmp_path / name).write_bytes(b"")
+    rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = '{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}'
+    (tmp_path / "chat.jsonl").write_text(f'{{"messages": [{said}]}}\n')
+    (tmp_path / "demos.jsonl").write_text('{"prompt": "312=", "completion": "123"}\n')
+    (tmp_path / "linked" / "nowhere").symlink_to("missing")
+    os.mkfifo(tmp_path / "piped" / "pipe")
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socketed/socket")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("command", "code", "words"), MISTAKES, ids=[command for command, *_ in MISTAKES])
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    here: Path, own_home: Path, capsys: Capture, command: str, code: int, words: str
+) -> None:
+    before = set(here.rglob("*"))
+    ended, said = main(shlex.split(command.replace("TINY", str(TINY)))), capsys.readouterr().err
+    assert words in said
+    assert ended == code
+    assert said.startswith("shoal: ")
+    assert said.count("\n") == 1
+    assert {path.name for path in {*here.rglob("*")} ^ before} <= MAY_STAY
+    assert not (command.startswith("join") and own_home.exists())
