@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kit import Request, TempPaths
+from kit import Request, TempPaths, eventually
 from kit.cast import (
     KEY,
     OTHER_KEY,
@@ -27,7 +27,6 @@ from kit.cast import (
     Lab,
     ScriptedSource,
     ask,
-    eventually,
     from_folder,
     head_version,
     health,

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from kit import Logs, Patch
+from kit import Logs, Patch, eventually
 from kit.cast import (
     CHUNK,
     DEAD,
@@ -30,7 +30,6 @@ from kit.cast import (
     chunks_in,
     content,
     dial,
-    eventually,
     from_folder,
     health,
     instead,
