@@ -50,16 +50,7 @@ def plan(
     _within("--parameters", parameters, 1e7, 1e13)
     _within("--gpu-hour-price", gpu_hour_price, 0, 1e6)
     resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())
-    from shoal.run.estimate import Planning
-    from shoal.trainer.memory import available, shape_of  # torch: only once the recipe is known to be sound
-    from shoal.trainer.memory import plan as memory_of
-
-    trainer, processes = resolved.trainer, devices or resolved.trainer.processes
-    shape, (kind, here) = shape_of(_files(resolved, parameters), trainer), available(trainer, processes)
-    if memory_gb is not None:
-        kind, here = ("cpu" if trainer.device == "cpu" else "cuda"), int(memory_gb * GIB)
-    planned = memory_of(shape, trainer, processes, resolved.run.max_new_tokens, kind)
-    found = Planning(resolved, shape, planned, processes, kind, here, speeds)
+    found = _planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
     typer.echo("\n".join([*training_lines(found, parameters), "", *run_lines(found, gpu_hour_price)]))
     raise typer.Exit(0 if found.trainer.total <= found.room("trainer") else 3)
 
@@ -84,6 +75,20 @@ def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
         least = 0.0 if name.strip() == "worker_tokens_s" else 1e-6
         _within(f"--assume {name}", given[name.strip()], least, 1.0 if name.strip().endswith("_share") else 1e9)
     return replace(Speeds(), **given)
+
+
+def _planning(
+    recipe: Recipe, processes: int, memory_gb: float | None, parameters: float | None, speeds: Speeds
+) -> Planning:
+    """Also for benchmarks/plan_check.py."""
+    from shoal.run.estimate import Planning
+    from shoal.trainer.memory import available, plan, shape_of  # torch: only once the recipe is known to be sound
+
+    shape, (kind, here) = shape_of(_files(recipe, parameters), recipe.trainer), available(recipe.trainer, processes)
+    if memory_gb is not None:
+        kind, here = ("cpu" if recipe.trainer.device == "cpu" else "cuda"), int(memory_gb * GIB)
+    planned = plan(shape, recipe.trainer, processes, recipe.run.max_new_tokens, kind)
+    return Planning(recipe, shape, planned, processes, kind, here, speeds)
 
 
 def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
