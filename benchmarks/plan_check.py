@@ -28,10 +28,12 @@ import threading
 from collections import defaultdict
 from pathlib import Path
 
-from shoal.cli.plan import _planning
+from shoal.models.folder import model_folder
 from shoal.models.tiny import build_tiny, build_tokenizer, tokenizer_config
-from shoal.run.recipe import load_recipe
+from shoal.run.estimate import Planning
+from shoal.run.recipe import Recipe, load_recipe
 from shoal.runtime.sizing import Speeds
+from shoal.trainer.memory import GIB, available, plan, shape_of
 
 ROOT = Path(__file__).parents[1]
 EVERY_S, LOOKS = 0.1, 5
@@ -66,7 +68,17 @@ def main() -> None:
         ]  # fmt: skip
         seen = measure(folder / "run", overrides)
         recipe = load_recipe(ROOT / "recipes" / "tiny.toml", tuple(overrides))
-        print_tables(_planning(recipe, 1, None, None, Speeds(RANDOM_DELTA_SHARE, length_share=1.0)), *seen)
+        print_tables(planning(recipe, Speeds(RANDOM_DELTA_SHARE, length_share=1.0)), *seen)
+
+
+def planning(recipe: Recipe, speeds: Speeds, gpu_gib: float | None = None) -> Planning:
+    """What `shoal plan` makes its lines of, for one trainer process."""
+    config = (model_folder(recipe.model.path) / "config.json").read_bytes()
+    shape, (kind, here) = shape_of({"config.json": config}, recipe.trainer), available(recipe.trainer, 1)
+    if gpu_gib is not None:
+        kind, here = "cuda", int(gpu_gib * GIB)
+    memory = plan(shape, recipe.trainer, 1, recipe.run.max_new_tokens, kind)
+    return Planning(recipe, shape, memory, 1, kind, here, speeds)
 
 
 def make_model(folder: Path, width: int, layers: int) -> None:
@@ -130,13 +142,13 @@ def folders(run: Path) -> Sizes:
     return found
 
 
-def print_tables(planned: object, memory: Sizes, disk: Sizes, ended: Sizes) -> None:
-    print(f"\n{planned.shape.weights / 1e6:.1f} M weights, published in {planned.recipe.trainer.publish_dtype}\n")  # type: ignore[attr-defined]
+def print_tables(planned: Planning, memory: Sizes, disk: Sizes, ended: Sizes) -> None:
+    print(f"\n{planned.shape.weights / 1e6:.1f} M weights, published in {planned.recipe.trainer.publish_dtype}\n")
     print("| memory | planned, MB | measured, MB | planned / measured |\n|---|--:|--:|--:|")
-    for name, device, host, _ in planned.memory():  # type: ignore[attr-defined]
+    for name, device, host, _ in planned.memory():
         row("memory", name, device + host, memory[name])
     print("\n| disk | planned, MB | measured, MB | planned / measured |\n|---|--:|--:|--:|")
-    for one in planned.disk():  # type: ignore[attr-defined]
+    for one in planned.disk():
         if one.name in disk:
             row("disk", one.name, one.running, disk[one.name])
             row("disk", f"{one.name}, finished", one.finished, ended[one.name])
@@ -155,7 +167,7 @@ def compare_times(run: Path, model: Path | None) -> None:
     share = statistics.mean(row["tokens"] for row in steps) / (
         recipe.run.groups_per_step * recipe.run.group_size * recipe.run.max_new_tokens
     )
-    planned = _planning(recipe, 1, 141, None, Speeds(length_share=share))
+    planned = planning(recipe, Speeds(length_share=share), 141)
     stages = {one.name: one.seconds for one in planned.stages()}
     later = steps[SKIPPED:]
     fetches = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil, log2, pow
+from math import ceil, log, log2, pow
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -237,18 +237,30 @@ class Planning:
         run, weights = self.recipe.run, self.shape.weights * WIDTHS[self.worker_dtype]
         row = max(1, self.shape.cached_bytes * run.max_new_tokens)
         fit = int(BATCH_SHARE * max(0, self.room("worker") - weights) / row)
-        return max(1, min(fit, run.group_size * self.recipe.worker.units_per_lease))
+        return max(1, min(fit, self._sequences))
 
-    def _token_s(self, rows: int) -> float:
-        """One token of so many sequences: the weights are read once, and of each sequence half of it on average."""
+    @property
+    def _token_s(self) -> float:
+        """One token of any number of sequences: kernels, and the weights, which are read once."""
         weights = self.shape.weights * WIDTHS[self.worker_dtype]
-        cached = rows * self._length / 2 * self.shape.cached_bytes
-        return self.speeds.decode_s + weights / 1e9 / self.speeds.generate_gb_s + cached / 1e9 / self.speeds.cache_gb_s
+        return self.speeds.decode_s + weights / 1e9 / self.speeds.generate_gb_s
+
+    @property
+    def _sequences(self) -> int:
+        return self.recipe.run.group_size * self.recipe.worker.units_per_lease
+
+    def _batch_s(self, sequences: int) -> float:
+        """What a worker takes for so many. A finished place is taken at once; the last ones take as many tokens as
+        the longest of them (lengths have an exponential tail). For each token half of its sequence is read."""
+        longest = min(self.recipe.run.max_new_tokens, self._length * (1 + log(self._rows)))
+        steps = longest + self._length * (sequences / self._rows - 1)
+        cached = sequences * self._length**2 / 2 * self.shape.cached_bytes
+        return self.speeds.batch_s + steps * self._token_s + cached / 1e9 / self.speeds.cache_gb_s
 
     @property
     def worker_tokens_s(self) -> float:
-        batch_s = self.speeds.batch_s + self._length * self._token_s(self._rows)
-        return self.speeds.worker_tokens_s or self._rows * self._length / batch_s
+        sequences = self._sequences
+        return self.speeds.worker_tokens_s or sequences * self._length / self._batch_s(sequences)
 
     @property
     def audit_tokens_s(self) -> float:
@@ -258,7 +270,7 @@ class Planning:
         claim = min(self.chosen.max_audits, run.groups_per_step)
         tokens = claim * run.group_size * self._length
         branches = min(1.0, speeds.branch_share * claim * run.group_size) * self._length
-        branches *= self._token_s(1) + speeds.decode_s
+        branches *= self._token_s + speeds.decode_s
         prefill_s = tokens * 2 * self.shape.weights / (speeds.audit_tflops * 1e12)
         return tokens / (prefill_s + claim * speeds.audit_group_s + branches)
 
@@ -290,7 +302,7 @@ class Planning:
 
     @property
     def _wanted_s(self) -> float:
-        completion_s, publish_s = self.speeds.batch_s + self._length * self._token_s(self._rows), self.publish_s
+        completion_s, publish_s = self._batch_s(self._rows), self.publish_s
         if self.recipe.run.max_staleness == 0:
             checked_s = self.tokens / self.audit_tokens_s
             return completion_s + checked_s + self.train_s + self._saving_s + publish_s + self._apply_s

@@ -33,25 +33,27 @@ class Speeds:
     """What is assumed of machines and links, each with where it is from (files are in benchmarks/results). GPU speeds
     are of one H200. `delta_share` is of a policy in bfloat16."""
 
-    delta_share: float = _assumed(0.001, "delta_codec.md: one optimizer step at 1e-6; grows as rate^0.86, steps^0.83")
+    delta_share: float = _assumed(0.0015, "plan_check.md: one optimizer step at 1e-6; grows as rate^0.86, steps^0.83")
     float32_delta_share: float = _assumed(
         0.41, "plan_check.md: at 1e-6; ten times that rate adds 0.1, above 0.6: whole"
     )
-    publish_gb_s: float = _assumed(2.05, "large_shape.md: 16 GB, the first version whole")
-    publish_least_s: float = _assumed(0.25, "plan_check.md: of any version: files, signature, announcement")
+    publish_gb_s: float = _assumed(1.75, "plan_check.md: 1.2 GB; large_shape.md: 2.05 of 16 GB")
+    publish_least_s: float = _assumed(0.08, "plan_check.md: of any version: files, signature, announcement")
     apply_gb_s: float = _assumed(1.2, "plan_check.md: fetch, apply on disk, verify; swap_in_place.md: 0.9 to 1.0")
     load_gb_s: float = _assumed(2.7, "swap_in_place.md: a full load into the engine")
     disk_gb_s: float = _assumed(1.0, "assumed: a checkpoint written and hashed (two cores: 0.2, publish_hidden.md)")
     link_mbit: float = _assumed(1000.0, "assumed: the link of each machine")
     link_overhead: float = _assumed(1.2, "cast_links.md: 1.25 to 1.31 times one link")
     audit_tflops: float = _assumed(160.0, "check_overhead.md: 134,907 tokens/s of 0.6 B weights, 2 operations each")
-    audit_group_s: float = _assumed(0.07, "plan_check.md: of one group beside its prefill: papers, rewards, statistics")
+    audit_group_s: float = _assumed(
+        0.052, "plan_check.md: of one group beside its prefill: papers, rewards, statistics"
+    )
     branch_share: float = _assumed(
         0.02, "steered_branches.md: of a node's tokens that are decoded again; at first 0.08"
     )
     train_tflops: float = _assumed(266.0, "train_throughput.md: 74,412 tokens/s, recomputed, 6 operations a weight")
     eager_tflops: float = _assumed(127.0, "train_throughput.md: the same without trainer.memory.compile")
-    train_least_s: float = _assumed(0.9, "plan_check.md: of any step: samples, optimizer, numbers")
+    train_least_s: float = _assumed(1.0, "plan_check.md: of any step: samples, optimizer, numbers")
     token_s: float = _assumed(0.03, "assumed: least time for one token of the slowest worker's sequences")
     worker_gb_s: float = _assumed(330.0, "assumed: weights read a second by the slowest worker, groups in parts")
     generate_gb_s: float = _assumed(
