@@ -11,7 +11,7 @@ import pytest
 
 from kit import eventually
 from kit.cast import DEAD, WITHIN_S, Lab, ask, dial, flip, from_folder, head_version, is_complete
-from shoal.errors import BroadcastError, VersionNotFound
+from shoal.errors import VersionNotFound
 from shoal.shardcast.tree import chunk_key, manifest_key
 
 IDLE = 40
@@ -76,13 +76,6 @@ def test_chunks_damaged_on_a_relays_disk_are_fetched_again(lab: Lab, what: str) 
         relay = lab.relay("relay", origin.url)
     lab.fetch(manifest, relay.url, *([origin.url] if what == "flipped" else []))
     eventually(lambda: is_complete(relay, "0.1"))
-
-
-def test_a_chunk_that_everybody_has_removed_ends_in_words_not_in_a_loop(lab: Lab) -> None:
-    manifest = lab.publish(1)
-    (lab.www / chunk_key(manifest.chunks[2].hash)).unlink()
-    with pytest.raises(BroadcastError, match="does not have chunk"):
-        lab.client(lab.honest().url).fetch(manifest.policy, 2)
 
 
 def test_a_version_that_retention_removes_in_the_middle_is_said_to_be_gone(lab: Lab) -> None:

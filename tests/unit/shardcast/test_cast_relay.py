@@ -115,14 +115,6 @@ def test_a_request_for_a_chunk_on_its_way_is_held_and_the_map_follows_what_arriv
     assert grown.result(10) == (200, bytes([0b11111, 0]))
 
 
-def test_an_upstream_that_lags_does_not_hold_up_one_that_does_not(lab: Lab, tmp_path: Path) -> None:
-    behind = Lab(tmp_path / "behind")
-    behind.publish(1)
-    new = [lab.publish(version) for version in (1, 2)][1]
-    lagging = lab.source(from_folder(behind.www))
-    lab.fetch(new, lab.relay("relay", lagging.url, lab.source().url).url)
-
-
 RELAY_PROGRAM = """
 import sys
 from pathlib import Path
