@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit, Option, echo
 
 from shoal.cli.options import PatienceMin
 from shoal.runtime.text import shoal_command
@@ -38,13 +38,13 @@ the algorithm in one file: {python} examples/one_file_rl.py"""
 
 def demo(
     directory: Annotated[
-        Path, typer.Option("--dir", metavar="FOLDER", help="Where to run; an earlier demo there is replaced.")
+        Path, Option("--dir", metavar="FOLDER", help="Where to run; an earlier demo there is replaced.")
     ] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Other tasks, other samples.")] = 0,
-    staleness: Annotated[int, typer.Option(min=0, max=16, help="0: synchronous.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Training steps.")] = 20,
+    seed: Annotated[int, Option(min=0, max=2**31, help="Other tasks, other samples.")] = 0,
+    staleness: Annotated[int, Option(min=0, max=16, help="0: synchronous.")] = 2,
+    steps: Annotated[int, Option(min=1, max=100_000, help="Training steps.")] = 20,
     cheat: Annotated[
-        str, typer.Option(help="What the third worker does; docs/guides/attack-your-run.md lists them.")
+        str, Option(help="What the third worker does; docs/guides/attack-your-run.md lists them.")
     ] = "best-of",
     patience_min: PatienceMin = 3,
 ) -> None:
@@ -71,11 +71,11 @@ def demo(
         launched = launch(folder, patience_min * 60, stop, display, (spec,), notes)
     ending, place = launched.ending, shlex.quote(str(path))
     if ending.exit_code == STOPPED_CODE:
-        typer.echo(f"stopped. To start again: {shoal_command()} demo --dir {place}")
-        typer.echo(f"to resume without the cheater: {shoal_command()} run --dir {place}")
+        echo(f"stopped. To start again: {shoal_command()} demo --dir {place}")
+        echo(f"to resume without the cheater: {shoal_command()} run --dir {place}")
     elif ending.exit_code != 0:
-        typer.echo(f"shoal: {ending.message} (logs: {folder.path / 'logs'})", err=True)
-    raise typer.Exit(ending.exit_code or conclude(folder, chosen, launched.elapsed_s, stop, console))
+        echo(f"shoal: {ending.message} (logs: {folder.path / 'logs'})", err=True)
+    raise Exit(ending.exit_code or conclude(folder, chosen, launched.elapsed_s, stop, console))
 
 
 def conclude(folder: RunFolder, cheat: Cheat, elapsed_s: float, stop: StopToken, console: Console) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError, ScoringFailure, UserError
@@ -35,26 +35,22 @@ DEFAULT_TOKENS = 1024
 
 def evaluate(
     model: options.OptionalModel = None,
-    env: Annotated[str | None, typer.Option(metavar="SPEC", help=options.SPEC_HELP)] = None,
+    env: Annotated[str | None, Option(metavar="SPEC", help=options.SPEC_HELP)] = None,
     samples: options.Samples = 1,
     tasks: options.Tasks = 0,
     temperature: options.Temperature = None,
     max_new_tokens: options.MaxTokens = None,
     seed: options.Seed = 0,
-    split: Annotated[
-        str | None, typer.Option(help="held_out, train or all. (default: held_out; all of a data file)")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where results go. (default: evals/MODEL-ENV-…)")
-    ] = None,
+    split: Annotated[str | None, Option(help="held_out, train or all. (default: held_out; all of a data file)")] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Where results go. (default: evals/MODEL-ENV-…)")] = None,
     rescore: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Score what is kept in DIR again; only --env and --set count.")
+        Path | None, Option(metavar="DIR", help="Score what is kept in DIR again; only --env and --set count.")
     ] = None,
     trained_on: Annotated[
-        str | None, typer.Option(metavar="RUN|SPEC", help="Look for leaks in this; a run's folder names its own.")
+        str | None, Option(metavar="RUN|SPEC", help="Look for leaks in this; a run's folder names its own.")
     ] = None,
     allow_leaks: Annotated[
-        bool, typer.Option("--allow-leaks", help="Leave tasks out that are in the training set, and go on.")
+        bool, Option("--allow-leaks", help="Leave tasks out that are in the training set, and go on.")
     ] = False,
     overrides: options.EnvironmentSettings = None,
     engine: options.Engine = "torch",
@@ -76,13 +72,13 @@ def evaluate(
         }  # fmt: skip
         if wrong := [name for name, value in refused.items() if value]:
             raise UserError(f"--rescore {rescore} scores what is kept there: leave {', '.join(wrong)} out")
-        raise typer.Exit(run_rescore(rescore, env, overrides or ()))
+        raise Exit(run_rescore(rescore, env, overrides or ()))
     if model is None or env is None:
         raise UserError("give a MODEL and --env SPEC, or --rescore DIR; see shoal eval --help")
     refuse_unusable(out or Path("evals", "results"))
     source, machine = task_source(env, overrides or ()), (engine, device, dtype)
     given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, machine)
-    raise typer.Exit(run_eval(given, out, trained_on, allow_leaks))
+    raise Exit(run_eval(given, out, trained_on, allow_leaks))
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,7 @@ def worked(
     with FolderLock(folder).acquire(stop), counted(what, Console(stderr=True)) as report:
         found = work(processes, stop, report)
     if found is None:
-        typer.echo(f"stopped; {kept.format(folder)}", err=True)
+        echo(f"stopped; {kept.format(folder)}", err=True)
     return found
 
 
@@ -194,7 +190,7 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
         out = Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(source.label)}-{digest[:8]}"
     summary, folder = finished(out, evaluation.about), out
     if summary is not None:
-        typer.echo(f"this evaluation is done already: {out}", err=True)
+        echo(f"this evaluation is done already: {out}", err=True)
     else:
         summary = worked(
             "evaluating", out, source, evaluation.chosen.environment,
@@ -204,8 +200,8 @@ def run_eval(given: Given, out: Path | None, trained_on: str | None, allow_leaks
         return STOPPED_CODE
     say(summary, source.label, leaks, out)
     if all(untold):
-        typer.echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
-    typer.echo(f"wrote {out}")
+        echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
+    echo(f"wrote {out}")
     refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
     return 0
 
@@ -239,7 +235,7 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> int:
     say(summary, source.label, Leaks(), out)
     scored = f"{summary['scored_tasks']:,} of {summary['chosen']['tasks']:,} tasks"
     continues = f"{out} has new scores of {scored}; the command that drew these continues from there"
-    typer.echo(f"wrote {out}" if (out / SUMMARY).exists() else continues)
+    echo(f"wrote {out}" if (out / SUMMARY).exists() else continues)
     refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
     return 0
 
@@ -274,18 +270,18 @@ def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
 
     model, environment, plan = summary["model"], summary["environment"], summary["plan"]
     heat = "greedy" if plan["temperature"] == 0 else f"temperature {plan['temperature']:g}, seed {plan['seed']}"
-    typer.echo(
+    echo(
         f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, {plan['split']}), {heat}, "
         f"at most {plan['max_new_tokens']} tokens"
     )
     for line in table_lines(summary):
-        typer.echo(line)
+        echo(line)
     if summary["unscored"]["samples"]:
-        typer.echo(f"  {RESCORE.format(out)}")
+        echo(f"  {RESCORE.format(out)}")
     if leaks.known:
-        typer.echo(f"  left out: {leaks.sentence}")
+        echo(f"  left out: {leaks.sentence}")
     if plan["split"] == "train":
-        typer.echo("  these are training tasks: the numbers say nothing about unseen ones")
+        echo("  these are training tasks: the numbers say nothing about unseen ones")
 
 
 def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:
@@ -309,10 +305,10 @@ def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, 
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Results of `shoal eval`: their folder, or tasks.parquet.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Others, of another model.")],
-    force: Annotated[bool, typer.Option("--force", help="Compare what is not about the same.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of the resampling.")] = 0,
+    a: Annotated[Path, Argument(metavar="A", help="Results of `shoal eval`: their folder, or tasks.parquet.")],
+    b: Annotated[Path, Argument(metavar="B", help="Others, of another model.")],
+    force: Annotated[bool, Option("--force", help="Compare what is not about the same.")] = False,
+    seed: Annotated[int, Option(min=0, max=2**31, help="Of the resampling.")] = 0,
     as_json: options.Json = False,
 ) -> None:
     """Say whether B is better than A, task by task, with an interval and a significance test."""
@@ -326,31 +322,27 @@ def compare(
     first, second = read_results(a, TASKS), read_results(b, TASKS)
     found = compared(first, second, force, seed)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        echo(json.dumps(found.as_json(), indent=2))
         return
     for line in comparison_lines(first, second, found):
-        typer.echo(line)
+        echo(line)
 
 
 def filter_tasks(
     model: options.Model,
     data: Annotated[
-        str, typer.Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe, or an environment.")
+        str, Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe, or an environment.")
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE.parquet", help="The data set to write.")],
+    out: Annotated[Path, Option(metavar="FILE.parquet", help="The data set to write.")],
     samples: options.Samples = 8,
-    keep: Annotated[str, typer.Option(metavar="LOW:HIGH", help="Pass rates to keep.")] = "0.125:0.5",
-    everything: Annotated[bool, typer.Option("--all", help="Keep all rows, with their rates.")] = False,
-    name: Annotated[
-        str | None, typer.Option(help="Of the new columns: solve_rate_NAME. (default: the model's)")
-    ] = None,
+    keep: Annotated[str, Option(metavar="LOW:HIGH", help="Pass rates to keep.")] = "0.125:0.5",
+    everything: Annotated[bool, Option("--all", help="Keep all rows, with their rates.")] = False,
+    name: Annotated[str | None, Option(help="Of the new columns: solve_rate_NAME. (default: the model's)")] = None,
     tasks: options.Tasks = 0,
     temperature: options.Temperature = None,
     max_new_tokens: options.MaxTokens = None,
     seed: options.Seed = 0,
-    split: Annotated[
-        str | None, typer.Option(help="held_out, train or all. (default: train; all of a data file)")
-    ] = None,
+    split: Annotated[str | None, Option(help="held_out, train or all. (default: train; all of a data file)")] = None,
     overrides: options.EnvironmentSettings = None,
     engine: options.Engine = "torch",
     device: options.Device = "auto",
@@ -371,7 +363,7 @@ def filter_tasks(
     part = split or ("all" if source.whole else "train")  # held-out rows of a recipe must stay out of training
     machine = (engine, device, dtype)
     given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, part, batch_rows, machine)
-    raise typer.Exit(run_filter(given, out, band, everything, name))
+    raise Exit(run_filter(given, out, band, everything, name))
 
 
 def work_of(out: Path) -> Path:
@@ -397,7 +389,7 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     column = filtering.rate_columns(name)[0]
     about = {**evaluation.about, "band": str(band), "all": everything, "column": column}
     if filtering.written_before(out, about):
-        typer.echo(f"this is done already: {out}", err=True)
+        echo(f"this is done already: {out}", err=True)
         return 0
     table = None if data is None or path is None else Table(locate(path, data.options.split))
     if table is not None:
@@ -411,17 +403,17 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     if journal is None:
         return STOPPED_CODE
     rates = filtering.rates_by_row(environment, plan.split, journal.records())
-    typer.echo(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
+    echo(f"pass rates of {len(rates):,} tasks, {plan.samples} samples each:")
     summary = summary_of(plan, journal.records())
     for line in (*filtering.histogram_lines(rates, plan.samples, band), *missing_lines(summary)):
-        typer.echo(line)
+        echo(line)
     kept = None if everything else band
     if table is None:
         rows = filtering.task_rows(environment, plan.split, rates, kept, name)
     else:
         rows = filtering.original_rows(table, rates, kept, name)
     count, inside = filtering.write_rows(out, rows, about), sum(band.holds(rate.value) for rate in rates.values())
-    typer.echo(f"{inside:,} of {len(rates):,} tasks are solved in {band.low:.1%} to {band.high:.1%}")
+    echo(f"{inside:,} of {len(rates):,} tasks are solved in {band.low:.1%} to {band.high:.1%}")
     if count == 0:
         raise ConfigError(
             f"no task is within --keep {band}: nothing was written; the same command with another band needs no new "
@@ -430,9 +422,9 @@ def run_filter(given: Given, out: Path, band: RateBand, everything: bool, name: 
     again = f"remove {out} and filter again"
     if summary["unscored"]["samples"]:
         again = f"{RESCORE.format(work)}, then {again}: no new samples are drawn"
-        typer.echo(f"  {again}")
+        echo(f"  {again}")
     else:
         shutil.rmtree(work, ignore_errors=True)
-    typer.echo(f"wrote {out}: {count_of(count, 'row')}; the rate is the column {column}")
+    echo(f"wrote {out}: {count_of(count, 'row')}; the rate is the column {column}")
     refuse_if_hollow(summary, source, again, again)
     return 0

@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import ConfigError
@@ -25,22 +25,20 @@ ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
 
 
 def plan(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")],
+    recipe: Annotated[Path, Argument(metavar="RECIPE", help="A recipe (TOML).")],
     overrides: options.Settings = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Trainer processes. (default: trainer.processes)")
+        int | None, Option(min=1, max=1024, help="Trainer processes. (default: trainer.processes)")
     ] = None,
-    memory_gb: Annotated[
-        float | None, typer.Option("--memory", help="GiB of each device. (default: what is here)")
-    ] = None,
+    memory_gb: Annotated[float | None, Option("--memory", help="GiB of each device. (default: what is here)")] = None,
     parameters: Annotated[
-        float | None, typer.Option(help="Plan for a model of so many weights instead of model.path: a guessed shape.")
+        float | None, Option(help="Plan for a model of so many weights instead of model.path: a guessed shape.")
     ] = None,
     assumptions: Annotated[
         list[str] | None,
-        typer.Option("--assume", metavar="NAME=NUMBER", help="Change an assumption that is printed; may be repeated."),
+        Option("--assume", metavar="NAME=NUMBER", help="Change an assumption that is printed; may be repeated."),
     ] = None,
-    gpu_hour_price: Annotated[float | None, typer.Option(help="Print what the run costs at this price.")] = None,
+    gpu_hour_price: Annotated[float | None, Option(help="Print what the run costs at this price.")] = None,
 ) -> None:
     """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
     machines, money. Exit code 3: training does not fit."""
@@ -51,8 +49,8 @@ def plan(
     _within("--gpu-hour-price", gpu_hour_price, 0, 1e6)
     resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())
     found = _planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
-    typer.echo("\n".join([*training_lines(found, parameters), "", *run_lines(found, gpu_hour_price)]))
-    raise typer.Exit(0 if found.trainer.total <= found.room("trainer") else 3)
+    echo("\n".join([*training_lines(found, parameters), "", *run_lines(found, gpu_hour_price)]))
+    raise Exit(0 if found.trainer.total <= found.room("trainer") else 3)
 
 
 def _within(name: str, value: float | None, least: float, most: float) -> None:

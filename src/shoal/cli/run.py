@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
 from shoal.errors import UserError
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe (TOML).")] = None,
+    recipe: Annotated[Path | None, Argument(metavar="RECIPE", help="A recipe (TOML).")] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder. (default: runs/NAME)")
+        Path | None, Option("--dir", metavar="RUN", help="The run's folder. (default: runs/NAME)")
     ] = None,
     overrides: options.Settings = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
     prepare: Annotated[
-        bool, typer.Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
+        bool, Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
     ] = False,
     patience_min: options.PatienceMin = 10,
 ) -> None:
@@ -48,24 +48,24 @@ def run(
         if directory is not None:
             RunFolder.refuse_other(directory.absolute(), resolved)
         shown, derived = settled(resolved)
-        return typer.echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
+        return echo(f"{derived}{dump_config(without_passwords(shown))}", nl=False)
     if not prepare:
         check_machine(resolved)
     directory = directory or Path("runs") / resolved.run.name
     made = RunFolder.prepare(directory.absolute(), resolved)
     if not prepare:
-        raise typer.Exit(_launch(made, patience_min * 60))
+        raise Exit(_launch(made, patience_min * 60))
     from shoal.run.roles import command_of, role_names
     from shoal.runtime.text import shoal_command
 
-    typer.echo(f"{directory} is ready; everything that has to run, in this order:")
+    echo(f"{directory} is ready; everything that has to run, in this order:")
     for name in role_names(made):
-        typer.echo(f"  {shoal_command()} {shlex.join(command_of(directory, name))}")
-    return typer.echo(f"to contribute: {shoal_command()} join {made.assign_endpoints().join}")
+        echo(f"  {shoal_command()} {shlex.join(command_of(directory, name))}")
+    return echo(f"to contribute: {shoal_command()} join {made.assign_endpoints().join}")
 
 
 def _warn(line: str) -> None:
-    typer.echo(f"shoal: {line}", err=True)
+    echo(f"shoal: {line}", err=True)
 
 
 def _launch(folder: RunFolder, patience_s: float) -> int:
@@ -81,7 +81,7 @@ def _launch(folder: RunFolder, patience_s: float) -> int:
         launched = launch(folder, patience_s, stop_on_signals(supervising=True), display)
     lines, code = conclusion(folder.path, launched, before), launched.ending.exit_code
     for line in [*([""] if display.live else []), *lines, *([ledger_line(folder.path)] if code == 0 else [])]:
-        typer.echo(line)
+        echo(line)
     if launched.ending.message:
         _warn(launched.ending.message)
     return code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
@@ -107,14 +107,14 @@ def validator(directory: options.RunDir, index: options.Index = 0) -> None:
 
 def relay(
     directory: options.OptionalRunDir = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Serve what the trainer of RUN publishes.")] = False,
+    origin: Annotated[bool, Option("--origin", help="Serve what the trainer of RUN publishes.")] = False,
     index: options.Index = 0,
-    hub_url: Annotated[str | None, typer.Option("--run-info", metavar="URL", help="The hub of the run.")] = None,
+    hub_url: Annotated[str | None, Option("--run-info", metavar="URL", help="The hub of the run.")] = None,
     upstreams: Annotated[
-        list[str] | None, typer.Option("--upstream", metavar="URL", help="Where to mirror from; may be repeated.")
+        list[str] | None, Option("--upstream", metavar="URL", help="Where to mirror from; may be repeated.")
     ] = None,
     peers: options.Peers = None,
-    folder: Annotated[Path | None, typer.Option(help="Where to keep the mirror.")] = None,
+    folder: Annotated[Path | None, Option(help="Where to keep the mirror.")] = None,
     host: options.Host = "0.0.0.0",
     port: options.Port = 8472,
     keep: options.Keep = 3,
@@ -139,41 +139,31 @@ def relay(
 
 def join(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="URL", help="The join URL http://host:port/#…, or several.")
+        list[str] | None, Argument(metavar="URL", help="The join URL http://host:port/#…, or several.")
     ] = None,
     directory: options.OptionalRunDir = None,
     index: options.Index = 0,
-    folder: Annotated[Path | None, typer.Option(help="Keys, weights and unsent work. (default: ~/.shoal/RUN)")] = None,
+    folder: Annotated[Path | None, Option(help="Keys, weights and unsent work. (default: ~/.shoal/RUN)")] = None,
     engine: options.Engine = "torch",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    name: Annotated[
-        str | None, typer.Option(help="How to be called, in public. (default: node- and its id's start)")
-    ] = None,
+    name: Annotated[str | None, Option(help="How to be called, in public. (default: node- and its id's start)")] = None,
     wait_s: options.Wait = 10,
-    cheat: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Cheat in this way, to attack a run of your own.")
-    ] = None,
-    owner: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Your key: what this machine earns is yours.")
-    ] = None,
-    vouch: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same, by what `shoal key vouch` wrote.")
-    ] = None,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Look at this machine first.")] = True,
+    cheat: Annotated[str | None, Option(metavar="NAME", help="Cheat in this way, to attack a run of your own.")] = None,
+    owner: Annotated[Path | None, Option(metavar="FILE", help="Your key: what this machine earns is yours.")] = None,
+    vouch: Annotated[Path | None, Option(metavar="FILE", help="The same, by what `shoal key vouch` wrote.")] = None,
+    check: Annotated[bool, Option("--check/--no-check", help="Look at this machine first.")] = True,
     sandbox: Annotated[
-        bool,
-        typer.Option("--sandbox", help="Work without network, home and other processes in sight (needs bubblewrap)."),
+        bool, Option("--sandbox", help="Work without network, home and other processes in sight (needs bubblewrap).")
     ] = False,
     max_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB. (default: 80 % of the free)"),
+        str | None, Option(metavar="SIZE", help="Most memory for the model, e.g. 8GB. (default: 80 % of the free)")
     ] = None,
     max_disk: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB. (default: 80 % of the free)")
+        str | None, Option(metavar="SIZE", help="Most disk for weights, e.g. 40GB. (default: 80 % of the free)")
     ] = None,
     max_bandwidth: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s. (default: no limit)")
+        str | None, Option(metavar="RATE", help="Fastest download, e.g. 20Mbit/s. (default: no limit)")
     ] = None,
 ) -> int:
     """Contribute this machine to a run: shoal join http://host:8470/#0123… (with --dir: of a run's folder)."""
@@ -219,4 +209,4 @@ def _role(name: str, directory: Path, cheat: str | None = None) -> None:
 
         run_role(RunFolder.open(directory.absolute()), name, stop, cheat)
     if supervised and stop.is_set():  # so that the supervisor does not take it for done
-        raise typer.Exit(TOLD_TO_STOP_CODE)
+        raise Exit(TOLD_TO_STOP_CODE)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Exit, Option, echo
 
 from shoal.cli import options
 from shoal.cli.eval import STOPPED_CODE, scorable
@@ -42,22 +42,22 @@ DATA = "Demonstrations: JSON lines, Parquet, a folder; columns messages, prompt 
 
 def sft(
     model: options.Model,
-    data: Annotated[list[Path], typer.Option("--data", metavar="FILE", help=DATA)],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The model to write.")],
-    env: Annotated[str | None, typer.Option(metavar="SPEC", help=ENV)] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="trainer.KEY=VALUE", help=SET)] = None,
-    epochs: Annotated[int, typer.Option(min=1, max=10_000, help="Passes over all of them.")] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of epochs.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = 32,
-    validation: Annotated[int | None, typer.Option(min=0, help="Not trained on. (default: 5 %, at most 256)")] = None,
+    data: Annotated[list[Path], Option("--data", metavar="FILE", help=DATA)],
+    out: Annotated[Path, Option(metavar="FOLDER", help="The model to write.")],
+    env: Annotated[str | None, Option(metavar="SPEC", help=ENV)] = None,
+    settings: Annotated[list[str] | None, Option("--set", metavar="trainer.KEY=VALUE", help=SET)] = None,
+    epochs: Annotated[int, Option(min=1, max=10_000, help="Passes over all of them.")] = 1,
+    steps: Annotated[int | None, Option(min=1, help="Steps, instead of epochs.")] = None,
+    batch: Annotated[int, Option(min=1, help="Demonstrations per step.")] = 32,
+    validation: Annotated[int | None, Option(min=0, help="Not trained on. (default: 5 %, at most 256)")] = None,
     seed: options.Seed = 0,
-    chat: Annotated[bool | None, typer.Option(help="Ask by its chat template. (default: if it has one)")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Longest. (default: the model's context)")] = None,
-    require: Annotated[list[str] | None, typer.Option(metavar="FORM", help=FORM)] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Only what the environment of --env rewards.")] = False,
-    min_reward: Annotated[float, typer.Option(help="Least reward, with --verify.")] = 1.0,
-    rank: Annotated[Path | None, typer.Option(metavar="FOLDER", help="A sequence classifier that ranks them.")] = None,
-    best: Annotated[float | None, typer.Option(min=1e-6, max=1, help="Share to keep, by rank.")] = None,
+    chat: Annotated[bool | None, Option(help="Ask by its chat template. (default: if it has one)")] = None,
+    max_tokens: Annotated[int | None, Option(min=2, help="Longest. (default: the model's context)")] = None,
+    require: Annotated[list[str] | None, Option(metavar="FORM", help=FORM)] = None,
+    verify: Annotated[bool, Option("--verify", help="Only what the environment of --env rewards.")] = False,
+    min_reward: Annotated[float, Option(help="Least reward, with --verify.")] = 1.0,
+    rank: Annotated[Path | None, Option(metavar="FOLDER", help="A sequence classifier that ranks them.")] = None,
+    best: Annotated[float | None, Option(min=1e-6, max=1, help="Share to keep, by rank.")] = None,
 ) -> None:
     """Train a model on demonstrations, chosen by filters, before RL. The same command resumes."""
     from shoal.runtime.stop import stop_on_signals
@@ -73,10 +73,10 @@ def sft(
         try:
             if stop.is_set():
                 raise Interrupted
-            raise typer.Exit(request.train(found))
+            raise Exit(request.train(found))
         except Interrupted:
-            typer.echo("stopped before training; to continue, give the same command again", err=True)
-            raise typer.Exit(STOPPED_CODE) from None
+            echo("stopped before training; to continue, give the same command again", err=True)
+            raise Exit(STOPPED_CODE) from None
 
 
 @dataclass
@@ -192,7 +192,7 @@ class WarmStartRequest:
             stored = json.loads((out / ABOUT).read_bytes())
             if stored != about:
                 raise ConfigError(f"{out} is another warm start: {difference(stored, about)}")
-            typer.echo(f"this is done already: {out}", err=True)
+            echo(f"this is done already: {out}", err=True)
             return 0
         with FolderLock(work).acquire(self.stop):
             self.refuse_foreign_work()
@@ -201,15 +201,15 @@ class WarmStartRequest:
                 raise ConfigError(f"{work} is of another warm start: {difference(begun, about)}")
             write_atomically(work / MARK, json.dumps(about, indent=2).encode())
             corpus, outcome = self.choose(model)
-            typer.echo("\n".join(["demonstrations:", *outcome.lines()]))
+            echo("\n".join(["demonstrations:", *outcome.lines()]))
             with counted("training", Console(stderr=True), unit="steps") as report:
                 finished = self._warm_start(model, about, corpus).run(report)
             if not finished:
-                typer.echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
+                echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
                 return STOPPED_CODE
             for folder in (work / "checkpoints", *(() if self.settings.tracking else (work,))):
                 shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
-        typer.echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {self.env or '…'}")
+        echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {self.env or '…'}")
         return 0
 
     def _warm_start(self, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStart:

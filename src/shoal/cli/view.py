@@ -18,12 +18,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Self
 
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from typer import echo
 
 from shoal.client import HubClient
 from shoal.errors import HubUnreachable
@@ -73,9 +73,9 @@ def show_status(where: str, as_json: bool, wait_s: float) -> None:
             finished, sentence = when_stopped(Path(where))
             if not finished or as_json:
                 raise HubUnreachable(f"{sentence} ({error})") from error
-            return typer.echo(sentence)
+            return echo(sentence)
     if as_json:
-        return typer.echo(visible_json(status.model_dump_json(indent=2)))
+        return echo(visible_json(status.model_dump_json(indent=2)))
     history, out = History(), Console()
     history.add(status, 0.0)
     width = out.width if out.is_terminal else PIPED_WIDTH
