@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +16,7 @@ from rich.console import Console
 import shoal.run.join
 import shoal.shardcast
 from kit import Capture, Patch
+from kit.cast import Lab, from_folder
 from shoal.cli.main import main
 from shoal.cli.printing import CastTerminal, counted
 from shoal.errors import UserError
@@ -45,28 +43,9 @@ def signals_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve(lab: Lab) -> Serve:
     """Static servers of folders."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        def handle_error(self, *_: object) -> None:
-            """A client that has hung up is none of this test's business."""
-
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(folder: Path) -> str:
-        servers.append(Server(("127.0.0.1", 0), partial(Quiet, directory=str(folder))))
-        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_address[1]}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    return lambda folder: lab.source(from_folder(folder)).url
 
 
 def published(folder: Path, run: str = "files", key: SigningKey = KEY, files: dict[str, bytes] | None = None) -> Path:

@@ -7,10 +7,8 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 import typer
 
 from kit import Capture, Patch, fork
+from kit.cast import Lab, reply
 from kit.cli import NODE, TINY, one_line, report, status, told, wait
 from shoal.cli.main import READERS, app, explain, main
 from shoal.client.trust import run_id
@@ -102,7 +101,6 @@ def test_errors_become_one_line_and_their_exit_code() -> None:
 
 
 def test_a_traceback_is_shown_only_when_asked_for(capsys: Capture, monkeypatch: Patch) -> None:
-    monkeypatch.delenv("SHOAL_DEBUG", raising=False)
     monkeypatch.setenv("SHOAL_DEBUG", "1")
     error = told(capsys, 2, "run", "none.toml").err
     assert "Traceback" in error
@@ -179,27 +177,11 @@ RUN_INFO = sign_document(
 )  # fmt: skip
 
 
-class FakeHub(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        body = (RUN_INFO if self.path == "/run" else STATUS).model_dump_json().encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_arguments: object) -> None:
-        pass
-
-
 @pytest.fixture
-def hub_url() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), FakeHub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def hub_url(lab: Lab) -> str:
+    """A hub that says nothing but these two."""
+    said = {"/run": RUN_INFO, "/status": STATUS}
+    return lab.source(lambda target, to: reply(to, 200, said[target].model_dump_json().encode())).url
 
 
 def test_status_is_shown_for_people_and_for_programs(hub_url: str, capsys: Capture) -> None:

@@ -10,17 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kit import Capture, Patch
+from kit import Capture, Patch, eventually
+from kit.cast import Lab, says
 from kit.cli import one_line, run_shoal, told
 from kit.fork import Forked, clean_environment
 from kit.sandbox import gone, needs_bubblewrap, sandboxed
@@ -260,15 +259,9 @@ def test_a_worker_that_waits_for_its_hub_stops_when_told_to(tmp_path: Path) -> N
     assert error.splitlines()[-1].endswith("stopped (SIGTERM)")
 
 
-def test_a_web_server_that_is_no_hub_is_called_one(tmp_path: Path) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        message = one_line(run_shoal(tmp_path, "join", url, "--wait", "600", "--folder", "node"), 4)
-    finally:
-        server.shutdown()
-        server.server_close()
+def test_a_web_server_that_is_no_hub_is_called_one(lab: Lab, tmp_path: Path) -> None:
+    url = lab.source(says(b"<html>no such page</html>", 404)).url
+    message = one_line(run_shoal(tmp_path, "join", url, "--wait", "600", "--folder", "node"), 4)
     assert message.startswith(f"{url} answers, but it is no shoal hub [HTTP 404]; check the address")
     assert "<" not in message
 
@@ -277,12 +270,3 @@ def test_a_fingerprint_that_is_not_the_hubs_is_refused(served: Served, tmp_path:
     message = one_line(run_shoal(tmp_path, "join", f"{served.endpoints.hub}/#{'0' * 40}", "--folder", "node"), 1)
     assert "another run or an impostor" in message
     assert not (tmp_path / "node").exists()
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(DEADLINE_S * 20):
-        if holds():
-            return
-        pause.wait(0.05)
-    raise AssertionError("it did not happen")

@@ -37,6 +37,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run TINY --dir file/run", 3, "a part of the path is a file, not a folder"),
     ("run TINY --dir .", 2, "is not empty and not a run's"),
     ("export . out", 2, "is not a run folder"),
+    ("export . out --best --version 3", 2, "--best and --version name two checkpoints"),
     ("status .", 2, "is not a run folder"),
     ("admin pause none", 2, "none is not a run folder"),
     ("status", 2, "Missing argument"),
