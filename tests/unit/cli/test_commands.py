@@ -281,7 +281,6 @@ def test_a_supervised_role_that_a_signal_ends_does_not_look_done(tmp_path: Path)
         assert any("listens at" in line for line in iter(process.stderr.readline, ""))
         process.terminate()
         assert process.wait(30) == TOLD_TO_STOP_CODE
-    unsupervised = fork.Forked(tmp_path, ("hub", "--dir", str(folder.path)), tmp_path / "said")
-    unsupervised.wait_until_said("listens at")
-    unsupervised.terminate()
-    assert unsupervised.wait(30) == 0
+    with fork.Forked(tmp_path, ("hub", "--dir", str(folder.path)), tmp_path / "said") as unsupervised:
+        unsupervised.until("listens at")
+        assert unsupervised.end() == 0
