@@ -18,6 +18,7 @@ import pytest
 
 from kit import Request, eventually, fork
 from kit.cast import Lab, ask, reply
+from kit.cli import run_shoal
 from kit.fork import free_port
 from kit.smalldisk import in_own_namespace, small_disk
 
@@ -31,16 +32,6 @@ RELAY = re.compile(r"relay it:  shoal (cast relay --upstream \S+)")
 def start(folder: Path, *arguments: str) -> fork.Forked:
     """A `shoal …` that runs beside the test."""
     return fork.Forked(folder, arguments, folder / f".output-{random.randrange(10**9)}")
-
-
-def environment() -> dict[str, str]:
-    return {**fork.clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def started_anew(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The same by an interpreter of its own, which imports all it needs."""
-    command = [sys.executable, "-m", "shoal.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=DEADLINE_S, env=environment())
 
 
 def fetch(folder: Path, *arguments: str) -> str:
@@ -133,9 +124,9 @@ def test_a_second_fetch_is_free_and_the_next_version_a_difference(tmp_path: Path
 
 def test_serving_the_same_content_again_makes_no_new_version(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin")
-    assert started_anew(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+    assert run_shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
     with publisher(tmp_path, "a.bin") as origin:
-        ran = started_anew(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
+        ran = run_shoal(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
         assert ran.stdout.splitlines()[-1].startswith("out.bin version 1"), ran.stderr
     assert (tmp_path / "out.bin").read_bytes() == data
 
@@ -312,7 +303,8 @@ def test_the_guide_does_what_it_says(tmp_path: Path) -> None:
                 process = stack.enter_context(start(tmp_path, *shlex.split(text.removesuffix("&"))[1:]))
                 known["key"] = process.until(FETCH)[1].partition("/#")[2].split()[0]
                 continue
-            shell = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            shell = {**fork.clean_environment(), "OMP_NUM_THREADS": "1", "PATH": path}
             ran = subprocess.run(
                 text, shell=True, cwd=tmp_path, env=shell, capture_output=True, text=True, timeout=DEADLINE_S
             )
