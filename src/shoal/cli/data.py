@@ -94,8 +94,7 @@ def demos(
     settings: options.EnvironmentSettings = None,
 ) -> None:
     """Write right answers of training tasks as demonstrations for `shoal sft`; each is scored before."""
-    from shoal.cli.eval import scorable
-    from shoal.run.sources import task_source
+    from shoal.run.sources import scorable, task_source
     from shoal.runtime.files import ensure_folder, write_atomically
 
     if out.suffix != ".jsonl" or out.exists():

@@ -22,12 +22,10 @@ from shoal.cli import options
 from shoal.cli.admin import EPILOG, admin, key
 from shoal.cli.cast import cast
 from shoal.cli.data import data
-from shoal.cli.demo import demo
-from shoal.cli.eval import compare, evaluate, filter_tasks
+from shoal.cli.eval import compare, evaluate, filter_tasks, sft
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
-from shoal.cli.run import hub, join, relay, run, trainer, validator
-from shoal.cli.sft import sft
+from shoal.cli.run import demo, hub, join, relay, run, trainer, validator
 from shoal.cli.upkeep import backup, doctor, export, restore, status
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError

@@ -158,14 +158,14 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
         full = f"does not fit into {here / GIB:.1f} GiB; " if device > here else ""
         yield f"  {name:<32}{_cell(device / GIB)}{_cell(host / GIB)}   {full}{what}".rstrip("; ")
     yield f"disk, GB:{'running':>35}{'finished':>10}"
-    for disk in found.disk():
-        yield f"  {disk.name:<32}{_cell(disk.running / 1e9)}{_cell(disk.finished / 1e9)}   {disk.what}"
+    for name, running, finished, what in found.disk():
+        yield f"  {name:<32}{_cell(running / 1e9)}{_cell(finished / 1e9)}   {what}"
     yield f"bytes of a version on each link, MB:{'delta':>8}{'whole':>10}"
     for name, delta, whole in found.links():
         yield f"  {name:<32}{_cell(delta / 1e6)}{_cell(whole / 1e6)}"
     yield f"time of a step of {found.tokens:,.0f} tokens, s, on GPUs of the speeds assumed below, not on this machine:"
-    for stage in found.stages():
-        yield f"  {stage.name:<32}{_cell(stage.seconds)}   {stage.what}"
+    for name, seconds, what in found.stages():
+        yield f"  {name:<32}{_cell(seconds)}   {what}"
     yield f"  {'a step':<32}{_cell(found.step_s)}   training, or what takes longer; times {run.steps}"
     machines = f"{count_of(found.workers, 'worker')}, {count_of(found.validators, 'validator')}"
     yield f"machines needed: {found.processes} to train, {machines}"

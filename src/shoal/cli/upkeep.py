@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Exit, Option, echo
 
 from shoal.cli import options
-from shoal.errors import UserError
+from shoal.errors import HubUnreachable, UserError
 from shoal.runtime.files import home
-from shoal.runtime.text import visible
+from shoal.runtime.text import visible, visible_json
+
+PIPED_WIDTH = 200
 
 
 def status(
@@ -19,9 +22,30 @@ def status(
     wait_s: options.Wait = 3,
 ) -> None:
     """Show how a run stands: steps, nodes, verdicts, who waits for whom."""
-    from shoal.cli.view import show_status
+    from rich.console import Console
 
-    show_status(where, as_json, wait_s)
+    from shoal.cli.view import frame
+    from shoal.client import HubClient
+    from shoal.run.folder import hub_of
+    from shoal.run.launch import when_stopped
+    from shoal.run.progress import History, Scene
+
+    with closing(HubClient.of_a_person(*hub_of(where, wait_s))) as client:
+        try:
+            found = client.status()
+        except HubUnreachable as error:
+            if "://" in where:
+                raise
+            finished, sentence = when_stopped(Path(where))
+            if not finished or as_json:
+                raise HubUnreachable(f"{sentence} ({error})") from error
+            return echo(sentence)
+    if as_json:
+        return echo(visible_json(found.model_dump_json(indent=2)))
+    history, out = History(), Console()
+    history.add(found, 0.0)
+    width = out.width if out.is_terminal else PIPED_WIDTH
+    return Console(width=width).print(frame(Scene(found, (), history, 0.0), width))
 
 
 def export(

@@ -31,6 +31,7 @@ from shoal.runtime.supervise import Ending, ProcessSpec, Supervisor
 from shoal.runtime.text import shoal_command
 from shoal.shardcast import Origin
 from shoal.shardcast.tree import HEAD
+from shoal.trainer.folder import scores_of
 from shoal.trainer.record import standing
 
 log = logging.getLogger(__name__)
@@ -145,10 +146,10 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
         lines.append(f"to resume: {shoal_command()} run --dir {path}")
     if code != 0:
         return lines
-    rows, take = MetricsLog(path / METRICS).rows(), f"{shoal_command()} export {path} OUT"
-    untrained, scores = any(line.startswith(NOTHING_TRAINED) for line in lines), held_out_of(rows)
+    metrics, take = MetricsLog(path / METRICS), f"{shoal_command()} export {path} OUT"
+    untrained, scores = any(line.startswith(NOTHING_TRAINED) for line in lines), scores_of(metrics)
     where = f"the {'unchanged' if untrained else 'trained'} model is in {path / 'trainer' / 'export'}"
-    alarms = [f"ALARM {name}, since step {since}: {seen}" for name, (since, seen) in standing(rows).items()]
+    alarms = [f"ALARM {name}, since step {since}: {seen}" for name, (since, seen) in standing(metrics.rows()).items()]
     if alarms:
         which = f"the best by held-out score: {take} --best" if scores else f"an earlier one: {take} --version N"
         return [*lines, *alarms, f"{where}, BUT ALARMS STAND: look at it before you use it; {which}"]
@@ -165,11 +166,12 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
 def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, before: int = 0) -> list[str]:
     """What the run came to, from the trainer's own numbers (the hub may have died, they are on disk). `before` is how
     many steps there were when this start began: a run that is resumed did not do them now."""
-    rows = MetricsLog(metrics_file).rows()
+    metrics = MetricsLog(metrics_file)
+    rows = metrics.rows()
     done = status.step if status is not None else steps_in(metrics_file)
     total = f" of {status.steps}" if status is not None else ""
     lines = [f"{done}{total} steps{f', {max(0, done - before)} of them' if before else ''} in {elapsed_s:.0f} s"]
-    if scores := held_out_of(rows):
+    if scores := scores_of(metrics):
         last = f" → {scores[max(scores)]:.3f}" if len(scores) > 1 else f" (version {min(scores)}, no other)"
         lines.append(f"held-out score {scores[min(scores)]:.3f}{last}")
     rewards = [reward for row in rows if (reward := reward_of(row)) is not None]
@@ -191,10 +193,6 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
     return lines
 
 
-def held_out_of(rows: Sequence[Mapping[str, float]]) -> dict[int, float]:
-    return {int(row["step"]): row["held_out"] for row in rows if "held_out" in row}
-
-
 def steps_in(metrics_file: Path) -> int:
     """How many steps the trainer has written down. The last row of a run that is over is of its last version only."""
     return max((int(row["step"]) + ("groups" in row) for row in MetricsLog(metrics_file).rows()), default=0)
@@ -202,8 +200,8 @@ def steps_in(metrics_file: Path) -> int:
 
 def when_stopped(path: Path) -> tuple[bool, str]:
     """What a folder can say of a run whose hub does not answer: whether it is finished, and how it stands."""
-    steps, rows = RunFolder.open(path).recipe.run.steps, MetricsLog(path / METRICS).rows()
-    done, scores = max((int(row["step"]) for row in rows), default=0), held_out_of(rows)
+    steps, metrics = RunFolder.open(path).recipe.run.steps, MetricsLog(path / METRICS)
+    done, scores = max((int(row["step"]) for row in metrics.rows()), default=0), scores_of(metrics)
     score = f", held-out score {scores[min(scores)]:.3f} → {scores[max(scores)]:.3f}" if scores else ""
     if done >= steps:
         export, measure = path / "trainer" / "export", f"to measure it: {shoal_command()} eval {path} --env SPEC"

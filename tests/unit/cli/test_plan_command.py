@@ -231,7 +231,7 @@ def test_memory_of_every_role() -> None:
 
 def test_disk_of_every_role() -> None:
     """Checkpoints have 384 GB. Kept: 1 newest, 1 best, 2 from before, 1 being written."""
-    found = {one.name: (one.running / 1e9, one.finished / 1e9) for one in planning().disk()}
+    found = {name: (running / 1e9, finished / 1e9) for name, running, finished, _ in planning().disk()}
     assert found["trainer: checkpoints"] == (5 * 384, 2 * 384)
     assert found["trainer: export"] == (64, 64)
     # 6, 4 and 3 versions, back to a whole one of every 16; deltas from the version 1, 2, 4 and 8 before
@@ -257,7 +257,7 @@ def test_in_float32_deltas_are_large_or_none(rate: float, share: float, origin: 
     text = LARGE.replace('"bfloat16"\n[trainer.memory]', f'"float32"\nlearning_rate = {rate}\n[trainer.memory]')
     found = planning(text)
     assert found.delta == pytest.approx(share * 128e9, 0.01)
-    disk = {one.name: one.running / 128e9 for one in found.disk()}
+    disk = {name: running / 128e9 for name, running, *_ in found.disk()}
     assert disk["origin"] == pytest.approx(origin, 0.01)
     assert disk["each worker"] == pytest.approx(3 * (1 + share if share < 1 else 1), 0.01)
 
@@ -265,8 +265,8 @@ def test_in_float32_deltas_are_large_or_none(rate: float, share: float, origin: 
 def test_a_short_run_keeps_its_first_checkpoint_which_has_no_moments() -> None:
     """14 steps, 384 GB each: 1 newest, 1 best, 1 being written, and version 0."""
     short = LARGE.replace("steps = 400", "steps = 14").replace("[trainer]", "[trainer]\ncheckpoint_every = 1")
-    first = next(planning(short).disk())
-    assert first.running == 3 * 12 * WEIGHTS + 4 * WEIGHTS
+    _, running, *_ = next(planning(short).disk())
+    assert running == 3 * 12 * WEIGHTS + 4 * WEIGHTS
 
 
 LONGEST = 8192 * (1 + math.log(3))
@@ -282,7 +282,7 @@ def test_time_machines_and_money() -> None:
     each: 15,835 s. With 128 x 8,192² / 2 x 500,000 bytes at 3.3e12, and 0.25 s, 63.6 tokens/s: 84 workers.
     """
     found = planning()
-    stages = {one.name: one.seconds for one in found.stages()}
+    stages = {name: seconds for name, seconds, _ in found.stages()}
     assert stages["train"] == found.step_s == pytest.approx(6342.0, abs=0.1)
     assert found.worker_tokens_s == pytest.approx(63.60, abs=0.01)
     assert found.audit_tokens_s == pytest.approx(761.2, abs=0.5)
@@ -299,7 +299,7 @@ def test_time_machines_and_money() -> None:
 def test_with_staleness_0_a_step_is_the_sum_of_its_stages() -> None:
     found = planning(LARGE.replace("max_staleness = 2", "max_staleness = 0"))
     checked_s = found.tokens / found.audit_tokens_s
-    named = {one.name: one.seconds for one in found.stages()}
+    named = {name: seconds for name, seconds, _ in found.stages()}
     rest = sum(named[name] for name in ("train", "save", "publish", "apply"))
     assert found.step_s == pytest.approx(0.25 + LONGEST * 0.0441667 + 15.252 + checked_s + rest, rel=1e-6)
 
@@ -317,7 +317,7 @@ def test_a_speed_that_is_given_changes_what_follows_from_it() -> None:
     assert found.workers == 6
     assert found.chosen.policy_wait_s > planning().chosen.policy_wait_s
     slow = planning(speeds=Speeds(link_mbit=1))
-    assert slow.step_s == {one.name: one.seconds for one in slow.stages()}["transfer"] > 10_000
+    assert slow.step_s == {name: seconds for name, seconds, _ in slow.stages()}["transfer"] > 10_000
     compiled = planning(LARGE.replace("recompute = true", "recompute = true\ncompile = true"))
     assert compiled.train_s == pytest.approx(3027.5 + 0.9, abs=0.1)
 
