@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kit import Capture, TempPaths
+from kit.cli import told
 from kit.run import Run, end, metrics, processes_of
-from shoal.cli.main import main
 from shoal.protocol import load_key
 from shoal.run.folder import RunFolder
 
@@ -107,8 +107,7 @@ def test_the_rollouts_are_left_as_parquet_and_none_is_the_cheaters(demo: Demo) -
 
 
 def test_units_are_rechecked_from_what_the_folder_keeps(demo: Demo, capsys: Capture) -> None:
-    assert main(["ledger", "recheck", str(demo.folder), "--sample", "40", "--seed", "1"]) == 0
-    said = capsys.readouterr().out
+    said = told(capsys, 0, "ledger", "recheck", demo.folder, "--sample", "40", "--seed", "1").out
     assert ": same: accepted" in said
     assert "is no longer kept" in said, "the origin keeps the newest versions only"
     assert " 0 different" in said

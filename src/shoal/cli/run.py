@@ -217,9 +217,8 @@ def relay(
     from shoal.run.join import run_standalone_relay
 
     settings = {"kept_versions": keep, "disk_budget_gb": disk_budget_gb}
-    return run_standalone_relay(
-        hub_url, tuple(upstreams or ()), tuple(peers or ()), folder, (host, port), wait_s, settings, is_verbose()
-    )
+    listen = host, port
+    return run_standalone_relay(hub_url, tuple(upstreams or ()), tuple(peers or ()), folder, listen, wait_s, settings)
 
 
 def join(
@@ -274,7 +273,7 @@ def join(
     if not urls:
         raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
     given = (tuple(urls), folder, engine, device, dtype, name, wait_s, cheat, owner, vouch, check, limits, sandbox)
-    return run_joined_worker(JoinRequest(*given), is_verbose())
+    return run_joined_worker(JoinRequest(*given))
 
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:

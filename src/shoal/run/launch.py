@@ -67,7 +67,7 @@ def launch(
         for name in [*role_names(folder), *(spec.name for spec in extra)]:
             if (
                 folder.path / name / ".lock"
-            ).exists():  # of an earlier start whose supervisor was killed: it may be ending
+            ).exists():  # the supervisor of an earlier start was killed: it may be ending
                 FolderLock(folder.path / name).acquire(stop, LOCK_WAIT_S).release()
         endpoints = folder.assign_endpoints()
         display.say(f"run {endpoints.run} in {folder.path}, hub at {endpoints.hub}, logs in {folder.path / 'logs'}")
@@ -181,9 +181,7 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
         counts = ", ".join(f"{count} {state}" for state, count in sorted(status.submissions.items()) if count)
         lines.append(f"submissions: {counts or 'none'}; {tokens_credited(status):,} verified tokens")
     trained = [row for row in rows if "groups" in row]
-    if trained and not any(
-        row["groups"] for row in trained
-    ):  # a run that learns nothing must not look like one that did
+    if trained and not any(row["groups"] for row in trained):  # nothing learned must not look like success
         dropped = sum(int(row.get("dropped_groups", 0)) for row in trained)
         unsure = status.submissions.get("unsure", 0) if status is not None else 0
         why = f"all {dropped} groups had equal rewards; the tasks are too easy or too hard, or the reward is constant"

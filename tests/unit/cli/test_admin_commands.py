@@ -201,8 +201,7 @@ def test_a_hub_that_is_not_running_takes_no_orders(tmp_path: Path) -> None:
 
 @pytest.fixture
 def owner(tmp_path: Path, capsys: Capture) -> Path:
-    assert main(["key", "new", str(tmp_path / "owner.key")]) == 0
-    capsys.readouterr()
+    told(capsys, 0, "key", "new", tmp_path / "owner.key")
     return tmp_path / "owner.key"
 
 

@@ -17,6 +17,7 @@ import shoal.run.join
 import shoal.shardcast
 from kit import Capture, Patch
 from kit.cast import Lab, from_folder
+from kit.cli import told
 from shoal.cli.main import main
 from shoal.cli.printing import CastTerminal, counted
 from shoal.errors import UserError
@@ -185,8 +186,7 @@ def here(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 def test_what_another_signed_or_named_is_neither_published_into_nor_mirrored_on(here: Path, capsys: Capture) -> None:
     (here / "file").write_bytes(b"content")
-    assert main(["cast", "publish", "file", "--dir", "named", "--name", "mine", "--no-serve"]) == 0
-    capsys.readouterr()
+    told(capsys, 0, "cast", "publish", "file", "--dir", "named", "--name", "mine", "--no-serve")
     for folder in ("www", "mirror"):
         published(here / folder, key=OTHER)
     for arguments, words in (

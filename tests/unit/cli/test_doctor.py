@@ -102,8 +102,7 @@ def test_a_calibration_writes_a_profile_and_overwrites_none(tmp_path: Path, caps
     out = tmp_path / "mine.toml"
     arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--sequences", "32"]
     arguments += ["--tokens", "10", "--out", str(out)]
-    assert main(arguments) == 0
-    shown = capsys.readouterr()
+    shown = told(capsys, 0, *arguments)
     assert "honest groups fail" in shown.out
     assert "bits a token" in shown.out
     assert "int4 weights" in shown.out

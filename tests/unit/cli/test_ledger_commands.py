@@ -297,11 +297,9 @@ def test_a_name_that_is_the_start_of_anothers_id_stands_for_neither() -> None:
 
 def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: Capture) -> None:
     assert "30" in told(capsys, 0, "ledger", "show", "bob", run).out
-    assert main(["ledger", "shares", str(run), "--step", "0", "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)
+    first = json.loads(told(capsys, 0, "ledger", "shares", run, "--step", "0", "--json").out)
     assert [share["fraction"] for share in first["shares"]] == [[3, 4], [1, 4]]
-    assert main(["ledger", "shares", str(run), "--json"]) == 0
-    last = json.loads(capsys.readouterr().out)
+    last = json.loads(told(capsys, 0, "ledger", "shares", run, "--json").out)
     assert {share["holder"]: share["credit"] for share in last["shares"]} == {OWNER: 30, BOB.node: 30}
     assert "1/2" in told(capsys, 0, "ledger", "shares", run).out
     assert main(["ledger", "show", "nobody", str(run)]) == 2
@@ -310,8 +308,7 @@ def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: Capture)
 
 def test_accounts_are_not_cut_when_they_are_piped(run: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
-    assert main(["ledger", "show", "bob", str(run)]) == 0
-    heads, row = capsys.readouterr().out.splitlines()
+    heads, row = told(capsys, 0, "ledger", "show", "bob", run).out.splitlines()
     assert heads.split() == ["node", "name", "credit", "pending", "void", "accepted", "rejected", "standing"]
     assert row.split()[:3] == [BOB.node[:16], "bob", "30"]
 

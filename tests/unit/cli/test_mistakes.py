@@ -34,7 +34,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("run TINY --set model.path=/none/such", 2, "there is no model folder /none"),
     ("run TINY --set worker.engine=steam", 2, "there is no such engine"),
     ("run TINY --set environment.name=sorting", 2, "there is no environment"),
-    ("run TINY --dir file/run", 3, "a part of the path is a file, not a folder"),
+    *((f"run TINY --dir {where}", 3, "a part of the path is a file, not a folder") for where in ("file", "file/run")),
     ("run TINY --dir .", 2, "is not empty and not a run's"),
     ("export . out", 2, "is not a run folder"),
     ("export . out --best --version 3", 2, "--best and --version name two checkpoints"),

@@ -217,8 +217,7 @@ def test_the_dry_run_refuses_what_the_run_in_that_folder_would(tmp_path: Path, c
     request = ["run", str(TINY), "--dir", str(tmp_path / "run")]
     assert main([*request, "--prepare"]) == 0
     (tmp_path / "run" / "hub").mkdir()  # it has begun
-    assert main([*request, "--dry-run"]) == 0
-    capsys.readouterr()
+    told(capsys, 0, *request, "--dry-run")
     said = told(capsys, 2, *request, "--dry-run", "--set", "trainer.lora.rank=8")
     assert "was made with another recipe" in said.err
     assert said.out == ""

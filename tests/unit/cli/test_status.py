@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kit import Capture, Patch
+from kit.cli import told
 from shoal import protocol
-from shoal.cli.main import main
 from shoal.cli.why import check_line, entry_line, node_lines, reward_lines, unit_lines
 from shoal.ledger import append
 from shoal.run.folder import RunFolder
@@ -34,15 +34,13 @@ def test_a_stopped_run_says_where_it_stands(
     (folder.path / "trainer").mkdir()
     rows = [{"step": 0, "held_out": 0.25}, {"step": 4, "held_out": 0.5}]
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["status", str(folder.path), "--wait", "0"]) == code
-    shown = capsys.readouterr()
-    told = " ".join((shown.out if code == 0 else shown.err).split())
-    assert f"the run in {folder.path} {said}" in told
-    assert remedy.format(folder.path) in told
-    assert main(["why", "0", str(folder.path), "--wait", "0"]) == 4
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"the run in {folder.path} {said}" in told
-    assert f"start it alone with shoal hub --dir {folder.path}, then ask again" in told
+    shown = told(capsys, code, "status", folder.path, "--wait", 0)
+    words = " ".join((shown.out if code == 0 else shown.err).split())
+    assert f"the run in {folder.path} {said}" in words
+    assert remedy.format(folder.path) in words
+    words = " ".join(told(capsys, 4, "why", 0, folder.path, "--wait", 0).err.split())
+    assert f"the run in {folder.path} {said}" in words
+    assert f"start it alone with shoal hub --dir {folder.path}, then ask again" in words
 
 
 NODE = "ab" * 16
