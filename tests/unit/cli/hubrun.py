@@ -18,7 +18,7 @@ from shoal.hub.service import Hub
 from shoal.hub.state import credits, nodes
 from shoal.hub.state.commands import AddVerdict, Record, Save
 from shoal.hub.state.rows import LeaseRow, LeaseState, SubmissionRow, SubmissionState, UnitRow, UnitState
-from shoal.ledger import credit_for, head_of
+from shoal.ledger import head_of
 from shoal.run.folder import RunFolder, port_of
 from shoal.run.recipe import Recipe
 from shoal.runtime.config import parse_config
@@ -108,12 +108,6 @@ def earn(hub: Hub, folder: RunFolder, node: str, unit: int, tokens: int) -> None
             Save(submission, None), AddVerdict(name, signed), Save(after, before.state), *joined, record,
         ])  # fmt: skip
     hub.posting.post()
-
-
-def forged(node: str, submission: str, tokens: int, unit: int = 0) -> tuple[str, dict[str, Any]]:
-    """Credit that nobody ever judged, as whoever holds the hub's key can record it."""
-    body = {"node": node, "unit": unit, "submission": submission, "tokens": tokens, "credit": credit_for(tokens)}
-    return "credit", {**body, "validator": "0" * 32, "receipt": "0" * 64, "verdict": "0" * 64}
 
 
 def batch(step: int) -> tuple[str, dict[str, Any]]:
