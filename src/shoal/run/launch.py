@@ -50,13 +50,9 @@ class Launched:
 
 
 def launch(
-    folder: RunFolder,
-    patience_s: float,
-    stop: StopToken,
-    display: Display,
-    extra: Sequence[ProcessSpec] = (),
+    folder: RunFolder, patience_s: float, stop: StopToken, display: Display, extra: Sequence[ProcessSpec] = (),
     notes: Mapping[str, str] | None = None,
-) -> Launched:
+) -> Launched:  # fmt: skip
     """Run everything to its end, shown by `display` (which the caller enters and leaves). `extra` are further
     processes, supervised like the recipe's own; `notes` are remarks on workers by name. No process is left when this
     returns or raises."""

@@ -485,12 +485,9 @@ def proven_fork(place: Place, keys: Keys, error: LedgerForked) -> str:
 
 
 def save_proof(
-    keys: Keys,
-    certificates: tuple[protocol.SignedDocument, ...],
-    first: protocol.SignedDocument,
-    second: protocol.SignedDocument,
-    entries: list[protocol.LedgerEntry],
-) -> Path:
+    keys: Keys, certificates: tuple[protocol.SignedDocument, ...], first: protocol.SignedDocument,
+    second: protocol.SignedDocument, entries: list[protocol.LedgerEntry],
+) -> Path:  # fmt: skip
     """The file with the proof; raises `LedgerError` if it is none. `entries`: the second one's rows."""
     last = second.document.get("index")
     between = tuple(entry for entry in entries if isinstance(last, int) and entry.index <= last)
