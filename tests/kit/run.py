@@ -126,13 +126,9 @@ def scripted(folder: Path) -> list[str]:
 
 @contextmanager
 def start_run(
-    folder: Path,
-    overrides: Sequence[str] = (),
-    arguments: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    recipe: Path | None = RECIPE,
-    verb: str = "run",
-) -> Iterator[Run]:
+    folder: Path, overrides: Sequence[str] = (), arguments: Sequence[str] = (), env: Mapping[str, str] | None = None,
+    recipe: Path | None = RECIPE, verb: str = "run",
+) -> Iterator[Run]:  # fmt: skip
     """`shoal run RECIPE --dir folder --set …`; without a recipe the folder is resumed. It leaves no process."""
     settings = [part for override in overrides for part in ("--set", override)]
     given = [] if recipe is None else [str(recipe)]

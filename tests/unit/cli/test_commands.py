@@ -199,10 +199,6 @@ def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: Capt
     assert lines[-1].startswith("ok")
 
 
-def test_status_of_a_hub_with_another_root_key_than_the_url_names_is_refused(hub_url: str, capsys: Capture) -> None:
-    assert "impostor" in told(capsys, 1, "status", hub_url + "/#" + "ab" * 20).err
-
-
 def test_the_doctor_says_what_to_do_about_each_problem(hub_url: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("")
     assert main(["doctor", hub_url, "--folder", str(tmp_path / "file" / "x")]) == 1
