@@ -165,15 +165,10 @@ def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = 
 
     recipe, name = folder.recipe, f"worker-{index}"
     config = WorkerConfig(
-        folder=folder.path / name,
-        settings=recipe.worker,
-        engine=recipe.worker.engine,
-        hub_url=folder.endpoints.hub,
-        root_fingerprint=fingerprint(folder.root_key),
-        name=name,
-        cheat=cheat,
+        folder=folder.path / name, settings=recipe.worker, engine=recipe.worker.engine, name=name, cheat=cheat,
+        hub_url=folder.endpoints.hub, root_fingerprint=fingerprint(folder.root_key),
         limits=MachineLimits(memory_bytes=UNLIMITED_BYTES),  # whoever runs the trainer runs this, too
-    )
+    )  # fmt: skip
     run_worker(config, stop)
 
 
