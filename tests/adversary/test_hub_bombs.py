@@ -9,9 +9,9 @@ import os
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,8 +19,7 @@ import pytest
 import zstandard
 
 from kit import TempPaths
-from kit.door import POLICY, RECIPE, START_S, Caller, Hub, ok, packed, refusal, submission
-from shoal.protocol import PolicyAnnouncement, sign_document
+from kit.door import RECIPE, Hub, begun, ok, packed, refusal, submission
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 
@@ -59,27 +58,12 @@ def watched(tmp_path_factory: TempPaths) -> Iterator[Watched]:
     )  # fmt: skip
     try:
         with httpx.Client(base_url=url, timeout=60) as http:
-            _wait_for(process, http)
-            hub = Hub(run, http)
-            trainer = hub.trusted("trainer", "trainer")
+            hub = begun(run, http, lambda: process.poll() is not None)
             hub.trusted("validator-0", "validator")
-            document = PolicyAnnouncement(run=run.run_id, policy=POLICY, created_at_ms=0)
-            ok(trainer.call("POST", "/policies", sign_document(document, trainer.key)))
             yield Watched(hub, process.pid)
     finally:
         process.kill()
         process.wait(30)
-
-
-def _wait_for(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
-    end_s = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < end_s:
-        try:
-            http.get("/health")
-            return
-        except httpx.TransportError:
-            time.sleep(0.05)  # polling with a deadline
-    raise AssertionError("the hub did not start")
 
 
 def zstd_bomb() -> bytes:
@@ -143,13 +127,14 @@ def test_bombs_refused_in_bounded_memory(watched: Watched, record_property: Call
     ok(worker.submit(lease, packed(submission(lease))))  # what an honest one costs is there already
     worker = hub.worker()
     [lease] = worker.lease()
-    validator = hub.caller(hub.folder.key("validator-0"))
+    leases = partial(worker.call, "POST", "/leases")
+    verdicts = partial(hub.caller(hub.folder.key("validator-0")).call, "POST", "/verdicts")
     thrown: list[tuple[str, Callable[[], httpx.Response], tuple[int, ...]]] = [
-        *((f"bulk: {name}", _submitting(worker, lease.lease, make()), (413, 422)) for name, make in BULK_BOMBS.items()),
-        *((f"json: {name}", _posting(worker, "/leases", body), (422,)) for name, body in JSON_BOMBS.items()),
-        ("trusted: 15 MiB of verdicts", _posting(validator, "/verdicts", b'{"verdicts":[' + b"{}," * 5 * MIB), (422,)),
-        ("trusted: 15 MiB nested", _posting(validator, "/verdicts", b'{"verdicts":' + b"[" * 15 * MIB), (422,)),
-        ("a head of 2 MiB", lambda: _head_bomb(hub), (400,)),
+        *((f"bulk: {name}", partial(worker.submit, lease, make()), (413, 422)) for name, make in BULK_BOMBS.items()),
+        *((f"json: {name}", partial(leases, body), (422,)) for name, body in JSON_BOMBS.items()),
+        ("trusted: 15 MiB of verdicts", partial(verdicts, b'{"verdicts":[' + b"{}," * 5 * MIB), (422,)),
+        ("trusted: 15 MiB nested", partial(verdicts, b'{"verdicts":' + b"[" * 15 * MIB), (422,)),
+        ("a head of 2 MiB", partial(_head_bomb, hub), (400,)),
     ]
     most_mib = {"anyone": 0.0, "trusted": 0.0}
     for name, throw, expected in thrown:
@@ -164,14 +149,6 @@ def test_bombs_refused_in_bounded_memory(watched: Watched, record_property: Call
     record_property("table", "\n".join(["bombs: answer, and what the hub's memory grew by meanwhile", *lines]))
     assert most_mib["anyone"] < ANYONES_MIB
     assert most_mib["trusted"] < TRUSTED_MIB
-
-
-def _submitting(worker: Caller, lease: str, body: bytes) -> Callable[[], httpx.Response]:
-    return lambda: worker.call("PUT", f"/submissions/{lease}", body)
-
-
-def _posting(caller: Caller, path: str, body: bytes) -> Callable[[], httpx.Response]:
-    return lambda: caller.call("POST", path, body)
 
 
 def _head_bomb(hub: Hub) -> httpx.Response:

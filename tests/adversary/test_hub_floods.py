@@ -21,13 +21,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from kit import Patch, TempPaths
+from kit import Patch, TempPaths, eventually
 from kit.door import Caller, Hub, ok, refusal, running_hub
 from shoal.protocol import Registration
 
 MALLORY, ALICE = "127.0.0.2", "127.0.0.3"
 DEADLINE_S = 30.0
-SETTINGS = {"requests_per_address_s": 20, "connections_per_address": 40}
+SETTINGS = {"requests_per_address_s": 20, "connections_per_address": 40, "requests_per_key_s": 0}
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +68,6 @@ def head_of(caller: Caller, path: str, body: bytes) -> bytes:
     headers = {**caller.signed("POST", path, body), "host": "hub", "content-length": str(len(body))}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
     return "\r\n".join(lines).encode()
-
-
-def eventually(what: str, is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < end_s, what
-        time.sleep(0.02)  # polling with a deadline
 
 
 def is_cut(plugged: socket.socket) -> bool:
@@ -130,7 +123,7 @@ def test_slow_heads(hub: Hub, monkeypatch: Patch) -> None:
                     continue
             return all(is_cut(plugged) for plugged in sockets)
 
-        eventually("slow heads stay connected", all_cut)
+        eventually(all_cut, DEADLINE_S, "slow heads stay connected")
     assert len(heart.waits_s) > 1
 
 
@@ -142,7 +135,7 @@ def test_a_slow_head_on_a_connection_that_was_good(hub: Hub, monkeypatch: Patch)
         while b'{"ok":true}' not in got:
             got += plugged.recv(65536)
         plugged.sendall(b"GET /hea")
-        eventually("a second head may take for ever", lambda: is_cut(plugged))
+        eventually(lambda: is_cut(plugged), DEADLINE_S, "a second head may take for ever")
 
 
 def test_a_slow_body(hub: Hub, monkeypatch: Patch) -> None:
@@ -157,7 +150,7 @@ def test_a_slow_body(hub: Hub, monkeypatch: Patch) -> None:
             plugged.sendall(b" ")
             return bool(select.select([plugged], [], [], 0)[0])
 
-        eventually("a slow body is waited for", is_refused)
+        eventually(is_refused, DEADLINE_S, "a slow body is waited for")
         answer = plugged.recv(65536)
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"body.slow" in answer
@@ -177,7 +170,7 @@ def test_a_reader_that_does_not_read(hub: Hub, monkeypatch: Patch) -> None:
             heart.beat()
             return all(is_cut(plugged) for plugged in readers)
 
-        eventually("whoever does not read keeps its connection", all_cut)
+        eventually(all_cut, DEADLINE_S, "whoever does not read keeps its connection")
 
 
 # ── too much ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,7 +197,7 @@ def test_too_many_connections(fresh: Hub) -> None:
             except httpx.TransportError:
                 return False
 
-        eventually("connections that ended are still counted", is_let_in)
+        eventually(is_let_in, DEADLINE_S, "connections that ended are still counted")
 
 
 def test_a_huge_head(hub: Hub) -> None:
@@ -280,7 +273,7 @@ def test_a_flood_of_one_address(fresh: Hub, record_property: Callable[[str, obje
         for thread in threads:
             thread.start()
         try:
-            eventually("the flood is never refused", lambda: statuses[429] > 8)
+            eventually(lambda: statuses[429] > 8, DEADLINE_S, "the flood is never refused")
             heart.beat(20)
         finally:
             over.set()

@@ -151,18 +151,6 @@ def test_a_base_damaged_on_the_origins_disk_is_not_used(run: Run, lab: Lab, part
         lab.fetch(third, lab.honest().url)
 
 
-def test_a_fetch_of_deltas_is_continued_where_it_was_interrupted(lab: Lab) -> None:
-    run = Run(lab, chunk_size_bytes=64)
-    first, second = run.steps(2)
-    url = lab.honest().url
-    lab.fetch(first, url)
-    hidden = run.chunk(second).rename(lab.folder / "hidden")
-    with pytest.raises(BroadcastError, match="1 chunks are missing"):
-        lab.client(url).fetch(second.policy, 1)
-    hidden.rename(run.chunk(second))
-    assert sum(run.told(second, url).by_source.values()) == second.deltas[0].chunks[0].size_bytes
-
-
 def test_what_changed_is_told_tensor_by_tensor(run: Run, lab: Lab) -> None:
     """Applied to the tensors of the version before, it gives the new ones: an engine needs no second copy."""
     first, *_, fourth = run.steps(4)

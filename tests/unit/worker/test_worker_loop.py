@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kit import Logs, Patch
-from kit.worker import KEY, RUN, SAMPLING, Bench, CountingEngine, eventually, lease, policy
+from kit import Logs, Patch, eventually
+from kit.worker import KEY, RUN, SAMPLING, Bench, CountingEngine, lease, policy
 from shoal.engines import GenerationRequest
 from shoal.engines.dialogue import dialogue_for
 from shoal.engines.groups import submission_of
@@ -115,7 +115,7 @@ def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(tmp_
     bench.shelf.before_get = lambda: asked_before.append(len(bench.hub.requests))
     thread = threading.Thread(target=bench.worker.run)
     thread.start()
-    assert eventually(lambda: len(bench.hub.beats) > 3)
+    eventually(lambda: len(bench.hub.beats) > 3)
     assert bench.hub.requests == []
     bench.hub.policy = policy()
     thread.join(30)
@@ -202,9 +202,9 @@ def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path
     thread = threading.Thread(target=bench.worker.run)
     thread.start()
     try:
-        assert eventually(lambda: bench.waiting == [1, 3])
+        eventually(lambda: bench.waiting == [1, 3])
         before = len(bench.hub.beats) + 1  # one may be under way
-        assert eventually(lambda: len(bench.hub.beats) > before)
+        eventually(lambda: len(bench.hub.beats) > before)
         assert set(bench.hub.beats[-1].progress) == {"lease-1", "lease-3"}
         assert min(bench.hub.beats[-1].progress.values()) > 0
     finally:
@@ -222,7 +222,7 @@ def test_a_suspended_worker_waits_and_resumes(tmp_path: Path, caplog: Logs) -> N
     bench.hub.view = active.model_copy(update=changes)
 
     def still_out() -> list[Lease]:
-        assert eventually(lambda: "is suspended" in caplog.text)
+        eventually(lambda: "is suspended" in caplog.text)
         return []
 
     def lifted() -> list[Lease]:
@@ -412,7 +412,7 @@ def test_a_full_outbox_pauses_work(tmp_path: Path, monkeypatch: Patch) -> None:
     thread = threading.Thread(target=bench.worker.run)
     thread.start()
     try:
-        assert eventually(lambda: any("hub to take" in beat.waiting_for for beat in bench.hub.beats))
+        eventually(lambda: any("hub to take" in beat.waiting_for for beat in bench.hub.beats))
         assert len(bench.hub.requests) == 1
     finally:
         bench.hub.gate.set()
