@@ -243,8 +243,7 @@ def test_the_hub_suspends_it_by_evidence_that_it_kept(steered: Node, tmp_path: P
 
 
 def node_view(hub: Hub) -> protocol.NodeView:
-    status = protocol.RunStatus.model_validate_json(ok(hub.http.get("/status")).content)
-    return next(node for node in status.nodes if node.name == "steered")
+    return next(node for node in hub.status().nodes if node.name == "steered")
 
 
 def test_the_hub_distrusts_newcomers_when_keys_are_changed_every_four_groups(steered: Node, tmp_path: Path) -> None:
@@ -257,6 +256,6 @@ def test_the_hub_distrusts_newcomers_when_keys_are_changed_every_four_groups(ste
                 audit = handed_over(worker, validator, seen)
                 assert not audit.gains.suffices
             assert keys < 40
-        alarms = protocol.RunStatus.model_validate_json(ok(hub.http.get("/status")).content).alarms
+        alarms = hub.status().alarms
     assert audit.distrusted == "newcomers"
     assert [alarm for alarm in alarms if "chosen for their reward" in alarm]

@@ -20,13 +20,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-
 import shoal.trainer.loop  # noqa: F401 - torch and transformers cannot be imported first by several threads at once
+from kit import eventually
+from kit.trial import farthest
 from shoal import protocol
 from shoal.adversary import Disguise
 from shoal.client import ClientOptions, HubClient
-from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
+from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import HubRefused, ShutOut
 from shoal.hub.state import nodes
@@ -35,7 +35,6 @@ from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe
 from shoal.run.roles import run_role
 from shoal.runtime.stop import StopToken
-from shoal.sampling import uniforms
 from shoal.validator.case import BODY_LIMITS
 from shoal.validator.judge import Judge
 from shoal.validator.verdicts import Docket
@@ -143,16 +142,7 @@ def is_what_the_seeds_give(docket: Docket, body: protocol.Submission, loaded: Lo
 
 def is_near_what_the_seeds_give(docket: Docket, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
     """Whether every uniform is within 1e-4 of the interval of its token under the right policy."""
-    lease = docket.lease
-    asked = [
-        PrefillRequest(lease.prompt_ids, rollout.token_ids.astype(np.int32), lease.sampling.temperature)
-        for rollout in body.rollouts
-    ]
-    for seed, seen in zip(lease.seed_numbers, loaded.engine.prefill(asked), strict=True):
-        u_T = uniforms(seed, 0, len(seen.logprobs))
-        if (np.maximum(seen.cdf_low - u_T, u_T - seen.cdf_high) > NEAR).any():
-            return False
-    return True
+    return farthest(loaded.engine, docket.lease, body) <= NEAR
 
 
 @dataclass
@@ -244,11 +234,11 @@ class Attacked:
             yield
 
     def wait_until(self, what: str, condition: Any) -> None:
-        end_s = time.monotonic() + DEADLINE_S
-        while not condition():
+        def holds() -> bool:
             self._raise_failure()
-            assert time.monotonic() < end_s, f"waited {DEADLINE_S} s for {what}"
-            time.sleep(POLL_S)  # polling with a deadline
+            return bool(condition())
+
+        eventually(holds, DEADLINE_S, what)
 
     def _raise_failure(self) -> None:
         """At once, if a role that everybody needs has ended: nothing would come of waiting."""

@@ -46,6 +46,9 @@ class Hub:
     def run(self) -> str:
         return self.folder.run_id
 
+    def status(self) -> protocol.RunStatus:
+        return protocol.RunStatus.model_validate_json(ok(self.http.get("/status")).content)
+
     def caller(self, key: protocol.SigningKey | None = None) -> Caller:
         return Caller(self, key or protocol.SigningKey.generate())
 

@@ -9,11 +9,12 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from shoal import protocol
 from shoal.adversary import Cheat, Loot
-from shoal.engines import Engine, GenerationRequest
+from shoal.engines import Engine, GenerationRequest, PrefillRequest
 from shoal.engines.groups import submission_of
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
@@ -23,6 +24,8 @@ from shoal.hub.state.nodes import CERTAIN_TO_BAN, STATISTICAL_TO_BAN
 from shoal.hub.state.reputation import recent
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
+from shoal.sampling import uniforms
+from shoal.sampling.check import distances
 from shoal.shardcast import Payload
 from shoal.validator.judge import Judge, SecondEngines
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
@@ -187,3 +190,13 @@ def docket(lease: protocol.Lease, submission: protocol.Submission, record: proto
         received_at_ms=0, deadline_ms=60_000, record=record or protocol.Tally(),
     )  # fmt: skip
     return Docket(audit, lease, body)
+
+
+def farthest(engine: Engine, lease: protocol.Lease, submission: protocol.Submission) -> float:
+    """How far a uniform lies outside the interval of its token, at most, as this engine sees it."""
+    asked = [
+        PrefillRequest(lease.prompt_ids, rollout.token_ids.astype(np.int32), lease.sampling.temperature)
+        for rollout in submission.rollouts
+    ]
+    seen = zip(lease.seed_numbers, engine.prefill(asked), strict=True)
+    return max(float(distances(uniforms(s, 0, len(p.cdf_low)), p.cdf_low, p.cdf_high).max()) for s, p in seen)

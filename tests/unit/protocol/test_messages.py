@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import struct
-import tracemalloc
 
 import msgspec
 import numpy as np
@@ -214,20 +213,6 @@ def test_a_body_at_a_cap_passes_and_one_byte_more_does_not() -> None:
     assert message == f"the body has {len(body)} bytes; at most {len(body) - 1} are allowed"
     message = refused(body, BodyLimits(len(body), size - 1))
     assert message == f"the body inflates to {size} bytes; at most {size - 1} are allowed"
-
-
-def test_a_frame_that_inflates_past_what_it_declares_uses_no_more_than_that() -> None:
-    """Blocks of one repeated byte, 4 bytes for 128 KiB each: the streaming interface would inflate all of them."""
-    blocks, declared = 4000, 3 * 2**20  # half a gigabyte, were it believed
-    block = [struct.pack("<I", (131072 << 3) | 2 | last)[:3] + b"\0" for last in (0, 1)]
-    bomb = struct.pack("<IBBI", 0xFD2FB528, 2 << 6, 7 << 3, declared) + block[0] * (blocks - 1) + block[1]
-    assert len(bomb) < 20_000
-    tracemalloc.start()
-    try:
-        assert "damaged" in refused(bomb)
-        assert tracemalloc.get_traced_memory()[1] < 2 * declared
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_large_honest_body_passes() -> None:
