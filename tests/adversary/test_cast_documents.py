@@ -78,6 +78,7 @@ FORGERIES: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "another kind": (another_kind, "expected a signed"),
     "a later date": (changed(created_at_ms=9), "signature does not match"),
     "another run": (changed(run="theirs"), "signature does not match"),
+    "chunks of a terabyte": (changed(chunk_size_bytes=1 << 40), "signature does not match"),
     "nothing": (lambda _path: b"", "not a signed document"),
     "noise": (lambda _path: bytes(range(256)), "not a signed document"),
     "deep nesting": (lambda _path: b"[" * 60_000, "not a signed document"),

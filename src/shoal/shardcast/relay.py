@@ -58,37 +58,31 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
     for peer in config.peers:
         Address.parse(peer)
     with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S):
-        _run(config, stop, on_ready)
+        mirror, closing = Mirror(config), StopToken()
+        server = TreeServer(mirror, ServerLimits(connections_per_client=config.settings.connections_per_client))
+        mirror.load()
+        sources = dict.fromkeys((*config.upstreams, *config.peers))
+        followers = [Follower(source, config, mirror, server.instance, closing) for source in sources]
 
+        def error() -> Exception | None:
+            return next(filter(None, [mirror.pool.error, *(follower.error for follower in followers)]), None)
 
-def _run(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
-    """The wiring of one relay."""
-    mirror, closing = Mirror(config), StopToken()
-    server = TreeServer(mirror, ServerLimits(connections_per_client=config.settings.connections_per_client))
-    mirror.load()
-    sources = dict.fromkeys((*config.upstreams, *config.peers))
-    followers = [Follower(source, config, mirror, server.instance, closing) for source in sources]
+        def ready(url: str) -> None:  # only once the port is ours
+            mirror.pool.start()
+            for follower in followers:
+                follower.thread.start()
+            on_ready(url)
 
-    def error() -> Exception | None:
-        return next(filter(None, [mirror.pool.error, *(follower.error for follower in followers)]), None)
-
-    def ready(url: str) -> None:  # only once the port is ours
-        mirror.pool.start()
-        for follower in followers:
-            follower.thread.start()
-        on_ready(url)
-
-    try:
-        asyncio.run(serve(server, config.host, config.port, lambda: stop.is_set() or error() is not None, ready))
-    finally:
-        closing.set(stop.reason or "closed")
-        mirror.pool.close()
-        for follower in followers:
-            if follower.thread.ident is not None:
-                follower.thread.join(Timeouts().connect_s + 2)
-    found = error()
-    if found is not None:
-        raise found
+        try:
+            asyncio.run(serve(server, config.host, config.port, lambda: stop.is_set() or error() is not None, ready))
+        finally:
+            closing.set(stop.reason or "closed")
+            mirror.pool.close()
+            for follower in followers:
+                if follower.thread.ident is not None:
+                    follower.thread.join(Timeouts().connect_s + 2)
+        if (found := error()) is not None:
+            raise found
 
 
 class Follower:
