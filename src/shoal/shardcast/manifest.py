@@ -24,20 +24,10 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from shoal.errors import ManifestRefused, ProtocolError
-from shoal.protocol import (
-    BroadcastHead,
-    Chunk,
-    Document,
-    Entry,
-    PolicyManifest,
-    SignedDocument,
-    SigningKey,
-    content_digest,
-    first_problem,
-    open_document,
-    sign_document,
-)
 from shoal.protocol.codec import ITEM_BYTES
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.policy import BroadcastHead, Chunk, Entry, PolicyManifest, content_digest
+from shoal.protocol.signing import Document, SignedDocument, first_problem, open_document, sign_document
 
 MIB = 1024 * 1024
 CHUNK_SIZE_BYTES = 4 * MIB
