@@ -24,9 +24,8 @@ import shoal.trainer.loop  # noqa: F401 - torch and transformers cannot be impor
 from kit import eventually
 from kit.trial import farthest
 from shoal import protocol
-from shoal.adversary import Disguise
 from shoal.client import ClientOptions, HubClient
-from shoal.engines import Completion, Engine, GenerationRequest
+from shoal.engines import GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import HubRefused, ShutOut
 from shoal.hub.state import nodes
@@ -344,17 +343,3 @@ def table(run: Attacked) -> str:
     lines += ["", f"honest worker beside them: {honest.accepted} accepted, {honest.rejected} rejected, "
               f"{honest.unsure} unsure, {honest.strikes} strikes"]  # fmt: skip
     return "\n".join(lines)
-
-
-class Counting(Disguise):
-    """Counts the completions that the engine behind a cheat is asked for."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.completions = 0
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], proof: protocol.ProofParameters | None = None
-    ) -> list[list[Completion]]:
-        self.completions += sum(len(request.seeds) for request in requests)
-        return super().generate(requests, proof)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import struct
 
@@ -56,14 +55,6 @@ def test_every_document_has_a_kind_of_its_own() -> None:
 def test_values_out_of_bounds_are_refused(kind: type[Message], values: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         kind.model_validate(values)
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/..", "a//b", "/a", "a/", "a\\b", "x" * 256, "a\n", "a\x00", "a/" * 512 + "a"]
-)
-def test_no_entry_can_leave_its_folder(name: str) -> None:
-    with pytest.raises(ValidationError):
-        Entry(name=name, type="file", offset=0, size_bytes=1)
 
 
 def test_seeds_are_whole_64_bit_numbers() -> None:
@@ -195,15 +186,6 @@ def test_every_truncation_and_every_trailing_byte_is_refused(submission: Submiss
     body = pack(submission)
     refused(body[: data.draw(st.integers(0, len(body) - 1))])
     assert "after the zstd frame" in refused(body + data.draw(st.binary(min_size=1, max_size=8)))
-
-
-@given(submissions, st.data())
-def test_a_flipped_bit_never_raises_anything_else(submission: Submission, data: st.DataObject) -> None:
-    body = bytearray(pack(submission))
-    bit = data.draw(st.integers(0, 8 * len(body) - 1))
-    body[bit // 8] ^= 1 << bit % 8
-    with contextlib.suppress(CodecError):
-        unpack(bytes(body), Submission, LIMITS)
 
 
 def test_a_body_at_a_cap_passes_and_one_byte_more_does_not() -> None:

@@ -107,7 +107,6 @@ UNSOUND: dict[str, Callable[[PolicyManifest], PolicyManifest]] = {
     "gap": moved(1, offset=1401),
     "overlap": moved(1, offset=0),
     "entry beyond the end": moved(-1, size_bytes=1 << 40),
-    "name that leaves": moved(0, name="../b"),
     "shape too large": moved(2, shape=(10**6,)),
     "negative shape": moved(2, shape=(-1, -31)),
     "unknown type": moved(2, dtype="F7"),
