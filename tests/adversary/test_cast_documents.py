@@ -62,21 +62,19 @@ def resigned(path: Path) -> bytes:
     return sign(read(data, RUN, KEY.public_key), OTHER_KEY)
 
 
-def claims_our_key(path: Path) -> bytes:
-    """Signed by somebody else who writes our key beside the signature."""
-    return json.dumps({**json.loads(resigned(path)), "signed_by": KEY.public_key}).encode()
-
-
-def another_kind(path: Path) -> bytes:
-    """A signature that is right, over a document of another kind."""
-    return json.dumps({**json.loads(path.read_bytes()), "kind": "policy-announcement"}).encode()
+def beside(data: bytes, **fields: str) -> bytes:
+    """With something else beside the signature: another's key, or another kind of document."""
+    return json.dumps({**json.loads(data), **fields}).encode()
 
 
 FORGERIES: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "another key": (resigned, "not trusted"),
-    "another key under our name": (claims_our_key, "signature does not match"),
+    "another key under our name": (
+        lambda path: beside(resigned(path), signed_by=KEY.public_key),
+        "signature does not match",
+    ),
     "no signature": (lambda path: json.dumps(json.loads(path.read_bytes())["document"]).encode(), "not a signed docu"),
-    "another kind": (another_kind, "expected a signed"),
+    "another kind": (lambda path: beside(path.read_bytes(), kind="policy-announcement"), "expected a signed"),
     "a later date": (changed(created_at_ms=9), "signature does not match"),
     "another run": (changed(run="theirs"), "signature does not match"),
     "chunks of a terabyte": (changed(chunk_size_bytes=1 << 40), "signature does not match"),

@@ -43,7 +43,7 @@ DEADLINE_S = 400
 ATTACK_S = 240.0  # of a busy machine; otherwise seconds
 SUSPENDED_MS = 500  # the first time; nobody here waits a minute for a cheater to come back
 POLL_S = 0.05
-NEAR = 1e-4
+NEAR = 1e-4  # of the interval of its token under the right policy, every uniform
 AT_ONCE = 6
 HONEST = "worker-0"
 NEEDED = ("hub", "origin", "trainer", "validator-0")
@@ -109,19 +109,14 @@ class Watch:
         body = protocol.unpack(docket.body, protocol.Submission, BODY_LIMITS)
         tokens = sum(len(rollout.tokens) // 4 for rollout in body.rollouts)
         accepted = verdict.outcome is protocol.Outcome.ACCEPTED
-        is_honest = accepted and self._is_what_the_seeds_give(docket, body, loaded)
-        is_near = accepted and (is_honest or is_near_what_the_seeds_give(docket, body, loaded))
+        # the honest worker, who is the first to be judged, is looked at now and then: it would take half the time
+        is_known = bool(self.judged) and docket.lease.node == self.judged[0].node and len(self.judged) % 16 > 0
+        is_honest = accepted and (is_known or is_what_the_seeds_give(docket, body, loaded))
+        is_near = accepted and (is_honest or farthest(loaded.engine, docket.lease, body) <= NEAR)
         judged = Judged(docket.lease.node, docket.lease.policy.version, verdict, tokens, is_honest, is_near)
         with self._lock:
             self.judged.append(judged)
             self.bodies.append(body)
-
-    def _is_what_the_seeds_give(self, docket: Docket, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
-        """The honest worker, who is the first to be judged, is looked at now and then: it would take half the time."""
-        now_and_then = len(self.judged) % 16 == 0
-        if self.judged and docket.lease.node == self.judged[0].node and not now_and_then:
-            return True
-        return is_what_the_seeds_give(docket, body, loaded)
 
     def of(self, node: str) -> list[Judged]:
         with self._lock:
@@ -137,11 +132,6 @@ def is_what_the_seeds_give(docket: Docket, body: protocol.Submission, loaded: Lo
     lease = docket.lease
     [group] = loaded.engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)])
     return [rollout.token_ids.tolist() for rollout in body.rollouts] == [each.token_ids.tolist() for each in group]
-
-
-def is_near_what_the_seeds_give(docket: Docket, body: protocol.Submission, loaded: LoadedPolicy) -> bool:
-    """Whether every uniform is within 1e-4 of the interval of its token under the right policy."""
-    return farthest(loaded.engine, docket.lease, body) <= NEAR
 
 
 @dataclass

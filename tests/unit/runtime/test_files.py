@@ -95,20 +95,15 @@ def test_whoever_says_it_the_sentence_is_the_same(error: Exception, kind: type[R
     assert said.exit_code == 3
 
 
-def new_lock(folder: Path) -> None:
-    FolderLock(folder).acquire(StopToken())
+WRITES: dict[str, Callable[[Path], object]] = {
+    "a lock": lambda folder: FolderLock(folder).acquire(StopToken()),
+    "a row": lambda folder: MetricsLog(folder / "metrics.jsonl").append(1, {"loss": 1.0}),
+    "a file": lambda folder: write_atomically(folder / "metrics.jsonl", b"new" * 5000),
+}
 
 
-def another_row(folder: Path) -> None:
-    MetricsLog(folder / "metrics.jsonl").append(1, {"loss": 1.0})
-
-
-def another_file(folder: Path) -> None:
-    write_atomically(folder / "metrics.jsonl", b"new" * 5000)
-
-
-@pytest.mark.parametrize("write", [new_lock, another_row, another_file])
-def test_what_was_there_stays(tmp_path: Path, request: pytest.FixtureRequest, write: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("what", WRITES)
+def test_what_was_there_stays(tmp_path: Path, request: pytest.FixtureRequest, what: str) -> None:
     if in_own_namespace(request):
         return
     with small_disk(tmp_path / "disk", "64k") as disk:
@@ -117,10 +112,10 @@ def test_what_was_there_stays(tmp_path: Path, request: pytest.FixtureRequest, wr
         disk.fill()
         fill_last_page(disk, metrics.path)
         with pytest.raises(DiskError, match=SENTENCE):
-            write(disk.path)
+            WRITES[what](disk.path)
         disk.free()
         assert metrics.rows() == [{"step": 0, "loss": 2.0}]
-        write(disk.path)
+        WRITES[what](disk.path)
 
 
 def fill_last_page(disk: SmallDisk, path: Path) -> None:
