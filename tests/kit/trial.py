@@ -97,17 +97,11 @@ class Court:
     """A model, its tasks and a judge; units have the tasks and seeds that a hub would give them."""
 
     def __init__(
-        self,
-        model: str = "tiny",
-        environment: str = "sort",
-        group_size: int = 16,
-        max_new_tokens: int = 10,
-        profile: str = protocol.DEFAULT_PROFILE,
+        self, group_size: int = 16, max_new_tokens: int = 10, profile: str = protocol.DEFAULT_PROFILE,
         temperature: float = 1.0,
-    ) -> None:
-        self.loaded: LoadedModel = load_model(model)
-        self.environment_name = environment
-        self.environment = build(EnvironmentSettings(name=environment))
+    ) -> None:  # fmt: skip
+        self.loaded: LoadedModel = load_model("tiny")
+        self.environment = build(EnvironmentSettings(name="sort"))
         self.judge = Judge(self.environment, PROFILES, second_engine=SecondEngines("torch", "cpu", self.fetch).get)
         self.profile = profile
         self.group_size = group_size
@@ -154,7 +148,7 @@ class Court:
 
     def cheating(self, cheat: Cheat) -> Engine:
         """An engine of its own with the policy in place, as a worker's shelf would make it."""
-        engine = cheat.engine(self.build(self.files), Loot(self.files, self.environment_name, self.build))
+        engine = cheat.engine(self.build(self.files), Loot(self.files, self.environment.name, self.build))
         engine.load_policy(self.lease(0).policy, policy_views(self.loaded.model))
         return engine
 
