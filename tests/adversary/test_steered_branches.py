@@ -157,7 +157,7 @@ def steered() -> Node:
 
 @pytest.fixture(scope="module")
 def honest() -> Node:
-    return node_of(ready(Rounding()), looking(1), groups=24, looked=1.0)
+    return node_of(ready(Rounding()), looking(1), looked=0.5)
 
 
 def test_every_group_of_it_passes_where_nobody_looks_at_branches(honest: Node) -> None:
