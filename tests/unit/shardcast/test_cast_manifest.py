@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.cast import CHUNK, KEY, RUN, Lab, content
-from kit.liar import write_tree
+from kit.liar import manifest_of, write_tree
 from shoal.errors import BroadcastError, ManifestRefused
-from shoal.protocol import PolicyManifest, PolicyRef, TensorView, content_digest
-from shoal.shardcast.content import Content, chunk_of, digest_of
+from shoal.protocol import PolicyManifest, TensorView, content_digest
+from shoal.shardcast.content import Content, digest_of
 from shoal.shardcast.manifest import encode, read_manifest
 from shoal.shardcast.payload import open_payload
 
@@ -23,12 +23,9 @@ shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
 
 def build(files: dict[str, bytes], tensors: list[TensorView], chunk_size: int = CHUNK) -> PolicyManifest:
-    laid_out = Content.of(files, tensors)
-    entries, chunks = laid_out.entries, tuple(chunk_of(data) for data in laid_out.cut(chunk_size))
-    return PolicyManifest(
-        run=RUN, policy=PolicyRef(incarnation=0, version=3, digest=content_digest(entries, chunk_size, chunks)),
-        entries=entries, chunk_size_bytes=chunk_size, chunks=chunks, size_bytes=laid_out.size_bytes, created_at_ms=0,
-    )  # fmt: skip
+    content = Content.of(files, tensors)
+    payload = b"".join(bytes(data) for data in content.cut(chunk_size))
+    return manifest_of(3, content.entries, payload, chunk_size=chunk_size)[0]
 
 
 def redigested(manifest: PolicyManifest, **changes: Any) -> PolicyManifest:
