@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import zstandard
 
+from kit import eventually
 from kit.hub import as_bytes, ok
 from shoal import protocol
 from shoal.run.folder import RunFolder
@@ -44,6 +45,9 @@ class Hub:
     @property
     def run(self) -> str:
         return self.folder.run_id
+
+    def status(self) -> protocol.RunStatus:
+        return protocol.RunStatus.model_validate_json(ok(self.http.get("/status")).content)
 
     def caller(self, key: protocol.SigningKey | None = None) -> Caller:
         return Caller(self, key or protocol.SigningKey.generate())
@@ -142,25 +146,26 @@ def running_hub(folder: Path, **changes: dict[str, Any]) -> Iterator[Hub]:
     with ThreadPoolExecutor(max_workers=1) as thread, httpx.Client(base_url=url, timeout=30) as http:
         role = thread.submit(run_role, run, "hub", stop)
         try:
-            _wait_for(role, http)
-            hub = Hub(run, http)
-            trainer = hub.trusted("trainer", "trainer")
-            document = protocol.PolicyAnnouncement(run=run.run_id, policy=POLICY, created_at_ms=0)
-            ok(trainer.call("POST", "/policies", protocol.sign_document(document, trainer.key)))
-            yield hub
+            yield begun(run, http, role.done)
         finally:
             stop.set("the test ends")
 
 
-def _wait_for(role: Future[None], http: httpx.Client) -> None:
-    end_s = time.monotonic() + START_S
-    while not role.done() and time.monotonic() < end_s:
-        try:
-            http.get("/status")
-            return
-        except httpx.TransportError:
-            time.sleep(0.02)  # polling with a deadline
-    raise AssertionError(f"the hub did not start: {role}")
+def begun(run: RunFolder, http: httpx.Client, has_ended: Callable[[], bool]) -> Hub:
+    """A hub that is being started: once it answers, and with policy 0 announced."""
+
+    def answers() -> bool:
+        assert not has_ended(), "the hub did not start"
+        with suppress(httpx.TransportError):
+            return http.get("/status").is_success
+        return False
+
+    eventually(answers, START_S)
+    hub = Hub(run, http)
+    trainer = hub.trusted("trainer", "trainer")
+    document = protocol.PolicyAnnouncement(run=run.run_id, policy=POLICY, created_at_ms=0)
+    ok(trainer.call("POST", "/policies", protocol.sign_document(document, trainer.key)))
+    return hub
 
 
 def establish(hub: Hub, workers: Sequence[Caller], units: int = 8) -> None:

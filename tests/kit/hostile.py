@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 from shoal import protocol
 from shoal.client.trust import run_id
 
@@ -110,3 +112,9 @@ def hostile_hub(host: str = "127.0.0.1") -> Iterator[HostileHub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@pytest.fixture
+def hub() -> Iterator[HostileHub]:
+    with hostile_hub() as served:
+        yield served
