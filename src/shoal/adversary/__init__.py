@@ -25,7 +25,6 @@ CHEATS: Mapping[str, type[Cheat]] = {cheat.name: cheat for cheat in (*tokens.CHE
 
 
 def find_cheat(name: str) -> Cheat:
-    """A cheat for one worker."""
     if name not in CHEATS:
         raise ConfigError(f"there is no cheat {name!r}; there are {', '.join(sorted(CHEATS))}")
     return CHEATS[name]()

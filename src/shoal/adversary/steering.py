@@ -1,7 +1,7 @@
 """Steering inside the tolerance: cheats for whoever knows how far off a token may be and still pass.
 
-Where the uniform falls next to the edge of a token's interval, within the tolerance, the token on the other side of the
-edge passes too. `Steering` always takes that one; `Branching` tries a few such places and keeps what pays best.
+Where the uniform falls within the tolerance of the edge of a token's interval, the token on the other side of the edge
+passes too. `Steering` always takes that one; `Branching` tries a few such places and keeps what pays best.
 """
 
 from __future__ import annotations
@@ -39,18 +39,13 @@ class Fork:
 
 class Branching(Disguise):
     """One token of a rollout is another one, by the tolerance; all others are what the lease's seed gives after it.
-
-    `value_of` says what completions of a prompt are worth, `reach` how far u may be from an edge. It needs no look at
-    the vocabulary: a seed of its own choice, whose uniform lies beyond the edge, draws the neighbour.
-    """
+    `value_of` says what completions of a prompt are worth, `reach` how far u may be from an edge. A seed of its own,
+    whose uniform lies beyond the edge, draws the neighbour, without a look at the vocabulary."""
 
     def __init__(
-        self,
-        engine: Engine,
-        value_of: Callable[[tuple[int, ...]], Callable[[Completion], float]],
-        reach: float,
+        self, engine: Engine, value_of: Callable[[tuple[int, ...]], Callable[[Completion], float]], reach: float,
         tries: int = BRANCHES,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(engine)
         self._value_of, self._reach, self._tries = value_of, reach, tries
 
@@ -101,7 +96,7 @@ class Branching(Disguise):
 
 
 def seed_of(uniform: float) -> int:
-    """A seed whose first uniform is next to this one."""
+    """Its first uniform is next to this one."""
     values, seeds = _sorted_seeds()
     return int(seeds[min(int(np.searchsorted(values, uniform)), len(seeds) - 1)])
 
@@ -127,9 +122,8 @@ class Steering(Disguise):
         groups = []
         for request, group in zip(requests, drawn, strict=True):
             temperature = request.sampling.temperature
-            seen = self._engine.prefill(
-                [PrefillRequest(request.prompt_ids, one.token_ids, temperature) for one in group]
-            )
+            asked = [PrefillRequest(request.prompt_ids, one.token_ids, temperature) for one in group]
+            seen = self._engine.prefill(asked)
             triples = zip(request.seeds, group, seen, strict=True)
             groups.append([self._steered(request, seed, each, prefill) for seed, each, prefill in triples])
         return vouched(self._engine, requests, groups, proof)
@@ -161,7 +155,6 @@ class Steering(Disguise):
 
 
 def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
-    """The cheat that knows this tolerance."""
     return cheating(
         "steer", "takes the next token in line wherever the uniform falls so near an edge that both would pass",
         {"sampling.seed", "sampling.drift"}, engine=lambda engine, _loot: Steering(engine, tolerance),
@@ -170,11 +163,8 @@ def steer(tolerance: SeedTolerance = SeedTolerance()) -> type[Cheat]:
 
 CHEATS = (
     steer(),
-    cheating(
-        "branch",
+    cheating("branch",
         f"decodes up to {BRANCHES} neighbours of tokens whose uniform lies next to an edge, with honest draws after "
-        "them, and submits the branch that pays best",
-        {"sampling.seed", "sampling.drift", "sampling.steered"},
-        engine=lambda engine, loot: Branching(engine, Worth(loot).of, REACH),
-    ),
-)
+        "them, and submits the branch that pays best", {"sampling.seed", "sampling.drift", "sampling.steered"},
+        engine=lambda engine, loot: Branching(engine, Worth(loot).of, REACH)),
+)  # fmt: skip

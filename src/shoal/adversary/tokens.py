@@ -1,7 +1,7 @@
-"""Cheats that choose tokens, and cheats that lie on paper.
+"""Cheats that choose tokens, and cheats that say untrue things of tokens that were honestly generated.
 
-Tokens: seeds of their own, the best of several, completions rewritten. The right policy vouches for tokens that were
-never drawn, so that only the seeds can tell. On paper: what they generate is honest, what they say of it is not.
+Chosen tokens are drawn by other seeds, the best of several, or rewritten; the right policy vouches for them, so that
+only the seeds can tell.
 """
 
 from __future__ import annotations
@@ -50,16 +50,8 @@ def edited(_engine: Engine, request: GenerationRequest, tokens: Tokens) -> Token
     return changed
 
 
-def cut_short(_engine: Engine, _request: GenerationRequest, tokens: Tokens) -> Tokens:
-    return tokens[: max(1, len(tokens) // 2)]
-
-
-def ended_early(_engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
-    return np.append(tokens[: len(tokens) // 2], request.sampling.eos_token_id)
-
-
 def padded(engine: Engine, request: GenerationRequest, tokens: Tokens) -> Tokens:
-    """As many of the likeliest tokens behind it as there is room for, none of them an end."""
+    """With as many of the likeliest tokens behind it as there is room for, none of them an end."""
     most, eos = request.sampling.max_new_tokens, request.sampling.eos_token_id
     [more] = engine.greedy([(*request.prompt_ids, *tokens.tolist())], most, -1)
     added = more[: most - len(tokens)]
@@ -103,13 +95,11 @@ def by_own_seeds(engine: Engine, requests: Requests, proof: ProofParameters | No
 
 
 def _best(worth: Worth, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
-    """Of every few completions the one that is worth most."""
     value = worth.of(request.prompt_ids)
     return [max(group[start : start + TRIES], key=value) for start in range(0, len(group), TRIES)]
 
 
 def choosing(engine: Engine, loot: Loot) -> Engine:
-    """Draws by seeds of its own, several times for every rollout."""
     worth = Worth(loot)
 
     def draw(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
@@ -178,7 +168,6 @@ def _made_up(chunks: ShownChunks) -> ShownChunks:
 
 
 def _copied(engine: Engine, requests: Requests, proof: ProofParameters | None) -> Groups:
-    """Generates for the first seed of a group only."""
     drawn = engine.generate([replace(request, seeds=request.seeds[:1]) for request in requests], proof)
     return [group * len(request.seeds) for request, group in zip(requests, drawn, strict=True)]
 
@@ -186,7 +175,7 @@ def _copied(engine: Engine, requests: Requests, proof: ProofParameters | None) -
 class ReplayFirst(Cheat):
     name = "replay"
     what = "generates for its first lease and submits that for every later one"
-    reasons = OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
+    reasons = OTHER_WEIGHTS | COPIES | {"proofs.malformed"}
 
     def __init__(self) -> None:
         self._first: list[Rollout] = []
@@ -199,10 +188,8 @@ class ReplayFirst(Cheat):
 class Steal(Cheat):
     name = "steal"
     what = "submits what another node made, if it can get at it"
-    reasons = OTHER_WEIGHTS | (COPIES | {"proofs.malformed"})
-
-    library: ClassVar[list[Submission]] = []
-    """Others' submissions. No honest party gives them away: whoever tests the worst case lays them in here."""
+    reasons = OTHER_WEIGHTS | COPIES | {"proofs.malformed"}
+    library: ClassVar[list[Submission]] = []  # of others; no honest party gives them away: tests of the worst case do
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
         fitting = [each for each in self.library if len(each.rollouts) == len(submission.rollouts)]
@@ -232,110 +219,62 @@ class Sleeper(Cheat):
 
 
 CHEATS = (
-    cheating(
-        "best-of", f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best",
-        OTHER_TOKENS, engine=choosing,
-    ),
-    cheating(
-        "own-dice", "ignores the seeds of its leases and draws by seeds of its own", OTHER_TOKENS, draw=by_own_seeds
-    ),
-    cheating(
-        "grind", f"draws by the seeds it was given, and submits the best of every {TRIES} for all {TRIES} of them",
-        OTHER_TOKENS | COPIES, engine=grinding,
-    ),
-    cheating(
-        "greedy", "takes the likeliest token at every step instead of drawing one", OTHER_TOKENS | COPIES,
-        draw=likeliest,
-    ),
+    cheating("best-of", f"samples {TRIES} completions for every rollout, by seeds of its own, and submits the best",
+        OTHER_TOKENS, engine=choosing),
+    cheating("own-dice", "ignores the seeds of its leases and draws by seeds of its own", OTHER_TOKENS,
+        draw=by_own_seeds),
+    cheating("grind", f"draws by the seeds it was given, and submits the best of every {TRIES} for all {TRIES} of them",
+        OTHER_TOKENS | COPIES, engine=grinding),
+    cheating("greedy", "takes the likeliest token at every step instead of drawing one", OTHER_TOKENS | COPIES,
+        draw=likeliest),
     cheating("cold", f"samples at {COLD} times the temperature of the lease", OTHER_TOKENS, draw=cooled),
-    cheating(
-        "loose",
+    cheating("loose",
         f"says that it computes in bfloat16, so that more is forgiven it, and samples at {COLD} times the temperature",
-        OTHER_TOKENS, draw=cooled, profile=loosest,
-    ),
+        OTHER_TOKENS, draw=cooled, profile=loosest),
     cheating("edit", "changes one token in the middle of every completion", OTHER_TOKENS, draw=each_completion(edited)),
-    cheating(
-        "answer", "writes the right answer, which everybody can look up, instead of what was drawn",
-        OTHER_TOKENS | COPIES, engine=answering,
-    ),
-    cheating(
-        "early-end", "ends every completion halfway by writing the end-of-sequence token", OTHER_TOKENS,
-        draw=each_completion(ended_early),
-    ),
-    cheating(
-        "cut-short", "stops halfway and says that the length limit was reached", {"termination.early"},
-        draw=each_completion(cut_short),
-    ),
-    cheating(
-        "pad", "continues after the end-of-sequence token until the length limit, to be paid for more tokens",
-        {"termination.past_eos"}, draw=each_completion(padded),
-    ),
-    cheating(
-        "run-on", "never ends a completion: it writes on until the length limit instead, to be paid for more tokens",
-        OTHER_TOKENS | {"duplicate.rollout"}, draw=each_completion(running_on),
-    ),
-    cheating(
-        "swap-prompt", "answers the first prompt that it was given again and again, whatever its leases ask",
-        OTHER_WEIGHTS | COPIES, engine=swapping,
-    ),
-    cheating(
-        "copy", "generates one completion of every group and submits it for all of them",
-        OTHER_TOKENS | COPIES | {"proofs.malformed"}, draw=_copied,
-    ),
+    cheating("answer", "writes the right answer, which everybody can look up, instead of what was drawn",
+        OTHER_TOKENS | COPIES, engine=answering),
+    cheating("early-end", "ends every completion halfway by writing the end-of-sequence token", OTHER_TOKENS,
+        draw=each_completion(lambda _, asked, ids: np.append(ids[: len(ids) // 2], asked.sampling.eos_token_id))),
+    cheating("cut-short", "stops halfway and says that the length limit was reached", {"termination.early"},
+        draw=each_completion(lambda _engine, _request, ids: ids[: max(1, len(ids) // 2)])),
+    cheating("pad", "continues after the end-of-sequence token until the length limit, to be paid for more tokens",
+        {"termination.past_eos"}, draw=each_completion(padded)),
+    cheating("run-on",
+        "never ends a completion: it writes on until the length limit instead, to be paid for more tokens",
+        OTHER_TOKENS | {"duplicate.rollout"}, draw=each_completion(running_on)),
+    cheating("swap-prompt", "answers the first prompt that it was given again and again, whatever its leases ask",
+        OTHER_WEIGHTS | COPIES, engine=swapping),
+    cheating("copy", "generates one completion of every group and submits it for all of them",
+        OTHER_TOKENS | COPIES | {"proofs.malformed"}, draw=_copied),
     ReplayFirst,
     Steal,
-    cheating(
-        "logprobs", f"reports log-probabilities that are {NUDGE} too low, so that training trusts its tokens more",
-        {"logprobs.mismatch"},
-        submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values - NUDGE)),
-    ),
-    cheating(
-        "nan", "reports log-probabilities that are NaN, to spoil the weights for everybody", {"shape.logprobs"},
-        submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values * np.nan)),
-    ),
-    cheating(
-        "vocabulary", "submits tokens that the policy does not have", {"shape.vocabulary"},
-        submission=each_rollout(
-            lambda one: changed(one, tokens=pack_tokens(np.full_like(one.token_ids, FAR_TOKEN)))
-        ),
-    ),
-    cheating(
-        "claim-prompt", "submits another prompt than its lease gave", {"prompt.mismatch"},
+    cheating("logprobs", f"reports log-probabilities that are {NUDGE} too low, so that training trusts its tokens more",
+        {"logprobs.mismatch"}, submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values - NUDGE))),
+    cheating("nan", "reports log-probabilities that are NaN, to spoil the weights for everybody", {"shape.logprobs"},
+        submission=each_rollout(lambda one: _with_logprobs(one, one.logprob_values * np.nan))),
+    cheating("vocabulary", "submits tokens that the policy does not have", {"shape.vocabulary"},
+        submission=each_rollout(lambda one: changed(one, tokens=pack_tokens(np.full_like(one.token_ids, FAR_TOKEN))))),
+    cheating("claim-prompt", "submits another prompt than its lease gave", {"prompt.mismatch"},
         submission=lambda given, lease: changed(
-            given, prompt=pack_tokens(lease.prompt_ids[::-1] + lease.prompt_ids[:1])
-        ),
-    ),
-    cheating(
-        "claim-policy", "says openly that another version of the policy generated it",
+            given, prompt=pack_tokens(lease.prompt_ids[::-1] + lease.prompt_ids[:1]))),
+    cheating("claim-policy", "says openly that another version of the policy generated it",
         {"submission.mismatch", "policy.mismatch"},
-        submission=lambda given, _: changed(given, version=given.version + 1, policy_digest="f" * 64),
-    ),
-    cheating(
-        "claim-node", "submits its work in the name of another node", {"submission.mismatch", "lease.mismatch"},
-        submission=lambda given, _: changed(given, node="0" * len(given.node)),
-    ),
-    cheating(
-        "claim-given",
+        submission=lambda given, _: changed(given, version=given.version + 1, policy_digest="f" * 64)),
+    cheating("claim-node", "submits its work in the name of another node", {"submission.mismatch", "lease.mismatch"},
+        submission=lambda given, _: changed(given, node="0" * len(given.node))),
+    cheating("claim-given",
         "draws by seeds of its own, and says that the environment gave the tokens, so that no seeds are looked at",
-        OTHER_TOKENS | {"dialogue.forged"}, draw=by_own_seeds, submission=each_rollout(_given),
-    ),
-    cheating(
-        "few", "submits only half of every group", {"submission.group", "shape.rollouts"},
-        submission=lambda given, _: changed(given, rollouts=given.rollouts[: max(1, len(given.rollouts) // 2)]),
-    ),
-    cheating(
-        "show-random", "shows made-up tokens of the groups that it is generating, to keep their leases", LIES,
-        shown=lambda progress, _: ShownProgress([_made_up(chunks) for chunks in progress.chunks]),
-    ),
-    cheating(
-        "show-other", "shows the chunks of one rollout as those of the next, which has another seed", LIES,
+        OTHER_TOKENS | {"dialogue.forged"}, draw=by_own_seeds, submission=each_rollout(_given)),
+    cheating("few", "submits only half of every group", {"submission.group", "shape.rollouts"},
+        submission=lambda given, _: changed(given, rollouts=given.rollouts[: max(1, len(given.rollouts) // 2)])),
+    cheating("show-random", "shows made-up tokens of the groups that it is generating, to keep their leases", LIES,
+        shown=lambda progress, _: ShownProgress([_made_up(chunks) for chunks in progress.chunks])),
+    cheating("show-other", "shows the chunks of one rollout as those of the next, which has another seed", LIES,
         shown=lambda progress, lease: ShownProgress(
             [changed(each, rollout=(each.rollout + 1) % len(lease.seeds)) for each in progress.chunks]
-        ),
-    ),
-    cheating(
-        "show-swap", "shows the groups that it generates, and submits them with their rollouts in another order",
-        LIES | OTHER_TOKENS, submission=lambda given, _: changed(given, rollouts=given.rollouts[::-1]),
-    ),
+        )),
+    cheating("show-swap", "shows the groups that it generates, and submits them with their rollouts in another order",
+        LIES | OTHER_TOKENS, submission=lambda given, _: changed(given, rollouts=given.rollouts[::-1])),
     Sleeper,
 )  # fmt: skip

@@ -66,7 +66,6 @@ def layers_kept(files: Mapping[str, bytes]) -> int:
 
 
 def shallow_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files of the model that consists of the first third of the layers."""
     config, kept = json.loads(files.get("config.json", b"{}")), layers_kept(files)
     cut = {"num_hidden_layers": kept, "layer_types": (config.get("layer_types") or [])[:kept] or None}
     return {**files, "config.json": json.dumps(config | {key: cut[key] for key in cut if key in config}).encode()}
@@ -76,9 +75,7 @@ class Ghostwritten(Disguise):
     """The ghost writes the tokens, by the lease's own seeds; the right policy signs them."""
 
     def __init__(self, engine: Engine, ghost: Engine) -> None:
-        super().__init__(
-            engine, lambda engine, requests, proof: vouched(engine, requests, ghost.generate(requests, None), proof)
-        )
+        super().__init__(engine, lambda own, asked, proof: vouched(own, asked, ghost.generate(asked, None), proof))
         self._ghost = ghost
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
@@ -92,7 +89,7 @@ OTHERS = {"duplicate.proof", "proofs.malformed", "proofs.mismatch"}  # another s
 
 
 def chunks_of(proofs: bytes, full_bytes: int) -> list[bytes]:
-    """The proofs of one rollout; only the last can be shorter than a full one."""
+    """Only the last can be shorter than a full one."""
     return [proofs[start : start + full_bytes] for start in range(0, len(proofs), full_bytes)]
 
 
@@ -135,44 +132,28 @@ class ReplayedProofs(Cheat):
 
 CHEATS = (
     Stale,
-    cheating(
-        "small-model", "generates with a third of the policy's layers, and vouches for it with the same", OTHER_WEIGHTS,
-        engine=Shallow,
-    ),
-    cheating(
-        "int8", "rounds the weights of the policy to 8 bits", OTHER_WEIGHTS,
-        engine=lambda engine, _loot: Rounded(engine, INT8),
-    ),
-    cheating(
-        "int4", "rounds the weights of the policy to 4 bits", OTHER_WEIGHTS,
-        engine=lambda engine, _loot: Rounded(engine, INT4),
-    ),
-    cheating(
-        "small-decodes",
+    cheating("small-model", "generates with a third of the policy's layers, and vouches for it with the same",
+        OTHER_WEIGHTS, engine=Shallow),
+    cheating("int8", "rounds the weights of the policy to 8 bits", OTHER_WEIGHTS,
+        engine=lambda engine, _loot: Rounded(engine, INT8)),
+    cheating("int4", "rounds the weights of the policy to 4 bits", OTHER_WEIGHTS,
+        engine=lambda engine, _loot: Rounded(engine, INT4)),
+    cheating("small-decodes",
         "lets a third of the layers decode, and the right policy prove in one cheap pass that it was there",
-        OTHER_TOKENS, engine=lambda engine, loot: Ghostwritten(engine, Shallow(engine, loot)),
-    ),
-    cheating(
-        "int4-decodes",
+        OTHER_TOKENS, engine=lambda engine, loot: Ghostwritten(engine, Shallow(engine, loot))),
+    cheating("int4-decodes",
         "decodes with weights of 4 bits, and lets the right policy prove in one cheap pass that it was there",
-        OTHER_TOKENS, engine=lambda engine, loot: Ghostwritten(engine, Rounded(loot.build(loot.files), INT4)),
-    ),
+        OTHER_TOKENS, engine=lambda engine, loot: Ghostwritten(engine, Rounded(loot.build(loot.files), INT4))),
     forging("no-proofs", "submits its work without any proofs", lambda _honest: b""),
     forging("null-proofs", "submits proofs that are nothing but zeros", lambda honest: bytes(len(honest))),
-    forging(
-        "constant-proofs",
+    forging("constant-proofs",
         "submits polynomials that have one plausible value everywhere, which takes no computation at all",
-        lambda honest: struct.pack(">HH", FIELD, MODAL).ljust(len(honest), b"\0"), "proofs.forged",
-    ),
-    forging(
-        "modulus-one", "chooses 1 as the modulus of its proofs, so that every index falls on the same value",
-        lambda honest: struct.pack(">HH", 1, MODAL) + honest[4:],
-    ),
+        lambda honest: struct.pack(">HH", FIELD, MODAL).ljust(len(honest), b"\0"), "proofs.forged"),
+    forging("modulus-one", "chooses 1 as the modulus of its proofs, so that every index falls on the same value",
+        lambda honest: struct.pack(">HH", 1, MODAL) + honest[4:]),
     forging("random-proofs", "submits well-formed proofs of random numbers", _random, "proofs.mismatch"),
     forging("half-proofs", "submits the first half of every proof", lambda honest: honest[: len(honest) // 2]),
     forging("long-proofs", "submits more proofs than there are chunks", lambda honest: honest * 2),
-    cheating(
-        "swapped-proofs", "submits the proofs of another rollout of the same group", OTHERS, submission=swapped
-    ),
+    cheating("swapped-proofs", "submits the proofs of another rollout of the same group", OTHERS, submission=swapped),
     ReplayedProofs,
 )  # fmt: skip

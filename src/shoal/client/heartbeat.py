@@ -3,7 +3,7 @@
     role ─ Activity ─► Heartbeat ─► hub ─► HeartbeatReply ─► on_reply()      in this thread
                                      └─ refused (banned, unknown) ─► refusal   the role looks at it and ends
 
-A hub that does not answer is nothing for this thread: the role's own calls have the patience and the complaint.
+A hub that does not answer is not reported here: the role's own calls do that.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ TEXT_LIMIT = 200
 
 
 class Activity:
-    """What a role is doing or waiting for right now, and its running totals. Threads may share it. `busy_s` is the time
-    inside `busy`; everything else is `idle_s`."""
+    """What a role does or waits for, and its running totals. Threads may share it. What is not `busy_s` (inside `busy`)
+    is `idle_s`."""
 
     def __init__(self, clock: Clock = SystemClock()) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._began = clock.monotonic_s()
-        self._busy_s = 0.0
+        self._began, self._busy_s = clock.monotonic_s(), 0.0
         self._doing: tuple[str, float] | None = None  # since when
         self._waiting: tuple[str, float] | None = None
         self._counters: Counter[str] = Counter()
@@ -42,7 +41,6 @@ class Activity:
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """Useful work."""
         since_s = self._clock.monotonic_s()
         self._doing = doing, since_s
         try:
@@ -54,7 +52,7 @@ class Activity:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A wait: the hub can then say who waits for whom."""
+        """The hub can then say who waits for whom."""
         self._waiting = what, self._clock.monotonic_s()
         try:
             yield
@@ -66,12 +64,11 @@ class Activity:
             self._counters[name] += amount
 
     def generated(self, lease: str, tokens: int) -> None:
-        """So many tokens of a lease are there: it is being worked on. What was said before does not shrink."""
+        """So many tokens of a lease are there; what was said before does not shrink."""
         with self._lock:
             self._progress[lease] = max(tokens, self._progress.get(lease, 0))
 
     def ended(self, lease: str) -> None:
-        """Nothing more is to be said about this lease."""
         with self._lock:
             self._progress.pop(lease, None)
 
@@ -100,7 +97,7 @@ class Pace:
 
 
 class RegularHeartbeat:
-    """Use as a context manager; `refusal` is the hub's "no", if it ever said so."""
+    """Use as a context manager; `refusal` is the hub's refusal, if it sent one."""
 
     def __init__(
         self, client: HubClient, every_s: float, activity: Activity, on_reply: Callable[[HeartbeatReply], None]
@@ -119,7 +116,6 @@ class RegularHeartbeat:
         self._thread.join(JOIN_S)
 
     def once(self) -> None:
-        """One heartbeat now, in the caller's thread."""
         try:
             client = self._client.patient(self._every_s)  # each time: the run may have further hubs by now
             self._on_reply(client.heartbeat(self._activity.heartbeat()))

@@ -1,8 +1,8 @@
 """The HTTP client that shoal's own calls go through: proxies as the environment says, targets checked, no redirects,
 no compressed answers; `runtime.exchange.limited` bounds an exchange of its in time.
 
-A request that carries `extensions={REACH: reach}` goes to a target that a hub has named: its host is looked up once,
-checked (`runtime.targets`), and connected to by that very address; TLS and the Host header still name the host.
+A request with `extensions={REACH: reach}` goes to a target that a hub has named: its host is looked up once, checked
+(`runtime.targets`), and connected to by that very address; TLS and the Host header still name the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REACH = "shoal.reach"
 
 
 def open_http(max_connections: int = 16) -> httpx.Client:
-    """A client that honours HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, and says which protocol it speaks."""
+    """A client that honours HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
     return httpx.Client(transport=_Routes(httpx.Limits(max_connections=max_connections)), headers=HEADERS)
 
 
@@ -30,17 +30,15 @@ class _Routes(httpx.BaseTransport):
     """Direct, by a proxy, or by a socket out of a sandbox. Threads may share it."""
 
     def __init__(self, limits: httpx.Limits) -> None:
-        self._limits = limits
+        self._limits, self._lock = limits, threading.Lock()
         self._certificates = httpx.create_ssl_context()  # takes a while to make: one for all
         self._direct = self._transport()
         self._others: dict[Proxy | Path, httpx.HTTPTransport] = {}
-        self._lock = threading.Lock()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         reach, proxy = request.extensions.get(REACH), proxy_of(str(request.url))
         try:
-            inside = way_out(*endpoint_of(request.url))
-            if inside is not None:
+            if (inside := way_out(*endpoint_of(request.url))) is not None:
                 return self._by(inside).handle_request(request)
             if proxy is not None:
                 check_behind_proxy(*endpoint_of(request.url), reach)
@@ -60,7 +58,6 @@ class _Routes(httpx.BaseTransport):
         return self._direct.handle_request(_at(request, last))
 
     def _by(self, way: Proxy | Path) -> httpx.HTTPTransport:
-        """By a proxy, or by a socket out of a sandbox."""
         with self._lock:
             if way not in self._others:
                 if isinstance(way, Path):
@@ -81,6 +78,5 @@ class _Routes(httpx.BaseTransport):
 
 
 def _at(request: httpx.Request, address: str) -> httpx.Request:
-    """The same request, to this address of its host."""
     url, extensions = request.url.copy_with(host=address), {**request.extensions, "sni_hostname": request.url.host}
     return httpx.Request(request.method, url, headers=request.headers, stream=request.stream, extensions=extensions)

@@ -1,9 +1,8 @@
 """`HubClient`: one typed method per row of the hub's HTTP table (ARCHITECTURE.md).
 
-The first call that needs it fetches `GET /run` and verifies the chain from the root key; what the hub signs later
-(leases, receipts, ledger heads) is verified against the keys found there. A run may have several hubs: the first that
-answers is asked, the others when it does not. Unknown fields in answers are ignored. A client may be shared by
-threads.
+The first call that needs it fetches `GET /run` and verifies the chain from the root key; what the hub signs later is
+verified against the keys found there. Of several hubs of a run the first that answers is asked. Unknown fields in
+answers are ignored. Threads may share a client.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ TRAINING_BATCH_LIMITS = wire.BodyLimits(compressed_bytes=2**30, inflated_bytes=2
 
 
 class HubClient:
-    """Talks to the hub of a run, or to one of its hubs, as one key."""
-
     def __init__(
         self, url: str | Sequence[str], key: SigningKey, stop: StopToken, root_fingerprint: str | None = None,
         http: httpx.Client | None = None, clock: Clock = SystemClock(), options: ClientOptions = ClientOptions(),
@@ -57,13 +54,12 @@ class HubClient:
     def of_a_person(
         cls, url: str | Sequence[str], wait_s: float, root_fingerprint: str | None, stop: StopToken | None = None
     ) -> HubClient:
-        """For a command that somebody waits for: with a key of its own, and patience for `wait_s`."""
+        """For a command that somebody waits for: with a key of its own."""
         options = ClientOptions.of_a_person(wait_s)
         return cls(url, SigningKey.generate(), stop or StopToken(), root_fingerprint, options=options)
 
     @property
     def url(self) -> str:
-        """The address of the hub that is asked now."""
         return self._transport.hubs.present.url
 
     def close(self) -> None:
@@ -71,8 +67,8 @@ class HubClient:
             self._transport.http.close()
 
     def patient(self, patience_s: float) -> HubClient:
-        """The same client with another patience; it shares connections and trust, and need not be closed. An attempt
-        takes no longer than the patience, and half of it if there is another hub to ask."""
+        """The same client with another patience, which also bounds an attempt (by half if there is another hub to ask);
+        it shares connections and trust, and need not be closed."""
         other, transport = copy(self), self._transport
         options = transport.options.with_patience(patience_s, len(transport.hubs.urls))
         other._transport, other._owns_http = replace(transport, options=options), False
@@ -106,7 +102,6 @@ class HubClient:
         return signed
 
     def evidence(self, after: int, limit: int) -> wire.EvidencePage:
-        """Verify them before you believe them."""
         return self._get("/ledger/evidence", wire.EvidencePage, after=after, limit=limit)
 
     def unit(self, number: int) -> wire.UnitStory:
@@ -131,12 +126,11 @@ class HubClient:
     def register(
         self, name: str, role: wire.Role, certificate: SignedDocument | None, vouch: SignedDocument | None = None
     ) -> wire.NodeView:
-        """Introduce this key. `vouch` is an owner's word that the machine is theirs."""
-        message = wire.Registration(
+        """`vouch` is an owner's word that the machine is theirs."""
+        return self._introduce(wire.Registration(
             public_key=self.key.public_key, name=name, role=role, certificate=certificate, vouch=vouch,
             software=f"shoal {__version__}",
-        )  # fmt: skip
-        return self._introduce(message)
+        ))  # fmt: skip
 
     def _introduce(self, message: wire.Registration) -> wire.NodeView:
         answer = self._transport.send(self._signed(Call("POST", "/nodes", message.model_dump_json().encode())))
@@ -154,14 +148,12 @@ class HubClient:
         return self._post("/leases", request, wire.LeaseReply, request.wait_s)
 
     def open_leases(self, reply: wire.LeaseReply) -> list[tuple[wire.Lease, SignedDocument]]:
-        """The leases of a reply, each signed by the hub, for this run and for this node."""
         return [(self.open_own_lease(signed), signed) for signed in reply.leases]
 
     def release(self, release: wire.LeaseRelease) -> None:
         self._send("POST", "/leases/release", release)
 
     def show(self, lease_id: str, progress: ShownProgress) -> ProgressReply:
-        """Show finished chunks of a lease; what the hub has of it now, and its deadline."""
         path = f"/leases/{quote(lease_id, safe='')}/progress"
         return self._parsed(path, self._ask(Call("POST", path, pack(progress), content_type=BULK)), ProgressReply)
 
@@ -187,9 +179,8 @@ class HubClient:
         return self._from_hub(signed, wire.Lease)
 
     def submissions(self, digests: Sequence[str]) -> list[bytes]:
-        """The very bytes that workers put, checked against their names."""
-        limits = SUBMISSION_BODIES_LIMITS
-        names = tuple(("name", digest) for digest in digests)
+        """The bytes that workers put, checked against their names."""
+        limits, names = SUBMISSION_BODIES_LIMITS, tuple(("name", digest) for digest in digests)
         call = Call("GET", "/submissions", params=names, max_bytes=limits.compressed_bytes)
         bodies = unpack(self._ask(call), wire.SubmissionBodies, limits).bodies
         if [submission_digest(body) for body in bodies] != list(digests):
@@ -243,8 +234,7 @@ class HubClient:
     def _from_hub(
         self, signed: SignedDocument, kind: type[D], keys: Callable[[TrustedRun], set[str]] = lambda run: run.hub_keys
     ) -> D:
-        """What the hub, or whoever has one of these `keys`, signed for this run. An unknown key may be a new one: the
-        run is asked about once more."""
+        """What one of these `keys` signed for this run. An unknown key may be new: the run is asked about once more."""
         trusted = self.trusted_run()
         if signed.signed_by not in keys(trusted):
             trusted = self._transport.run_again(trusted)
@@ -257,8 +247,8 @@ class HubClient:
         return replace(call, run=self.trusted_run().run)
 
     def _ask(self, call: Call) -> bytes:
-        """A signed call. A hub that has forgotten this node (it was restored from a backup) is told of it again, once,
-        and then asked again; of several calls that are refused together, one registers."""
+        """A signed call. A hub that has forgotten this node (it was restored from a backup) is told of it again, once;
+        of several calls that are refused together, one registers."""
         known, patience_s = self._transport.known, self._transport.options.patience_s
         seen = known.registered
         try:

@@ -47,8 +47,8 @@ class Hubs:
             return [hub.url for hub in self._known]
 
     def named(self, urls: Iterable[str]) -> None:
-        """Further addresses of the same run, behind those given; they replace the ones that were named before, but for
-        the present one. What is no address is left out."""
+        """Further addresses of the same run, behind those given; they replace those named before, but for the present
+        one."""
         with self._lock:
             known = {hub.url: hub for hub in self._known}
             self._known = [hub for hub in self._known if not hub.named or hub is self.present]

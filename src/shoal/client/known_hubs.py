@@ -2,8 +2,8 @@
 
     ~/.shoal/known_hubs.json     {"http://hub.example:8470": "3540507c6be2367e4e0cb29ab5dfd722f330bda3"}
 
-The address comes from the user, so the root key to expect is known before the hub says anything. A fingerprint in the
-join URL is the user's own word: it wins over the memory, and replaces it once the hub has proven it.
+A fingerprint in the join URL is the user's own word: it wins over the memory, and replaces it once the hub has proven
+it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def known_root(urls: Sequence[str], given: str | None) -> str | None:
 
 
 def remember_root(url: str, root_fingerprint: str) -> None:
-    """From now on the hub at this address has to belong to this root key."""
     known, address = _load(), _address(url)
     before = known.get(address, root_fingerprint)
     if before != root_fingerprint:
@@ -49,11 +48,7 @@ def remember_root(url: str, root_fingerprint: str) -> None:
 
 
 def _address(url: str) -> str:
-    """One spelling for one address.
-
-    >>> _address("HTTP://Hub.Example:80/"), _address("https://hub.example:8470/a/")
-    ('http://hub.example:80', 'https://hub.example:8470/a')
-    """
+    """One spelling for one address: `HTTP://Hub.Example:80/` as `http://hub.example:80`."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     host = f"[{host}]" if ":" in host else host.rstrip(".")

@@ -7,14 +7,13 @@
               │                                  └─ 429 ─────────────────────┤
               └──── back-off, or the hub's Retry-After ◄─────────────────────┘   past the patience: HubUnreachable
 
-A page is what a proxy or a hotel's network says in the hub's place, with whatever status. Every call is idempotent on
-the hub's side, so sending it again after a lost answer is always right.
+A page is what a proxy or a hotel's network says in the hub's place. Every call is idempotent on the hub's side.
 
     GET /run ─► open_run_info (pinned root; the first answer's if none is pinned) ─► TrustedRun ─► further hubs
 
-Before a hub is first sent something signed, or asked anything where the root key is known, it has to show that it
-belongs to the run. What time it is, only a certified hub may say, and only in answer to this very request (`HubClock`):
-otherwise whoever is on the way could collect requests that are dated for next week.
+Before a hub is sent something signed, or asked anything where the root key is known, it has to show that it belongs to
+the run. Only a certified hub may say what time it is, and only in answer to this very request (`HubClock`): otherwise
+whoever is on the way could collect requests that are dated for next week.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class ClientOptions:
 
     @classmethod
     def of_a_person(cls, wait_s: float) -> ClientOptions:
-        """Somebody waits at the terminal: no longer than `wait_s`, and what is wrong is said once, at the end."""
+        """Somebody waits at the terminal: what is wrong is said once, at the end."""
         connect_s, answer_s = max(1.0, min(10.0, wait_s)), max(5.0, min(10.0, wait_s))
         return cls(wait_s, connect_s, answer_s, tell_after_s=math.inf, retries_pages=False)
 
@@ -97,8 +96,8 @@ RUN = Call("GET", "/run", max_bytes=2 * MIB)
 
 
 class _Again(Exception):
-    """This attempt failed in a way that another one may mend; `elsewhere`: at another hub, at once. `is_page`: somebody
-    answered who is no hub, nor a proxy that says that its hub is away (5xx)."""
+    """This attempt failed, another may not; `elsewhere`: at another hub, at once. `is_page`: somebody answered who is
+    no hub, nor a proxy that says that its hub is away (5xx)."""
 
     def __init__(self, why: str, after_s: float | None = None, elsewhere: bool = False, is_page: bool = False) -> None:
         super().__init__(why)
@@ -122,8 +121,6 @@ class Known:
 
 @dataclass(frozen=True)
 class Transport:
-    """Sends calls as one key; threads may share it."""
-
     http: httpx.Client
     hubs: Hubs
     key: SigningKey
@@ -134,8 +131,7 @@ class Transport:
 
     def send(self, call: Call) -> bytes:
         """The body of a hub's answer, or `HubRefused`, `HubUnreachable`; `DeadlineExceeded` if told to stop."""
-        began = self.clock.monotonic_s()
-        attempt, told = 0, False
+        began, attempt, told = self.clock.monotonic_s(), 0, False
         insists = call.run is not None or self.known.pinned is not None
         while True:
             hub = self.hubs.present
@@ -156,9 +152,8 @@ class Transport:
                 tried_s = self.clock.monotonic_s() - began
                 pause = self.options.backoff.wait_s(attempt) if failure.after_s is None else failure.after_s
                 if failure.elsewhere and self.hubs.failed(hub):
-                    log.warning(
-                        "the hub at %s does not answer (%s): asking %s", hub.url, failure, self.hubs.present.url
-                    )
+                    other = self.hubs.present.url
+                    log.warning("the hub at %s does not answer (%s): asking %s", hub.url, failure, other)
                     pause = 0.0
                 if tried_s + pause > self.options.patience_s:
                     raise HubUnreachable(
@@ -192,8 +187,8 @@ class Transport:
             return self.known.trusted or seen
 
     def admit(self, url: str, content: bytes, near: Nearness) -> None:
-        """Believe what the hub at `url`, which is so near, says of the run, or raise with what is wrong. A hub at a
-        further address has to describe the same run by the same root key."""
+        """Believe what the hub at `url`, which is so near, says of the run, or raise. A hub at a further address has to
+        describe the same run by the same root key."""
         signed = parsed(SignedDocument, f"{url}/run", content)
         with self.known.changing:
             known = self.known.trusted
@@ -315,7 +310,7 @@ def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
 
 
 def _problem(content: bytes) -> Problem | None:
-    """What a hub says is wrong; None if these are not a hub's words."""
+    """None if these are not a hub's words."""
     try:
         return Problem.model_validate_json(content, extra="ignore")
     except ValidationError:

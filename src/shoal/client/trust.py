@@ -4,9 +4,8 @@
                               ├──────────► trainer key ─signs─► policies
                               └──────────► validator keys ─sign─► verdicts
 
-Without a pinned fingerprint the first answer is believed ("trust on first use"); whoever calls remembers
-`TrustedRun.root_fingerprint` for that address (`known_hubs`) and pins it from then on. A key that the run has revoked
-speaks for nobody, whatever the root key once certified.
+Without a pinned fingerprint the first answer is believed ("trust on first use"), and its root key pinned from then on
+(`known_hubs`). A key that the run has revoked speaks for nobody.
 """
 
 from __future__ import annotations
@@ -63,16 +62,11 @@ def run_id(name: str, root_fingerprint: str) -> str:
 
 
 def split_join_url(url: str) -> tuple[str, str | None]:
-    """The hub's address, and the root fingerprint if the URL pins one.
-
-    >>> split_join_url("http://host:8470/#" + "ab" * 20)
-    ('http://host:8470', 'abababababababababababababababababababab')
-    """
+    """The hub's address, and the root fingerprint if the URL pins one (`http://host:8470/#fingerprint`)."""
     if not is_address(url):
         raise ConfigError(f"{url!r} is not a hub address; it should look like http://host:8470/#fingerprint")
     parts = urlsplit(url)
-    base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-    pinned = parts.fragment
+    base, pinned = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}", parts.fragment
     if not pinned:
         return base, None
     if len(pinned) != FINGERPRINT_HEX or not set(pinned) <= set(string.hexdigits.lower()):
@@ -82,11 +76,7 @@ def split_join_url(url: str) -> tuple[str, str | None]:
 
 
 def one_run(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
-    """Several join URLs of one run: their addresses, and the fingerprint that those pin which pin one.
-
-    >>> one_run(["http://a:1/#" + "ab" * 20, "http://b:1"])
-    (('http://a:1', 'http://b:1'), 'abababababababababababababababababababab')
-    """
+    """Several join URLs of one run: their addresses, and the fingerprint that they pin, if any."""
     parts = [split_join_url(url) for url in urls]
     pins = list(dict.fromkeys(pin for _, pin in parts if pin is not None))
     if len(pins) > 1:
@@ -95,8 +85,8 @@ def one_run(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
 
 
 def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset[str] = frozenset()) -> TrustedRun:
-    """Follow the chain from the root key to the hub's signature, or raise `SignatureError` with what is broken.
-    `revoked` are keys that are known to be so already; the description may name more."""
+    """Follow the chain from the root key to the hub's signature, or raise `SignatureError`. `revoked` are keys that are
+    known to be so already; the description may name more."""
     try:
         claimed_root = check_public_key(str(signed.document.get("root_key")))
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Where a node of a run fetches its weights: from sources that the hub names, believed by the trainer's key alone.
 
-The owner may add relays and take some away while the run continues: the hub is asked now and then which there are.
+The owner may add and remove relays while the run continues: the hub is asked now and then which there are.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class Following:
 
     def __init__(self, client: HubClient, downloader: Downloader, clock: Clock = SystemClock()) -> None:
         self._client, self._downloader, self._clock = client, downloader, clock
-        info = client.run_info()
+        info, self._looked_s = client.run_info(), clock.monotonic_s()
         self._sources = (info.sources, info.last_resort)
-        self._looked_s = clock.monotonic_s()
 
     def __call__(self, policy: PolicyRef, deadline_s: float) -> Payload:
         if self._clock.monotonic_s() - self._looked_s >= LOOK_EVERY_S:

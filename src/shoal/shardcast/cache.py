@@ -1,13 +1,12 @@
-"""The payload on a client's disk: one file per set of weights, filled chunk by chunk, mapped when it is whole.
+"""The payloads on a client's disk: one file per set of weights, filled chunk by chunk, mapped when it is whole.
 
     <digest>.json            the signed manifest
     <digest>.part            being filled, sparse; a restart looks through it by hash and fetches only what is missing
-    <digest>.bin             whole; mapped read-only, so that tensors are views of it and cost no memory of their own
+    <digest>.bin             whole; mapped read-only, so that tensors are views of it
     <base>-<digest>.delta    a delta between two of them
 
-Chunks are written straight to their place, so the disk holds a version once, not twice. A chunk that another payload
-here already has is copied instead of fetched. No byte is believed because of its file's name: what this process has
-not hashed itself, it hashes before use.
+A chunk that another payload here has is copied instead of fetched. What this process has not hashed itself, it hashes
+before use.
 """
 
 from __future__ import annotations
@@ -37,15 +36,12 @@ from shoal.shardcast.payload import Payload, open_payload, read_fully, reporting
 if TYPE_CHECKING:
     from shoal.shardcast.delta import Made
 
-
 Places = Mapping[str, tuple[Path, int]]  # chunk → the file where it may lie, and the offset
 
 
 class Filling:
-    """Payloads and deltas being filled by one pool, whose `Keeper` this is; a chunk goes to every place that wants it.
-
-    `lying`: where a chunk may lie on this disk already, in a file that is filled again or in another payload.
-    """
+    """Payloads and deltas being filled by one pool, as its `Keeper`. A chunk goes to every place that wants it;
+    `lying`: where it may lie on this disk already."""
 
     def __init__(self) -> None:
         self._files: dict[Path, FileIO] = {}
@@ -94,8 +90,7 @@ class PayloadCache:
     def __init__(self, folder: Path, run: str | None, trusted_key: str, remember_changes: bool = True) -> None:
         self._folder = ensure_folder(folder)
         self.run = run
-        self._remember_changes = remember_changes  # for an engine that holds the version before
-        self._trusted_key = trusted_key
+        self._remember_changes, self._trusted_key = remember_changes, trusted_key
         self._verified: dict[str, PolicyManifest] = {}  # payloads that this process has hashed from end to end
         self._made: dict[str, Made] = {}  # how those that came by deltas did so
 
@@ -123,8 +118,8 @@ class PayloadCache:
             self._forget(ref.digest)
 
     def adopt(self, manifest: PolicyManifest) -> bool:
-        """Take over a whole payload that an earlier process left; false if it is not here, or is damaged: then what is
-        whole of it is used again when it is filled."""
+        """Take over a whole payload that an earlier process left; false if it is not here or damaged: its good chunks
+        are then used when it is filled."""
         if not self.is_whole(manifest.policy):
             self._reopen(manifest.policy.digest)
             return False
@@ -132,7 +127,6 @@ class PayloadCache:
         return True
 
     def fill(self, manifest: PolicyManifest, filling: Filling) -> None:
-        """Fill the payload's file. A whole one left by an earlier process is filled again: by looking."""
         wanted = {chunk.hash for chunk in manifest.chunks}
         lying = {
             chunk.hash: (self._path(digest, "bin"), index * other.chunk_size_bytes)
@@ -146,25 +140,23 @@ class PayloadCache:
         filling.add(self._delta_path(step), step.delta.chunks, step.manifest.chunk_size_bytes)
 
     def finish(self, manifest: PolicyManifest) -> None:
-        digest = manifest.policy.digest
-        part = self._path(digest, "part")
+        digest, part = manifest.policy.digest, self._path(manifest.policy.digest, "part")
         with reporting("rename", part):
             part.replace(self._path(digest, "bin"))
         self._verified[digest] = manifest
         self._made.pop(digest, None)
 
     def travel(self, begin: PolicyRef, steps: Sequence[Step]) -> None:
-        """Make the payload of the last step's version out of that of `begin`, in one pass over it, one block in memory.
-        `DeltaRefused` if a chunk is not what was signed."""
+        """Make the payload of the last step's version from that of `begin`; `DeltaRefused` if a chunk is not what was
+        signed."""
         from shoal.shardcast.delta import make_payload  # needs numpy; a client that never sees a delta does not
 
         target = steps[-1].manifest
         if not all(step.manifest.entries == target.entries for step in steps):
             raise DeltaRefused(f"a delta to policy {target.policy.label} starts from a payload of another shape")
-        part = self._path(target.policy.digest, "part")
+        part, base = self._path(target.policy.digest, "part"), self._path(begin.digest, "bin")
         part.unlink(missing_ok=True)
         deltas = [self._delta_path(step) for step in steps]
-        base = self._path(begin.digest, "bin")
         try:
             with reporting("write", part):
                 made = make_payload(target, base, deltas, part, begin, self._remember_changes)
@@ -175,7 +167,6 @@ class PayloadCache:
         self._made = {target.policy.digest: made}  # an engine is never further back than one version
 
     def is_whole(self, ref: PolicyRef) -> bool:
-        """Whether the payload of `ref` lies here and every chunk of it has the hash that was signed."""
         manifest = self.held().get(ref.digest)
         if manifest is None:
             return False
@@ -205,8 +196,8 @@ class PayloadCache:
             self._forget(digest)
 
     def make_room(self, target: PolicyManifest, route: Route, limits: MachineLimits) -> None:
-        """See that the route fits on the disk, before a byte of it is written: remove what it does not need, the least
-        recently used first. Raises `ResourceError` if it does not fit even so."""
+        """Before a byte is written, remove what the route does not need, the least recently used first; `ResourceError`
+        if it does not fit even so."""
         filling = {target.policy.digest, *(manifest.policy.digest for manifest in route.manifests())}
         needed = route.size_bytes + (target.size_bytes if route.steps else 0)
         needed += sum(path.stat().st_size for path in self._folder.glob("*.json") if path.stem in filling)
@@ -227,7 +218,7 @@ class PayloadCache:
         raise ResourceError(f"{what}, and {show_bytes(most)} are allowed in {self._folder}: allow more (--max-disk)")
 
     def _digests(self) -> Iterator[str]:
-        """Whose files lie here. A delta belongs to the version that it leads to."""
+        """Whose files lie here; a delta belongs to the version that it leads to."""
         for path in self._folder.glob("*.*"):
             name = path.name.partition(".")[0]  # a digest, or two: those of a delta's ends
             if len(name) >= 64:

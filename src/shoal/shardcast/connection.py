@@ -1,8 +1,8 @@
 """One keep-alive connection to a source: blocking sockets, large receives straight into the caller's buffer.
 
-Not over an HTTP library, which spends several times the CPU per byte, and whose time-outs are per receive: a source
-dripping one byte a second would hold a thread for days. Here every byte, header bytes included, is received under one
-deadline, and a stop is noticed within `SLICE_S`; any thread may also hang up.
+An HTTP library spends several times the CPU per byte, and its time-outs are per receive: a source that drips one byte a
+second would hold a thread for days. Here every byte, of headers too, is received under one deadline, and a stop is
+noticed within `SLICE_S`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Check = Callable[[int], str | None]
 
 
 class Throttle:
-    """What this process may receive per second, over all its connections: a bucket. For any number of threads."""
+    """What this process may receive per second, over all connections and threads: a bucket."""
 
     BURST_S = 1.0  # what may be received at once after a pause
     SLICE_S = 0.125
@@ -46,7 +46,7 @@ class Throttle:
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int, now_s: float) -> float:
-        """So many bytes have been received; for how long to receive no more."""
+        """Note what was received; for how long to receive no more."""
         with self._lock:
             gained = (now_s - self._filled_at_s) * self.rate_bytes_s
             self._level_bytes = min(self._full_bytes, self._level_bytes + gained) - size_bytes
@@ -55,8 +55,6 @@ class Throttle:
 
 
 class Deadline:
-    """A moment in monotonic time."""
-
     def __init__(self, seconds: float) -> None:
         self._at_s = time.monotonic() + seconds
 
@@ -72,8 +70,8 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a source may take to accept, and to send the next byte; `throttle` bounds what is received, `reach`
-    where sources may be (None: anywhere)."""
+    """How long a source may take to accept, and to send the next byte; `reach`: where sources may be (None:
+    anywhere)."""
 
     connect_s: float = 3.0
     stall_s: float = 15.0
@@ -120,22 +118,18 @@ class Connection:
     """GET requests to one source, one at a time. Any trouble closes it; the next request opens it again."""
 
     def __init__(self, source: str, stop: StopToken, timeouts: Timeouts = Timeouts()) -> None:
-        self.source = source
-        self._address = Address.parse(source)
-        self._proxy = proxy_of(source)
-        self._stop = stop
-        self._timeouts = timeouts
+        self.source, self._stop, self._timeouts = source, stop, timeouts
+        self._address, self._proxy = Address.parse(source), proxy_of(source)
         self._socket: socket.socket | None = None
         self._early = b""  # bytes of the body that came together with the head
         self._answer: Answer | None = None
         self._check: Check | None = None
-        self._filled = 0  # bytes of the body that have been received
-        self.hung_up = False
+        self._filled, self.hung_up = 0, False  # bytes of the body that have been received
 
     def get(self, target: str, deadline: Deadline, check: Check | None = None) -> Answer:
-        """Send a request and read the answer's head. Then `read_into` or `drain` the whole body. `check` is called at
-        every receive, until the body has been read, with the bytes that have come of it; what it returns, if anything,
-        is why the source should be left."""
+        """Send a request and read the answer's head; then `read_into` or `drain` the whole body. `check` is called at
+        every receive with the bytes of the body so far; what it returns, if anything, is why the source should be
+        left."""
         self._check, self._filled, self.hung_up = check, 0, False
         if self._answer is not None or self._early:  # a body left unread, or bytes too many, spoil a connection
             self.close()
@@ -159,7 +153,7 @@ class Connection:
             if received == 0:
                 raise self._broken(f"closed the connection after {filled} of {buffer.nbytes} bytes")
             self._filled = filled + received
-            # In pieces large enough for the hash to be fast, and small enough to be in the processor's cache still.
+            # in pieces large enough for a fast hash, and small enough to be still in the processor's cache
             if hasher is not None and (self._filled - hashed >= HASHED_BYTES or self._filled == buffer.nbytes):
                 hasher.update(buffer[hashed : self._filled])
                 hashed = self._filled
@@ -183,10 +177,9 @@ class Connection:
             self.close()
 
     def hang_up(self) -> None:
-        """From any thread: whoever waits for a byte of the exchange under way is told at once that it has ended."""
+        """From any thread: the exchange under way ends at once."""
         self.hung_up = True
-        waiting = self._socket
-        if waiting is not None:
+        if (waiting := self._socket) is not None:
             with contextlib.suppress(OSError):
                 # Not the method of a TLS socket, which would take its state away under the thread that reads.
                 socket.socket.shutdown(waiting, socket.SHUT_RDWR)
@@ -302,7 +295,7 @@ class Connection:
 
 
 class Connections:
-    """One connection to each source that was asked. Used by one thread at a time."""
+    """Used by one thread at a time."""
 
     def __init__(self, stop: StopToken, timeouts: Timeouts) -> None:
         self._stop, self._timeouts = stop, timeouts
@@ -314,6 +307,5 @@ class Connections:
         return self._connections[source]
 
     def close(self) -> None:
-        """One that is asked for again is opened again."""
         for connection in self._connections.values():
             connection.close()

@@ -4,8 +4,7 @@
     files   (by name)        ┴─► one payload ─────┤
                                                   └ chunk │ chunk │ last    equal sizes
 
-Tensors lie first, so that a longer `config.json` moves no weights into other chunks and tensors of one type stay
-aligned. Files may be bytes in memory or lie on a disk; a folder is all the files in it, by their paths.
+Tensors lie first: a longer `config.json` then moves no weights into other chunks, and tensors of one type stay aligned.
 """
 
 from __future__ import annotations
@@ -58,13 +57,11 @@ class Content:
     """
 
     def __init__(self, entries: tuple[Entry, ...], spans: Sequence[Span]) -> None:
-        self.entries = entries
-        self._spans = list(spans)
+        self.entries, self._spans = entries, list(spans)
         self._offsets = [entry.offset for entry in entries]
 
     @classmethod
     def of(cls, files: Mapping[str, bytes], tensors: Sequence[TensorView] = ()) -> Content:
-        """Tensors and small files in memory, borrowed."""
         parts: list[tuple[str, TensorView | None, Span]] = []
         for tensor in tensors:
             if not tensor.data.c_contiguous:
@@ -147,14 +144,14 @@ def chunk_of(data: memoryview) -> Chunk:
 
 
 def digest_of(files: Mapping[str, bytes], tensors: Sequence[TensorView], chunk_size_bytes: int | None = None) -> str:
-    """The digest that publishing these would sign, without writing anything."""
+    """The digest that publishing these would sign."""
     content = Content.of(files, tensors)
     size = chunk_size_bytes or chunk_size_for(content.size_bytes)
     return content_digest(content.entries, size, tuple(chunk_of(data) for data in content.cut(size)))
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
-    """All files below `folder`; one that is neither file nor folder, or a link to nowhere, is refused by name."""
+    """All files below `folder`; what is neither file nor folder, or a link to nowhere, is refused by name."""
     if not folder.is_dir():
         raise ConfigError(f"there is no file or folder {folder} to publish")
 

@@ -7,13 +7,11 @@
     new ─┘
 
 Floating-point bits are read as sign and magnitude and put on one line, on which neighbouring numbers differ by 1: a
-small update is a small step there, across zero and across exponents alike. Nothing is rounded: applying a delta gives
-the new bits, whatever they mean. So the same coding serves bf16, fp16, fp32 and plain bytes.
+small update is a small step there, across zero and exponents too. Nothing is rounded, so the same coding serves bf16,
+fp16, fp32 and plain bytes. Every count in a delta is checked before anything is allocated or written, and what it makes
+is believed only when its digest is the one that was signed.
 
-A delta is trusted no further than its length: every count in it is checked before anything is allocated or written,
-and what it makes is believed only when its digest is the one that was signed.
-
-A payload is made out of another by deltas in one pass, every block through all of them, hashed on the way out:
+A payload is made from another in one pass, every block through all deltas:
 
     base, a block at a time ─► delta ─► delta ─► … ─► hashed by chunk ─► file
                                  └── what changed is remembered, for an engine that holds the base
@@ -142,7 +140,6 @@ def _exactly(file: BinaryIO, size: int) -> bytes:
 
 
 def open_delta(file: BinaryIO) -> BinaryIO:
-    """A delta, to read the blocks of one after the other."""
     if file.read(len(MAGIC)) != MAGIC:
         raise DeltaRefused("a delta does not begin as a delta does")
     return file
@@ -227,7 +224,7 @@ def differences(
     base: ChunkFiles, deltas: Sequence[BinaryIO], content: Content, wanted: Collection[int]
 ) -> Iterator[tuple[int, dict[int, bytes]]]:
     """What leads to `content` from `base` (number 0) and from what each of `deltas` makes of it (1, 2, …), for those
-    `wanted`: block by block, each with its end in the payload. A few blocks are held in memory."""
+    `wanted`: block by block, each with its end in the payload."""
     scratch = threading.local()
     readers = [open_delta(delta) for delta in deltas]
     fast = content.size_bytes >= COMPILED_FROM_BYTES
@@ -284,7 +281,7 @@ def make_payload(
 
 @dataclass
 class Made:
-    """How a payload was made: from which one, and what changed, unless that is too much to remember."""
+    """From which payload one was made, and what changed, unless that is too much to remember."""
 
     begin: PolicyRef
     target: PolicyManifest
@@ -318,8 +315,6 @@ class Made:
 
 
 class _Verifying:
-    """Writes a payload in order and hashes it chunk by chunk on the way."""
-
     def __init__(self, descriptor: int, manifest: PolicyManifest) -> None:
         self._descriptor, self._chunks = descriptor, manifest.chunks
         self._what = f"the deltas to policy {manifest.policy.label} give"

@@ -5,11 +5,8 @@
                                               │                             └─ closed ◄─┘ a delta gives other bytes
                                               └────────────── the deadline covers all of it ──────────────┘
 
-What has arrived stays in the folder whatever happens, so that the next attempt resumes from there. The newest head ever
-seen stays there too: not even after a restart does a source get away with an older one.
-
-`Prefetch` fetches each new version in the background, and gives way at once to a fetch that somebody waits for. What
-goes wrong there costs only time: whoever needs the version fetches it then, and hears of the failure.
+What has arrived stays in the folder, so that the next attempt resumes from there. So does the newest head ever seen:
+an older one is refused even after a restart.
 """
 
 from __future__ import annotations
@@ -72,11 +69,10 @@ class Superseded(BroadcastError):
 
 @dataclass(frozen=True)
 class DownloadSettings:
-    """`kept_payloads`: how many versions stay on disk; the validator needs max_staleness + 1 of them.
-    `remember_changes`: keep in memory what changed, for an engine that holds the version before
-    (`Payload.changes_from`). No version may be larger than `max_payload_bytes`; `limits` says how much disk the folder
-    may take. Both are looked at before a byte of a version is fetched; None is no limit. A fetch of which nothing
-    arrives for `patience_s` fails."""
+    """`kept_payloads`: versions that stay on disk; the validator needs max_staleness + 1. `remember_changes`: keep in
+    memory what changed, for an engine that holds the version before (`Payload.changes_from`). `max_payload_bytes` and
+    `limits` (of the folder's disk) are checked before a byte of a version is fetched. A fetch of which nothing arrives
+    for `patience_s` fails."""
 
     kept_payloads: int = 3
     remember_changes: bool = True
@@ -88,8 +84,6 @@ class DownloadSettings:
 
 @dataclass(frozen=True)
 class _Fetch:
-    """One version that is being fetched."""
-
     target: PolicyManifest
     deadline: Deadline
     on_progress: OnProgress | None
@@ -98,27 +92,18 @@ class _Fetch:
 
 
 class Downloader:
-    """Fetches versions of one run into a folder of its own. Several threads may fetch; one at a time does.
-
-    >>> downloader = Downloader(["http://relay:8471"], run, trusted_key, Path("cache"), StopToken())
-    >>> payload = downloader.fetch(ref, deadline_s=600)
-    >>> payload.files["config.json"], payload.tensors[0].data
-    """
+    """Fetches versions of one run into a folder of its own. Several threads may fetch; one at a time does."""
 
     def __init__(
         self, sources: Sequence[str], run: str | None, trusted_key: str, folder: Path | str, stop: StopToken,
         settings: DownloadSettings = DownloadSettings(), last_resort: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        folder = Path(folder)
         self._scores = SourceScores(sources, last_resort=last_resort)
-        self._cache = PayloadCache(folder, run, trusted_key, settings.remember_changes)
-        self._trusted_key = trusted_key
+        self._cache = PayloadCache(Path(folder), run, trusted_key, settings.remember_changes)
         self._lookup = Lookup(self._scores, run, trusted_key, stop, settings.pool.timeouts)
-        self._stop = stop
-        self._settings = settings
-        self._lock = threading.Lock()
+        self._trusted_key, self._stop, self._settings, self._lock = trusted_key, stop, settings, threading.Lock()
         self._waiting = 0  # fetches that somebody waits for, while another holds the lock
-        self._head_path = folder / HEAD
+        self._head_path = Path(folder) / HEAD
         self._head: BroadcastHead | None = None
         with suppress(FileNotFoundError, ManifestRefused):
             self._head = read_head(self._head_path.read_bytes(), run, trusted_key)
@@ -130,7 +115,7 @@ class Downloader:
         return self._lookup.run
 
     def set_sources(self, sources: Sequence[str], last_resort: Sequence[str] = ()) -> None:
-        """From now on ask these, also in a fetch that is under way."""
+        """From now on ask these, also in a fetch under way."""
         self._scores.set_sources(sources, last_resort=last_resort)
 
     def newest(self, deadline_s: float) -> PolicyRef:
@@ -153,8 +138,8 @@ class Downloader:
     def fetch(
         self, ref: PolicyRef, deadline_s: float, on_progress: OnProgress | None = None, background: bool = False
     ) -> Payload:
-        """The payload of `ref`, verified. Raises a `BroadcastError` of the kind that tells what went wrong. A fetch in
-        the background gives way to one that somebody waits for; what it has fetched is not lost."""
+        """The payload of `ref`, verified. A fetch in the background gives way to one that somebody waits for; what it
+        has fetched is not lost."""
         deadline = Deadline(deadline_s)
         with self._turn(deadline, f"policy {ref.label}", background):
             self._scores.restore()
@@ -179,7 +164,7 @@ class Downloader:
             return payload
 
     def forget(self) -> None:
-        """Remove every payload: the run is finished. What is mapped stays valid for as long as somebody holds it."""
+        """Remove every payload: the run is finished. What is mapped stays valid."""
         with suppress(BroadcastError), self._turn(Deadline(FORGET_S), "the cache"):
             self._cache.retain(0)
 
@@ -204,7 +189,6 @@ class Downloader:
         return most is not None and manifest.size_bytes > most
 
     def _obtain(self, fetch: _Fetch) -> None:
-        """Take the cheapest route; when it turns out to be closed, the next."""
         manifest, closed = fetch.target, set[str]()
         refusal: DeltaRefused | None = None
 
@@ -234,7 +218,7 @@ class Downloader:
                 closed.update(step.name for step in route.steps)
 
     def _take(self, route: Route, fetch: _Fetch) -> None:
-        """Fetch what the route needs and apply it. Raises `RouteClosed` or `DeltaRefused` if another may be better."""
+        """Fetch what the route needs and apply it."""
         cache, target = self._cache, fetch.target
         with closing(Filling()) as files:
             pool = ChunkPool(self._scores, files, self._settings.pool)
@@ -290,7 +274,7 @@ class Downloader:
                 next_check = Deadline(GONE_CHECK_S)
 
     def _check_not_gone(self, route: Route, fetch: _Fetch) -> None:
-        """Is a version of this route no longer offered? Sources are asked at most once, so nobody waits for long."""
+        """Whether the target or a version of its route is no longer offered; sources are asked at most once."""
         heads = self._lookup.heads(fetch.deadline)
         self._lookup.close()
         self._lookup.check_not_gone(fetch.target.policy, heads)
@@ -308,16 +292,10 @@ END_S = 5.0
 
 
 class Prefetch:
-    """A thread that keeps the newest version on this disk.
-
-    >>> with Prefetch(downloader, stop):                                 # doctest: +SKIP
-    ...     work()
-    """
+    """A thread that keeps the newest version on this disk, as a context manager."""
 
     def __init__(self, downloader: Downloader, stop: StopToken) -> None:
-        self._downloader = downloader
-        self._stop = stop
-        self._closing = threading.Event()
+        self._downloader, self._stop, self._closing = downloader, stop, threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -346,7 +324,7 @@ class Prefetch:
             follower.close()
 
     def _fetch(self, ref: PolicyRef) -> bool:
-        """Fetch it, or fail to; false if that had to give way."""
+        """False if the fetch had to give way."""
         try:
             self._downloader.fetch(ref, FETCH_S, background=True)
         except Superseded as error:

@@ -1,7 +1,6 @@
 """The two loops of `delta`, compiled by numba: a large payload is compared and changed at the speed of its memory.
 
-The numbers are those of `delta`'s own arithmetic. Small payloads do without: importing numba takes a second, compiling
-these for the first time ever some more.
+They give the same numbers as `delta`'s own arithmetic, which small payloads use: importing numba takes a second.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class PoolSettings:
 
     @classmethod
     def throttled(cls, rate_bytes_s: float | None, reach: Reach | None = None) -> PoolSettings:
-        """At most so many bytes per second in all: over so few connections that each of them is worth having, and no
-        source is left because this side is slow."""
+        """At most so many bytes per second in all, over so few connections that each is worth having; no source is left
+        because this side is slow."""
         if rate_bytes_s is None:
             return cls(timeouts=Timeouts(reach=reach))
         connections = max(1, min(cls.connections, int(rate_bytes_s / FLIGHT_BYTES_S)))
@@ -48,8 +48,7 @@ class PoolSettings:
 
 
 def client_of(address: str) -> str:
-    """Whom an address belongs to, as far as limits go. Of IPv6 that is the /64 network, because whoever has one address
-    there has all of them.
+    """Whom an address belongs to, as far as limits go; of IPv6 the /64 network: who has one address there has all.
 
     >>> client_of("::ffff:192.0.2.7"), client_of("2001:db8::1:2:3:4%eth0")
     ('192.0.2.7', '2001:db8::/64')
@@ -80,9 +79,9 @@ class RelaySettings(BaseModel):
 
 @dataclass(frozen=True)
 class RelayConfig:
-    """`peers` are other relays of the same level; the relay's own address among them is recognised and left out.
-    `reach`: which addresses upstreams may have, if a hub has named them. An upstream may hold the question for a newer
-    version for `long_poll_s`; one that does not is asked every `poll_s`."""
+    """`peers` are relays of the same level; the relay's own address among them is left out. `reach`: which addresses
+    upstreams may have, if a hub has named them. An upstream may hold a question for `long_poll_s`; one that does not is
+    asked every `poll_s`."""
 
     folder: Path
     upstreams: tuple[str, ...]

@@ -1,10 +1,7 @@
-"""Finding signed documents: heads and manifests, from whichever source has them, believed only when signed.
+"""Finding signed documents (heads, manifests) at whichever source has them, and the cheapest route to a version.
 
-A source that lacks a version may just be behind, so it is asked again; but once a signed head says that a version is
-no longer kept, waiting for it is pointless and the search ends at once. A relay cannot fake that: only the trainer
-signs heads.
-
-The cheapest way to a version: from what is here, over deltas, or from the start.
+A source that lacks a version may be behind, so it is asked again; once a signed head says that a version is no longer
+kept, the search ends at once. A relay cannot fake that: only the trainer signs heads.
 
     here ── delta ──► target                     one step
     here ── delta ── delta ── delta ──► target   a chain, when far behind
@@ -12,8 +9,7 @@ The cheapest way to a version: from what is here, over deltas, or from the start
     target                                       its whole payload
 
 Routes are searched backwards from the target, the cheapest so far first; the manifest of a version in between is asked
-for only when its route may still be the cheapest. Nothing on a route is trusted: what it makes has the target's digest
-or is thrown away.
+for only when its route may still be the cheapest. What a route makes has the target's digest or is thrown away.
 """
 
 from __future__ import annotations
@@ -60,21 +56,19 @@ SignedHead = tuple[BroadcastHead, bytes]  # a head that was believed, and the by
 
 
 class Lookup:
-    """Searches all sources for documents of one run. Used by one thread at a time."""
+    """Used by one thread at a time."""
 
     def __init__(
         self, scores: SourceScores, run: str | None, trusted_key: str, stop: StopToken, timeouts: Timeouts
     ) -> None:
-        self._scores = scores
         self.run = run  # None: the run that the first head names
-        self._trusted_key = trusted_key
-        self._stop = stop
+        self._scores, self._trusted_key, self._stop = scores, trusted_key, stop
         self._connections = Connections(stop, timeouts)
         self._refusal: ManifestRefused | None = None  # of the last head that was refused
         self.known: BroadcastHead | None = None  # the newest that `newer` has seen
 
     def manifest(self, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes]:
-        """The manifest of exactly `ref`, and its bytes; asks until it is found, gone, or the deadline has passed."""
+        """The manifest of exactly `ref`, and its bytes; asks until it is found, gone, or too late."""
         absent: set[str] = set()
         answered = False
         refusal: ManifestRefused | None = None
@@ -113,8 +107,7 @@ class Lookup:
         """The manifest of exactly that, every source asked at most once: None if none has it."""
         for source in sorted(self._scores.usable()):
             try:
-                found = self._ask_manifest(source, ref, deadline)
-                if found is not None:
+                if (found := self._ask_manifest(source, ref, deadline)) is not None:
                     return found[0]
             except BroadcastError as error:
                 self._scores.note(source, str(error))
@@ -148,10 +141,9 @@ class Lookup:
                 raise VersionNotFound(f"no source offers a head that can be trusted: {self._scores.describe()}")
 
     def newer(self, wait_s: float) -> PolicyRef | None:
-        """A version newer than all before, from the source that seems best, which may hold the question up to `wait_s`;
+        """A newer version than all before, from the source that seems best, which may hold the question for `wait_s`;
         None if there is none (perhaps at once: ask at a pace)."""
-        source = self._scores.choose()
-        if source is None:
+        if (source := self._scores.choose()) is None:
             return None
         try:
             data = get_head(self._connections.to(source), self.known, wait_s, HEAD_S)
@@ -168,10 +160,8 @@ class Lookup:
         """Raise `VersionNotFound` if the trainer has signed that it does not offer `ref` any more."""
         for source, (head, _) in heads.items():
             if head.policy.place >= ref.place and ref.label not in head.kept_versions:
-                gone = f"policy {ref.label} is no longer offered"
-                raise VersionNotFound(
-                    f"{gone}: {source} is at {head.policy.label} and keeps {', '.join(head.kept_versions)}"
-                )
+                now = f"{source} is at {head.policy.label} and keeps {', '.join(head.kept_versions)}"
+                raise VersionNotFound(f"policy {ref.label} is no longer offered: {now}")
 
     def close(self) -> None:
         self._connections.close()
@@ -198,8 +188,6 @@ MAX_STEPS = 64  # deltas applied in one go, whose files are open at the same tim
 
 @dataclass(frozen=True)
 class Step:
-    """Over one delta, to the version that `manifest` describes."""
-
     manifest: PolicyManifest
     delta: Delta
 
@@ -225,7 +213,7 @@ class Route:
         return (self.whole.size_bytes if self.whole else 0) + self.delta_bytes
 
     def manifests(self) -> list[PolicyManifest]:
-        """Of the versions whose chunks are fetched on it."""
+        """Of the versions whose chunks are fetched."""
         return [*([self.whole] if self.whole else []), *(step.manifest for step in self.steps)]
 
     def describe(self) -> str:
@@ -237,8 +225,8 @@ def plan(
     target: PolicyManifest, held: Collection[str], manifest_of: Callable[[PolicyRef], PolicyManifest | None],
     closed: Collection[str] = (),
 ) -> Route:  # fmt: skip
-    """The cheapest route to `target` from the payloads `held` (by digest), or from an anchor. `closed`: the names of
-    steps, and the digests of anchors, that have failed. Raises `VersionNotFound` if no route is left."""
+    """The cheapest route to `target` from the payloads `held` (by digest), or from an anchor. `closed`: names of steps
+    and digests of anchors that have failed."""
     order = count()  # breaks ties, so that nothing else is ever compared
     ahead = 0 if held else target.size_bytes  # with nothing here, every route begins with a payload as large as this
     frontier: list[tuple[int, int, PolicyRef, tuple[Step, ...], PolicyManifest | None]] = []

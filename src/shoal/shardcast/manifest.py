@@ -1,15 +1,11 @@
-"""What a version consists of, signed: the rules that a manifest and a head must keep before anything in them is used.
-
-Nothing in a manifest is used before its signature, its caps and its layout have been checked.
+"""The rules that a manifest and a head must keep before anything in them is used: signature, caps, layout.
 
 Which versions stay: the newest few, and behind them what they are reached from. Of these a relay mirrors as many as its
-disk budget allows:
+disk budget allows; if not even the route fits, a person has to know:
 
     wanted    the newest `count`, back to an anchor                     0.4 0.5 0.6 0.7 0.8 0.9
     mirrored  of them as many as fit, the oldest left out first                 0.6 0.7 0.8 0.9
     route     what the newest one needs to be reached at all                        0.7 0.8 0.9
-
-If not even the route fits, a person has to know; until then whatever fits is mirrored, newest first.
 """
 
 from __future__ import annotations
@@ -69,13 +65,12 @@ def encode(document: Document, key: SigningKey) -> bytes:
 
 
 def manifest_hash(data: bytes) -> str:
-    """What a head says of its manifest's bytes."""
     return blake3(data).hexdigest()
 
 
 def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManifest:
-    """The manifest in `data`, or `ManifestRefused`: signed by the trusted key, for this run, and sound in itself.
-    Without a `run`, any that the key has signed for will do."""
+    """The manifest in `data`, or `ManifestRefused`: signed by the trusted key, for this run (None: for any), and
+    sound."""
     manifest = _opened(data, MAX_MANIFEST_BYTES, PolicyManifest, "a manifest", run, trusted_key)
     problem = _chunks_problem(manifest.chunks, manifest.chunk_size_bytes, manifest.size_bytes)
     problem = problem or entries_problem(manifest.entries, manifest.size_bytes) or _deltas_problem(manifest)
@@ -93,7 +88,6 @@ def read_head(data: bytes, run: str | None, trusted_key: str) -> BroadcastHead:
 
 
 def _opened(data: bytes, max_bytes: int, kind: type[D], what: str, run: str | None, trusted_key: str) -> D:
-    """A document that the key has signed for this run."""
     try:
         if len(data) > max_bytes:
             raise ProtocolError(f"it has {len(data)} bytes; at most {max_bytes} are allowed")
@@ -139,18 +133,15 @@ def _deltas_problem(manifest: PolicyManifest) -> str:
             return f"a delta starts from policy {delta.base.label}, which does not come before it"
         if delta.size_bytes > manifest.size_bytes:
             return f"the delta from policy {delta.base.label} is larger than the whole"
-        problem = _chunks_problem(delta.chunks, manifest.chunk_size_bytes, delta.size_bytes)
-        if problem:
+        if problem := _chunks_problem(delta.chunks, manifest.chunk_size_bytes, delta.size_bytes):
             return f"the delta from policy {delta.base.label}: {problem}"
     return ""
 
 
 def entries_problem(entries: tuple[Entry, ...], size_bytes: int) -> str:
-    """What is wrong with the layout of a payload, or nothing."""
     if len(entries) > MAX_ENTRIES:
         return f"{len(entries)} entries; at most {MAX_ENTRIES} are allowed"
-    offset = 0
-    seen: set[tuple[str, str]] = set()
+    offset, seen = 0, set[tuple[str, str]]()
     for entry in entries:
         if entry.offset != offset:
             return f"entry {entry.name} does not start where the one before it ends"
@@ -202,7 +193,7 @@ class Selection:
 
 
 def select_versions(manifests: Manifests, count: int, budget_bytes: int | None) -> Selection:
-    """Decide. A manifest that is not known yet counts as a small anchor: when it is here, the choice is made anew."""
+    """A manifest that is not known yet counts as a small anchor: when it is here, the choice is made anew."""
     anchors = {place: manifest is None or manifest.anchor for place, manifest in manifests.items()}
 
     def needed_bytes(versions: int) -> int:
@@ -223,6 +214,6 @@ def select_versions(manifests: Manifests, count: int, budget_bytes: int | None) 
 
 
 def size_of(manifests: Iterable[PolicyManifest | None]) -> int:
-    """The bytes that these versions offer together; a chunk that several have lies on the disk once."""
+    """The bytes that these versions offer together; a chunk that several have counts once."""
     known = (manifest for manifest in manifests if manifest is not None)
     return sum({chunk.hash: chunk.size_bytes for manifest in known for chunk in offered(manifest)}.values())

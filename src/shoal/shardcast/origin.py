@@ -6,12 +6,10 @@
 
 A version is an anchor (its whole payload is offered) if it is the first, if a delta would not pay, if the deltas from
 the last anchor are together larger than the payload, or if that anchor lies far enough back; all others are offered as
-deltas alone. Serving is somebody else's: `run_origin` in another process or thread, nginx, a bucket. They share only
-the folder.
+deltas alone. Whoever serves (`run_origin`, nginx, a bucket) shares only the folder.
 
-Earlier payloads are not kept for the next delta: they are made again from what the tree offers, block by block. Chunks
-that this process did not write are hashed before a delta is made from them: a torn one would give every client the
-wrong weights.
+Earlier payloads are made again from the tree for the next delta, block by block. Chunks that this process did not write
+are hashed before that: a torn one would give every client the wrong weights.
 """
 
 from __future__ import annotations
@@ -63,8 +61,6 @@ class OriginSettings(BaseModel):
 
 @dataclass(frozen=True)
 class _Draft:
-    """A version that is to be published, and what was there when it began."""
-
     place: Place
     content: Content
     chunk_size_bytes: int
@@ -73,8 +69,6 @@ class _Draft:
 
 
 class _DeltaWriter:
-    """A delta that is being written, chunk by chunk."""
-
     def __init__(self, put: Callable[[memoryview], Chunk], chunk_size_bytes: int, begin: bytes) -> None:
         self._put, self._chunk_size_bytes = put, chunk_size_bytes
         self._pending = bytearray(begin)
@@ -103,8 +97,6 @@ class Origin:
     >>> origin = Origin(Path("origin"), "run-0123", SigningKey.generate())
     >>> origin.publish(1, Path("model.safetensors")).policy.label        # a file, or a folder
     '0.1'
-    >>> origin.publish(2, Content.of({"config.json": b"{}"}, tensors), ledger_head=head).policy.label
-    '0.2'
     """
 
     def __init__(
@@ -118,7 +110,6 @@ class Origin:
         self._read: dict[Place, tuple[bytes, PolicyManifest]] = {}  # a large one takes a while to check
 
     def head(self) -> BroadcastHead | None:
-        """The newest version published, if there is one."""
         data = self._tree.read(HEAD)
         return None if data is None else manifests.read_head(data, self._run, self._key.public_key)
 
@@ -126,17 +117,16 @@ class Origin:
         self, version: int, content: Content | Path | str | Sequence[TensorView], *, incarnation: int = 0,
         ledger_head: LedgerHead | None = None, on_progress: OnProgress | None = None,
     ) -> PolicyManifest:  # fmt: skip
-        """Publish a version. The same version with the same content again is harmless; with another it is an error. A
-        version behind the head that is not kept any more (a trainer resumed from an old checkpoint) is signed and
-        returned but not written: the head never goes back, and retention would remove it at once."""
+        """The same version with the same content again is harmless; with another it is an error. A version behind the
+        head that is not kept any more (a trainer resumed from an old checkpoint) is signed and returned but not
+        written: the head never goes back."""
         if isinstance(content, Path | str):
             content = Content.at(Path(content))
         elif not isinstance(content, Content):
             content = Content.of({}, content)
         place = (incarnation, version)
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
-            head = self.head()
-            published = self._published(place)
+            head, published = self.head(), self._published(place)
             superseded = head is not None and place < head.policy.place
             if head is None or place > head.policy.place:
                 published = None  # written before a crash and never announced: nobody knows it
@@ -170,8 +160,7 @@ class Origin:
         if published is None:
             log.info("policy %d.%d is behind the head and not kept: signed, not served", *draft.place)
             return manifest
-        old, new = published.policy.digest, manifest.policy.digest
-        if old != new:
+        if (old := published.policy.digest) != (new := manifest.policy.digest):
             what = f"policy {published.policy.label} is already published with digest {old[:16]}…, not {new[:16]}…"
             raise PolicyMismatch(f"{what}; continue under a new incarnation")
         return published
@@ -191,19 +180,17 @@ class Origin:
         scratch = threading.local()
 
         def take(offset: int) -> Chunk:
-            """One chunk: read, hashed, and written if it is offered."""
+            """Read and hash one chunk, and write it if it is offered."""
             if not hasattr(scratch, "buffer"):
                 scratch.buffer = memoryview(bytearray(chunk_size))
             data = content.part(offset, min(chunk_size, content.size_bytes - offset), scratch.buffer)
             return self._put(data) if anchor else chunk_of(data)
 
         chunks: list[Chunk] = []
-        done = 0
         for chunk in in_order(take, range(0, content.size_bytes, chunk_size), WRITERS if anchor else THREADS):
             chunks.append(chunk)
-            done += chunk.size_bytes
             if on_progress is not None:
-                on_progress(done, content.size_bytes)
+                on_progress(min(len(chunks) * chunk_size, content.size_bytes), content.size_bytes)
         content.check_unchanged()
         manifest = self._manifest(draft, chunks, anchor, deltas)
         signed = manifests.encode(manifest, self._key)
@@ -224,9 +211,9 @@ class Origin:
 
     def _deltas(self, draft: _Draft, route: Route) -> tuple[Delta, ...]:
         """The deltas that pay, nearest base first, written as chunks; none if not even that to the version before does.
-        Every version has one to the version before it; one whose number is a multiple of a longer stride also skips
-        back by that stride, so that whoever lags by n versions needs about log n deltas. All of these bases lie on the
-        route to the version before, unless an anchor lies between: its own delta leads there."""
+        A version whose number is a multiple of a longer stride also skips back by that stride, so that whoever lags by
+        n versions needs about log n deltas. All these bases lie on the route to the version before, unless an anchor
+        lies between: its own delta leads there."""
         incarnation, version = draft.place
         passed, chunked = route.manifests(), _chunked(route)
         if any(manifest.entries != draft.content.entries for manifest in passed):
@@ -255,7 +242,7 @@ class Origin:
         return tuple(each.finish(passed[index].policy) for index, each in writers.items())
 
     def _is_whole(self, chunks: Mapping[str, Chunk]) -> bool:
-        """Whether each of these, which a version is made from, has the hash that was signed."""
+        """Whether each of these has the hash that was signed."""
 
         def check(chunk: Chunk) -> bool:
             data = self._tree.read(chunk_key(chunk.hash))
@@ -312,20 +299,18 @@ class Origin:
         self._collect(known, kept)
 
     def known(self) -> dict[Place, PolicyManifest]:
-        """The manifests here; one that cannot be read is left out (and its chunks are not removed this time)."""
+        """The manifests here; one that cannot be read is left out (and no chunks are removed this time)."""
         known: dict[Place, PolicyManifest] = {}
         for place in self._tree.places():
             try:
-                manifest = self._published(place)
-                if manifest is not None:
+                if (manifest := self._published(place)) is not None:
                     known[place] = manifest
             except ManifestRefused as error:
                 log.warning("%s", error)
         return known
 
     def _collect(self, known: dict[Place, PolicyManifest], kept: Collection[Place] = ()) -> None:
-        """Remove the manifests behind those that are kept, then the chunks of none: no manifest here ever lacks a
-        chunk. Then what is half written."""
+        """Remove the manifests behind the kept ones, then the chunks of none: no manifest here ever lacks a chunk."""
         for place in self._tree.places():
             if kept and place not in kept and place < max(kept):
                 self._tree.remove_manifest(place)

@@ -22,7 +22,7 @@ COPY_BYTES = 8 * 1024 * 1024
 
 
 class LazyFiles(UserDict[str, Any]):
-    """The files of a payload by name, as views of it; read when asked for."""
+    """Views of the files of a payload by name; read when asked for."""
 
     def __getitem__(self, name: str) -> bytes:
         return bytes(self.data[name])
@@ -41,8 +41,7 @@ class ChangedValues:
 
 @dataclass(frozen=True, repr=False)
 class Payload:
-    """A version that has arrived and been verified. `tensors` are views of one read-only mapping: copy to change.
-    Values lie back to back, so a view may be unaligned when tensors of several types are mixed."""
+    """A version that has arrived and been verified. `tensors` are views of one read-only mapping, perhaps unaligned."""
 
     manifest: PolicyManifest
     files: Mapping[str, bytes]
@@ -55,9 +54,8 @@ class Payload:
         return f"Payload(policy {self.manifest.policy.label}: {what})"
 
     def changes_from(self, ref: PolicyRef | None) -> Iterator[ChangedValues] | None:
-        """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas. The
-        values are those of this payload, whose digest has been verified. A position may come twice. Tensors alone:
-        files must be compared by their bytes."""
+        """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas. A
+        position may come twice. Files must be compared by their bytes."""
         if ref is None or self.made is None or self.made.forgotten or self.made.begin.digest != ref.digest:
             return None
         return self.made.changes()
@@ -87,7 +85,7 @@ class Payload:
 
 @contextlib.contextmanager
 def reporting(action: str, path: Path) -> Iterator[None]:
-    """What the operating system refuses in the block is said in one sentence: a `ResourceError`."""
+    """An `OSError` in the block becomes a `ResourceError` of one sentence."""
     try:
         yield
     except OSError as error:

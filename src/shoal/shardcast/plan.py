@@ -6,12 +6,10 @@
                  └──── land(flight): not done, or should_leave: another source would be much faster
 
 Sources say which chunks they have (`Map`); whoever sends no map (nginx, a bucket, the origin's folder) is taken to have
-everything. A map is only a claim: a chunk is believed by its hash, and a source that keeps claiming what it does not
-deliver is dropped. Peers trade: what one of them has is fetched from it, what one announces is waited for, and only the
-rest is fetched from upstream, in random order; so the peers of one level together take about one copy. Waits are
-bounded by measured bandwidth, and a peer that is much slower than upstream is not waited for.
-
-Which source is asked next is drawn, the better it has served the likelier; none is forgotten for ever:
+everything. A map is only a claim: a source that keeps claiming what it does not deliver is dropped. Peers trade: what
+one of them has is fetched from it, what one announces is waited for, and only the rest is fetched from upstream, in
+random order; so the peers of one level together take about one copy. Waits are bounded by measured bandwidth, and a
+peer that is much slower than upstream is not waited for. Which source is asked next is drawn:
 
     weight   success × bandwidth, both exponential moving averages; a success rate heals a little with every update
     rest     after a failure: not asked for a while, doubling with every failure in a row
@@ -56,7 +54,7 @@ class Kind(Enum):
 
 @dataclass
 class Standing:
-    """What is known of a source. `bandwidth_bytes_s` is that of one connection, as far as it is known."""
+    """`bandwidth_bytes_s` is that of one connection, as far as it is known."""
 
     kind: Kind = Kind.UPSTREAM
     success: float = 1.0
@@ -68,7 +66,6 @@ class Standing:
     weight: float = 0.0
 
     def seconds(self, size_bytes: int) -> float:
-        """What so many bytes take from it, as far as that is known."""
         return UNKNOWN_S if self.bandwidth_bytes_s is None else size_bytes / self.bandwidth_bytes_s
 
 
@@ -85,8 +82,7 @@ class SourceScores:
         self, sources: Sequence[str], peers: Sequence[str] = (), last_resort: Sequence[str] = (),
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._now_s = now_s
-        self._lock = threading.Lock()
+        self._now_s, self._lock = now_s, threading.Lock()
         self._scores: dict[str, Standing] = {}
         self.set_sources(sources, peers, last_resort)
 
@@ -112,7 +108,6 @@ class SourceScores:
             return {source: score.kind for source, score in self._scores.items() if not score.dropped}
 
     def ready(self) -> dict[str, Standing]:
-        """Those that may be asked now: neither dropped nor resting."""
         with self._lock:
             now_s = self._now_s()
             best = max((score.bandwidth_bytes_s or 0.0 for score in self._scores.values()), default=0.0) or 1.0
@@ -122,8 +117,8 @@ class SourceScores:
             return {source: copy(one) for source, one in scores if not one.dropped and one.resting_until_s <= now_s}
 
     def choose(self) -> str | None:
-        """A source to ask now, by chance in proportion to its weight; None if all of them rest or are dropped. A last
-        resort is chosen only where there is no other."""
+        """A source to ask now, drawn by weight; None if all rest or are dropped. A last resort only where there is no
+        other."""
         ready = self.ready()
         chosen = {source: one for source, one in ready.items() if one.kind is not Kind.LAST_RESORT} or ready
         return random.choices(list(chosen), [standing.weight for standing in chosen.values()])[0] if chosen else None
@@ -132,8 +127,8 @@ class SourceScores:
         self._update(source, success=1.0, rate=size_bytes / max(seconds, 1e-6))
 
     def failed(self, source: str, problem: str, success: float | None = 0.0, rate: float | None = None) -> None:
-        """It rests. `success` None: it answered, but does not have it yet, or not fast enough. `rate`: what is known of
-        its bandwidth, if it was left in the middle of a chunk."""
+        """It rests. `success` None: it answered, but does not have it yet, or too slowly. `rate`: its bandwidth, if it
+        was left in the middle of a chunk."""
         self._update(source, problem, success, rate, rests=True)
 
     def drop(self, source: str, problem: str) -> None:
@@ -169,7 +164,6 @@ class SourceScores:
                 score.dropped = False
 
     def describe(self) -> str:
-        """The last problem of each source, for an error message."""
         with self._lock:
             lines = [score.problem for score in self._scores.values() if score.problem]
             return "; ".join(lines) or ("no source has failed" if self._scores else "no source is known")
@@ -177,8 +171,8 @@ class SourceScores:
 
 @dataclass(frozen=True)
 class Map:
-    """What a source last said of a version, as bits by position in `offered`: the chunks that it serves now, and those
-    that it is fetching from upstream. `mapless`: it answered without a map."""
+    """What a source last said of a version, as bits by position in `offered`: chunks that it serves, and those that it
+    is fetching from upstream. `mapless`: it answered without a map."""
 
     have: int = 0
     soon: int = 0
@@ -295,7 +289,7 @@ class Plan:
         return self._kept_bytes + flying, self._wanted_bytes
 
     def announced(self) -> set[str]:
-        """The chunks that are being fetched, and not from a peer: soon our level has what it had not before."""
+        """The chunks that are being fetched, and not from a peer."""
         flying = (one for one in self._flying if one.source and one.kind is not Kind.PEER and not one.lost)
         return {flight.chunk.hash for flight in flying}
 
@@ -322,7 +316,6 @@ class Plan:
     # What becomes of flights
 
     def take(self, now_s: float) -> Flight | None:
-        """The next thing to do, if there is one now."""
         if sum(not flight.source for flight in self._flying) < self._most_looks and self._unlooked:
             return self._look(now_s)
         ready = self._scores.ready()
@@ -389,7 +382,7 @@ class Plan:
         return self._maps.get((source, version.place), Map())
 
     def see(self, source: str, place: Place, body: bytes | None, asked_s: float, now_s: float) -> int:
-        """Take HAVE and SOON, one bit per chunk, the least significant bit first; or that the source sends no maps. How
+        """Take HAVE and SOON, one bit per chunk, the least significant bit first (None: the source sends no maps). How
         much more there is to do now."""
         version = self._versions.get(place)
         if version is None:
@@ -405,8 +398,8 @@ class Plan:
         return max(1, grown)
 
     def question(self, source: str) -> Question | None:
-        """What to ask this source for: of the maps that may still grow the one asked for longest ago. Several are held
-        for a shorter time each."""
+        """Of the maps that may still grow, this source is asked for the one asked for longest ago; several are held for
+        a shorter time each."""
         growing = [
             (seen.asked_s or 0.0, version, seen.have.bit_count())
             for version in self._versions.values()

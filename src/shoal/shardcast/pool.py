@@ -46,7 +46,7 @@ class Keeper(Protocol):
         """Whether the chunk is already here, proven by its hash; `scratch` has its size."""
 
     def keep(self, chunk: Chunk, data: memoryview) -> None:
-        """Store a chunk that has been verified; `data` is borrowed."""
+        """Store a verified chunk; `data` is borrowed."""
 
 
 class ChunkPool:
@@ -54,8 +54,7 @@ class ChunkPool:
 
     def __init__(self, scores: SourceScores, keeper: Keeper, settings: PoolSettings = PoolSettings()) -> None:
         self._scores, self._keeper, self._settings = scores, keeper, settings
-        self._closing = StopToken()
-        self._lock = threading.RLock()
+        self._closing, self._lock = StopToken(), threading.RLock()
         self._work_there = threading.Condition(self._lock)  # what the threads wait for
         self._question_there = threading.Condition(self._lock)  # what the threads of the maps wait for
         self._over = threading.Condition(self._lock)  # what the owner waits for
@@ -68,14 +67,13 @@ class ChunkPool:
         self.fetched_bytes: Counter[str] = Counter()  # of chunks that were kept
 
     def want(self, manifest: PolicyManifest, chunks: Iterable[Chunk]) -> None:
-        """Fetch these of the chunks that a version offers, those of newer versions first."""
+        """Chunks of newer versions come first."""
         with self._lock:
             self._plan.want(manifest, chunks, time.monotonic())
             self._work_there.notify_all()
             self._question_there.notify_all()
 
     def forget_except(self, kept: set[str]) -> None:
-        """Stop wanting every chunk that is not in `kept`, and leave those on their way."""
         with self._lock:
             self._hang_up(self._plan.forget_except(kept))
             self._over.notify_all()
@@ -85,22 +83,20 @@ class ChunkPool:
             return self._plan.pending()
 
     def progress(self) -> tuple[int, int]:
-        """Bytes that are here or on their way here, and bytes that were wanted in all."""
+        """As in `Plan.progress`."""
         with self._lock:
             return self._plan.progress()
 
     def announced(self) -> set[str]:
-        """The chunks that are being fetched from upstream now."""
         with self._lock:
             return self._plan.announced()
 
     def shares(self) -> str:
-        """Who sent how much so far, for a log line."""
+        """Who sent how much, for a log line."""
         shares = self.fetched_bytes.most_common()
         return ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in shares) or "this disk"
 
     def wait(self, seconds: float) -> bool:
-        """Wait until nothing is pending or something has failed; true if so."""
         with self._lock:
             return self._over.wait_for(lambda: bool(self.error) or not self._plan.pending(), seconds)
 
@@ -116,7 +112,7 @@ class ChunkPool:
             self._over.wait_for(lambda: not self._at_keeper, CLOSE_S)
 
     def follow_sources(self) -> None:
-        """A thread that asks for maps for each source that has none. One whose source is gone ends by itself."""
+        """One thread per source asks for its maps; it ends by itself when its source is gone."""
         timeouts = self._settings.timeouts
         patient = replace(timeouts, stall_s=timeouts.stall_s + UNKNOWN_S)
         with self._lock:
@@ -164,7 +160,6 @@ class ChunkPool:
             connections.close()
 
     def _take(self) -> Flight | None:
-        """The next thing to do, once there is one; None when the pool closes."""
         while not self._closing.is_set():
             with self._lock:
                 flight = self._plan.take(time.monotonic())
@@ -177,8 +172,8 @@ class ChunkPool:
         return None
 
     def _carry_out(self, flight: Flight, connections: Connections, buffer: memoryview) -> Flight | None:
-        """One attempt at one chunk. Perhaps the next one, chosen before this one is kept: whoever hears that this one
-        has arrived hears what is fetched next in the same breath, and fetches something else."""
+        """One attempt at one chunk; perhaps the next one, chosen before this one is kept: whoever hears that this one
+        has arrived then hears what is fetched next, and fetches something else."""
         following, done, may_keep = None, False, False
         try:
             if not flight.source or self._fetch(flight, connections.to(flight.source), buffer):

@@ -5,9 +5,8 @@
     peer     ─(long poll)─► follower ─┘                      └─► … and its peers
                                           chunks from whichever source serves best
 
-A relay is not trusted and trusts nobody: it passes on only what the trainer signed and what matches its hash. Peers are
-relays of the same level: they trade chunks, so that upstream sends each about once, and tell each other of new heads. A
-peer is first asked who it is, so that all relays can be given the same list: one that meets itself leaves itself out.
+Peers are relays of the same level: they trade chunks, so that upstream sends each about once, and tell each other of
+new heads. A peer is first asked who it is, so that all can be given one list: a relay that meets itself is left out.
 
     head (signed) ─► manifest (signed, hash in head) ─► both on disk and served ─► chunks, newest version first
                                                         requests for chunks on their way are held, not refused
@@ -52,7 +51,7 @@ MAX_HEALTH_BYTES = 1024 * 1024
 
 
 def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
-    """Mirror and serve until `stop`. `on_ready` gets the URL as soon as it listens, whatever it holds by then."""
+    """`on_ready` gets the URL as soon as it listens, whatever it holds by then."""
     if not config.upstreams:
         raise ConfigError("a relay needs at least one upstream: the URL of an origin or of another relay")
     for peer in config.peers:
@@ -86,8 +85,8 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
 
 
 class Follower:
-    """A thread that keeps asking one upstream or peer for a newer head, and hands it to the mirror with its manifest.
-    `instance`: who this relay is. `error`: what it ended by: a full disk, or a bug."""
+    """A thread that asks one upstream or peer for newer heads. `instance`: who this relay is. `error`: what it ended
+    by: a full disk, or a bug."""
 
     def __init__(self, source: str, config: RelayConfig, mirror: Mirror, instance: str, stop: StopToken) -> None:
         self._source, self._config, self._mirror, self._instance, self._stop = source, config, mirror, instance, stop
@@ -148,7 +147,7 @@ class Follower:
                 self._stop.wait(max(0.0, self._config.poll_s - (time.monotonic() - started_s)))
 
     def _poll(self) -> bool:
-        """Ask once; true if something new was taken."""
+        """Whether something new was taken."""
         known = self._mirror.head
         data = get_head(self._connection, known, self._config.long_poll_s, MANIFEST_S)
         if data is None:
@@ -186,7 +185,7 @@ class Follower:
 
 
 class Mirror(Catalogue):
-    """A relay's catalogue and the keeper of its pool. Any thread may call it."""
+    """A relay's catalogue and its pool's keeper. Any thread may call it."""
 
     role = "relay"
 
@@ -207,8 +206,8 @@ class Mirror(Catalogue):
         pool = PoolSettings(config.settings.connections, timeouts=Timeouts(reach=config.reach))
         self.pool = ChunkPool(self.scores, self, pool)
 
-    # What the server asks. Without the lock: it is held while files are written, and the event loop must not wait for
-    # a disk. Each look is at one object, which is enough; a file that is removed just then is answered with 404.
+    # What the server asks. Without the lock, which is held while files are written: the event loop must not wait for a
+    # disk. Each look is at one object, which is enough; a file that is removed just then is answered with 404.
 
     def find(self, key: str) -> Blob | None:
         if match := CHUNK.fullmatch(key):
@@ -226,7 +225,7 @@ class Mirror(Catalogue):
         return self.pool.announced()
 
     def places(self) -> list[Place]:
-        """Versions whose chunks are here or coming, oldest first."""
+        """Whose chunks are here or coming, oldest first."""
         return sorted(self._selection.mirrored & self._manifests.keys())
 
     def health(self) -> dict[str, Any]:
@@ -286,7 +285,6 @@ class Mirror(Catalogue):
         self.pool.follow_sources()
 
     def load(self) -> None:
-        """Resume with what an earlier process left."""
         self._tree.sweep_temporaries()
         for place in self._tree.places():
             try:
@@ -322,13 +320,11 @@ class Mirror(Catalogue):
         return True
 
     def adopt_manifest(self, place: Place, data: bytes) -> None:
-        """Take the manifest of an older version that is still kept."""
         manifest = self._read(data, place)
         with self._lock:
-            if place not in self.missing_places():
-                return
-            self._take(place, manifest, data)
-            self._settle()
+            if place in self.missing_places():
+                self._take(place, manifest, data)
+                self._settle()
 
     def missing_places(self) -> list[Place]:
         """The older versions whose manifests should be here besides the head's, newest first."""
@@ -336,7 +332,7 @@ class Mirror(Catalogue):
             return sorted(self._selection.wanted - self._manifests.keys(), reverse=True)
 
     def lost(self, key: str) -> None:
-        """A chunk that was here has vanished from the disk: it is fetched again, and no longer promised."""
+        """A chunk has vanished from the disk: it is fetched again, and no longer promised."""
         match = CHUNK.fullmatch(key)
         with self._lock:
             size = None if match is None else self._sizes.get(match[2])
@@ -362,7 +358,6 @@ class Mirror(Catalogue):
     # Deciding what to mirror; all of it under the lock
 
     def _settle(self) -> None:
-        """Choose the versions from what is known now, remove the others, want what is missing."""
         # Of what the head offers, and of what is whole here although it is offered no more.
         labels = self.head.kept_versions if self.head is not None else ()
         places = {place for place in map(parse_label, labels) if place is not None}
@@ -394,7 +389,6 @@ class Mirror(Catalogue):
         self.arrivals.notify(*map(have_key, gone))
 
     def _want_all(self) -> None:
-        """Want what is not complete, newest version first."""
         for place in reversed(self.places()):
             if not self.inventories[place].complete:
                 chunks = offered(self._manifests[place])

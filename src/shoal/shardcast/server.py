@@ -64,8 +64,6 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
 class Blob(NamedTuple):
-    """A file on disk, of this size."""
-
     path: Path
     size_bytes: int
 
@@ -108,8 +106,8 @@ class Inventory:
 
 
 class Arrivals:
-    """Lets requests wait for a name, and any thread say that it is there. A waiter registers first and looks then;
-    whoever brings something puts it there first and notifies then: so one of the two always sees the other."""
+    """Lets requests wait for a name, and any thread say that it is there. A waiter registers first and then looks;
+    whoever brings something puts it there first and then notifies: so one of the two always sees the other."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -149,8 +147,8 @@ class Arrivals:
 
 
 class Catalogue:
-    """What a server may hand out: of a tree that somebody publishes into, whatever is there, for that is whole. A relay
-    knows more. Asked on the event loop, so no answer may wait for a disk that others write to."""
+    """What a server may hand out: whatever is in a tree that somebody publishes into; a relay knows more. Asked on the
+    event loop, so no answer may wait for a disk that others write to."""
 
     role = "origin"
 
@@ -171,7 +169,6 @@ class Catalogue:
         return False
 
     def announced(self) -> Iterable[str]:
-        """The chunks that are being fetched from upstream."""
         return ()
 
     def lost(self, key: str) -> None:
@@ -204,8 +201,6 @@ class _Protocol(asyncio.StreamReaderProtocol):
 
 @dataclass(frozen=True)
 class Request:
-    """Who waits for an answer, and what was asked for, if that was understood."""
-
     writer: StreamWriter
     method: str = ""
     path: str = ""
@@ -248,22 +243,19 @@ class Request:
 
 
 class TreeServer:
-    """One listening socket over one catalogue. `await start()`, then it serves until `await close()`. `instance` is in
-    /health, so that a relay which finds its own address in a list of others can tell."""
+    """`await start()`, then it serves until `await close()`. `instance` is in /health: a relay that finds its own
+    address in a list of others can tell."""
 
     def __init__(self, catalogue: Catalogue, limits: ServerLimits = ServerLimits()) -> None:
-        self._catalogue = catalogue
-        self._arrivals = catalogue.arrivals
-        self._limits = limits
+        self._catalogue, self._arrivals, self._limits = catalogue, catalogue.arrivals, limits
         self._by_client: Counter[str] = Counter()  # connections
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.instance = secrets.token_hex(8)
-        self.sent_bytes = 0
-        self.connections = 0
+        self.sent_bytes = self.connections = 0
 
     async def start(self, host: str, port: int) -> str:
-        """Listen; the URL under which the tree is reached on this machine."""
+        """The URL under which the tree is reached on this machine."""
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(lambda: _Protocol(self._accept), host, port, backlog=BACKLOG)
@@ -330,8 +322,7 @@ class TreeServer:
                     head = await reader.readuntil(b"\r\n\r\n")
                 request = Request.parse(head, writer)
                 if request is None:
-                    sentence = "only plain HTTP/1.1 requests without a body are understood"
-                    await self._say(Request(writer), 400, sentence)
+                    await self._say(Request(writer), 400, "only plain HTTP/1.1 requests without a body are understood")
                     break
                 await self._answer(request)
                 if not request.keep_alive:
@@ -477,7 +468,6 @@ async def _part(reader: StreamReader, writer: StreamWriter) -> None:
 async def serve(
     server: TreeServer, host: str, port: int, ended: Callable[[], bool], on_ready: Callable[[str], None]
 ) -> None:
-    """Serve until `ended()`."""
     url = await server.start(host, port)
     log.info("serving at %s", url)
     try:
@@ -495,6 +485,5 @@ def run_origin(folder: Path, host: str, port: int, stop: StopToken, on_ready: Ca
 
 
 def local_url(host: str, port: int) -> str:
-    """How a server that listens there is reached from this machine."""
     host = EVERYWHERE.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -51,13 +51,12 @@ def chunk_key(chunk_hash: str) -> str:
 
 
 def parse_label(label: str) -> Place | None:
-    """`"0.12"` as (0, 12); None if it is not a label."""
     match = LABEL.fullmatch(label)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def have_key(place: Place) -> str:
-    """The name under which a server tells which chunks of a version it has; no file, so not a key of a tree."""
+    """Under this name a server tells which chunks of a version it has; no file, so not a key of a tree."""
     return f"have/{place[0]}.{place[1]}"
 
 
@@ -85,7 +84,7 @@ class Tree:
             raise resource_error("read", self.path(key), error) from error
 
     def write(self, key: str, data: bytes) -> None:
-        """Put a head, a manifest or what a witness signed, durably."""
+        """A head, a manifest or what a witness signed, durably."""
         ensure_folder(self.path(key).parent)
         write_atomically(self.path(key), data)
 
@@ -113,7 +112,6 @@ class Tree:
                 os.fdatasync(file.fileno())
 
     def sync_chunks(self, chunk_hashes: Iterable[str]) -> None:
-        """Make the names of these chunks durable."""
         folders = {self.folder / "chunks" / chunk_hash[:2] for chunk_hash in chunk_hashes}
         with ThreadPoolExecutor(SYNCING) as pool:
             list(pool.map(sync_folder, [*folders, self.folder / "chunks"]))
@@ -138,8 +136,7 @@ class ChunkFiles(RawIOBase):
 
     def __init__(self, tree: Tree, chunks: Sequence[Chunk], chunk_size_bytes: int) -> None:
         self._paths = [tree.path(chunk_key(chunk.hash)) for chunk in chunks]
-        self._chunk_size_bytes = chunk_size_bytes
-        self._at = 0
+        self._chunk_size_bytes, self._at = chunk_size_bytes, 0
 
     def readable(self) -> bool:
         return True

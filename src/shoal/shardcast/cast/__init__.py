@@ -16,18 +16,14 @@ from shoal.shardcast.server import EVERYWHERE, local_url
 
 
 class Terminal(Protocol):
-    """Where results are said, and progress is shown."""
-
     def say(self, text: str) -> None: ...
 
-    def metered(self, what: str) -> AbstractContextManager[Callable[[int, int], None]]:
-        """A function to be told how many bytes are done, of how many."""
-        ...
+    def metered(self, what: str) -> AbstractContextManager[Callable[[int, int], None]]: ...  # bytes done, bytes in all
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where to fetch from, and the publisher's key. A relay has no key of its own: it passes on what was signed."""
+    """Where to fetch from, and the publisher's key."""
 
     urls: tuple[str, ...]
     key: str
@@ -60,7 +56,6 @@ class Sources:
 
 
 def say_commands(terminal: Terminal, url: str, host: str, key: str, output: str) -> None:
-    """The commands that get what is served at `url`, by a server that listens on `host`."""
     where = f"{public_url(url, host)}/#{key}"
     terminal.say(f"fetch it:  shoal cast fetch {where} -o {shlex.quote(output)}")
     terminal.say(f"relay it:  shoal cast relay --upstream {where}")

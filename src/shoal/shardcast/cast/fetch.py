@@ -4,9 +4,8 @@
                head.json        the newest version seen: what is older, or of another broadcast, is refused
                delivered.json   name → size and time of every file that a fetch has written here
 
-The hidden folder beside the output is what makes a fetch resumable, a second one free, and the next version a small
-difference. A file that is not listed in it is somebody else's, and is not replaced unless forced. A file that is
-listed, unchanged since, and no longer part of the version, goes.
+The hidden folder makes a fetch resumable, and the next version a small difference. A file that is not listed in it is
+not replaced unless forced. A file that is listed, unchanged, and no longer part of the version is removed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class FetchRequest:
 
 
 def run_fetch(request: FetchRequest, begin: Callable[[], StopToken], terminal: Terminal) -> int:
-    """Fetch, say what came from whom; the exit code. `begin` is called when what was asked for makes sense."""
+    """Fetch and report; the exit code. `begin` is called once the request is known to make sense."""
     sources, path = Sources.parse(request.sources), Path(request.output).absolute()
     if not path.name:
         raise UserError(f"{path} cannot be the output; give a file or folder with -o")
@@ -94,8 +93,7 @@ def _bring(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal:
             report(progress.done_bytes, progress.total_bytes)
 
         payload = downloader.fetch(ref, DEADLINE_S, on_progress)
-    seconds = time.monotonic() - started_s
-    whole = megabytes(payload.manifest.size_bytes)
+    seconds, whole = time.monotonic() - started_s, megabytes(payload.manifest.size_bytes)
     said = f"{delivery.deliver(payload).name} version {ref.version}: {whole}"
     fetched = sum(last.by_source.values()) if last is not None else 0
     if last is None or not fetched:
@@ -108,20 +106,15 @@ def _bring(ref: PolicyRef, downloader: Downloader, delivery: Delivery, terminal:
 
 
 def shares(by_source: Mapping[str, int]) -> str:
-    """Who sent how much: `http://a:8471 60 %, http://b:8471 40 %`."""
     total = sum(by_source.values())
     ranked = sorted(by_source.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{source} {100 * size / total:.0f} %" for source, size in ranked if size)
 
 
 class Delivery:
-    """The output of a fetch: a file, or a folder of files."""
-
     def __init__(self, output: str, cache: Path, force: bool) -> None:
-        self._output = output
-        self._path = Path(output).absolute()
+        self._output, self._path, self._force = output, Path(output).absolute(), force
         self._record = cache / "delivered.json"
-        self._force = force
 
     def deliver(self, payload: Payload) -> Path:
         """Write the version; where it is. A single file is a second name of the copy in the cache."""
@@ -159,7 +152,7 @@ class Delivery:
             )
 
     def _remove_old(self, kept: set[str]) -> None:
-        """Remove what an older version brought and this one does not have, unless it was changed since."""
+        """Remove what an older version brought and this one lacks, unless it was changed since."""
         for name, stamp in self._delivered().items():
             path = Path(name)
             if name not in kept and path.is_relative_to(self._path) and _stamp(path) == stamp:

@@ -51,7 +51,7 @@ class PublishRequest:
 
 
 def run_publish(request: PublishRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
-    """Publish, say what was published and how to get it, and serve it until stopped, from `begin` on."""
+    """Publish, report, and serve it until stopped, from `begin` on."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what is half written counts for nothing
     content = _content(request)
     ensure_folder(request.directory.absolute().parent)
@@ -80,7 +80,6 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
 
 
 def _content(request: PublishRequest) -> Content:
-    """What is to be published, refused in one sentence if it cannot be."""
     path, directory = request.path.absolute(), request.directory.absolute()
     if not path.exists():
         raise UserError(f"there is no file or folder {request.path} to publish")
@@ -137,14 +136,11 @@ def _publish(
     if head is not None and manifest.policy == head.policy:
         terminal.say(f"{name} version {version} is published already, and nothing has changed since")
         return
-    how = "".join(
-        f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
-        for delta in manifest.deltas[:1]
-    )
-    terminal.say(
-        f"published {name} version {version}: {megabytes(manifest.size_bytes)} in {time.monotonic() - started_s:.1f} s"
-        f", digest {manifest.policy.digest}{how}"
-    )
+    seconds, size = time.monotonic() - started_s, megabytes(manifest.size_bytes)
+    said = f"published {name} version {version}: {size} in {seconds:.1f} s, digest {manifest.policy.digest}"
+    for delta in manifest.deltas[:1]:
+        said += f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
+    terminal.say(said)
 
 
 def _name(request: PublishRequest, head: BroadcastHead | None) -> str:

@@ -35,7 +35,7 @@ class RelayRequest:
 
 
 def run_cast_relay(request: RelayRequest, begin: Callable[[], StopToken], terminal: Terminal) -> None:
-    """Mirror until told to stop; `begin` is called when what was asked for is known to make sense."""
+    """Mirror until told to stop; `begin` is called once the request is known to make sense."""
     sources, peers = Sources.parse(request.upstreams), tuple(peer.partition("#")[0] for peer in request.peers)
     for peer in peers:
         Address.parse(peer)
