@@ -20,8 +20,6 @@ AlarmText = Annotated[str, StringConstraints(max_length=2000)]
 
 
 class BatchGroup(Message):
-    """One accepted group of a batch."""
-
     unit: int
     submission: str
     node: str
@@ -30,9 +28,9 @@ class BatchGroup(Message):
 
 
 class Batch(Message):
-    """The groups of step `step`, in order of unit. Once written it never changes; a resumed trainer gets it again.
-    `groups` are those whose rewards differ; `dropped_groups` were lost to equal ones since the batch before it.
-    `sampled_reward` is the mean over the rollouts of both: what the policies really earn. None if there are none."""
+    """The groups of step `step`, in order of unit. Once written it never changes. `groups` are those whose rewards
+    differ; `dropped_groups` were lost to equal ones since the batch before. `sampled_reward` is the mean over the
+    rollouts of both: what the policies really earn. None if there are none."""
 
     step: int
     groups: tuple[BatchGroup, ...]
@@ -70,15 +68,15 @@ class TrainingGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainingBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The bulk form of a `Batch`, hub to trainer (msgpack + zstd)."""
+    """The bulk form of a `Batch`, hub to trainer."""
 
     step: int
     groups: list[TrainingGroup]
 
 
 class StepReport(Message):
-    """What the trainer measured in a step: free-form numbers, e.g. reward_mean, held_out, loss, grad_norm. `alarms` are
-    what the run's owner should look at, code → sentence, e.g. guard.entropy_rise; the hub shows them among its own."""
+    """What the trainer measured in a step, e.g. reward_mean, held_out, loss, grad_norm. `alarms` are what the run's
+    owner should look at, code → sentence, e.g. guard.entropy_rise."""
 
     step: int = Field(ge=0, le=2**31)
     metrics: dict[str, FiniteFloat] = Field(max_length=128)

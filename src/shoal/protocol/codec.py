@@ -3,8 +3,6 @@
     bytes ─► compressed cap ─► zstd frame header: declared size cap ─► bounded inflate ─► typed, strict msgpack
 
 A frame without a declared size, with a size over the cap, or with trailing bytes is refused unread.
-
-`TensorView` is a tensor without a tensor library: name, type, shape and raw little-endian bytes, as it travels.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """Caps on one bulk body."""
-
     compressed_bytes: int = 16 * MIB
     inflated_bytes: int = 64 * MIB
 
@@ -79,7 +75,8 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16"
 
 @dataclass(frozen=True)
 class TensorView:
-    """Raw values of one tensor; `data` is borrowed, not copied. Types are named as safetensors names them."""
+    """A tensor without a tensor library, as it travels: raw little-endian bytes, borrowed. Types are named as in
+    safetensors."""
 
     name: str
     dtype: str

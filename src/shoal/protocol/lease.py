@@ -44,9 +44,9 @@ class ProofParameters(Message):
 
 
 class DialogueTerms(Message):
-    """The environment answers the model's turns: which tool does, how often at most, and what frames its words. A turn
-    ends with the end-of-sequence token. What follows it is `before`, the tool's text by the policy's own tokenizer, and
-    `after`; these tokens are given, not drawn. The last turn is the one that the tool has no answer to."""
+    """The environment answers the model's turns: which tool, how often at most, and what frames its text. A turn ends
+    with the end-of-sequence token. `before`, the tool's text by the policy's own tokenizer, and `after` follow it;
+    these are tool tokens, not drawn. The last turn is the one that the tool has no answer to."""
 
     tool: str = Field(max_length=64)
     max_turns: int = Field(ge=1, le=64)
@@ -55,8 +55,8 @@ class DialogueTerms(Message):
 
 
 class Lease(Document):
-    """One unit of work for one node. A unit keeps its prompt and its seeds when it is issued again, whoever gets it.
-    `deadline_ms` moves on with every heartbeat that shows progress, up to `hard_deadline_ms`. `calibration` is the one
+    """One unit of work for one node. A unit keeps its prompt and seeds when it is issued again, to whomever.
+    `deadline_ms` moves with every heartbeat that shows progress, up to `hard_deadline_ms`. `calibration` is the one
     that the work is judged by, whatever is measured later; empty: by built-in limits."""
 
     kind: ClassVar[str] = "lease"
@@ -91,9 +91,9 @@ class Lease(Document):
 
 class LeaseRequest(Message):
     """Ask for up to `max_units` leases, waiting up to `wait_s` for one. The same `request` gets the same answer. `held`
-    are the leases that the worker still knows: its other ones end at once (None: nothing ends). `profile` is what it
-    generates with (engine/device/number format). Leases are for `policy`, which it has loaded (None: for the newest).
-    If a newer one is out, there are none, and the reply names it; a worker that cannot have it soon says `behind`."""
+    are the leases that the worker still knows: its other ones end at once (None: nothing ends). `profile` is
+    engine/device/number format. Leases are for `policy`, which it has loaded (None: for the newest). If a newer one is
+    out, there are none, and the reply names it; a worker that cannot have it soon says `behind`."""
 
     request: str = Field(min_length=8, max_length=64, pattern=PRINTABLE)
     max_units: int = Field(default=1, ge=1, le=MAX_LEASES_PER_REQUEST)
@@ -105,8 +105,8 @@ class LeaseRequest(Message):
 
 
 class LeaseReply(Message):
-    """The leases granted, or none and the reason in words (`waiting`). `held_back`: it is for rules about this very
-    node (its window, newcomers' share, a suspension) that there are none. `policy` is the newest one."""
+    """The leases granted, or none and the reason in words (`waiting`). `held_back`: rules about this very node (its
+    window, newcomers' share, a suspension) are the reason. `policy` is the newest one."""
 
     leases: tuple[SignedDocument, ...] = Field(default=(), max_length=MAX_LEASES_PER_REQUEST)
     waiting: str = Field(default="", max_length=2000)
@@ -116,8 +116,6 @@ class LeaseReply(Message):
 
 
 class LeaseRelease(Message):
-    """A worker gives leases back (it is stopping, or cannot do them)."""
-
     leases: tuple[str, ...] = Field(max_length=MAX_LEASES_PER_REQUEST)
     reason: str = Field(default="", max_length=200, pattern=PRINTABLE)
 
@@ -129,8 +127,8 @@ DIGEST_OR_NONE = rf"^$|{HEX_256}"
 
 
 class MeasuredKind(Message):
-    """The limits of one kind of worker. `caught` says, by cheat, which share of blocks they catch; `tokens` how many
-    honest tokens were measured."""
+    """The limits of one kind of worker. `caught`: which share of blocks they catch, by cheat; `tokens`: how many honest
+    tokens were measured."""
 
     limits: dict[str, Any] = Field(max_length=64)
     caught: dict[Words, float] = Field(default={}, max_length=64)
@@ -138,9 +136,9 @@ class MeasuredKind(Message):
 
 
 class Calibration(Document):
-    """What was measured with `policy`, signed by a validator or by the run's owner; named by `document_hash`. It is
-    refused unless the one that it `replaces` is in force. `machines` are what the validators computed with
-    (device/format). `refused` are kinds whose limits would let cheats pass: nobody may work so."""
+    """What was measured with `policy`, signed by a validator or the run's owner; named by `document_hash`. It is
+    refused unless the one that it `replaces` is in force. `machines`: what the validators computed with
+    (device/format). `refused`: kinds whose limits would let cheats pass: nobody may work so."""
 
     kind: ClassVar[str] = "calibration"
     run: str
@@ -154,9 +152,5 @@ class Calibration(Document):
 
 
 def format_of(kind: str) -> str:
-    """The number format of a kind of worker.
-
-    >>> format_of("torch/cuda/bfloat16")
-    'bfloat16'
-    """
+    """The number format of a kind of worker: `bfloat16` of `torch/cuda/bfloat16`."""
     return kind.rpartition("/")[2]

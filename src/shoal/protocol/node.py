@@ -1,14 +1,13 @@
 """Nodes and the run they join: registration, heartbeats, role certificates; and what the owner of a run may order.
 
-Both sides must speak the same `PROTOCOL_VERSION`; a peer with another one is told what to do. A hub learns a node's
-version from its registration, a node the hub's from `RunInfo.protocol_version`. Unknown fields are ignored in answers
-and signed documents, and refused in requests.
+Both sides must speak the same `PROTOCOL_VERSION`: a hub learns a node's from its registration, a node the hub's from
+`RunInfo`. Unknown fields are ignored in answers and signed documents, and refused in requests.
 
     root key ──certifies──► admin key ──signs──► AdminAction        pause, drain, sanctions, relays
     root key ─────────────────────────signs──► AdminAction        these, and whom the run trusts
 
-Every order is written into the ledger and made once: its `id` is random, the hub remembers those of the last minutes,
-and refuses older ones by their date. So whoever sees one on its way can do no more with it than deliver it.
+Every order is in the ledger and made once: its `id` is random, the hub remembers those of the last minutes, and refuses
+older ones by their date. So whoever sees one on its way can only deliver it.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ UPGRADE = "pip install -U shoal"
 
 
 def check_spoken(who: str, version: int) -> None:
-    """Raise `ProtocolError` unless the peer `who` ("hub" or "node") speaks this version. The message says which is old.
-
-    >>> check_spoken("hub", PROTOCOL_VERSION)
-    """
+    """Raise `ProtocolError`, which says who is old, unless the peer `who` ("hub" or "node") speaks this version."""
     if version != PROTOCOL_VERSION:
         hub, node = (version, PROTOCOL_VERSION) if who == "hub" else (PROTOCOL_VERSION, version)
         remedy = "the hub is too old: ask the run's owner to upgrade it, or install the shoal that the run uses"
@@ -75,18 +71,17 @@ class Vouch(Document):
 
 
 class ModelSize(Message):
-    """How large a run's model is; 0 is unknown. No version takes more than `payload_bytes`: weights as they are
-    published, adapters and files included."""
+    """How large a run's model is; 0 is unknown. No version takes more than `payload_bytes`, adapters and files
+    included."""
 
     parameters: int = Field(default=0, ge=0)
     payload_bytes: int = Field(default=0, ge=0)
 
 
 class RunInfo(Document):
-    """What a node needs to take part; signed by the hub. The join URL pins the root key's fingerprint. Weights come
-    from `sources` (relays); from `last_resort` (the origin) only what none of those can give. `hubs` are further
-    addresses of the same run; keys in `revoked` are trusted for nothing; `model` says how
-    large policies are: a node refuses a larger one before it takes memory or disk for it."""
+    """What a node needs to take part; signed by the hub. Weights come from `sources` (relays); from `last_resort` (the
+    origin) only what none of those can give. `hubs` are further addresses of the same run; keys in `revoked` are
+    trusted for nothing; a node refuses a policy larger than `model` says before it takes memory or disk for it."""
 
     kind: ClassVar[str] = "run-info"
     protocol_version: int = PROTOCOL_VERSION
@@ -132,9 +127,9 @@ class HubClock(Document):
 
 
 class NodeView(Message):
-    """A node as the hub sees it; also what a worker is told about itself. Three axes that do not touch each other:
-    trust (`on_probation`, strikes), `liveness`, and sanction (`state`, until when). `window` is how many leases it may
-    hold now."""
+    """A node as the hub sees it; also what a worker is told about itself. Three independent axes: trust
+    (`on_probation`, strikes), `liveness`, and sanction (`state`, until when). `window` is how many leases it may hold
+    now."""
 
     node: str
     name: str
@@ -158,9 +153,9 @@ class NodeView(Message):
 
 
 class Heartbeat(Message):
-    """I am alive, this is what I am doing, and this is how fast (`counters`: e.g. tokens, busy_s, idle_s). `waiting_s`
-    is how long the wait has lasted: a node that often waits for the same thing does not wait all the time. `progress`
-    says how many tokens of each lease are generated so far: a lease on which something happens is renewed."""
+    """What a node is doing, and how fast (`counters`: e.g. tokens, busy_s, idle_s). `waiting_s` is how long the wait
+    has lasted. `progress` says how many tokens of each lease are generated so far: a lease on which something happens
+    is renewed."""
 
     doing: str = Field(default="", max_length=200, pattern=PRINTABLE)
     waiting_for: str = Field(default="", max_length=200, pattern=PRINTABLE)
@@ -195,11 +190,7 @@ class AdminVerb(StrEnum):
 
 
 class AdminAction(Document):
-    """One order. `target` is a node, a relay's address or a public key, as the verb needs it.
-
-    >>> AdminAction(run="r", id="ab" * 8, verb="pause", reason="power cut", issued_at_ms=1).verb.value
-    'pause'
-    """
+    """One order. `target` is a node, a relay's address or a public key, as the verb needs it."""
 
     kind: ClassVar[str] = "admin-action"
     run: str

@@ -1,8 +1,7 @@
 """Policies: which weights. A policy is (incarnation, version, digest), signed.
 
-Version = number of completed training steps. The digest covers the content (entries and chunk hashes), not the
-version, so equal weights have equal digests. An incarnation begins whenever a resume cannot reproduce a published
-digest; versions of different incarnations never mix.
+The digest covers the content (entries and chunk hashes), not the version, so equal weights have equal digests. An
+incarnation begins whenever a resume cannot reproduce a published digest; versions of different ones never mix.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ MAX_PART_BYTES = 255
 
 
 class PolicyRef(Message):
-    """Names one set of weights.
-
-    >>> PolicyRef(incarnation=0, version=12, digest="ab" * 32).label
-    '0.12'
-    """
+    """Names one set of weights."""
 
     incarnation: int = Field(ge=0, le=2**31)
     version: int = Field(ge=0, le=2**31)
@@ -47,11 +42,7 @@ def check_name(name: str) -> str:
 
 
 def name_problem(name: str) -> str:
-    """What is wrong with a name, or nothing. Parts between slashes; none empty, hidden by dots alone, or unprintable.
-
-    >>> name_problem("onnx/model.bin"), name_problem("../key")
-    ('', 'it has a part ".."')
-    """
+    """What is wrong with a name, or nothing. No part between slashes may be empty, dots alone, or unprintable."""
     if len(name.encode(errors="replace")) > MAX_NAME_BYTES:
         return f"it is longer than {MAX_NAME_BYTES} bytes"
     if not name.isprintable() or "\\" in name:

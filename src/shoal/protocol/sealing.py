@@ -2,8 +2,7 @@
 
     passphrase ─ scrypt (128 MiB) ─► AES-256-GCM ─► {"shoal_key": 1, "public_key": …, "salt": …, "sealed": …}
 
-Who the key is stays readable; that and the costs are covered by the seal, so none of it can be exchanged. What opens a
-sealed key is believed only if it gives the public key that it names.
+Who the key is stays readable; the seal covers that and the costs, so none of it can be exchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MAX_TEXT = 16 * 1024
 
 
 class SealedKey(BaseModel):
-    """The text form. `salt`, `nonce` and `sealed` are hex."""
+    """`salt`, `nonce` and `sealed` are hex."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,7 +45,6 @@ class SealedKey(BaseModel):
 
 
 def seal(key: SigningKey, passphrase: str, cost: int = COST) -> str:
-    """The key as a line of text that only the passphrase opens."""
     if len(passphrase) < LEAST_PASSPHRASE:
         raise KeyFileError(f"the passphrase is too short: take at least {LEAST_PASSPHRASE} characters")
     frame = SealedKey(
@@ -70,7 +68,7 @@ def unseal(text: str, passphrase: str) -> SigningKey:
 
 
 def read_sealed(text: str) -> SealedKey:
-    """The frame of a sealed key: whose it is can be read without the passphrase."""
+    """Whose a sealed key is can be read without the passphrase."""
     try:
         return SealedKey.model_validate_json(text[:MAX_TEXT])
     except ValidationError as error:

@@ -1,16 +1,13 @@
 """Signatures over documents and over requests.
 
-A signed document travels as JSON:
-
     {"kind": "lease", "document": {...}, "signed_by": "<public key>", "signature": "<hex>"}
 
-The signature covers `shoal/<kind>/v1` and the canonical JSON of `document` *as it arrived*, so a reader whose
-message type has since grown a field still verifies an old document, and one whose has not yet grown it a new one: what
-it does not know, it leaves alone. The kind is inside the signature, so that no document can stand in for another.
+The signature covers `shoal/<kind>/v1` and the canonical JSON of `document` *as it arrived*, so that readers with an
+older or newer message type verify it, too. The kind is inside, so that no document can stand in for another.
 
-A signed request carries five headers. The signature covers the method, the run, the path with its query, the node,
-the time, the nonce and the hash of the body: nothing in a request can be changed, replayed or sent to another run.
-The hash of the body is one of the headers, so that a server can tell who is asking before it reads a byte of it.
+A signed request carries five headers. The signature covers the method, the run, the path with its query, the node, the
+time, the nonce and the hash of the body: nothing in a request can be changed, replayed or sent to another run. The hash
+of the body is a header, so that a server can tell who is asking before it reads a byte of it.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ def canonical_json(value: Any) -> bytes:
 PublicKey = Annotated[str, Field(pattern="^[0-9a-f]{64}$"), AfterValidator(check_public_key)]
 """An Ed25519 key in hex, in its only encoding and not of small order."""
 
-
 Milliseconds = Annotated[int, Field(ge=-(2**53), le=2**53)]
 """Of a time since 1970, or of a duration. Bounded, so that no time that a message names overflows anywhere."""
 
@@ -58,8 +54,6 @@ class Document(Message):
 
 
 class SignedDocument(Message):
-    """A document, the key that signed it, and the signature."""
-
     kind: str = Field(max_length=64)
     document: dict[str, Any]
     signed_by: PublicKey
@@ -81,7 +75,7 @@ def sign_document(document: Document, key: SigningKey) -> SignedDocument:
 
 
 def sign_values(kind: str, values: dict[str, Any], key: SigningKey) -> SignedDocument:
-    """A document that is there as JSON values already, signed."""
+    """Of a document that is there as JSON values."""
     signature = key.sign(_document_bytes(kind, values))
     return SignedDocument(kind=kind, document=values, signed_by=key.public_key, signature=signature)
 
@@ -101,7 +95,7 @@ def open_document(signed: SignedDocument, kind: type[D], trusted: str | set[str]
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing pydantic found, as `field: what is wrong`."""
+    """`field: what is wrong`."""
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"]) or "body"
     return f"{where}: {problem['msg']}"
@@ -160,7 +154,6 @@ def request_bytes(method: str, run: str, target: str, signature: RequestSignatur
 
 
 def sign_request(key: SigningKey, run: str, method: str, target: str, body: bytes, at_ms: int) -> dict[str, str]:
-    """The headers of a signed request."""
     unsigned = RequestSignature(key.node, at_ms, secrets.token_hex(12), body_hash(body), signature="")
     signature = key.sign(request_bytes(method, run, target, unsigned))
     return replace(unsigned, signature=signature).headers()
@@ -169,8 +162,8 @@ def sign_request(key: SigningKey, run: str, method: str, target: str, body: byte
 def verify_request(
     public_key: str, run: str, method: str, target: str, signature: RequestSignature, now_ms: int
 ) -> None:
-    """Raise `SignatureError` unless this very request was signed by `public_key` within the allowed skew. The caller
-    still has to refuse a nonce that it has seen from this node, and another body (`verify_body`)."""
+    """Raise `SignatureError` unless this request was signed by `public_key` within the allowed skew. The caller still
+    has to refuse a nonce seen before, and another body (`verify_body`)."""
     check_date(signature, now_ms)
     verify(public_key, signature.signature, request_bytes(method, run, target, signature))
 

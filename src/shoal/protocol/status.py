@@ -1,7 +1,5 @@
 """The run as a person sees it: ledger entries, who waits for whom, recent verdicts; and why something happened.
 
-`Evidence` proves credit: the signed documents that a ledger row points to by their hashes; and who saw the ledger when.
-
     UnitStory   leases (who, when, how each ended) ─► submissions (which check, which numbers, which rule) ─► ledger
     NodeStory   what the hub holds of a node, and what it can be appealed with: leases, verdicts, sanctions
 
@@ -41,8 +39,6 @@ class LedgerPage(Message):
 
 
 class Wait(Message):
-    """`who` has been waiting for `what` since then."""
-
     who: str
     what: str
     since_ms: Milliseconds
@@ -68,9 +64,9 @@ class OwnerOrders(Message):
 
 class RunStatus(Message):
     """Everything `shoal status` and the dashboard show. `nodes` are those that matter most of very many; `node_counts`
-    counts all, by `role.state`. `outbox` is how many entries wait to be appended to the ledger. `pools` counts the
-    tasks by difficulty, if they are drawn by it. `no_sample` is how many groups the validators could not score since
-    they were started. `standstill` says who is missing to train, check or work, why, and what to do."""
+    counts all, by `role.state`. `outbox`: entries that wait to be appended to the ledger. `pools`: tasks by difficulty,
+    if they are drawn by it. `no_sample`: groups that the validators could not score since they were started.
+    `standstill`: who is missing to train, check or work, why, and what to do."""
 
     run: str
     name: str
@@ -99,8 +95,8 @@ class RunStatus(Message):
 
 
 class Problem(Message):
-    """The body of every error answer: a stable code for programs, a sentence for people. `clock` is there when a
-    request was refused for its date (`auth.skew`): a `HubClock`, signed."""
+    """The body of every error answer: a stable code for programs, a sentence for people. `clock`: a signed `HubClock`,
+    when a request was refused for its date (`auth.skew`)."""
 
     code: str
     message: str
@@ -119,8 +115,6 @@ class Evidence(Message):
 
 
 class EvidencePage(Message):
-    """Evidence in order of its rows."""
-
     evidence: tuple[Evidence, ...] = Field(max_length=MAX_EVIDENCE_PER_PAGE)
 
 
@@ -159,7 +153,7 @@ class LeaseStory(Message):
 
 class SubmissionStory(Message):
     """A submission, what was found, by which rule it was decided, and what that brought or cost. `verdict` is the
-    validator's signed one with every check and its numbers; `receipt` the hub's signed promise."""
+    validator's signed one; `receipt` the hub's signed promise."""
 
     submission: str
     lease: str
@@ -202,8 +196,8 @@ class UnitStory(Message):
 
 
 class NodeStory(Message):
-    """What the hub holds of a node. `refused` and `recent` are newest first. `ledger` has what made or unmade its
-    standing, oldest first. `record` sums what audits saw of it recently: a statistical check looks at that."""
+    """What the hub holds of a node. `refused` and `recent` are newest first. `ledger`: what made or unmade its
+    standing, oldest first. `record` sums what audits saw of it recently."""
 
     run: str
     node: NodeView

@@ -1,13 +1,12 @@
 """Submissions: what a worker submits (bulk: msgpack + zstd), and the receipt that the hub promises with.
 
-Token ids travel as little-endian uint32, log-probabilities as little-endian float32: compact, and no list of a
-million Python integers is ever built while decoding.
+Token ids travel as little-endian uint32, log-probabilities as float32: no list of a million Python integers is built.
 
-Spans (`pack_spans`) of a completion that a tool said are (start, length) pairs as little-endian uint32, in order, apart
-from each other. A span never begins a completion, for the model speaks first, and never ends one.
+Spans (`pack_spans`) of tool tokens are (start, length) pairs as little-endian uint32, in order, apart from each other.
+A span never begins a completion, for the model speaks first, and never ends one.
 
-Progress that is shown (`ShownProgress`): the finished chunks of a lease that a node on probation is still generating.
-Token ids with their proofs can be checked before the group is finished, and must begin what is submitted later.
+Progress that is shown (`ShownProgress`): finished chunks of a lease that a node on probation is still generating. They
+can be checked before the group is finished, and must begin what is submitted later.
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ class Completed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rollout(Completed, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A completion with its proofs, as a worker hands it in. `given` (uint32 LE: start, length, start, length, …) are
-    the spans of tokens that the environment said: they were not drawn, their log-probabilities are 0, and nothing is
-    learned from them."""
+    """A completion with its proofs, as submitted. `given` (uint32 LE: start, length, start, length, …) are the spans of
+    tool tokens: not drawn, with log-probabilities of 0, and not trained on."""
 
     proofs: Proofs = b""
     given: PackedTokens = b""
@@ -108,8 +106,8 @@ def submission_digest(body: bytes) -> str:
 
 
 class Receipt(Document):
-    """The hub's promise: these bytes are on its disk, and will be judged. No crash loses them. `ledger` is the ledger's
-    head at that time: whoever keeps receipts can show that the ledger was rewritten later."""
+    """The hub's promise: these bytes are on its disk, and will be judged. `ledger` is the ledger's head at that time:
+    whoever keeps receipts can show that the ledger was rewritten later."""
 
     kind: ClassVar[str] = "receipt"
     run: str
@@ -127,20 +125,12 @@ PAIR_BYTES = 8
 
 
 def pack_spans(spans: Iterable[tuple[int, int]]) -> bytes:
-    """
-    >>> pack_spans([(2, 3)]).hex()
-    '0200000003000000'
-    """
     flat = [number for span in spans for number in span]
     return pack_tokens(flat) if flat else b""
 
 
 def unpack_spans(data: bytes, tokens: int) -> Spans:
-    """The spans of a completion of so many tokens, or a `ProtocolError` that says why they are none.
-
-    >>> unpack_spans(pack_spans([(2, 3), (7, 1)]), tokens=9)
-    ((2, 3), (7, 1))
-    """
+    """The spans of a completion of so many tokens, or a `ProtocolError` that says why they are none."""
     if not data:
         return ()
     if len(data) % PAIR_BYTES:
@@ -158,7 +148,7 @@ def unpack_spans(data: bytes, tokens: int) -> Spans:
 
 
 def drawn_mask(data: bytes, tokens: int) -> npt.NDArray[np.bool_]:
-    """Which of a completion's tokens the model drew; the others were given."""
+    """Which of a completion's tokens the model drew; the others are tool tokens."""
     import numpy as np
 
     mask = np.ones(tokens, dtype=np.bool_)
@@ -195,7 +185,7 @@ class ProgressReply(Message):
 
 
 class ShownPrefix(Message):
-    """What was shown of a rollout: so many tokens and bytes of proofs, and the hash of both (`shown_digest`)."""
+    """What was shown of a rollout: its tokens and bytes of proofs, and the hash of both (`shown_digest`)."""
 
     rollout: int = Field(ge=0)
     tokens: int = Field(ge=1)
@@ -204,5 +194,4 @@ class ShownPrefix(Message):
 
 
 def shown_digest(tokens: bytes, proofs: bytes) -> str:
-    """The SHA-256 of packed tokens followed by their proofs."""
     return hashlib.sha256(tokens + proofs).hexdigest()

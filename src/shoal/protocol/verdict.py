@@ -39,21 +39,16 @@ LOOK_SHARE, FIRST_SHARE, FIRST_AUDITS = 0.02, 0.08, 50  # of the tokens of a nod
 
 
 def look_share(audits: int, evidence: float) -> float:
-    """Of which share of a node's tokens branches are decoded, after so many audits and with this evidence: in the long
-    run a fiftieth of honest nodes' tokens, more while nothing is known of a node, all of one that is nearly found out.
-    It depends on what was seen before alone, so that the evidence keeps its meaning.
-
-    >>> look_share(0, 1.0), look_share(1000, 0.3), look_share(1000, 2.0), look_share(1000, 50.0)
-    (0.08, 0.02, 0.16, 1.0)
-    """
+    """Of which share of a node's tokens branches are decoded: a fiftieth in the long run, more while nothing is known
+    of a node, all of one that is nearly found out. It depends on what was seen before alone, so that the evidence keeps
+    its meaning."""
     base = FIRST_SHARE if audits < FIRST_AUDITS else LOOK_SHARE
     return float(min(1.0, base * min(100.0, max(1.0, evidence)) ** 3))
 
 
 class Branches(Message):
-    """What the branches of one submission showed: of `looked` branches, with `tokens` decoded tokens, those whose
-    reward was another one. A difference is reward(submitted) - reward(seed's branch), as a share of the range that the
-    rewards of its group have, from -1 to 1."""
+    """Of `looked` branches, with `tokens` decoded tokens, those whose reward was another one. A difference is
+    reward(submitted) - reward(seed's branch), as a share of the range of its group's rewards, from -1 to 1."""
 
     looked: int = Field(default=0, ge=0, le=MAX_GROUP)
     tokens: int = Field(default=0, ge=0)
@@ -61,10 +56,8 @@ class Branches(Message):
 
 
 class GainEvidence(Message):
-    """The evidence that tolerance was used to gain reward: of a node, an owner, or all newcomers.
-
-    `stakes` are the logarithms of what the stakes on each size of bet have become; what was not staked yet is
-    1/(differing + 1).
+    """The evidence that tolerance was used to gain reward: of a node, an owner, or all newcomers. `stakes` are the
+    logarithms of the stakes on each size of bet by now; what was not staked yet is 1/(differing + 1).
 
     >>> round(GainEvidence().after([1.0]).value, 4)  # 1/2 is not staked, 1/2 has grown by 0.96 × 0.42 on average
     1.2016
@@ -95,7 +88,6 @@ class GainEvidence(Message):
 
     @property
     def value(self) -> float:
-        """What the wealth is now."""
         staked = sum(math.exp(min(-LEAST_LOG, log)) for log in self.stakes) / len(BETS)
         return staked + 1 / (self.differing + 1)
 
@@ -121,7 +113,7 @@ class Severity(StrEnum):
 
 
 class CheckResult(Message):
-    """One check: whether it held, the numbers it saw, and a sentence for the contributor if it did not."""
+    """Whether it held, the numbers it saw, and a sentence for the contributor if it did not."""
 
     check: str = Field(max_length=64)
     passed: bool
@@ -134,15 +126,13 @@ Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=Fal
 
 
 class RolloutReward(Message):
-    """The validator's reward for one rollout, with its parts."""
-
     value: Reward
     parts: dict[str, Reward] = Field(default={}, max_length=64)
 
 
 class Sums(Message):
     """One channel of the evidence, in units of its noise: what was `seen`, what is `expected` of honest work at most,
-    and the variance of what a submission shares (see `shoal.validator.evidence`)."""
+    and the variance of what a submission shares (`shoal.validator.evidence`)."""
 
     seen: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     expected: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -167,12 +157,9 @@ class Tally(Message):
 
     def plus(self, other: Tally) -> Tally:
         names = sorted({*self.channels, *other.channels})
-        return Tally(
-            tokens=self.tokens + other.tokens,
-            proofs=self.proofs + other.proofs,
-            accidents=self.accidents + other.accidents,
-            channels={name: self.of(name).plus(other.of(name)) for name in names},
-        )
+        channels = {name: self.of(name).plus(other.of(name)) for name in names}
+        tokens, proofs = self.tokens + other.tokens, self.proofs + other.proofs
+        return Tally(tokens=tokens, proofs=proofs, accidents=self.accidents + other.accidents, channels=channels)
 
     def of(self, channel: str) -> Sums:
         return self.channels.get(channel, NOTHING)
@@ -185,8 +172,8 @@ audit of progress is of a rollout that is not finished: what a node on probation
 
 class Verdict(Document):
     """The result of an audit, signed by the validator. `reason` is a stable code such as `sampling.seed`.
-    `unreproducible` are the parts of the rewards that nobody else can compute again. `unsure_rate` is how likely honest
-    work of this kind and length is to be unsure. `measured`: the limits are of the worker's very kind."""
+    `unreproducible`: parts of the rewards that nobody else can compute again. `unsure_rate`: how likely honest work of
+    this kind and length is to be unsure. `measured`: the limits are of the worker's very kind."""
 
     kind: ClassVar[str] = "verdict"
     run: str
@@ -238,7 +225,7 @@ class VerdictReply(Message):
 
 
 class SubmissionBodies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The bytes of several submissions in the order asked for (bulk)."""
+    """In the order asked for (bulk)."""
 
     bodies: Annotated[list[bytes], msgspec.Meta(max_length=MAX_BODIES_PER_REQUEST)]
 
@@ -249,9 +236,9 @@ Readiness = Literal["no", "idle", "now", "only"]
 
 class AuditRequest(Message):
     """A validator asks for submissions to check, waiting up to `wait_s` for one. What it claimed before and neither
-    judged nor names in `left` is given out again at once. `left` are those that it means to try later, and leases of
-    its own that it could not generate. `generates` is the kind of its engine, if it is ready to generate units that
-    nobody could judge."""
+    judged nor names in `left` is given out again at once. `left` are those to try later, and leases of its own that it
+    could not generate. `generates` is the kind of its engine, if it is ready to generate units that nobody could
+    judge."""
 
     max_audits: int = Field(default=8, ge=1, le=256)
     wait_s: float = Field(default=0, ge=0, le=60)
@@ -299,8 +286,6 @@ MAX_SLICE = 64
 
 
 class EvaluationTask(Message):
-    """One held-out task: its id, and the very tokens that the policy is asked with."""
-
     task: str = Field(max_length=256)
     prompt_ids: tuple[int, ...] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
 
@@ -319,8 +304,8 @@ class EvaluationSlice(Document):
 
 
 class EvaluationReport(Document):
-    """What a slice came to, signed by the validator: one score per task in order, None where scoring itself failed.
-    Without scores `problem` says why the slice could not be done; somebody tries again."""
+    """What a slice came to: one score per task in order, None where scoring itself failed. Without scores `problem`
+    says why the slice could not be done; somebody tries again."""
 
     kind: ClassVar[str] = "evaluation-report"
     run: str

@@ -1,7 +1,6 @@
 """Time as an argument: the system's clock in production, a manual one in tests and in the simulator.
 
-Wall time jumps: NTP sets it, a laptop sleeps, a virtual machine is restored. Whoever writes deadlines down in wall time
-reads it from a `SteadyClock`.
+Wall time jumps: NTP sets it, a laptop sleeps. Deadlines that are written down in wall time are read from `SteadyClock`.
 """
 
 from __future__ import annotations
@@ -31,14 +30,8 @@ class SystemClock:
 
 class SteadyClock:
     """Wall time without jumps: it continues from where it is, at most a tenth faster or slower until it agrees again.
-
-    So it never goes back, and a time span measured with it is right within a tenth, whatever happens to the wall clock.
-    `not_before_ms` is the newest time that an earlier process wrote down: time does not go back over a restart either.
-
-    >>> wall = ManualClock(start_ms=1000); steady = SteadyClock(wall)
-    >>> wall.jump(-3600); wall.advance(10); steady.now_ms()
-    10000
-    """
+    So it never goes back, and a time span measured with it is right within a tenth. `not_before_ms` is the newest time
+    that an earlier process wrote down: time does not go back over a restart either."""
 
     FOLLOWS = 0.1
 
@@ -60,7 +53,7 @@ class SteadyClock:
 
 
 class SharedClock:
-    """A wall clock that somebody else's has set right: between two looks at theirs, ours continues from it."""
+    """A wall clock that somebody else's has set right; between two looks at theirs it continues from there."""
 
     SLOW_S = 1.0
 
@@ -69,7 +62,7 @@ class SharedClock:
         self._ahead_ms: int | None = None
 
     def agree(self, their_ms: int, took_s: float) -> None:
-        """`their_ms` was their time somewhere in the last `took_s` seconds; a slow answer is not used but once."""
+        """`their_ms` was their time somewhere in the last `took_s` seconds; of slow answers only the first is used."""
         if self._ahead_ms is None or took_s < self.SLOW_S:
             self._ahead_ms = their_ms + round(took_s * 500) - self._clock.now_ms()
 
@@ -78,8 +71,6 @@ class SharedClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to."""
-
     def __init__(self, start_ms: int = 1_700_000_000_000) -> None:
         self._ms, self._jumped_ms = start_ms, 0
         self._lock = threading.Lock()

@@ -4,8 +4,7 @@
                  ├─► plain tables ─► strict validation ─► model ─► dump_config ─► TOML that loads to the same model
     --set a.b=c ─┘
 
-Validation is strict (`steps = "20"` and `steps = true` are mistakes, not numbers); every model along the way is
-expected to forbid unknown keys, so that a misspelt one cannot be silently ignored.
+Validation is strict (`steps = "20"` is a mistake), and every model along the way is expected to forbid unknown keys.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ NONE = "none"
 
 
 def load_config(path: Path, kind: type[M], overrides: Sequence[str] = ()) -> M:
-    """The model described by the TOML file at `path`, with `section.key=value` overrides applied in order."""
+    """The model in the TOML file at `path`, with `section.key=value` overrides applied in order."""
     try:
         if path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "not a regular file"  # a pipe would wait
@@ -54,13 +53,7 @@ def load_config(path: Path, kind: type[M], overrides: Sequence[str] = ()) -> M:
 
 
 def parse_config(text: str, kind: type[M], source: str, overrides: Sequence[str] = ()) -> M:
-    """The model described by TOML `text`; `source` is what messages call it.
-
-    >>> class Run(BaseModel, extra="forbid"): steps: int = 1
-    >>> class Recipe(BaseModel, extra="forbid"): run: Run = Run()
-    >>> parse_config("[run]\\nsteps = 3", Recipe, "recipe.toml", ["run.steps=4"]).run.steps
-    4
-    """
+    """The model described by TOML `text`; `source` is what messages call it."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -77,14 +70,13 @@ def parse_config(text: str, kind: type[M], source: str, overrides: Sequence[str]
 
 
 def dump_config(model: BaseModel) -> str:
-    """TOML that loads to an equal model. A value of None is left out, so None must be its key's default."""
+    """TOML that loads to an equal model. None is left out, so it must be its key's default."""
     tables = model.model_dump(mode="json", exclude_none=True)
     return "\n".join(_table_lines((), tables)).strip() + "\n"
 
 
 def _require_none(model: Any, keys: Keys, override: str) -> None:
-    """`section.key=none` is for a setting that may have no value. In tables of any keys (the options of an environment)
-    it only takes the key out."""
+    """`section.key=none` is for a setting that may have no value. In tables of any keys it only takes the key out."""
     kind = type(model)
     for index, key in enumerate(keys):
         if isinstance(model, Mapping) or model is None:
@@ -100,15 +92,14 @@ def _require_none(model: Any, keys: Keys, override: str) -> None:
 
 
 def _apply(tables: Tables, override: str) -> Keys:
-    """Put one `section.key=value` into the tables, or take a key out of them (`section.key=`, and `section.key=none`,
-    which need not be there); returns its keys."""
+    """Put one `section.key=value` into the tables, or take a key out (`section.key=`, or `section.key=none`, which need
+    not be there); its keys."""
     name, equals, text = override.partition("=")
     keys = tuple(part.strip() for part in name.split("."))
     if not equals or len(keys) < 2 or not all(keys):
         raise ConfigError(f"--set {override}: expected section.key=value, for example --set run.steps=10")
     table: Any = tables
-    value = text.strip()
-    unset = value in ("", NONE)
+    unset = (value := text.strip()) in ("", NONE)
     for key in keys[:-1]:
         if isinstance(table, list):  # several tables, numbered from 0
             if not (key.isascii() and key.isdecimal() and int(key) < len(table)):
@@ -135,10 +126,10 @@ def _apply(tables: Tables, override: str) -> Keys:
 def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overridden: Mapping[Keys, str]) -> str:
     keys, given = tuple(str(part) for part in problem["loc"]), problem["input"]
     unknown = problem["type"] == "extra_forbidden"  # an override may go deeper than the key
-    blamed = [
+    blamed = (
         text for path, text in overridden.items() if keys[: len(path)] == (path[: len(keys)] if unknown else path)
-    ]
-    where = f"--set {blamed[0]}" if blamed else source
+    )
+    where = next((f"--set {text}" for text in blamed), source)
     label = f"[{keys[0]}] {'.'.join(keys[1:])}".strip() if keys else ""
     if unknown:
         return f"{where}: {_unknown(keys, kind)}"
@@ -185,7 +176,6 @@ def _table_lines(path: Keys, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _inline(value: Any) -> str:
-    """A value as TOML, on one line."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, list | tuple):

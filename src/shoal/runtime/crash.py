@@ -6,12 +6,10 @@
     SHOAL_CRASH_FOLDER=/somewhere               a point leaves a file of its name there as it strikes, and strikes only
                                                 once for all processes: what a supervisor starts again lives on
 
-    code ─► point("hub.submit.after_blob") ─┬─ not asked for: nothing
+    code ─► point("hub.submit.after_blob") ─┬─ not asked for: nothing (nor in a process that never calls `arm`)
                                             └─ asked for: SIGKILL to itself. No handler, no `finally`, no answer.
-    (`cli.main` calls `arm`, which reads the environment; a process that never does dies nowhere.)
 
-A point that is not placed anywhere, or placed and not named, fails a test, and so does one that no test can make a
-process reach.
+A point that is not placed anywhere, or not named, or that no test can reach, fails a test.
 """
 
 from __future__ import annotations
@@ -47,12 +45,11 @@ POINTS = (
     "restore.after_rows", "restore.before_rename",
 )  # fmt: skip
 
-
 _plan: _CrashPlan | None = None
 
 
 def arm(environment: Mapping[str, str] = os.environ) -> None:
-    """From now on die where the environment says. At the start, so that a name that is none is refused there."""
+    """From now on die where the environment says. At the start, so that an unknown name is refused there."""
     global _plan
     asked, folder = environment.get(CRASH_AT, ""), environment.get(CRASH_FOLDER, "")
     last = dict(_parse(part.strip()) for part in asked.split(",") if part.strip())
@@ -60,25 +57,22 @@ def arm(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def point(name: str) -> None:
-    """Die here, if this process was told to. `name` is one of `POINTS`."""
+    """Die here, if this process was told to."""
     if _plan is not None and _plan.is_due(name):
         log.critical("this process kills itself at %s, as %s says", name, CRASH_AT)
         die()
 
 
 def die() -> None:
-    """End this process as `kill -9` does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _CrashPlan:
-    """Point → the how manieth time is its last, and how often each was reached; `folder` is what processes share."""
+    """`last`: point → which time that it is reached is its last; `folder` is what processes share."""
 
     def __init__(self, last: Mapping[str, int], folder: Path | None) -> None:
-        self._last = last
-        self._folder = folder
+        self._last, self._folder, self._lock = last, folder, threading.Lock()
         self._reached: Counter[str] = Counter()
-        self._lock = threading.Lock()
 
     def is_due(self, name: str) -> bool:
         if name not in self._last:

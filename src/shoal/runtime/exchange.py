@@ -30,11 +30,10 @@ SLOW = "it takes too long in all"
 
 
 class Limit:
-    """Until when an exchange must have ended. One that begins after a stop is bounded by its time only."""
+    """Until when an exchange must end. One that begins after a stop is bounded by its time only."""
 
     def __init__(self, seconds: float, stop: StopToken | None, clock: Clock) -> None:
-        self._clock = clock
-        self._ends_s = clock.monotonic_s() + seconds
+        self._clock, self._ends_s = clock, clock.monotonic_s() + seconds
         self._stop = stop if stop is not None and not stop.is_set() else None
 
     def extend(self, size_bytes: int) -> None:
@@ -119,8 +118,6 @@ class _Stream(httpcore.NetworkStream):
 
 
 class Network(httpcore.NetworkBackend):
-    """The network as `httpcore` has it, and no further than the thread's limit."""
-
     def __init__(self) -> None:
         self._inner = httpcore.SyncBackend()
 
@@ -133,7 +130,6 @@ class Network(httpcore.NetworkBackend):
 
 
 def _left_s(timeout: float | None, late: type[Exception]) -> float | None:
-    """What is left for one step, or the time-out that it is."""
     if _here.limit is None:
         return timeout
     left_s = _here.limit.remaining_s()

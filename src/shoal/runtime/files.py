@@ -1,7 +1,7 @@
 """Files that survive a crash: written whole or not at all, and on the disk when the call returns.
 
-Whatever reports a failed write in whatever words (the operating system, a library in Rust, SQLite), a person reads the
-same sentence about it: `resource_error`.
+Whatever reports a failed write (the operating system, a library in Rust, SQLite), a person reads the same sentence
+about it: `resource_error`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from shoal.errors import DiskError, ResourceError
 _HINTS = {
     errno.ENOSPC: "the disk is full: free some space",
     errno.EDQUOT: "the disk quota is used up: free some space",
-    errno.EACCES: "permission denied: choose a folder that this user may write to",
-    errno.EPERM: "permission denied: choose a folder that this user may write to",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "permission denied: choose a folder that this user may write to"),
     errno.EROFS: "the file system is read-only: choose another folder",
     errno.EIO: "the disk fails (input/output error): save what is on it",
     errno.ELOOP: "it is a link, or no plain file: remove it",
-    errno.EEXIST: "a part of the path is a file, not a folder",
-    errno.ENOTDIR: "a part of the path is a file, not a folder",
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a part of the path is a file, not a folder"),
 }
-
-
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
@@ -45,7 +41,6 @@ def resource_error(action: str, path: Path, error: Exception) -> ResourceError:
 
 
 def is_full(path: Path) -> bool:
-    """Whether the disk that holds `path` has no room left."""
     try:
         return shutil.disk_usage(path).free < FULL_BYTES
     except OSError:
@@ -67,7 +62,7 @@ def ensure_folder(path: Path, private: bool = False) -> Path:
 
 
 def make_private(path: Path) -> None:
-    """A file that no other user may read: an empty one, if there is none yet."""
+    """A file that no other user may read; an empty one, if there is none yet."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE))
     except FileExistsError:
@@ -79,8 +74,8 @@ def make_private(path: Path) -> None:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """A descriptor to write a file where it is. A link or a device there, which anybody may have put into the folder,
-    is refused: what is written must not end up elsewhere."""
+    """A descriptor to write a file where it is. A link or a device there is refused: what is written must not end up
+    elsewhere."""
     descriptor = os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -89,7 +84,7 @@ def open_in_place(path: Path, flags: int) -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable (a rename is on disk only after this)."""
+    """Make the names in a folder durable: a rename is on disk only after this."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,7 +113,7 @@ VARIABLE = "SHOAL_HOME"
 
 
 def home() -> Path:
-    """Identities, known hubs, kept ledger heads: in `~/.shoal`, or the folder that SHOAL_HOME names."""
+    """Where identities, known hubs and kept ledger heads lie: `~/.shoal`, or the folder that SHOAL_HOME names."""
     given = os.environ.get(VARIABLE)
     try:
         return Path(given).absolute() if given else Path.home() / ".shoal"
@@ -127,7 +122,7 @@ def home() -> Path:
 
 
 def make_home() -> Path:
-    """The same, made if need be; nobody else may look inside."""
+    """Nobody else may look inside."""
     path = home()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

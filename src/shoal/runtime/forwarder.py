@@ -38,18 +38,16 @@ class Forwarder:
         self.folder = folder
         self._listeners: dict[Endpoint, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
-        self._wake, wakened = socket.socketpair()
-        self._selector.register(wakened, selectors.EVENT_READ)
-        self._wakened = wakened
-        self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._wake, self._wakened = socket.socketpair()
+        self._selector.register(self._wakened, selectors.EVENT_READ)
+        self._lock, self._places = threading.Lock(), threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="forwarder", daemon=True)
         self._thread.start()
 
     def allow(self, given: Iterable[str], named: Iterable[str], reach: targets.Reach) -> None:
-        """From now on these URLs can be reached, and no others: those that the user gave, and those that a hub names.
-        An address that was allowed before keeps the numbers that it was looked up with."""
+        """From now on these URLs, and no others: `given` by the user, `named` by a hub. An address that was allowed
+        before keeps the numbers that it was looked up with."""
         wanted: dict[Endpoint, tuple[str, targets.Reach | None]] = {}
         for url in given:  # a name may lead elsewhere by now than to the hub that was met; numbers cannot
             endpoint = targets.endpoint_of(url)

@@ -27,7 +27,7 @@ class MachineLimits:
 
     @classmethod
     def of_options(cls, memory: str | None, disk: str | None, bandwidth: str | None) -> MachineLimits:
-        """What `--max-memory`, `--max-disk` and `--max-bandwidth` say; `ConfigError` for what is no amount."""
+        """What `--max-memory`, `--max-disk` and `--max-bandwidth` say."""
         return cls(
             None if memory is None else parse_size(memory, "--max-memory"),
             None if disk is None else parse_size(disk, "--max-disk"),
@@ -35,7 +35,6 @@ class MachineLimits:
         )
 
     def memory(self) -> int:
-        """Bytes of memory that a model may take now."""
         return int(FREE_SHARE * free_memory_bytes()) if self.memory_bytes is None else self.memory_bytes
 
     def disk(self, folder: Path) -> int:
@@ -47,11 +46,7 @@ class MachineLimits:
 
 
 def parse_size(text: str, option: str) -> int:
-    """Bytes.
-
-    >>> parse_size("8GB", "--max-memory"), parse_size("1.5 GiB", "--max-memory")
-    (8000000000, 1610612736)
-    """
+    """Bytes, from texts such as `8GB` and `1.5 GiB`."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([kmgt]?i?)(b?)", text.strip().lower())
     if match is None or match[2] not in SCALES or not (match[2] or match[3]) or float(match[1]) <= 0:
         raise ConfigError(f"{option} {text!r} is no amount of bytes: write for example 500MB, 8GB or 16GiB")
@@ -59,11 +54,7 @@ def parse_size(text: str, option: str) -> int:
 
 
 def show_bytes(size: float) -> str:
-    """For messages.
-
-    >>> show_bytes(1_110_000), show_bytes(2.4e9), show_bytes(500)
-    ('1.11 MB', '2.4 GB', '500 bytes')
-    """
+    """For messages: `1.11 MB`, `2.4 GB`, `500 bytes`."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
@@ -71,11 +62,7 @@ def show_bytes(size: float) -> str:
 
 
 def parse_rate(text: str, option: str) -> float:
-    """Bytes per second, from bits (as lines are sold) or bytes.
-
-    >>> parse_rate("20Mbit/s", "--max-bandwidth"), parse_rate("2.5 MB/s", "--max-bandwidth")
-    (2500000.0, 2500000.0)
-    """
+    """Bytes per second, from bits (as lines are sold) or bytes: `20Mbit/s` is `2.5 MB/s`."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([kmgt]?i?)(bit|b)(?:/s|ps)?", text.strip().lower())
     if match is None or match[2] not in SCALES:
         raise ConfigError(f"{option} {text!r} is no bandwidth: write for example 20Mbit/s or 2.5MB/s")

@@ -1,6 +1,6 @@
 """One process per folder: two trainers writing one checkpoint folder would ruin it.
 
-The lock is the operating system's (`flock`), so it goes away with the process that held it, however that ended.
+The lock is the operating system's (`flock`): it goes away with the process that held it, however that ended.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ class FolderLock:
     """Held from `acquire` to `release` (or the end of the process). The file names the holder's pid for people."""
 
     def __init__(self, folder: Path, clock: Clock = SystemClock()) -> None:
-        self._path = folder / ".lock"
-        self._clock = clock
-        self._descriptor = -1
+        self._path, self._clock, self._descriptor = folder / ".lock", clock, -1
 
     def acquire(self, stop: StopToken, wait_s: float = 0.0) -> FolderLock:
         """Take the lock, waiting up to `wait_s` for a former holder that is just ending."""

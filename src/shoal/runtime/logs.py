@@ -19,8 +19,8 @@ QUIET_LIBRARIES = ("httpx", "httpcore", "uvicorn", "uvicorn.access", "asyncio", 
 
 
 class LineFormatter(logging.Formatter):
-    """`time level role message` on one line, of visible characters alone (`runtime.text`). A traceback goes to the
-    file in full, indented; stderr shows only its last line unless verbose."""
+    """`time level role message` on one line, of visible characters alone. A traceback goes to the file in full,
+    indented; stderr shows only its last line unless verbose."""
 
     def __init__(self, role: str, tracebacks: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class LineFormatter(logging.Formatter):
 
 
 def setup(role: str, file: Path | None, verbose: bool = False, stderr: bool = True) -> None:
-    """Send this process's log to stderr and, if given, to `file` (appended). Calling it again replaces the first."""
+    """Send this process's log to stderr and, if given, to `file` (appended). A second call replaces the first."""
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)] if stderr else []
     if file is not None:
         try:

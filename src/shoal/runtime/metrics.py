@@ -1,9 +1,9 @@
 """metrics.jsonl: one JSON line per step. Row *n* tells of version *n* (`held_out`) and of the step trained from it.
 
 A row is on the disk before the checkpoint that follows it. A resume at version *c* drops the rows from *c* on (their
-steps are trained again), so that no step is missing and none is counted twice. What row *c* said of version *c* itself
-stays (`keep`) until the row is written again: the checkpoint is that version, and nobody may measure it a second time.
-What others measure of a version may come later than its row: it is added to it (`amend`).
+steps are trained again), so that no step is missing or counted twice. What row *c* said of version *c* itself stays
+(`keep`): the checkpoint is that version, and nobody may measure it a second time. What is measured later is added
+(`amend`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Appends rows; reads back what is whole."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._begun: dict[str, float] = {}  # the row that a rewind left in part; always the last one
 
     def append(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Write the row of a step; returns it, with what a rewind kept of it."""
+        """Write the row of a step; the row, with what a rewind kept of it."""
         if self._begun.get("step") == step:
             row = {**self._begun, **metrics}
             self._rewrite([*(old for old in self.rows() if old["step"] < step), row])
@@ -55,8 +53,7 @@ class MetricsLog:
         return row
 
     def rows(self) -> list[dict[str, float]]:
-        """All whole rows, of each step the last; a line torn by a crash is left out, and so is what somebody put there
-        that is no number."""
+        """All whole rows, of each step the last; torn lines and what is no number are left out."""
         if not self.path.exists():
             return []
         try:

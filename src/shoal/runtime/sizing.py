@@ -1,7 +1,6 @@
 """What depends on the size of the model and on links, unless a recipe sets it: one function, from sizes and speeds.
 
-Small models have the values of `Derived`; a model for which those are too short or too many gets others. Every process
-of a run computes them from what the hub says of the run (`RunSize.of`), so that all of them agree.
+Every process of a run computes it from what the hub says of the run (`RunSize.of`), so that all of them agree.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class RunSize:
-    """What settings are derived from; 0 is unknown, and counts as small."""
+    """0 is unknown, and counts as small."""
 
     parameters: int = 0
     payload_bytes: int = 0
@@ -91,7 +90,7 @@ class RunSize:
 
 @dataclass(frozen=True)
 class Derived:
-    """Settings by the names that they have in a recipe; these are the values for small models."""
+    """Settings by their names in a recipe; these are the values for small models."""
 
     lease_s: float = 60.0
     lease_hard_s: float = 600.0
@@ -129,11 +128,7 @@ def derive(size: RunSize, speeds: Speeds = Speeds()) -> Derived:
 
 
 def validators_needed(size: RunSize, tokens: float, steps: int, processes: int, speeds: Speeds = Speeds()) -> int:
-    """So many that checking the tokens of a step takes no longer than training on them, or publishing what comes of it.
-
-    >>> [validators_needed(RunSize(parameters=32 * 10**n), 33e6, 400, 8) for n in (9, 5)]
-    [5, 1]
-    """
+    """So many that checking the tokens of a step takes no longer than training on them, or publishing the result."""
     operations = size.parameters * tokens / 1e12
     train_s = 6 * operations / (processes * speeds.train_tflops)
     step_s = max(train_s, size.payload_bytes / 1e9 / speeds.publish_gb_s)
@@ -146,13 +141,12 @@ def machines_needed(alone_s: float, step_s: float, steps: int) -> int:
 
 
 def settle(settings: BaseModel, size: RunSize = RunSize()) -> Derived:
-    """What holds: what the section of a recipe sets, and for the rest what is derived."""
+    """What the section of a recipe sets, and for the rest what is derived."""
     given = {one.name: getattr(settings, one.name, None) for one in fields(Derived)}
     return replace(derive(size), **{name: value for name, value in given.items() if value is not None})
 
 
 def open_settings(settings: BaseModel) -> tuple[str, ...]:
-    """The settings of a section that are left to be derived."""
     names = (one.name for one in fields(Derived))
     return tuple(name for name in names if name in type(settings).model_fields and getattr(settings, name) is None)
 

@@ -31,14 +31,13 @@ def end_at_start(words: Sequence[str]) -> bool:
 
 
 class Flag:
-    """Set once, never cleared, from a signal handler too. `threading.Event.set` is not for handlers: one that
-    interrupts its own thread inside `wait` waits for ever for a lock that this thread holds. A `SimpleQueue` takes an
-    item whatever was interrupted; a waiter puts it back."""
+    """Set once, never cleared, from a signal handler too: `threading.Event.set` in a handler that interrupts its own
+    thread inside `wait` waits for ever for a lock of this thread. A `SimpleQueue` takes an item whatever was
+    interrupted; a waiter puts it back."""
 
     def __init__(self) -> None:
-        self._is_set = False
+        self._is_set, self.reason = False, ""
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.reason = ""
 
     def set(self, reason: str = "") -> None:
         """The first reason counts."""
@@ -50,7 +49,6 @@ class Flag:
         return self._is_set
 
     def wait(self, seconds: float) -> bool:
-        """True once it is set; after `seconds` at the latest."""
         if not self._is_set:
             with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=max(0.0, seconds))
@@ -59,8 +57,8 @@ class Flag:
 
 
 class StopToken(Flag):
-    """Waiting on it is how a loop pauses: it ends at once when the process should stop. `hurry` is set when somebody
-    does not want to wait for an end in good order."""
+    """Waiting on it is how a loop pauses: it ends at once when the process should stop. `hurry`: somebody does not want
+    to wait for an end in good order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +66,7 @@ class StopToken(Flag):
 
 
 def stop_on_signals(supervising: bool = False) -> StopToken:
-    """A token set by SIGTERM and SIGINT; a second signal of either kind ends the process at once, or, for one that
-    supervises others, makes it hurry."""
+    """A token set by SIGTERM and SIGINT; a second signal ends the process at once, or makes a supervisor hurry."""
     token = StopToken()
 
     def handle(number: int, _frame: FrameType | None) -> None:

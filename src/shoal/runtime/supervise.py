@@ -41,8 +41,7 @@ TAIL_BYTES = 4096
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to keep running. An `essential` one that keeps dying ends the run; another is given up on, and the
-    run continues without it."""
+    """An `essential` process that keeps dying ends the run; another is given up on."""
 
     name: str
     argv: tuple[str, ...]
@@ -75,8 +74,8 @@ ProcessState = Literal["running", "restarting", "resting", "given up"]
 
 @dataclass(frozen=True)
 class ProcessView:
-    """A process as people see it: for `since_s` seconds it has been in this state. `why` is how its last life ended, in
-    words that follow its name: `was killed by SIGKILL`; empty in its first."""
+    """A process as people see it: for `since_s` seconds it has been in this state. `why`: how its last life ended, in
+    words that follow its name; empty in its first."""
 
     name: str
     state: ProcessState
@@ -134,7 +133,6 @@ class Supervisor:
             self.shut_down()
 
     def poll(self) -> Ending | None:
-        """One look at every child: start those that are due, note those that died."""
         for child in self._children:
             if child.process is not None:
                 code = child.process.poll()
@@ -194,7 +192,7 @@ class Supervisor:
         self._record()
 
     def _ended(self, child: _Child, code: int) -> Ending | None:
-        """Decide what the end of a child means: the end of the run, a restart, or nothing."""
+        """The end of a child is the end of the run, a restart, or nothing."""
         spec, now_s, policy = child.spec, self._clock.monotonic_s(), self._policy
         lived_s, child.changed_s = now_s - child.changed_s, now_s
         assert child.process is not None
@@ -217,10 +215,8 @@ class Supervisor:
         child.short_lives = child.short_lives + 1 if lived_s < policy.healthy_s else 0
         if child.short_lives >= policy.max_short_lives:
             child.given_up = True
-            message = (
-                f"{spec.name} died {child.short_lives} times in a row, the last time it {describe_exit(code)}: {said} "
-                f"(log: {spec.log})"
-            )
+            often = f"{spec.name} died {child.short_lives} times in a row"
+            message = f"{often}, the last time it {describe_exit(code)}: {said} (log: {spec.log})"
             if spec.essential:
                 return Ending(1, message)
             log.error("giving up: %s", message)
@@ -235,11 +231,7 @@ class Supervisor:
 
 
 def describe_exit(code: int) -> str:
-    """An exit status in words.
-
-    >>> describe_exit(-9), describe_exit(-250), describe_exit(1), describe_exit(TOLD_TO_STOP_CODE)
-    ('was killed by SIGKILL', 'was killed by signal 250', 'ended with exit code 1', 'was told to stop by somebody')
-    """
+    """An exit status in words: `was killed by SIGKILL`, `ended with exit code 1`."""
     if code >= 0:
         return "was told to stop by somebody" if code == TOLD_TO_STOP_CODE else f"ended with exit code {code}"
     known = -code in set(signal.Signals)
@@ -247,7 +239,7 @@ def describe_exit(code: int) -> str:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that says something, without the command's own prefix."""
+    """The last line of a log that is not empty, without the command's own prefix."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -261,9 +253,8 @@ def last_line(path: Path) -> str:
 
 
 def follow_supervisor(stop: StopToken, grace_s: float = 10.0) -> None:
-    """In a child: stop when the supervisor is gone, by SIGKILL if stopping takes longer than the grace period. Does
-    nothing in a process that no supervisor started. Call it before slow imports: an end of the supervisor in the
-    meantime is noticed then."""
+    """In a child: stop when the supervisor is gone, by SIGKILL after the grace period. Does nothing in a process that
+    no supervisor started. Call it before slow imports: an end of the supervisor meanwhile is noticed then."""
     if os.environ.pop(SUPERVISED, None) is None:
         return
     pipe = os.dup(0)  # standard input itself may be closed

@@ -7,15 +7,14 @@
     loopback            loopback, private and public ones         (the user's own run, or a tunnel that the user opened)
 
 This machine's own addresses count as loopback, and IPv6 addresses of its own link (/64) as private, though they are
-global: firewalls let this machine through to them, and the hub knows their prefix.
+global: firewalls let this machine through to them, and the hub knows their prefix. Otherwise a hub, which anyone may
+run, could read and write what only this machine can reach: a router's page, a database, a cloud's metadata service.
 
-Otherwise a hub, which anyone may run, could read and write what only this machine can reach: a router's page, a
-database on loopback, a cloud's metadata service. The hub's own place is that of the address that answered. A name is
-resolved once, and what was checked is what is connected to; no redirect is followed. What the user named is the user's.
+The hub's own place is that of the address that answered. A name is resolved once, and what was checked is connected to;
+no redirect is followed. What the user named is not checked.
 
-Proxies are named by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, as other programs read them; this machine's own
-addresses are never asked for through one. A proxy resolves names itself, so only addresses in numbers can be checked
-here. Plain sources are asked for by their whole URL, secure ones in a tunnel.
+Proxies are named by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY; this machine's own addresses are never asked for
+through one. A proxy resolves names itself, so only addresses in numbers can be checked here.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ import httpx
 from shoal.errors import ConfigError
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
-
-
 MAX_ANSWER_BYTES = 16 * 1024
 WANTS_PASSWORD = 407
 
@@ -100,18 +97,14 @@ def netloc(host: str, port: int) -> str:
 
 
 def as_number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """A host that is written as an address; None if it is a name."""
+    """None if a host is a name."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.partition("%")[0])
     return None
 
 
 def is_own(host: str) -> bool:
-    """Whether a host is this machine by name or by number.
-
-    >>> is_own("localhost"), is_own("127.0.0.3"), is_own("::1"), is_own("example.org")
-    (True, True, True, False)
-    """
+    """Whether a host is this machine by name or by number."""
     number = as_number(host)
     return host.lower() == "localhost" if number is None else number.is_loopback
 
@@ -143,12 +136,11 @@ def parse_proxy(text: str) -> Proxy:
     return Proxy(parts.hostname, port, parts.scheme == "https", authorization)
 
 
-SANDBOX = "SHOAL_SANDBOX"
-"""Names the folder with the sockets that lead out of a sandbox, to a process inside; unset outside."""
+SANDBOX = "SHOAL_SANDBOX"  # the folder with the sockets that lead out of a sandbox; unset outside
 
 
 class Nearness(IntEnum):
-    """How near an address is to this machine. SPECIAL is for what is no one machine's address: nobody may name it."""
+    """How near an address is to this machine. SPECIAL is no one machine's address: nobody may name it."""
 
     SPECIAL = 0
     LOOPBACK = 1
@@ -166,23 +158,15 @@ class TargetRefused(OSError):
 
 
 _PRIVATE = tuple(
-    ipaddress.ip_network(text)
-    for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+    map(ipaddress.ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7"))
 )
-_GLOBAL_IPV6 = ipaddress.ip_network("2000::/3")
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_NOBODYS = tuple(
-    ipaddress.ip_network(text)
-    for text in ("192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")
-)  # relays of 6to4 and Teredo, which carry an IPv4 address inside; examples in documents; two clouds' own services
+_GLOBAL_IPV6, _NAT64 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("64:ff9b::/96")
+# relays of 6to4 and Teredo, which carry an IPv4 address inside; examples in documents; two clouds' own services
+_NOBODYS = ("192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")
 
 
 def nearness(address: str) -> Nearness:
-    """Of an address in numbers.
-
-    >>> [nearness(text).name for text in ("8.8.8.8", "10.0.0.1", "::ffff:127.0.0.1", "fe80::1%eth0", "0.0.0.0")]
-    ['PUBLIC', 'PRIVATE', 'LOOPBACK', 'LINK_LOCAL', 'SPECIAL']
-    """
+    """Of an address in numbers."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or (ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else None)
@@ -194,7 +178,7 @@ def nearness(address: str) -> Nearness:
         return Nearness.LINK_LOCAL
     if any(ip in network for network in _PRIVATE if network.version == ip.version):
         return Nearness.PRIVATE
-    nobodys = any(ip in network for network in _NOBODYS if network.version == ip.version)
+    nobodys = any(ip in network for network in map(ipaddress.ip_network, _NOBODYS) if network.version == ip.version)
     outside = ip.version == 6 and ip not in _GLOBAL_IPV6
     if nobodys or outside or ip.is_multicast or ip.is_reserved or not ip.is_global:
         return Nearness.SPECIAL
@@ -246,11 +230,7 @@ def own_address() -> str:
 
 
 def endpoint_of(url: str | httpx.URL) -> tuple[str, int]:
-    """Host, as it is looked up, and port of a URL.
-
-    >>> endpoint_of("http://Hub.Example:8470/"), endpoint_of("https://bücher.example")
-    (('hub.example', 8470), ('xn--bcher-kva.example', 443))
-    """
+    """Host, as it is looked up (`xn--bcher-kva.example`), and port of a URL."""
     parsed = httpx.URL(url)
     return parsed.raw_host.decode("ascii"), parsed.port or DEFAULT_PORTS.get(parsed.scheme, 0)
 
@@ -300,7 +280,7 @@ def check_behind_proxy(host: str, port: int, reach: Reach | None) -> None:
 
 
 def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> socket.socket:
-    """A connection to an address that was checked: the first that answers."""
+    """A connection to the first address that answers, of those that were checked."""
     inside = way_out(host, port)
     if inside is None:
         return first_answer(addresses(host, port, reach), port, timeout_s)
@@ -315,7 +295,6 @@ def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> sock
 
 
 def first_answer(found: list[str], port: int, timeout_s: float) -> socket.socket:
-    """A connection to the first of these addresses that answers."""
     for address in found[:-1]:
         with contextlib.suppress(OSError):
             return socket.create_connection((address, port), timeout=timeout_s)

@@ -19,21 +19,14 @@ MAX_LINE = 8192
 
 
 def visible(text: str) -> str:
-    """The same on one line, with spaces as they were.
-
-    >>> visible("a\\x1b[2Jb\\nc\\u202ed")
-    'a�[2Jb ⏎ c�d'
-    """
+    """The same on one line, with spaces as they were: `a\\x1b[2Jb\\nc` as `a�[2Jb ⏎ c`."""
     text = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}… ({len(text):,} characters)"
     line = text if text.isprintable() else BREAK.join(text.splitlines())
     return "".join(letter if letter.isprintable() else STAND_IN for letter in line)
 
 
 def count_of(number: int, noun: str) -> str:
-    """
-    >>> count_of(1, "row"), count_of(3000, "row")
-    ('1 row', '3,000 rows')
-    """
+    """`1 row`, `3,000 rows`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -44,16 +37,11 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """The same as one run of words."""
     return visible(" ".join(text.split()))
 
 
 def visible_json(text: str) -> str:
-    r"""JSON with the same meaning, in which every character that is not visible is escaped; line breaks stay.
-
-    >>> visible_json('{"name": "a\u009b31m"}')
-    '{"name": "a\\u009b31m"}'
-    """
+    """JSON with the same meaning, in which every character that is not visible is escaped; line breaks stay."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
@@ -70,5 +58,4 @@ def shoal_command(name: str = "shoal") -> str:
 
 
 def install_command(package: str) -> str:
-    """What installs a package where shoal is: `.venv/bin/python -m pip install tensorboard`."""
     return f"{shoal_command('python')} -m pip install {package}"
