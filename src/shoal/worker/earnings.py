@@ -19,7 +19,7 @@ ASK_PATIENCE_S = 5.0
 
 
 class Earnings:
-    """Compares what the hub says with what it said before. Called by one thread at a time."""
+    """Used by one thread at a time."""
 
     def __init__(self, client: HubClient) -> None:
         self._client = client.patient(ASK_PATIENCE_S)
@@ -48,8 +48,7 @@ class Earnings:
             log.info("the suspension is over: this node gets work again")
 
     def summary(self, submitted: int = 0) -> str:
-        """What this start of the worker earned, for its last line; `submitted` groups were sent, of which some may not
-        be judged yet."""
+        """What this start of the worker earned; some of the `submitted` groups may not be judged yet."""
         first, last = self._first, self._last
         if first is None or last is None:
             return "the hub was not heard from"

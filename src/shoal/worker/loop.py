@@ -1,4 +1,4 @@
-"""The worker: leases groups, generates them under the lease's policy and seeds, and hands them in.
+"""The worker: leases groups, generates them under the lease's policy and seeds, and submits them.
 
     newest policy ──► loaded, then
     hub ── leases ──► worker ── one engine call per policy ──► outbox (fsync) ──► uploader ── submissions ──► hub
@@ -6,14 +6,12 @@
      └─ heartbeat ──────┘ └── pauses while the outbox is full ◄───┘
      └─ finished chunks, on probation (`showing`)
 
-Back-pressure: the worker leases only when it is about to generate (it never hoards), as much as it can generate within
-the time of a lease by its measured speed, and generates only while the outbox has room. Whatever it waits for, its
-heartbeat says so. A hub that is away is waited for (`Pace.patience_s`); finished work survives anything on disk; leases
-in hand are given back on the way out.
+Back-pressure: the worker leases only when it is about to generate, as much as fits the time of a lease by its measured
+speed, and generates only while the outbox has room. A hub that is away is waited for (`Pace.patience_s`); finished work
+survives on disk; leases in hand are given back on the way out.
 
-Weights come before leases, so that the time of a lease is for generating only, however slow the link. A newer policy is
-fetched for `FOLLOW_S`, then in the background (`Prefetch`) while the hub gives out leases under the old one; once it
-does not, only fetching is left to do.
+Weights come before leases, so that the time of a lease is for generating only. A newer policy is fetched for
+`FOLLOW_S`, then in the background (`Prefetch`) while the hub gives out leases under the old one.
 """
 
 from __future__ import annotations
@@ -79,8 +77,7 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
     if config.cheat is not None:
         log.warning("this worker cheats (%s): it %s", config.cheat, conduct.what)
     urls, options = (config.hub_url, *config.further_hubs), ClientOptions(patience_s=config.pace.patience_s)
-    lock = FolderLock(config.folder)
-    with ending_quietly(stop), lock.acquire(stop, LOCK_WAIT_S):
+    with ending_quietly(stop), FolderLock(config.folder).acquire(stop, LOCK_WAIT_S):
         client = HubClient(urls, identity(config.folder), stop, config.root_fingerprint, config.http, options=options)
         client.on_receipt = KeptHeads(config.folder).keep
         with closing(client):
@@ -119,8 +116,6 @@ class NotTaken(Exception):
 
 
 def _fit(config: WorkerConfig, client: HubClient, closed: Collection[str] = ()) -> WorkerConfig:
-    """The configuration with the device and the number format chosen, before anything is downloaded; none of `closed`
-    (device/format)."""
     run = client.run_info()
     settings = fitted(config.settings, config.engine, run, closed)
     refuse_too_large(run, settings.device, settings.dtype, config.limits)
@@ -140,8 +135,7 @@ def ending_quietly(stop: StopToken) -> Iterator[None]:
 
 
 def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str) -> EngineShelf:
-    """Where engines come from: the honest route, or the one that a cheat makes of it."""
-
+    """Where engines come from: honest ones, or what a cheat makes of them."""
     device, dtype = config.settings.device, config.settings.dtype
 
     def make(files: Mapping[str, bytes]) -> Engine:
@@ -168,8 +162,6 @@ class Held:
 
 
 class Worker:
-    """The loop itself; see the module's picture."""
-
     def __init__(
         self, client: HubClient, shelf: EngineShelf, outbox: Outbox, settings: WorkerSettings, stop: StopToken,
         clock: Clock = SystemClock(), conduct: Cheat = Cheat(), chosen: bool = False, pace: Pace = Pace(),
@@ -194,7 +186,6 @@ class Worker:
         self._heartbeat = RegularHeartbeat(client, pace.heartbeat_s, self.activity, self._hear)
 
     def run(self) -> None:
-        """Lease, generate, hand in; until finished, stopped or shut out."""
         if waiting := len(self._outbox.waiting(self._run)):
             log.info("sending first what an earlier start finished: %s", count_of(waiting, "group"))
         try:
@@ -220,7 +211,7 @@ class Worker:
                 self.finished = self._is_over
 
     def _hear(self, reply: HeartbeatReply) -> None:
-        """In the heartbeat's thread: what the hub thinks of this node, and the time it gives for leases at work."""
+        """In the heartbeat's thread."""
         self._earnings.hear(reply)
         self._hear_of_policy(reply)
         self._showing.hear(reply)
@@ -234,7 +225,7 @@ class Worker:
 
     @property
     def _behind(self) -> bool:
-        """Whether a newer policy than the loaded one is known to be out."""
+        """Whether a newer policy than the loaded one is known."""
         return self._loaded != self._newest
 
     def _follow(self) -> bool:
@@ -263,7 +254,7 @@ class Worker:
         return held.ends_at_s + max(0, moved_ms) / 1000
 
     def _raise_failure(self) -> None:
-        """What the other threads found, raised here: this node is shut out, or the hub is gone."""
+        """What the other threads found: this node is shut out, or the hub is gone."""
         for failure in (self._earnings.shut_out, self._heartbeat.refusal, self._uploader.failure):
             if failure is not None:
                 raise failure
@@ -307,15 +298,14 @@ class Worker:
                 raise NotTaken(profile)
 
     def _known_leases(self) -> tuple[str, ...] | None:
-        """The leases in hand or answered in the outbox. Others were lost with an earlier start: the hub ends them."""
+        """In hand or answered in the outbox. Others were lost with an earlier start: the hub ends them."""
         answered = (parcel.lease for parcel in self._outbox.waiting(self._run))
         known = tuple(dict.fromkeys((*self._hand, *answered)))
         return known if len(known) <= MAX_HELD else None
 
     def _work(self) -> None:
         """Do what is in hand, the oldest policy first: its groups grow stale soonest."""
-        policies = {held.lease.policy for held in self._hand.values()}
-        for policy in sorted(policies, key=lambda ref: ref.place):
+        for policy in sorted({held.lease.policy for held in self._hand.values()}, key=lambda ref: ref.place):
             if self._stop.is_set():
                 return
             patience_s = max(map(self._ends_at_s, self._of(policy))) - self._clock.monotonic_s()
@@ -408,7 +398,6 @@ class Worker:
             log.warning("%s could not be given back and will run out: %s", count_of(len(leases), "lease"), error)
 
     def _leave(self) -> None:
-        """On the way out: give back what was not done, send what was."""
         self._release(list(self._hand), self._stop.reason or "the worker is ending")
         with self.activity.waiting("the hub to take the last groups"):
             if self.finished:  # nothing else to do: as long as it takes, unless told to stop
@@ -417,11 +406,10 @@ class Worker:
                 self._uploader.flush(STOP_FLUSH_S, lambda: False)
 
     def _sum_up(self) -> None:
-        """The last words, once the other threads have said theirs."""
+        """Once the other threads have said their last words."""
         self._heartbeat.once()
-        log.info(
-            "%s: %s", "the run is finished" if self.finished else "this start", self._earnings.summary(self._submitted)
-        )
+        what = "the run is finished" if self.finished else "this start"
+        log.info("%s: %s", what, self._earnings.summary(self._submitted))
         kept = len(self._outbox.waiting(self._run))
         if kept and self._earnings.shut_out is None:
             log.info("the outbox keeps %s for the next start", count_of(kept, "finished group"))

@@ -4,12 +4,10 @@
                    │                    └─ final refusal ─────► file removed, the hub's reason in the log
                    └─ kill -9 anywhere: the next start finds the file and sends it
 
-A file appears whole or not at all (written beside, fsynced, renamed, folder fsynced). Sending twice is harmless: the
-hub answers the same bytes with the same receipt.
+A file appears whole or not at all. Sending twice is harmless: the same bytes get the same receipt.
 
-`KeptHeads` are the ledger heads that a hub named in its receipts, kept in the worker's folder: `heads.jsonl`, one
-receipt per line. Whoever holds one notices a ledger that was rewritten or cut later, and can prove it: `shoal ledger
-verify --head FILE`.
+`KeptHeads` are the ledger heads that a hub named in its receipts: `heads.jsonl`, one receipt per line. Whoever holds
+one notices a ledger that was rewritten or cut later, and can prove it: `shoal ledger verify --head FILE`.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ OWN_LIMITS = BodyLimits(compressed_bytes=2**30, inflated_bytes=2**32)  # files t
 
 @dataclass(frozen=True)
 class Parcel:
-    """One finished submission in the outbox: where it lies, and for which lease of which run it is."""
-
     path: Path
     run: str
     lease: str
@@ -50,11 +46,9 @@ class Outbox:
 
     def __init__(self, folder: Path, clock: Clock = SystemClock()) -> None:
         self._folder = ensure_folder(folder, private=True)
-        self._clock = clock
-        self._changed = threading.Condition()
+        self._clock, self._changed = clock, threading.Condition()
         self._parcels: dict[Path, Parcel] = {}
         self._taken: set[Path] = set()
-        # Find what an earlier process left: whole parcels are kept, half-written files are not ours to send
         try:
             for path in sorted(self._folder.iterdir()):
                 if path.is_file() and path.name.startswith("."):
@@ -82,15 +76,13 @@ class Outbox:
         return parcel
 
     def waiting(self, run: str) -> Sequence[Parcel]:
-        """The parcels of a run that are still to be sent. Those of other runs stay for when they are joined again."""
+        """Still to be sent. Parcels of other runs stay for when they are joined again."""
         with self._changed:
             return self._of(run)
 
     def take(self, run: str, timeout_s: float) -> Parcel | None:
-        """The oldest parcel of a run that nobody has taken, waiting for one to be put.
-
-        Whoever takes it ends with `remove` or `put_back`; a crash puts everything back.
-        """
+        """The oldest parcel of a run that nobody has taken, waiting for one to be put. Whoever takes it ends with
+        `remove` or `put_back`; a crash puts everything back."""
 
         def free() -> Parcel | None:
             return next((parcel for parcel in self._of(run) if parcel.path not in self._taken), None)
@@ -102,18 +94,17 @@ class Outbox:
             return found
 
     def put_back(self, parcel: Parcel) -> None:
-        """It could not be sent now: the next one to ask gets it."""
+        """The next one to ask gets it."""
         with self._changed:
             self._taken.discard(parcel.path)
             self._changed.notify_all()
 
     def wait_until_below(self, run: str, limit: int, timeout_s: float) -> bool:
-        """Whether fewer than `limit` parcels of a run wait, at the latest after the time-out."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._of(run)) < limit, timeout_s)
 
     def remove(self, parcel: Parcel) -> None:
-        """The hub has promised, or will never take it: the file may go."""
+        """The hub has promised, or will never take it."""
         parcel.path.unlink(missing_ok=True)
         with self._changed:
             self._parcels.pop(parcel.path, None)
@@ -125,8 +116,7 @@ class Outbox:
 
 
 HEADS = "heads.jsonl"
-KEPT = 1000
-"""Receipts kept at least; once there are twice as many, the older half goes. A head covers all rows before it."""
+KEPT = 1000  # receipts at least; of twice as many the older half goes: a head covers all rows before it
 
 
 class KeptHeads:

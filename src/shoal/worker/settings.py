@@ -1,12 +1,12 @@
 """What a worker can be told: the [worker] section of a recipe, and who it is in which run; what fits its machine.
 
-A worker's folder: its identity, its outbox, its cache of weights. One process at a time.
+A worker's folder belongs to one process at a time: two with one key and one outbox would answer for each other.
 
 node.key           who this node is; credit belongs to it, so keep it
 heads.jsonl        receipts with the ledger heads that they name, the newest thousand or more (`outbox`)
 outbox/            finished work not yet promised by a hub
 cache/             weights
-.lock              held while a worker runs here: two with one key and one outbox would answer for each other
+.lock              held while a worker runs here
 """
 
 from __future__ import annotations
@@ -50,12 +50,10 @@ class WorkerSettings(BaseModel):
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One worker: its folder (key, outbox, cache), its engine, and the hub it works for.
-
-    Without `root_fingerprint` the first hub that answers is believed. `http` and `pace` are given only by tests and
-    one-process runs. `cheat` makes it a dishonest one (`adversary`), to attack one's own run. `further_hubs` are
-    addresses of the same run; `vouch` is an owner's word that this machine is theirs; `limits` what it may take of it.
-    """
+    """One worker: its folder (key, outbox, cache), its engine, and the hub it works for. Without `root_fingerprint` the
+    first hub that answers is believed. `http` and `pace` are for tests and one-process runs. `cheat` makes it a
+    dishonest one (`adversary`), to attack one's own run. `further_hubs` are addresses of the same run; `vouch` is an
+    owner's word that this machine is theirs; `limits` what it may take of it."""
 
     folder: Path
     settings: WorkerSettings
@@ -72,7 +70,7 @@ class WorkerConfig:
 
 
 def check_choices(engine: str, cheat: str | None, settings: WorkerSettings | None = None) -> None:
-    """Raise `ConfigError` for a name that is not there. Before anything else happens: nobody registers in vain."""
+    """Raise `ConfigError` for a name that is not there, before a node registers in vain."""
     chosen = settings or WorkerSettings()
     check_engine(engine, chosen.device, chosen.dtype)
     if cheat is not None:
@@ -84,10 +82,8 @@ def identity(folder: Path) -> SigningKey:
 
 
 def fitted(settings: WorkerSettings, engine: str, run: RunInfo, closed: Collection[str] = ()) -> WorkerSettings:
-    """The settings with the device and the number format chosen, before anything is downloaded; none of `closed`.
-
-    A `ConfigError` if the run's validators can judge nothing that this machine computes.
-    """
+    """The settings with the device and the number format chosen, before anything is downloaded; none of `closed`. A
+    `ConfigError` if the run's validators can judge nothing that this machine computes."""
     taken = [kind for kind in run.profiles if kind.partition("/")[2] not in closed]
     device, dtype = choose(engine, settings.device, settings.dtype, taken)
     log.info("computing on %s in %s (the run takes %s)", device, dtype, ", ".join(run.profiles))
@@ -97,7 +93,7 @@ def fitted(settings: WorkerSettings, engine: str, run: RunInfo, closed: Collecti
 
 
 def refuse_too_large(run: RunInfo, device: str, dtype: str, limits: MachineLimits) -> None:
-    """Raise `ResourceError` before anything is downloaded if the model, as announced, takes more memory than it may."""
+    """Raise `ResourceError` before anything is downloaded if the model takes more memory than it may."""
     needed, allowed = run.model.parameters * (2 if dtype == "bfloat16" else 4), min(limits.memory(), free_bytes(device))
     remedy = "allow more (--max-memory), choose another --device, or use another machine"
     _refuse(run, needed, allowed, f"in {dtype}", f"of memory may be used on {device}: {remedy}")
@@ -119,7 +115,7 @@ def _refuse(run: RunInfo, needed: int, allowed: int, how: str, remedy: str) -> N
 
 def units_that_fit(engine: Engine, leases: Sequence[Lease]) -> int:
     """How many units like these are worth asking for together, by memory: what does not fit is drawn one after the
-    other, and keeps others waiting. At least one, for a group is split where it must be."""
+    other, and keeps others waiting. At least one: a group is split where it must be."""
     if not isinstance(engine, BoundedEngine):
         return MAX_LEASES_PER_REQUEST
     longest = max(len(lease.prompt_ids) + lease.sampling.max_new_tokens for lease in leases)

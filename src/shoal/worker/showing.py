@@ -4,11 +4,10 @@
               (engine's thread)   a few times a lease  (a thread) ▲                                          │
                                                                   └── what it has of each rollout, deadline ─┘
 
-Everything is shown, for whoever shows a part could make up the rest: 12 bytes a token, as fast as the machine
-generates, and only of groups that take longer than a part of `lease_s`. Parts are small, so that a slow line brings one
-through in time, and begin where the hub's copy ends, so that none has to arrive. What is submitted has to begin with
-what was shown: where tokens were generated again and came out differently (an engine that does not keep what it drew
-when memory runs out), the lease is given back instead.
+Everything is shown, for whoever shows a part could make up the rest: 12 bytes a token, only of groups that take longer
+than a part of `lease_s`. Parts are small, so that a slow line brings one through in time, and begin where the hub's
+copy ends, so that none has to arrive. A submission has to begin with what was shown: where tokens were generated again
+and came out differently (an engine that does not keep what it drew when memory runs out), the lease is given back.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class _SentProgress:
         self.have = [0] * len(self.lease.seeds)
 
     def part(self) -> ShownProgress | None:
-        """What the hub lacks, as much as fits a part; None if it lacks nothing. It counts as sent from now on."""
+        """What the hub lacks, as much as fits a part, which counts as sent from now on; None if it lacks nothing."""
         chunks, size, rows = list[ShownChunks](), 0, self.lease.proof.rows
         for rollout, there in self.latest.items():
             start = self.have[rollout]
@@ -94,8 +93,7 @@ class ProgressSender:
     ) -> None:  # fmt: skip
         self._client, self._on_deadline, self._conduct, self._clock = client, on_deadline, conduct, clock
         self._leases: dict[str, _SentProgress] = {}
-        self._changed = threading.Condition()
-        self._closing = False
+        self._changed, self._closing = threading.Condition(), False
         self._on_probation = True  # until the hub says otherwise: shown in vain does no harm
         self._thread = threading.Thread(target=self._run, name="showing", daemon=True)
 
@@ -134,7 +132,7 @@ class ProgressSender:
             self._changed.notify()
 
     def keeps_word(self, lease: str, group: Sequence[Completion]) -> bool:
-        """The group of a lease is finished: whether it begins with all that may have been shown of it."""
+        """Whether a finished group begins with all that may have been shown of it."""
         with self._changed:
             if (shown := self._leases.pop(lease, None)) is None:
                 return True
@@ -142,7 +140,6 @@ class ProgressSender:
             return shown.is_beginning_of(group)
 
     def forget(self, lease: str) -> None:
-        """Nothing more is shown of this lease."""
         with self._changed:
             if (shown := self._leases.pop(lease, None)) is not None:
                 shown.ended = True
