@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.algorithms.advantages import carries_signal
@@ -56,7 +56,6 @@ def test_equal_rewards_carry_no_advantage_and_others_keep_their_order(name: str)
     assert torch.equal(ADVANTAGES[name](rewards).argsort(stable=True), rewards.argsort(stable=True))
 
 
-@settings(max_examples=60)
 @given(rewards=GROUPS)
 def test_they_are_numbers_for_any_rewards_that_are_and_sum_to_nothing(rewards: list[float]) -> None:
     for name in NAMES:
@@ -67,7 +66,6 @@ def test_they_are_numbers_for_any_rewards_that_are_and_sum_to_nothing(rewards: l
     assert -1 - 1e-5 <= min(values) <= max(values) <= (size - 1) * (1 + 1e-5), "bounded by the size of the group"
 
 
-@settings(max_examples=30)
 @given(rewards=COARSE, order=st.randoms())
 def test_who_comes_first_does_not_matter(rewards: list[float], order: Random) -> None:
     turned = list(range(len(rewards)))
@@ -77,7 +75,6 @@ def test_who_comes_first_does_not_matter(rewards: list[float], order: Random) ->
         assert of(name, [rewards[index] for index in turned]) == pytest.approx([values[index] for index in turned])
 
 
-@settings(max_examples=30)
 @given(rewards=COARSE, factor=st.sampled_from([0.25, 2.0, 8.0]), shift=st.integers(-4, 4))
 def test_what_a_scale_and_a_shift_do(rewards: list[float], factor: float, shift: int) -> None:
     scaled, shifted = [reward * factor for reward in rewards], [reward + shift for reward in rewards]

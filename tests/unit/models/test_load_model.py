@@ -1,4 +1,4 @@
-"""Loading models: from folders, from the files of a policy, and what is refused before it takes memory."""
+"""Loading models, and adapters on them: what is refused before it takes memory, what learns, travels and is merged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.models import model_folder
+from shoal.models import model_folder, read_files
 from shoal.models.folder import model_size
 from shoal.models.load import adapted, check_policy, load_model, model_from_files
-from shoal.models.lora import ADAPTER_FILE, AdapterShape
-from shoal.models.state import TYPE_NAMES, policy_state, policy_views
+from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters, merged, without_adapters
+from shoal.models.state import TYPE_NAMES, apply_state, policy_state, policy_views
+from shoal.models.tiny import build_tiny
 from shoal.protocol import Entry, TensorView
 from shoal.runtime.limits import UNLIMITED_BYTES
 from shoal.shardcast import Content
@@ -159,6 +160,80 @@ def test_announced_size_holds_every_version(dtype, bytes_each, shape):
     weights = sum(tensor.numel() for name, tensor in policy_state(loaded.model).items() if "lora" not in name)
     assert announced.parameters == weights
     assert weights * bytes_each < published <= announced.payload_bytes < published + 20 * 2**20
+
+
+# Adapters: the function is unchanged at first, only they learn, and merging them changes nothing
+
+IDS = torch.arange(10)[None]
+
+
+def with_adapters(seed: int = 0):
+    model = build_tiny(seed)
+    add_adapters(model, SHAPE)
+    return model
+
+
+def trained(model, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("lora_a", "lora_b")):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def test_at_first_the_model_computes_what_it_did_and_only_adapters_get_a_gradient():
+    model = with_adapters()
+    assert torch.equal(model(IDS).logits, build_tiny(0)(IDS).logits)
+    model(IDS).logits.sum().backward()
+    with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert with_gradient == {name for name in policy_state(model) if name.endswith(("lora_a", "lora_b"))}
+    with pytest.raises(ModelError, match="already"):
+        add_adapters(model, SHAPE)
+
+
+def test_every_start_begins_with_the_same_adapters():
+    first, second = policy_state(with_adapters(0)), policy_state(with_adapters(1))
+    downs = [name for name in first if name.endswith("lora_a")]
+    assert len(downs) == 2 * 3
+    assert all(torch.equal(first[name], second[name]) for name in downs)
+    assert len({float(first[name].sum()) for name in downs}) == len(downs)
+
+
+def test_the_base_is_there_for_as_long_as_the_context_lasts():
+    model = trained(with_adapters())
+    expected = build_tiny(0)(IDS).logits
+    with without_adapters(model):
+        assert torch.equal(model(IDS).logits, expected)
+    assert not torch.allclose(model(IDS).logits, expected)
+
+
+def test_merged_is_an_ordinary_model_that_computes_the_same():
+    source = trained(with_adapters())
+    tensors, files = merged(policy_state(source), {**read_files(TINY), ADAPTER_FILE: SHAPE.as_file()})
+    plain = build_tiny(5)
+    assert ADAPTER_FILE not in files
+    apply_state(plain, tensors)
+    torch.testing.assert_close(plain(IDS).logits, source(IDS).logits, atol=2e-5, rtol=1e-5)
+    assert not torch.allclose(plain(IDS).logits, build_tiny(0)(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"{}", b'{"rank": "many", "alpha": 1, "targets": ["q_proj"]}',
+     b'{"rank": 0, "alpha": 1, "targets": ["a"]}', b'{"rank": 4, "alpha": -1, "targets": ["a"]}',
+     b'{"rank": 4, "alpha": 1, "targets": []}',
+     b'{"rank": 99999999, "alpha": 1, "targets": ["q_proj"]}'],
+)  # fmt: skip
+def test_an_unusable_file_is_refused(data: bytes):
+    with pytest.raises(ModelError, match=r"adapter\.json"):
+        adapter_shape({ADAPTER_FILE: data})
+
+
+@pytest.mark.parametrize("target", ["lm_head", "query", "embed_tokens"])
+def test_a_layer_that_cannot_have_one_is_named_with_those_that_can(target: str):
+    with pytest.raises(ModelError, match=rf"'{target}'.*q_proj"):
+        add_adapters(build_tiny(0), AdapterShape(4, 8.0, (target,)))
 
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "one_file_rl.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.sampling import inverse, philox4x32, uniforms, uniforms_matrix
@@ -61,7 +61,6 @@ def test_philox_gives_the_published_answers(counter, key, expected):
 
 
 @given(st.lists(SEEDS, min_size=1, max_size=4), st.integers(0, 2**45), st.integers(0, 6))
-@settings(deadline=None)
 def test_torch_gives_the_same_bits_as_numpy(seeds, start, count):
     found = uniforms_block(seeds, start, count)
     assert found.dtype == torch.float64
@@ -69,7 +68,6 @@ def test_torch_gives_the_same_bits_as_numpy(seeds, start, count):
 
 
 @given(SEEDS, st.integers(0, 2**45), st.sampled_from([0.5, 0.7, 1.0, 1.3]))
-@settings(deadline=None)
 def test_the_documented_statement_gives_the_same_bits_and_tokens(statement, seed, position, temperature):
     logits = np.random.default_rng(seed % 1000).normal(0, 2, (1, 30)).astype(np.float32)
     u = uniforms(seed, position, 1)
@@ -78,7 +76,6 @@ def test_the_documented_statement_gives_the_same_bits_and_tokens(statement, seed
 
 
 @given(SEEDS, st.integers(0, 1000), st.integers(0, 50))
-@settings(deadline=None)
 def test_a_position_does_not_depend_on_where_reading_starts(seed, start, count):
     np.testing.assert_array_equal(uniforms(seed, start, count), uniforms(seed, 0, start + count)[start:])
 
