@@ -21,8 +21,8 @@ import numpy as np
 from shoal.environments.data import scanning
 from shoal.environments.data.scanning import Opened, Problems, Splits
 from shoal.environments.formats import DatasetOptions
-from shoal.environments.graders.registry import GRADERS, TASK_TYPES, DemandingGrader, grader
-from shoal.environments.protocol import LazyTasks, Score, Split, Task
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES, grader
+from shoal.environments.protocol import LazyTasks, Score, Split, Task, require_scoring
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.runtime.text import count_of
 
@@ -144,9 +144,7 @@ class DatasetEnvironment:
 
     def prepare(self) -> None:
         for kind in self._kinds:
-            chosen = self._grader(kind)
-            if isinstance(chosen, DemandingGrader):
-                chosen.prepare()
+            require_scoring(self._grader(kind))
 
     def prompt_digests(self, split: Split) -> Iterable[bytes]:
         """The digest of every prompt of a split, without reading the prompts again."""
@@ -158,9 +156,6 @@ class DatasetEnvironment:
         for opened in self._opened:
             opened.checked = opened.checked or scanning.check(opened, self._grader, progress)
         return self._opened
-
-    def where(self, row: int) -> str:
-        return self._main.where(row)
 
     @property
     def description(self) -> str:
@@ -221,15 +216,12 @@ class DatasetEnvironment:
 
     def _divide(self, held_out_size: int) -> Splits:
         found = self._main.found
-        if len(self._opened) > 1:
-            splits = scanning.split_two(found, self._held_out.found, held_out_size)
-        else:
-            splits = scanning.split_one(found, held_out_size)
+        splits = scanning.split(found, self._held_out.found if len(self._opened) > 1 else None, held_out_size)
         if len(splits.train):
             return splits
         why = "all of its questions are held-out ones"
         if found.problems.count:
-            why = found.problems.sentence(self.where)
+            why = found.problems.sentence(self._main.where)
         elif not found.kept.all():
             why = f"no row has a solve rate within {self.options.keep_solve_rate}"
         raise EnvironmentSetupError(f"the data {self._main.path} leaves no task to train on: {why}")

@@ -116,16 +116,16 @@ class GeneratingEnvironment(Environment, Protocol):
 
 
 @runtime_checkable
-class DemandingEnvironment(Environment, Protocol):
-    """An environment whose scoring needs something of the machine: a sandbox for programs, say."""
+class Demanding(Protocol):
+    """An environment or a grader whose scoring needs something of the machine: a sandbox for programs, say."""
 
     def prepare(self) -> None: ...  # an `EnvironmentSetupError` says what is missing
 
 
-def require_scoring(environment: Environment) -> None:
-    """Refuse once, at the start, a machine that lacks what scoring needs."""
-    if isinstance(environment, DemandingEnvironment):
-        environment.prepare()
+def require_scoring(scoring: object) -> None:
+    """Refuse once, at the start, a machine that lacks what an environment or a grader needs."""
+    if isinstance(scoring, Demanding):
+        scoring.prepare()
 
 
 @dataclass(frozen=True)

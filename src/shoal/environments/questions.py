@@ -29,9 +29,7 @@ def prompt_digest(text: str) -> bytes:
 
 def question_digest(prompt: str, history: Iterable[tuple[str, str]] = ()) -> bytes:
     """The digest of a prompt with what was said before it: the same last words ask for something else after others.
-
-    What the system said does not count: it tells how to answer, not what is asked.
-    """
+    What the system said does not count: it tells how to answer, not what is asked."""
     before = [role.encode() + prompt_digest(text) for role, text in history if role != "system"]
     asked = prompt_digest(prompt)
     return sha256(b"\n".join([*before, asked])).digest()[:DIGEST_BYTES] if before else asked

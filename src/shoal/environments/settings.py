@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Table(BaseModel):
-    """Base of every table of the section: frozen, unknown names refused."""
+    """Base of every table of the section, and of an environment's own options: frozen, unknown names refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,9 +66,7 @@ class PromptSettings(Table):
 
 class JudgeSettings(Table):
     """A further reward beside the task's: a sequence classifier that the validator runs, or a model behind an address.
-
-    What an address answers cannot be computed again by anybody else: verdicts mark it so.
-    """
+    What an address answers cannot be computed again by anybody else: verdicts mark it so."""
 
     label: str = Field(pattern=r"^[a-z0-9_.\-]{1,32}$", description="the part's name in the record")
     weight: float = Field(default=1.0, ge=-1e3, le=1e3, description="added to the reward times this")

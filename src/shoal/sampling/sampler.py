@@ -9,6 +9,7 @@ N: rows (tokens to check, or sequences to continue), V: vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,7 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, temperature: float | Tensor) -
     inverse_N = _inverse_temperature(logits_NV, temperature)
     if kernels.usable(logits_NV):
         return Draw(*kernels.sample(logits_NV.float(), uniforms_N.double(), inverse_N))
-    parts = _cpu_tiles(logits_NV, uniforms_N.double(), inverse_N)
-    return Draw(*_joined([_sample_tile(*part) for part in parts]))
+    return Draw(*_in_tiles(_sample_tile, logits_NV, uniforms_N.double(), inverse_N))
 
 
 def token_statistics(logits_NV: Tensor, tokens_N: Tensor, temperature: float | Tensor = 1.0) -> TokenStatistics:
@@ -56,8 +56,7 @@ def token_statistics(logits_NV: Tensor, tokens_N: Tensor, temperature: float | T
     inverse_N = _inverse_temperature(logits_NV, temperature)
     if kernels.usable(logits_NV):
         return TokenStatistics(*kernels.token_statistics(logits_NV.float(), tokens_N, inverse_N))
-    parts = _cpu_tiles(logits_NV, tokens_N, inverse_N)
-    return TokenStatistics(*_joined([_statistics_tile(*part) for part in parts]))
+    return TokenStatistics(*_in_tiles(_statistics_tile, logits_NV, tokens_N, inverse_N))
 
 
 def _inverse_temperature(logits_NV: Tensor, temperature: float | Tensor) -> Tensor:
@@ -67,13 +66,11 @@ def _inverse_temperature(logits_NV: Tensor, temperature: float | Tensor) -> Tens
     return torch.full((rows,), 1.0 / temperature, dtype=torch.float64, device=logits_NV.device)
 
 
-def _cpu_tiles(logits_NV: Tensor, values_N: Tensor, inverse_N: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _in_tiles(tile: Callable[..., tuple[Tensor, ...]], logits_NV: Tensor, *others: Tensor) -> list[Tensor]:
+    """What a function of rows gives, on a CPU for a few of them at a time."""
     rows = max(1, CPU_TILE_ELEMENTS // max(1, logits_NV.shape[1])) if logits_NV.device.type == "cpu" else 2**31
-    split = (torch.split(tensor, rows) for tensor in (logits_NV, values_N, inverse_N))
-    return list(zip(*split, strict=True))
-
-
-def _joined(tiles: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    split = (torch.split(tensor, rows) for tensor in (logits_NV, *others))
+    tiles = [tile(*part) for part in zip(*split, strict=True)]
     return [torch.cat(column) for column in zip(*tiles, strict=True)] if len(tiles) > 1 else list(tiles[0])
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,17 +16,11 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "make_dataset.py"
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_dataset_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def script() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
 
-def test_its_tasks_are_right(script: ModuleType, tmp_path: Path) -> None:
+def test_its_tasks_are_right(script: SimpleNamespace, tmp_path: Path) -> None:
     plan = script.Plan(tmp_path, tasks=60, shard_gb=0.001, code_share=0.2, tasks_per_shard=20)
     paths = script.make(plan)
     assert [pq.read_metadata(path).num_rows for path in paths] == [20, 20, 8, 12]
@@ -46,7 +39,7 @@ def test_its_tasks_are_right(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_rows_and_as_many_bad_ones_as_asked_for(
-    script: ModuleType, tmp_path: Path
+    script: SimpleNamespace, tmp_path: Path
 ) -> None:
     made = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

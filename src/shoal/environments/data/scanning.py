@@ -211,25 +211,19 @@ class Splits:
     shared: int
 
 
-def split_one(found: Scan, held_out_size: int) -> Splits:
-    """Hold out the questions with the lowest digests, each by its first row; rows that repeat one are in no split."""
+def split(found: Scan, other: Scan | None, held_out_size: int) -> Splits:
+    """Hold out the questions with the lowest digests, each by its first row; or those of another data set, all of which
+    count, also those beyond `held_out_size`: nobody can say later that they were clean. Other rows that repeat such a
+    question are in no split."""
     rows = np.flatnonzero(found.usable & found.kept)
-    keys = found.keys[rows]
-    questions, firsts = np.unique(keys, return_index=True)
-    size = min(held_out_size, len(questions) // LARGEST_SHARE)
-    aside = np.isin(keys, questions[:size])
-    return Splits(train=rows[~aside], held_out=np.sort(rows[firsts[:size]]), shared=int(aside.sum()) - size)
-
-
-def split_two(found: Scan, held_out: Scan, held_out_size: int) -> Splits:
-    """Train on one data set and hold out another; rows of the first whose question the second has are left out.
-
-    All questions of the second count, also those beyond `held_out_size`: nobody can say later that they were clean.
-    """
-    rows = np.flatnonzero(found.usable & found.kept)
-    aside = np.isin(found.keys[rows], held_out.keys[held_out.usable])
-    others = np.flatnonzero(held_out.usable)[:held_out_size]
-    return Splits(train=rows[~aside], held_out=others, shared=int(aside.sum()))
+    keys, size = found.keys[rows], 0
+    if other is not None:
+        aside, held_out = np.isin(keys, other.keys[other.usable]), np.flatnonzero(other.usable)[:held_out_size]
+    else:
+        questions, firsts = np.unique(keys, return_index=True)
+        size = min(held_out_size, len(questions) // LARGEST_SHARE)
+        aside, held_out = np.isin(keys, questions[:size]), np.sort(rows[firsts[:size]])
+    return Splits(train=rows[~aside], held_out=held_out, shared=int(aside.sum()) - size)
 
 
 # Every answer

@@ -115,11 +115,9 @@ class Block:
 
 
 def program(completion: str, functions: Collection[str] = ()) -> str:
-    """The program: the last block that defines the functions, if some are wanted; otherwise the last one.
-
-    Blocks that are marked as Python go before those that are not marked at all; others are none. A session of an
-    interpreter (>>>) is taken only where there is nothing else.
-    """
+    """The program: the last block that defines the functions, if some are wanted; otherwise the last one. Blocks that
+    are marked as Python go before those that are not marked at all; others are none. A session of an interpreter (>>>)
+    is taken only where there is nothing else."""
     found = [block for block in blocks(completion) if block.code.strip()]
     marked = [block.code for block in found if block.python]
     unmarked = [block for block in found if not block.info]

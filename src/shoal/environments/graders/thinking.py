@@ -7,10 +7,8 @@ CLOSING = "</think>"
 
 
 def after_thinking(completion: str) -> str:
-    """What follows the last `</think>`, up to a thinking that is begun after it and never ended.
-
-    Without any `</think>`: nothing if the completion begins with `<think>`, all of it otherwise.
-    """
+    """What follows the last `</think>`, up to a thinking that is begun after it and never ended. Without any
+    `</think>`: nothing if the completion begins with `<think>`, all of it otherwise."""
     _thought, end, said = completion.rpartition(CLOSING)
     if end:
         return said.partition(OPENING)[0]

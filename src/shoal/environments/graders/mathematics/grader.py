@@ -33,11 +33,9 @@ _LIMITS = "comparing the answer took more than the limits allow"
 
 @dataclass(frozen=True)
 class MathematicsGrader:
-    r"""1 if the final answer of the completion is the gold answer, by value and not by spelling; 0 otherwise.
-
-    The gold answer is plain text (`\frac{1}{2}`), or JSON: {"ground_truth": "42"}, {"answer": ["3", "-3"]} where any of
-    several is right.
-    """
+    r"""1 if the final answer of the completion is the gold answer, by value and not by spelling; 0 otherwise. The gold
+    answer is plain text (`\frac{1}{2}`), or JSON: {"ground_truth": "42"}, {"answer": ["3", "-3"]} where any of several
+    is right."""
 
     name: ClassVar[str] = "mathematics"
     version: ClassVar[int] = 5
