@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.sampling import kernels, sampler, uniforms_matrix
-from shoal.sampling.stream_torch import uniforms_block
+from shoal.sampling.sampler import uniforms_block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

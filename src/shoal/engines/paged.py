@@ -21,8 +21,8 @@ from torch import Tensor
 from shoal.engines.memory import release_memory
 from shoal.engines.pages import PAGE, PagedCache, decoding, fuse, shapes_of
 from shoal.models.logprobs import Head
-from shoal.sampling.sampler import sample
-from shoal.sampling.stream_torch import LOW_32, as_uniforms, philox4x32
+from shoal.sampling.sampler import as_uniforms, sample
+from shoal.sampling.stream import LOW_32, philox4x32
 
 SIZES = (4, 16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 WINDOW = 16  # steps between two looks of the host; at most the rows of a chunk

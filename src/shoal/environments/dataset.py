@@ -160,7 +160,7 @@ class DatasetEnvironment:
     @property
     def description(self) -> str:
         table, layout, graders = self._main.table, self._main.layout, ", ".join(self._main.found.graders)
-        files = f"{count_of(table.rows, 'row')} in {count_of(len(table.files), 'file')}"
+        files = f"{count_of(table.rows, 'row')} in {count_of(len(table.paths), 'file')}"
         told = f"{self._main.path}: {files}, format {layout.name} ({graders}): {'; '.join(self._counts())}"
         return f"{told}; data digest {self.data_digest}"
 

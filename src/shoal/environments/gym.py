@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from shoal.environments.generated import IndexedEnvironment, is_held_out
-from shoal.environments.graders.thinking import after_thinking
+from shoal.environments.graders import after_thinking
 from shoal.environments.protocol import Score, Split, Task
 from shoal.environments.settings import Table
 from shoal.errors import EnvironmentSetupError, ScoringFailure

@@ -22,8 +22,17 @@ from typing import ClassVar
 
 from shoal.environments import protocol
 from shoal.environments.composed import inner_of
-from shoal.environments.protocol import DialogueRule, Environment, LazyTasks, Score, Split, Task
-from shoal.environments.questions import UNUSABLE, task_digest, task_digests
+from shoal.environments.protocol import (
+    UNUSABLE,
+    DialogueRule,
+    Environment,
+    LazyTasks,
+    Score,
+    Split,
+    Task,
+    task_digest,
+    task_digests,
+)
 from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
 from shoal.errors import EnvironmentSetupError, UnusableTask
 

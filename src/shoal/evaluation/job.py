@@ -37,7 +37,7 @@ from shoal.engines.asking import Asking, CannotBeAsked
 from shoal.engines.dialogue import Talks, greedy_lines
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, budget_of, identity_of
 from shoal.environments.mix import part_of
-from shoal.environments.questions import prompt_digest
+from shoal.environments.protocol import prompt_digest
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.evaluation.plan import SamplingPlan, as_asked, length_target, sample_seed, tasks_of
 from shoal.evaluation.records import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from shoal.environments import Score, Task
-from shoal.environments.graders.thinking import after_thinking
+from shoal.environments.graders import after_thinking
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import ScoringFailure
 from shoal.rewards.protocol import NotBegun

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from shoal.environments.graders import after_thinking
 from shoal.environments.graders.code import program
 from shoal.environments.graders.code_tests import BadTests, read_tests, same_text, same_value
 from shoal.environments.graders.registry import grader
-from shoal.environments.graders.thinking import after_thinking
 
 PRINTED = {"type": "stdin_stdout", "input": "2 3\n", "output": "5\n"}
 CALLED = {"type": "function_call", "fn_name": "add", "input": [2, 3], "output": 5}

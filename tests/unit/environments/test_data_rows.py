@@ -31,8 +31,7 @@ from kit.sandbox import needs_bubblewrap
 from shoal.environments.data import readers, scanning
 from shoal.environments.data.scanning import Problems
 from shoal.environments.dataset import DatasetEnvironment
-from shoal.environments.protocol import SPLITS, Task
-from shoal.environments.questions import prompt_digest, question_digest
+from shoal.environments.protocol import SPLITS, Task, prompt_digest, question_digest
 from shoal.errors import ScoringFailure, UnusableTask
 
 PRINTS = "```python\nprint(sum(map(int, input().split())))\n```"

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.environments.graders import after_thinking
 from shoal.environments.graders.choice import ChoiceGrader, chosen_letter
 from shoal.environments.graders.registry import grader
-from shoal.environments.graders.thinking import after_thinking
 
 CODE = "```python\nprint(1)\n```"
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from shoal.environments import Environment, EnvironmentSettings, Score, Split, Task, build, dialogue_of, identity_of
 from shoal.environments.generated import GeneratedEnvironment
 from shoal.environments.mix import MixedEnvironment, Part, Schedule, part_of, permute
-from shoal.environments.protocol import DialogueRule
-from shoal.environments.questions import prompt_digest
+from shoal.environments.protocol import DialogueRule, prompt_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 from shoal.evaluation.plan import Leaks, find_leaks
 

@@ -186,31 +186,12 @@ def test_a_forked_copy_answers_nothing_wherever_it_could(pool: ScoringPool, tmp_
     assert [(tmp_path / str(number)).read_bytes() for number in range(8)] == [b""] * 8
 
 
-def test_a_killed_child_is_replaced_and_its_job_done_again(pool: ScoringPool) -> None:
-    assert one(pool, "fine") == Score(1.0, {})
-    [first] = pool.pids
-    os.kill(first, signal.SIGKILL)
-    assert one(pool, "fine too") == Score(1.0, {})
-    assert pool.pids != [first]
-
-
 @pytest.mark.slow
 def test_what_a_job_started_ends_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with naughty(tmp_path, patience=IMPATIENT) as pool:
         assert isinstance(one(pool, str(note), "leaves"), ScoringFailure)
     assert not is_running(int(note.read_text()))
-
-
-@pytest.mark.slow
-def test_several_processes_share_the_work_and_the_trouble(tmp_path: Path) -> None:
-    with naughty(tmp_path, LIMITS.model_copy(update={"processes": 2})) as pool:
-        jobs = [Job("plain", f"fine {n}") for n in range(50)] + [Job("plain", "spin"), Job("plain", "raise")]
-        results = pool.scores(jobs)
-        assert results[:50] == [Score(1.0, {})] * 50
-        assert results[50] == limited("took longer than 0.25 s of processor time")
-        assert isinstance(results[51], ScoringFailure)
-        assert len(set(pool.pids)) == 2
 
 
 @pytest.mark.parametrize(

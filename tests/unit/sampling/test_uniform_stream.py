@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.sampling import inverse, philox4x32, uniforms, uniforms_matrix
+from shoal.sampling.sampler import uniforms_block
 from shoal.sampling.stream import uniforms_at
-from shoal.sampling.stream_torch import uniforms_block
 
 ROOT = Path(__file__).parents[3]
 VECTORS = json.loads((ROOT / "tests/data/uniform_stream.json").read_text())["vectors"]
@@ -78,20 +78,6 @@ def test_the_documented_statement_gives_the_same_bits_and_tokens(statement, seed
 @given(SEEDS, st.integers(0, 1000), st.integers(0, 50))
 def test_a_position_does_not_depend_on_where_reading_starts(seed, start, count):
     np.testing.assert_array_equal(uniforms(seed, start, count), uniforms(seed, 0, start + count)[start:])
-
-
-def test_the_stream_looks_uniform_and_fills_53_bits():
-    values = uniforms(7, 0, 200_000)
-    assert values.min() >= 0.0
-    assert values.max() < 1.0
-    counts = np.histogram(values, bins=100, range=(0, 1))[0]
-    chi_square = ((counts - 2000) ** 2 / 2000).sum()
-    assert 50 < chi_square < 160  # 99 degrees of freedom; deterministic, so this never flickers
-    lowest_bits = (values * 2**53).astype(np.uint64) & np.uint64(1)
-    assert 0.49 < lowest_bits.mean() < 0.51
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.01
-    matrix = uniforms_matrix(range(1000), 0, 100)
-    assert abs(np.corrcoef(matrix[:-1].ravel(), matrix[1:].ravel())[0, 1]) < 0.01, "nor are neighbouring seeds related"
 
 
 @pytest.mark.parametrize(("seed", "start", "count"), [(-1, 0, 1), (2**64, 0, 1), (0, -1, 1), (0, 0, -1)])

@@ -22,7 +22,7 @@ from shoal.environments.data.locating import locate
 from shoal.environments.data.readers import ROW_LIMIT_BYTES, Broken, Table, rows_of, values_of
 from shoal.environments.formats import DatasetOptions, Format, fit
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES, Grader
-from shoal.environments.questions import DIGEST_BYTES, question_digest
+from shoal.environments.protocol import DIGEST_BYTES, question_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from textwrap import dedent
 from typing import ClassVar
 
+from shoal.environments.graders import after_thinking
 from shoal.environments.graders.code_tests import BadTests, Test, read_tests
-from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.protocol import Score
 from shoal.environments.sandbox import Limits, Ran, Sandbox, require_sandbox
 from shoal.errors import ScoringFailure

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from shoal.environments.graders import after_thinking
 from shoal.environments.graders.choice import chosen_letter
 from shoal.environments.graders.mathematics import algebra
 from shoal.environments.graders.mathematics.answer import LONGEST, balanced, final_answer, plain
 from shoal.environments.graders.mathematics.equality import Comparison, Symbolic
 from shoal.environments.graders.mathematics.formula import TooLarge
 from shoal.environments.graders.mathematics.reading import readings
-from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.protocol import Score
 from shoal.errors import ScoringFailure
 
