@@ -9,14 +9,14 @@ N: rows (tokens to check, or sequences to continue), V: vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.sampling import kernels
-from shoal.sampling.stream import LOW_32, check_range, philox4x32
+from shoal.sampling.stream import LOW_32, philox4x32
 
 # A few rows at a time keep the float64 tables in the processor's cache: twice as fast at 49,152 tokens.
 CPU_TILE_ELEMENTS = 2**18
@@ -106,25 +106,9 @@ def _statistics_tile(logits_NV: Tensor, tokens_N: Tensor, inverse_N: Tensor) -> 
     return low_N, high_N, logprobs_N, entropy_N.float(), varentropy_N.float()
 
 
-# The uniform stream on a device: the same numbers as `stream`, bit for bit, made where they are used
-
-
-def as_uniforms(word0: Tensor, word1: Tensor) -> Tensor:
-    """53 bits of two words as float64 in [0, 1)."""
+def uniforms_of(positions: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """`stream.uniforms_at` on a device, bit for bit, made where it is used: of positions and the halves of seeds, all
+    int64, of shapes that broadcast."""
+    zero = torch.zeros_like(positions)
+    word0, word1, *_ = philox4x32((positions & LOW_32, positions >> 32, zero, zero), (low, high))
     return ((word0 >> 5) * 2**26 + (word1 >> 6)).double() * 2.0**-53
-
-
-def seed_key(seeds: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    low, high = ([seed >> shift & LOW_32 for seed in seeds] for shift in (0, 32))
-    return torch.tensor(low, dtype=torch.int64, device=device), torch.tensor(high, dtype=torch.int64, device=device)
-
-
-def uniforms_block(seeds: Sequence[int], start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """`stream.uniforms_matrix` on a device: float64 [seeds, count], from position `start` on."""
-    check_range(seeds, start, count)
-    key0_S, key1_S = seed_key(seeds, device)
-    position_1T = torch.arange(start, start + count, dtype=torch.int64, device=device)[None, :]
-    zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    counter = (position_1T & LOW_32, position_1T >> 32, zero, zero)
-    word0, word1, *_ = philox4x32(counter, (key0_S[:, None], key1_S[:, None]))
-    return as_uniforms(word0, word1)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.sampling import inverse, philox4x32, uniforms, uniforms_matrix
-from shoal.sampling.sampler import uniforms_block
+from shoal.sampling import inverse, philox4x32, uniforms
+from shoal.sampling.sampler import uniforms_of
 from shoal.sampling.stream import uniforms_at
 
 ROOT = Path(__file__).parents[3]
@@ -24,6 +24,11 @@ ALL_ONES = 0xFFFFFFFF
 
 def words(*values: int) -> tuple[np.ndarray, ...]:
     return tuple(np.array([value], dtype=np.uint64) for value in values)
+
+
+def in_torch(seeds, start, count):
+    low, high = (torch.tensor([[seed >> shift & ALL_ONES] for seed in seeds]) for shift in (0, 32))
+    return uniforms_of(torch.arange(start, start + count)[None, :], low, high)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,7 @@ def statement():
 def test_vectors(vector, statement):
     seed, position, expected = int(vector["seed"], 16), vector["position"], vector["bits"] / 2**53
     assert uniforms(seed, position, 1)[0] == expected
-    assert uniforms_block([seed], position, 1)[0, 0].item() == expected
+    assert in_torch([seed], position, 1)[0, 0].item() == expected
     assert statement["uniform"](seed, position) == expected
 
 
@@ -62,9 +67,9 @@ def test_philox_gives_the_published_answers(counter, key, expected):
 
 @given(st.lists(SEEDS, min_size=1, max_size=4), st.integers(0, 2**45), st.integers(0, 6))
 def test_torch_gives_the_same_bits_as_numpy(seeds, start, count):
-    found = uniforms_block(seeds, start, count)
+    found = in_torch(seeds, start, count)
     assert found.dtype == torch.float64
-    np.testing.assert_array_equal(found.numpy(), uniforms_matrix(seeds, start, count))
+    np.testing.assert_array_equal(found.numpy(), [uniforms(seed, start, count) for seed in seeds])
 
 
 @given(SEEDS, st.integers(0, 2**45), st.sampled_from([0.5, 0.7, 1.0, 1.3]))
@@ -82,9 +87,8 @@ def test_a_position_does_not_depend_on_where_reading_starts(seed, start, count):
 
 @pytest.mark.parametrize(("seed", "start", "count"), [(-1, 0, 1), (2**64, 0, 1), (0, -1, 1), (0, 0, -1)])
 def test_what_is_no_seed_or_position_is_refused(seed, start, count):
-    for made in (uniforms_matrix, uniforms_block):
-        with pytest.raises(ValueError, match=r"seed|position"):
-            made([seed], start, count)
+    with pytest.raises(ValueError, match=r"seed|position"):
+        uniforms(seed, start, count)
 
 
 def test_single_positions_are_those_of_the_matrix():
