@@ -1,8 +1,9 @@
-"""Losses by hand, per token and per sequence, and what holds for all of them."""
+"""Advantages and losses by hand, per token and per sequence, and what holds for all of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
@@ -14,9 +15,99 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kit.loss import differentiated, tokens
-from shoal.algorithms.losses import LossParameters, LossTokens, dppo, geometric_mask, ratio, sequence_mean
-from shoal.algorithms.registry import LOSSES, NEEDS_RECOMPUTED
+from shoal.algorithms.advantages import carries_signal
+from shoal.algorithms.losses import Loss, LossParameters, LossTokens, dppo, geometric_mask, ratio, sequence_mean
+from shoal.algorithms.registry import ADVANTAGES, LOSSES, NEEDS_RECOMPUTED
+from shoal.protocol.verdict import MAX_REWARD
+
+GROUPS = st.lists(st.floats(-MAX_REWARD, MAX_REWARD, width=32), min_size=1, max_size=12)
+
+
+def of(name: str, rewards: list[float]) -> list[float]:
+    values: list[float] = ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64)).tolist()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "expected"),
+    [
+        ("group_mean", [1.0, 0.0, 0.5, 0.5], [0.5, -0.5, 0.0, 0.0]),
+        # mean 1, population variance (1 + 1 + 0 + 0) / 4 = 0.5, std 0.70710678; 1 / 0.70710778
+        ("group_mean_std", [2.0, 0.0, 1.0, 1.0], [1.4142116, -1.4142116, 0.0, 0.0]),
+        # mean 1, sample variance (1 + 1 + 0 + 0) / 3, std 0.81649658; 1 / 0.81649758
+        ("group_mean_sample_std", [2.0, 0.0, 1.0, 1.0], [1.2247434, -1.2247434, 0.0, 0.0]),
+        ("group_mean_sample_std", [3.0], [0.0]),  # a group of one has no deviation
+        # the others of the first have the mean 1/3, those of the second and third 4/3, of the last 1
+        ("rloo", [3.0, 0.0, 0.0, 1.0], [8 / 3, -4 / 3, -4 / 3, 0.0]),
+        ("dr_grpo", [1.0, 0.0, 0.0, 1.0], [0.5, -0.5, -0.5, 0.5]),
+        ("max_rl", [1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),  # one success of four weighs 1 / (1/4) − 1
+        ("max_rl", [1.0, 1.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3, -1.0]),
+        ("max_rl", [0.0, 0.0], [0.0, 0.0]),  # no success, nothing to learn
+        ("max_rl", [-0.5, -1.0], [0.0, 0.0]),  # what is below 0 is no success, and no two failures differ
+        ("max_rl", [0.9, -0.1], [1.0, -1.0]),
+        ("max_rl", [0.5, 0.25, 0.0, 0.25], [1.0, 0.0, -1.0, 0.0]),  # parts of a success: mean 1/4
+    ],
+)
+def test_advantages_by_hand(name: str, rewards: list[float], expected: list[float]) -> None:
+    assert of(name, rewards) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_equal_rewards_carry_no_advantage_and_others_keep_their_order(name: str) -> None:
+    assert [of(name, rewards) for rewards in ([0.25] * 3, [7.0], [-7.0])] == [[0.0] * 3, [0.0], [0.0]]
+    rewards = torch.tensor([0.1, 0.9, 0.3, 0.3, 1.0])
+    assert torch.equal(ADVANTAGES[name](rewards).argsort(stable=True), rewards.argsort(stable=True))
+
+
+@given(rewards=GROUPS)
+def test_they_are_numbers_for_any_rewards_that_are_and_sum_to_nothing(rewards: list[float]) -> None:
+    for name in sorted(ADVANTAGES):
+        values = of(name, rewards)
+        assert all(math.isfinite(value) for value in values)
+        assert abs(math.fsum(values)) <= 1e-5 * len(values) * max(1.0, *(abs(value) for value in [*values, *rewards]))
+    values, size = of("max_rl", rewards), len(rewards)
+    assert -1 - 1e-5 <= min(values) <= max(values) <= (size - 1) * (1 + 1e-5), "bounded by the size of the group"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.0, 1.0], True), ([0.5, 0.5, 0.5000001], True), ([1.0, 1.0, 1.0], False), ([0.0], False), ([], False),
+        ([0.0, math.nan], False), ([0.0, math.inf], False),
+    ],
+)  # fmt: skip
+def test_groups_that_teach(rewards: list[float], expected: bool) -> None:
+    assert carries_signal(rewards) is expected
+
+
+# Losses
+
+
+def logprob(ratio: float) -> float:
+    return math.log(ratio) - 1
+
+
+def tokens(
+    ratios: Sequence[float], advantages: Sequence[float], *, sequence: Sequence[int] | None = None
+) -> LossTokens:
+    """Tokens with these ratios. The trainer's own log-probabilities of the step's beginning are the recorded ones."""
+    base_N = torch.full((len(ratios),), -1.0, dtype=torch.float64)
+    return LossTokens(
+        logprobs_N=torch.tensor([logprob(r) for r in ratios], dtype=torch.float64, requires_grad=True),
+        behaviour_N=base_N,
+        advantages_N=torch.tensor(advantages, dtype=torch.float64),
+        recomputed_N=base_N.clone(),
+        sequence_N=torch.arange(len(ratios)) if sequence is None else torch.tensor(sequence),
+    )
+
+
+def differentiated(loss: Loss, given: LossTokens, parameters: LossParameters) -> tuple[Any, list[float]]:
+    """What the loss gives, and the gradient of its sum by each token's log-probability."""
+    output = loss(given, parameters)
+    gradient: Tensor
+    (gradient,) = torch.autograd.grad(output.loss_N.sum(), given.logprobs_N)
+    return output, gradient.tolist()
+
 
 PARAMETERS = LossParameters(epsilon=0.2, delta=4.0)
 
@@ -48,10 +139,6 @@ def test_the_base_of_the_ratio_is_chosen() -> None:
     assert float(ratio(given, LossParameters(recomputed_base=True))) == pytest.approx(1.1051709)  # e^0.1
     with pytest.raises(ValueError, match="recomputed_N"):
         ratio(replace(given, recomputed_N=None), LossParameters(recomputed_base=True))
-
-
-def logprob(ratio: float) -> float:
-    return math.log(ratio) - 1
 
 
 def weighted(weights: list[float], advantages: list[float], ratios: list[float]) -> list[float]:

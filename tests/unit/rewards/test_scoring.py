@@ -93,7 +93,7 @@ def test_a_job_that_waits_without_end_is_unscored_for_a_busy_machine_looks_the_s
     with naughty(tmp_path, patience=IMPATIENT) as pool:
         failure = one(pool, "sleep")
         assert type(failure) is ScoringFailure, "and not one that was not begun"
-        assert "did not end within 1.5 s by the clock" in str(failure)
+        assert "did not end within 0.8 s by the clock" in str(failure)
 
 
 @pytest.mark.slow
