@@ -53,6 +53,6 @@ class Asking:
 
     def check(self, task: Task) -> None:
         """Whether a task can be asked, with the length target whose number is longest."""
-        if self._budget is not None and self._budget.settings.targets:
-            task = self._budget.ask(task, max(self._budget.settings.targets, key=lambda target: len(str(target))))
+        if self._budget is not None and self._budget.targets:
+            task = self._budget.ask(task, max(self._budget.targets, key=lambda target: len(str(target))))
         self.ids(task)

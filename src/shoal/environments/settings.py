@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shoal.environments.protocol import Score, Task
 
 
 class Table(BaseModel):
@@ -54,6 +58,26 @@ class LengthSettings(Table):
         default="Think for {target} tokens before giving a response.", pattern=r"\{target\}",
         description="added to the prompt, at its end; {target} is where the number goes",
     )  # fmt: skip
+
+    def target(self, run: str, unit: int) -> int:
+        """The target of a unit; every one of `targets` equally often."""
+        digest = hashlib.sha256(f"shoal/length/v1\n{run}\n{unit}".encode()).digest()
+        return self.targets[int.from_bytes(digest[:8], "big") % len(self.targets)]
+
+    def ask(self, task: Task, target: int) -> Task:
+        return replace(task, prompt=f"{task.prompt} {self.text.replace('{target}', str(target))}")
+
+    def worth(self, score: Score, target: int, tokens: int) -> Score:
+        """What a completion of so many tokens is worth."""
+        task = score.value
+        if self.form == "exact":
+            value = task - self.alpha * abs(target - tokens)
+        elif self.form == "max":
+            value = task * min(1.0, max(0.0, self.alpha * (target - tokens) + self.delta))
+        else:
+            value = task if tokens <= target else 0.0
+        parts = {**score.parts, "task": task, "length": value - task, "target": float(target)}
+        return replace(score, value=value, parts=parts)
 
 
 class PromptSettings(Table):

@@ -197,7 +197,7 @@ def scored(chosen: Chosen, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[
         parts = {str(name): float(value) for name, value in score.parts.items() if math.isfinite(value)}
         target = length_target(chosen.environment, chosen.plan, record.index)
         if budget is not None and target is not None:
-            ended = budget.settings.count_eos and sample.finish == "eos"
+            ended = budget.count_eos and sample.finish == "eos"
             parts |= {"reward": budget.worth(score, target, sample.tokens + ended).value, "target": float(target)}
         return replace(sample, score=score.value, parts=parts)
 

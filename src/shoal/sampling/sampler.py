@@ -111,4 +111,5 @@ def uniforms_of(positions: Tensor, low: Tensor, high: Tensor) -> Tensor:
     int64, of shapes that broadcast."""
     zero = torch.zeros_like(positions)
     word0, word1, *_ = philox4x32((positions & LOW_32, positions >> 32, zero, zero), (low, high))
-    return ((word0 >> 5) * 2**26 + (word1 >> 6)).double() * 2.0**-53
+    uniforms: Tensor = ((word0 >> 5) * 2**26 + (word1 >> 6)).double() * 2.0**-53
+    return uniforms

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.environments import Environment, EnvironmentSettings, Score, Split, Task, build, dialogue_of, identity_of
-from shoal.environments.composed import LengthBudget, budget_of
+from shoal.environments.composed import budget_of
 from shoal.environments.generated import GeneratedEnvironment
 from shoal.environments.mix import MixedEnvironment, Part, Schedule, part_of, permute
 from shoal.environments.protocol import DialogueRule, prompt_digest, require_scoring
@@ -290,8 +290,8 @@ lengths = st.integers(0, 100_000)
 rewards = st.sampled_from([0.0, 0.25, 1.0])
 
 
-def budget(**settings: Any) -> LengthBudget:
-    return LengthBudget(LengthSettings.model_validate({"targets": [1000], **settings}))
+def budget(**settings: Any) -> LengthSettings:
+    return LengthSettings.model_validate({"targets": [1000], **settings})
 
 
 @pytest.mark.parametrize(
