@@ -112,8 +112,8 @@ class DatasetEnvironment:
 
     def _task(self, opened: Opened, row: int) -> Task:
         layout = opened.layout
-        if opened.checked is not None and row in opened.checked.bad:
-            raise UnusableTask(_named(opened, row, opened.checked.bad[row]))
+        if opened.checked is not None and row in opened.checked:
+            raise UnusableTask(_named(opened, row, opened.checked[row]))
         try:
             values = opened.table.row(row, tuple(dict.fromkeys([*filter(None, [layout.id]), *layout.asks])))
             question = layout.question(values)
@@ -154,7 +154,8 @@ class DatasetEnvironment:
     def check(self, progress: Callable[[int, int], None]) -> tuple[Opened, ...]:
         """Each data set (a held-out file is one of its own), after a look at every answer."""
         for opened in self._opened:
-            opened.checked = opened.checked or scanning.check(opened, self._grader, progress)
+            if opened.checked is None:
+                opened.checked = scanning.check(opened, self._grader, progress)
         return self._opened
 
     @property
@@ -199,7 +200,7 @@ class DatasetEnvironment:
                 rows = np.flatnonzero(opened.found.kind_of == number)
                 usable = rows[good[rows]]
                 looked = usable[np.linspace(0, len(usable) - 1, min(PROBED, len(usable))).astype(int)].tolist()
-                fine = looked and (opened.checked or any(not self._wrong(opened, row) for row in looked))
+                fine = looked and (opened.checked is not None or any(not self._wrong(opened, row) for row in looked))
                 if kind and not fine:
                     why = self._wrong(opened, looked[0] if looked else int(rows[0]))
                     told.append(f"kind {kind!r}, {count_of(len(rows), 'row')} ({why})")

@@ -28,6 +28,7 @@ from shoal.errors import EnvironmentSetupError, UnusableTask
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Graders = Callable[[str], Grader]
+Checked = dict[int, str]  # rows whose answer is no good, and why
 VERSION, CHECK_VERSION = 6, 1
 MOST_KINDS = MOST_REASONS = 1000
 SHOWN = 20
@@ -110,12 +111,15 @@ class Opened:
 
     def good(self) -> Flags:
         good = self.found.usable.copy()
-        good[list(self.checked.bad if self.checked else ())] = False
+        good[list(self.checked or ())] = False
         return good
 
     @property
     def problems(self) -> Problems:
-        return self.found.problems.joined(self.checked.problems) if self.checked else self.found.problems
+        answers = Problems()
+        for row, reason in (self.checked or {}).items():
+            answers.add(row, reason)
+        return self.found.problems.joined(answers)
 
     def where(self, row: int) -> str:
         return self.table.where(row)
@@ -229,14 +233,6 @@ def split(found: Scan, other: Scan | None, held_out_size: int) -> Splits:
 # Every answer
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Rows whose answer is no good."""
-
-    bad: dict[int, str]
-    problems: Problems
-
-
 def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Graders) -> str:
     answer = layout.answer(row)
     if len(answer) > ROW_LIMIT_BYTES:
@@ -252,11 +248,10 @@ def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None]
     name = entry_name("check", CHECK_VERSION, opened.table.identities(), opened.layout.signature, versions)
     if known := load_arrays(name):
         arrays, beside = known
-        bad = dict(zip(arrays["bad"].tolist(), beside["why"], strict=True))
-        return Checked(bad, Problems.from_json(**beside["problems"]))
+        return dict(zip(arrays["bad"].tolist(), beside["why"], strict=True))
     if progress is None:
         return None
-    bad, problems, first, layout = dict[int, str](), Problems(), 0, opened.layout
+    bad, first, layout = dict[int, str](), 0, opened.layout
     for batch in opened.table.scan(layout.columns):
         for number, row in enumerate(rows_of(batch), first):
             if opened.found.usable[number]:
@@ -266,8 +261,7 @@ def check(opened: Opened, graders: Graders, progress: Callable[[int, int], None]
                     usable_answer(layout, row, layout.grader or layout.question(row).kind, graders)
                 except UnusableTask as error:
                     bad[number] = str(error)
-                    problems.add(number, str(error))
         first += len(next(iter(batch.values())))
         progress(first, opened.table.rows)
-    store_arrays(name, {"bad": np.array(list(bad), np.int64)}, {"why": [*bad.values()], "problems": problems.as_json()})
-    return Checked(bad, problems)
+    store_arrays(name, {"bad": np.array(list(bad), np.int64)}, {"why": [*bad.values()]})
+    return bad
