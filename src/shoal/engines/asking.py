@@ -28,7 +28,7 @@ class Asking:
 
     def __init__(self, files: Mapping[str, bytes], environment: Environment, max_new_tokens: int) -> None:
         positions = read_config(files).get("max_position_embeddings")
-        self.encoder = PromptEncoder.of(files, prompt_settings_of(environment))
+        self.encoder = PromptEncoder(files, **prompt_settings_of(environment).model_dump())
         self._budget = budget_of(environment)
         self._name = environment.name
         self._room = positions - max_new_tokens if isinstance(positions, int) and positions > 0 else None

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING
 
 from shoal.errors import ModelError
 from shoal.models.folder import read_config
@@ -27,17 +27,6 @@ FROZEN_NOW = datetime(2024, 7, 26)
 """What a template that asks for the date is told: the same prompt every day, on every machine."""
 OPENING, CLOSING = "\U0010fff0", "\U0010fff1"
 """Around the number of a control token that a message spelt; of the private use area, which text does not contain."""
-
-
-class Manner(Protocol):
-    """How tasks are asked: `PromptSettings` of an environment is one."""
-
-    @property
-    def chat(self) -> bool | None: ...
-    @property
-    def system(self) -> str: ...
-    @property
-    def thinking(self) -> str: ...
 
 
 class PromptEncoder:
@@ -61,10 +50,6 @@ class PromptEncoder:
                 special_words(files),
                 _control_tokens(files),
             )
-
-    @classmethod
-    def of(cls, files: Mapping[str, bytes], manner: Manner) -> Self:
-        return cls(files, manner.chat, manner.system, manner.thinking)
 
     @property
     def uses_template(self) -> bool:

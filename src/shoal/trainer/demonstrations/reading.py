@@ -26,9 +26,10 @@ from shoal.environments.data.locating import kind_of, locate
 from shoal.environments.data.readers import Broken, Table, rows_of
 from shoal.environments.formats import conversation, messages_of, required
 from shoal.environments.protocol import prompt_digest, question_digest
+from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, UnusableTask
 from shoal.models.folder import read_config
-from shoal.models.prompts import Manner, PromptEncoder
+from shoal.models.prompts import PromptEncoder
 
 Message = tuple[str, str]
 LAYOUTS = {"messages": ("messages",), "completion": ("prompt", "completion"), "text": ("text",)}
@@ -162,8 +163,8 @@ def _alternating(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 class Encoder:
-    def __init__(self, files: Mapping[str, bytes], manner: Manner, layout: str) -> None:
-        self._prompts = PromptEncoder.of(files, manner)
+    def __init__(self, files: Mapping[str, bytes], manner: PromptSettings, layout: str) -> None:
+        self._prompts = PromptEncoder(files, **manner.model_dump())
         self._thinking = manner.thinking.strip()
         self.tokenizer = self._prompts.tokenizer
         positions = read_config(files).get("max_position_embeddings")
