@@ -68,7 +68,6 @@ def build_ingredient(settings: Ingredient) -> Environment:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "options"
-        raise EnvironmentSetupError(
-            f"environment {settings.name}: {where}: {first['msg'].removeprefix('Value error, ')}"
-        ) from None
+        said = first["msg"].removeprefix("Value error, ")
+        raise EnvironmentSetupError(f"environment {settings.name}: {where}: {said}") from None
     return make(options, settings)

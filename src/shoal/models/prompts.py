@@ -45,11 +45,8 @@ class PromptEncoder:
             raise ModelError(f"environment.prompt.chat is true, but the model {told}: leave chat out")
         self._template, self._words, self._controls = None, dict[str, str](), dict[str, int]()
         if source is not None:
-            self._template, self._words, self._controls = (
-                _compiled(source),
-                special_words(files),
-                _control_tokens(files),
-            )
+            self._template, self._words = _compiled(source), special_words(files)
+            self._controls = _control_tokens(files)
 
     @property
     def uses_template(self) -> bool:
@@ -129,13 +126,11 @@ def template_source(files: Mapping[str, bytes]) -> str | None:
             return files["chat_template.jinja"].decode()
         except UnicodeDecodeError as error:
             raise ModelError(f"the model's chat_template.jinja is no text: {error}") from error
-    given = (
-        read_config(files, "tokenizer_config.json").get("chat_template") if "tokenizer_config.json" in files else None
-    )
+    config = read_config(files, "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    given = config.get("chat_template")
     if isinstance(given, list):
-        given = next(
-            (one.get("template") for one in given if isinstance(one, dict) and one.get("name") == "default"), None
-        )
+        named = (one for one in given if isinstance(one, dict) and one.get("name") == "default")
+        given = next(named, {}).get("template")
     return given if isinstance(given, str) and given else None
 
 

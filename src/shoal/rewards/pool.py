@@ -181,10 +181,8 @@ class ScoringProcess:
         try:
             message = self._channel.receive(within_s)
         except TimeoutError:
-            told = (
-                f"within {within_s:g} s: the environment or one of its first tasks hangs, or this machine is very busy"
-            )
-            raise ScoringFailure(f"a scoring process was not ready {told}") from None
+            why = "the environment or one of its first tasks hangs, or this machine is very busy"
+            raise ScoringFailure(f"a scoring process was not ready within {within_s:g} s: {why}") from None
         except ChannelClosed:
             raise DiedEarly(f"a scoring process did not start: it {self._how_it_ended().what}") from None
         if not isinstance(message, frames.Ready) or message.problem:

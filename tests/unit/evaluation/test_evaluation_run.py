@@ -220,15 +220,15 @@ def test_answers_and_notes_of_graders_are_not_written(tmp_path: Path, caplog: py
 
 
 class Interrupting(DirectScorer):
-    """Begins one job at a time. The process is told to stop during its third batch."""
+    """Begins one job at a time. The process is told to stop during its third batch, or another one."""
 
-    def __init__(self, environment: Environment, stop: StopToken, raises: bool) -> None:
+    def __init__(self, environment: Environment, stop: StopToken, raises: bool, batch: int = 3) -> None:
         super().__init__(environment)
-        self._stop, self._raises, self._batches = stop, raises, 0
+        self._stop, self._raises, self._batch, self._batches = stop, raises, batch, 0
 
     def scores(self, jobs: Sequence[Job]) -> Any:
         self._batches += len(jobs) == SAMPLING.batch_rows
-        if self._batches == 3 and not self._stop.is_set():
+        if self._batches == self._batch and not self._stop.is_set():
             self._stop.set("test")
             if self._raises:
                 raise DeadlineExceeded("told to stop")
@@ -386,21 +386,6 @@ def reward_file(folder: Path, what: str) -> EnvironmentSettings:
     return EnvironmentSettings(file=folder / "reward.py")
 
 
-class Stopping(DirectScorer):
-    """Told to stop at the second batch."""
-
-    def __init__(self, settings: EnvironmentSettings, stop: StopToken) -> None:
-        super().__init__(build(settings))
-        self._stop, self._calls = stop, 0
-
-    def scores(self, jobs: Sequence[Job]) -> Any:
-        self._calls += 1
-        if self._calls == 2:
-            self._stop.set("test")
-            raise DeadlineExceeded("told to stop")
-        return super().scores(jobs)
-
-
 def test_rescored_results_are_as_if_scoring_had_never_failed(tmp_path: Path) -> None:
     run(tmp_path / "whole", of(SORT))
     before = run(tmp_path / "lost", of(SORT), FailingScorer(build(SORT), frozenset({0, 1, 5, 17})))
@@ -433,7 +418,7 @@ def test_grader_that_breaks_the_command_costs_no_generation(tmp_path: Path, monk
 def test_stopped_rescoring_leaves_everything_as_it_was(tmp_path: Path) -> None:
     run(tmp_path, of(SORT), FailingScorer(build(SORT), frozenset({3})))
     before, stop = content(tmp_path), StopToken()
-    assert again(tmp_path, SORT, Stopping(SORT, stop), stop) is None
+    assert again(tmp_path, SORT, Interrupting(build(SORT), stop, True, batch=2), stop) is None
     assert content(tmp_path) == before
 
 
@@ -451,7 +436,8 @@ def test_completions_of_another_prompt_are_not_rescored(tmp_path: Path) -> None:
 def test_interrupted_evaluation_continues_with_new_scores(tmp_path: Path, capsys: Capture) -> None:
     broken = reward_file(tmp_path, "return 0.0")
     stop, out, first = StopToken(), tmp_path / "out", SortingEngine()
-    assert measure(of(broken, first), lambda: Stopping(broken, stop), out, stop, lambda _done, _total: None) is None
+    stopped = Interrupting(build(broken), stop, True, batch=2)
+    assert measure(of(broken, first), lambda: stopped, out, stop, lambda _done, _total: None) is None
     mended = reward_file(tmp_path, EXACT)
     assert again(out, mended)["samples"] == 4 * len(first.asked)  # what was drawn and not scored, too
     assert not (out / SUMMARY).exists()
