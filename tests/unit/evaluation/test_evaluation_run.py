@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kit import Capture, Patch
-from kit.evaluation import SAMPLING, TOKENIZER, FailingScorer, SortingEngine, evaluation, sort, subject, with_lines
+from kit.evaluation import SAMPLING, TOKENIZER, FailingScorer, SortingEngine, evaluation, sort, subject
 from shoal.cli.main import main
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, build
 from shoal.environments.settings import LengthSettings
@@ -265,9 +265,7 @@ def test_what_a_crash_left_half_written_is_done_again(tmp_path: Path, file: str,
     run(tmp_path / "whole")
     given, stop, out = evaluation(), StopToken(), tmp_path / "cut"
     run(out, given, Interrupting(given.chosen.environment, stop, False), stop)
-    with_lines(out / file, 1)
-    with (out / file).open("ab") as opened:
-        opened.write(damage)
+    (out / file).write_bytes((out / file).read_bytes().partition(b"\n")[0] + b"\n" + damage)
     run(out)
     assert (out / TASKS).read_bytes() == (tmp_path / "whole" / TASKS).read_bytes()
 
