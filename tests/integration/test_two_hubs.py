@@ -46,7 +46,7 @@ from kit.hub import (
 )
 from shoal import ledger, protocol
 from shoal.errors import ConfigError
-from shoal.hub import run_hub
+from shoal.hub.http.server import run_hub
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import Refusal, Save
 from shoal.hub.state.reputation import NEWER, Suspicion

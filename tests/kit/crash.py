@@ -45,7 +45,7 @@ from kit.hub import (
     worker_key,
 )
 from shoal import ledger
-from shoal.hub import run_hub
+from shoal.hub.http.server import run_hub
 from shoal.hub.service import Context
 from shoal.protocol.batch import Batch, BatchReply
 from shoal.protocol.identity import SigningKey

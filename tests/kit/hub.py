@@ -15,7 +15,8 @@ from kit.asgi import AsgiTransport
 from shoal import protocol
 from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
-from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
+from shoal.hub import HubConfig, HubSettings, RunSettings
+from shoal.hub.http.app import create_app
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import Save
 from shoal.hub.state.rows import NodeRow

@@ -15,7 +15,7 @@ from shoal import protocol
 from shoal.client import HubClient
 from shoal.client.http import HEADERS
 from shoal.errors import SignatureError
-from shoal.hub import create_app
+from shoal.hub.http.app import create_app
 from shoal.ledger import verify
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken

@@ -27,8 +27,10 @@ from kit import eventually
 from kit.hub import HUB, TRAINER, Actor, Bench, fresh_request, make_config, ok, policy, submission_body, worker_key
 from kit.smalldisk import in_own_namespace, small_disk
 from shoal.errors import ConfigError, DiskError, EnvironmentSetupError, ResourceError
-from shoal.hub import HubConfig, create_app, run_hub
+from shoal.hub import HubConfig
 from shoal.hub.http import server
+from shoal.hub.http.app import create_app
+from shoal.hub.http.server import run_hub
 from shoal.hub.settings import MAX_INFLATED_BYTES, MAX_SUBMISSION_BYTES
 from shoal.hub.storage import SqliteStorage
 from shoal.protocol import MAX_PROMPT_TOKENS, LeaseRequest, PolicyAnnouncement, ProofParameters
@@ -180,7 +182,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from kit.hub import make_config
-from shoal.hub import run_hub
+from shoal.hub.http.server import run_hub
 from shoal.runtime.stop import stop_on_signals
 config = make_config(Path(sys.argv[2]), run={"groups_per_step": 32}, settings={"newcomer_share": 1.0})
 run_hub(config, stop_on_signals(), lambda url: print(url, flush=True))

@@ -11,7 +11,7 @@ import pytest
 
 from kit.hub import Actor, Bench, fresh_request, ok, worker_key
 from kit.machine import Play
-from shoal.hub.service.calibrating import SETTING
+from shoal.hub.service.measuring import CALIBRATION
 from shoal.hub.service.reporting import read_figures
 from shoal.hub.state import calibrations
 from shoal.hub.state.calibrations import InForce
@@ -159,7 +159,7 @@ def test_who_works_as_a_kind_that_nobody_measured_is_a_newcomer_and_audited_full
     play.announce(0)
     with play.storage.write() as transaction:
         in_force = InForce(digest="c" * 64, kinds=("torch/cuda/bfloat16",))
-        transaction.put_setting(SETTING, in_force.model_dump_json())
+        transaction.put_setting(CALIBRATION, in_force.model_dump_json())
     worker = play.join(streak=10_000)
     play.lease(worker, 1)
     assert not play._node(worker.node).on_probation
