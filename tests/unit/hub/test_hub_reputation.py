@@ -39,13 +39,6 @@ def row_of(bench: Bench, audit: protocol.Audit) -> SubmissionRow:
     return row
 
 
-def entries_of(bench: Bench) -> list[protocol.LedgerEntry]:
-    bench.hub.posting.post()
-    with bench.hub.context.storage.read() as reader:
-        entries: list[protocol.LedgerEntry] = reader.ledger_after(-1, 10_000)
-    return entries
-
-
 def hand_in(bench: Bench, actor: Actor, count: int = 1) -> list[protocol.Lease]:
     leases = actor.lease(fresh_request(), count)
     for lease in leases:
@@ -109,7 +102,7 @@ class TestPulls:
         assert "failed the audit of unit 3 (sampling.seed)" in pulled.message
         units = bench.status().units
         assert (units["open"], units["accepted"], units["submitted"]) == (3, 1, 2)
-        (record,) = [entry for entry in entries_of(bench) if entry.kind == "pulled"]
+        (record,) = [entry for entry in bench.ledger().entries if entry.kind == "pulled"]
         assert record.body["units"] == [0, 1]
         before = protocol.Lease.model_validate(audits[0].lease.document)
         assert bench.alice.lease(fresh_request()) == [], "suspended"
@@ -120,7 +113,7 @@ class TestPulls:
         self.fail(bench, protocol.Severity.CERTAIN)
         assert self.states(bench) == {"pulled": 3, "rejected": 1, "received": 2}
         assert bench.row(bench.alice).state == protocol.NodeState.BANNED
-        kinds = [entry.kind for entry in entries_of(bench)][-6:]
+        kinds = [entry.kind for entry in bench.ledger().entries][-6:]
         assert kinds == ["rejected", "void", "void", "void", "sanction", "pulled"]
 
     def test_what_is_in_a_batch_stays(self, bench: Bench) -> None:
@@ -138,7 +131,7 @@ class TestPulls:
 class TestPendingCredit:
     def view(self, bench: Bench, actor: Actor) -> tuple[int, int]:
         view = next(view for view in bench.status().nodes if view.node == actor.key.node)
-        account = ledger.fold(entries_of(bench)).by_node[actor.key.node]
+        account = ledger.fold(bench.ledger().entries).by_node[actor.key.node]
         assert (account.credit, account.pending) == (view.credit, view.pending)
         return view.credit, view.pending
 

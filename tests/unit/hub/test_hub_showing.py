@@ -20,7 +20,7 @@ from shoal.ledger import Chain, Keys, Proofs
 from shoal.protocol import Lease, ProgressReply, ProofParameters, Rollout, ShownChunks, ShownProgress, Submission
 from shoal.protocol.codec import BodyLimits, pack, unpack
 from shoal.protocol.node import NodeState
-from shoal.protocol.status import Evidence, LedgerEntry
+from shoal.protocol.status import Evidence
 from shoal.protocol.submission import pack_logprobs as logprobs
 from shoal.protocol.submission import pack_tokens, shown_digest, submission_digest
 from shoal.protocol.verdict import Audit, Outcome, Severity, SubmissionBodies
@@ -164,13 +164,8 @@ def _lapse(bench: Bench, lease: Lease) -> None:
     bench.clock.advance(LEASE_S + 1)
 
 
-def _state_of(bench: Bench, name: str) -> NodeState:
-    return next(node.state for node in bench.status().nodes if node.name == name)
-
-
 def _require_ledger_verifies(bench: Bench, kinds: set[str]) -> None:
-    rows = ok(bench.http.get("/ledger?after=-1&limit=1000")).json()["entries"]
-    entries = [LedgerEntry.model_validate(row) for row in rows]
+    entries = bench.ledger().entries
     told = ok(bench.http.get("/ledger/evidence?after=-1&limit=200")).json()["evidence"]
     evidence = {each["row"]: Evidence.model_validate(each) for each in told}
     chain = Chain()
@@ -210,7 +205,7 @@ def test_a_lease_that_ended_before_the_verdict_bans_its_node_and_leaves_the_unit
         ok(bench.judge(own))
     before = ok(bench.http.get(f"/units/{lease.unit}")).json()
     ok(failed(bench, audit))
-    assert _state_of(bench, "alice") is NodeState.BANNED
+    assert bench.row(bench.alice).state is NodeState.BANNED
     after = ok(bench.http.get(f"/units/{lease.unit}")).json()
     assert after["state"] == before["state"] == meanwhile
     assert [each["state"] for each in after["leases"]] == [each["state"] for each in before["leases"]]

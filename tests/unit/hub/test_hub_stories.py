@@ -12,7 +12,7 @@ from shoal.hub.service import reporting
 from shoal.ledger import fold
 from shoal.protocol import CheckResult, Lease, Outcome, Receipt, Registration, Severity, SigningKey, Verdict, Vouch
 from shoal.protocol.signing import SignedDocument, document_hash, open_document, sign_document, sign_values
-from shoal.protocol.status import EvidencePage, LedgerEntry, LedgerPage, NodeStory, RunStatus, UnitStory, behind
+from shoal.protocol.status import EvidencePage, NodeStory, UnitStory, behind
 
 ALICE, BOB = worker_key(1).node, worker_key(2).node
 FAILED: dict[str, Any] = {
@@ -127,8 +127,7 @@ def test_the_ban_of_a_node_that_earned_is_in_the_ledger_with_its_cause(bench: Be
 def test_the_evidence_of_each_row_is_what_it_points_to(bench: Bench) -> None:
     ok(bench.announce(0))
     bench.accept_groups(2)
-    entries = LedgerPage.model_validate_json(ok(bench.http.get("/ledger")).content).entries
-    credits = [entry for entry in entries if entry.kind == "credit"]
+    credits = [entry for entry in bench.ledger().entries if entry.kind == "credit"]
     page = EvidencePage.model_validate_json(ok(bench.http.get("/ledger/evidence?after=-1&limit=200")).content)
     assert [each.row for each in page.evidence] == [entry.index for entry in credits]
     for each, entry in zip(page.evidence, credits, strict=True):
@@ -150,8 +149,7 @@ def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, mon
     ok(bench.judge(bench.audits()[0], **FAILED))
     for number in range(3, 12):
         ok(bench.actor(worker_key(number)).register(name=f"n{number}"))
-    answer = bench.http.get("/status", headers={"shoal-protocol": "2"})
-    status = RunStatus.model_validate_json(ok(answer).content)
+    status = bench.status()
     shown = [node.node for node in status.nodes]
     assert len(shown) == 6
     assert {node.role for node in status.nodes[:2]} == {"trainer", "validator"}
@@ -197,12 +195,8 @@ def register(bench: Bench, key: SigningKey, signed: SignedDocument | None, **cha
     return bench.actor(key).call("POST", "/nodes", Registration(public_key=key.public_key, vouch=signed, **changes))
 
 
-def ledger(bench: Bench) -> list[LedgerEntry]:
-    return list(LedgerPage.model_validate_json(ok(bench.http.get("/ledger")).content).entries)
-
-
 def vouches(bench: Bench) -> list[dict[str, Any]]:
-    return [entry.body for entry in ledger(bench) if entry.kind == "vouch"]
+    return [entry.body for entry in bench.ledger().entries if entry.kind == "vouch"]
 
 
 def works(bench: Bench, key: SigningKey) -> None:
@@ -223,7 +217,7 @@ def test_an_owner_is_written_down_once_and_stays(bench: Bench) -> None:
     works(bench, CAROL)
     signed = vouch().model_dump(mode="json")
     assert vouches(bench) == [{"node": CAROL.node, "owner": OWNER.public_key, "vouch": signed}]
-    assert fold(ledger(bench)).by_node[CAROL.node].owner == OWNER.public_key
+    assert fold(bench.ledger().entries).by_node[CAROL.node].owner == OWNER.public_key
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,6 @@ class TestDuplicates:
         decided = case(submission=submission(0, state=SubmissionState(outcome.value)))
         assert judge(decided, outcome=outcome) == []
 
-    def test_another_outcome_is_refused(self) -> None:
-        decided = case(submission=submission(0, state=SubmissionState.ACCEPTED))
-        with pytest.raises(Refusal) as refusal:
-            judge(decided, outcome=Outcome.REJECTED)
-        assert (refusal.value.status, refusal.value.code) == (409, "verdict.decided")
-
 
 class TestUnsure:
     def test_nobody_is_paid_or_punished_and_the_unit_is_open_again(self) -> None:

@@ -56,14 +56,6 @@ class TestGrant:
         assert full.leases == ()
         assert full.plan.waiting.startswith("a group takes this node 3.0 s and it holds 5")
 
-    def test_a_banned_node_is_refused_and_a_suspended_one_told_how_long(self) -> None:
-        with pytest.raises(Refusal, match="because") as refusal:
-            grant(moment(), [unit(0)], ask(state=NodeState.BANNED, reason="because"))
-        assert (refusal.value.status, refusal.value.code) == (403, "node.banned")
-        suspended = ask(state=NodeState.SUSPENDED, reason="because", until_ms=NOW_MS + 42_001)
-        found = grant(moment(), [unit(0)], suspended)
-        assert (found.leases, found.plan.waiting) == ((), "this node is suspended for 43 s more: because")
-
 
 class TestExpiry:
     def test_overdue_leases_end_and_their_units_are_open_again(self) -> None:
@@ -159,12 +151,6 @@ class TestReceive:
         expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0))
         with pytest.raises(Refusal, match="too old to train on"):
             receive(expired, now=moment(progress=Progress(policy=policy(1), next_step=1)))
-
-    @pytest.mark.parametrize("state", [LeaseState.VOID, LeaseState.RELEASED])
-    def test_ended_leases(self, state: LeaseState) -> None:
-        with pytest.raises(Refusal) as refusal:
-            receive(Holding(replace(held(0).lease, state=state), unit(0)))
-        assert (refusal.value.status, refusal.value.code) == (410, f"lease.{state.value}")
 
 
 class TestPolicyOfTheWorker:
