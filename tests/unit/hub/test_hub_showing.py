@@ -272,15 +272,6 @@ def take(last: ShownRow | None, *said: ShownChunks) -> tuple[tuple[int, ...], Sh
     return submissions.take_shown(RULES, PROOF, "u0a0", last, said)
 
 
-def test_chunks_are_taken_where_the_copy_ends_and_others_are_left_out():
-    tokens, first, new = take(None, cut_chunks(0, 0, range(4)), cut_chunks(1, 4, range(4)))
-    assert (tokens, len(new)) == ((4, 0), 1)
-    assert first == ShownRow("u0a0", 0, (4, 0))
-    assert take(first, cut_chunks(0, 0, range(8))) == ((4, 0), None, [])
-    tokens, second, _ = take(first, cut_chunks(0, 4, range(8)), cut_chunks(1, 0, range(3)))
-    assert second == ShownRow("u0a0", 1, (12, 3))
-
-
 @pytest.mark.parametrize(
     ("said", "why"),
     [

@@ -51,9 +51,7 @@ def test_fresh_keys_whose_every_group_is_unsure_stop_no_step(play: Play) -> None
     """Before, four such groups voided a unit: steps took what was left, down to nothing."""
     for step in range(2):
         for _ in range(2 * GROUPS):
-            for lease in play.lease(play.join(), 1):
-                play.submit(lease)
-            judge_all(play, Outcome.UNSURE)
+            play.work(play.join(), outcome=Outcome.UNSURE)
         assert play.lease(play.join(), 4) == [], "workers do not get what was unsure twice"
         for lease in play.entrust():
             play.submit(lease)
@@ -71,9 +69,7 @@ def test_fresh_keys_whose_every_group_is_unsure_stop_no_step(play: Play) -> None
 
 def test_a_validator_that_dies_with_a_unit_is_not_blamed_and_the_unit_comes_again(play: Play) -> None:
     for _ in range(2):
-        (lease,) = play.lease(play.join(), 1)
-        play.submit(lease)
-        judge_all(play, Outcome.UNSURE)
+        play.work(play.join(), outcome=Outcome.UNSURE)
     (first,) = play.entrust()
     let_pass(play, 24)  # it is not heard of any more
     assert state_of(play, first.unit) == ("open", 3)
@@ -85,9 +81,7 @@ def test_a_validator_that_dies_with_a_unit_is_not_blamed_and_the_unit_comes_agai
 
 def test_only_four_attempts_of_validators_give_a_unit_up_with_an_alarm(play: Play) -> None:
     for _ in range(2):
-        (lease,) = play.lease(play.join(), 1)
-        play.submit(lease)
-        judge_all(play, Outcome.UNSURE)
+        play.work(play.join(), outcome=Outcome.UNSURE)
     found = []
     for _ in range(4):
         (lease,) = play.entrust()
