@@ -277,16 +277,6 @@ class TestRetry:
     def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(context, "PAUSE_S", 0.0)
 
-    def test_a_decision_that_was_overtaken_is_made_again(self) -> None:
-        failures = [StaleRow("once"), StaleRow("twice")]
-
-        def call() -> str:
-            if failures:
-                raise failures.pop()
-            return "answer"
-
-        assert retry(call) == "answer"
-
     def test_but_not_for_ever(self) -> None:
         made: list[int] = []
 

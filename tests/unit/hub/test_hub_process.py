@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -201,11 +199,6 @@ def test_idle_sockets_of_strangers_take_no_upload_slot(running: Running) -> None
                 idle.sendall(f"PUT /submissions/u0a0 HTTP/1.1\r\n{head}\r\n".encode())
                 assert idle.recv(64).startswith(b"HTTP/1.1 401 "), "refused before any of its body is there"
             assert worker.submit(lease).status_code == 201
-
-
-def test_the_hub_starts_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import shoal.hub.http.server, shoal.ledger"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # The hub on a disk that is full: it promises nothing that it cannot keep, ends with a sentence, and loses nothing
