@@ -25,19 +25,9 @@ import pytest
 from sqlalchemy import select
 
 from kit import Patch, eventually
+from kit import hub as kit
 from kit.crash import DEADLINE_S, VALIDATORS, Body, Cast, Place, serve
 from kit.fork import started
-from kit.hub import (
-    RUN_ID,
-    TRAINER,
-    certificate,
-    fresh_request,
-    make_config,
-    policy,
-    submission_body,
-    verdict_on,
-    worker_key,
-)
 from shoal import protocol
 from shoal.errors import ConfigError
 from shoal.hub.service import Hub
@@ -83,7 +73,7 @@ class Storm(Cast):
     """Everybody knows both hubs, and makes some calls at both at the same moment; one group in ten is unsure."""
 
     def __init__(self, pair: Pair, workers: int) -> None:
-        super().__init__(pair, [worker_key(number) for number in (1, 2, *range(4, workers + 2))])
+        super().__init__(pair, [kit.worker_key(number) for number in (1, 2, *range(4, workers + 2))])
         self._random = random.Random(0)
         self._pool = ThreadPoolExecutor(2 * len(self.workers))
         self.doubled = 0
@@ -204,7 +194,7 @@ class TestTogether:
     """Two hubs in this process, on one database."""
 
     def hub(self, folder: Path, database: str, clock: ManualClock) -> Hub:
-        return Hub(make_config(folder, settings={"database": database}), clock)
+        return Hub(kit.make_config(folder, settings={"database": database}), clock)
 
     def test_one_leads_and_posts_and_the_other_takes_over(self, tmp_path: Path, database_url: str) -> None:
         clock = ManualClock()
@@ -212,8 +202,8 @@ class TestTogether:
         for hub in (first, second):
             hub.upkeep.tick()
         assert (first.context.leads, second.context.leads) == (True, False)
-        key = worker_key(1)
-        trusted = {"role": "validator", "certificate": certificate(key, "validator")}  # in the ledger at once
+        key = kit.worker_key(1)
+        trusted = {"role": "validator", "certificate": kit.certificate(key, "validator")}  # in the ledger at once
         second.membership.register(protocol.Registration(public_key=key.public_key, **trusted))
         assert second.reporting.ledger_page(-1, 9).head.index == 0, "who does not lead shows what is posted"
         assert first.reporting.ledger_page(-1, 9).entries[-1].body["node"] == key.node
@@ -228,18 +218,18 @@ class TestTogether:
         """Their evidence is in one row: before, each of two reports at one time put its own in place of the other's."""
         clock = ManualClock()
         hubs = [self.hub(tmp_path / "hub", database_url, clock) for _ in range(2)]
-        trusted = {TRAINER: "trainer", worker_key(11): "validator", worker_key(12): "validator"}
+        trusted = {kit.TRAINER: "trainer", kit.worker_key(11): "validator", kit.worker_key(12): "validator"}
         for key, role in trusted.items():
-            body = protocol.Registration(public_key=key.public_key, role=role, certificate=certificate(key, role))
+            body = protocol.Registration(public_key=key.public_key, role=role, certificate=kit.certificate(key, role))
             hubs[0].membership.register(body)
-        announcement = protocol.PolicyAnnouncement(run=RUN_ID, policy=policy(0), created_at_ms=0)
-        hubs[0].training.announce(row_of(hubs[0], TRAINER), protocol.sign_document(announcement, TRAINER))
+        announcement = protocol.PolicyAnnouncement(run=kit.RUN_ID, policy=kit.policy(0), created_at_ms=0)
+        hubs[0].training.announce(row_of(hubs[0], kit.TRAINER), protocol.sign_document(announcement, kit.TRAINER))
         for number in (1, 2):
-            hubs[0].membership.register(protocol.Registration(public_key=worker_key(number).public_key))
-            worker = row_of(hubs[0], worker_key(number))
-            [signed] = hubs[0].work.lease(worker, protocol.LeaseRequest(request=fresh_request())).leases
+            hubs[0].membership.register(protocol.Registration(public_key=kit.worker_key(number).public_key))
+            worker = row_of(hubs[0], kit.worker_key(number))
+            [signed] = hubs[0].work.lease(worker, protocol.LeaseRequest(request=kit.fresh_request())).leases
             lease = protocol.Lease.model_validate(signed.document)
-            hubs[0].work.submit(worker, lease.lease, submission_body(lease))
+            hubs[0].work.submit(worker, lease.lease, kit.submission_body(lease))
         met, after = threading.Barrier(2), Suspicion.after
 
         def meeting(suspicion: Suspicion, verdict: protocol.Verdict) -> Suspicion:
@@ -252,12 +242,12 @@ class TestTogether:
             [audit] = hub.checking.audits(node, protocol.AuditRequest(max_audits=1)).audits
             lease = protocol.Lease.model_validate(audit.lease.document)
             seen = {"depth": audit.depth, "branches": Branches(looked=1, differences=(1.0,))}
-            verdict = verdict_on(lease, audit.submission, **seen)
+            verdict = kit.verdict_on(lease, audit.submission, **seen)
             return hub.checking.verdicts(node, protocol.VerdictReport(verdicts=(protocol.sign_document(verdict, key),)))
 
         monkeypatch.setattr(Suspicion, "after", meeting)
         with ThreadPoolExecutor(2) as pool:
-            replies = list(pool.map(reported, hubs, (worker_key(11), worker_key(12))))
+            replies = list(pool.map(reported, hubs, (kit.worker_key(11), kit.worker_key(12))))
         assert [reply.refused for reply in replies] == [(), ()]
         with hubs[0].context.storage.read() as reader:
             stored = reader.setting(NEWER)
@@ -287,7 +277,7 @@ class TestTogether:
         now_ms = SystemClock().now_ms()
         clocks = [ManualClock(now_ms + hours * HOUR_MS) for hours in (1, -1, 0)]
         hubs = [self.hub(tmp_path / "hub", database_url, clock) for clock in clocks[:2]]
-        hubs[0].membership.register(protocol.Registration(public_key=worker_key(1).public_key))
+        hubs[0].membership.register(protocol.Registration(public_key=kit.worker_key(1).public_key))
         for hub in hubs:
             hub.upkeep.tick()
         hubs.append(self.hub(tmp_path / "hub", database_url, clocks[2]))
@@ -302,9 +292,9 @@ class TestTogether:
         monkeypatch.setattr(postgres_module, "LIMITS", {**postgres_module.LIMITS, "lock_timeout": "100ms"})
         hub = self.hub(tmp_path / "hub", database_url, ManualClock())
         for number in (1, 2):
-            hub.membership.register(protocol.Registration(public_key=worker_key(number).public_key))
+            hub.membership.register(protocol.Registration(public_key=kit.worker_key(number).public_key))
         with hub.context.storage.write() as transaction:
-            alice, eve = (transaction.node(worker_key(number).node) for number in (1, 2))
+            alice, eve = (transaction.node(kit.worker_key(number).node) for number in (1, 2))
             assert eve is not None
             lease = LeaseRow("u0a0", 0, alice.node, 0, "request", 0, 0, "d" * 64, issued_at_ms=1, deadline_ms=10**15)
             transaction.apply([Save(UnitRow(0, "t", UnitState.LEASED), None), Save(lease, None)])

@@ -28,22 +28,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from kit import hub as kit
 from kit.fork import FORKS, started
-from kit.hub import (
-    HUB,
-    RUN_ID,
-    TOKENS_PER_ROLLOUT,
-    TRAINER,
-    VALIDATOR,
-    as_bytes,
-    certificate,
-    fresh_request,
-    make_config,
-    policy,
-    submission_body,
-    verdict_on,
-    worker_key,
-)
 from shoal import ledger
 from shoal.hub.http.server import run_hub
 from shoal.hub.service import Context
@@ -94,7 +80,7 @@ class Place:
 
 
 def _config(place: Place) -> Any:
-    return make_config(place.folder, run=dict(place.run), settings={**SETTINGS, **place.settings})
+    return kit.make_config(place.folder, run=dict(place.run), settings={**SETTINGS, **place.settings})
 
 
 def serve(place: Place, environment: Mapping[str, str], ready: Connection) -> None:
@@ -260,7 +246,7 @@ class Books:
             steps, progress = context.rules.steps, reader.progress()
             written = {step: reader.batch(step) for step in range(steps + 1)}
         assert written == {**self.batches, steps: None}
-        assert progress.policy == policy(steps)
+        assert progress.policy == kit.policy(steps)
         units = [group.unit for batch in self.batches.values() for group in batch.groups]
         assert len(units) == len(set(units)) == steps * context.rules.groups_per_step, (
             "no group is trained twice or lost"
@@ -269,9 +255,9 @@ class Books:
         assert names <= {receipt.submission for receipt in self.receipts.values()}
 
 
-WORKERS = (worker_key(1), worker_key(2))
-CHEAT = worker_key(3)
-VALIDATORS = (VALIDATOR, worker_key(200))
+WORKERS = (kit.worker_key(1), kit.worker_key(2))
+CHEAT = kit.worker_key(3)
+VALIDATORS = (kit.VALIDATOR, kit.worker_key(200))
 TRUSTED = {key.node for key in VALIDATORS}
 
 
@@ -298,10 +284,11 @@ class Cast:
 
     def call(self, key: SigningKey | None, method: str, path: str, body: Body = None) -> bytes:
         """The body of a good answer, however often the hub has to be started for it."""
-        content = as_bytes(body)
+        content = kit.as_bytes(body)
         while time.monotonic() < self._end_s:
             url = self.hub.url
-            headers = {} if key is None else sign_request(key, RUN_ID, method, path, content, SystemClock().now_ms())
+            now_ms = SystemClock().now_ms()
+            headers = {} if key is None else sign_request(key, kit.RUN_ID, method, path, content, now_ms)
             try:
                 response = self._http.request(method, url + path, content=content, headers=headers)
             except httpx.TransportError:
@@ -355,7 +342,7 @@ class Cast:
             act()
 
     def begin(self) -> None:
-        self.register(TRAINER, "trainer")
+        self.register(kit.TRAINER, "trainer")
         for key in VALIDATORS:
             self.register(key, "validator")
         for key in (*self.workers, CHEAT):
@@ -369,7 +356,7 @@ class Cast:
         return self.ledger()
 
     def register(self, key: SigningKey, role: Role) -> None:
-        signed = None if role == "worker" else certificate(key, role)
+        signed = None if role == "worker" else kit.certificate(key, role)
         self.call(key, "POST", "/nodes", Registration(public_key=key.public_key, role=role, certificate=signed))
 
     def turn(self, step: int) -> bool:
@@ -380,21 +367,21 @@ class Cast:
         return self.take_batch(step)
 
     def work(self, key: SigningKey, count: int) -> None:
-        body = {"request": fresh_request(), "max_units": count, "wait_s": 0}
+        body = {"request": kit.fresh_request(), "max_units": count, "wait_s": 0}
         self.generate(key, self.ask(LeaseReply, key, "POST", "/leases", body).leases)
 
     def generate(self, key: SigningKey, leases: Sequence[SignedDocument]) -> None:
-        for lease in (open_document(signed, Lease, HUB.public_key) for signed in leases):
+        for lease in (open_document(signed, Lease, kit.HUB.public_key) for signed in leases):
             draw = (lease.task, lease.seeds)
             assert lease.node == key.node
             assert self.books.draws.setdefault(lease.unit, draw) == draw, "a unit keeps its task and its seeds"
             self.hand_in(key, lease)
 
     def hand_in(self, key: SigningKey, lease: Lease) -> None:
-        signed = self.ask(SignedDocument, key, "PUT", f"/submissions/{lease.lease}", submission_body(lease))
-        self.books.promise(open_document(signed, Receipt, HUB.public_key))
+        signed = self.ask(SignedDocument, key, "PUT", f"/submissions/{lease.lease}", kit.submission_body(lease))
+        self.books.promise(open_document(signed, Receipt, kit.HUB.public_key))
 
-    def judge(self, key: SigningKey = VALIDATOR) -> bool:
+    def judge(self, key: SigningKey = kit.VALIDATOR) -> bool:
         """Whether there was anything to judge. What nobody could judge twice is generated."""
         reply = self.ask(AuditReply, key, "POST", "/audits", {"max_audits": 8, "wait_s": 0, "generates": KIND})
         self.generate(key, reply.generate)
@@ -410,16 +397,16 @@ class Cast:
 
     def _verdict(self, audit: Audit) -> Verdict:
         """The cheat is caught with the second of its groups; one group meets broken machinery, one teaches nothing."""
-        lease = open_document(audit.lease, Lease, HUB.public_key)
+        lease = open_document(audit.lease, Lease, kit.HUB.public_key)
         before = Counter(each.node for each in self.books.verdicts.values())[lease.node]
         caught = lease.node == CHEAT.node and before > 0
         broken = (lease.node == WORKERS[0].node and before == 1) or self.is_unsure(audit)
         dull = lease.node == WORKERS[1].node and before == 1
         outcome = Outcome.REJECTED if caught else Outcome.UNSURE if broken else Outcome.ACCEPTED
-        return verdict_on(
+        return kit.verdict_on(
             lease, audit.submission, (1.0, 1.0) if dull else (0.0, 1.0), outcome=outcome, reason="test",
             severity=Severity.CERTAIN if caught else None, depth=audit.depth,
-            generated_tokens=2 * TOKENS_PER_ROLLOUT - lease.unit % 3, decided_at_ms=SystemClock().now_ms(),
+            generated_tokens=2 * kit.TOKENS_PER_ROLLOUT - lease.unit % 3, decided_at_ms=SystemClock().now_ms(),
         )  # fmt: skip
 
     def is_unsure(self, audit: Audit) -> bool:
@@ -428,18 +415,18 @@ class Cast:
     def take_batch(self, step: int, roles: Sequence[Future[None]] = ()) -> bool:
         for role in roles:
             assert not role.done(), role.exception()
-        batch = self.ask(BatchReply, TRAINER, "POST", f"/batches/{step}", {"wait_s": 0}).batch
+        batch = self.ask(BatchReply, kit.TRAINER, "POST", f"/batches/{step}", {"wait_s": 0}).batch
         if batch is not None:
             assert self.books.batches.setdefault(step, batch) == batch, "a batch never changes"
         return batch is not None
 
     def announce(self, version: int) -> None:
-        document = PolicyAnnouncement(run=RUN_ID, policy=policy(version), created_at_ms=0)
-        self.call(TRAINER, "POST", "/policies", sign_document(document, TRAINER))
+        document = PolicyAnnouncement(run=kit.RUN_ID, policy=kit.policy(version), created_at_ms=0)
+        self.call(kit.TRAINER, "POST", "/policies", sign_document(document, kit.TRAINER))
 
     def ledger(self) -> list[LedgerEntry]:
         """Every row, checked against the head that the hub signs."""
-        head = open_document(self.ask(SignedDocument, None, "GET", "/ledger/head"), LedgerHead, HUB.public_key)
+        head = open_document(self.ask(SignedDocument, None, "GET", "/ledger/head"), LedgerHead, kit.HUB.public_key)
         page = self.ask(LedgerPage, None, "GET", "/ledger?after=-1&limit=1000")
         ledger.verify(page.entries, head)
         return list(page.entries)
