@@ -136,7 +136,7 @@ def test_waits_count_from_the_first_poll_in_a_row_and_are_forgotten() -> None:
     assert waits.current(100_000) == []
     for number in range(100):  # strangers under ever new names, while nobody asks who waits
         waits.waiting(f"worker {number}", "a unit", 200_000 + number * 1000)
-    assert len(waits) == FORGET_AFTER_MS // 1000 + 1
+    assert len(waits._entries) == FORGET_AFTER_MS // 1000 + 1
 
 
 # A crowd of long polls: a change wakes a few of them, who waited longest comes first, nobody is forgotten

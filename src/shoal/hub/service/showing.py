@@ -78,7 +78,7 @@ class Showing:
             self._owed_bytes += AUDIT_SHARE * sum(claimed)
             showing, before = reader.showing(), self._looked_at
             self._looked_at = {row.lease: before[row.lease] for row in showing if row.lease in before}
-            due = (row for row in showing if submissions.is_shown_due(row.progress, before.get(row.lease, 0)))
+            due = (row for row in showing if row.progress >= max(1, submissions.GROWTH * before.get(row.lease, 0)))
             row = next(due, None)
             if row is None:
                 self._owed_bytes = 0.0
