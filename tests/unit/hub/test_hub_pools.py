@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 
 from kit.hub import FakeEnvironment, Lazy, make_config
 from kit.machine import Play
-from kit.state import moment
 from shoal.environments import Split, Task
 from shoal.environments.settings import PoolSettings
 from shoal.errors import ConfigError, UnusableTask
 from shoal.hub.service import Hub
 from shoal.hub.state import draws
-from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.draws import Drawn, Pick, Result, task_index
 from shoal.hub.state.rows import Pool, PoolRules, TaskRow
 from shoal.hub.storage import SqliteStorage
@@ -266,16 +264,3 @@ class TestPick:
         never = PoolRules(easy_share=0, hard_share=0)
         rows = {"a": row(Pool.RETIRED), "b": row(Pool.EASY), "c": row(Pool.HARD)}
         assert pick(rows, ["a", "b", "c"], rules=never) == Pick("b")
-
-    def test_if_all_are_retired_the_units_own_is_taken_and_said(self) -> None:
-        rows = {"a": row(Pool.RETIRED), "b": row(Pool.RETIRED)}
-        exhausted = pick(rows, [None, "a", "b"])
-        assert exhausted == Pick("a", exhausted=True)
-        (alarm,) = draws.alarms(moment(), 4, exhausted)
-        assert isinstance(alarm, RaiseAlarm)
-        assert (alarm.code, "are retired (solved)" in alarm.message) == ("pools.exhausted", True)
-        assert draws.alarms(moment(), 5, exhausted) == [alarm], "the same words for every unit of a step"
-        (alarm,) = draws.alarms(moment(), 4, Pick(None))
-        assert isinstance(alarm, RaiseAlarm)
-        assert alarm.code == "tasks.unusable"
-        assert draws.alarms(moment(), 4, Pick("a")) == []

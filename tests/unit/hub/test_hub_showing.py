@@ -247,15 +247,6 @@ def test_while_submissions_wait_shown_progress_gets_a_small_share_of_the_bytes(b
     assert [audit.depth for audit in bench.audits()] == ["full"], "claimed before, and given again"
 
 
-def test_a_hub_that_has_lost_what_was_shown_says_so_and_gets_it_again(bench: Bench) -> None:
-    lease = leased(bench)
-    assert shown(bench, lease, chunks(0)).tokens == (32, 0)
-    with bench.hub.context.storage.write() as transaction:
-        transaction._connection.exec_driver_sql("DELETE FROM shown")
-    assert shown(bench, lease, chunks(0, start=32)).tokens == (0, 0)
-    assert shown(bench, lease, chunks(0, count=2)).tokens == (64, 0)
-
-
 # Shown progress in the decision core: which chunks are taken, whose lease is looked at, which rollout of it
 
 

@@ -79,20 +79,6 @@ def test_a_validator_that_dies_with_a_unit_is_not_blamed_and_the_unit_comes_agai
     assert (row.state, row.lapsed, row.window) == (NodeState.ACTIVE, 0, 0)
 
 
-def test_only_four_attempts_of_validators_give_a_unit_up_with_an_alarm(play: Play) -> None:
-    for _ in range(2):
-        play.work(play.join(), outcome=Outcome.UNSURE)
-    found = []
-    for _ in range(4):
-        (lease,) = play.entrust()
-        play.submit(lease, f"attempt {lease.attempt}")
-        judge_all(play, Outcome.UNSURE, trusted=Outcome.UNSURE)
-        found.append(state_of(play, lease.unit))
-    assert found == [("open", 3), ("open", 4), ("open", 5), ("void", 6)]
-    alarms = play.hub.reporting.status().alarms
-    assert any("units were given up, each after 4 attempts of validators" in alarm for alarm in alarms)
-
-
 def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(
     play: Play, caplog: pytest.LogCaptureFixture
 ) -> None:

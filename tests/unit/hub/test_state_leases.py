@@ -34,14 +34,6 @@ class TestGrant:
         assert {row.hard_deadline_ms for row in found.leases} == {NOW_MS + 600_000}
         assert {row.granted for row in found.leases} == {4}
 
-    def test_no_more_new_units_than_pacing_leaves_room_for(self) -> None:
-        now = moment(progress=Progress(policy=policy(), next_unit=3, alive=3))
-        assert [row.unit for row in grant(now, [], ask(4)).leases] == [3]
-        full = moment(progress=Progress(policy=policy(), next_unit=4, alive=4))
-        found = grant(full, [], ask(4))
-        assert (found.leases, found.commands) == ((), ())
-        assert found.plan.waiting == "all 4 units of step 0 (policy 0.0) are given out or being checked"
-
     def test_a_node_holds_only_so_many(self) -> None:
         now = moment()
         assert len(grant(now, [], ask(4, held_leases=1, window=2)).leases) == 1
@@ -139,13 +131,6 @@ class TestReceive:
         ):
             assert len(leases_in(commands)) == 1
             assert units_in(commands) == {}
-
-    @pytest.mark.parametrize("state", [state for state in UnitState if state != UnitState.OPEN])
-    def test_late_when_the_unit_has_moved_on(self, state: UnitState) -> None:
-        expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0, state))
-        with pytest.raises(Refusal, match=state.value) as refusal:
-            receive(expired)
-        assert (refusal.value.status, refusal.value.code) == (410, "lease.late")
 
     def test_late_and_too_stale(self) -> None:
         expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0))
