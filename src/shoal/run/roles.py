@@ -74,7 +74,8 @@ def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
 def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     from shoal.engines.asking import Asking
     from shoal.environments import build, has_dialogues
-    from shoal.hub import EvaluationPlan, HubConfig, run_hub
+    from shoal.hub import EvaluationPlan, HubConfig
+    from shoal.hub.http.server import run_hub
     from shoal.models import model_folder, read_files
     from shoal.run.estimate import announced_size
     from shoal.validator import measurable_kinds, profile_keys
